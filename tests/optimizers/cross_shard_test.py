@@ -1,0 +1,276 @@
+"""CrossShardOptimizer: what is summed, over whom, and in which type."""
+
+import functools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.optimizers import harness
+from xshard.optimizers import cross_shard, loss_scale
+from xshard.optimizers import optax as optax_optimizer
+
+CrossShard = cross_shard.CrossShardOptimizer
+LossScaled = loss_scale.MixedPrecisionLossScaleOptimizer
+
+
+def linear_loss(params, x):
+    return jnp.sum(params["m"]["w"] * x)
+
+
+def run_replicas(make_optimizer, x, *, steps=1, replicas=8, loss=linear_loss, dtype=np.float32):
+    """Each replica's `(value, params, global_step), state` after some steps on its own x."""
+    step = harness.transform_step(make_optimizer, loss)
+    params = {"m": {"w": jnp.zeros((), dtype)}}
+    _, state = step.init(None, params, x[0])
+    run = jax.jit(harness.per_replica(step, replicas))
+    params, state, n = harness.stack((params, state, jnp.int32(0)), replicas)
+    for _ in range(steps):
+        (value, params, n), state = run(params, state, x, n)
+    return (value, params["m"]["w"], n), state
+
+
+@pytest.mark.parametrize(
+    "reduction,groups,expected",
+    [
+        ("sum", None, [28] * 8),
+        ("mean", None, [3.5] * 8),
+        (cross_shard.Reduction.MEAN, [[0, 1, 2, 3, 4, 5, 6, 7]], [3.5] * 8),
+        ("sum", [[0, 2], [1, 3], [4, 6], [5, 7]], [2, 4, 2, 4, 10, 12, 10, 12]),
+        ("mean", [[0, 2, 4, 6], [1, 3, 5, 7]], [3, 4, 3, 4, 3, 4, 3, 4]),
+        ("mean", ((7, 0), (1, 2), (3, 4), (5, 6)), [3.5, 1.5, 1.5, 3.5, 3.5, 5.5, 5.5, 3.5]),
+        ("mean", [[i] for i in range(8)], list(range(8))),
+    ],
+)
+def test_reductions_over_groups(reduction, groups, expected):
+    make = lambda: CrossShard(optax.sgd(1.0), reduction, group_assignment=groups)
+    (value, w, n), _ = run_replicas(make, jnp.arange(8.0))
+    np.testing.assert_array_equal(w, -np.array(expected, np.float32))
+    np.testing.assert_array_equal(n, np.ones(8))
+    np.testing.assert_array_equal(value, np.zeros(8))
+
+
+def test_the_value_is_the_replicas_own_loss():
+    make = lambda: CrossShard(optax.sgd(0.0))
+    step = lambda params, x: jnp.sum(params["m"]["w"] * 0 + x)
+    (value, _, _), _ = run_replicas(make, jnp.arange(8.0), loss=step)
+    np.testing.assert_array_equal(value, np.arange(8.0))
+
+
+def compute_and_apply(reduction, change):
+    """Parameters after a step in which `change` acts on each replica's gradients."""
+
+    def step(params, x):
+        opt = CrossShard(optax.sgd(1.0), reduction)
+        _, grads = opt.compute_gradients(lambda p: linear_loss(p, x), params)
+        return opt.apply_gradients(change(grads), params), grads["m"]["w"]
+
+    step = hk.transform_with_state(step)
+    params = {"m": {"w": jnp.zeros(())}}
+    _, state = step.init(None, params, 0.0)
+
+    def local(x):
+        return jax.tree.map(lambda a: a[None], step.apply({}, state, None, params, x[0])[0])
+
+    spec = jax.P("replica")
+    mapped = jax.shard_map(local, mesh=harness.mesh(), in_specs=spec, out_specs=spec, check_vma=False)
+    new, grads = jax.jit(mapped)(jnp.array([1.0] * 7 + [1e6]))
+    return np.asarray(new["m"]["w"]), np.asarray(grads)
+
+
+def test_gradients_stay_per_replica_until_applied_so_that_each_can_be_clipped():
+    clip = functools.partial(jax.tree.map, lambda g: jnp.clip(g, -1, 1))
+    new, grads = compute_and_apply("sum", clip)
+    np.testing.assert_array_equal(grads, [1.0] * 7 + [1e6])
+    np.testing.assert_array_equal(new, [-8.0] * 8)
+    # As in TensorFlow the mean's factor is in what a clip sees.
+    new, grads = compute_and_apply("mean", clip)
+    np.testing.assert_array_equal(grads, [0.125] * 7 + [1e6 / 8])
+    np.testing.assert_array_equal(new, [-(7 / 8 + 1)] * 8)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_shard_map_with_and_without_vma_checks_agree(check_vma):
+    step = harness.transform_step(lambda: LossScaled(CrossShard(optax.adam(0.1)), "dynamic"))
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x)
+    run = jax.jit(harness.replicated(step, check_vma=check_vma))
+    (value, new, n), state = run(params, state, x)
+    expected = optax.adam(0.1)
+    grads = jax.grad(harness.loss)(params, x)
+    updates, _ = expected.update(grads, expected.init(params), params)
+    # Adam's first step is the gradient's sign, as long as no gradient was summed twice or scaled.
+    harness.assert_close(new, optax.apply_updates(params, updates), rtol=1e-5)
+    np.testing.assert_allclose(value, harness.loss(params, x), rtol=1e-6)
+    mu = state["CrossShardOptimizer/~/optax_optimizer"]["0/mu/mlp/linear_0/w"]
+    np.testing.assert_allclose(mu, 0.1 * grads["mlp/linear_0"]["w"], rtol=1e-4, atol=1e-7)
+    assert int(n) == 1
+
+
+def test_groups_under_vma_checks_are_refused_with_the_mend():
+    step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1], [2, 3]]))
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x)
+    with pytest.raises(ValueError, match="check_vma=False"):
+        harness.replicated(step, check_vma=True, replicas=4)(params, state, x)
+
+
+def nestings(opt, groups):
+    yield LossScaled(CrossShard(opt, group_assignment=groups), "dynamic")
+    yield CrossShard(LossScaled(opt, "dynamic"), group_assignment=groups)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("groups", [None, [[0, 2], [1, 3]], [[0, 1], [2, 3]]])
+def test_one_bad_replica_skips_its_group_under_both_nestings(order, groups):
+    make = lambda: list(nestings(optax_optimizer.OptaxOptimizer(optax.adam(0.5), name="adam"), groups))[order]
+    if order:  # Haiku numbers the modules that the other order made.
+        make = lambda: CrossShard(
+            LossScaled(optax_optimizer.OptaxOptimizer(optax.adam(0.5), name="adam"), "dynamic"),
+            group_assignment=groups,
+        )
+    x = jnp.array([1.0, 1.0, jnp.inf, 1.0])
+    (_, w, n), state = run_replicas(make, x, replicas=4)
+    skipped = {0, 1, 2, 3} if groups is None else set(next(g for g in groups if 2 in g))
+    expected = np.array([i not in skipped for i in range(4)])
+    np.testing.assert_array_equal(n, expected.astype(np.int32))
+    np.testing.assert_allclose(w, -0.5 * expected, rtol=1e-6)
+    np.testing.assert_array_equal(state["adam"]["0/count"], expected.astype(np.int32))
+    (scale,) = [m["current_loss_scale"] for m in state.values() if "current_loss_scale" in m]
+    np.testing.assert_array_equal(scale, np.where(expected, 2.0**15, 2.0**14))
+
+
+def test_groups_that_skip_at_different_steps_do_not_hang_and_go_separate_ways():
+    make = lambda: LossScaled(
+        CrossShard(optax.adam(0.5), group_assignment=[[0, 2, 4, 6], [1, 3, 5, 7]]), "dynamic"
+    )
+    step = harness.transform_step(make, linear_loss)
+    params = {"m": {"w": jnp.zeros(())}}
+    _, state = step.init(None, params, 0.0)
+    run = jax.jit(harness.per_replica(step))
+    params, state, n = harness.stack((params, state, jnp.int32(0)))
+    for i in range(8):
+        x = jnp.ones(8).at[i].set(jnp.inf if i < 6 else 1.0)
+        (_, params, n), state = run(params, state, x, n)
+    np.testing.assert_array_equal(n, [5] * 8)
+    scale = state["dynamic_loss_scale" if "dynamic_loss_scale" in state else next(
+        k for k in state if k.endswith("dynamic_loss_scale"))]["current_loss_scale"]
+    np.testing.assert_array_equal(scale, [2.0**12] * 8)
+
+
+def test_replicas_of_a_group_stay_equal_bit_by_bit():
+    groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
+    make = lambda: LossScaled(CrossShard(optax.adam(0.1), group_assignment=groups), "dynamic")
+    step = harness.transform_step(make)
+    params, x = harness.params(), harness.batch().reshape(8, 2, 3)
+    _, state = step.init(None, params, x[0])
+    run = jax.jit(harness.per_replica(step))
+    params, state, n = harness.stack((params, state, jnp.int32(0)))
+    for _ in range(3):
+        (_, params, n), state = run(params, state, x, n)
+    for leaf in jax.tree.leaves((params, state)):
+        for group in groups:
+            for replica in group[1:]:
+                assert np.asarray(leaf)[replica].tobytes() == np.asarray(leaf)[group[0]].tobytes()
+    w = np.asarray(params["mlp/linear_0"]["w"])
+    assert not np.array_equal(w[0], w[1])
+
+
+def test_half_precision_loses_nothing_to_the_mean():
+    # 3e4 on each of 8 replicas: their sum is beyond float16, their mean is not.
+    (_, w, _), _ = run_replicas(
+        lambda: CrossShard(optax.sgd(1.0)), jnp.full((8,), 3e4, jnp.float16), dtype=np.float16
+    )
+    assert w.dtype == np.float16
+    np.testing.assert_array_equal(w, np.full(8, -3e4, np.float16))
+    # The smallest number of float16, which any factor below 1 would take to zero.
+    tiny = np.float16(6e-8)
+    (_, w, _), _ = run_replicas(
+        lambda: CrossShard(optax.sgd(1.0)), jnp.full((8,), tiny), dtype=np.float16
+    )
+    np.testing.assert_array_equal(w, np.full(8, -tiny))
+
+
+def test_two_axes_are_reduced_by_two_wrappers():
+    mesh = jax.make_mesh((2, 4), ("group", "replica"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    step = harness.transform_step(
+        lambda: CrossShard(CrossShard(optax.sgd(1.0), axis_name="group"), "sum"), linear_loss
+    )
+    params = {"m": {"w": jnp.zeros(())}}
+    _, state = step.init(None, params, 0.0)
+
+    def local(x):
+        return step.apply({}, state, None, params, x[0, 0])[0][1]
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=jax.P("group", "replica"), out_specs=jax.P())
+    np.testing.assert_array_equal(jax.jit(run)(jnp.arange(8.0).reshape(2, 4))["m"]["w"], -14.0)
+
+
+@pytest.mark.parametrize("reduction", ["average", None, "MEAN", 3])
+def test_unknown_reductions_are_refused(reduction):
+    with pytest.raises(ValueError, match="reduction must be 'sum' or 'mean'; received"):
+        hk.testing.transform_and_run(lambda: CrossShard(optax.sgd(1.0), reduction))()
+
+
+@pytest.mark.parametrize(
+    "groups,match",
+    [
+        ("01", "must be a list of lists"),
+        ([], "must be a list of lists"),
+        ([0, 1], "must be a list of lists"),
+        ([[0, 1], 2], "must be a list of lists"),
+        ([[]], "must be of one size"),
+        ([[0, 1], [2]], "must be of one size"),
+        ([[0, 1], [1, 2]], "each replica number once"),
+        ([[0, 1], [2, 4]], "each replica number once"),
+        ([[0, True]], "each replica number once"),
+        ([[0, 1.0]], "each replica number once"),
+        ([[-1, 0]], "each replica number once"),
+    ],
+)
+def test_malformed_groups_are_refused_at_construction(groups, match):
+    with pytest.raises(ValueError, match=match):
+        hk.testing.transform_and_run(lambda: CrossShard(optax.sgd(1.0), group_assignment=groups))()
+
+
+def test_groups_that_do_not_fit_the_axis_are_refused():
+    with pytest.raises(ValueError, match="is for 4 replicas, but the axis 'replica' has 8"):
+        run_replicas(lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1], [2, 3]]), jnp.ones(8))
+
+
+def test_groups_outside_of_the_axis_are_refused():
+    step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1]]))
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x)
+    with pytest.raises(ValueError, match="is for 2 replicas, but the axis 'replica' has 1"):
+        step.apply({}, state, None, params, x)
+
+
+def test_another_mapped_axis_is_refused():
+    with pytest.raises(ValueError, match=r"axis 'data', but the mapped axes here are"):
+        run_replicas(lambda: CrossShard(optax.sgd(1.0), axis_name="data"), jnp.ones(8))
+    with pytest.raises(ValueError, match="axis_name must be the name of one axis"):
+        hk.testing.transform_and_run(lambda: CrossShard(optax.sgd(1.0), axis_name=("a", "b")))()
+
+
+def test_the_same_axis_twice_is_refused():
+    with pytest.raises(ValueError, match="already reduces over the axis 'replica'"):
+        hk.testing.transform_and_run(
+            lambda: CrossShard(LossScaled(CrossShard(optax.sgd(1.0)), 2))
+        )()
+
+
+def test_outside_of_any_axis_there_is_one_replica_and_one_warning(caplog):
+    cross_shard.logging._log_counter_per_token.clear()
+    step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0)), linear_loss)
+    params = {"m": {"w": jnp.zeros(())}}
+    _, state = step.init(None, params, 2.0)
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            (_, new, _), _ = step.apply({}, state, None, params, 2.0)
+    np.testing.assert_array_equal(new["m"]["w"], -2.0)
+    warnings = [r for r in caplog.records if "assuming one replica" in r.getMessage()]
+    assert len(warnings) == 1

@@ -1,0 +1,108 @@
+"""Small problems and ways to run a step on them, shared by the tests of the optimizers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+REPLICAS = 8
+MESH_AXIS = "replica"
+
+
+def params(dtype: Any = np.float32) -> dict[str, dict[str, jax.Array]]:
+    """Parameters of a two-layer network: matrices, a vector, and one path of three parts."""
+    rng = np.random.default_rng(0)
+    shapes = {"mlp/linear_0": {"b": (4,), "w": (3, 4)}, "mlp/linear_1": {"w": (4, 2)}}
+    return {
+        module: {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in arrays.items()}
+        for module, arrays in shapes.items()
+    }
+
+
+def batch(dtype: Any = np.float32, examples: int = 16) -> jax.Array:
+    """Inputs of the network."""
+    return jnp.asarray(np.random.default_rng(1).normal(size=(examples, 3)), dtype)
+
+
+def loss(variables: Any, x: jax.Array) -> jax.Array:
+    """The mean over examples of a smooth function of all parameters."""
+    hidden = jnp.tanh(x @ variables["mlp/linear_0"]["w"] + variables["mlp/linear_0"]["b"])
+    return jnp.mean(jnp.sum((hidden @ variables["mlp/linear_1"]["w"] - 1) ** 2, axis=-1))
+
+
+def transform_step(make_optimizer: Callable[[], Any], loss_fn: Any = loss) -> hk.TransformedWithState:
+    """`step(params, x, global_step)`, which returns `(value, params, global_step)`."""
+
+    def step(variables: Any, x: Any, global_step: Any = 0) -> Any:
+        return make_optimizer().minimize(lambda p: loss_fn(p, x), variables, global_step)
+
+    return hk.transform_with_state(step)
+
+
+def mesh(replicas: int = REPLICAS) -> jax.sharding.Mesh:
+    """A mesh of one axis."""
+    return jax.sharding.Mesh(np.array(jax.devices()[:replicas]), (MESH_AXIS,))
+
+
+def one_device(step: hk.TransformedWithState) -> Callable[..., Any]:
+    """`f(params, state, x, global_step)`, which returns `((value, params, global_step), state)`."""
+    return lambda p, s, x, n=0: step.apply({}, s, None, p, x, n)
+
+
+def replicated(
+    step: hk.TransformedWithState, *, check_vma: bool = False, replicas: int = REPLICAS
+) -> Callable[..., Any]:
+    """As `one_device`, x split over the replicas, everything else replicated, the mean value."""
+
+    def local(p: Any, s: Any, x: Any, n: Any) -> Any:
+        (value, p, n), s = step.apply({}, s, None, p, x, n)
+        return (jax.lax.pmean(value, MESH_AXIS), p, n), s
+
+    spec = jax.P()
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh(replicas),
+        in_specs=(spec, spec, jax.P(MESH_AXIS), spec),
+        out_specs=spec,
+        check_vma=check_vma,
+    )
+    return lambda p, s, x, n=0: mapped(p, s, x, jnp.asarray(n, jnp.int32))
+
+
+def per_replica(step: hk.TransformedWithState, replicas: int = REPLICAS) -> Callable[..., Any]:
+    """As `one_device` where everything has a leading dimension of replicas, so that none is hidden."""
+
+    def local(*args: Any) -> Any:
+        p, s, x, n = jax.tree.map(lambda a: a[0], args)
+        return jax.tree.map(lambda a: jnp.asarray(a)[None], step.apply({}, s, None, p, x, n))
+
+    spec = jax.P(MESH_AXIS)
+    return jax.shard_map(
+        local, mesh=mesh(replicas), in_specs=(spec,) * 4, out_specs=spec, check_vma=False
+    )
+
+
+def stack(tree: Any, replicas: int = REPLICAS) -> Any:
+    """A copy for each replica."""
+    return jax.tree.map(lambda a: jnp.stack([jnp.asarray(a)] * replicas), tree)
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Equal structure, types and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        assert a.tobytes() == b.tobytes(), (path, a, b)
+
+
+def assert_close(actual: Any, expected: Any, rtol: float, atol: float = 0.0) -> None:
+    """Equal structure, close values."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)

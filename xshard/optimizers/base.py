@@ -1,0 +1,218 @@
+"""The contract of every update rule, and the seam at which rules meet.
+
+An update runs in three phases, and a wrapper may stand between any two of them:
+
+1. `aggregate` makes per-replica gradients the gradients of the whole group. All collectives are here.
+2. `vote` decides whether this step is applied. It sees aggregated gradients, so that all replicas of a
+   group decide alike.
+3. `update` turns gradients into new parameters and slots. It is local, and it alone is conditional.
+
+No collective is conditional: groups may skip at different steps, and a collective that only some
+devices reach never ends.
+
+The names and their meaning are those of `tf.compat.v1.train.Optimizer`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from xshard.optimizers import gradients, trees
+
+
+class Optimizer(hk.Module):
+    """An update rule with its state. Source: `tf.compat.v1.train.Optimizer`.
+
+    Call it inside `hk.transform_with_state`: all its state is Haiku state. A rule of your own
+    implements `update`; a wrapper hands the phases on to the rule that it wraps.
+
+    Parameters and gradients are Haiku trees, `{module: {name: array}}`. In a tree of gradients None
+    stands for "not trained": that parameter and its slots stay as they are.
+    """
+
+    GATE_NONE = gradients.GATE_NONE
+    GATE_OP = gradients.GATE_OP
+    GATE_GRAPH = gradients.GATE_GRAPH
+
+    def compute_gradients(
+        self,
+        loss: gradients.Loss | Sequence[gradients.Loss],
+        params: trees.Params,
+        *,
+        var_list: trees.VarList = None,
+        gate_gradients: int = GATE_OP,
+        aggregation_method: int | None = None,
+        colocate_gradients_with_ops: bool = False,
+        grad_loss: Any = None,
+        has_aux: bool = False,
+    ) -> tuple[Any, trees.Gradients]:
+        """Differentiates a loss, as `jax.value_and_grad` does.
+
+        Args:
+          loss: a function of the parameters that returns a scalar, or an array when `grad_loss` has
+            its shape. It may use Haiku's state and random keys. A sequence of such functions, such
+            as one for each micro-batch, counts as their sum.
+          params: a Haiku tree of floating-point arrays.
+          var_list: what to train: paths such as 'mlp/linear_0/w', or a predicate of module and name.
+            All parameters by default. The gradients of the others are None.
+          gate_gradients: an optimization barrier over no gradient (GATE_NONE), each (GATE_OP) or all
+            of them together (GATE_GRAPH).
+          aggregation_method: how the gradients of several losses are summed: `AggregationMethod`.
+          colocate_gradients_with_ops: gives each gradient its parameter's sharding.
+          grad_loss: the gradient with respect to the loss, 1 by default. For several losses one for
+            all, or a sequence.
+          has_aux: whether a loss returns `(value, aux)`.
+
+        Returns:
+          `(value, grads)`, or `((value, aux), grads)` with `has_aux`; the value without any scaling.
+          For several losses the sum of the values, and a list of each one's aux.
+
+        Raises:
+          ValueError: for an option, a name or a shape that does not fit.
+        """
+        trees.check_params(params)
+        gradients.check_options(gate_gradients, aggregation_method)
+        trained = trees.select(params, var_list)
+        value, aux, grads = gradients.value_and_grad(
+            loss,
+            params,
+            trained,
+            aggregation_method=aggregation_method,
+            grad_loss=grad_loss,
+            has_aux=has_aux,
+        )
+        if colocate_gradients_with_ops:
+            grads = gradients.colocate(grads, trained)
+        grads = gradients.gate(grads, gate_gradients)
+        tree = jax.tree_util.tree_map_with_path(lambda p, _: grads.get(trees.path_name(p)), params)
+        return ((value, aux) if has_aux else value), tree
+
+    def apply_gradients(
+        self, grads: trees.Gradients, params: trees.Params, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """Aggregates, votes and updates.
+
+        Args:
+          grads: a tree as `params`, as `compute_gradients` returned it; None leaves are not trained.
+          params: a Haiku tree of floating-point arrays.
+          global_step: an integer scalar that counts the updates applied.
+          name: a scope's name for profiles; the optimizer's name by default.
+
+        Returns:
+          The new parameters, or `(params, global_step)` when a `global_step` was given. After a vote
+          against the step both are what they were, bit by bit, and so is all state of the rules.
+
+        Raises:
+          ValueError: if the gradients do not have the parameters' structure and shapes.
+        """
+        trees.check_params(params)
+        trees.check_gradients(grads, params)
+        with jax.named_scope(name or self.get_name()):
+            grads = self.aggregate(grads)
+            applied = self.vote(grads)
+            if applied is True or hk.running_init():
+                new_params = self.update(grads, params)
+            else:
+                new_params = hk.cond(applied, self.update, lambda _, old: old, grads, params)
+        if global_step is None:
+            return new_params
+        global_step = jnp.asarray(global_step)
+        return new_params, global_step + jnp.asarray(applied, global_step.dtype)
+
+    def minimize(
+        self,
+        loss: gradients.Loss | Sequence[gradients.Loss],
+        params: trees.Params,
+        global_step: Any = None,
+        *,
+        name: str | None = None,
+        has_aux: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """`compute_gradients`, then `apply_gradients`; further arguments as for these.
+
+        Returns:
+          `(value, params)` or `((value, aux), params)`, with `global_step` last when it was given.
+        """
+        value, grads = self.compute_gradients(loss, params, has_aux=has_aux, **kwargs)
+        result = self.apply_gradients(grads, params, global_step, name)
+        return (value, result) if global_step is None else (value, *result)
+
+    def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
+        """Phase 1: the group's gradients from each replica's. All collectives are here."""
+        return grads
+
+    def vote(self, grads: trees.Gradients) -> Any:
+        """Phase 2: True, or a boolean scalar, equal on all replicas of a group: whether to update."""
+        del grads
+        return True
+
+    def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
+        """Phase 3: the new parameters. Creates its state while `hk.running_init()`."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement update(grads, params).")
+
+    def get_name(self) -> str:
+        """The module's name."""
+        return self.name
+
+    def get_slot(self, var: str, name: str) -> Any:
+        """The slot of a parameter, such as `get_slot('mlp/linear_0/w', 'mu')`, or None."""
+        del var, name
+        return None
+
+    def get_slot_names(self) -> list[str]:
+        """The names that `get_slot` knows, sorted. Empty before the first `apply_gradients`."""
+        return []
+
+    def state_by_name(self) -> dict[str, Any]:
+        """All arrays of state of this rule and of those that it wraps, by name."""
+        return dict(self.state_dict())
+
+    def variables(self) -> list[Any]:
+        """All arrays of state, in the order of their names."""
+        return [value for _, value in sorted(self.state_by_name().items())]
+
+
+class OptimizerWrapper(Optimizer):
+    """A rule around another: hands every phase and every question on to `opt`, which it sets."""
+
+    opt: Optimizer
+
+    def compute_gradients(self, loss: Any, params: trees.Params, **kwargs: Any) -> tuple[Any, trees.Gradients]:
+        """As `Optimizer.compute_gradients`."""
+        return self.opt.compute_gradients(loss, params, **kwargs)
+
+    def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
+        """The wrapped rule's."""
+        return self.opt.aggregate(grads)
+
+    def vote(self, grads: trees.Gradients) -> Any:
+        """The wrapped rule's."""
+        return self.opt.vote(grads)
+
+    def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
+        """The wrapped rule's."""
+        return self.opt.update(grads, params)
+
+    def get_slot(self, var: str, name: str) -> Any:
+        """The wrapped rule's."""
+        return self.opt.get_slot(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """The wrapped rule's."""
+        return self.opt.get_slot_names()
+
+    def state_by_name(self) -> dict[str, Any]:
+        """This rule's and the wrapped one's."""
+        return {**self.state_dict(), **self.opt.state_by_name()}
+
+
+def unwrap(opt: Optimizer) -> list[Optimizer]:
+    """The rule and all that it wraps, outermost first."""
+    chain = [opt]
+    while isinstance(chain[-1], OptimizerWrapper):
+        chain.append(chain[-1].opt)
+    return chain

@@ -1,0 +1,257 @@
+"""Losses scaled, so that the gradients of half precision neither vanish nor overflow.
+
+float16 holds nothing below 6e-8. A loss multiplied by a scale before differentiation has gradients
+that are as much larger; they are divided by it again in float32. If the scale was too large, some
+gradient is not finite: then nothing is updated, and the dynamic scale is lowered.
+
+Sources: Micikevicius et al., "Mixed Precision Training", 2018, https://arxiv.org/abs/1710.03740;
+`tf.compat.v1.mixed_precision.{FixedLossScale, DynamicLossScale, MixedPrecisionLossScaleOptimizer}`.
+"""
+
+import math
+import numbers
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from xshard.optimizers import base, trees
+from xshard.optimizers import optax as optax_optimizer
+
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+class LossScale(hk.Module):
+    """A loss scale with its state. Source: `tf.mixed_precision.experimental.LossScale`."""
+
+    def __call__(self) -> jax.Array:
+        """The current scale, a float32 scalar."""
+        raise NotImplementedError
+
+    def update(self, grads: trees.Gradients) -> Any:
+        """Adapts the scale to a step's gradients.
+
+        Args:
+          grads: unscaled gradients, aggregated over the group, so that all its replicas agree.
+
+        Returns:
+          Whether to apply them: True, or a boolean scalar.
+        """
+        raise NotImplementedError
+
+
+class FixedLossScale(LossScale):
+    """A scale that stays. As in TensorFlow, the gradients are applied without a vote.
+
+    >>> scale = hk.transform(lambda: FixedLossScale(128)())
+    >>> print(scale.apply({}, None))
+    128.0
+    """
+
+    def __init__(self, loss_scale_value: float, name: str | None = None):
+        """Makes a fixed scale.
+
+        Args:
+          loss_scale_value: the scale, at least 1.
+          name: the module's name.
+
+        Raises:
+          ValueError: if the scale is below 1, not finite in float32, or not a number.
+        """
+        super().__init__(name=name)
+        self.loss_scale_value = _check_scale("loss_scale_value", loss_scale_value)
+
+    def __call__(self) -> jax.Array:
+        """The scale, a float32 scalar."""
+        return jnp.asarray(self.loss_scale_value, jnp.float32)
+
+    def update(self, grads: trees.Gradients) -> bool:
+        """True: always applied."""
+        del grads
+        return True
+
+
+class DynamicLossScale(LossScale):
+    """A scale as large as the gradients allow.
+
+    A step with a gradient that is not finite divides the scale by `multiplier`, never below 1, and is
+    not applied. `increment_period` finite steps in a row multiply it, unless the product is not finite
+    in float32. State: `current_loss_scale` (float32) and `good_steps` (int32), the number of finite
+    steps since the scale last changed or was due to.
+
+    Source: `tf.mixed_precision.experimental.DynamicLossScale`.
+    """
+
+    def __init__(
+        self,
+        initial_loss_scale: float = 2**15,
+        increment_period: int = 2000,
+        multiplier: float = 2.0,
+        name: str | None = None,
+    ):
+        """Makes a dynamic scale.
+
+        Args:
+          initial_loss_scale: the first scale, at least 1.
+          increment_period: the number of finite steps in a row that raises the scale, at least 1.
+          multiplier: what the scale is multiplied with and divided by, above 1.
+          name: the module's name.
+
+        Raises:
+          ValueError: if an argument is out of these bounds.
+        """
+        super().__init__(name=name)
+        self.initial_loss_scale = _check_scale("initial_loss_scale", initial_loss_scale)
+        if not _is_number(increment_period, numbers.Integral) or increment_period < 1:
+            raise ValueError(
+                f"increment_period must be an integer of at least 1; received {increment_period!r}."
+            )
+        self.increment_period = int(increment_period)
+        self.multiplier = _check_scale("multiplier", multiplier)
+        if self.multiplier == 1:
+            raise ValueError(
+                "multiplier must be above 1, or the scale could never change; received "
+                f"{multiplier!r}. For a scale that stays use FixedLossScale."
+            )
+
+    def __call__(self) -> jax.Array:
+        """The current scale, a float32 scalar."""
+        initial = self.initial_loss_scale
+        return hk.get_state(
+            "current_loss_scale", [], jnp.float32, lambda shape, dtype: jnp.full(shape, initial, dtype)
+        )
+
+    def update(self, grads: trees.Gradients) -> jax.Array:
+        """Adapts the scale; True if all gradients are finite."""
+        scale = self()
+        good_steps = hk.get_state("good_steps", [], jnp.int32, jnp.zeros) + 1
+        finite = all_finite(grads)
+        due = good_steps >= self.increment_period
+        multiplier = jnp.asarray(self.multiplier, jnp.float32)
+        raised = scale * multiplier
+        kept_or_raised = jnp.where(due & jnp.isfinite(raised), raised, scale)
+        lowered = jnp.maximum(scale / multiplier, jnp.ones_like(scale))
+        hk.set_state("current_loss_scale", jnp.where(finite, kept_or_raised, lowered))
+        hk.set_state("good_steps", jnp.where(finite & ~due, good_steps, jnp.zeros_like(good_steps)))
+        return finite
+
+
+class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
+    """Scales the loss that `opt` differentiates, and skips steps whose gradients are not finite.
+
+    It nests with `CrossShardOptimizer` in either order: the vote is taken on the gradients that were
+    aggregated over the group, so that one replica's overflow skips the step on all of them. A skipped
+    step leaves parameters, slots, schedules and the global step as they were, bit by bit.
+
+    Source: `tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`.
+
+    >>> def step(params, x):
+    ...     opt = MixedPrecisionLossScaleOptimizer(optax.sgd(0.5), 'dynamic')
+    ...     loss, params = opt.minimize(lambda p: jnp.sum(p['linear']['w'] * x), params)
+    ...     return loss, params, opt.loss_scale()
+    >>> step = hk.transform_with_state(step)
+    >>> params = {'linear': {'w': jnp.ones(())}}
+    >>> _, state = step.init(None, params, 2.0)
+    >>> (loss, params, scale), state = step.apply({}, state, None, params, 2.0)
+    >>> print(loss, params['linear']['w'], scale)
+    2.0 0.0 32768.0
+    >>> (loss, params, scale), state = step.apply({}, state, None, params, jnp.inf)
+    >>> print(params['linear']['w'], scale)
+    0.0 16384.0
+    """
+
+    def __init__(self, opt: Any, loss_scale: Any, name: str | None = None):
+        """Wraps an optimizer.
+
+        Args:
+          opt: an `Optimizer` or an optax transformation.
+          loss_scale: a `LossScale`, a number of at least 1 for a fixed scale, or 'dynamic'.
+          name: the module's name. `get_name()` is the name of `opt`, as in TensorFlow.
+
+        Raises:
+          ValueError: for an opt or a scale other than these, or an `opt` that scales losses already.
+        """
+        super().__init__(name=name)
+        self.opt = optax_optimizer.as_optimizer(opt)
+        for inner in base.unwrap(self.opt):
+            if isinstance(inner, MixedPrecisionLossScaleOptimizer):
+                raise ValueError(
+                    f"opt already scales losses ({inner.name}): two scales would multiply, and each "
+                    "would blame the other's overflows. Use one MixedPrecisionLossScaleOptimizer."
+                )
+        self.loss_scale = get(loss_scale)
+
+    def compute_gradients(
+        self, loss: Any, params: trees.Params, *, grad_loss: Any = None, **kwargs: Any
+    ) -> tuple[Any, trees.Gradients]:
+        """As `Optimizer.compute_gradients`, through the scaled loss; gradients in float32 or wider."""
+        scale = self.loss_scale()
+        several = isinstance(grad_loss, list | tuple)
+        scaled = [_times(weight, scale) for weight in (grad_loss if several else [grad_loss])]
+        value, grads = self.opt.compute_gradients(
+            loss, params, grad_loss=scaled if several else scaled[0], **kwargs
+        )
+        return value, jax.tree.map(lambda g: _divide(trees.widen(g), scale), grads)
+
+    def vote(self, grads: trees.Gradients) -> Any:
+        """As `Optimizer.vote`: adapts the scale, and refuses gradients that are not finite."""
+        finite, opt_vote = self.loss_scale.update(grads), self.opt.vote(grads)
+        if finite is True or opt_vote is True:
+            return opt_vote if finite is True else finite
+        return jnp.logical_and(finite, opt_vote)
+
+    def get_name(self) -> str:
+        """The name of the wrapped optimizer, as in TensorFlow."""
+        return self.opt.get_name()
+
+    def state_by_name(self) -> dict[str, Any]:
+        """As `Optimizer.state_by_name`, the loss scale's among them."""
+        return {**super().state_by_name(), **self.loss_scale.state_dict()}
+
+
+def get(identifier: Any) -> LossScale:
+    """The loss scale that an argument stands for.
+
+    Args:
+      identifier: a `LossScale`, a number of at least 1, or 'dynamic'.
+    """
+    if isinstance(identifier, LossScale):
+        return identifier
+    if _is_number(identifier, numbers.Real):
+        return FixedLossScale(identifier)
+    if identifier != "dynamic":
+        raise ValueError(
+            "loss_scale must be a LossScale, a number of at least 1, or 'dynamic'; received "
+            f"{identifier!r}."
+        )
+    return DynamicLossScale()
+
+
+def all_finite(grads: trees.Gradients) -> jax.Array:
+    """Whether all elements of all gradients are finite, a boolean scalar."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)]))
+
+
+def _times(weight: Any, scale: jax.Array) -> jax.Array:
+    if weight is None:
+        return scale
+    weight = trees.widen(weight)
+    return weight * scale.astype(weight.dtype)
+
+
+def _divide(grad: jax.Array, scale: jax.Array) -> jax.Array:
+    return grad / scale.astype(grad.dtype)
+
+
+def _is_number(x: Any, kind: type) -> bool:
+    return isinstance(x, kind) and not isinstance(x, bool)
+
+
+def _check_scale(argument: str, value: Any) -> float:
+    """`value` as a float; ValueError unless it is a number from 1 to float32's largest."""
+    if not _is_number(value, numbers.Real) or not 1 <= value <= _LARGEST:
+        shown = "not a number" if isinstance(value, float) and math.isnan(value) else repr(value)
+        raise ValueError(f"{argument} must be a number of at least 1; received {shown}.")
+    return float(value)
