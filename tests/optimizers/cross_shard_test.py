@@ -101,7 +101,8 @@ def test_shard_map_with_and_without_vma_checks_agree(check_vma):
     (value, new, n), state = run(params, state, x)
     expected = optax.adam(0.1)
     grads = jax.grad(harness.loss)(params, x)
-    updates, _ = expected.update(grads, expected.init(params), params)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = expected.update(grads, expected.init(params), params)
     # Adam's first step is the gradient's sign, as long as no gradient was summed twice or scaled.
     harness.assert_close(new, optax.apply_updates(params, updates), rtol=1e-5)
     np.testing.assert_allclose(value, harness.loss(params, x), rtol=1e-6)
@@ -118,26 +119,23 @@ def test_groups_under_vma_checks_are_refused_with_the_mend():
         harness.replicated(step, check_vma=True, replicas=4)(params, state, x)
 
 
-def nestings(opt, groups):
-    yield LossScaled(CrossShard(opt, group_assignment=groups), "dynamic")
-    yield CrossShard(LossScaled(opt, "dynamic"), group_assignment=groups)
+def nest(order, groups):
+    adam = optax_optimizer.OptaxOptimizer(optax.adam(0.5), name="adam")
+    if order == "scale outside":
+        return LossScaled(CrossShard(adam, group_assignment=groups), "dynamic")
+    return CrossShard(LossScaled(adam, "dynamic"), group_assignment=groups)
 
 
-@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("order", ["scale outside", "scale inside"])
 @pytest.mark.parametrize("groups", [None, [[0, 2], [1, 3]], [[0, 1], [2, 3]]])
 def test_one_bad_replica_skips_its_group_under_both_nestings(order, groups):
-    make = lambda: list(nestings(optax_optimizer.OptaxOptimizer(optax.adam(0.5), name="adam"), groups))[order]
-    if order:  # Haiku numbers the modules that the other order made.
-        make = lambda: CrossShard(
-            LossScaled(optax_optimizer.OptaxOptimizer(optax.adam(0.5), name="adam"), "dynamic"),
-            group_assignment=groups,
-        )
     x = jnp.array([1.0, 1.0, jnp.inf, 1.0])
-    (_, w, n), state = run_replicas(make, x, replicas=4)
+    (_, w, n), state = run_replicas(lambda: nest(order, groups), x, replicas=4)
     skipped = {0, 1, 2, 3} if groups is None else set(next(g for g in groups if 2 in g))
     expected = np.array([i not in skipped for i in range(4)])
     np.testing.assert_array_equal(n, expected.astype(np.int32))
-    np.testing.assert_allclose(w, -0.5 * expected, rtol=1e-6)
+    # Adam's first step is the learning rate, but for the rounding of its bias correction.
+    np.testing.assert_allclose(w, -0.5 * expected, rtol=1e-5)
     np.testing.assert_array_equal(state["adam"]["0/count"], expected.astype(np.int32))
     (scale,) = [m["current_loss_scale"] for m in state.values() if "current_loss_scale" in m]
     np.testing.assert_array_equal(scale, np.where(expected, 2.0**15, 2.0**14))
@@ -156,8 +154,7 @@ def test_groups_that_skip_at_different_steps_do_not_hang_and_go_separate_ways():
         x = jnp.ones(8).at[i].set(jnp.inf if i < 6 else 1.0)
         (_, params, n), state = run(params, state, x, n)
     np.testing.assert_array_equal(n, [5] * 8)
-    scale = state["dynamic_loss_scale" if "dynamic_loss_scale" in state else next(
-        k for k in state if k.endswith("dynamic_loss_scale"))]["current_loss_scale"]
+    (scale,) = [m["current_loss_scale"] for m in state.values() if "current_loss_scale" in m]
     np.testing.assert_array_equal(scale, [2.0**12] * 8)
 
 

@@ -37,6 +37,8 @@ class Optimizer(hk.Module):
     GATE_OP = gradients.GATE_OP
     GATE_GRAPH = gradients.GATE_GRAPH
 
+    # Transparent, here and where it is overridden: what a loss makes is named as if it stood alone.
+    @hk.transparent
     def compute_gradients(
         self,
         loss: gradients.Loss | Sequence[gradients.Loss],
@@ -122,6 +124,7 @@ class Optimizer(hk.Module):
         global_step = jnp.asarray(global_step)
         return new_params, global_step + jnp.asarray(applied, global_step.dtype)
 
+    @hk.transparent
     def minimize(
         self,
         loss: gradients.Loss | Sequence[gradients.Loss],
@@ -181,6 +184,7 @@ class OptimizerWrapper(Optimizer):
 
     opt: Optimizer
 
+    @hk.transparent
     def compute_gradients(self, loss: Any, params: trees.Params, **kwargs: Any) -> tuple[Any, trees.Gradients]:
         """As `Optimizer.compute_gradients`."""
         return self.opt.compute_gradients(loss, params, **kwargs)

@@ -92,6 +92,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.reduction = Reduction(reduction)
         self.group_assignment = _check_groups(group_assignment)
 
+    @hk.transparent
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:

@@ -183,6 +183,7 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
                 )
         self.loss_scale = get(loss_scale)
 
+    @hk.transparent
     def compute_gradients(
         self, loss: Any, params: trees.Params, *, grad_loss: Any = None, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:

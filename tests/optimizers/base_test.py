@@ -1,0 +1,346 @@
+"""The contract of Optimizer: gradients, gates, subsets, names, bad input."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.optimizers import harness
+from xshard.optimizers import base, cross_shard, gradients, loss_scale
+from xshard.optimizers import optax as optax_optimizer
+
+W0, B0, W1 = "mlp/linear_0/w", "mlp/linear_0/b", "mlp/linear_1/w"
+
+
+def adam(**kwargs):
+    return optax_optimizer.OptaxOptimizer(optax.adam(0.1, **kwargs), name="adam")
+
+
+def both_rules():
+    return loss_scale.MixedPrecisionLossScaleOptimizer(
+        cross_shard.CrossShardOptimizer(adam()), loss_scale.DynamicLossScale()
+    )
+
+
+def run(f, *args):
+    return hk.testing.transform_and_run(f)(*args)
+
+
+def compute(loss=harness.loss, opt=adam, params=None, **kwargs):
+    params = harness.params() if params is None else params
+    x = harness.batch()
+    losses = [lambda p, f=f: f(p, x) for f in loss] if isinstance(loss, list) else lambda p: loss(p, x)
+    return run(lambda: opt().compute_gradients(losses, params, **kwargs))
+
+
+def test_compute_gradients_is_value_and_grad():
+    expected = jax.value_and_grad(harness.loss)(harness.params(), harness.batch())
+    for opt in (adam, both_rules):
+        harness.assert_equal(compute(opt=opt), expected)
+
+
+@pytest.mark.parametrize("opt", [adam, both_rules])
+def test_aux_comes_back_with_the_value(opt):
+    loss = lambda p, x: (harness.loss(p, x), {"n": jnp.int32(x.shape[0]), "p": p})
+    (value, aux), grads = compute(loss, opt, has_aux=True)
+    assert value == harness.loss(harness.params(), harness.batch()) and aux["n"] == 16
+    harness.assert_equal(aux["p"], harness.params())
+    harness.assert_equal(grads, compute()[1])
+
+
+def test_a_loss_may_use_haiku_state_and_keys():
+    def step(params):
+        def loss(p):
+            hk.set_state("calls", hk.get_state("calls", [], jnp.int32, jnp.zeros) + 1)
+            return jnp.sum(p["m"]["w"]) * jax.random.uniform(hk.next_rng_key())
+
+        return both_rules().minimize(loss, params)
+
+    step = hk.transform_with_state(step)
+    params = {"m": {"w": jnp.ones(2)}}
+    _, state = step.init(jax.random.key(0), params)
+    _, state = jax.jit(step.apply)({}, state, jax.random.key(1), params)
+    assert state["~"]["calls"] == 1
+
+
+@pytest.mark.parametrize("opt", [adam, both_rules])
+def test_grad_loss(opt):
+    plain = compute(opt=opt)[1]
+    harness.assert_equal(
+        compute(opt=opt, grad_loss=2.0), (compute()[0], jax.tree.map(lambda g: 2 * g, plain))
+    )
+    per_example = lambda p, x: jnp.tanh(x @ p["mlp/linear_0"]["w"] + p["mlp/linear_0"]["b"])
+    weight = jnp.asarray(np.random.default_rng(2).normal(size=(16, 4)), jnp.float32)
+    value, grads = compute(per_example, opt, grad_loss=weight)
+    assert value.shape == (16, 4)
+    params, x = harness.params(), harness.batch()
+    expected = jax.grad(lambda p: jnp.sum(per_example(p, x) * weight))(params)
+    harness.assert_equal(grads, expected)
+
+
+@pytest.mark.parametrize(
+    "loss,kwargs,match",
+    [
+        (lambda p, x: x, {}, r"The loss has shape \(16, 3\) and grad_loss"),
+        (lambda p, x: x, {"grad_loss": 1.0}, r"shape \(16, 3\) and grad_loss \(\)"),
+        (harness.loss, {"grad_loss": np.ones(3, np.float32)}, r"shape \(\) and grad_loss \(3,\)"),
+        (harness.loss, {"gate_gradients": 3}, "gate_gradients must be one of .*; received 3"),
+        (harness.loss, {"gate_gradients": True}, "received True"),
+        (harness.loss, {"aggregation_method": "sum"}, "aggregation_method must be .*; received 'sum'"),
+        (harness.loss, {"var_list": W0}, "var_list must be a sequence of names"),
+        (harness.loss, {"var_list": ["mlp/linear_0/W"]}, "'mlp/linear_0/W', which is no parameter; near"),
+        (harness.loss, {"var_list": lambda module, name: False}, "var_list selects none of"),
+        ([], {}, "loss is an empty sequence"),
+        ([harness.loss] * 2, {"grad_loss": [1.0]}, "grad_loss has 1 entries for 2 losses"),
+    ],
+)
+@pytest.mark.parametrize("opt", [adam, both_rules])
+def test_bad_arguments_of_compute_gradients(opt, loss, kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        compute(loss, opt, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "params,match",
+    [
+        ({}, "must be a Haiku tree"),
+        (jnp.ones(3), "must be a Haiku tree"),
+        ({"m": {"w": jnp.ones(3), "n": jnp.int32(3)}}, "The parameter 'm/n' is int32"),
+        ({"m": {"w": None}}, "The parameter 'm/w' is None"),
+    ],
+)
+def test_malformed_parameters(params, match):
+    with pytest.raises(ValueError, match=match):
+        compute(lambda p, x: 0.0, params=params)
+    with pytest.raises(ValueError, match=match):
+        run(lambda: adam().apply_gradients(params, params))
+
+
+def broken(change):
+    grads = harness.params()
+    change(grads)
+    return grads
+
+
+@pytest.mark.parametrize(
+    "grads,match",
+    [
+        (broken(lambda g: g.pop("mlp/linear_1")), f"missing: .'{W1}'., unknown: none"),
+        (broken(lambda g: g["mlp/linear_1"].update(v=1.0)), "missing: none, unknown: .'mlp/linear_1/v'."),
+        (broken(lambda g: g["mlp/linear_1"].update(w=jnp.ones(2))), rf"'{W1}' has shape \(2,\)"),
+        (jax.tree.map(lambda _: None, harness.params()), "There is no gradient for any of"),
+        (None, "must have the structure"),
+    ],
+)
+@pytest.mark.parametrize("opt", [adam, both_rules])
+def test_malformed_gradients(opt, grads, match):
+    with pytest.raises(ValueError, match=match):
+        run(lambda: opt().apply_gradients(grads, harness.params()))
+
+
+@pytest.mark.parametrize(
+    "var_list", [[W1, B0], lambda module, name: (module, name) != ("mlp/linear_0", "w")]
+)
+@pytest.mark.parametrize("opt", [adam, both_rules])
+def test_a_subset_leaves_the_others_and_their_slots_untouched(opt, var_list):
+    def step(params, x, subset):
+        rule = opt()
+        kwargs = {"var_list": var_list} if subset else {}
+        _, grads = rule.compute_gradients(lambda p: harness.loss(p, x), params, **kwargs)
+        return rule.apply_gradients(grads, params), grads
+
+    step = hk.transform_with_state(step)
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x, False)
+    (params, _), state = step.apply({}, state, None, params, x, False)
+    (new, grads), new_state = step.apply({}, state, None, params, x, True)
+    assert grads["mlp/linear_0"]["w"] is None
+    harness.assert_equal(new["mlp/linear_0"]["w"], params["mlp/linear_0"]["w"])
+    for slot in ("0/mu", "0/nu"):
+        harness.assert_equal(new_state["adam"][f"{slot}/{W0}"], state["adam"][f"{slot}/{W0}"])
+        for path in (W1, B0):
+            assert not np.array_equal(
+                new_state["adam"][f"{slot}/{path}"], state["adam"][f"{slot}/{path}"]
+            )
+    (full, _), full_state = step.apply({}, state, None, params, x, False)
+    harness.assert_equal(new["mlp/linear_1"], full["mlp/linear_1"])
+    assert new_state["adam"].keys() == full_state["adam"].keys()
+
+
+def test_a_norm_is_over_what_is_trained():
+    opt = lambda: optax_optimizer.OptaxOptimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    params = {"m": {"a": jnp.zeros(1), "b": jnp.zeros(1)}}
+    grads = {"m": {"a": jnp.full(1, 4.0), "b": None}}
+    new = run(lambda: opt().apply_gradients(grads, params))
+    np.testing.assert_array_equal(new["m"]["a"], [-1.0])
+
+
+def barriers(gate, opt):
+    step = lambda p, x: opt().compute_gradients(lambda p: harness.loss(p, x), p, gate_gradients=gate)
+    step = hk.transform_with_state(step)
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x)
+    text = jax.jit(lambda p, s, x: step.apply({}, s, None, p, x)).lower(params, state, x).as_text()
+    return [line.count("%") for line in text.splitlines() if "stablehlo.optimization_barrier" in line]
+
+
+@pytest.mark.parametrize("opt", [adam, both_rules])
+def test_gates_are_barriers_in_the_lowered_program(opt):
+    assert barriers(base.Optimizer.GATE_NONE, opt) == []
+    # One result and one operand for each of three gradients; or three of each in one barrier.
+    assert barriers(base.Optimizer.GATE_OP, opt) == [2, 2, 2]
+    assert barriers(base.Optimizer.GATE_GRAPH, opt) == [4]
+
+
+@pytest.mark.parametrize("method", [None, 0, 1, 2])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_several_losses_sum(method, count):
+    scales = np.random.default_rng(3).normal(size=count).astype(np.float32)
+    losses = [lambda p, x, s=s: (harness.loss(p, x) * s, s) for s in scales]
+    (value, aux), grads = compute(losses, aggregation_method=method, has_aux=True)
+    expected_value, expected = compute(lambda p, x: harness.loss(p, x) * scales.sum())
+    # Five terms of float32, added in another order.
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    harness.assert_close(grads, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(aux, scales)
+
+
+def test_several_losses_sum_in_float32_and_as_their_method_says():
+    # 1 + 2**-12 rounds to 1 in float16; in float32 in order, 2**24 + 1 rounds to 2**24.
+    half = {"m": {"w": jnp.ones((), jnp.float16)}}
+    losses = [lambda p, x, s=s: p["m"]["w"] * jnp.float16(s) for s in (1.0, 2.0**-12)]
+    assert compute(losses, params=half)[1]["m"]["w"] == 1 + 2.0**-12
+    single = {"m": {"w": jnp.ones(())}}
+    losses = [lambda p, x, s=s: p["m"]["w"] * s for s in (2.0**24, 1.0, 1.0, 1.0)]
+    sums = [compute(losses, params=single, aggregation_method=m)[1]["m"]["w"] for m in (0, 1, 2)]
+    assert sums == [2.0**24, 2.0**24 + 2, 2.0**24]
+
+
+def test_accumulation_orders_the_losses():
+    step = lambda p, x: adam().compute_gradients(
+        [lambda p: harness.loss(p, x)] * 3, p, gate_gradients=0, aggregation_method=2
+    )
+    step = hk.transform_with_state(step)
+    text = jax.jit(lambda p, x: step.apply({}, {}, None, p, x)).lower(harness.params(), harness.batch())
+    # The second and third loss wait for the sum of those before, and so do their gradients.
+    assert text.as_text().count("stablehlo.optimization_barrier") >= 2
+
+
+def test_colocated_gradients_have_their_parameters_sharding():
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.NamedSharding(mesh, jax.P(None, "model"))
+    params = {"m": {"w": jax.device_put(jnp.ones((4, 8)), sharded)}}
+    table = jax.device_put(jnp.ones((4, 8)), jax.NamedSharding(mesh, jax.P()))
+
+    def grads(params, table, colocate):
+        # The gradient is the table: nothing but colocation ties it to the parameter's sharding.
+        step = lambda p: adam().compute_gradients(
+            lambda p: jnp.sum(p["m"]["w"] * table), p, colocate_gradients_with_ops=colocate
+        )
+        return hk.transform_with_state(step).apply({}, {}, None, params)[0][1]
+
+    run = jax.jit(grads, static_argnums=2)
+    assert run(params, table, True)["m"]["w"].sharding.spec == jax.P(None, "model")
+    assert run(params, table, False)["m"]["w"].sharding.spec == jax.P()
+
+
+def test_global_step_and_minimize():
+    params, x = harness.params(), harness.batch()
+
+    def step(params, x, global_step):
+        loss = lambda p: (harness.loss(p, x), jnp.int32(7))
+        return adam().minimize(loss, params, global_step, has_aux=True, name="scope")
+
+    step = hk.transform_with_state(step)
+    _, state = step.init(None, params, x, 5)
+    ((value, aux), new, n), _ = step.apply({}, state, None, params, x, 5)
+    assert (int(n), int(aux)) == (6, 7) and value == harness.loss(params, x)
+    assert not np.array_equal(new["mlp/linear_1"]["w"], params["mlp/linear_1"]["w"])
+    lowered = jax.jit(lambda p, x: step.apply({}, state, None, p, x, 5)).lower(params, x)
+    assert "scope/" in lowered.as_text(debug_info=True)
+
+
+def test_names_and_slots():
+    def look():
+        rule = both_rules()
+        if hk.running_init():
+            assert rule.get_slot_names() == [] and rule.get_slot(W0, "mu") is None
+        rule.apply_gradients(harness.params(), harness.params())
+        return rule.get_name(), rule.opt.get_name(), rule.get_slot_names(), rule.get_slot(W1, "nu").shape
+
+    assert run(look) == ("CrossShardOptimizer", "CrossShardOptimizer", ["mu", "nu"], (4, 2))
+
+    def twice():
+        opt = optax_optimizer.OptaxOptimizer(optax.chain(optax.trace(0.9), optax.trace(0.5)))
+        opt.apply_gradients(harness.params(), harness.params())
+        assert opt.get_slot(W0, "0/trace").shape == (3, 4)
+        with pytest.raises(ValueError, match=r"Several slots are named 'trace'.*'0/trace', '1/trace'"):
+            opt.get_slot(W0, "trace")
+        return opt.get_slot_names()
+
+    assert run(twice) == ["0/trace", "1/trace"]
+
+
+def test_variables_are_all_arrays_of_state_in_the_order_of_their_names():
+    def look():
+        rule = both_rules()
+        rule.minimize(lambda p: harness.loss(p, harness.batch()), harness.params())
+        return rule.variables(), rule.state_by_name()
+
+    variables, by_name = run(look)
+    assert len(variables) == 9 and sorted(by_name)[:2] == ["adam/0/count", f"adam/0/mu/{B0}"]
+    assert "dynamic_loss_scale/good_steps" in by_name
+
+
+def test_a_rule_of_ones_own_with_any_haiku_state_is_skipped_whole():
+    class Averaged(base.OptimizerWrapper):
+        """Keeps an average of the parameters."""
+
+        def __init__(self, opt):
+            super().__init__(name="averaged")
+            self.opt = opt
+
+        def update(self, grads, params):
+            params = self.opt.update(grads, params)
+            with jax.numpy_dtype_promotion("standard"):
+                hk.ExponentialMovingAverage(0.9, name="ema")(params["mlp/linear_1"]["w"])
+            return params
+
+    make = lambda: loss_scale.MixedPrecisionLossScaleOptimizer(Averaged(adam()), "dynamic")
+    step = harness.transform_step(make)
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x)
+    (_, params, _), state = step.apply({}, state, None, params, x)
+    (_, new, _), skipped = step.apply({}, state, None, params, x * jnp.nan)
+    harness.assert_equal(new, params)
+    for module in state:
+        if not module.endswith("dynamic_loss_scale"):
+            harness.assert_equal(skipped[module], state[module])
+    assert any("ema" in module for module in state)
+
+
+def test_slots_of_narrow_parameters_are_float32():
+    make = lambda: loss_scale.MixedPrecisionLossScaleOptimizer(adam(), "dynamic")
+    step = harness.transform_step(make)
+    params, x = harness.params(jnp.bfloat16), harness.batch(jnp.bfloat16)
+    _, state = step.init(None, params, x)
+    (_, new, _), new_state = step.apply({}, state, None, params, x)
+    assert {leaf.dtype for leaf in jax.tree.leaves(new)} == {jnp.dtype(jnp.bfloat16)}
+    for s in (state, new_state):
+        assert s["adam"][f"0/mu/{W0}"].dtype == jnp.float32
+    narrow = harness.transform_step(lambda: adam(mu_dtype=jnp.bfloat16))
+    _, state = narrow.init(None, params, x)
+    assert state["adam"][f"0/mu/{W0}"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("bad", [None, 3, "adam", object(), optax.adam])
+def test_what_is_no_transformation_is_refused(bad):
+    with pytest.raises(ValueError, match="received"):
+        run(lambda: optax_optimizer.OptaxOptimizer(bad))
+
+
+def test_a_bare_optimizer_says_what_it_lacks():
+    with pytest.raises(NotImplementedError, match="does not implement update"):
+        run(lambda: base.Optimizer(name="empty").apply_gradients(harness.params(), harness.params()))
