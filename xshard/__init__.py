@@ -1,0 +1,35 @@
+"""xshard trains Haiku models on accelerator pods: update rules that reduce, vote and skip as one."""
+
+from xshard.experiment import Experiment
+from xshard.mesh import make_mesh
+from xshard.optimizers.base import Optimizer, OptimizerWrapper
+from xshard.optimizers.cross_shard import CrossShardOptimizer, Reduction
+from xshard.optimizers.gradients import AggregationMethod
+from xshard.optimizers.loss_scale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    MixedPrecisionLossScaleOptimizer,
+)
+from xshard.optimizers.optax import OptaxOptimizer
+from xshard.step import TrainState, abstract_state, init, make_eval_step, make_train_step
+
+__all__ = [
+    "AggregationMethod",
+    "CrossShardOptimizer",
+    "DynamicLossScale",
+    "Experiment",
+    "FixedLossScale",
+    "LossScale",
+    "MixedPrecisionLossScaleOptimizer",
+    "OptaxOptimizer",
+    "Optimizer",
+    "OptimizerWrapper",
+    "Reduction",
+    "TrainState",
+    "abstract_state",
+    "init",
+    "make_eval_step",
+    "make_mesh",
+    "make_train_step",
+]

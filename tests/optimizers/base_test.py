@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from tests.optimizers import harness
-from xshard.optimizers import base, cross_shard, gradients, loss_scale
+from xshard.optimizers import base, cross_shard, loss_scale
 from xshard.optimizers import optax as optax_optimizer
 
 W0, B0, W1 = "mlp/linear_0/w", "mlp/linear_0/b", "mlp/linear_1/w"
@@ -31,7 +31,9 @@ def run(f, *args):
 def compute(loss=harness.loss, opt=adam, params=None, **kwargs):
     params = harness.params() if params is None else params
     x = harness.batch()
-    losses = [lambda p, f=f: f(p, x) for f in loss] if isinstance(loss, list) else lambda p: loss(p, x)
+    losses = (
+        [lambda p, f=f: f(p, x) for f in loss] if isinstance(loss, list) else lambda p: loss(p, x)
+    )
     return run(lambda: opt().compute_gradients(losses, params, **kwargs))
 
 
@@ -88,9 +90,17 @@ def test_grad_loss(opt):
         (harness.loss, {"grad_loss": np.ones(3, np.float32)}, r"shape \(\) and grad_loss \(3,\)"),
         (harness.loss, {"gate_gradients": 3}, "gate_gradients must be one of .*; received 3"),
         (harness.loss, {"gate_gradients": True}, "received True"),
-        (harness.loss, {"aggregation_method": "sum"}, "aggregation_method must be .*; received 'sum'"),
+        (
+            harness.loss,
+            {"aggregation_method": "sum"},
+            "aggregation_method must be .*; received 'sum'",
+        ),
         (harness.loss, {"var_list": W0}, "var_list must be a sequence of names"),
-        (harness.loss, {"var_list": ["mlp/linear_0/W"]}, "'mlp/linear_0/W', which is no parameter; near"),
+        (
+            harness.loss,
+            {"var_list": ["mlp/linear_0/W"]},
+            "'mlp/linear_0/W', which is no parameter; near",
+        ),
         (harness.loss, {"var_list": lambda module, name: False}, "var_list selects none of"),
         ([], {}, "loss is an empty sequence"),
         ([harness.loss] * 2, {"grad_loss": [1.0]}, "grad_loss has 1 entries for 2 losses"),
@@ -128,7 +138,10 @@ def broken(change):
     "grads,match",
     [
         (broken(lambda g: g.pop("mlp/linear_1")), f"missing: .'{W1}'., unknown: none"),
-        (broken(lambda g: g["mlp/linear_1"].update(v=1.0)), "missing: none, unknown: .'mlp/linear_1/v'."),
+        (
+            broken(lambda g: g["mlp/linear_1"].update(v=1.0)),
+            "missing: none, unknown: .'mlp/linear_1/v'.",
+        ),
         (broken(lambda g: g["mlp/linear_1"].update(w=jnp.ones(2))), rf"'{W1}' has shape \(2,\)"),
         (jax.tree.map(lambda _: None, harness.params()), "There is no gradient for any of"),
         (None, "must have the structure"),
@@ -170,7 +183,9 @@ def test_a_subset_leaves_the_others_and_their_slots_untouched(opt, var_list):
 
 
 def test_a_norm_is_over_what_is_trained():
-    opt = lambda: optax_optimizer.OptaxOptimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    opt = lambda: optax_optimizer.OptaxOptimizer(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    )
     params = {"m": {"a": jnp.zeros(1), "b": jnp.zeros(1)}}
     grads = {"m": {"a": jnp.full(1, 4.0), "b": None}}
     new = run(lambda: opt().apply_gradients(grads, params))
@@ -178,12 +193,16 @@ def test_a_norm_is_over_what_is_trained():
 
 
 def barriers(gate, opt):
-    step = lambda p, x: opt().compute_gradients(lambda p: harness.loss(p, x), p, gate_gradients=gate)
+    step = lambda p, x: opt().compute_gradients(
+        lambda p: harness.loss(p, x), p, gate_gradients=gate
+    )
     step = hk.transform_with_state(step)
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
     text = jax.jit(lambda p, s, x: step.apply({}, s, None, p, x)).lower(params, state, x).as_text()
-    return [line.count("%") for line in text.splitlines() if "stablehlo.optimization_barrier" in line]
+    return [
+        line.count("%") for line in text.splitlines() if "stablehlo.optimization_barrier" in line
+    ]
 
 
 @pytest.mark.parametrize("opt", [adam, both_rules])
@@ -223,7 +242,9 @@ def test_accumulation_orders_the_losses():
         [lambda p: harness.loss(p, x)] * 3, p, gate_gradients=0, aggregation_method=2
     )
     step = hk.transform_with_state(step)
-    text = jax.jit(lambda p, x: step.apply({}, {}, None, p, x)).lower(harness.params(), harness.batch())
+    text = jax.jit(lambda p, x: step.apply({}, {}, None, p, x)).lower(
+        harness.params(), harness.batch()
+    )
     # The second and third loss wait for the sum of those before, and so do their gradients.
     assert text.as_text().count("stablehlo.optimization_barrier") >= 2
 
@@ -268,7 +289,12 @@ def test_names_and_slots():
         if hk.running_init():
             assert rule.get_slot_names() == [] and rule.get_slot(W0, "mu") is None
         rule.apply_gradients(harness.params(), harness.params())
-        return rule.get_name(), rule.opt.get_name(), rule.get_slot_names(), rule.get_slot(W1, "nu").shape
+        return (
+            rule.get_name(),
+            rule.opt.get_name(),
+            rule.get_slot_names(),
+            rule.get_slot(W1, "nu").shape,
+        )
 
     assert run(look) == ("CrossShardOptimizer", "CrossShardOptimizer", ["mu", "nu"], (4, 2))
 
@@ -276,7 +302,9 @@ def test_names_and_slots():
         opt = optax_optimizer.OptaxOptimizer(optax.chain(optax.trace(0.9), optax.trace(0.5)))
         opt.apply_gradients(harness.params(), harness.params())
         assert opt.get_slot(W0, "0/trace").shape == (3, 4)
-        with pytest.raises(ValueError, match=r"Several slots are named 'trace'.*'0/trace', '1/trace'"):
+        with pytest.raises(
+            ValueError, match=r"Several slots are named 'trace'.*'0/trace', '1/trace'"
+        ):
             opt.get_slot(W0, "trace")
         return opt.get_slot_names()
 
@@ -343,4 +371,6 @@ def test_what_is_no_transformation_is_refused(bad):
 
 def test_a_bare_optimizer_says_what_it_lacks():
     with pytest.raises(NotImplementedError, match="does not implement update"):
-        run(lambda: base.Optimizer(name="empty").apply_gradients(harness.params(), harness.params()))
+        run(
+            lambda: base.Optimizer(name="empty").apply_gradients(harness.params(), harness.params())
+        )

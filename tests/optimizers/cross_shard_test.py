@@ -76,7 +76,9 @@ def compute_and_apply(reduction, change):
         return jax.tree.map(lambda a: a[None], step.apply({}, state, None, params, x[0])[0])
 
     spec = jax.P("replica")
-    mapped = jax.shard_map(local, mesh=harness.mesh(), in_specs=spec, out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(
+        local, mesh=harness.mesh(), in_specs=spec, out_specs=spec, check_vma=False
+    )
     new, grads = jax.jit(mapped)(jnp.array([1.0] * 7 + [1e6]))
     return np.asarray(new["m"]["w"]), np.asarray(grads)
 
@@ -112,7 +114,9 @@ def test_shard_map_with_and_without_vma_checks_agree(check_vma):
 
 
 def test_groups_under_vma_checks_are_refused_with_the_mend():
-    step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1], [2, 3]]))
+    step = harness.transform_step(
+        lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1], [2, 3]])
+    )
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
     with pytest.raises(ValueError, match="check_vma=False"):
@@ -235,7 +239,9 @@ def test_malformed_groups_are_refused_at_construction(groups, match):
 
 def test_groups_that_do_not_fit_the_axis_are_refused():
     with pytest.raises(ValueError, match="is for 4 replicas, but the axis 'replica' has 8"):
-        run_replicas(lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1], [2, 3]]), jnp.ones(8))
+        run_replicas(
+            lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1], [2, 3]]), jnp.ones(8)
+        )
 
 
 def test_groups_outside_of_the_axis_are_refused():

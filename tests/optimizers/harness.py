@@ -33,7 +33,9 @@ def loss(variables: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.sum((hidden @ variables["mlp/linear_1"]["w"] - 1) ** 2, axis=-1))
 
 
-def transform_step(make_optimizer: Callable[[], Any], loss_fn: Any = loss) -> hk.TransformedWithState:
+def transform_step(
+    make_optimizer: Callable[[], Any], loss_fn: Any = loss
+) -> hk.TransformedWithState:
     """`step(params, x, global_step)`, which returns `(value, params, global_step)`."""
 
     def step(variables: Any, x: Any, global_step: Any = 0) -> Any:
@@ -96,7 +98,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
     ):
-        a, b = np.asarray(a), np.asarray(b)
+        a, b = _plain(a), _plain(b)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), path
         assert a.tobytes() == b.tobytes(), (path, a, b)
 
@@ -105,4 +107,9 @@ def assert_close(actual: Any, expected: Any, rtol: float, atol: float = 0.0) -> 
     """Equal structure, close values."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
+        np.testing.assert_allclose(_plain(a), _plain(b), rtol=rtol, atol=atol)
+
+
+def _plain(a: Any) -> np.ndarray:
+    is_key = jnp.issubdtype(jnp.result_type(a), jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(a) if is_key else a)

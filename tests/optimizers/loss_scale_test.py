@@ -51,7 +51,9 @@ def tensorflow_rule(finite_steps, scale, period, multiplier):
     return history
 
 
-@pytest.mark.parametrize("period,multiplier,initial", [(1, 2, 8), (3, 2, 2**15), (2, 3.5, 1), (4, 1.1, MAX)])
+@pytest.mark.parametrize(
+    "period,multiplier,initial", [(1, 2, 8), (3, 2, 2**15), (2, 3.5, 1), (4, 1.1, MAX)]
+)
 def test_dynamic_scale_follows_tensorflow(period, multiplier, initial):
     finite = np.random.default_rng(period).random(60) < 0.7
     got = run_scale(
@@ -68,9 +70,14 @@ def test_dynamic_scale_edges():
         (8.0, 1),
     ]
     # A product that overflows float32 is not taken, and the count starts again all the same.
-    assert run_scale([True, True], initial_loss_scale=MAX, increment_period=2) == [(MAX, 1), (MAX, 0)]
+    assert run_scale([True, True], initial_loss_scale=MAX, increment_period=2) == [
+        (MAX, 1),
+        (MAX, 0),
+    ]
     # A count beyond the period, as from a checkpoint of a run with a longer one, is due at once.
-    state = {"dynamic_loss_scale": {"current_loss_scale": jnp.float32(4), "good_steps": jnp.int32(9)}}
+    state = {
+        "dynamic_loss_scale": {"current_loss_scale": jnp.float32(4), "good_steps": jnp.int32(9)}
+    }
     assert run_scale([True], state, increment_period=5) == [(8.0, 0)]
 
 
@@ -82,7 +89,9 @@ def test_defaults_are_tensorflows():
     assert hk.testing.transform_and_run(read)() == (2.0**15, 2000, 2.0)
 
 
-@pytest.mark.parametrize("bad", [0.5, 0, -3, float("nan"), float("inf"), 1e39, True, "2", None, [2], 1j])
+@pytest.mark.parametrize(
+    "bad", [0.5, 0, -3, float("nan"), float("inf"), 1e39, True, "2", None, [2], 1j]
+)
 def test_scales_below_1_or_no_numbers_are_refused(bad):
     for make in (loss_scale.FixedLossScale, loss_scale.DynamicLossScale):
         with pytest.raises(ValueError, match="must be a number of at least 1; received"):
@@ -120,7 +129,9 @@ def test_two_loss_scales_are_refused():
 
 @pytest.mark.parametrize("opt", [None, 3, "adam", optax.adam, object()])
 def test_an_opt_that_is_no_optimizer_is_refused(opt):
-    with pytest.raises(ValueError, match="opt must be an xshard Optimizer or an optax transformation"):
+    with pytest.raises(
+        ValueError, match="opt must be an xshard Optimizer or an optax transformation"
+    ):
         hk.testing.transform_and_run(
             lambda: loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
         )()
@@ -128,13 +139,17 @@ def test_an_opt_that_is_no_optimizer_is_refused(opt):
 
 def dynamic(**kwargs):
     return loss_scale.MixedPrecisionLossScaleOptimizer(
-        optax_optimizer.OptaxOptimizer(optax.adam(optax.exponential_decay(0.1, 1, 0.9)), name="adam"),
+        optax_optimizer.OptaxOptimizer(
+            optax.adam(optax.exponential_decay(0.1, 1, 0.9)), name="adam"
+        ),
         loss_scale.DynamicLossScale(**kwargs),
     )
 
 
 def test_value_is_unscaled_also_where_the_scaled_one_overflows():
-    step = harness.transform_step(lambda: dynamic(), lambda p, x: jnp.sum(p["m"]["w"]).astype(x.dtype))
+    step = harness.transform_step(
+        lambda: dynamic(), lambda p, x: jnp.sum(p["m"]["w"]).astype(x.dtype)
+    )
     params, x = {"m": {"w": jnp.full((3,), 2.0)}}, jnp.zeros((), jnp.float16)
     _, state = step.init(None, params, x)
     (value, params, _), _ = step.apply({}, state, None, params, x)
@@ -190,7 +205,9 @@ def test_state_is_strong_and_the_second_step_does_not_compile_again():
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
     entry = state["dynamic_loss_scale"]
-    assert entry["current_loss_scale"].dtype == jnp.float32 and entry["good_steps"].dtype == jnp.int32
+    assert (
+        entry["current_loss_scale"].dtype == jnp.float32 and entry["good_steps"].dtype == jnp.int32
+    )
     apply = jax.jit(harness.one_device(step))
     n = jnp.int32(0)
     for _ in range(3):
@@ -233,14 +250,19 @@ def test_several_losses_share_the_scale_and_a_vote():
     def step(params, x):
         halves = [lambda p, half=half: harness.loss(p, half) / 2 for half in jnp.split(x, 2)]
         return dynamic().minimize(
-            halves, params, 0, aggregation_method=gradients.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
+            halves,
+            params,
+            0,
+            aggregation_method=gradients.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N,
         )
 
     step = hk.transform_with_state(step)
     _, state = step.init(None, params, x)
     (value, new, n), _ = step.apply({}, state, None, params, x)
     whole = harness.transform_step(dynamic)
-    (expected_value, expected, _), _ = whole.apply({}, whole.init(None, params, x)[1], None, params, x)
+    (expected_value, expected, _), _ = whole.apply(
+        {}, whole.init(None, params, x)[1], None, params, x
+    )
     # The two halves sum in another order than the whole.
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     harness.assert_close(new, expected, rtol=1e-5)

@@ -75,7 +75,11 @@ def test_micro_batches_are_voted_on_together_and_reduced_once():
 
     run = jax.jit(
         jax.shard_map(
-            local, mesh=harness.mesh(), in_specs=jax.P("replica"), out_specs=jax.P(), check_vma=False
+            local,
+            mesh=harness.mesh(),
+            in_specs=jax.P("replica"),
+            out_specs=jax.P(),
+            check_vma=False,
         )
     )
     x = jnp.ones((8, 3))
@@ -110,7 +114,9 @@ def test_a_vote_before_the_reduction_makes_scales_differ_between_replicas():
         step = hk.transform_with_state(step)
         _, state = step.init(None, PARAMS, 1.0)
         here = lambda x, step=step, state=state: step.apply({}, state, None, PARAMS, x)[0][None]
-        scales = jax.shard_map(here, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(bad_on_one)
+        scales = jax.shard_map(here, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(
+            bad_on_one
+        )
         np.testing.assert_array_equal(scales, [2**14] * 4)
 
 

@@ -93,7 +93,11 @@ class Optimizer(hk.Module):
         return ((value, aux) if has_aux else value), tree
 
     def apply_gradients(
-        self, grads: trees.Gradients, params: trees.Params, global_step: Any = None, name: str | None = None
+        self,
+        grads: trees.Gradients,
+        params: trees.Params,
+        global_step: Any = None,
+        name: str | None = None,
     ) -> Any:
         """Aggregates, votes and updates.
 
@@ -155,7 +159,9 @@ class Optimizer(hk.Module):
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
         """Phase 3: the new parameters. Creates its state while `hk.running_init()`."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement update(grads, params).")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not implement update(grads, params)."
+        )
 
     def get_name(self) -> str:
         """The module's name."""
@@ -185,7 +191,9 @@ class OptimizerWrapper(Optimizer):
     opt: Optimizer
 
     @hk.transparent
-    def compute_gradients(self, loss: Any, params: trees.Params, **kwargs: Any) -> tuple[Any, trees.Gradients]:
+    def compute_gradients(
+        self, loss: Any, params: trees.Params, **kwargs: Any
+    ) -> tuple[Any, trees.Gradients]:
         """As `Optimizer.compute_gradients`."""
         return self.opt.compute_gradients(loss, params, **kwargs)
 

@@ -164,8 +164,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
 
 def _varying(x: Any, axis_name: str) -> Any:
-    return x if axis_name in jax.typeof(x).manual_axis_type.varying else lax.pcast(
-        x, axis_name, to="varying"
+    return (
+        x
+        if axis_name in jax.typeof(x).manual_axis_type.varying
+        else lax.pcast(x, axis_name, to="varying")
     )
 
 
@@ -174,7 +176,9 @@ def _check_groups(groups: Any) -> list[list[int]] | None:
     if groups is None:
         return None
     sequence = list | tuple
-    if not (isinstance(groups, sequence) and groups and all(isinstance(g, sequence) for g in groups)):
+    if not (
+        isinstance(groups, sequence) and groups and all(isinstance(g, sequence) for g in groups)
+    ):
         raise ValueError(
             f"group_assignment must be a list of lists of replica numbers; received {groups!r}."
         )

@@ -127,7 +127,9 @@ def _weights(grad_loss: Any, count: int) -> list[jax.Array | None]:
     if not isinstance(grad_loss, list | tuple):
         grad_loss = [grad_loss] * count
     if len(grad_loss) != count:
-        raise ValueError(f"grad_loss has {len(grad_loss)} entries for {count} losses; give one each.")
+        raise ValueError(
+            f"grad_loss has {len(grad_loss)} entries for {count} losses; give one each."
+        )
     return [None if weight is None else trees.widen(weight) for weight in grad_loss]
 
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from xshard.optimizers import base, trees
 from xshard.optimizers import optax as optax_optimizer
 
-
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
@@ -120,7 +119,10 @@ class DynamicLossScale(LossScale):
         """The current scale, a float32 scalar."""
         initial = self.initial_loss_scale
         return hk.get_state(
-            "current_loss_scale", [], jnp.float32, lambda shape, dtype: jnp.full(shape, initial, dtype)
+            "current_loss_scale",
+            [],
+            jnp.float32,
+            lambda shape, dtype: jnp.full(shape, initial, dtype),
         )
 
     def update(self, grads: trees.Gradients) -> jax.Array:

@@ -85,7 +85,9 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
     if var_list is None:
         return leaves
     if isinstance(var_list, str):
-        raise ValueError(f"var_list must be a sequence of names or a predicate; received {var_list!r}.")
+        raise ValueError(
+            f"var_list must be a sequence of names or a predicate; received {var_list!r}."
+        )
     if callable(var_list):
         chosen = {path for path in leaves if var_list(*path.rpartition("/")[::2])}
     else:

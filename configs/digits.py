@@ -1,0 +1,39 @@
+"""Handwritten digits in float16 with a dynamic loss scale, on eight replicas.
+
+Data: the 1,797 images that scikit-learn ships (a part of the UCI data set "Optical Recognition of
+Handwritten Digits"), 360 of them held out.
+
+Command: python -m xshard.main --config=configs/digits.py --workdir=runs/digits --cpu_devices=8
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """All values of the run; --config.name=value on the command line changes one."""
+    config = ml_collections.ConfigDict()
+    config.experiment = "experiments.digits.experiment.Digits"
+    config.seed = 0
+    config.steps = 1100
+    config.batch_size = 128
+    config.eval_batch_size = 360
+    config.micro_batches = 1
+    config.precision = "params=float32,compute=float16,output=float32"
+
+    # The replicas of each group, as [[0, 1, 2, 3], [4, 5, 6, 7]]; empty: all in one.
+    config.group_assignment = ()
+    config.model_parallel = 1
+
+    config.max_shift = 1
+    config.model = {"channels": 24, "hidden": 96, "dropout": 0.2}
+    config.optimizer = {"learning_rate": 4e-3, "warmup_steps": 100, "weight_decay": 1e-2}
+    config.loss_scale = {
+        "initial_loss_scale": 2.0**15,
+        "increment_period": 200,
+        "multiplier": 2.0,
+    }
+
+    config.log_every_steps = 50
+    config.eval_every_steps = 550
+    config.checkpoint = {"every_steps": 200, "keep_last": 3}
+    return config

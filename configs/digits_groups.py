@@ -1,0 +1,18 @@
+"""An ensemble of two: the digits run with two groups of four replicas.
+
+Each group trains a model of its own, from its own initialisation and in its own order; the result is
+reported for each, and for the mean of their probabilities.
+
+Command: python -m xshard.main --config=configs/digits_groups.py --workdir=runs/digits_groups --cpu_devices=8
+"""
+
+import ml_collections
+
+from configs import digits
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The config of `digits` with two groups."""
+    config = digits.get_config()
+    config.group_assignment = ((0, 1, 2, 3), (4, 5, 6, 7))
+    return config

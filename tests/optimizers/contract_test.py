@@ -1,0 +1,121 @@
+"""Every optimizer of the table, wrapped by both rules, keeps the same contract."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.optimizers import harness, table
+
+STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Some steps in float64 on 8 replicas: what went in, what came out, and the jitted step."""
+
+    step: Any
+    apply: Any
+    inputs: list[Any]
+    outputs: list[Any]
+
+
+@pytest.fixture(scope="module", params=sorted(table.OPTIMIZERS))
+def run(request):
+    with jax.enable_x64(True):
+        step = table.make_step(request.param)
+        params, x = harness.params(np.float64), harness.batch(np.float64)
+        _, state = step.init(None, params, x)
+        apply = jax.jit(harness.replicated(step))
+        inputs, outputs = [], []
+        everywhere = jax.NamedSharding(harness.mesh(), jax.P())
+        params, state, n, x = jax.device_put((params, state, jnp.int32(0), x), everywhere)
+        for _ in range(STEPS):
+            inputs.append((params, state, x, n))
+            (value, params, n), state = apply(params, state, x, n)
+            outputs.append(((value, params, n), state))
+        yield request.param, Run(step, apply, inputs, outputs)
+
+
+def test_the_table_is_complete():
+    left_out = table.TAKES_THE_LOSS | table.TAKES_PER_EXAMPLE_GRADIENTS | table.IS_NO_OPTIMIZER
+    listed = table.public_list()
+    assert not listed - left_out - table.OPTIMIZERS.keys(), "new in optax: add them to the table"
+    assert not left_out - listed, "gone from optax: remove them"
+
+
+def test_eight_replicas_follow_the_bare_optimizer_on_the_whole_batch(run):
+    name, run = run
+    transformation = table.OPTIMIZERS[name]()
+    params, x = harness.params(np.float64), harness.batch(np.float64)
+
+    @jax.jit
+    def bare(params, state):
+        value, grads = jax.value_and_grad(harness.loss)(params, x)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = transformation.update(grads, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    with jax.numpy_dtype_promotion("standard"):
+        state = transformation.init(params)
+    for (value, new, n), _ in run.outputs:
+        expected_value, params, state = bare(params, state)
+        # float64 keeps 16 digits; the sums of 8 parts differ in the last ones, and a few steps of
+        # some rules amplify that.
+        np.testing.assert_allclose(value, expected_value, rtol=1e-9)
+        harness.assert_close(new, params, rtol=1e-8, atol=1e-10)
+    assert int(n) == STEPS
+    moved = [
+        np.any(a != b)
+        for a, b in zip(*map(jax.tree.leaves, (params, run.inputs[0][0])), strict=True)
+    ]
+    assert any(moved)
+
+
+def test_one_device_not_jitted_is_as_eight_jitted(run):
+    _, run = run
+    eager = harness.one_device(run.step)(*jax.device_put(run.inputs[1], jax.devices()[0]))
+    # XLA fuses, and so rounds elsewhere.
+    harness.assert_close(eager, run.outputs[1], rtol=1e-8, atol=1e-10)
+
+
+def test_nothing_compiles_again(run):
+    _, run = run
+    assert run.apply._cache_size() == 1
+
+
+def test_abstract_init_and_the_state_after_a_step_have_the_same_types(run):
+    _, run = run
+    params, state, x, _ = run.inputs[0]
+    _, abstract = jax.eval_shape(run.step.init, None, params, x)
+    types = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype, jax.typeof(a).weak_type), tree)
+    assert types(abstract) == types(state)
+    for _, after in run.outputs:
+        assert types(after) == types(state)
+
+
+def through_bytes(a):
+    is_key = jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+    plain = np.asarray(jax.random.key_data(a) if is_key else a)
+    back = np.frombuffer(plain.tobytes(), plain.dtype).reshape(plain.shape)
+    return jax.random.wrap_key_data(back, impl=jax.random.key_impl(a)) if is_key else back
+
+
+def test_the_state_goes_through_plain_arrays(run):
+    _, run = run
+    again = run.apply(*jax.tree.map(through_bytes, run.inputs[2]))
+    harness.assert_equal(again, run.outputs[2])
+
+
+def test_a_skipped_step_changes_nothing_but_the_scale(run):
+    _, run = run
+    params, state, x, n = run.inputs[2]
+    (_, new, new_n), new_state = run.apply(params, state, x.at[0, 0].set(jnp.nan), n)
+    harness.assert_equal((new, new_n, new_state.get("opt")), (params, n, state.get("opt")))
+    # Two finite steps raised the scale, and this one lowers it.
+    scales = [float(s["dynamic_loss_scale"]["current_loss_scale"]) for s in (state, new_state)]
+    assert scales == [2**16, 2**15]

@@ -1,0 +1,39 @@
+"""The names, types and shapes of optimizer state are a checkpoint's keys, so they must stay.
+
+After a change that is meant: python -m tests.optimizers.golden_test --regenerate
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+import pytest
+
+from tests.optimizers import harness, table
+
+GOLDEN = pathlib.Path(__file__).with_name("golden_state.json")
+
+
+def layout(name):
+    """The names, types and shapes of the state, as they are in a checkpoint."""
+    _, state = jax.eval_shape(table.make_step(name).init, None, harness.params(), harness.batch())
+    return {
+        f"{module}/{key}": f"{leaf.dtype}{list(leaf.shape)}"
+        for module, entries in state.items()
+        for key, leaf in entries.items()
+    }
+
+
+@pytest.mark.parametrize("name", sorted(table.OPTIMIZERS))
+def test_state_names_are_stable(name):
+    assert layout(name) == json.loads(GOLDEN.read_text())[name]
+
+
+def test_nothing_is_left_over():
+    assert json.loads(GOLDEN.read_text()).keys() == table.OPTIMIZERS.keys()
+
+
+if __name__ == "__main__" and "--regenerate" in sys.argv:
+    layouts = {name: layout(name) for name in sorted(table.OPTIMIZERS)}
+    GOLDEN.write_text(json.dumps(layouts, indent=1) + "\n")

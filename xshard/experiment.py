@@ -1,0 +1,93 @@
+"""What an experiment provides: its science. Everything else is the framework's.
+
+An experiment is a class and a config. The class says what the network computes, what its loss is, how
+it is updated and how it is judged; it knows nothing of devices, checkpoints or processes. The same
+file runs on one CPU, on eight virtual devices and on a pod.
+"""
+
+import abc
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+
+from xshard.optimizers import base
+
+
+class Experiment(abc.ABC):
+    """The base class of experiments.
+
+    `forward`, `loss`, `optimizer` and `evaluate` are traced: they read `self.config`, which is locked,
+    and nothing else that changes.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict):
+        """Keeps the config, which holds all defaults."""
+        self.config = config
+
+    @abc.abstractmethod
+    def train_data(self) -> Mapping[str, np.ndarray]:
+        """The training examples, as arrays of one leading dimension."""
+
+    @abc.abstractmethod
+    def eval_data(self) -> Mapping[str, np.ndarray]:
+        """The examples to judge the network on."""
+
+    @abc.abstractmethod
+    def forward(self, batch: Mapping[str, jax.Array], *, is_training: bool) -> Any:
+        """The network's outputs: a Haiku function, which makes its parameters.
+
+        It sees one replica's part of the batch in the compute type of `config.precision`, and may draw
+        keys with `hk.next_rng_key()` while training.
+        """
+
+    @abc.abstractmethod
+    def loss(
+        self, outputs: Any, batch: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """The mean loss over a part of the batch, a float32 scalar, and scalars to report."""
+
+    @abc.abstractmethod
+    def optimizer(self) -> base.Optimizer:
+        """The update rule, with a `CrossShardOptimizer` over 'replica' in it.
+
+        Called inside `hk.transform_with_state`: make its modules here.
+        """
+
+    @abc.abstractmethod
+    def evaluate(self, outputs: Any, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """A value for each example, of shape (batch,); the framework reports their means."""
+
+    def clip_gradients(self, grads: Any) -> Any:
+        """Acts on a replica's gradients before they are reduced. By default leaves them."""
+        return grads
+
+    def ensemble(self, outputs: Any) -> Any:
+        """One output from those of several groups, along a leading dimension. By default their mean."""
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), outputs)
+
+    def sharding_rules(self) -> Sequence[tuple[str, jax.sharding.PartitionSpec]]:
+        """What lies along the axis 'model': see `xshard.mesh.tree_shardings`. By default nothing."""
+        return ()
+
+
+def load(path: str) -> type[Experiment]:
+    """The experiment class of a dotted path, such as 'experiments.digits.experiment.Digits'.
+
+    Raises:
+      ValueError: if there is none, with the reason.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ValueError(
+            f"experiment={path!r} must be the dotted path of a class that can be imported from here: {e}."
+        ) from e
+    if not (isinstance(found, type) and issubclass(found, Experiment)):
+        raise ValueError(f"experiment={path!r} is {found!r}, which is no xshard Experiment class.")
+    return found

@@ -1,0 +1,265 @@
+"""The training loop: resume, train, evaluate, stop.
+
+A run that was stopped at any instant and started again ends in the same bits as one that was not:
+everything that decides the next step is in the checkpointed `TrainState`, or a function of it.
+"""
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jmp
+import ml_collections
+import numpy as np
+
+from xshard import checkpoint, data, hooks, metrics, step, workdir
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+
+DONE, PREEMPTED = 0, 42
+_COUNTS = (
+    "steps",
+    "batch_size",
+    "eval_batch_size",
+    "micro_batches",
+    "model_parallel",
+    "log_every_steps",
+    "eval_every_steps",
+)
+_OTHER_KEYS = ("experiment", "seed", "precision", "group_assignment", "checkpoint")
+
+
+class Run:
+    """An experiment in a work directory, checked as far as that can be done without touching it."""
+
+    def __init__(self, config: ml_collections.ConfigDict, directory: str):
+        """Checks a config and what is in the directory.
+
+        Args:
+          config: a run's config; see `configs/digits.py` for the keys.
+          directory: the work directory, which need not exist.
+
+        Raises:
+          ValueError: with the key, its value and the mend, if something does not fit.
+        """
+        _check_config(config)
+        self.config = config
+        self.workdir = workdir.Workdir(directory)
+        self.changes = self.workdir.check(config)
+        self.mesh = mesh_lib.make_mesh(config.group_assignment or None, model=config.model_parallel)
+        self.experiment = experiment_lib.load(config.experiment)(config)
+        train_data = self.experiment.train_data()
+        self.batches = data.TrainBatches(
+            train_data,
+            self.mesh,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            micro_batches=config.micro_batches,
+        )
+        data.eval_batches(self.experiment.eval_data(), self.mesh, config.eval_batch_size)
+        self._init_args = (self.experiment, self.mesh, config.seed, train_data)
+        self._target = step.abstract_state(*self._init_args)
+        self.manager = checkpoint.Manager(
+            self.workdir.checkpoints,
+            every_steps=config.checkpoint.every_steps,
+            keep_last=config.checkpoint.keep_last,
+        )
+        self._train_step = jax.jit(
+            step.make_train_step(self.experiment, self.mesh), donate_argnums=0
+        )
+        self._eval_step = jax.jit(step.make_eval_step(self.experiment, self.mesh))
+
+    def train(self) -> tuple[step.TrainState, bool]:
+        """Trains from where the run stands to its last step, or until it is told to stop.
+
+        Returns:
+          The state, and whether the run is done.
+        """
+        # 1. The directory is made this run's, so that no other process writes to it.
+        self.workdir.open(self.config)
+        # 2. The state decides the step, and with it the batches and keys that follow.
+        state = self._resume_or_init()
+        start = int(state.step)
+        self._say_start(start, state)
+        # 3. Rows after the checkpoint are dropped: their steps will be made again.
+        log = _Log(metrics.JsonLines(self.workdir.metrics, start), start, self.config)
+        actions = self._hooks(log)
+        with _StopSignals() as stop:
+            for number in range(start, self.config.steps):
+                state, values = self._train_step(state, self.batches(number))
+                made = number + 1
+                log.push(made, values)
+                for hook in actions:
+                    hook(made, state)
+                if stop.requested and made < self.config.steps:
+                    log.flush()
+                    self._save(made, state)
+                    return state, False
+        log.flush()
+        return state, True
+
+    def evaluate(self, state: step.TrainState) -> dict[str, Any]:
+        """The means over all evaluation examples; lists where there are several groups."""
+        totals: dict[str, np.ndarray] = {}
+        examples = self.experiment.eval_data()
+        for batch in data.eval_batches(examples, self.mesh, self.config.eval_batch_size):
+            for name, value in jax.device_get(self._eval_step(state, batch)).items():
+                totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
+        count = totals.pop("count").max()
+        return {name: metrics.to_number(value / count) for name, value in totals.items()}
+
+    def finish(self, state: step.TrainState) -> dict[str, Any]:
+        """Evaluates the last state and writes the results."""
+        results = {"step": int(state.step), "global_step": metrics.to_number(state.global_step)}
+        results |= {"eval": self.evaluate(state)}
+        metrics.write_atomically(self.workdir.results, workdir.to_json(results))
+        return results
+
+    def _resume_or_init(self) -> step.TrainState:
+        if self.manager.latest_step() is None:
+            return step.init(*self._init_args)
+        return self.manager.restore(self._target)[0]
+
+    def _hooks(self, log: "_Log") -> Sequence[hooks.Hook]:
+        def evaluate(made: int, state: step.TrainState) -> None:
+            log.flush()
+            log.write_evaluation(made, self.evaluate(state))
+
+        def save(made: int, state: step.TrainState) -> None:
+            # What has been logged when a checkpoint counts is what resuming keeps.
+            log.flush()
+            self._save(made, state)
+
+        config, last = self.config, self.config.steps
+        return (
+            hooks.EverySteps(evaluate, config.eval_every_steps, last=last, at_last=False),
+            hooks.EverySteps(save, config.checkpoint.every_steps, last=last, at_last=True),
+        )
+
+    def _save(self, made: int, state: step.TrainState) -> None:
+        self.manager.save(made, state, {"experiment": self.config.experiment})
+
+    def _say_start(self, start: int, state: step.TrainState) -> None:
+        params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        shape = self.mesh.shape
+        print(
+            f"{self.config.experiment}: {params:,} parameters, {self.config.precision}, on "
+            f"{shape['group']} group(s) x {shape['replica']} replica(s) x {shape['model']} device(s)"
+        )
+        for change in self.changes:
+            print(f"changed since the run was started: {change}")
+        if start:
+            print(f"resumed from the checkpoint of step {start} in {self.workdir.checkpoints}")
+        print(
+            f"training from step {start} to {self.config.steps}; the first step compiles",
+            flush=True,
+        )
+
+
+class _Log:
+    """Training metrics and evaluations, to the file and to the terminal."""
+
+    def __init__(self, rows: metrics.JsonLines, start: int, config: ml_collections.ConfigDict):
+        self._rows = rows
+        self._every = config.log_every_steps
+        self._last = config.steps
+        self._terminal = metrics.Terminal(start, config.steps)
+        self._deferred = metrics.Deferred()
+
+    def push(self, made: int, values: Mapping[str, jax.Array]) -> None:
+        keep = made % self._every == 0 or made == self._last
+        self._write(self._deferred.push(made, values, keep))
+
+    def flush(self) -> None:
+        self._write(self._deferred.flush())
+
+    def write_evaluation(self, made: int, values: Mapping[str, Any]) -> None:
+        self._rows.write(
+            {"step": made, **{f"eval/{name}": value for name, value in values.items()}}
+        )
+        numbers = "  ".join(f"{name} {metrics.show(value)}" for name, value in values.items())
+        print(f"step {made}  evaluation: {numbers}", flush=True)
+
+    def _write(self, rows: Iterable[metrics.Row]) -> None:
+        for row in rows:
+            # A total, since a skip between two rows would not show.
+            steps, applied = row["step"], np.asarray(row.pop("global_step"))
+            row |= {"global_step": applied.tolist(), "skipped": (steps - applied).tolist()}
+            self._rows.write(row)
+            self._terminal.write(row)
+
+
+class _StopSignals:
+    """Turns the first SIGINT or SIGTERM into a request to stop; the next one acts as it would have."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "_StopSignals":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: Any) -> None:
+        self.requested = True
+        signal.signal(number, self._previous[number])
+        print(
+            f"\n{signal.Signals(number).name}: saving after this step; once more leaves at once.",
+            flush=True,
+        )
+
+
+def run(config: ml_collections.ConfigDict, directory: str, command: str) -> int:
+    """Runs an experiment to its end, from wherever it stands.
+
+    Args:
+      config: a run's config, locked.
+      directory: the work directory.
+      command: what the user can run to go on, to be printed.
+
+    Returns:
+      The process's exit code: 0 done; 42 stopped on request with the state saved.
+    """
+    current = Run(config, directory)
+    state, done = current.train()
+    where = current.workdir
+    if not done:
+        print(f"stopped at step {int(state.step)}, state saved in {where.checkpoints}")
+        print(f"to go on: {command}")
+        return PREEMPTED
+    results = current.finish(state)
+    print("\nresults:")
+    for name, value in results["eval"].items():
+        print(f"  {name:<20} {metrics.show(value)}")
+    print(f"  in {where.results}; metrics of the run in {where.metrics}")
+    print(f"checkpoints: {where.checkpoints}")
+    print(f"to train on: {command} --config.steps={2 * config.steps}")
+    return DONE
+
+
+def _check_config(config: ml_collections.ConfigDict) -> None:
+    """Raises ValueError unless the config has the keys of a run, with numbers that make sense."""
+    missing = [key for key in (*_COUNTS, *_OTHER_KEYS) if key not in config]
+    if missing:
+        raise ValueError(
+            f"The config lacks {', '.join(missing)}; configs/digits.py shows every key."
+        )
+    for key in _COUNTS:
+        value = config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{key}={value!r} must be an integer of at least 1.")
+    if not isinstance(config.seed, int) or not 0 <= config.seed < 2**32:
+        raise ValueError(f"seed={config.seed!r} must be an integer from 0 to 2**32 - 1.")
+    try:
+        jmp.get_policy(config.precision)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(
+            f"precision={config.precision!r} is no policy of jmp ({e}); an example: "
+            "'params=float32,compute=float16,output=float32'."
+        ) from e

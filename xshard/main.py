@@ -1,0 +1,115 @@
+"""The program: `python -m xshard.main --config=configs/digits.py --workdir=runs/digits`.
+
+Exit codes: 0 done; 42 stopped on request with the state saved, run the same command again to go on;
+1 failed.
+"""
+
+import difflib
+import os
+import re
+import runpy
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+
+import haiku as hk
+import jax
+from absl import flags, logging
+from ml_collections import config_flags
+
+from xshard import loop, workdir
+
+FAILED, INTERRUPTED = 1, 130
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "The run's config file; --config.key=value changes a value.", lock_config=True
+)
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory: the same one again resumes.")
+_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
+_CPU_DEVICES = flags.DEFINE_integer(
+    "cpu_devices", 0, "The virtual devices that the CPU is split into; 0: as JAX has it.", 0
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what the flags say; returns the exit code."""
+    if argv[1:]:
+        raise ValueError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
+    if _CONFIG.value is None or _WORKDIR.value is None:
+        raise ValueError(
+            "--config and --workdir are needed, as in --config=configs/digits.py --workdir=runs/digits."
+        )
+    if _CPU_DEVICES.value:
+        jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
+    # Haiku then refuses what would leak tracers into its state.
+    hk.config.set(check_jax_usage=True)
+    return loop.run(_CONFIG.value, _WORKDIR.value, _command())
+
+
+def run() -> int:
+    """Parses the flags and runs; an error of the user's becomes one message."""
+    logging.set_verbosity(logging.WARNING)
+    # From where it is started configs may import one another, and experiments are found.
+    sys.path.insert(0, os.getcwd())
+    try:
+        argv = flags.FLAGS(sys.argv, known_only=False)
+    except Exception as e:
+        return _fail(_flag_error(e))
+    try:
+        return main(argv)
+    except (ValueError, OSError) as e:
+        return _fail(str(e))
+    except KeyboardInterrupt:
+        print("interrupted; what was saved before is in the work directory", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _fail(message: str) -> int:
+    if "--debug" in sys.argv:
+        traceback.print_exc()
+    hint = "" if "--debug" in sys.argv else "\n(--debug shows where)"
+    # JAX adds a line about its own tracebacks.
+    print(f"error: {message.split(chr(10) + '-----')[0]}{hint}", file=sys.stderr)
+    return FAILED
+
+
+def _flag_error(e: Exception) -> str:
+    path = next((arg.split("=", 1)[1] for arg in sys.argv if arg.startswith("--config=")), "")
+    if isinstance(e, AttributeError | KeyError):
+        return _unknown_key(path) or f"--config={path} raised {type(e).__name__}: {e}."
+    if isinstance(e, flags.Error):
+        return (
+            f"{e}. --help lists the flags."
+            if isinstance(e, flags.UnrecognizedFlagError)
+            else f"{e}."
+        )
+    if isinstance(e, OSError) and not os.path.exists(path):
+        return f"--config={path}: there is no such file (seen from {os.getcwd()})."
+    return f"--config={path} raised {type(e).__name__}: {e}."
+
+
+def _unknown_key(path: str) -> str | None:
+    """The message for an override of a key that the config does not have."""
+    try:
+        keys = list(workdir.flatten(workdir.plain(runpy.run_path(path)["get_config"]())))
+    except Exception:
+        return None
+    for arg in sys.argv[1:]:
+        match = re.match(r"--config\.([^=]+)", arg)
+        if match and not any(key == match[1] or key.startswith(f"{match[1]}.") for key in keys):
+            near = difflib.get_close_matches(match[1], keys, cutoff=0.4)
+            meant = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(keys)}."
+            return f"--config.{match[1]}: {path} has no such key; {meant}"
+    return None
+
+
+def _command() -> str:
+    python = sys.executable
+    if python.startswith(f"{os.getcwd()}/"):
+        python = os.path.relpath(python)
+    return shlex.join([python, "-m", "xshard.main", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,139 @@
+"""The device mesh of a run, and how its trees lie on it.
+
+The axes `group` and `replica` are for `jax.shard_map`: each replica computes on its part of the batch,
+and gradients are reduced over `replica`. The axis `model` is left to XLA's partitioner.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+GROUP, REPLICA, MODEL = AXES = ("group", "replica", "model")
+Rules = Sequence[tuple[str, jax.sharding.PartitionSpec]]
+
+
+def make_mesh(
+    group_assignment: Sequence[Sequence[int]] | None = None,
+    *,
+    model: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> jax.sharding.Mesh:
+    """Lays devices out as groups of replicas.
+
+    Replica i, in TensorFlow's numbering, is the i-th run of `model` devices in the order of
+    `jax.devices()`, which keeps neighbours together. `mesh.devices[g, r]` is replica
+    `group_assignment[g][r]`.
+
+    Args:
+      group_assignment: the replica numbers of each group, such as [[0, 1], [2, 3]]; all replicas are
+        one group by default.
+      model: the number of devices that hold one replica's parameters together.
+      devices: all devices by default.
+
+    Returns:
+      A mesh of the shape (groups, replicas of a group, model).
+
+    Raises:
+      ValueError: if the devices do not divide into these groups.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    if not isinstance(model, int) or model < 1 or len(devices) % model:
+        raise ValueError(
+            f"model_parallel={model!r} must divide the number of devices, {len(devices)}; good values: "
+            f"{[n for n in range(1, len(devices) + 1) if len(devices) % n == 0]}."
+        )
+    replicas = len(devices) // model
+    groups = _check_groups(group_assignment, replicas)
+    grid = np.array(devices, dtype=object).reshape(replicas, model)[np.array(groups)]
+    return jax.sharding.Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+
+
+def num_groups(mesh: jax.sharding.Mesh) -> int:
+    """The number of groups, that is of models which are trained side by side."""
+    return mesh.shape[GROUP]
+
+
+def num_replicas(mesh: jax.sharding.Mesh) -> int:
+    """The number of replicas of a group."""
+    return mesh.shape[REPLICA]
+
+
+def sharding(mesh: jax.sharding.Mesh, *spec: Any) -> jax.sharding.NamedSharding:
+    """The sharding of an array whose dimensions lie along these axes; none of them: replicated."""
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+
+def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules, *, slots: bool = False) -> Any:
+    """The sharding of each leaf of a tree.
+
+    Args:
+      mesh: the mesh. With several groups all leaves have a leading dimension of groups.
+      tree: arrays or shapes.
+      rules: pairs of a regular expression and a spec over 'model'. The first expression that is found
+        in a leaf's path decides; a leaf without one is replicated. The path of an optimizer's slot
+        ends with its parameter's, so that one rule places both.
+      slots: whether a leaf that a spec does not fit, such as a factored slot, is replicated.
+
+    Raises:
+      ValueError: if a spec does not fit its leaf.
+    """
+    grouped = num_groups(mesh) > 1
+
+    def place(path: tuple[Any, ...], leaf: Any) -> jax.sharding.NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        shape = leaf.shape[1:] if grouped else leaf.shape
+        spec = next((spec for pattern, spec in rules if re.search(pattern, name)), ())
+        try:
+            _check_spec(mesh, name, shape, spec)
+        except ValueError:
+            if not slots:
+                raise
+            spec = ()
+        return sharding(mesh, *((GROUP,) if grouped else ()), *spec)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _check_groups(groups: Any, replicas: int) -> list[list[int]]:
+    if groups is None:
+        return [list(range(replicas))]
+    sequence = list | tuple
+    if not (
+        isinstance(groups, sequence) and groups and all(isinstance(g, sequence) for g in groups)
+    ):
+        raise ValueError(
+            f"group_assignment={groups!r} must be a list of lists of replica numbers, such as "
+            f"{_example(replicas)}."
+        )
+    numbers = [number for group in groups for number in group]
+    one_size = len({len(group) for group in groups}) == 1
+    integers = all(type(number) is int for number in numbers)
+    if not (one_size and integers and sorted(numbers) == list(range(replicas))):
+        raise ValueError(
+            f"group_assignment={groups!r} does not fit: it must hold each of the {replicas} replicas "
+            f"(devices / model_parallel) once, in groups of one size, such as {_example(replicas)}."
+        )
+    return [list(group) for group in groups]
+
+
+def _example(replicas: int) -> list[list[int]]:
+    count = 2 if replicas % 2 == 0 else 1
+    return np.arange(replicas).reshape(count, -1).tolist()
+
+
+def _check_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...], spec: Any) -> None:
+    axes = [axis for axis in spec if axis is not None]
+    if len(spec) > len(shape) or any(axis != MODEL for axis in axes):
+        raise ValueError(
+            f"The sharding rule {tuple(spec)} for '{name}' of shape {shape} must have at most one entry "
+            "for each dimension, None or 'model'."
+        )
+    for size, axis in zip(shape, spec, strict=False):
+        if axis is not None and size % mesh.shape[MODEL]:
+            raise ValueError(
+                f"The sharding rule {tuple(spec)} for '{name}' splits a dimension of {size} over "
+                f"model_parallel={mesh.shape[MODEL]} devices, which does not divide it."
+            )

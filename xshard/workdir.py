@@ -1,0 +1,111 @@
+"""A run's directory: whose it is, and what is in it.
+
+config.json      the config that the run was started with
+checkpoints/     see `xshard.checkpoint`
+metrics.jsonl    a row for each logged step and each evaluation
+results.json     the final evaluation
+"""
+
+import fcntl
+import json
+import pathlib
+from typing import Any
+
+import ml_collections
+
+from xshard import metrics
+
+# What may change between two parts of a run. Anything else would make it another run.
+_MAY_CHANGE = ("steps", "log_every_steps", "eval_every_steps", "eval_batch_size", "checkpoint.")
+
+
+class Workdir:
+    """The directory of one run."""
+
+    def __init__(self, path: str | pathlib.Path):
+        self.path = pathlib.Path(path).absolute()
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.results = self.path / "results.json"
+        self._config = self.path / "config.json"
+        self._lock: Any = None
+
+    def check(self, config: ml_collections.ConfigDict) -> list[str]:
+        """Sees whether a config may run here; writes nothing.
+
+        Returns:
+          What has changed since the run was started, one text for each key.
+
+        Raises:
+          ValueError: if the directory is another run's, or a change would make it another run.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"--workdir={self.path} is a file; give a directory.")
+        if not self._config.exists():
+            found = [p.name for p in (self.checkpoints, self.metrics, self.results) if p.exists()]
+            if found:
+                raise ValueError(
+                    f"--workdir={self.path} holds {', '.join(found)} but no {self._config.name}, so that "
+                    "it cannot be told whose they are; give a new directory."
+                )
+            return []
+        try:
+            old = flatten(json.loads(self._config.read_text()))
+        except ValueError as e:
+            raise ValueError(f"{self._config} cannot be read ({e}); give a new --workdir.") from e
+        return self._compare(old, flatten(plain(config)))
+
+    def open(self, config: ml_collections.ConfigDict) -> None:
+        """Makes the directory this run's, for as long as the process lives.
+
+        Raises:
+          ValueError: if it cannot be written, or another process runs in it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            metrics.write_atomically(self._config, to_json(plain(config)))
+        except BlockingIOError as e:
+            raise ValueError(f"--workdir={self.path} is in use by another process.") from e
+        except OSError as e:
+            raise ValueError(f"--workdir={self.path} cannot be written: {e.strerror}.") from e
+
+    def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+        if old.get("experiment") != new.get("experiment"):
+            raise ValueError(
+                f"--workdir={self.path} holds a run of experiment={old.get('experiment')!r}, not of "
+                f"{new.get('experiment')!r}; give another directory."
+            )
+        changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+        texts = [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed]
+        fatal = [
+            t for key, t in zip(changed, texts, strict=True) if not key.startswith(_MAY_CHANGE)
+        ]
+        if fatal:
+            raise ValueError(
+                f"--workdir={self.path} holds a run with another config ({'; '.join(fatal)}). Going on "
+                "would make it neither the one nor the other: give its own values, or a new directory."
+            )
+        return texts
+
+
+def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """A config as plain JSON values."""
+    return json.loads(config.to_json_best_effort())
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as one level of dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def to_json(value: Any) -> bytes:
+    """Readable JSON."""
+    return (json.dumps(value, indent=2) + "\n").encode()
