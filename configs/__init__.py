@@ -1,0 +1,1 @@
+"""One file a run: what it reproduces, its cost, its expected score, its command."""

@@ -8,7 +8,7 @@ groups, since groups go separate ways.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import jmp
 from jax import lax
 
+from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.optimizers import base, cross_shard, gradients, loss_scale
 
@@ -23,26 +24,6 @@ Batch = Mapping[str, Any]
 
 # The position in the root key's stream that belongs to initialisation; no step has this number.
 _INIT = 2**32 - 1
-
-
-class Science(Protocol):
-    """What a step asks of an experiment; `xshard.experiment.Experiment` documents it."""
-
-    config: Any
-
-    def forward(self, batch: Any, *, is_training: bool) -> Any: ...
-
-    def loss(self, outputs: Any, batch: Any) -> tuple[jax.Array, Mapping[str, Any]]: ...
-
-    def optimizer(self) -> base.Optimizer: ...
-
-    def clip_gradients(self, grads: Any) -> Any: ...
-
-    def evaluate(self, outputs: Any, batch: Any) -> Mapping[str, jax.Array]: ...
-
-    def ensemble(self, outputs: Any) -> Any: ...
-
-    def sharding_rules(self) -> mesh_lib.Rules: ...
 
 
 class TrainState(NamedTuple):
@@ -68,7 +49,7 @@ class TrainState(NamedTuple):
 class _Model:
     """The pure functions of an experiment: the network, and one update by its rules."""
 
-    def __init__(self, experiment: Science):
+    def __init__(self, experiment: experiment_lib.Experiment):
         self.experiment = experiment
         self.policy = jmp.get_policy(experiment.config.precision)
         self.micro_batches = experiment.config.micro_batches
@@ -127,7 +108,9 @@ class _Model:
         return loss
 
 
-def init(experiment: Science, mesh: jax.sharding.Mesh, seed: int, example: Batch) -> TrainState:
+def init(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, seed: int, example: Batch
+) -> TrainState:
     """A run's first state, made where it belongs: no device holds more than its part.
 
     Args:
@@ -143,7 +126,7 @@ def init(experiment: Science, mesh: jax.sharding.Mesh, seed: int, example: Batch
 
 
 def abstract_state(
-    experiment: Science, mesh: jax.sharding.Mesh, seed: int, example: Batch
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, seed: int, example: Batch
 ) -> TrainState:
     """Shapes, types and shardings of what `init` returns, to restore a checkpoint into."""
     build = functools.partial(_build, _Model(experiment), mesh_lib.num_groups(mesh), seed, example)
@@ -156,7 +139,7 @@ def abstract_state(
 
 
 def make_train_step(
-    experiment: Science, mesh: jax.sharding.Mesh
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """The function that takes a state and a batch to the next state and metrics.
 
@@ -191,7 +174,7 @@ def make_train_step(
 
 
 def make_eval_step(
-    experiment: Science, mesh: jax.sharding.Mesh
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Batch], dict[str, jax.Array]]:
     """The function that takes a state and a batch to sums over the batch's examples.
 
@@ -244,7 +227,9 @@ def _build(model: _Model, groups: int, seed: int, example: Batch) -> TrainState:
     return TrainState(jnp.int32(0), global_step, *trees, root)
 
 
-def _shardings(experiment: Science, mesh: jax.sharding.Mesh, shapes: TrainState) -> TrainState:
+def _shardings(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, shapes: TrainState
+) -> TrainState:
     place = functools.partial(mesh_lib.tree_shardings, mesh)
     rules = experiment.sharding_rules()
     everywhere = mesh_lib.sharding(mesh)
@@ -291,10 +276,8 @@ def _mean_over_replicas(tree: Any) -> Any:
 
 
 def _masked_sums(values: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
-    sums = {
-        name: jnp.sum(jnp.where(mask, value, 0), dtype=jnp.float32)
-        for name, value in values.items()
-    }
+    wide = {name: value.astype(jnp.float32) for name, value in values.items()}
+    sums = {name: jnp.sum(jnp.where(mask, value, 0)) for name, value in wide.items()}
     return lax.psum(sums, mesh_lib.REPLICA)
 
 

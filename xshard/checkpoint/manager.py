@@ -109,6 +109,8 @@ class Manager:
 
 
 def _remove(attempt: format_lib.Attempt) -> None:
+    if not attempt.path.exists():
+        return
     # Without COMMIT it does not count, however far the rest of the deletion comes.
     (attempt.path / format_lib.COMMIT).unlink(missing_ok=True)
     shutil.rmtree(attempt.path, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Update rules as stateful Haiku modules; `base` says how they meet."""

@@ -1,0 +1,228 @@
+"""The step: replicas, groups, micro-batches, precision, skips, shardings."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import toy
+from xshard import data, mesh, step
+
+GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+def make(experiment=toy.Toy, devices=8, **changes):
+    config = toy.get_config()
+    config.update({k: v for k, v in changes.items() if k != "group_assignment"})
+    config.group_assignment = changes.get("group_assignment", ())
+    config.lock()
+    devices = jax.devices()[:devices]
+    the_mesh = mesh.make_mesh(
+        config.group_assignment or None, model=config.model_parallel, devices=devices
+    )
+    return experiment(config), the_mesh
+
+
+def run(experiment, the_mesh, steps, state=None):
+    config = experiment.config
+    examples = experiment.train_data()
+    batches = data.TrainBatches(
+        examples, the_mesh, batch_size=config.batch_size, seed=config.seed,
+        micro_batches=config.micro_batches,
+    )  # fmt: skip
+    state = state or step.init(experiment, the_mesh, config.seed, examples)
+    apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
+    history = []
+    for _ in range(steps):
+        state, metrics = apply(state, batches(int(state.step)))
+        history.append(jax.device_get(metrics))
+    return state, history
+
+
+class Quiet(toy.Toy):
+    """Without noise, so that the number of replicas does not matter."""
+
+    def forward(self, batch, *, is_training):
+        return hk.Linear(1, name="linear")(batch["x"])[:, 0]
+
+
+def test_one_device_and_eight_train_alike():
+    one, eight = (run(*make(Quiet, devices=n), 6) for n in (1, 8))
+    for a, b in zip(jax.tree.leaves(one[0].params), jax.tree.leaves(eight[0].params), strict=True):
+        # float32 sums in another order, six steps of Adam.
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    losses = [[float(m["loss"]) for m in history] for _, history in (one, eight)]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_micro_batches_train_as_the_whole_batch():
+    whole, parts = (run(*make(Quiet, devices=2, micro_batches=n), 6) for n in (1, 4))
+    for a, b in zip(jax.tree.leaves(whole[0].params), jax.tree.leaves(parts[0].params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(whole[1][-1]["loss"], parts[1][-1]["loss"], rtol=1e-4)
+
+
+def test_there_is_one_reduction_of_gradients_for_all_micro_batches():
+    experiment, the_mesh = make(Quiet, micro_batches=2)
+    examples = experiment.train_data()
+    state = step.init(experiment, the_mesh, 0, examples)
+    batch = data.TrainBatches(examples, the_mesh, batch_size=16, seed=0, micro_batches=2)(0)
+    text = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, batch).compile().as_text()
+    # XLA merges the gradients' reduction and that of the metrics, or leaves them as two.
+    assert text.count(" all-reduce(") <= 2
+
+
+def test_groups_are_models_of_their_own():
+    experiment, the_mesh = make(group_assignment=GROUPS)
+    state, history = run(experiment, the_mesh, 4)
+    w = np.asarray(state.params["linear"]["w"])
+    assert w.shape == (2, 3, 1) and not np.array_equal(w[0], w[1])
+    assert state.params["linear"]["w"].sharding.spec[0] == "group"
+    assert history[0]["loss"].shape == (2,) and history[0]["loss"][0] != history[0]["loss"][1]
+    assert state.global_step.shape == (2,) and state.step.shape == ()
+
+
+def test_the_first_group_is_what_a_run_of_one_group_would_be():
+    grouped, _ = run(*make(Quiet, group_assignment=((0, 1, 2, 3), (4, 5, 6, 7))), 3)
+    alone, _ = run(*make(Quiet, devices=4), 3)
+    first = jax.tree.map(lambda a: np.asarray(a)[0], grouped.params)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(alone.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_groups_skip_at_steps_of_their_own():
+    experiment, the_mesh = make(group_assignment=GROUPS, overflow_above=2.0)
+    state, history = run(experiment, the_mesh, 12)
+    skipped = np.array([m["skipped"] for m in history])
+    assert skipped.any(axis=0).all() and (skipped[:, 0] != skipped[:, 1]).any()
+    np.testing.assert_array_equal(state.global_step, 12 - skipped.sum(axis=0))
+    np.testing.assert_array_equal(state.opt_state["adam"]["0/count"], state.global_step)
+    for leaf in jax.tree.leaves((state.params, state.net_state)):
+        assert np.all(np.isfinite(leaf))
+
+
+def test_a_skipped_step_leaves_parameters_and_network_state():
+    experiment, the_mesh = make(overflow_above=-1e9)
+    state = step.init(experiment, the_mesh, 0, experiment.train_data())
+    before = jax.tree.map(np.asarray, state._replace(rng=None))
+    after, (metrics,) = run(experiment, the_mesh, 1, state)
+    for name in ("params", "net_state", "global_step"):
+        for a, b in zip(
+            jax.tree.leaves(getattr(before, name)), jax.tree.leaves(getattr(after, name)), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+    assert metrics["skipped"] == 1 and int(after.step) == 1
+    assert metrics["loss_scale"] == 2.0**14
+
+
+def test_network_state_is_equal_on_all_replicas():
+    state, _ = run(*make(), 3)
+    for leaf in jax.tree.leaves(state.net_state):
+        copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert all(np.array_equal(copies[0], copy) for copy in copies)
+    assert int(state.net_state["~"]["count"]) == 3
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+def test_precision_policies(compute):
+    seen = []
+
+    class Spy(toy.Toy):
+        def forward(self, batch, *, is_training):
+            outputs = super().forward(batch, is_training=is_training)
+            seen.append((is_training, batch["x"].dtype, outputs.dtype))
+            return outputs
+
+        def loss(self, outputs, batch):
+            assert outputs.dtype == jnp.float32
+            return super().loss(outputs, batch)
+
+    state, _ = run(*make(Spy, precision=f"params=float32,compute={compute},output=float32"), 2)
+    assert (True, jnp.dtype(compute), jnp.dtype(compute)) in seen
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+
+
+def test_the_state_is_donated_and_nothing_compiles_again():
+    experiment, the_mesh = make()
+    examples = experiment.train_data()
+    batches = data.TrainBatches(examples, the_mesh, batch_size=16, seed=0)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **kw: compiled.append(event) if "backend_compile" in event else None
+    )
+    state = step.init(experiment, the_mesh, 0, examples)
+    apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
+    first = state.params["linear"]["w"]
+    state, _ = apply(state, batches(0))
+    assert first.is_deleted()
+    prepared = [batches(1), batches(2)]
+    count = len(compiled)
+    for batch in prepared:
+        state, _ = apply(state, batch)
+    assert len(compiled) == count
+
+
+def test_abstract_state_is_what_init_makes():
+    for changes in ({}, {"group_assignment": GROUPS}):
+        experiment, the_mesh = make(**changes)
+        args = (experiment, the_mesh, 0, experiment.train_data())
+        real, abstract = step.init(*args), step.abstract_state(*args)
+        assert jax.tree.structure(real) == jax.tree.structure(abstract)
+        for a, b in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+class Wide(Quiet):
+    """One wide layer over the axis 'model'."""
+
+    def forward(self, batch, *, is_training):
+        hidden = hk.Linear(16, name="wide")(batch["x"])
+        return hk.Linear(1, name="linear")(jnp.tanh(hidden))[:, 0]
+
+    def sharding_rules(self):
+        return (("wide/w$", jax.P(None, "model")), ("wide/b$", jax.P("model")))
+
+
+def test_the_model_axis_shards_parameters_and_slots_and_changes_no_numbers():
+    sharded, _ = run(*make(Wide, devices=8, model_parallel=2), 4)
+    alone, _ = run(*make(Wide, devices=4), 4)
+    for leaf in (sharded.params["wide"]["w"], sharded.opt_state["adam"]["0/mu/wide/w"]):
+        assert leaf.sharding.spec == jax.P(None, "model")
+        assert leaf.addressable_shards[0].data.shape == (3, 8)
+    for a, b in zip(jax.tree.leaves(sharded.params), jax.tree.leaves(alone.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_that_does_not_reduce_is_refused():
+    experiment, the_mesh = make(toy.Drifting)
+    with pytest.raises(ValueError, match="does not reduce over the axis 'replica'"):
+        step.init(experiment, the_mesh, 0, experiment.train_data())
+
+
+def test_evaluation_counts_each_example_once_and_makes_an_ensemble():
+    experiment, the_mesh = make(Quiet, group_assignment=GROUPS)
+    state, _ = run(experiment, the_mesh, 2)
+    evaluate = jax.jit(step.make_eval_step(experiment, the_mesh))
+    examples = experiment.eval_data()
+    sums = [evaluate(state, b) for b in data.eval_batches(examples, the_mesh, 8)]
+    total = jax.tree.map(lambda *xs: np.sum([np.asarray(x) for x in xs], axis=0), *sums)
+    np.testing.assert_array_equal(total["count"], [10, 10])
+    w, b = (np.asarray(state.params["linear"][name]) for name in ("w", "b"))
+    outputs = np.stack([(examples["x"] @ w[g] + b[g])[:, 0] for g in range(2)])
+    np.testing.assert_allclose(total["error"], ((outputs - examples["y"]) ** 2).sum(1), rtol=1e-5)
+    ensemble = ((outputs.mean(0) - examples["y"]) ** 2).sum()
+    np.testing.assert_allclose(total["ensemble/error"], ensemble, rtol=1e-5)
+
+
+def test_gradients_can_be_clipped_per_replica():
+    class Clipped(Quiet):
+        def clip_gradients(self, grads):
+            return jax.tree.map(jnp.zeros_like, grads)
+
+    experiment, the_mesh = make(Clipped)
+    before = step.init(experiment, the_mesh, 0, experiment.train_data()).params
+    after, _ = run(experiment, the_mesh, 1)
+    np.testing.assert_array_equal(after.params["linear"]["w"], before["linear"]["w"])

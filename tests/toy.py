@@ -1,0 +1,76 @@
+"""A small experiment, and its config, for tests of the loop and the program."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+
+import xshard
+
+
+class Toy(xshard.Experiment):
+    """Linear regression on made-up numbers, with noise in training so that keys count."""
+
+    def train_data(self):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(self.config.examples, 3)).astype(np.float32)
+        return {"x": x, "y": x @ np.array([1.0, -2.0, 0.5], np.float32)}
+
+    def eval_data(self):
+        return {name: array[:10] for name, array in self.train_data().items()}
+
+    def forward(self, batch, *, is_training):
+        x = batch["x"]
+        count = hk.get_state("count", [], jnp.int32, jnp.zeros)
+        mean = hk.get_state("mean", [], jnp.float32, jnp.zeros)
+        if is_training:
+            hk.set_state("count", count + 1)
+            hk.set_state("mean", mean + 0.1 * (jnp.mean(x).astype(mean.dtype) - mean))
+            x = x + 0.1 * jax.random.normal(hk.next_rng_key(), x.shape, x.dtype)
+        return hk.Linear(1, name="linear")(x)[:, 0]
+
+    def loss(self, outputs, batch):
+        error = jnp.mean((outputs - batch["y"]) ** 2)
+        # Now and then a loss beyond all bounds, as a step that a dynamic scale skips.
+        bad = jnp.max(batch["x"]) > self.config.overflow_above
+        return jnp.where(bad, jnp.inf, 1.0) * error, {"error": error}
+
+    def optimizer(self):
+        opt = xshard.OptaxOptimizer(optax.adam(self.config.optimizer.learning_rate), name="adam")
+        opt = xshard.CrossShardOptimizer(opt)
+        return xshard.MixedPrecisionLossScaleOptimizer(
+            opt, xshard.DynamicLossScale(increment_period=5)
+        )
+
+    def evaluate(self, outputs, batch):
+        return {"error": (outputs - batch["y"]) ** 2}
+
+
+class Drifting(Toy):
+    """Forgets to reduce."""
+
+    def optimizer(self):
+        return xshard.OptaxOptimizer(optax.sgd(0.1))
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """A run of some steps."""
+    config = ml_collections.ConfigDict()
+    config.experiment = "tests.toy.Toy"
+    config.seed = 0
+    config.steps = 12
+    config.batch_size = 16
+    config.eval_batch_size = 8
+    config.micro_batches = 1
+    config.precision = "params=float32,compute=float32,output=float32"
+    config.group_assignment = ()
+    config.model_parallel = 1
+    config.examples = 50
+    config.overflow_above = 1e9
+    config.optimizer = {"learning_rate": 0.1}
+    config.log_every_steps = 4
+    config.eval_every_steps = 6
+    config.checkpoint = {"every_steps": 5, "keep_last": 2}
+    return config
