@@ -59,7 +59,9 @@ def test_one_device_and_eight_train_alike():
 
 def test_micro_batches_train_as_the_whole_batch():
     whole, parts = (run(*make(Quiet, devices=2, micro_batches=n), 6) for n in (1, 4))
-    for a, b in zip(jax.tree.leaves(whole[0].params), jax.tree.leaves(parts[0].params), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(whole[0].params), jax.tree.leaves(parts[0].params), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(whole[1][-1]["loss"], parts[1][-1]["loss"], rtol=1e-4)
 
@@ -69,7 +71,9 @@ def test_there_is_one_reduction_of_gradients_for_all_micro_batches():
     examples = experiment.train_data()
     state = step.init(experiment, the_mesh, 0, examples)
     batch = data.TrainBatches(examples, the_mesh, batch_size=16, seed=0, micro_batches=2)(0)
-    text = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, batch).compile().as_text()
+    text = (
+        jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, batch).compile().as_text()
+    )
     # XLA merges the gradients' reduction and that of the metrics, or leaves them as two.
     assert text.count(" all-reduce(") <= 2
 
@@ -110,7 +114,9 @@ def test_a_skipped_step_leaves_parameters_and_network_state():
     after, (metrics,) = run(experiment, the_mesh, 1, state)
     for name in ("params", "net_state", "global_step"):
         for a, b in zip(
-            jax.tree.leaves(getattr(before, name)), jax.tree.leaves(getattr(after, name)), strict=True
+            jax.tree.leaves(getattr(before, name)),
+            jax.tree.leaves(getattr(after, name)),
+            strict=True,
         ):
             np.testing.assert_array_equal(a, b)
     assert metrics["skipped"] == 1 and int(after.step) == 1

@@ -76,13 +76,11 @@ class Run:
         Returns:
           The state, and whether the run is done.
         """
-        # 1. The directory is made this run's, so that no other process writes to it.
-        self.workdir.open(self.config)
-        # 2. The state decides the step, and with it the batches and keys that follow.
+        # 1. The state decides the step, and with it the batches and keys that follow.
         state = self._resume_or_init()
         start = int(state.step)
         self._say_start(start, state)
-        # 3. Rows after the checkpoint are dropped: their steps will be made again.
+        # 2. Rows after the checkpoint are dropped: their steps will be made again.
         log = _Log(metrics.JsonLines(self.workdir.metrics, start), start, self.config)
         actions = self._hooks(log)
         with _StopSignals() as stop:
@@ -216,7 +214,7 @@ class _StopSignals:
 
 
 def run(config: ml_collections.ConfigDict, directory: str, command: str) -> int:
-    """Runs an experiment to its end, from wherever it stands.
+    """Runs an experiment from wherever it stands to its end, or until it is told to stop.
 
     Args:
       config: a run's config, locked.
@@ -227,13 +225,14 @@ def run(config: ml_collections.ConfigDict, directory: str, command: str) -> int:
       The process's exit code: 0 done; 42 stopped on request with the state saved.
     """
     current = Run(config, directory)
-    state, done = current.train()
+    with current.workdir.opened(config):
+        state, done = current.train()
+        results = current.finish(state) if done else {}
     where = current.workdir
     if not done:
         print(f"stopped at step {int(state.step)}, state saved in {where.checkpoints}")
         print(f"to go on: {command}")
         return PREEMPTED
-    results = current.finish(state)
     print("\nresults:")
     for name, value in results["eval"].items():
         print(f"  {name:<20} {metrics.show(value)}")

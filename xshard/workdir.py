@@ -6,9 +6,11 @@ metrics.jsonl    a row for each logged step and each evaluation
 results.json     the final evaluation
 """
 
+import contextlib
 import fcntl
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import ml_collections
@@ -28,7 +30,6 @@ class Workdir:
         self.metrics = self.path / "metrics.jsonl"
         self.results = self.path / "results.json"
         self._config = self.path / "config.json"
-        self._lock: Any = None
 
     def check(self, config: ml_collections.ConfigDict) -> list[str]:
         """Sees whether a config may run here; writes nothing.
@@ -55,21 +56,26 @@ class Workdir:
             raise ValueError(f"{self._config} cannot be read ({e}); give a new --workdir.") from e
         return self._compare(old, flatten(plain(config)))
 
-    def open(self, config: ml_collections.ConfigDict) -> None:
-        """Makes the directory this run's, for as long as the process lives.
+    @contextlib.contextmanager
+    def opened(self, config: ml_collections.ConfigDict) -> Iterator[None]:
+        """Makes the directory this run's, and nobody else's meanwhile.
 
         Raises:
           ValueError: if it cannot be written, or another process runs in it.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            metrics.write_atomically(self._config, to_json(plain(config)))
-        except BlockingIOError as e:
-            raise ValueError(f"--workdir={self.path} is in use by another process.") from e
+            lock = (self.path / ".lock").open("w")
         except OSError as e:
             raise ValueError(f"--workdir={self.path} cannot be written: {e.strerror}.") from e
+        # The kernel drops the lock when the process ends, however it ends.
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                raise ValueError(f"--workdir={self.path} is in use by another process.") from e
+            metrics.write_atomically(self._config, to_json(plain(config)))
+            yield
 
     def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if old.get("experiment") != new.get("experiment"):

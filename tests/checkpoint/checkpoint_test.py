@@ -29,7 +29,11 @@ def make_tree(seed=0, shape=(4, 6)):
     arrays = {name: jnp.asarray(rng.normal(size=shape) * 3).astype(name) for name in DTYPES}
     return {
         "arrays": arrays,
-        "names": {"~/0/mu/a b": jnp.arange(3), "empty": jnp.zeros((0, 4)), "scalar": jnp.float32(seed)},
+        "names": {
+            "~/0/mu/a b": jnp.arange(3),
+            "empty": jnp.zeros((0, 4)),
+            "scalar": jnp.float32(seed),
+        },
         "keys": [jax.random.key(seed), jax.random.split(jax.random.key(seed, impl="rbg"), 3)],
     }
 
@@ -110,7 +114,9 @@ def test_what_is_kept(tmp_path):
 
 def test_attempts_that_died_do_not_count_and_are_collected(tmp_path):
     manager, tree = make_manager(tmp_path), {"a": jnp.ones(3)}
-    with pytest.raises(checkpoint.CheckpointError, match="There is no checkpoint in .* steps there: none"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="There is no checkpoint in .* steps there: none"
+    ):
         manager.restore(tree)
     manager.save(1, tree, {})
     (committed,) = tmp_path.iterdir()
@@ -152,7 +158,7 @@ def test_damage_of_any_file_is_detected_and_the_one_before_taken(tmp_path, kind,
         restored, _ = manager.restore(tree)
         # What process 0 wrote as its own index is not read again after the merge, and a COMMIT that is
         # gone is a checkpoint that does not count.
-        unused = path.parent.name == "p0" or kind == "deleted" and path.name == "COMMIT"
+        unused = path.parent.name == "p0" or (kind == "deleted" and path.name == "COMMIT")
         named = "DAMAGED CHECKPOINT" in caplog.text and "step_00000002" in caplog.text
         if named or path.name == "COMMIT":
             harness.assert_equal(restored, tree)
@@ -174,7 +180,9 @@ def test_all_damaged_says_so(tmp_path):
     for path in files_of(manager, 1):
         if path.name == "meta.json":
             damage("flipped", path)
-    with pytest.raises(checkpoint.CheckpointError, match="All checkpoints in .* damaged.*meta.json"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="All checkpoints in .* damaged.*meta.json"
+    ):
         manager.restore(tree)
 
 
@@ -185,7 +193,9 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
     try:
-        with pytest.raises(checkpoint.CheckpointError, match="Step 2 could not be saved in .*File too large"):
+        with pytest.raises(
+            checkpoint.CheckpointError, match="Step 2 could not be saved in .*File too large"
+        ):
             manager.save(2, tree, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -215,14 +225,24 @@ def test_paths_that_collide_are_refused(tmp_path):
 
 
 def saver_state(step):
-    return {"a": np.full((50, 40), step, np.float32), "b": np.arange(step, step + 9, dtype=np.int32)}
+    return {
+        "a": np.full((50, 40), step, np.float32),
+        "b": np.arange(step, step + 9, dtype=np.int32),
+    }
 
 
 def test_kill_at_any_instant_leaves_nothing_that_counts_and_is_wrong(tmp_path):
     rng = random.Random(0)
     manager = make_manager(tmp_path, keep_last=2)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.checkpoint_test", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.checkpoint.checkpoint_test",
+        str(tmp_path),
+    ]
     target = {k: jnp.asarray(v) for k, v in saver_state(0).items()}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

@@ -136,8 +136,15 @@ def flatten(tree: Any) -> dict[str, Any]:
 def describe(leaf: Any) -> ArrayMeta:
     """How an array, or a jax.ShapeDtypeStruct, is stored."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, leaf)
-        return ArrayMeta(data.shape, data.dtype.name, str(jax.random.key_impl(leaf)))
+        impls: list[str] = []
+
+        def key_data(key: Any) -> Any:
+            impls.append(str(jax.random.key_impl(key)))
+            return jax.random.key_data(key)
+
+        # Traced, since JAX tells the implementation of an array only, not of a shape.
+        data = jax.eval_shape(key_data, leaf)
+        return ArrayMeta(data.shape, data.dtype.name, impls[0])
     return ArrayMeta(tuple(leaf.shape), np.dtype(leaf.dtype).name)
 
 

@@ -71,7 +71,8 @@ def read(attempt: format_lib.Attempt, target: Any) -> tuple[Any, dict[str, Any]]
         for name, meta in stored.items()
     }
     values = [
-        _place(_read_array(attempt, name, futures[name]), leaf) for name, leaf in wanted.items()
+        _place(_read_array(attempt, name, futures[name]), leaf.sharding, stored[name].key_impl)
+        for name, leaf in wanted.items()
     ]
     return jax.tree.unflatten(jax.tree.structure(target), values), meta["metadata"]
 
@@ -84,12 +85,11 @@ def _read_array(attempt: format_lib.Attempt, name: str, opening: Any) -> np.ndar
         raise DamagedError(f"'{name}' in {attempt.path} is not what was written: {reason}.") from e
 
 
-def _place(value: np.ndarray, leaf: Any) -> jax.Array:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(leaf))
-        return jax.device_put(key, leaf.sharding)
-    place = leaf.sharding
-    return jax.make_array_from_callback(value.shape, place, lambda index: value[index])
+def _place(value: np.ndarray, sharding: Any, key_impl: str | None) -> jax.Array:
+    if key_impl:
+        key = jax.random.wrap_key_data(jnp.asarray(value), impl=key_impl)
+        return jax.device_put(key, sharding)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def _array_meta(entry: dict[str, Any]) -> format_lib.ArrayMeta:

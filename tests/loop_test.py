@@ -1,0 +1,151 @@
+"""A run, in this process and in real ones: resumed, stopped, killed, it ends in the same bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests import toy
+from tests.optimizers import harness
+from xshard import loop
+
+
+def make_config(**changes):
+    config = toy.get_config()
+    config.update(changes)
+    return config.lock()
+
+
+def final_state(directory, config=None):
+    run = loop.Run(config or make_config(), str(directory))
+    return run.manager.restore(run._target)[0]
+
+
+def test_a_run_and_what_it_leaves(tmp_path, capsys):
+    assert loop.run(make_config(), str(tmp_path / "run"), "again") == 0
+    out = capsys.readouterr().out
+    for part in (
+        "step  4/12",
+        "step 6  evaluation: error",
+        "results:",
+        "checkpoints:",
+        "again --config.steps=24",
+    ):
+        assert part in out
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [4, 6, 8, 12]
+    assert {"loss", "error", "loss_scale", "global_step", "skipped"} <= rows[0].keys()
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert results["step"] == 12 and results["eval"]["error"] < rows[0]["error"]
+    # Once more: nothing to train, the same results.
+    assert loop.run(make_config(), str(tmp_path / "run"), "again") == 0
+    assert json.loads((tmp_path / "run/results.json").read_text()) == results
+
+
+@pytest.mark.parametrize("groups", [(), ((0, 2, 4, 6), (1, 3, 5, 7))])
+def test_a_run_in_parts_ends_in_the_same_bits(tmp_path, groups):
+    config = {"group_assignment": groups, "overflow_above": 2.0}
+    for name, parts in (("whole", [12]), ("parts", [5, 7, 12])):
+        for steps in parts:
+            assert loop.run(make_config(steps=steps, **config), str(tmp_path / name), "") == 0
+    whole, parts = (final_state(tmp_path / n, make_config(**config)) for n in ("whole", "parts"))
+    harness.assert_equal(parts, whole)
+    assert np.any(np.asarray(whole.global_step) < 12)
+    if groups:
+        w = np.asarray(whole.params["linear"]["w"])
+        assert w.shape[0] == 2 and not np.array_equal(w[0], w[1])
+        ensemble = json.loads((tmp_path / "whole/results.json").read_text())["eval"]
+        assert len(ensemble["error"]) == 2 and ensemble["ensemble/error"] < max(ensemble["error"])
+
+
+PROGRAM = [
+    sys.executable, "-m", "xshard.main", "--config=tests/toy.py", "--cpu_devices=8",
+    "--config.steps=60", "--config.log_every_steps=1", "--config.overflow_above=2.0",
+]  # fmt: skip
+
+
+def start(directory, *arguments):
+    return subprocess.Popen(
+        [*PROGRAM, f"--workdir={directory}", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def read_until(process, text):
+    for line in process.stdout:
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} was not printed; exit code {process.wait()}")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("uninterrupted") / "run"
+    process = start(directory)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    config = make_config(steps=60, log_every_steps=1, overflow_above=2.0)
+    return final_state(directory, config), directory
+
+
+def assert_same_end(directory, uninterrupted):
+    config = make_config(steps=60, log_every_steps=1, overflow_above=2.0)
+    harness.assert_equal(final_state(directory, config), uninterrupted[0])
+    files = [d / "metrics.jsonl" for d in (directory, uninterrupted[1])]
+    assert files[0].read_text() == files[1].read_text()
+
+
+def test_a_run_that_is_killed_ends_in_the_same_bits(tmp_path, uninterrupted):
+    for at in ("step 13/60", "step 41/60"):
+        process = start(tmp_path / "run")
+        read_until(process, at)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    process = start(tmp_path / "run")
+    output = process.communicate()[0]
+    assert process.returncode == 0 and "resumed from the checkpoint of step" in output
+    assert_same_end(tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(tmp_path, uninterrupted, number):
+    process = start(tmp_path / "run")
+    read_until(process, "step 13/60")
+    process.send_signal(number)
+    output = process.communicate()[0]
+    assert process.returncode == 42, output
+    assert "state saved in" in output and "to go on: " in output and "-m xshard.main" in output
+    process = start(tmp_path / "run")
+    assert process.communicate()[0] and process.returncode == 0
+    assert_same_end(tmp_path / "run", uninterrupted)
+
+
+def test_two_processes_do_not_share_a_directory(tmp_path):
+    first = start(tmp_path / "run", "--config.steps=1000000")
+    try:
+        read_until(first, "step       1/1000000")
+        second = start(tmp_path / "run", "--config.steps=1000000")
+        assert "is in use by another process" in second.communicate()[0] and second.returncode == 1
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_metrics_are_not_fetched_step_by_step(tmp_path, monkeypatch):
+    fetched = []
+    original = loop.metrics.to_number
+    monkeypatch.setattr(loop.metrics, "to_number", lambda v: fetched.append(v) or original(v))
+    run = loop.Run(make_config(eval_every_steps=100), str(tmp_path))
+    with run.workdir.opened(run.config):
+        run.train()
+    # Three rows of five numbers; nothing of the other nine steps.
+    assert len(fetched) == 3 * 5

@@ -1,0 +1,84 @@
+"""Metrics on their way to the file and the terminal; hooks that call for them."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from xshard import hooks, metrics
+
+
+def test_rows_come_some_steps_later_and_all_of_them():
+    deferred = metrics.Deferred(in_flight=2)
+    rows = []
+    for step in range(1, 6):
+        rows.append(
+            list(
+                deferred.push(step, {"loss": jnp.float32(step), "n": jnp.arange(2)}, step % 2 == 1)
+            )
+        )
+    assert [len(r) for r in rows] == [0, 0, 1, 0, 1]
+    assert rows[2] == [{"step": 1, "loss": 1.0, "n": [0, 1]}]
+    assert [row["step"] for row in deferred.flush()] == [5]
+
+
+def test_rows_after_the_step_that_is_resumed_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = metrics.JsonLines(path, 0)
+    for step in (1, 2, 3):
+        log.write({"step": step})
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')  # A process that was killed in the middle of a line.
+    metrics.JsonLines(path, 2).write({"step": 3, "again": True})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1}, {"step": 2}, {"step": 3, "again": True},
+    ]  # fmt: skip
+
+
+def test_the_terminals_line(capsys):
+    metrics.Terminal(0, 100).write(
+        {"step": 5, "accuracy": 0.5, "loss": [1.25, 3e-7], "scale": 65536.0}
+    )
+    out = capsys.readouterr().out
+    assert out.startswith("step   5/100  loss [1.25 3e-07]  accuracy 0.5  scale 65536  ")
+    assert "steps/s" in out and out.endswith("left\n")
+
+
+@pytest.mark.parametrize(
+    "seconds,text", [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (float("nan"), "?")]
+)
+def test_durations(seconds, text):
+    assert metrics.duration(seconds) == text
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "a"
+    for content in (b"one", b"two"):
+        metrics.write_atomically(path, content)
+        assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_hooks_by_steps():
+    called = []
+    act = lambda step, state: called.append(step)
+    for at_last, expected in ((True, [3, 6, 7]), (False, [3, 6])):
+        called.clear()
+        hook = hooks.EverySteps(act, 3, last=7, at_last=at_last)
+        for step in range(1, 8):
+            hook(step, None)
+        assert called == expected
+    hook = hooks.EverySteps(act, 3, last=6, at_last=False)
+    called.clear()
+    for step in range(1, 7):
+        hook(step, None)
+    assert called == [3]
+
+
+def test_hooks_by_seconds():
+    called, now = [], [0.0]
+    hook = hooks.EverySeconds(lambda step, state: called.append(step), 10, clock=lambda: now[0])
+    for step, seconds in enumerate([3, 9, 10, 12, 19, 20, 55], start=1):
+        now[0] = seconds
+        hook(step, None)
+    assert called == [3, 6, 7]
