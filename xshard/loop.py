@@ -45,8 +45,6 @@ class Run:
         """
         _check_config(config)
         self.config = config
-        self.workdir = workdir.Workdir(directory)
-        self.changes = self.workdir.check(config)
         self.mesh = mesh_lib.make_mesh(config.group_assignment or None, model=config.model_parallel)
         self.experiment = experiment_lib.load(config.experiment)(config)
         train_data = self.experiment.train_data()
@@ -58,6 +56,8 @@ class Run:
             micro_batches=config.micro_batches,
         )
         data.eval_batches(self.experiment.eval_data(), self.mesh, config.eval_batch_size)
+        self.workdir = workdir.Workdir(directory)
+        self.changes = self.workdir.check(config)
         self._init_args = (self.experiment, self.mesh, config.seed, train_data)
         self._target = step.abstract_state(*self._init_args)
         self.manager = checkpoint.Manager(

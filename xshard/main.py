@@ -12,6 +12,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import haiku as hk
 import jax
@@ -32,11 +33,11 @@ _CPU_DEVICES = flags.DEFINE_integer(
 )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs what the flags say; returns the exit code."""
+def main(argv: Sequence[str], config: Any) -> int:
+    """Runs a config as the flags say; returns the exit code."""
     if argv[1:]:
         raise ValueError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
-    if _CONFIG.value is None or _WORKDIR.value is None:
+    if config is None or _WORKDIR.value is None:
         raise ValueError(
             "--config and --workdir are needed, as in --config=configs/digits.py --workdir=runs/digits."
         )
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
     # Haiku then refuses what would leak tracers into its state.
     hk.config.set(check_jax_usage=True)
-    return loop.run(_CONFIG.value, _WORKDIR.value, _command())
+    return loop.run(config, _WORKDIR.value, _command())
 
 
 def run() -> int:
@@ -53,11 +54,14 @@ def run() -> int:
     # From where it is started configs may import one another, and experiments are found.
     sys.path.insert(0, os.getcwd())
     try:
-        argv = flags.FLAGS(sys.argv, known_only=False)
+        argv = flags.FLAGS(sys.argv)
+        config = _CONFIG.value
+        # A file that is not there shows only when the config is used.
+        _ = config and config.is_locked
     except Exception as e:
         return _fail(_flag_error(e))
     try:
-        return main(argv)
+        return main(argv, config)
     except (ValueError, OSError) as e:
         return _fail(str(e))
     except KeyboardInterrupt:

@@ -1,0 +1,210 @@
+"""The program as a user meets it: one clear message for bad input, and nothing lost."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import traceback
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs the program with some arguments: `(exit code, standard output, standard error)`."""
+    directory = tmp_path_factory.mktemp("output")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.main_test", str(directory)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+
+        def run_once(*arguments):
+            parent.stdin.write(json.dumps(arguments) + "\n")
+            parent.stdin.flush()
+            code = int(parent.stdout.readline())
+            return code, *((directory / name).read_text() for name in ("out", "err"))
+
+        yield run_once
+        parent.stdin.close()
+
+
+def serve(directory):
+    """For each line of arguments a process of its own, forked to save the seconds of the imports."""
+    from xshard import main
+
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            for number, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            sys.argv = ["xshard.main", *json.loads(line)]
+            code = 1
+            try:
+                code = main.run()
+            except Exception:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def contents(directory):
+    return {p: p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, run):
+    directory = tmp_path_factory.mktemp("finished") / "run"
+    code, out, err = run("--config=tests/toy.py", f"--workdir={directory}", "--cpu_devices=4")
+    assert code == 0, out + err
+    assert err == ""
+    return directory
+
+
+# The flags after --config=tests/toy.py, in a directory that holds a finished run, and what is said.
+BAD = {
+    "misspelt key": (["--config.stepz=3"], ["--config.stepz", "did you mean steps"]),
+    "misspelt nested key": (
+        ["--config.optimizer.learning_rat=1"],
+        ["--config.optimizer.learning_rat", "did you mean optimizer.learning_rate"],
+    ),
+    "misspelt flag": (["--worrkdir=x"], ["worrkdir", "workdir"]),
+    "wrong type": (["--config.steps=many"], ["--config.steps=many", "int"]),
+    "no flag": (["digits"], ["digits", "begin with '--'"]),
+    "batch": (["--config.batch_size=10"], ["batch_size=10", "replicas", "8 or 12"]),
+    "negative": (["--config.steps=-1"], ["steps=-1", "at least 1"]),
+    "precision": (
+        ["--config.precision=params=int7"],
+        ["precision='params=int7'", "params=float32"],
+    ),
+    "groups": (
+        ["--config.group_assignment=((0,1),(2,3),(4,5))"],
+        ["group_assignment=((0, 1), (2, 3), (4, 5))", "4 replicas", "[[0, 1], [2, 3]]"],
+    ),
+    "experiment": (["--config.experiment=tests.toy.Tiger"], ["tests.toy.Tiger", "Tiger"]),
+    "another experiment": (
+        ["--config.experiment=tests.toy.Drifting"],
+        ["tests.toy.Toy", "tests.toy.Drifting", "another directory"],
+    ),
+    "another config": (
+        ["--config.optimizer.learning_rate=0.5", "--config.seed=3"],
+        ["optimizer.learning_rate: 0.1 -> 0.5", "seed: 0 -> 3", "new directory"],
+    ),
+    "checkpoints": (["--config.checkpoint.keep_last=0"], ["checkpoint.keep_last=0", "at least 1"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_message_and_changes_nothing(finished, run, case):
+    flags, parts = BAD[case]
+    before = contents(finished)
+    code, out, err = run(
+        "--config=tests/toy.py", f"--workdir={finished}", "--cpu_devices=4", *flags
+    )
+    assert code == 1, out + err
+    assert err.startswith("error: ") and "Traceback" not in out + err
+    for part in parts:
+        assert part in err, err
+    assert contents(finished) == before
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("case", ["raises", "missing", "incomplete", "no config", "syntax"])
+def test_bad_config_files(tmp_path, run, case):
+    texts = {
+        "raises": "def get_config():\n  raise RuntimeError('of its own')\n",
+        "incomplete": "import ml_collections\ndef get_config():\n  return ml_collections.ConfigDict()\n",
+        "syntax": "def get_config(:\n",
+    }
+    path = write(tmp_path / "c.py", texts[case]) if case in texts else tmp_path / "nothing.py"
+    flags = [] if case == "no config" else [f"--config={path}"]
+    code, out, err = run(*flags, f"--workdir={tmp_path}/run")
+    assert code == 1 and "Traceback" not in out + err
+    expected = {
+        "raises": ["c.py", "of its own"],
+        "missing": ["nothing.py", "no such file"],
+        "incomplete": ["lacks steps", "configs/digits.py"],
+        "no config": ["--config", "--workdir"],
+        "syntax": ["c.py", "SyntaxError"],
+    }
+    for part in expected[case]:
+        assert part in err, err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("case", ["a file", "below a file", "somebody's"])
+def test_bad_work_directories(tmp_path, run, case):
+    write(tmp_path / "file", "mine")
+    (tmp_path / "other/checkpoints").mkdir(parents=True)
+    directory = {"a file": "file", "below a file": "file/run", "somebody's": "other"}[case]
+    before = contents(tmp_path)
+    code, out, err = run(
+        "--config=tests/toy.py", f"--workdir={tmp_path / directory}", "--cpu_devices=4"
+    )
+    assert code == 1 and "Traceback" not in out + err
+    expected = {
+        "a file": "is a file; give a directory",
+        "below a file": "cannot be written: Not a directory",
+        "somebody's": "no config.json",
+    }
+    assert expected[case] in err, err
+    assert contents(tmp_path) == before
+
+
+def test_debug_gives_the_traceback(tmp_path, run):
+    flags = [
+        "--config=tests/toy.py",
+        f"--workdir={tmp_path}/run",
+        "--config.batch_size=3",
+        "--debug",
+    ]
+    code, _, err = run(*flags, "--cpu_devices=2")
+    assert code == 1 and "Traceback" in err and "error: batch_size=3" in err
+
+
+def test_a_bug_keeps_its_traceback(tmp_path, run):
+    code = "from tests import toy\nget_config = toy.get_config\n"
+    config = write(tmp_path / "c.py", code)
+    flags = [f"--config={config}", f"--workdir={tmp_path}/run", "--cpu_devices=2"]
+    code, _, err = run(*flags, "--config.experiment=tests.main_test.Buggy")
+    assert code == 1 and "Traceback" in err and "ZeroDivisionError" in err
+
+
+def test_steps_may_be_added(finished, run):
+    flags = [
+        "--config=tests/toy.py",
+        f"--workdir={finished}",
+        "--cpu_devices=4",
+        "--config.steps=14",
+    ]
+    code, out, err = run(*flags)
+    assert code == 0, err
+    assert "resumed from the checkpoint of step 12" in out
+    assert "steps: 12 -> 14" in out
+    assert json.loads((finished / "results.json").read_text())["step"] == 14
+
+
+def __getattr__(name):
+    # Only the test of a bug imports this, by its path.
+    if name != "Buggy":
+        raise AttributeError(name)
+    from tests import toy
+
+    class Buggy(toy.Toy):
+        """An experiment with a bug."""
+
+        def train_data(self):
+            return 1 / 0
+
+    return Buggy
+
+
+if __name__ == "__main__":
+    serve(pathlib.Path(sys.argv[1]))
