@@ -1,0 +1,125 @@
+"""The house rules that a machine can check."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# A file imports from layers below its own, or from its own package where that is one layer.
+LAYERS = [
+    ["optimizers/trees", "mesh", "metrics"],
+    ["optimizers/gradients", "hooks", "workdir", "data"],
+    ["optimizers/base"],
+    ["optimizers/optax", "experiment"],
+    ["optimizers/cross_shard", "optimizers/loss_scale"],
+    ["step", "checkpoint/format"],
+    ["checkpoint/reader", "checkpoint/writer"],
+    ["checkpoint/manager"],
+    ["checkpoint/__init__"],
+    ["loop"],
+    ["main"],
+]
+DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
+FILES = sorted((ROOT / "xshard").rglob("*.py"))
+ALL_FILES = [p for d in ("xshard", "experiments", "configs", "tests") for p in (ROOT / d).rglob("*.py")]
+
+
+def name_of(path):
+    return path.relative_to(ROOT / "xshard").with_suffix("").as_posix()
+
+
+def imports(path):
+    """The dotted names that a file imports, those under `if TYPE_CHECKING` and in functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def inner(dotted):
+    """The file of the project's own that a dotted name is in, as in DEPTH."""
+    parts = dotted.split(".")[1:]
+    for length in range(len(parts), 0, -1):
+        path = "/".join(parts[:length])
+        for candidate in (path, f"{path}/__init__"):
+            if (ROOT / "xshard" / f"{candidate}.py").exists():
+                return candidate
+    return "__init__"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_down(path):
+    name = name_of(path)
+    if name in ("__init__", "optimizers/__init__"):
+        return
+    for dotted in imports(path):
+        top = dotted.split(".")[0]
+        assert top not in ("experiments", "configs", "launch", "tests", "benchmarks")
+        if top == "xshard":
+            assert DEPTH[inner(dotted)] < DEPTH[name], f"{name} imports {inner(dotted)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_each_thing_has_one_place(path):
+    name, used = name_of(path), set(imports(path))
+    tops = {dotted.split(".")[0] for dotted in used}
+    if name != "main":
+        assert not any(dotted in ("absl.flags", "absl.app", "argparse") for dotted in used)
+    if not name.startswith("checkpoint/"):
+        assert "tensorstore" not in tops
+    if not name.startswith("optimizers/") and name not in ("step", "main"):
+        assert "haiku" not in tops
+    if name != "mesh":
+        assert not re.search(r"\b(Mesh|make_mesh)\(", strip_docs(path)) or "mesh_lib.make_mesh(" in path.read_text()
+    assert "os.environ" not in path.read_text()
+
+
+def strip_docs(path):
+    return re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_sizes(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 350
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            docstring = ast.get_docstring(node) or ""
+            length = node.end_lineno - node.lineno + 1 - len(docstring.splitlines())
+            assert length <= 45, f"{path}: {node.name} has {length} lines"
+
+
+def test_there_is_no_attic():
+    assert not [p for p in ALL_FILES if p.stem in ("utils", "util", "helpers", "common", "misc")]
+
+
+@pytest.mark.parametrize("path", sorted(ALL_FILES), ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_every_file_is_in_a_build_file(path):
+    build = path.parent / "BUILD"
+    assert build.exists() and f'"{path.name}"' in build.read_text(), f"add {path.name} to {build}"
+
+
+def test_the_project_speaks_of_itself_alone():
+    words = re.compile(r"--(extra-)?index-url|pypi\.org|pythonhosted|/work/|\.\./shared")
+    this = pathlib.Path(__file__).resolve()
+    found = []
+    for path in ROOT.rglob("*"):
+        hidden = any(part in (".git", ".venv", "runs") or part.startswith("bazel-") for part in path.parts)
+        if path.is_file() and not hidden and path.resolve() != this and path.suffix not in (".pyc",):
+            try:
+                found += [str(path)] if words.search(path.read_text()) else []
+            except UnicodeDecodeError:
+                pass
+    assert not found
+
+
+def test_what_is_public_is_documented():
+    import xshard
+
+    assert len(xshard.__all__) <= 22
+    for name in xshard.__all__:
+        assert getattr(xshard, name).__doc__, name

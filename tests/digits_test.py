@@ -1,0 +1,73 @@
+"""The real experiment at a small width, and the config files."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from configs import digits, digits_groups
+from experiments.digits import experiment
+from xshard import loop
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    # Haiku's dropout multiplies by booleans, which strict promotion refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def small(get_config, **changes):
+    config = get_config()
+    config.model.update({"channels": 4, "hidden": 8})
+    config.update({"steps": 6, "log_every_steps": 3, "optimizer": {"warmup_steps": 2}, **changes})
+    return config.lock()
+
+
+def test_the_split_is_fixed_and_holds_each_image_once():
+    train, test = experiment._split()
+    assert (len(train["label"]), len(test["label"])) == (1437, 360)
+    assert train["image"].shape == (1437, 8, 8, 1) and train["image"].max() == 1.0
+    together = np.concatenate([train["image"], test["image"]])
+    assert len(np.unique(together.reshape(1797, -1), axis=0)) == 1797
+
+
+def test_shifts_move_whole_images():
+    images = np.zeros((64, 8, 8, 1), np.float32)
+    images[:, 4, 4] = 1
+    moved = np.asarray(experiment._shift(jax.random.key(0), images, 1))
+    places = {tuple(np.argwhere(image[..., 0])[0]) for image in moved}
+    assert places == {(row, column) for row in (3, 4, 5) for column in (3, 4, 5)}
+    assert moved.sum() == 64
+    assert experiment._shift(None, images, 0) is images
+
+
+@pytest.mark.parametrize("get_config", [digits.get_config, digits_groups.get_config])
+def test_a_few_steps_of_each_config(tmp_path, get_config):
+    config = small(get_config)
+    assert loop.run(config, str(tmp_path), "") == 0
+    results = json.loads((tmp_path / "results.json").read_text())["eval"]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 6 and "accuracy" in rows[-1]
+    if config.group_assignment:
+        assert len(results["accuracy"]) == 2 and 0 <= results["ensemble/accuracy"] <= 1
+    else:
+        assert 0 <= results["accuracy"] <= 1
+
+
+def test_float16_is_what_is_computed_in():
+    config = small(digits.get_config)
+    run = loop.Run(config, "/nonexistent")
+    text = run._train_step.lower(run._target, run.batches(0)).as_text()
+    assert "stablehlo.convolution" in text
+    convolutions = [line for line in text.splitlines() if "stablehlo.convolution" in line]
+    assert all("xf16>" in line and "xf32>" not in line for line in convolutions)
+
+
+def test_an_ensemble_is_the_mean_of_probabilities():
+    logits = np.random.default_rng(0).normal(size=(2, 5, 10)).astype(np.float32)
+    mean = jax.nn.softmax(logits).mean(axis=0)
+    combined = experiment.Digits(digits.get_config()).ensemble(logits)
+    # One rounding of float32 in the exponent's argument.
+    np.testing.assert_allclose(np.exp(combined), mean, rtol=1e-5)
