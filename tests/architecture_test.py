@@ -23,7 +23,9 @@ LAYERS = [
 ]
 DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 FILES = sorted((ROOT / "xshard").rglob("*.py"))
-ALL_FILES = [p for d in ("xshard", "experiments", "configs", "tests") for p in (ROOT / d).rglob("*.py")]
+ALL_FILES = [
+    p for d in ("xshard", "experiments", "configs", "tests") for p in (ROOT / d).rglob("*.py")
+]
 
 
 def name_of(path):
@@ -74,7 +76,10 @@ def test_each_thing_has_one_place(path):
     if not name.startswith("optimizers/") and name not in ("step", "main"):
         assert "haiku" not in tops
     if name != "mesh":
-        assert not re.search(r"\b(Mesh|make_mesh)\(", strip_docs(path)) or "mesh_lib.make_mesh(" in path.read_text()
+        assert (
+            not re.search(r"\b(Mesh|make_mesh)\(", strip_docs(path))
+            or "mesh_lib.make_mesh(" in path.read_text()
+        )
     assert "os.environ" not in path.read_text()
 
 
@@ -108,8 +113,15 @@ def test_the_project_speaks_of_itself_alone():
     this = pathlib.Path(__file__).resolve()
     found = []
     for path in ROOT.rglob("*"):
-        hidden = any(part in (".git", ".venv", "runs") or part.startswith("bazel-") for part in path.parts)
-        if path.is_file() and not hidden and path.resolve() != this and path.suffix not in (".pyc",):
+        hidden = any(
+            part in (".git", ".venv", "runs") or part.startswith("bazel-") for part in path.parts
+        )
+        if (
+            path.is_file()
+            and not hidden
+            and path.resolve() != this
+            and path.suffix not in (".pyc",)
+        ):
             try:
                 found += [str(path)] if words.search(path.read_text()) else []
             except UnicodeDecodeError:

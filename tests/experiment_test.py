@@ -10,7 +10,9 @@ def test_load():
     assert experiment.load("tests.toy.Toy") is toy.Toy
 
 
-@pytest.mark.parametrize("path", ["", "Toy", "tests.toy.", "tests.toy.Nothing", "nowhere.at.All", "a..b"])
+@pytest.mark.parametrize(
+    "path", ["", "Toy", "tests.toy.", "tests.toy.Nothing", "nowhere.at.All", "a..b"]
+)
 def test_paths_that_lead_nowhere(path):
     with pytest.raises(ValueError, match="must be the dotted path of a class"):
         experiment.load(path)

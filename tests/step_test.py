@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import toy
+from tests.optimizers import harness
 from xshard import data, mesh, step
 
 GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))
@@ -154,20 +155,16 @@ def test_the_state_is_donated_and_nothing_compiles_again():
     experiment, the_mesh = make()
     examples = experiment.train_data()
     batches = data.TrainBatches(examples, the_mesh, batch_size=16, seed=0)
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, _, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
     state = step.init(experiment, the_mesh, 0, examples)
     apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
     first = state.params["linear"]["w"]
     state, _ = apply(state, batches(0))
     assert first.is_deleted()
     prepared = [batches(1), batches(2)]
-    count = len(compiled)
+    count = harness.compile_count()
     for batch in prepared:
         state, _ = apply(state, batch)
-    assert len(compiled) == count
+    assert harness.compile_count() == count
 
 
 def test_abstract_state_is_what_init_makes():

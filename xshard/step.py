@@ -81,8 +81,10 @@ class _Model:
         _check_reduces(chain)
         parts = _split(batch, 1 if hk.running_init() else self.micro_batches)
         losses = [self._loss(net_state, part, len(parts), hk.next_rng_key()) for part in parts]
+        # One loss alone is not wrapped: the barriers that order several would cost it fusions.
+        one = len(losses) == 1
         (value, aux), grads = opt.compute_gradients(
-            losses,
+            losses[0] if one else losses,
             params,
             gate_gradients=base.Optimizer.GATE_NONE,
             aggregation_method=gradients.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N,
@@ -90,7 +92,7 @@ class _Model:
         )
         grads = self.experiment.clip_gradients(grads)
         params, new_global_step = opt.apply_gradients(grads, params, global_step)
-        net_state, metrics = _mean_over_parts(aux)
+        net_state, metrics = _mean_over_parts([aux] if one else aux)
         metrics = {**metrics, "loss": value}
         for rule in chain:
             if isinstance(rule, loss_scale.MixedPrecisionLossScaleOptimizer):

@@ -349,6 +349,43 @@ def test_a_rule_of_ones_own_with_any_haiku_state_is_skipped_whole():
     assert any("ema" in module for module in state)
 
 
+class Refusing(base.OptimizerWrapper):
+    """Votes against gradients beyond a bound."""
+
+    def __init__(self, opt):
+        super().__init__(name="refusing")
+        self.opt = opt
+
+    def vote(self, grads):
+        return jnp.max(jnp.abs(grads["m"]["w"])) < 10
+
+
+@pytest.mark.parametrize("scale", [2, "dynamic"])
+@pytest.mark.parametrize("size,expected", [(1.0, -1.0), (100.0, 0.0), (np.inf, 0.0)])
+def test_votes_of_several_rules_must_agree(scale, size, expected):
+    def step(size):
+        opt = Refusing(optax_optimizer.OptaxOptimizer(optax.sgd(1.0)))
+        opt = loss_scale.MixedPrecisionLossScaleOptimizer(opt, scale)
+        params = {"m": {"w": jnp.zeros(())}}
+        return opt.apply_gradients({"m": {"w": size}}, params)["m"]["w"]
+
+    assert run(step, jnp.float32(size)) == expected
+
+
+def test_a_rule_without_slots():
+    class Descent(base.Optimizer):
+        def update(self, grads, params):
+            return jax.tree.map(lambda p, g: p - g, params, grads)
+
+    def look():
+        opt = Descent()
+        assert (opt.get_slot_names(), opt.get_slot(W0, "mu"), opt.variables()) == ([], None, [])
+        return opt.apply_gradients(harness.params(), harness.params()), opt.get_name()
+
+    params, name = run(look)
+    assert name == "descent" and not np.any(params["mlp/linear_0"]["w"])
+
+
 def test_slots_of_narrow_parameters_are_float32():
     make = lambda: loss_scale.MixedPrecisionLossScaleOptimizer(adam(), "dynamic")
     step = harness.transform_step(make)

@@ -12,6 +12,17 @@ REPLICAS = 8
 MESH_AXIS = "replica"
 
 
+_COMPILED: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: _COMPILED.append(event) if "backend_compile" in event else None
+)
+
+
+def compile_count() -> int:
+    """How often XLA has compiled in this process."""
+    return len(_COMPILED)
+
+
 def params(dtype: Any = np.float32) -> dict[str, dict[str, jax.Array]]:
     """Parameters of a two-layer network: matrices, a vector, and one path of three parts."""
     rng = np.random.default_rng(0)

@@ -33,7 +33,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "nadamw": lambda: optax.nadamw(0.1),
     "noisy_sgd": lambda: optax.noisy_sgd(0.1),
     "novograd": lambda: optax.novograd(0.1),
-    "optimistic_adam": lambda: optax.optimistic_adam(0.1, optimism=0.05),
     "optimistic_adam_v2": lambda: optax.optimistic_adam_v2(0.1),
     "optimistic_gradient_descent": lambda: optax.optimistic_gradient_descent(0.1),
     "radam": lambda: optax.radam(0.1),
@@ -81,6 +80,7 @@ TAKES_THE_LOSS = {
     "contrib.reduce_on_plateau",
     "contrib.sophia",
 }
+DEPRECATED = {"optimistic_adam"}
 TAKES_PER_EXAMPLE_GRADIENTS = {"contrib.dpsgd", "contrib.differentially_private_aggregate"}
 IS_NO_OPTIMIZER = {
     "adaptive_grad_clip", "add_decayed_weights", "add_noise", "apply_every", "apply_if_finite",

@@ -1,0 +1,34 @@
+"""The examples in docstrings and in the README run, and give what they say."""
+
+import doctest
+import importlib
+import pathlib
+import re
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import xshard
+
+README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
+MODULES = [f"xshard.optimizers.{name}" for name in ("optax", "cross_shard", "loss_scale")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name):
+    module = importlib.import_module(name)
+    names = {"hk": hk, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "xshard": xshard}
+    result = doctest.testmod(module, extraglobs=names)
+    assert result.attempted and not result.failed
+
+
+def test_readme():
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    names = {}
+    exec(compile(code, str(README), "exec"), names)
+    assert float(names["loss"]) < 0.01
+    assert len(code.splitlines()) <= 30
