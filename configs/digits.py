@@ -35,5 +35,5 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.log_every_steps = 50
     config.eval_every_steps = 550
-    config.checkpoint = {"every_steps": 200, "keep_last": 3}
+    config.checkpoint = {"every_steps": 200, "every_minutes": 0.0, "keep_last": 3}
     return config

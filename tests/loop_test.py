@@ -62,6 +62,14 @@ def test_a_run_in_parts_ends_in_the_same_bits(tmp_path, groups):
         assert len(ensemble["error"]) == 2 and ensemble["ensemble/error"] < max(ensemble["error"])
 
 
+def test_checkpoints_by_the_clock(tmp_path):
+    config = make_config(steps=3)
+    with config.unlocked():
+        config.checkpoint.update({"every_steps": 100, "every_minutes": 1e-9, "keep_last": 5})
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert loop.Run(config, str(tmp_path)).manager.all_steps() == [1, 2, 3]
+
+
 PROGRAM = [
     sys.executable, "-m", "xshard.main", "--config=tests/toy.py", "--cpu_devices=8",
     "--config.steps=60", "--config.log_every_steps=1", "--config.overflow_above=2.0",

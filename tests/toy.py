@@ -72,5 +72,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer = {"learning_rate": 0.1}
     config.log_every_steps = 4
     config.eval_every_steps = 6
-    config.checkpoint = {"every_steps": 5, "keep_last": 2}
+    config.checkpoint = {"every_steps": 5, "every_minutes": 0.0, "keep_last": 2}
     return config

@@ -26,8 +26,10 @@ _COUNTS = (
     "model_parallel",
     "log_every_steps",
     "eval_every_steps",
+    "checkpoint.every_steps",
+    "checkpoint.keep_last",
 )
-_OTHER_KEYS = ("experiment", "seed", "precision", "group_assignment", "checkpoint")
+_OTHER_KEYS = ("experiment", "seed", "precision", "group_assignment", "checkpoint.every_minutes")
 
 
 class Run:
@@ -55,15 +57,14 @@ class Run:
             seed=config.seed,
             micro_batches=config.micro_batches,
         )
-        data.eval_batches(self.experiment.eval_data(), self.mesh, config.eval_batch_size)
+        self._eval_data = self.experiment.eval_data()
+        data.eval_batches(self._eval_data, self.mesh, config.eval_batch_size)
         self.workdir = workdir.Workdir(directory)
         self.changes = self.workdir.check(config)
         self._init_args = (self.experiment, self.mesh, config.seed, train_data)
         self._target = step.abstract_state(*self._init_args)
         self.manager = checkpoint.Manager(
-            self.workdir.checkpoints,
-            every_steps=config.checkpoint.every_steps,
-            keep_last=config.checkpoint.keep_last,
+            self.workdir.checkpoints, keep_last=config.checkpoint.keep_last
         )
         self._train_step = jax.jit(
             step.make_train_step(self.experiment, self.mesh), donate_argnums=0
@@ -100,8 +101,7 @@ class Run:
     def evaluate(self, state: step.TrainState) -> dict[str, Any]:
         """The means over all evaluation examples; lists where there are several groups."""
         totals: dict[str, np.ndarray] = {}
-        examples = self.experiment.eval_data()
-        for batch in data.eval_batches(examples, self.mesh, self.config.eval_batch_size):
+        for batch in data.eval_batches(self._eval_data, self.mesh, self.config.eval_batch_size):
             for name, value in jax.device_get(self._eval_step(state, batch)).items():
                 totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
         count = totals.pop("count").max()
@@ -130,10 +130,13 @@ class Run:
             self._save(made, state)
 
         config, last = self.config, self.config.steps
-        return (
+        actions: list[hooks.Hook] = [
             hooks.EverySteps(evaluate, config.eval_every_steps, last=last, at_last=False),
             hooks.EverySteps(save, config.checkpoint.every_steps, last=last, at_last=True),
-        )
+        ]
+        if config.checkpoint.every_minutes:
+            actions.append(hooks.EverySeconds(save, 60 * config.checkpoint.every_minutes))
+        return actions
 
     def _save(self, made: int, state: step.TrainState) -> None:
         self.manager.save(made, state, {"experiment": self.config.experiment})
@@ -244,15 +247,21 @@ def run(config: ml_collections.ConfigDict, directory: str, command: str) -> int:
 
 def _check_config(config: ml_collections.ConfigDict) -> None:
     """Raises ValueError unless the config has the keys of a run, with numbers that make sense."""
-    missing = [key for key in (*_COUNTS, *_OTHER_KEYS) if key not in config]
+    values = workdir.flatten(workdir.plain(config))
+    missing = [key for key in (*_COUNTS, *_OTHER_KEYS) if key not in values]
     if missing:
         raise ValueError(
             f"The config lacks {', '.join(missing)}; configs/digits.py shows every key."
         )
     for key in _COUNTS:
-        value = config[key]
+        value = values[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{key}={value!r} must be an integer of at least 1.")
+    minutes = config.checkpoint.every_minutes
+    if not isinstance(minutes, int | float) or not minutes >= 0:
+        raise ValueError(
+            f"checkpoint.every_minutes={minutes!r} must be a number from 0, which is never."
+        )
     if not isinstance(config.seed, int) or not 0 <= config.seed < 2**32:
         raise ValueError(f"seed={config.seed!r} must be an integer from 0 to 2**32 - 1.")
     try:

@@ -70,9 +70,11 @@ def run() -> int:
 
 
 def _fail(message: str) -> int:
-    if "--debug" in sys.argv:
+    # From the arguments themselves: the flags may be what could not be parsed.
+    debug = "--debug" in sys.argv or "--debug=true" in sys.argv
+    if debug:
         traceback.print_exc()
-    hint = "" if "--debug" in sys.argv else "\n(--debug shows where)"
+    hint = "" if debug else "\n(--debug shows where)"
     # JAX adds a line about its own tracebacks.
     print(f"error: {message.split(chr(10) + '-----')[0]}{hint}", file=sys.stderr)
     return FAILED

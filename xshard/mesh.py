@@ -23,9 +23,9 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """Lays devices out as groups of replicas.
 
-    Replica i, in TensorFlow's numbering, is the i-th run of `model` devices in the order of
-    `jax.devices()`, which keeps neighbours together. `mesh.devices[g, r]` is replica
-    `group_assignment[g][r]`.
+    `mesh.devices[g, r]` is replica `group_assignment[g][r]`. Which devices that is, is chosen so that a
+    model's devices are neighbours, and then a group's replicas: gradients are reduced within a group,
+    and nothing goes from one group to another.
 
     Args:
       group_assignment: the replica numbers of each group, such as [[0, 1], [2, 3]]; all replicas are
@@ -47,8 +47,9 @@ def make_mesh(
         )
     replicas = len(devices) // model
     groups = _check_groups(group_assignment, replicas)
-    grid = np.array(devices, dtype=object).reshape(replicas, model)[np.array(groups)]
-    return jax.sharding.Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+    shape = (len(groups), len(groups[0]), model)
+    automatic = (jax.sharding.AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(shape, AXES, axis_types=automatic, devices=devices)
 
 
 def num_groups(mesh: jax.sharding.Mesh) -> int:

@@ -1,4 +1,4 @@
-"""Which steps are saved, which are kept, and which one a run goes on from."""
+"""Which checkpoints are kept, and which one a run goes on from."""
 
 import pathlib
 import secrets
@@ -14,25 +14,22 @@ from xshard.checkpoint import reader, writer
 class Manager:
     """The checkpoints of one run, in one directory."""
 
-    def __init__(self, directory: str | pathlib.Path, *, every_steps: int, keep_last: int):
+    def __init__(self, directory: str | pathlib.Path, *, keep_last: int):
         """Opens a directory, which need not exist.
 
         Args:
           directory: where the checkpoints are.
-          every_steps: the steps between two checkpoints, at least 1.
           keep_last: how many of the newest are kept, at least 1.
 
         Raises:
-          CheckpointError: if a number is out of its bounds.
+          CheckpointError: if there would be none to keep.
         """
-        for name, value in (("every_steps", every_steps), ("keep_last", keep_last)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise format_lib.CheckpointError(
-                    f"checkpoint.{name}={value!r} must be an integer of at least 1."
-                )
+        if not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1:
+            raise format_lib.CheckpointError(
+                f"checkpoint.keep_last={keep_last!r} must be an integer of at least 1."
+            )
         # Absolute, since tensorstore takes no other path.
         self.directory = pathlib.Path(directory).absolute()
-        self._every_steps = every_steps
         self._keep_last = keep_last
 
     def all_steps(self) -> list[int]:
@@ -42,10 +39,6 @@ class Manager:
     def latest_step(self) -> int | None:
         """The newest step with a checkpoint that counts, or None."""
         return max(self.all_steps(), default=None)
-
-    def should_save(self, step: int) -> bool:
-        """Whether a step is due."""
-        return step % self._every_steps == 0
 
     def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
         """Saves a step, unless it has been, and deletes what need not be kept.
