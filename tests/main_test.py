@@ -82,7 +82,7 @@ BAD = {
     ),
     "groups": (
         ["--config.group_assignment=((0,1),(2,3),(4,5))"],
-        ["group_assignment=((0, 1), (2, 3), (4, 5))", "4 replicas", "[[0, 1], [2, 3]]"],
+        ["group_assignment=[[0, 1], [2, 3], [4, 5]]", "4 replicas", "as [[0, 1], [2, 3]]"],
     ),
     "experiment": (["--config.experiment=tests.toy.Tiger"], ["tests.toy.Tiger", "Tiger"]),
     "another experiment": (

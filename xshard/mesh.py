@@ -46,10 +46,47 @@ def make_mesh(
             f"{[n for n in range(1, len(devices) + 1) if len(devices) % n == 0]}."
         )
     replicas = len(devices) // model
-    groups = _check_groups(group_assignment, replicas)
+    groups = check_groups(group_assignment) or [list(range(replicas))]
+    if len(groups) * len(groups[0]) != replicas:
+        raise ValueError(
+            f"group_assignment={groups} does not fit: it must hold each of the {replicas} replicas "
+            f"({len(devices)} devices / model_parallel={model}) once, as "
+            f"{np.arange(replicas).reshape(2 - replicas % 2, -1).tolist()} does."
+        )
     shape = (len(groups), len(groups[0]), model)
     automatic = (jax.sharding.AxisType.Auto,) * len(AXES)
     return jax.make_mesh(shape, AXES, axis_types=automatic, devices=devices)
+
+
+def check_groups(groups: Any) -> list[list[int]] | None:
+    """A group assignment as lists, or None.
+
+    Raises:
+      ValueError: unless it is a list of lists of one size that hold the numbers from 0 on once each.
+    """
+    if groups is None:
+        return None
+    sequence = list | tuple
+    if not (
+        isinstance(groups, sequence) and groups and all(isinstance(g, sequence) for g in groups)
+    ):
+        raise ValueError(
+            f"group_assignment must be a list of lists of replica numbers; received {groups!r}."
+        )
+    if len({len(group) for group in groups}) > 1 or not groups[0]:
+        raise ValueError(
+            f"The groups of group_assignment must be of one size; received {groups!r}, of sizes "
+            f"{[len(group) for group in groups]}."
+        )
+    ids = [i for group in groups for i in group]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids) or sorted(ids) != list(
+        range(len(ids))
+    ):
+        raise ValueError(
+            "group_assignment must hold each replica number once, that is a permutation of "
+            f"range({len(ids)}); received {groups!r}."
+        )
+    return [list(group) for group in groups]
 
 
 def num_groups(mesh: jax.sharding.Mesh) -> int:
@@ -96,33 +133,6 @@ def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules, *, slots: b
         return sharding(mesh, *((GROUP,) if grouped else ()), *spec)
 
     return jax.tree_util.tree_map_with_path(place, tree)
-
-
-def _check_groups(groups: Any, replicas: int) -> list[list[int]]:
-    if groups is None:
-        return [list(range(replicas))]
-    sequence = list | tuple
-    if not (
-        isinstance(groups, sequence) and groups and all(isinstance(g, sequence) for g in groups)
-    ):
-        raise ValueError(
-            f"group_assignment={groups!r} must be a list of lists of replica numbers, such as "
-            f"{_example(replicas)}."
-        )
-    numbers = [number for group in groups for number in group]
-    one_size = len({len(group) for group in groups}) == 1
-    integers = all(type(number) is int for number in numbers)
-    if not (one_size and integers and sorted(numbers) == list(range(replicas))):
-        raise ValueError(
-            f"group_assignment={groups!r} does not fit: it must hold each of the {replicas} replicas "
-            f"(devices / model_parallel) once, in groups of one size, such as {_example(replicas)}."
-        )
-    return [list(group) for group in groups]
-
-
-def _example(replicas: int) -> list[list[int]]:
-    count = 2 if replicas % 2 == 0 else 1
-    return np.arange(replicas).reshape(count, -1).tolist()
 
 
 def _check_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...], spec: Any) -> None:

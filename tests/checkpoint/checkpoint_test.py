@@ -217,6 +217,13 @@ def test_bad_numbers(tmp_path, keep_last):
         make_manager(tmp_path, keep_last=keep_last)
 
 
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(checkpoint.CheckpointError, match="2 processes run"):
+        make_manager(tmp_path).save(1, {"a": jnp.ones(1)}, {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_paths_that_collide_are_refused(tmp_path):
     tree = {"a": {"b/c": jnp.ones(1)}, "a/b": {"c": jnp.ones(1)}}
     with pytest.raises(checkpoint.CheckpointError, match="Two leaves .* 'a/b/c'"):

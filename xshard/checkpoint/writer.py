@@ -1,6 +1,7 @@
 """Writes one attempt: arrays, merge, description, and COMMIT as the very last thing."""
 
 import dataclasses
+import importlib.metadata
 import os
 import pathlib
 from typing import Any
@@ -22,6 +23,10 @@ def write(attempt: format_lib.Attempt, state: Any, metadata: dict[str, Any]) -> 
     Raises:
       CheckpointError: if it could not; then the attempt does not count.
     """
+    if jax.process_count() > 1:
+        raise format_lib.CheckpointError(
+            f"{jax.process_count()} processes run, but checkpoints are written by one so far."
+        )
     leaves = format_lib.flatten(state)
     arrays = {name: format_lib.describe(leaf) for name, leaf in leaves.items()}
     try:
@@ -87,7 +92,7 @@ def _merge(root: pathlib.Path, parts: list[pathlib.Path], expected: set[bytes]) 
     merged = ts.KvStore.open(format_lib.database(root), context=context).result()
     transaction = ts.Transaction(atomic=True)
     for part in parts:
-        source = ts.KvStore.open(_nested(root, part), context=context).result()
+        source = ts.KvStore.open(format_lib.database(part), context=context).result()
         source.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
     found = set(merged.list().result())
@@ -96,11 +101,6 @@ def _merge(root: pathlib.Path, parts: list[pathlib.Path], expected: set[bytes]) 
             f"{len(expected - found)} keys are missing and {len(found - expected)} are too many, "
             f"such as {sorted(found ^ expected)[0].decode()}"
         )
-
-
-def _nested(root: pathlib.Path, part: pathlib.Path) -> dict[str, Any]:
-    # The merged database can refer to another's files only if they share the base.
-    return format_lib.database(root / part.name)
 
 
 def _describe(
@@ -114,13 +114,12 @@ def _describe(
         "processes": 1,
         "arrays": {name: dataclasses.asdict(meta) for name, meta in arrays.items()},
         "metadata": metadata,
-        "written_with": {"jax": jax.__version__, "tensorstore": _tensorstore_version()},
+        "written_with": {
+            "jax": jax.__version__,
+            "tensorstore": importlib.metadata.version("tensorstore"),
+        },
     }
     _write_file(attempt.path / format_lib.META, format_lib.to_json(meta))
-
-
-def _tensorstore_version() -> str:
-    return getattr(ts, "__version__", "unknown")
 
 
 def _commit(attempt: format_lib.Attempt, keys: int) -> None:

@@ -9,6 +9,7 @@ import jax
 from absl import logging
 from jax import lax
 
+from xshard import mesh
 from xshard.optimizers import base, trees
 from xshard.optimizers import optax as optax_optimizer
 
@@ -90,7 +91,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                     "would be summed twice. Use one CrossShardOptimizer for each axis."
                 )
         self.reduction = Reduction(reduction)
-        self.group_assignment = _check_groups(group_assignment)
+        self.group_assignment = mesh.check_groups(group_assignment)
 
     @hk.transparent
     def compute_gradients(
@@ -169,30 +170,3 @@ def _varying(x: Any, axis_name: str) -> Any:
         if axis_name in jax.typeof(x).manual_axis_type.varying
         else lax.pcast(x, axis_name, to="varying")
     )
-
-
-def _check_groups(groups: Any) -> list[list[int]] | None:
-    """The groups as lists; ValueError if they are malformed."""
-    if groups is None:
-        return None
-    sequence = list | tuple
-    if not (
-        isinstance(groups, sequence) and groups and all(isinstance(g, sequence) for g in groups)
-    ):
-        raise ValueError(
-            f"group_assignment must be a list of lists of replica numbers; received {groups!r}."
-        )
-    if len({len(group) for group in groups}) > 1 or not groups[0]:
-        raise ValueError(
-            f"The groups of group_assignment must be of one size; received {groups!r}, of sizes "
-            f"{[len(group) for group in groups]}."
-        )
-    ids = [i for group in groups for i in group]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids) or sorted(ids) != list(
-        range(len(ids))
-    ):
-        raise ValueError(
-            "group_assignment must hold each replica number once, that is a permutation of "
-            f"range({len(ids)}); received {groups!r}."
-        )
-    return [list(group) for group in groups]
