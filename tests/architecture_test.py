@@ -113,7 +113,9 @@ def test_the_project_speaks_of_itself_alone():
     this = pathlib.Path(__file__).resolve()
     found = []
     for top in ROOT.iterdir():
-        if top.name.startswith((".git", ".venv", ".mypy", ".pytest", ".ruff", "runs", "bazel-")):
+        if top.name.startswith(
+            (".git", ".venv", ".cov", ".mypy", ".pytest", ".ruff", "runs", "bazel-")
+        ):
             continue
         files = [top] if top.is_file() else [p for p in top.rglob("*") if p.suffix != ".pyc"]
         found += [p for p in files if p.is_file() and p != this and words.search(p.read_bytes())]
