@@ -1,6 +1,6 @@
 """What the rules and the loop cost, against the same written by hand, side by side in one process.
 
-    python -m benchmarks.step [--rounds=15]
+    JAX_PLATFORMS=cpu python -m benchmarks.step [--rounds=15] [--devices=2] [--batch=256]
 
 Three ratios of times, each the median over rounds in which the sides alternate:
 
@@ -9,6 +9,8 @@ Three ratios of times, each the median over rounds in which the sides alternate:
 3. the loop with logging, hooks and checkpoints / a bare `for` over the same jitted step.
 """
 
+import contextlib
+import io
 import statistics
 import tempfile
 import time
@@ -27,7 +29,8 @@ from xshard import loop
 
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "How often each side is timed.", 3)
 _DEVICES = flags.DEFINE_integer("devices", 2, "Virtual CPU devices.", 1)
-_WIDTH, _LAYERS, _BATCH = 512, 4, 64
+_BATCH = flags.DEFINE_integer("batch", 256, "Examples a device.", 1)
+_WIDTH, _LAYERS = 512, 4
 
 
 def network(x: jax.Array) -> jax.Array:
@@ -127,34 +130,48 @@ def report(name: str, times: list[list[float]]) -> None:
 
 
 def compare_loop(steps: int = 1500) -> None:
-    """The loop of a small run, and a bare loop over its jitted step."""
+    """The loop of a small run, and a bare loop over its jitted step, which waits for each step."""
     config = toy.get_config()
     config.update({"steps": steps, "log_every_steps": 100, "eval_every_steps": 10 * steps})
     config.update({"examples": 20_000, "batch_size": 8192})
     config.checkpoint.every_steps = 500
     times: list[list[float]] = [[], []]
-    for _ in range(max(_ROUNDS.value // 3, 3)):
+    for number in range(max(_ROUNDS.value // 3, 3) + 1):
         with tempfile.TemporaryDirectory() as directory:
             run = loop.Run(config, directory)
-            with run.workdir.opened(config):
-                state = run._resume_or_init()
-                state, _ = run._train_step(state, run.batches(0))
-                begin = time.perf_counter()
-                state, _ = run.train()
-                times[0].append((time.perf_counter() - begin) / steps)
-                begin = time.perf_counter()
-                state = run._resume_or_init()
-                for number in range(steps):
-                    state, values = run._train_step(state, run.batches(number))
-                    jax.block_until_ready(values)
-                times[1].append((time.perf_counter() - begin) / steps)
+            first = run._resume_or_init()
+            run._train_step(jax.tree.map(jnp.copy, first), run.batches(0))
+            sides = [timed_run(run, first), timed_bare(run, first, steps)]
+            if number:
+                for side, seconds in zip(times, sides, strict=True):
+                    side.append(seconds / steps)
     report("loop with logs and checkpoints / bare for", times)
+
+
+def timed_run(run: Any, first: Any) -> float:
+    """The seconds of the run's own loop from a given state."""
+    state = jax.block_until_ready(jax.tree.map(jnp.copy, first))
+    run._resume_or_init = lambda: state
+    with run.workdir.opened(run.config), contextlib.redirect_stdout(io.StringIO()):
+        begin = time.perf_counter()
+        run.train()
+        return time.perf_counter() - begin
+
+
+def timed_bare(run: Any, first: Any, steps: int) -> float:
+    """The seconds of a bare loop."""
+    state = jax.block_until_ready(jax.tree.map(jnp.copy, first))
+    begin = time.perf_counter()
+    for number in range(steps):
+        state, values = run._train_step(state, run.batches(number))
+        jax.block_until_ready(values)
+    return time.perf_counter() - begin
 
 
 def main(_: Any) -> None:
     """Prints the three ratios."""
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
-    x = jax.random.normal(jax.random.key(1), (_BATCH * _DEVICES.value, _WIDTH))
+    x = jax.random.normal(jax.random.key(1), (_BATCH.value * _DEVICES.value, _WIDTH))
     rules, unscaled = with_rules(True), with_rules(False)
     hand_state = (rules[1][0], ADAM.init(rules[1][0]), jnp.float32(2**15), jnp.int32(0))
     compare("both rules / by hand", rules, (by_hand, hand_state), x)

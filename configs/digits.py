@@ -3,6 +3,9 @@
 Data: the 1,797 images that scikit-learn ships (a part of the UCI data set "Optical Recognition of
 Handwritten Digits"), 360 of them held out.
 
+Cost: about half a minute on 2 CPU cores, half of it compiling and starting. Expected: a test accuracy of
+99.4 to 99.7 % (seeds 0 to 2).
+
 Command: python -m xshard.main --config=configs/digits.py --workdir=runs/digits --cpu_devices=8
 """
 

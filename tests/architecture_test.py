@@ -24,7 +24,9 @@ LAYERS = [
 DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 FILES = sorted((ROOT / "xshard").rglob("*.py"))
 ALL_FILES = [
-    p for d in ("xshard", "experiments", "configs", "tests") for p in (ROOT / d).rglob("*.py")
+    p
+    for d in ("benchmarks", "configs", "experiments", "tests", "xshard")
+    for p in (ROOT / d).rglob("*.py")
 ]
 
 

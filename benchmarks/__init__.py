@@ -1,0 +1,1 @@
+"""What the README quotes, measured side by side with peers."""
