@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.max_shift = 1
     config.model = {"channels": 24, "hidden": 96, "dropout": 0.2}
-    config.optimizer = {"learning_rate": 4e-3, "warmup_steps": 100, "weight_decay": 1e-2}
+    config.optimizer = {"learning_rate": 4e-3, "warmup_fraction": 0.1, "weight_decay": 1e-2}
     config.loss_scale = {
         "initial_loss_scale": 2.0**15,
         "increment_period": 200,

@@ -21,7 +21,7 @@ def standard_promotion():
 def small(get_config, **changes):
     config = get_config()
     config.model.update({"channels": 4, "hidden": 8})
-    config.update({"steps": 6, "log_every_steps": 3, "optimizer": {"warmup_steps": 2}, **changes})
+    config.update({"steps": 6, "log_every_steps": 3, **changes})
     return config.lock()
 
 

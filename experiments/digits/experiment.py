@@ -36,10 +36,9 @@ class Digits(xshard.Experiment):
         return jnp.mean(losses), {"accuracy": jnp.mean(_is_correct(outputs, batch))}
 
     def optimizer(self):
-        config = self.config.optimizer
-        rate = optax.warmup_cosine_decay_schedule(
-            0.0, config.learning_rate, config.warmup_steps, self.config.steps
-        )
+        config, steps = self.config.optimizer, self.config.steps
+        warmup_steps = int(config.warmup_fraction * steps)
+        rate = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup_steps, steps)
         adamw = optax.adamw(rate, weight_decay=config.weight_decay)
         opt = xshard.OptaxOptimizer(adamw, name="adamw")
         opt = xshard.CrossShardOptimizer(opt, xshard.Reduction.MEAN)
