@@ -7,35 +7,53 @@ fail() {
 }
 
 find_python() {
-  local candidate
-  for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3 python3.14; do
-    if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 &&
-      "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  local candidate candidates=(python3.13 python3.12 python3.11 python3 python3.14)
+  # One that is named is the one, or an error.
+  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+  for candidate in "${candidates[@]}"; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       command -v "$candidate"
       return
     fi
   done
-  fail "Python 3.11 or later is needed; found $(python3 --version 2>&1). PYTHON=/path/to/python names one."
+  candidate="${PYTHON:-python3}"
+  fail "Python 3.11 or later is needed; $candidate is" \
+    "$({ "$candidate" --version || echo "not there"; } 2>/dev/null). PYTHON=/path/to/python names another."
+}
+
+is_made() {
+  [ -x "$python" ] && [ "$(cat .venv/installed 2>/dev/null)" = "$wanted" ]
 }
 
 make_environment() {
   # What the caller has activated or exported must not reach in here.
-  unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
+  unset PYTHONPATH PYTHONHOME PYTHONSAFEPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX
   python="$PWD/.venv/bin/python"
-  local wanted stamp=.venv/installed base
   wanted="$(cksum <requirements_lock.txt) $PWD"
-  if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-    return
+  if is_made; then return; fi
+  # One at a time, where there is flock: another terminal may be at the same.
+  if command -v flock >/dev/null; then
+    exec 9<environment.sh
+    flock -n 9 || {
+      echo "waiting for the other run.sh or test.sh that makes .venv"
+      flock 9
+    }
   fi
+  is_made || install_dependencies
+  exec 9<&-
+}
+
+install_dependencies() {
+  local base
   base="$(find_python)" || exit 1
   echo "making .venv with $("$base" --version) and the locked dependencies: some minutes, once"
   rm -rf .venv
   "$base" -m venv .venv || {
     rm -rf .venv
-    fail "$base has no working 'venv' module; on Debian and Ubuntu: apt-get install python3-venv"
+    fail "$base has no working 'venv' module; on Debian and Ubuntu: apt-get install $(basename "$base")-venv"
   }
   "$python" -m pip install --quiet --disable-pip-version-check --require-hashes \
-    -r requirements_lock.txt || fail "the dependencies could not be installed; run it again to go on"
+    -r requirements_lock.txt || fail "the dependencies could not be installed; the same command tries again"
   # Last, so that an installation that was cut off is made again.
-  echo "$wanted" >"$stamp"
+  echo "$wanted" >.venv/installed
 }
