@@ -43,6 +43,7 @@ def test_a_run_and_what_it_leaves(tmp_path, capsys):
     assert results["step"] == 12 and results["eval"]["error"] < rows[0]["error"]
     # Once more: nothing to train, the same results.
     assert loop.run(make_config(), str(tmp_path / "run"), "again") == 0
+    assert "all 12 steps have been made" in capsys.readouterr().out
     assert json.loads((tmp_path / "run/results.json").read_text()) == results
 
 

@@ -152,10 +152,9 @@ class Run:
             print(f"changed since the run was started: {change}")
         if start:
             print(f"resumed from the checkpoint of step {start} in {self.workdir.checkpoints}")
-        print(
-            f"training from step {start} to {self.config.steps}; the first step compiles",
-            flush=True,
-        )
+        plan = f"training from step {start} to {self.config.steps}; the first step compiles"
+        done = f"all {self.config.steps} steps have been made"
+        print(plan if start < self.config.steps else done, flush=True)
 
 
 class _Log:

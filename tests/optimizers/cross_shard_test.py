@@ -195,6 +195,14 @@ def test_half_precision_loses_nothing_to_the_mean():
     np.testing.assert_array_equal(w, np.full(8, -tiny))
 
 
+@pytest.mark.parametrize("mapped", [jax.vmap, jax.pmap])
+def test_other_mapped_axes(mapped):
+    step = harness.transform_step(lambda: LossScaled(CrossShard(optax.sgd(1.0)), 2), linear_loss)
+    params = {"m": {"w": jnp.zeros(())}}
+    run = lambda x: step.apply({}, {}, None, params, x)[0][1]["m"]["w"]
+    np.testing.assert_array_equal(mapped(run, axis_name="replica")(jnp.arange(8.0)), [-3.5] * 8)
+
+
 def test_two_axes_are_reduced_by_two_wrappers():
     mesh = jax.make_mesh((2, 4), ("group", "replica"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     step = harness.transform_step(

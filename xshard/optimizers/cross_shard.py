@@ -118,7 +118,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         except NotImplementedError as e:
             raise ValueError(
                 f"group_assignment={self.group_assignment} needs jax.shard_map(..., check_vma=False): "
-                "JAX has no grouped psum where it checks which values vary."
+                "JAX has no grouped psum where it checks which values vary, nor under vmap."
             ) from e
 
     def _per_replica(self, params: trees.Params) -> trees.Params:
@@ -165,8 +165,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
 
 def _varying(x: Any, axis_name: str) -> Any:
-    return (
-        x
-        if axis_name in jax.typeof(x).manual_axis_type.varying
-        else lax.pcast(x, axis_name, to="varying")
-    )
+    # Under vmap and pmap there is nothing to mark.
+    is_manual = axis_name in jax.sharding.get_abstract_mesh().manual_axes
+    if not is_manual or axis_name in jax.typeof(x).manual_axis_type.varying:
+        return x
+    return lax.pcast(x, axis_name, to="varying")
