@@ -56,16 +56,16 @@ class Manager:
         # A dead attempt is collected first: on a full disk it is what stands in the way.
         for attempt in format_lib.attempts(self.directory):
             if not attempt.is_committed:
-                _remove(attempt)
+                remove(attempt)
         attempt = format_lib.Attempt(self.directory, step, secrets.token_hex(4))
         try:
             writer.write(attempt, state, metadata)
         except BaseException:
             if not attempt.is_committed:
-                _remove(attempt)
+                remove(attempt)
             raise
         for old in self._committed()[: -self._keep_last]:
-            _remove(old)
+            remove(old)
 
     def restore(self, target: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Reads a checkpoint.
@@ -101,7 +101,8 @@ class Manager:
         return [a for a in format_lib.attempts(self.directory) if a.is_committed]
 
 
-def _remove(attempt: format_lib.Attempt) -> None:
+def remove(attempt: format_lib.Attempt) -> None:
+    """Deletes an attempt; from the first instant on it does not count."""
     if not attempt.path.exists():
         return
     # Without COMMIT it does not count, however far the rest of the deletion comes.

@@ -1,6 +1,7 @@
 """Reads a checkpoint that counts, and names what is damaged in one that does not hold what it should."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -61,20 +62,39 @@ def read(attempt: format_lib.Attempt, target: Any) -> tuple[Any, dict[str, Any]]
       CheckpointError: if the checkpoint has another structure, shape or type than the target.
     """
     meta = read_meta(attempt)
-    stored = {name: _array_meta(entry) for name, entry in meta["arrays"].items()}
+    stored = array_metas(meta)
     wanted = format_lib.flatten(target)
     _check_same(attempt, stored, {name: format_lib.describe(leaf) for name, leaf in wanted.items()})
-    context = format_lib.context()
-    database = format_lib.database(attempt.path)
+    values = dict(read_arrays(attempt, {name: stored[name] for name in wanted}))
+    leaves = [
+        _place(values[name], leaf.sharding, stored[name].key_impl) for name, leaf in wanted.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(target), leaves), meta["metadata"]
+
+
+def array_metas(meta: dict[str, Any]) -> dict[str, format_lib.ArrayMeta]:
+    """The arrays of a description, by path."""
+    return {
+        name: format_lib.ArrayMeta(tuple(entry["shape"]), entry["dtype"], entry["key_impl"])
+        for name, entry in meta["arrays"].items()
+    }
+
+
+def read_arrays(
+    attempt: format_lib.Attempt, arrays: dict[str, format_lib.ArrayMeta]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Reads arrays, each with its path; PRNG keys as their data.
+
+    Raises:
+      DamagedError: at the first that is not what was written.
+    """
+    context, database = format_lib.context(), format_lib.database(attempt.path)
     futures = {
         name: ts.open(meta.spec(database, name), open=True, context=context)
-        for name, meta in stored.items()
+        for name, meta in arrays.items()
     }
-    values = [
-        _place(_read_array(attempt, name, futures[name]), leaf.sharding, stored[name].key_impl)
-        for name, leaf in wanted.items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(target), values), meta["metadata"]
+    for name, future in futures.items():
+        yield name, _read_array(attempt, name, future)
 
 
 def _read_array(attempt: format_lib.Attempt, name: str, opening: Any) -> np.ndarray:
@@ -90,10 +110,6 @@ def _place(value: np.ndarray, sharding: Any, key_impl: str | None) -> jax.Array:
         key = jax.random.wrap_key_data(jnp.asarray(value), impl=key_impl)
         return jax.device_put(key, sharding)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-
-def _array_meta(entry: dict[str, Any]) -> format_lib.ArrayMeta:
-    return format_lib.ArrayMeta(tuple(entry["shape"]), entry["dtype"], entry["key_impl"])
 
 
 def _check_same(
