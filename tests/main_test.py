@@ -159,6 +159,13 @@ def test_bad_work_directories(tmp_path, run, case):
     assert contents(tmp_path) == before
 
 
+def test_help(run):
+    code, out, err = run("--help")
+    assert code == 0 and err == ""
+    for part in ("--config", "--workdir", "--[no]debug", "--cpu_devices", "42"):
+        assert part in out
+
+
 def test_debug_gives_the_traceback(tmp_path, run):
     flags = [
         "--config=tests/toy.py",
