@@ -4,6 +4,7 @@ A run that was stopped at any instant and started again ends in the same bits as
 everything that decides the next step is in the checkpointed `TrainState`, or a function of it.
 """
 
+import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -207,12 +208,12 @@ class _StopSignals:
             signal.signal(number, handler)
 
     def _request(self, number: int, frame: Any) -> None:
+        del frame
         self.requested = True
         signal.signal(number, self._previous[number])
-        print(
-            f"\n{signal.Signals(number).name}: saving after this step; once more leaves at once.",
-            flush=True,
-        )
+        name = signal.Signals(number).name
+        # Not by print: the signal may come in the middle of one, which cannot be entered twice.
+        os.write(2, f"\n{name}: saving after this step; once more leaves at once.\n".encode())
 
 
 def run(config: ml_collections.ConfigDict, directory: str, command: str) -> int:
