@@ -4,8 +4,10 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import xshard
 from tests import toy
 from tests.optimizers import harness
 from xshard import data, mesh, step
@@ -229,3 +231,25 @@ def test_gradients_can_be_clipped_per_replica():
     before = step.init(experiment, the_mesh, 0, experiment.train_data()).params
     after, _ = run(experiment, the_mesh, 1)
     np.testing.assert_array_equal(after.params["linear"]["w"], before["linear"]["w"])
+
+
+class Normed(Wide):
+    """Clips the norm of what lies along 'model', which takes a sum over that axis."""
+
+    def optimizer(self):
+        opt = xshard.CrossShardOptimizer(
+            optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
+        )
+        return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
+
+
+def test_groups_along_the_model_axis_skip_at_steps_of_their_own():
+    groups = ((0, 2), (1, 3))
+    experiment, the_mesh = make(
+        Normed, model_parallel=2, group_assignment=groups, overflow_above=2.0
+    )
+    state, history = run(experiment, the_mesh, 12)
+    skipped = np.array([m["skipped"] for m in history])
+    assert (skipped[:, 0] != skipped[:, 1]).any() and (skipped == 0).any(axis=0).all()
+    assert state.params["wide"]["w"].sharding.spec == jax.P("group", None, "model")
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.params))
