@@ -63,6 +63,29 @@ def test_a_run_in_parts_ends_in_the_same_bits(tmp_path, groups):
         assert len(ensemble["error"]) == 2 and ensemble["ensemble/error"] < max(ensemble["error"])
 
 
+class Killed(BaseException):
+    """The end of a process at an instant that a test chooses."""
+
+
+def test_rows_of_what_is_in_a_checkpoint_are_in_the_file_when_it_counts(tmp_path, monkeypatch):
+    config = make_config(log_every_steps=1)
+    for name in ("whole", "killed"):
+        with monkeypatch.context() as patch:
+            if name == "killed":
+                original = loop.Run._save
+
+                def save(self, made, state):
+                    original(self, made, state)
+                    raise Killed
+
+                patch.setattr(loop.Run, "_save", save)
+                with pytest.raises(Killed):
+                    loop.run(config, str(tmp_path / name), "")
+        assert loop.run(config, str(tmp_path / name), "") == 0
+    rows = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "killed")]
+    assert rows[0] == rows[1]
+
+
 def test_checkpoints_by_the_clock(tmp_path):
     config = make_config(steps=3)
     with config.unlocked():
