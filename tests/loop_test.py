@@ -11,7 +11,7 @@ import pytest
 
 from tests import toy
 from tests.optimizers import harness
-from xshard import loop
+from xshard import loop, metrics, workdir
 
 
 def make_config(**changes):
@@ -92,6 +92,49 @@ def test_checkpoints_by_the_clock(tmp_path):
         config.checkpoint.update({"every_steps": 100, "every_minutes": 1e-9, "keep_last": 5})
     assert loop.run(config, str(tmp_path), "") == 0
     assert loop.Run(config, str(tmp_path)).manager.all_steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("key,fatal", [("steps", False), ("steps_of_its_own", True)])
+def test_what_may_change_is_named_in_full(tmp_path, key, fatal):
+    place = workdir.Workdir(tmp_path / "run")
+    with place.opened(make_config(**{key: 20})):
+        pass
+    changed = make_config(**{key: 30})
+    if fatal:
+        with pytest.raises(ValueError, match=f"{key}: 20 -> 30"):
+            place.check(changed)
+    else:
+        assert place.check(changed) == [f"{key}: 20 -> 30"]
+
+
+def test_a_directory_that_another_run_took_after_the_first_check(tmp_path):
+    mine, other = make_config(seed=1), make_config(seed=2)
+    place = workdir.Workdir(tmp_path / "run")
+    assert place.check(mine) == []
+    with place.opened(other):
+        pass
+    before = (tmp_path / "run/config.json").read_bytes()
+    with pytest.raises(ValueError, match="seed: 2 -> 1"), place.opened(mine):
+        pass
+    assert (tmp_path / "run/config.json").read_bytes() == before
+
+
+def test_the_time_left_does_not_reckon_with_compiling(tmp_path, monkeypatch, capsys):
+    run = loop.Run(make_config(), str(tmp_path))
+    now, step = [0.0], run._train_step
+
+    def compiling_step(state, batch):
+        now[0] += 1000 if state.step == 0 else 1
+        return step(state, batch)
+
+    run._train_step = compiling_step
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    with run.workdir.opened(run.config):
+        run.train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "steps/s" in line]
+    assert len(lines) == 3
+    rates = [float(line.split(" steps/s")[0].split()[-1]) for line in lines]
+    assert all(rate > 0.5 for rate in rates), lines
 
 
 PROGRAM = [

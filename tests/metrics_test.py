@@ -35,10 +35,25 @@ def test_rows_after_the_step_that_is_resumed_are_dropped(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_row_that_lost_its_newline_does_not_swallow_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff\xfe\n{"step": 2}')
+    metrics.JsonLines(path, 2).write({"step": 3})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_what_is_not_finite_is_valid_json(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    row = {"step": 1, "loss": float("inf"), "of groups": [1.5, float("nan")], "nested": {"a": 2.0}}
+    metrics.JsonLines(path, 0).write(row)
+    expected = {"step": 1, "loss": None, "of groups": [1.5, None], "nested": {"a": 2.0}}
+    assert json.loads(path.read_text()) == expected
+
+
 def test_the_terminals_line(capsys):
-    metrics.Terminal(0, 100).write(
-        {"step": 5, "accuracy": 0.5, "loss": [1.25, 3e-7], "scale": 65536.0}
-    )
+    terminal = metrics.Terminal(100)
+    terminal.start(0)
+    terminal.write({"step": 5, "accuracy": 0.5, "loss": [1.25, 3e-7], "scale": 65536.0})
     out = capsys.readouterr().out
     assert out.startswith("step   5/100  loss [1.25 3e-07]  accuracy 0.5  scale 65536  ")
     assert "steps/s" in out and out.endswith("left\n")

@@ -155,6 +155,8 @@ class Run:
             print(f"resumed from the checkpoint of step {start} in {self.workdir.checkpoints}")
         plan = f"training from step {start} to {self.config.steps}; the first step compiles"
         done = f"all {self.config.steps} steps have been made"
+        if start > self.config.steps:
+            done = f"nothing to train: steps={self.config.steps}, and {start} have been made"
         print(plan if start < self.config.steps else done, flush=True)
 
 
@@ -165,10 +167,14 @@ class _Log:
         self._rows = rows
         self._every = config.log_every_steps
         self._last = config.steps
-        self._terminal = metrics.Terminal(start, config.steps)
+        self._first = start + 1
+        self._terminal = metrics.Terminal(config.steps)
         self._deferred = metrics.Deferred()
 
     def push(self, made: int, values: Mapping[str, jax.Array]) -> None:
+        if made == self._first:
+            # The first call has compiled, which says nothing of the steps to come.
+            self._terminal.start(made - 1)
         keep = made % self._every == 0 or made == self._last
         self._write(self._deferred.push(made, values, keep))
 
@@ -241,7 +247,7 @@ def run(config: ml_collections.ConfigDict, directory: str, command: str) -> int:
         print(f"  {name:<20} {metrics.show(value)}")
     print(f"  in {where.results}; metrics of the run in {where.metrics}")
     print(f"checkpoints: {where.checkpoints}")
-    print(f"to train on: {command} --config.steps={2 * config.steps}")
+    print(f"to train on: {command} --config.steps={2 * max(config.steps, results['step'])}")
     return DONE
 
 

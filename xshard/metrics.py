@@ -2,6 +2,7 @@
 
 import collections
 import json
+import math
 import os
 import pathlib
 import time
@@ -55,22 +56,27 @@ class JsonLines:
     def __init__(self, path: pathlib.Path, step: int):
         """Opens the file to go on after `step`: later rows, of a run that was cut off, are dropped."""
         self._path = path
-        rows = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in rows if _is_row_until(line, step)]
-        if kept != rows:
-            write_atomically(path, "".join(f"{line}\n" for line in kept).encode())
+        found = path.read_bytes() if path.exists() else b""
+        kept = [line for line in found.splitlines() if _is_row_until(line, step)]
+        # Bytes, and whole: a row that lost no more than its newline would swallow the next one.
+        content = b"".join(line + b"\n" for line in kept)
+        if content != found:
+            write_atomically(path, content)
 
     def write(self, row: Row) -> None:
         """Appends a row."""
         with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(to_json(row) + "\n")
 
 
 class Terminal:
     """A line for each row: step, numbers, steps per second, time left."""
 
-    def __init__(self, step: int, steps: int):
+    def __init__(self, steps: int):
         self._steps = steps
+
+    def start(self, step: int) -> None:
+        """Counts steps and time from here on."""
         self._last = (step, time.monotonic())
 
     def write(self, row: Row) -> None:
@@ -86,6 +92,11 @@ class Terminal:
             f"step {row['step']:>{width}}/{self._steps}  {numbers}  {rate:.1f} steps/s  {duration(left)} left",
             flush=True,
         )
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON, in which a number that is not finite is null: JSON has no other way to write it."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def to_number(value: Any) -> Any:
@@ -119,7 +130,15 @@ def write_atomically(path: pathlib.Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def _is_row_until(line: str, step: int) -> bool:
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_row_until(line: bytes, step: int) -> bool:
     try:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):

@@ -18,7 +18,8 @@ import ml_collections
 from xshard import metrics
 
 # What may change between two parts of a run. Anything else would make it another run.
-_MAY_CHANGE = ("steps", "log_every_steps", "eval_every_steps", "eval_batch_size", "checkpoint.")
+_MAY_CHANGE = ("steps", "log_every_steps", "eval_every_steps", "eval_batch_size")
+_MAY_CHANGE_BELOW = ("checkpoint.",)
 
 
 class Workdir:
@@ -42,6 +43,10 @@ class Workdir:
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--workdir={self.path} is a file; give a directory.")
+        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise ValueError(
+                f"{self.checkpoints} is a file; move it away, or give a new --workdir."
+            )
         if not self._config.exists():
             found = [p.name for p in (self.checkpoints, self.metrics, self.results) if p.exists()]
             if found:
@@ -51,10 +56,12 @@ class Workdir:
                 )
             return []
         try:
-            old = flatten(json.loads(self._config.read_text()))
-        except ValueError as e:
+            old = json.loads(self._config.read_bytes())
+        except (ValueError, OSError) as e:
             raise ValueError(f"{self._config} cannot be read ({e}); give a new --workdir.") from e
-        return self._compare(old, flatten(plain(config)))
+        if not isinstance(old, dict):
+            raise ValueError(f"{self._config} is not a run's config; give a new --workdir.")
+        return self._compare(flatten(old), flatten(plain(config)))
 
     @contextlib.contextmanager
     def opened(self, config: ml_collections.ConfigDict) -> Iterator[None]:
@@ -74,6 +81,8 @@ class Workdir:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:
                 raise ValueError(f"--workdir={self.path} is in use by another process.") from e
+            # Again: another process may have made it its own since the first check.
+            self.check(config)
             metrics.write_atomically(self._config, to_json(plain(config)))
             yield
 
@@ -86,7 +95,9 @@ class Workdir:
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
         texts = [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed]
         fatal = [
-            t for key, t in zip(changed, texts, strict=True) if not key.startswith(_MAY_CHANGE)
+            text
+            for key, text in zip(changed, texts, strict=True)
+            if key not in _MAY_CHANGE and not key.startswith(_MAY_CHANGE_BELOW)
         ]
         if fatal:
             raise ValueError(
@@ -114,4 +125,4 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def to_json(value: Any) -> bytes:
     """Readable JSON."""
-    return (json.dumps(value, indent=2) + "\n").encode()
+    return (metrics.to_json(value, indent=2) + "\n").encode()
