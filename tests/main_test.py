@@ -71,6 +71,7 @@ BAD = {
         ["--config.optimizer.learning_rat=1"],
         ["--config.optimizer.learning_rat", "did you mean optimizer.learning_rate"],
     ),
+    "empty": (["--workdir="], ["--workdir= is empty", "give a directory"]),
     "misspelt flag": (["--worrkdir=x"], ["worrkdir", "workdir"]),
     "wrong type": (["--config.steps=many"], ["--config.steps=many", "int"]),
     "no flag": (["digits"], ["digits", "begin with '--'"]),
@@ -89,6 +90,7 @@ BAD = {
         ["--config.experiment=tests.toy.Drifting"],
         ["tests.toy.Toy", "tests.toy.Drifting", "another directory"],
     ),
+    "no groups": (["--config.group_assignment=None"], ["list of lists", "as [[0, 1], [2, 3]] is"]),
     "another config": (
         ["--config.optimizer.learning_rate=0.5", "--config.seed=3"],
         ["optimizer.learning_rate: 0.1 -> 0.5", "seed: 0 -> 3", "new directory"],
@@ -117,7 +119,10 @@ def write(path, text):
     return path
 
 
-@pytest.mark.parametrize("case", ["raises", "missing", "incomplete", "no config", "syntax"])
+CONFIG_FILES = ["raises", "missing", "missing, with a space", "folder", "incomplete", "no config"]
+
+
+@pytest.mark.parametrize("case", [*CONFIG_FILES, "syntax"])
 def test_bad_config_files(tmp_path, run, case):
     texts = {
         "raises": "def get_config():\n  raise RuntimeError('of its own')\n",
@@ -125,12 +130,15 @@ def test_bad_config_files(tmp_path, run, case):
         "syntax": "def get_config(:\n",
     }
     path = write(tmp_path / "c.py", texts[case]) if case in texts else tmp_path / "nothing.py"
-    flags = [] if case == "no config" else [f"--config={path}"]
+    flags = [f"--config={path.parent if case == 'folder' else path}"]
+    flags = {"no config": [], "missing, with a space": ["--config", str(path)]}.get(case, flags)
     code, out, err = run(*flags, f"--workdir={tmp_path}/run")
     assert code == 1 and "Traceback" not in out + err
     expected = {
         "raises": ["c.py", "of its own"],
         "missing": ["nothing.py", "no such file"],
+        "missing, with a space": ["nothing.py", "no such file"],
+        "folder": [f"--config={tmp_path}:", "no such file"],
         "incomplete": ["lacks steps", "configs/digits.py"],
         "no config": ["--config", "--workdir"],
         "syntax": ["c.py", "SyntaxError"],
@@ -140,11 +148,18 @@ def test_bad_config_files(tmp_path, run, case):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("case", ["a file", "below a file", "somebody's"])
+@pytest.mark.parametrize("case", ["a file", "below a file", "somebody's", "config", "checkpoints"])
 def test_bad_work_directories(tmp_path, run, case):
     write(tmp_path / "file", "mine")
     (tmp_path / "other/checkpoints").mkdir(parents=True)
-    directory = {"a file": "file", "below a file": "file/run", "somebody's": "other"}[case]
+    for name in ("config", "checkpoints"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "metrics.jsonl", '{"step": 3}\n')
+    write(tmp_path / "config/config.json", "[]")
+    write(tmp_path / "checkpoints/checkpoints", "a file")
+    directory = {"a file": "file", "below a file": "file/run", "somebody's": "other"}.get(
+        case, case
+    )
     before = contents(tmp_path)
     code, out, err = run(
         "--config=tests/toy.py", f"--workdir={tmp_path / directory}", "--cpu_devices=4"
@@ -154,6 +169,8 @@ def test_bad_work_directories(tmp_path, run, case):
         "a file": "is a file; give a directory",
         "below a file": "cannot be written: Not a directory",
         "somebody's": "no config.json",
+        "config": "is not a run's config; give a new --workdir",
+        "checkpoints": "is a file; move it away",
     }
     assert expected[case] in err, err
     assert contents(tmp_path) == before
@@ -197,6 +214,10 @@ def test_steps_may_be_added(finished, run):
     assert "resumed from the checkpoint of step 12" in out
     assert "steps: 12 -> 14" in out
     assert json.loads((finished / "results.json").read_text())["step"] == 14
+    # Fewer than there are: nothing is lost, and the advice still leads on.
+    code, out, err = run(*flags[:-1], "--config.steps=3")
+    assert code == 0, err
+    assert "nothing to train: steps=3, and 14 have been made" in out and "--config.steps=28" in out
 
 
 def __getattr__(name):

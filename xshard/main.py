@@ -5,6 +5,7 @@ Exit codes: 0 done; 42 stopped on request with the state saved, run the same com
 """
 
 import difflib
+import itertools
 import os
 import re
 import runpy
@@ -41,6 +42,8 @@ def main(argv: Sequence[str], config: Any) -> int:
         raise ValueError(
             "--config and --workdir are needed, as in --config=configs/digits.py --workdir=runs/digits."
         )
+    if not _WORKDIR.value:
+        raise ValueError("--workdir= is empty; give a directory (--workdir=. for this one).")
     if _CPU_DEVICES.value:
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
     # Haiku then refuses what would leak tracers into its state.
@@ -84,7 +87,7 @@ def _fail(message: str) -> int:
 
 
 def _flag_error(e: Exception) -> str:
-    path = next((arg.split("=", 1)[1] for arg in sys.argv if arg.startswith("--config=")), "")
+    path = _config_path()
     if isinstance(e, AttributeError | KeyError):
         return _unknown_key(path) or f"--config={path} raised {type(e).__name__}: {e}."
     if isinstance(e, flags.Error):
@@ -93,9 +96,19 @@ def _flag_error(e: Exception) -> str:
             if isinstance(e, flags.UnrecognizedFlagError)
             else f"{e}."
         )
-    if isinstance(e, OSError) and not os.path.exists(path):
+    if isinstance(e, OSError) and not os.path.isfile(path):
         return f"--config={path}: there is no such file (seen from {os.getcwd()})."
     return f"--config={path} raised {type(e).__name__}: {e}."
+
+
+def _config_path() -> str:
+    """The config file, from the arguments themselves: --config=PATH or --config PATH."""
+    path = ""
+    for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
+        name, equals, value = argument.partition("=")
+        if name == "--config":
+            path = value if equals else following
+    return path
 
 
 def _unknown_key(path: str) -> str | None:

@@ -71,7 +71,8 @@ def check_groups(groups: Any) -> list[list[int]] | None:
         isinstance(groups, sequence) and groups and all(isinstance(g, sequence) for g in groups)
     ):
         raise ValueError(
-            f"group_assignment must be a list of lists of replica numbers; received {groups!r}."
+            "group_assignment must be a list of lists of replica numbers, as [[0, 1], [2, 3]] is; "
+            f"received {groups!r}."
         )
     if len({len(group) for group in groups}) > 1 or not groups[0]:
         raise ValueError(
