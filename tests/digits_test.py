@@ -56,6 +56,23 @@ def test_a_few_steps_of_each_config(tmp_path, get_config):
         assert 0 <= results["accuracy"] <= 1
 
 
+@pytest.mark.parametrize(
+    "key,value",
+    [
+        ("max_shift", -1),
+        ("model.channels", 0),
+        ("model.hidden", 0),
+        ("model.dropout", 1.0),
+        ("optimizer.warmup_fraction", 1.0),
+    ],
+)
+def test_values_out_of_range(key, value):
+    config = digits.get_config()
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ValueError, match=f"^{key}={value} must be "):
+        experiment.Digits(config)
+
+
 def test_float16_is_what_is_computed_in():
     config = small(digits.get_config)
     run = loop.Run(config, "/nonexistent")

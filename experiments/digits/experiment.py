@@ -19,6 +19,10 @@ _TEST_EXAMPLES = 360
 class Digits(xshard.Experiment):
     """scikit-learn's 1,797 images of 8x8 pixels: 1,437 to train on, 360 to test."""
 
+    def __init__(self, config):
+        super().__init__(config)
+        _check(config)
+
     def train_data(self):
         return _split()[0]
 
@@ -52,6 +56,20 @@ class Digits(xshard.Experiment):
     def ensemble(self, outputs):
         # The mean of the probabilities, as logits.
         return jax.nn.logsumexp(jax.nn.log_softmax(outputs), axis=0) - np.log(len(outputs))
+
+
+def _check(config):
+    """Names what would otherwise fail deep in a library, or train nothing."""
+    model, warmup = config.model, config.optimizer.warmup_fraction
+    for key, value, fits, rule in (
+        ("max_shift", config.max_shift, 0 <= config.max_shift < 8, "from 0 to 7"),
+        ("model.channels", model.channels, model.channels >= 1, "at least 1"),
+        ("model.hidden", model.hidden, model.hidden >= 1, "at least 1"),
+        ("model.dropout", model.dropout, 0 <= model.dropout < 1, "from 0 to below 1"),
+        ("optimizer.warmup_fraction", warmup, 0 <= warmup < 1, "from 0 to below 1"),
+    ):
+        if not fits:
+            raise ValueError(f"{key}={value!r} must be {rule}.")
 
 
 @functools.cache
