@@ -154,7 +154,7 @@ def test_damage_of_any_file_is_detected_and_the_one_before_taken(tmp_path, kind,
     for path in files_of(manager, 2):
         caplog.clear()
         damage(kind, path)
-        restored, _ = manager.restore(tree)
+        restored, _ = make_manager(manager.directory).restore(tree)
         # What process 0 wrote as its own index is not read again after the merge, and a COMMIT that is
         # gone is a checkpoint that does not count.
         unused = path.parent.name == "p0" or (kind == "deleted" and path.name == "COMMIT")
@@ -171,6 +171,19 @@ def test_damage_of_any_file_is_detected_and_the_one_before_taken(tmp_path, kind,
 def is_index(path):
     """Whether a file of process 0's holds nothing but its own index."""
     return path.parent.parent.name == "p0" and path.stat().st_size < 30_000
+
+
+def test_what_was_found_damaged_is_saved_again_and_takes_no_place(tmp_path):
+    manager, tree = make_manager(tmp_path, keep_last=2), {"a": jnp.arange(3.0)}
+    for step in (1, 2):
+        manager.save(step, tree, {})
+    (path,) = tmp_path.glob("step_00000002.*/meta.json")
+    damage("flipped", path)
+    manager.restore(tree)
+    assert manager.all_steps() == [1]
+    manager.save(2, tree, {})
+    assert manager.all_steps() == [1, 2]
+    harness.assert_equal(manager.restore(tree, 2)[0], tree)
 
 
 def test_all_damaged_says_so(tmp_path):

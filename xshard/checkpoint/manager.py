@@ -31,6 +31,7 @@ class Manager:
         # Absolute, since tensorstore takes no other path.
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last = keep_last
+        self._damaged: set[format_lib.Attempt] = set()
 
     def all_steps(self) -> list[int]:
         """The steps with a checkpoint that counts, in ascending order."""
@@ -92,13 +93,17 @@ class Manager:
                 return reader.read(attempt, target)
             except reader.DamagedError as e:
                 damage.append(str(e))
+                # From here on it does not count: its step is saved again, beside it, and it takes no
+                # other checkpoint's place among those that are kept.
+                self._damaged.add(attempt)
                 logging.error("DAMAGED CHECKPOINT: %s Trying the one before.", e)
         raise format_lib.CheckpointError(
             f"All checkpoints in {self.directory} are damaged: {' '.join(damage)}"
         )
 
     def _committed(self) -> list[format_lib.Attempt]:
-        return [a for a in format_lib.attempts(self.directory) if a.is_committed]
+        found = format_lib.attempts(self.directory)
+        return [a for a in found if a.is_committed and a not in self._damaged]
 
 
 def remove(attempt: format_lib.Attempt) -> None:
