@@ -16,7 +16,7 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,15 +65,14 @@ def show(directory: pathlib.Path, step: int) -> Rows:
 
 def verify(directory: pathlib.Path, step: int | None) -> Rows:
     """A row for each checkpoint, with what is damaged."""
-    attempts = [a for a in format_lib.attempts(directory) if a.is_committed]
+    attempts = format_lib.committed(directory)
     chosen = attempts if step is None else [find(directory, step)]
     return [{"step": attempt.step, "state": _damage(attempt) or "whole"} for attempt in chosen]
 
 
 def diff(directory: pathlib.Path, a: int, b: int) -> Rows:
     """A row for each array that differs."""
-    sides = [find(directory, step) for step in (a, b)]
-    arrays = [dict(reader.read_arrays(s, reader.array_metas(reader.read_meta(s)))) for s in sides]
+    arrays = [dict(_read_all(find(directory, step))) for step in (a, b)]
     rows: Rows = []
     for name in sorted(arrays[0].keys() | arrays[1].keys()):
         left, right = (side.get(name) for side in arrays)
@@ -93,8 +92,7 @@ def remove(directory: pathlib.Path, step: int) -> Rows:
 
 def export(directory: pathlib.Path, step: int, file: pathlib.Path) -> Rows:
     """Writes the arrays to an .npz file."""
-    attempt = find(directory, step)
-    arrays = dict(reader.read_arrays(attempt, reader.array_metas(reader.read_meta(attempt))))
+    arrays = dict(_read_all(find(directory, step)))
     plain = {
         name: value if value.dtype.kind in "biufc" and value.dtype.isbuiltin else value.astype("f4")
         for name, value in arrays.items()
@@ -106,7 +104,7 @@ def export(directory: pathlib.Path, step: int, file: pathlib.Path) -> Rows:
 
 def find(directory: pathlib.Path, step: int) -> format_lib.Attempt:
     """The checkpoint of a step; CheckpointError if there is none."""
-    committed = [a for a in format_lib.attempts(directory) if a.is_committed]
+    committed = format_lib.committed(directory)
     for attempt in committed:
         if attempt.step == step:
             return attempt
@@ -160,9 +158,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _read_all(attempt: format_lib.Attempt) -> Iterator[tuple[str, np.ndarray]]:
+    return reader.read_arrays(attempt, reader.array_metas(reader.read_meta(attempt)))
+
+
 def _damage(attempt: format_lib.Attempt) -> str:
     try:
-        for _ in reader.read_arrays(attempt, reader.array_metas(reader.read_meta(attempt))):
+        for _ in _read_all(attempt):
             pass
     except format_lib.CheckpointError as e:
         return str(e)

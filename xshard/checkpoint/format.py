@@ -157,6 +157,11 @@ def attempts(root: pathlib.Path) -> list[Attempt]:
     return sorted(found, key=lambda attempt: (attempt.step, attempt.nonce))
 
 
+def committed(root: pathlib.Path) -> list[Attempt]:
+    """The attempts that count, the oldest step first."""
+    return [attempt for attempt in attempts(root) if attempt.is_committed]
+
+
 def checksum(path: pathlib.Path) -> str:
     """The SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -102,8 +102,7 @@ class Manager:
         )
 
     def _committed(self) -> list[format_lib.Attempt]:
-        found = format_lib.attempts(self.directory)
-        return [a for a in found if a.is_committed and a not in self._damaged]
+        return [a for a in format_lib.committed(self.directory) if a not in self._damaged]
 
 
 def remove(attempt: format_lib.Attempt) -> None:
