@@ -38,5 +38,21 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.log_every_steps = 50
     config.eval_every_steps = 550
-    config.checkpoint = {"every_steps": 200, "every_minutes": 0.0, "keep_last": 3}
+    config.checkpoint = {
+        # Empty: in the work directory; or a path, gs://BUCKET/FOLDER, s3://BUCKET/FOLDER.
+        "directory": "",
+        "every_steps": 200,
+        "every_minutes": 0.0,
+        "keep_last": 3,
+        # Those of steps that this divides are kept for good; 0: none.
+        "keep_every_steps": 0,
+        # So many of the best are kept by a metric of the evaluation, 'max' or 'min'.
+        "keep_best": 0,
+        "best_metric": "accuracy",
+        "best_mode": "max",
+        # When a save fails: 'stop', or 'go_on' without it.
+        "on_failure": "stop",
+        # Host memory for what is being saved or read, beside the state.
+        "budget_gb": 4.0,
+    }
     return config

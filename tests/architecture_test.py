@@ -9,15 +9,22 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A file imports from layers below its own, or from its own package where that is one layer.
 LAYERS = [
-    ["optimizers/trees", "mesh", "metrics"],
-    ["optimizers/gradients", "hooks", "workdir", "data"],
-    ["optimizers/base"],
-    ["optimizers/optax", "experiment"],
-    ["optimizers/cross_shard", "optimizers/loss_scale"],
-    ["step", "checkpoint/format"],
-    ["checkpoint/reader", "checkpoint/writer"],
+    ["optimizers/trees", "mesh", "metrics", "processes", "checkpoint/store"],
+    [
+        "optimizers/gradients",
+        "hooks",
+        "workdir",
+        "data",
+        "checkpoint/budget",
+        "checkpoint/retention",
+    ],
+    ["optimizers/base", "checkpoint/format", "checkpoint/lock"],
+    ["optimizers/optax", "experiment", "checkpoint/ownership", "checkpoint/source"],
+    ["optimizers/cross_shard", "optimizers/loss_scale", "checkpoint/reader", "checkpoint/writer"],
+    ["step", "checkpoint/saver", "checkpoint/transfer", "checkpoint/orbax"],
     ["checkpoint/manager"],
     ["checkpoint/__init__", "checkpoint/__main__"],
+    ["saving"],
     ["loop"],
     ["main"],
 ]

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from tests import toy
 from tests.optimizers import harness
-from xshard import loop, metrics, workdir
+from xshard import checkpoint, loop, metrics, workdir
 
 
 def make_config(**changes):
@@ -22,7 +23,7 @@ def make_config(**changes):
 
 def final_state(directory, config=None):
     run = loop.Run(config or make_config(), str(directory))
-    return run.manager.restore(run._target)[0]
+    return run.checkpoints.manager.restore(run._target).state
 
 
 def test_a_run_and_what_it_leaves(tmp_path, capsys):
@@ -91,7 +92,120 @@ def test_checkpoints_by_the_clock(tmp_path):
     with config.unlocked():
         config.checkpoint.update({"every_steps": 100, "every_minutes": 1e-9, "keep_last": 5})
     assert loop.run(config, str(tmp_path), "") == 0
-    assert loop.Run(config, str(tmp_path)).manager.all_steps() == [1, 2, 3]
+    assert loop.Run(config, str(tmp_path)).checkpoints.manager.all_steps() == [1, 2, 3]
+
+
+def with_checkpoint(config, **options):
+    with config.unlocked():
+        config.checkpoint.update(options)
+    return config
+
+
+def test_the_best_by_a_metric_are_kept(tmp_path):
+    config = make_config(eval_every_steps=3, steps=12)
+    with_checkpoint(config, every_steps=100, keep_last=1, keep_best=2)
+    assert loop.run(config, str(tmp_path), "") == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    errors = {row["step"]: row["eval/error"] for row in rows if "eval/error" in row}
+    assert sorted(errors) == [3, 6, 9, 12]
+    best = sorted(errors, key=errors.get)[:2]
+    manager = loop.Run(config, str(tmp_path)).checkpoints.manager
+    assert manager.all_steps() == sorted({*best, 12})
+
+
+def test_a_best_metric_that_the_evaluation_does_not_have_is_refused_at_the_start(tmp_path):
+    config = with_checkpoint(make_config(), keep_best=1, best_metric="accuracy")
+    with pytest.raises(ValueError, match="best_metric='accuracy' must be a metric .*: error"):
+        loop.Run(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "go_on"])
+def test_a_full_disk(tmp_path, capfd, on_failure, monkeypatch):
+    original = checkpoint.manager.writer.write_part
+    full = [False]
+
+    def write_part(attempt, *args):
+        # What the system itself refuses is in tests/checkpoint.
+        if attempt.step == 6:
+            full[0] = True
+            raise OSError(28, "No space left on device")
+        return original(attempt, *args)
+
+    monkeypatch.setattr(checkpoint.manager.writer, "write_part", write_part)
+    config = with_checkpoint(make_config(), every_steps=3, on_failure=on_failure, keep_last=9)
+    if on_failure == "stop":
+        with pytest.raises(ValueError, match="Step 6 could not be saved in .*No space left"):
+            loop.run(config, str(tmp_path), "")
+        steps = [3]
+    else:
+        assert loop.run(config, str(tmp_path), "") == 0
+        assert "NOT SAVED: Step 6 could not be saved" in capfd.readouterr().err
+        steps = [3, 9, 12]
+    assert full[0] and loop.Run(config, str(tmp_path)).checkpoints.manager.all_steps()[:3] == steps
+
+
+def test_the_last_save_must_succeed_whatever_the_config_says(tmp_path, monkeypatch):
+    def commit(attempt, *args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.manager.writer, "commit", commit)
+    config = with_checkpoint(make_config(), every_steps=100, on_failure="go_on")
+    with pytest.raises(ValueError, match="Step 12 could not be saved"):
+        loop.run(config, str(tmp_path), "")
+
+
+def test_checkpoints_of_two_runs_in_one_place_are_refused(tmp_path):
+    config = with_checkpoint(make_config(), directory=str(tmp_path / "shared"))
+    first = loop.Run(config, str(tmp_path / "a"))
+    in_use = pytest.raises(ValueError, match="shared is in use by another process")
+    with first.checkpoints.opened(), in_use:
+        loop.run(config, str(tmp_path / "b"), "")
+    assert loop.run(config, str(tmp_path / "a"), "") == 0
+    assert first.checkpoints.manager.latest_step() == 12
+
+
+def test_other_data_is_not_the_same_run(tmp_path):
+    assert loop.run(make_config(steps=5), str(tmp_path), "") == 0
+    config = make_config()
+    run = loop.Run(config, str(tmp_path))
+    run.batches._size -= 1
+    with pytest.raises(ValueError, match="made with 50 training examples, and there are 49 now"):
+        run.train()
+
+
+def test_a_new_run_begins_with_the_parameters_of_another(tmp_path, capsys):
+    assert loop.run(make_config(), str(tmp_path / "first"), "") == 0
+    first = final_state(tmp_path / "first")
+    init = checkpoint.Source(str(tmp_path / "first"))
+    run = loop.Run(make_config(steps=24), str(tmp_path / "second"), init)
+    state = run._resume_or_init()
+    harness.assert_equal(state.params, first.params)
+    harness.assert_equal(state.opt_state, loop.step.init(*run._init_args).opt_state)
+    assert "initialised 2 arrays from" in capsys.readouterr().out
+    # Once it has a checkpoint of its own, it goes on from that.
+    with_checkpoint(run.config, every_steps=3)
+    assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0
+    assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0
+    assert "is for a new run; this one goes on from its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("first,then", [(1, 2), (2, 1)])
+def test_a_run_may_go_on_with_another_model_axis(tmp_path, first, then, capsys):
+    for steps, model in ((5, first), (12, then)):
+        config = make_config(steps=steps, model_parallel=model, group_assignment=((0, 1), (2, 3)))
+        devices = {1: 4, 2: 8}[model]
+        make_mesh = loop.mesh_lib.make_mesh
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                loop.mesh_lib,
+                "make_mesh",
+                lambda groups, model, n=devices: make_mesh(
+                    groups, model=model, devices=jax.devices()[:n]
+                ),
+            )
+            assert loop.run(config, str(tmp_path), "") == 0
+    assert f"model_parallel: {first} -> {then}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("key,fatal", [("steps", False), ("steps_of_its_own", True)])

@@ -97,6 +97,16 @@ BAD = {
     ),
     "clock": (["--config.checkpoint.every_minutes=-1"], ["checkpoint.every_minutes=-1", "from 0"]),
     "checkpoints": (["--config.checkpoint.keep_last=0"], ["checkpoint.keep_last=0", "at least 1"]),
+    "best": (
+        ["--config.checkpoint.keep_best=1", "--config.checkpoint.best_metric=bleu"],
+        ["checkpoint.best_metric='bleu'", "error"],
+    ),
+    "failure": (["--config.checkpoint.on_failure=ignore"], ["on_failure='ignore'", "'go_on'"]),
+    "budget": (["--config.checkpoint.budget_gb=0.0"], ["budget_gb=0.0", "above 0"]),
+    "place": (
+        ["--config.checkpoint.directory=gs://bucket"],
+        ["'gs://bucket'", "gs://BUCKET/FOLDER"],
+    ),
 }
 
 
@@ -112,6 +122,40 @@ def test_bad_input_is_one_message_and_changes_nothing(finished, run, case):
     for part in parts:
         assert part in err, err
     assert contents(finished) == before
+
+
+INIT = {
+    "nothing": (["--init_from={0}/nothing"], ["There is no checkpoint in", "nothing"]),
+    "step": (["--init_from={0}@7"], ["no checkpoint of step 7", "[10, 12]"]),
+    "pattern": (
+        ["--init_from={0}", "--init_select=^weights/"],
+        ["'^weights/' matches none", "params/"],
+    ),
+    "group": (["--init_from={0}", "--init_group=-1"], ["init_group", "-1"]),
+}
+
+
+@pytest.mark.parametrize("case", INIT)
+def test_what_a_new_run_cannot_begin_with(finished, tmp_path, run, case):
+    flags, parts = INIT[case]
+    flags = [flag.format(finished) for flag in flags]
+    code, out, err = run(
+        "--config=tests/toy.py", f"--workdir={tmp_path}/run", "--cpu_devices=4", *flags
+    )
+    assert code == 1 and "Traceback" not in out + err
+    for part in parts:
+        assert part in err, err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_new_run_begins_with_another_one_s_parameters(finished, tmp_path, run):
+    code, out, err = run(
+        "--config=tests/toy.py",
+        f"--workdir={tmp_path}/run",
+        "--cpu_devices=4",
+        f"--init_from={finished}",
+    )
+    assert code == 0 and "initialised 2 arrays from" in out, out + err
 
 
 def write(path, text):

@@ -72,5 +72,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer = {"learning_rate": 0.1}
     config.log_every_steps = 4
     config.eval_every_steps = 6
-    config.checkpoint = {"every_steps": 5, "every_minutes": 0.0, "keep_last": 2}
+    config.checkpoint = {
+        "directory": "", "every_steps": 5, "every_minutes": 0.0, "keep_last": 2, "keep_every_steps": 0,
+        "keep_best": 0, "best_metric": "error", "best_mode": "min", "on_failure": "stop", "budget_gb": 1.0,
+    }  # fmt: skip
     return config

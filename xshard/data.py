@@ -68,6 +68,19 @@ class TrainBatches:
             for name, array in self._data.items()
         }
 
+    def position(self, step: int) -> dict[str, int]:
+        """Where the run stands in its data after a step, to be saved with it."""
+        return {"step": step, "examples": self._size}
+
+    def check_position(self, position: dict[str, int]) -> None:
+        """Raises ValueError if a saved position is one in other data: its batches would not be these."""
+        if position["examples"] != self._size:
+            raise ValueError(
+                f"The checkpoint of step {position['step']} was made with {position['examples']} training "
+                f"examples, and there are {self._size} now: going on would not be the same run. Give it its "
+                "data back, or begin anew in another directory with --init_from."
+            )
+
     def _rows(self, step: int, group: int) -> np.ndarray:
         epoch, position = divmod(step, self._size // self._batch_size)
         if self._epochs.get(group, (-1,))[0] != epoch:

@@ -14,7 +14,7 @@ import jmp
 import ml_collections
 import numpy as np
 
-from xshard import checkpoint, data, hooks, metrics, step, workdir
+from xshard import checkpoint, data, hooks, metrics, saving, step, workdir
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 
@@ -30,18 +30,30 @@ _COUNTS = (
     "checkpoint.every_steps",
     "checkpoint.keep_last",
 )
-_OTHER_KEYS = ("experiment", "seed", "precision", "group_assignment", "checkpoint.every_minutes")
+_OTHER_KEYS = (
+    "experiment",
+    "seed",
+    "precision",
+    "group_assignment",
+    *(f"checkpoint.{key}" for key in saving.CHECKPOINT_KEYS),
+)
 
 
 class Run:
     """An experiment in a work directory, checked as far as that can be done without touching it."""
 
-    def __init__(self, config: ml_collections.ConfigDict, directory: str):
+    def __init__(
+        self,
+        config: ml_collections.ConfigDict,
+        directory: str,
+        init: checkpoint.Source | None = None,
+    ):
         """Checks a config and what is in the directory.
 
         Args:
           config: a run's config; see `configs/digits.py` for the keys.
           directory: the work directory, which need not exist.
+          init: what a new run begins with.
 
         Raises:
           ValueError: with the key, its value and the mend, if something does not fit.
@@ -64,13 +76,15 @@ class Run:
         self.changes = self.workdir.check(config)
         self._init_args = (self.experiment, self.mesh, config.seed, train_data)
         self._target = step.abstract_state(*self._init_args)
-        self.manager = checkpoint.Manager(
-            self.workdir.checkpoints, keep_last=config.checkpoint.keep_last
-        )
+        self._init = init
+        self.checkpoints = saving.Checkpoints(config, str(self.workdir.checkpoints), self.batches)
+        self.checkpoints.check_init(self._target, init)
         self._train_step = jax.jit(
             step.make_train_step(self.experiment, self.mesh), donate_argnums=0
         )
         self._eval_step = jax.jit(step.make_eval_step(self.experiment, self.mesh))
+        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        self._check_best_metric()
 
     def train(self) -> tuple[step.TrainState, bool]:
         """Trains from where the run stands to its last step, or until it is told to stop.
@@ -92,6 +106,7 @@ class Run:
                 log.push(made, values)
                 for hook in actions:
                     hook(made, state)
+                self.checkpoints.check()
                 if stop.requested and made < self.config.steps:
                     log.flush()
                     self._save(made, state)
@@ -101,6 +116,12 @@ class Run:
 
     def evaluate(self, state: step.TrainState) -> dict[str, Any]:
         """The means over all evaluation examples; lists where there are several groups."""
+        made = int(state.step)
+        if self._evaluated[0] != made:
+            self._evaluated = made, self._evaluate(state)
+        return self._evaluated[1]
+
+    def _evaluate(self, state: step.TrainState) -> dict[str, Any]:
         totals: dict[str, np.ndarray] = {}
         for batch in data.eval_batches(self._eval_data, self.mesh, self.config.eval_batch_size):
             for name, value in jax.device_get(self._eval_step(state, batch)).items():
@@ -116,9 +137,9 @@ class Run:
         return results
 
     def _resume_or_init(self) -> step.TrainState:
-        if self.manager.latest_step() is None:
-            return step.init(*self._init_args)
-        return self.manager.restore(self._target)[0]
+        return self.checkpoints.resume_or_init(
+            self._target, lambda: step.init(*self._init_args), self._init
+        )
 
     def _hooks(self, log: "_Log") -> Sequence[hooks.Hook]:
         def evaluate(made: int, state: step.TrainState) -> None:
@@ -131,16 +152,35 @@ class Run:
             self._save(made, state)
 
         config, last = self.config, self.config.steps
+        # The best is chosen among what has been evaluated, the last step included.
+        best = config.checkpoint.keep_best > 0
         actions: list[hooks.Hook] = [
-            hooks.EverySteps(evaluate, config.eval_every_steps, last=last, at_last=False),
+            hooks.EverySteps(evaluate, config.eval_every_steps, last=last, at_last=best),
             hooks.EverySteps(save, config.checkpoint.every_steps, last=last, at_last=True),
         ]
+        if best:
+            actions.append(
+                hooks.EverySteps(save, config.eval_every_steps, last=last, at_last=False)
+            )
         if config.checkpoint.every_minutes:
             actions.append(hooks.EverySeconds(save, 60 * config.checkpoint.every_minutes))
         return actions
 
     def _save(self, made: int, state: step.TrainState) -> None:
-        self.manager.save(made, state, {"experiment": self.config.experiment})
+        evaluated, values = self._evaluated
+        self.checkpoints.save(made, state, values if evaluated == made else {})
+
+    def _check_best_metric(self) -> None:
+        options = self.config.checkpoint
+        if not options.keep_best:
+            return
+        batch = next(data.eval_batches(self._eval_data, self.mesh, self.config.eval_batch_size))
+        names = jax.eval_shape(self._eval_step, self._target, batch).keys() - {"count"}
+        if options.best_metric not in names:
+            raise ValueError(
+                f"checkpoint.best_metric={options.best_metric!r} must be a metric of the evaluation: "
+                f"{', '.join(sorted(names))}."
+            )
 
     def _say_start(self, start: int, state: step.TrainState) -> None:
         params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -152,7 +192,9 @@ class Run:
         for change in self.changes:
             print(f"changed since the run was started: {change}")
         if start:
-            print(f"resumed from the checkpoint of step {start} in {self.workdir.checkpoints}")
+            print(
+                f"resumed from the checkpoint of step {start} in {self.checkpoints.manager.store}"
+            )
         plan = f"training from step {start} to {self.config.steps}; the first step compiles"
         done = f"all {self.config.steps} steps have been made"
         if start > self.config.steps:
@@ -222,31 +264,39 @@ class _StopSignals:
         os.write(2, f"\n{name}: saving after this step; once more leaves at once.\n".encode())
 
 
-def run(config: ml_collections.ConfigDict, directory: str, command: str) -> int:
+def run(
+    config: ml_collections.ConfigDict,
+    directory: str,
+    command: str,
+    init: checkpoint.Source | None = None,
+) -> int:
     """Runs an experiment from wherever it stands to its end, or until it is told to stop.
 
     Args:
       config: a run's config, locked.
       directory: the work directory.
       command: what the user can run to go on, to be printed.
+      init: what a new run begins with of another's checkpoint.
 
     Returns:
       The process's exit code: 0 done; 42 stopped on request with the state saved.
     """
-    current = Run(config, directory)
-    with current.workdir.opened(config):
+    current = Run(config, directory, init)
+    saved = current.checkpoints.manager.store
+    with current.workdir.opened(config), current.checkpoints.opened():
         state, done = current.train()
+        # While the last checkpoint is written.
         results = current.finish(state) if done else {}
     where = current.workdir
     if not done:
-        print(f"stopped at step {int(state.step)}, state saved in {where.checkpoints}")
+        print(f"stopped at step {int(state.step)}, state saved in {saved}")
         print(f"to go on: {command}")
         return PREEMPTED
     print("\nresults:")
     for name, value in results["eval"].items():
         print(f"  {name:<20} {metrics.show(value)}")
     print(f"  in {where.results}; metrics of the run in {where.metrics}")
-    print(f"checkpoints: {where.checkpoints}")
+    print(f"checkpoints: {saved}")
     print(f"to train on: {command} --config.steps={2 * max(config.steps, results['step'])}")
     return DONE
 
@@ -263,11 +313,6 @@ def _check_config(config: ml_collections.ConfigDict) -> None:
         value = values[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{key}={value!r} must be an integer of at least 1.")
-    minutes = config.checkpoint.every_minutes
-    if not isinstance(minutes, int | float) or not minutes >= 0:
-        raise ValueError(
-            f"checkpoint.every_minutes={minutes!r} must be a number from 0, which is never."
-        )
     if not isinstance(config.seed, int) or not 0 <= config.seed < 2**32:
         raise ValueError(f"seed={config.seed!r} must be an integer from 0 to 2**32 - 1.")
     try:

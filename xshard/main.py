@@ -20,7 +20,7 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from xshard import loop, workdir
+from xshard import checkpoint, loop, workdir
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -28,6 +28,13 @@ _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; --config.key=value changes a value.", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory: the same one again resumes.")
+_INIT_FROM = flags.DEFINE_string(
+    "init_from", None, "A new run begins with parameters of this checkpoint: DIR or DIR@STEP."
+)
+_INIT_SELECT = flags.DEFINE_string(
+    "init_select", checkpoint.PARAMS, "What it takes: a regular expression of paths."
+)
+_INIT_GROUP = flags.DEFINE_integer("init_group", 0, "Of which group, if it has several.", 0)
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
 _CPU_DEVICES = flags.DEFINE_integer(
     "cpu_devices", 0, "The virtual devices that the CPU is split into; 0: as JAX has it.", 0
@@ -48,7 +55,10 @@ def main(argv: Sequence[str], config: Any) -> int:
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
     # Haiku then refuses what would leak tracers into its state.
     hk.config.set(check_jax_usage=True)
-    return loop.run(config, _WORKDIR.value, _command())
+    init = None
+    if _INIT_FROM.value is not None:
+        init = checkpoint.Source(_INIT_FROM.value, _INIT_SELECT.value, _INIT_GROUP.value)
+    return loop.run(config, _WORKDIR.value, _command(), init)
 
 
 def run() -> int:

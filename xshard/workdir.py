@@ -17,8 +17,11 @@ import ml_collections
 
 from xshard import metrics
 
-# What may change between two parts of a run. Anything else would make it another run.
-_MAY_CHANGE = ("steps", "log_every_steps", "eval_every_steps", "eval_batch_size")
+# What may change between two parts of a run: how long it is, what it shows, and what it runs on. Anything
+# else would make it another run.
+_MAY_CHANGE = (
+    "steps", "log_every_steps", "eval_every_steps", "eval_batch_size", "model_parallel", "micro_batches",
+)  # fmt: skip
 _MAY_CHANGE_BELOW = ("checkpoint.",)
 
 
@@ -97,7 +100,9 @@ class Workdir:
         fatal = [
             text
             for key, text in zip(changed, texts, strict=True)
-            if key not in _MAY_CHANGE and not key.startswith(_MAY_CHANGE_BELOW)
+            if key not in _MAY_CHANGE
+            and not key.startswith(_MAY_CHANGE_BELOW)
+            and not (key == "group_assignment" and _same_count(old.get(key), new.get(key)))
         ]
         if fatal:
             raise ValueError(
@@ -105,6 +110,11 @@ class Workdir:
                 "would make it neither the one nor the other: give its own values, or a new directory."
             )
         return texts
+
+
+def _same_count(old: Any, new: Any) -> bool:
+    """Whether two group assignments are of as many groups: of more or fewer replicas each."""
+    return isinstance(old, list) and isinstance(new, list) and len(old or [1]) == len(new or [1])
 
 
 def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -1,19 +1,24 @@
 """`python -m xshard.checkpoint`: what it says of checkpoints, whole and damaged."""
 
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 import pytest
 
-from xshard import checkpoint
+from tests.checkpoint.harness import make_manager, save
+from xshard import checkpoint, mesh
 from xshard.checkpoint import __main__ as tool
+
+OPTIONS = {"keep_best": 2, "best_metric": "error", "best_mode": "min"}
 
 
 @pytest.fixture
 def directory(tmp_path):
-    manager = checkpoint.Manager(tmp_path / "ck", keep_last=3)
+    manager = make_manager(tmp_path / "ck")
     for step in (1, 2):
         state = {
             "w": jnp.full((2, 3), step, jnp.bfloat16),
@@ -21,8 +26,14 @@ def directory(tmp_path):
             "same": jnp.arange(3),
             "rng": jax.random.key(0),
         }
-        manager.save(step, state, {"experiment": "some"})
+        metadata = {"experiment": "some", "config": {"checkpoint": OPTIONS}}
+        manager.save(step, state, metadata, data={"step": step}, metrics={"error": 1.0 / step})
+    manager.close()
     return tmp_path / "ck"
+
+
+def print_nothing(message):
+    del message
 
 
 def run(capsys, *arguments):
@@ -33,12 +44,20 @@ def run(capsys, *arguments):
 
 def test_ls(directory, capsys):
     (directory / "step_00000003.0123abcd").mkdir()
+    run(capsys, "pin", directory, 1)
     code, rows = run(capsys, "ls", directory)
     assert code == 0
-    assert [(r["step"], r["counts"]) for r in rows] == [(1, "yes"), (2, "yes"), (3, "no")]
+    shown = [(r["step"], r["state"], r["pinned"], r["best"]) for r in rows]
+    assert shown == [
+        (1, "complete", "pinned", "2: error 1"),
+        (2, "complete", "", "1: error 0.5"),
+        (3, "incomplete", "", ""),
+    ]
+    assert rows[0]["age"].endswith(" s") and 0 < rows[0]["MB"] < 1
     assert tool.main(["ls", str(directory)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "counts", "written", "MB", "directory"] and len(lines) == 4
+    assert lines[0].split() == ["step", "state", "age", "MB", "pinned", "best", "folder"]
+    assert len(lines) == 4
 
 
 def test_show(directory, capsys):
@@ -48,6 +67,15 @@ def test_show(directory, capsys):
     assert by_path["rng"]["type"] == str(jax.random.key_impl(jax.random.key(0)))
     assert by_path["scale/current_loss_scale"]["value"] == 4.0
     assert by_path["experiment"]["value"] == "some" and by_path["step"]["value"] == 2
+    assert by_path["data"]["value"] == [{"step": 2}] and by_path["jax"]["value"] == jax.__version__
+
+
+def test_show_says_how_an_array_lay_on_the_devices(tmp_path, capsys):
+    manager = make_manager(tmp_path)
+    place = mesh.sharding(mesh.make_mesh(), None, "replica")
+    save(manager, 1, {"w": jax.device_put(jnp.ones((2, 8)), place)})
+    _, rows = run(capsys, "show", tmp_path, 1)
+    assert rows[0]["sharding"] == "P(None, 'replica')"
 
 
 def test_verify_reads_every_byte(directory, capsys):
@@ -70,9 +98,53 @@ def test_diff(directory, capsys):
     }
 
 
+def test_a_pinned_step_is_kept_from_the_rules_until_it_is_unpinned(directory, capsys):
+    assert run(capsys, "pin", directory, 1)[0] == 0
+    assert run(capsys, "pin", directory, 1)[0] == 0
+    manager = make_manager(directory, keep_last=1)
+    save(manager, 3, {"w": jnp.ones(1)})
+    assert manager.all_steps() == [1, 3]
+    assert run(capsys, "unpin", directory, 1)[0] == 0
+    save(manager, 4, {"w": jnp.ones(1)})
+    assert manager.all_steps() == [4]
+
+
 def test_rm(directory, capsys):
     assert run(capsys, "rm", directory, 1)[0] == 0
-    assert checkpoint.Manager(directory, keep_last=1).all_steps() == [2]
+    assert make_manager(directory).all_steps() == [2]
+
+
+def test_orbax_opens_what_it_has_been_told_of(directory, capsys):
+    assert run(capsys, "orbax", directory, 2)[1][0]["arrays"] == 4
+    (folder,) = directory.glob("step_00000002.*")
+    with warnings.catch_warnings():
+        # Orbax's own: of its defaults, and of an event loop that it leaves open.
+        warnings.simplefilter("ignore")
+        checkpointer = orbax.checkpoint.StandardCheckpointer()
+        arrays = checkpointer.restore(folder)
+        checkpointer.close()
+    np.testing.assert_array_equal(arrays["w"], np.full((2, 3), 2, jnp.bfloat16))
+    np.testing.assert_array_equal(arrays["rng"], jax.random.key_data(jax.random.key(0)))
+    assert make_manager(directory).latest_step() == 2
+
+
+@pytest.mark.parametrize("use_zarr3,use_ocdbt", [(False, True), (True, True), (False, False)])
+def test_import_of_an_orbax_checkpoint(tmp_path, capsys, use_zarr3, use_ocdbt):
+    params = {"mlp/linear": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.ones(3)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handler = orbax.checkpoint.PyTreeCheckpointHandler(use_zarr3=use_zarr3, use_ocdbt=use_ocdbt)
+        with orbax.checkpoint.Checkpointer(handler) as checkpointer:
+            checkpointer.save(tmp_path / "orbax", params)
+    code, rows = run(capsys, "import", tmp_path / "orbax", tmp_path / "new")
+    assert code == 0 and rows[0]["arrays"] == 2
+    state = {"params": {"mlp/linear": {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}}}
+    loaded = checkpoint.init_from(checkpoint.Source(str(tmp_path / "new")), state, print_nothing)
+    np.testing.assert_array_equal(loaded["params"]["mlp/linear"]["w"], params["mlp/linear"]["w"])
+    code, error = run(capsys, "import", tmp_path / "orbax", tmp_path / "new")
+    assert code == 1 and "holds checkpoints already" in error
+    code, error = run(capsys, "import", tmp_path, tmp_path / "new2")
+    assert code == 1 and "no checkpoint of orbax's" in error
 
 
 def test_export(directory, capsys, tmp_path):

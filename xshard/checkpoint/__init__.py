@@ -1,6 +1,17 @@
 """Checkpoints of everything that a run needs to go on, on tensorstore."""
 
-from xshard.checkpoint.format import CheckpointError
-from xshard.checkpoint.manager import Manager
+from xshard.checkpoint.manager import Manager, Restored
+from xshard.checkpoint.retention import Keep
+from xshard.checkpoint.store import CheckpointError
+from xshard.checkpoint.transfer import PARAMS, Source, check_init, init_from
 
-__all__ = ["CheckpointError", "Manager"]
+__all__ = [
+    "PARAMS",
+    "CheckpointError",
+    "Keep",
+    "Manager",
+    "Restored",
+    "Source",
+    "check_init",
+    "init_from",
+]

@@ -1,11 +1,16 @@
 """Looks at checkpoints: `python -m xshard.checkpoint ls runs/digits/checkpoints`.
 
-    ls DIR                   the steps: when, how large, whether they count
-    show DIR STEP            the tree: shapes and types, the loss scale, the run's metadata
+DIR is a folder of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
+
+    ls DIR                   the steps: age, size, whether they count, are pinned, or are the best
+    show DIR STEP            the tree: types, shapes, shardings, the loss scale; the run's metadata
     verify DIR [STEP]        reads every byte of one step or of all; exit code 1 if any is damaged
     diff DIR STEP STEP       the largest difference of each array
-    rm DIR STEP              deletes a step
+    pin DIR STEP             no rule deletes it any more; unpin takes that back
+    rm DIR STEP              deletes a step, pinned or not
     export DIR STEP FILE     writes the arrays to an .npz file; types that NumPy lacks become float32
+    orbax DIR STEP           adds the file by which orbax's StandardCheckpointer opens it
+    import ORBAX DIR         makes a checkpoint, for --init_from, of one of orbax's that has params
 
 --json prints the same for machines.
 """
@@ -22,77 +27,113 @@ from typing import Any
 import numpy as np
 
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import manager, reader
+from xshard.checkpoint import manager, orbax, retention, writer
+from xshard.checkpoint import source as source_lib
+from xshard.checkpoint import store as store_lib
 
 Rows = list[dict[str, Any]]
+_BUDGET_BYTES = 1 << 30
+_METAVARS = {"store": "DIR", "source": "ORBAX", "step": "STEP", "file": "FILE"}
 
 
-def list_steps(directory: pathlib.Path) -> Rows:
+def list_steps(store: store_lib.Store) -> Rows:
     """A row for each attempt."""
-    return [
-        {
+    attempts = format_lib.attempts(store)
+    commits = {a: commit for a in attempts if a.counts and (commit := _commit(a))}
+    best = _best(commits)
+    rows = []
+    for attempt in attempts:
+        commit = commits.get(attempt, {})
+        state = "complete" if commit else "incomplete"
+        if format_lib.COMMIT in attempt.marks and not commit:
+            state = "damaged"
+        row = {
             "step": attempt.step,
-            "counts": "yes" if attempt.is_committed else "no",
-            "written": time.strftime(
-                "%Y-%m-%d %H:%M:%S", time.localtime(attempt.path.stat().st_mtime)
-            ),
-            "MB": _size(attempt.path) / 1e6,
-            "directory": attempt.path.name,
+            "state": state,
+            "age": _age(commit.get("time")),
+            "MB": commit["bytes"] / 1e6 if commit else "",
+            "pinned": "pinned" if format_lib.PINNED in attempt.marks else "",
+            "best": best.get(attempt, ""),
+            "folder": attempt.prefix[:-1],
         }
-        for attempt in format_lib.attempts(directory)
-    ]
+        rows.append(row)
+    return rows
 
 
-def show(directory: pathlib.Path, step: int) -> Rows:
+def show(store: store_lib.Store, step: int) -> Rows:
     """A row for each array, and one for each item of metadata."""
-    attempt = find(directory, step)
-    meta = reader.read_meta(attempt)
-    arrays = reader.array_metas(meta)
+    attempt = format_lib.find(store, step)
+    meta = source_lib.read_meta(attempt)
+    arrays = source_lib.array_metas(meta)
     scales = {name: array for name, array in arrays.items() if name.endswith("current_loss_scale")}
-    values = dict(reader.read_arrays(attempt, scales))
+    values = dict(source_lib.read_arrays(attempt, scales, _BUDGET_BYTES))
     rows: Rows = [
         {
             "path": name,
             "type": array.key_impl or array.dtype,
             "shape": list(array.shape),
+            "sharding": array.sharding,
             "value": values[name].tolist() if name in values else "",
         }
         for name, array in arrays.items()
     ]
-    extra = {"step": meta["step"], **meta["metadata"], **meta["written_with"]}
-    return rows + [{"path": key, "type": "", "shape": "", "value": v} for key, v in extra.items()]
-
-
-def verify(directory: pathlib.Path, step: int | None) -> Rows:
-    """A row for each checkpoint, with what is damaged."""
-    attempts = format_lib.committed(directory)
-    chosen = attempts if step is None else [find(directory, step)]
-    return [{"step": attempt.step, "state": _damage(attempt) or "whole"} for attempt in chosen]
-
-
-def diff(directory: pathlib.Path, a: int, b: int) -> Rows:
-    """A row for each array that differs."""
-    arrays = [dict(_read_all(find(directory, step))) for step in (a, b)]
-    rows: Rows = []
-    for name in sorted(arrays[0].keys() | arrays[1].keys()):
-        left, right = (side.get(name) for side in arrays)
-        if left is None or right is None or left.shape != right.shape:
-            rows.append({"path": name, "largest difference": "only in one, or of another shape"})
-        elif left.tobytes() != right.tobytes():
-            gap = np.abs(left.astype(np.float64) - right.astype(np.float64))
-            rows.append({"path": name, "largest difference": float(np.max(gap))})
+    extra = {"step": meta["step"], **meta["metadata"], "data": meta["data"], **meta["written_with"]}
+    for key, value in extra.items():
+        rows.append({"path": key, "type": "", "shape": "", "sharding": "", "value": value})
     return rows
 
 
-def remove(directory: pathlib.Path, step: int) -> Rows:
+def verify(store: store_lib.Store, step: int | None) -> Rows:
+    """A row for each checkpoint, with what is damaged."""
+    attempts = [a for a in format_lib.attempts(store) if format_lib.COMMIT in a.marks]
+    chosen = attempts if step is None else [format_lib.find(store, step)]
+    return [{"step": attempt.step, "state": _damage(attempt) or "whole"} for attempt in chosen]
+
+
+def diff(store: store_lib.Store, a: int, b: int) -> Rows:
+    """A row for each array that differs."""
+    attempts = [format_lib.find(store, step) for step in (a, b)]
+    metas = [source_lib.array_metas(source_lib.read_meta(attempt)) for attempt in attempts]
+    both = [name for name in metas[0] if name in metas[1] and _same(metas, name)]
+    rows: Rows = [
+        {"path": name, "largest difference": "only in one, or of another shape"}
+        for name in sorted(metas[0].keys() | metas[1].keys())
+        if name not in both
+    ]
+    # One array of each at a time, however large they are together.
+    sides = [
+        source_lib.read_arrays(attempt, {name: meta[name] for name in both}, _BUDGET_BYTES)
+        for attempt, meta in zip(attempts, metas, strict=True)
+    ]
+    for (name, left), (_, right) in zip(*sides, strict=True):
+        if left.tobytes() != right.tobytes():
+            rows.append({"path": name, "largest difference": _gap(left, right)})
+    return sorted(rows, key=lambda row: row["path"])
+
+
+def pin(store: store_lib.Store, step: int) -> Rows:
+    """Keeps a step from every rule."""
+    attempt = format_lib.find(store, step)
+    if format_lib.PINNED not in attempt.marks:
+        store.create(attempt.prefix + format_lib.PINNED, b"")
+    return [{"pinned": step}]
+
+
+def unpin(store: store_lib.Store, step: int) -> Rows:
+    """Leaves a step to the rules again."""
+    store.delete(format_lib.find(store, step).prefix + format_lib.PINNED)
+    return [{"unpinned": step}]
+
+
+def remove(store: store_lib.Store, step: int) -> Rows:
     """Deletes a step."""
-    manager.remove(find(directory, step))
+    writer.remove(format_lib.find(store, step))
     return [{"deleted": step}]
 
 
-def export(directory: pathlib.Path, step: int, file: pathlib.Path) -> Rows:
+def export(store: store_lib.Store, step: int, file: pathlib.Path) -> Rows:
     """Writes the arrays to an .npz file."""
-    arrays = dict(_read_all(find(directory, step)))
+    arrays = dict(_read_all(format_lib.find(store, step)))
     plain = {
         name: value if value.dtype.kind in "biufc" and value.dtype.isbuiltin else value.astype("f4")
         for name, value in arrays.items()
@@ -102,31 +143,40 @@ def export(directory: pathlib.Path, step: int, file: pathlib.Path) -> Rows:
     return [{"file": str(file), "arrays": len(plain), "MB": file.stat().st_size / 1e6}]
 
 
-def find(directory: pathlib.Path, step: int) -> format_lib.Attempt:
-    """The checkpoint of a step; CheckpointError if there is none."""
-    committed = format_lib.committed(directory)
-    for attempt in committed:
-        if attempt.step == step:
-            return attempt
-    steps = [attempt.step for attempt in committed]
-    raise format_lib.CheckpointError(
-        f"There is no checkpoint of step {step} in {directory}; steps there: {steps or 'none'}."
-    )
+def to_orbax(store: store_lib.Store, step: int) -> Rows:
+    """Adds orbax's description."""
+    attempt = format_lib.find(store, step)
+    return [{"orbax": str(attempt), "arrays": orbax.describe(attempt)}]
+
+
+def from_orbax(source: store_lib.Store, store: store_lib.Store) -> Rows:
+    """Makes a checkpoint of step 0 of an orbax checkpoint."""
+    if format_lib.attempts(store):
+        raise format_lib.CheckpointError(f"{store} holds checkpoints already; give another place.")
+    arrays = orbax.read(source)
+    if not any(path.startswith("params/") for path in arrays):
+        arrays = {f"params/{path}": value for path, value in arrays.items()}
+    target = manager.Manager(store.url, retention.Keep(last=1))
+    target.save(0, arrays, {"imported from": source.url})
+    target.close()
+    return [{"imported": source.url, "arrays": len(arrays), "to": store.url}]
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs a command; returns the exit code."""
-    arguments = _parser().parse_args(argv)
-    command: Callable[..., Rows] = arguments.command
-    skip = ("command", "json", "name")
+    arguments = vars(_parser().parse_args(argv))
+    command: Callable[..., Rows] = arguments.pop("command")
+    as_json, _ = arguments.pop("json"), arguments.pop("name")
     try:
-        if not arguments.directory.is_dir():
-            raise format_lib.CheckpointError(f"{arguments.directory} is no directory.")
-        rows = command(**{k: v for k, v in vars(arguments).items() if k not in skip})
+        for key in arguments.keys() & {"store", "source"}:
+            arguments[key] = place = store_lib.Store(arguments[key])
+            if place.path is not None and not place.path.is_dir() and command is not from_orbax:
+                raise format_lib.CheckpointError(f"{place} is no directory.")
+        rows = command(**arguments)
     except (format_lib.CheckpointError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    print(json.dumps(rows, indent=1) if arguments.json else _table(rows))
+    print(json.dumps(rows, indent=1) if as_json else _table(rows))
     return int(command is verify and any(row["state"] != "whole" for row in rows))
 
 
@@ -138,28 +188,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="name", required=True)
     specs: dict[str, tuple[Callable[..., Rows], list[str]]] = {
-        "ls": (list_steps, []),
-        "show": (show, ["step"]),
-        "verify": (verify, ["step?"]),
-        "diff": (diff, ["a", "b"]),
-        "rm": (remove, ["step"]),
-        "export": (export, ["step", "file"]),
+        "ls": (list_steps, ["store"]),
+        "show": (show, ["store", "step"]),
+        "verify": (verify, ["store", "step?"]),
+        "diff": (diff, ["store", "a", "b"]),
+        "pin": (pin, ["store", "step"]),
+        "unpin": (unpin, ["store", "step"]),
+        "rm": (remove, ["store", "step"]),
+        "export": (export, ["store", "step", "file"]),
+        "orbax": (to_orbax, ["store", "step"]),
+        "import": (from_orbax, ["source", "store"]),
     }
+    kinds = {"store": str, "source": str, "file": pathlib.Path}
     for name, (command, positionals) in specs.items():
         sub = commands.add_parser(name)
         sub.set_defaults(command=command)
         sub.add_argument("--json", action="store_true")
-        sub.add_argument("directory", type=lambda path: pathlib.Path(path).absolute())
         for positional in positionals:
-            kind: Any = pathlib.Path if positional == "file" else int
-            sub.add_argument(
-                positional.rstrip("?"), type=kind, nargs="?" if "?" in positional else None
-            )
+            key = positional.rstrip("?")
+            kind: Any = kinds.get(key, int)
+            optional = "?" if positional != key else None
+            sub.add_argument(key, type=kind, nargs=optional, metavar=_METAVARS.get(key))
     return parser
 
 
 def _read_all(attempt: format_lib.Attempt) -> Iterator[tuple[str, np.ndarray]]:
-    return reader.read_arrays(attempt, reader.array_metas(reader.read_meta(attempt)))
+    arrays = source_lib.array_metas(source_lib.read_meta(attempt))
+    return source_lib.read_arrays(attempt, arrays, _BUDGET_BYTES)
 
 
 def _damage(attempt: format_lib.Attempt) -> str:
@@ -171,8 +226,48 @@ def _damage(attempt: format_lib.Attempt) -> str:
     return ""
 
 
-def _size(path: pathlib.Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+def _commit(attempt: format_lib.Attempt) -> dict[str, Any]:
+    try:
+        return source_lib.read_commit(attempt)
+    except source_lib.DamagedError:
+        return {}
+
+
+def _best(commits: dict[format_lib.Attempt, dict[str, Any]]) -> dict[format_lib.Attempt, str]:
+    """The place of each of the best, and its metric, by the rule of the newest's config."""
+    if not commits:
+        return {}
+    try:
+        meta = source_lib.read_meta(max(commits, key=lambda a: a.step))
+    except source_lib.DamagedError:
+        return {}
+    options = meta["metadata"].get("config", {}).get("checkpoint", {})
+    if not options.get("keep_best"):
+        return {}
+    name = options["best_metric"]
+    keep = retention.Keep(1, 0, options["keep_best"], name, options["best_mode"])
+    saved = {a.step: (a, c["metrics"].get(name)) for a, c in commits.items()}
+    steps = keep.best_steps([retention.Saved(step, m) for step, (_, m) in saved.items()])
+    return {saved[s][0]: f"{i}: {name} {saved[s][1]:.4g}" for i, s in enumerate(steps, 1)}
+
+
+def _same(metas: list[dict[str, format_lib.ArrayMeta]], name: str) -> bool:
+    return metas[0][name].kind == metas[1][name].kind
+
+
+def _gap(left: np.ndarray, right: np.ndarray) -> float:
+    wide = np.complex128 if left.dtype.kind == "c" else np.float64
+    return float(np.max(np.abs(left.astype(wide) - right.astype(wide))))
+
+
+def _age(written: float | None) -> str:
+    if written is None:
+        return ""
+    seconds = max(time.time() - written, 0)
+    for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"
 
 
 def _table(rows: Rows) -> str:

@@ -1,37 +1,77 @@
-"""Which checkpoints are kept, and which one a run goes on from."""
+"""The checkpoints of one run: saved in the background, kept by rules, restored by agreement."""
 
-import pathlib
-import secrets
-import shutil
-from typing import Any
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from absl import logging
 
+from xshard import processes
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import reader, writer
+from xshard.checkpoint import lock as lock_lib
+from xshard.checkpoint import reader, retention, saver, source, writer
+from xshard.checkpoint import store as store_lib
+
+
+class Restored(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+      state: the tree of arrays.
+      metadata: the run's own, as it was saved.
+      data: the position in the data of each process that saved it.
+      step: its step.
+    """
+
+    state: Any
+    metadata: dict[str, Any]
+    data: list[Any]
+    step: int
 
 
 class Manager:
-    """The checkpoints of one run, in one directory."""
+    """The checkpoints in one folder. Every process of a run makes one, and calls it alike."""
 
-    def __init__(self, directory: str | pathlib.Path, *, keep_last: int):
-        """Opens a directory, which need not exist.
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: retention.Keep,
+        *,
+        budget_bytes: int = 4 << 30,
+        deadline_seconds: float = 1800.0,
+        say: Callable[[str], None] = logging.info,
+    ):
+        """Opens a folder, which need not exist.
 
         Args:
-          directory: where the checkpoints are.
-          keep_last: how many of the newest are kept, at least 1.
+          folder: a path that all processes see, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
+          keep: which checkpoints are kept.
+          budget_bytes: how many bytes of the state may be in host memory at a time, beside the state.
+          deadline_seconds: how long processes wait for one another.
+          say: takes messages on progress.
 
         Raises:
-          CheckpointError: if there would be none to keep.
+          CheckpointError: if the folder cannot be one.
         """
-        if not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1:
-            raise format_lib.CheckpointError(
-                f"checkpoint.keep_last={keep_last!r} must be an integer of at least 1."
-            )
-        # Absolute, since tensorstore takes no other path.
-        self.directory = pathlib.Path(directory).absolute()
-        self._keep_last = keep_last
+        self.store = store_lib.Store(folder)
+        self._keep = keep
+        self._budget_bytes = budget_bytes
+        self._say = say
+        self._lock: lock_lib.FileLock | lock_lib.Lease | None = None
         self._damaged: set[format_lib.Attempt] = set()
+        self._exchange = processes.Exchange(f"checkpoints in {self.store}", deadline_seconds)
+        self._saver = saver.Saver(
+            self.store,
+            self._exchange,
+            budget_bytes=budget_bytes,
+            say=say,
+            before=self._before,
+            guard=self._guard,
+            after=self._after,
+        )
 
     def all_steps(self) -> list[int]:
         """The steps with a checkpoint that counts, in ascending order."""
@@ -41,74 +81,157 @@ class Manager:
         """The newest step with a checkpoint that counts, or None."""
         return max(self.all_steps(), default=None)
 
-    def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
-        """Saves a step, unless it has been, and deletes what need not be kept.
+    def acquire(self) -> None:
+        """Makes the folder this run's until `close`; a save does so too.
+
+        Raises:
+          CheckpointError: if another run has it, or it cannot be written.
+        """
+        self._saver.first(self._acquire)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metadata: dict[str, Any],
+        *,
+        data: Any = None,
+        metrics: dict[str, float] | None = None,
+    ) -> None:
+        """Begins to save a step, unless it has been, and deletes what need not be kept when it is.
+
+        Returns when the state has been copied to the host, and may be donated.
 
         Args:
           step: the step's number.
-          state: a tree of arrays, typed PRNG keys among them.
-          metadata: what JSON can hold.
+          state: a tree of arrays, typed PRNG keys among them; all processes' together.
+          metadata: what JSON can hold, equal on all processes.
+          data: this process's position in the data, as JSON can hold it.
+          metrics: what the best checkpoint is chosen by.
 
         Raises:
-          CheckpointError: if it could not be saved; earlier checkpoints are as they were.
+          CheckpointError: if the save before has failed; this one is not begun then.
         """
-        if step in self.all_steps():
-            return
-        # A dead attempt is collected first: on a full disk it is what stands in the way.
-        for attempt in format_lib.attempts(self.directory):
-            if not attempt.is_committed:
-                remove(attempt)
-        attempt = format_lib.Attempt(self.directory, step, secrets.token_hex(4))
-        try:
-            writer.write(attempt, state, metadata)
-        except BaseException:
-            if not attempt.is_committed:
-                remove(attempt)
-            raise
-        for old in self._committed()[: -self._keep_last]:
-            remove(old)
+        self._saver.start(step, state, saver.Extra(metadata, data, metrics or {}))
 
-    def restore(self, target: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reads a checkpoint.
+    def check(self) -> None:
+        """Raises CheckpointError if the last save has ended and failed. Does not wait."""
+        self._saver.check()
+
+    def wait(self) -> None:
+        """Waits for the last save; CheckpointError if it has failed."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Waits for the last save, and gives the folder back."""
+        try:
+            self.wait()
+        finally:
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                lock.release()
+
+    def restore(self, target: Any, step: int | None = None) -> Restored:
+        """Reads a checkpoint: on every process its part, of the same one.
 
         Args:
-          target: a tree of `jax.ShapeDtypeStruct` with shardings.
+          target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
           step: the step; the newest by default, or the newest before it that is not damaged.
-
-        Returns:
-          The tree and the metadata.
 
         Raises:
           CheckpointError: if there is none, if all are damaged, or if it does not fit the target.
         """
-        candidates = [a for a in reversed(self._committed()) if step in (None, a.step)]
-        if not candidates:
-            wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-            raise format_lib.CheckpointError(
-                f"There is no {wanted} in {self.directory}; steps there: {self.all_steps() or 'none'}."
-            )
+        self.wait()
         damage = []
-        for attempt in candidates:
-            try:
-                return reader.read(attempt, target)
-            except reader.DamagedError as e:
-                damage.append(str(e))
-                # From here on it does not count: its step is saved again, beside it, and it takes no
-                # other checkpoint's place among those that are kept.
-                self._damaged.add(attempt)
-                logging.error("DAMAGED CHECKPOINT: %s Trying the one before.", e)
+        for attempt in self._candidates(step):
+            restored, damaged = self._read(attempt, target)
+            if restored is not None:
+                return restored
+            damage.append(damaged)
+            self._set_aside(attempt, damaged)
         raise format_lib.CheckpointError(
-            f"All checkpoints in {self.directory} are damaged: {' '.join(damage)}"
+            f"All checkpoints in {self.store} are damaged: {' '.join(damage)}"
         )
 
+    def _candidates(self, step: int | None) -> list[format_lib.Attempt]:
+        def find() -> list[tuple[int, str]]:
+            found = [a for a in reversed(self._committed()) if step in (None, a.step)]
+            if not found:
+                wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+                raise format_lib.CheckpointError(
+                    f"There is no {wanted} in {self.store}; steps there: {self.all_steps() or 'none'}."
+                )
+            return [(a.step, a.nonce) for a in found]
+
+        # As process 0 sees them: a listing may differ from one instant to the next.
+        found = self._saver.first(find)
+        return [format_lib.Attempt(self.store, number, nonce) for number, nonce in found]
+
+    def _read(self, attempt: format_lib.Attempt, target: Any) -> tuple[Restored | None, str]:
+        """A checkpoint, or what is damaged in it on any process."""
+        said, restored = {}, None
+        try:
+            meta = source.read_meta(attempt)
+            state = reader.read(attempt, target, meta, self._budget_bytes, self._say)
+            restored = Restored(state, meta["metadata"], meta["data"], attempt.step)
+        except source.DamagedError as e:
+            said = {"damaged": str(e)}
+        except (ValueError, OSError) as e:
+            said = {"error": store_lib.reason(e)}
+        answers = [json.loads(answer) for answer in self._exchange(json.dumps(said))]
+        for answer in answers:
+            if "error" in answer:
+                raise format_lib.CheckpointError(answer["error"])
+        damage = " ".join(dict.fromkeys(a["damaged"] for a in answers if "damaged" in a))
+        return (None, damage) if damage else (restored, "")
+
+    def _set_aside(self, attempt: format_lib.Attempt, damage: str) -> None:
+        """From here on it does not count: its step is saved again, and it takes no other's place."""
+        self._damaged.add(attempt)
+        logging.error("DAMAGED CHECKPOINT: %s Trying the one before.", damage)
+        # Only the run whose checkpoints they are says so for others, too.
+        if self._lock is None:
+            return
+        note = {"damage": damage, "found": time.strftime("%Y-%m-%d %H:%M:%S")}
+        try:
+            self.store.create(attempt.prefix + format_lib.DAMAGED, format_lib.to_json(note))
+        except format_lib.CheckpointError as e:
+            logging.error("%s could not be marked as damaged: %s", attempt, e)
+
     def _committed(self) -> list[format_lib.Attempt]:
-        return [a for a in format_lib.committed(self.directory) if a not in self._damaged]
+        return [a for a in format_lib.committed(self.store) if a not in self._damaged]
 
+    def _acquire(self) -> None:
+        if self._lock is None:
+            self._lock = lock_lib.acquire(self.store, self._say)
 
-def remove(attempt: format_lib.Attempt) -> None:
-    """Deletes an attempt; from the first instant on it does not count."""
-    if not attempt.path.exists():
-        return
-    # Without COMMIT it does not count, however far the rest of the deletion comes.
-    (attempt.path / format_lib.COMMIT).unlink(missing_ok=True)
-    shutil.rmtree(attempt.path, ignore_errors=True)
+    def _before(self, step: int) -> bool:
+        """What process 0 does before a save: it needs the folder, and the place of dead attempts."""
+        self._acquire()
+        found = format_lib.attempts(self.store)
+        for attempt in found:
+            if format_lib.COMMIT not in attempt.marks:
+                writer.remove(attempt)
+        return step not in {a.step for a in found if a.counts and a not in self._damaged}
+
+    def _guard(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
+
+    def _after(self) -> None:
+        """What process 0 does when a checkpoint counts."""
+        try:
+            there = self._committed()
+            kept = self._keep.kept([self._saved(attempt) for attempt in there])
+            for attempt in there:
+                if attempt.step not in kept:
+                    writer.remove(attempt)
+        except Exception as e:
+            self._say(f"old checkpoints in {self.store} could not be deleted: {e}")
+
+    def _saved(self, attempt: format_lib.Attempt) -> retention.Saved:
+        metric = None
+        if self._keep.best:
+            with contextlib.suppress(source.DamagedError):
+                metric = source.read_commit(attempt)["metrics"].get(self._keep.metric)
+        return retention.Saved(attempt.step, metric, format_lib.PINNED in attempt.marks)

@@ -1,115 +1,163 @@
-"""Reads a checkpoint that counts, and names what is damaged in one that does not hold what it should."""
+"""Reads a checkpoint into a tree of arrays on devices, of each only what this process's devices hold."""
 
-import json
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import tensorstore as ts
 
+from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import ownership, source
 
-# As messages of a mismatch name leaves.
+# As many leaves a message of a mismatch names.
 _SHOWN = 5
+# Arrays are put on devices in groups, since a call for each of thousands takes longer than reading them.
+_PLACED_AT_ONCE = 64
 
 
-class DamagedError(format_lib.CheckpointError):
-    """A checkpoint that counts but does not hold what was written."""
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array to be read onto devices.
 
-
-def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
-    """The description of a checkpoint, after its checksums have been verified.
-
-    Raises:
-      DamagedError: if a file is missing or not what was written.
-      CheckpointError: if it is of a version that this code does not know.
+    Attributes:
+      path: its path in the checkpoint.
+      meta: how it is stored.
+      shape: the shape that is wanted.
+      sharding: where it belongs.
+      group: which place along the stored array's first dimension is wanted; None: all of it.
+      repeat: whether the stored array is wanted at each place of a first dimension that it lacks.
     """
-    try:
-        commit = json.loads((attempt.path / format_lib.COMMIT).read_bytes())
-        for name, wanted in commit["sha256"].items():
-            if format_lib.checksum(attempt.path / name) != wanted:
-                raise DamagedError(
-                    f"{attempt.path / name} is not what was written (its checksum differs)."
-                )
-        meta = json.loads((attempt.path / format_lib.META).read_bytes())
-        if (commit["step"], commit["attempt"]) != (attempt.step, attempt.nonce):
-            raise DamagedError(f"{attempt.path / format_lib.COMMIT} is another checkpoint's.")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        if isinstance(e, DamagedError):
-            raise
-        raise DamagedError(f"{attempt.path} cannot be read: {type(e).__name__}: {e}.") from e
-    if meta["version"] != format_lib.VERSION:
-        raise format_lib.CheckpointError(
-            f"{attempt.path} has format version {meta['version']}; this code reads {format_lib.VERSION}."
-        )
-    return meta
+
+    path: str
+    meta: format_lib.ArrayMeta
+    shape: tuple[int, ...]
+    sharding: Any
+    group: int | None = None
+    repeat: bool = False
+
+    def stored_box(self, index: tuple[slice, ...]) -> format_lib.Box:
+        """The part of the stored array that belongs at an index of the wanted one."""
+        box = ownership.as_box(index, self.shape)
+        box = box[1:] if self.repeat else box
+        return box if self.group is None else ((self.group, self.group + 1), *box)
+
+    def wanted(self, part: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        """What belongs at an index, from the part of the stored array."""
+        part = part if self.group is None else part[0]
+        if not self.repeat:
+            return part
+        (low, high), *_ = ownership.as_box(index, self.shape)
+        return np.broadcast_to(part, (high - low, *part.shape))
 
 
-def read(attempt: format_lib.Attempt, target: Any) -> tuple[Any, dict[str, Any]]:
+def read(
+    attempt: format_lib.Attempt,
+    target: Any,
+    meta: dict[str, Any],
+    budget_bytes: int,
+    say: Callable[[str], None],
+) -> Any:
     """Reads a checkpoint into the structure, types and shardings of `target`.
 
     Args:
       attempt: a checkpoint that counts.
       target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
-
-    Returns:
-      The tree, and the metadata that was saved with it.
+      meta: its description.
+      budget_bytes: how much may be read at a time, beyond the arrays themselves.
+      say: takes messages on progress.
 
     Raises:
       DamagedError: if something is not what was written.
       CheckpointError: if the checkpoint has another structure, shape or type than the target.
     """
-    meta = read_meta(attempt)
-    stored = array_metas(meta)
+    stored = source.array_metas(meta)
     wanted = format_lib.flatten(target)
-    _check_same(attempt, stored, {name: format_lib.describe(leaf) for name, leaf in wanted.items()})
-    values = dict(read_arrays(attempt, {name: stored[name] for name in wanted}))
+    _check_same(attempt, stored, {path: format_lib.describe(leaf) for path, leaf in wanted.items()})
     leaves = [
-        _place(values[name], leaf.sharding, stored[name].key_impl) for name, leaf in wanted.items()
+        Leaf(path, stored[path], stored[path].shape, leaf.sharding) for path, leaf in wanted.items()
     ]
-    return jax.tree.unflatten(jax.tree.structure(target), leaves), meta["metadata"]
+    values = read_leaves(attempt, leaves, budget_bytes, say)
+    return jax.tree.unflatten(jax.tree.structure(target), values)
 
 
-def array_metas(meta: dict[str, Any]) -> dict[str, format_lib.ArrayMeta]:
-    """The arrays of a description, by path."""
-    return {
-        name: format_lib.ArrayMeta(tuple(entry["shape"]), entry["dtype"], entry["key_impl"])
-        for name, entry in meta["arrays"].items()
-    }
-
-
-def read_arrays(
-    attempt: format_lib.Attempt, arrays: dict[str, format_lib.ArrayMeta]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads arrays, each with its path; PRNG keys as their data.
+def read_leaves(
+    attempt: format_lib.Attempt,
+    leaves: list[Leaf],
+    budget_bytes: int,
+    say: Callable[[str], None],
+) -> list[jax.Array]:
+    """Reads arrays onto their devices: of each only what this process's devices hold, and that once.
 
     Raises:
-      DamagedError: at the first that is not what was written.
+      DamagedError: if something is not what was written.
     """
-    context, database = format_lib.context(), format_lib.database(attempt.path)
-    futures = {
-        name: ts.open(meta.spec(database, name), open=True, context=context)
-        for name, meta in arrays.items()
+    boxes = [_Boxes(leaf) for leaf in leaves]
+    parts = [(one, box) for one in boxes for box in one.distinct]
+    total = sum(source.box_bytes(one.leaf.meta, box) for one, box in parts)
+    progress = budget_lib.Progress(f"reading {attempt}", total, say)
+    requests = ((one.leaf.path, one.leaf.meta, box) for one, box in parts)
+    done: list[_Boxes] = []
+    arrays: dict[str, jax.Array] = {}
+    for (one, box), part in zip(
+        parts, source.read_parts(attempt, requests, budget_bytes), strict=True
+    ):
+        one.fill(box, part)
+        progress.add(part.nbytes)
+        if one.is_full:
+            done.append(one)
+        if len(done) >= _PLACED_AT_ONCE:
+            arrays |= _place(done)
+    arrays |= _place(done)
+    return [arrays[leaf.path] for leaf in leaves]
+
+
+class _Boxes:
+    """The parts of an array that this process's devices hold."""
+
+    def __init__(self, leaf: Leaf):
+        self.leaf = leaf
+        self._indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+        self._boxes = {d: leaf.stored_box(index) for d, index in self._indices.items()}
+        self.distinct = list(dict.fromkeys(self._boxes.values()))
+        self._parts: dict[format_lib.Box, np.ndarray] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._parts) == len(self.distinct)
+
+    def fill(self, box: format_lib.Box, part: np.ndarray) -> None:
+        self._parts[box] = part
+
+    def on_host(self) -> list[tuple[Any, np.ndarray]]:
+        """What belongs on each device."""
+        return [
+            (device, self.leaf.wanted(self._parts[box], self._indices[device]))
+            for device, box in self._boxes.items()
+        ]
+
+    def join(self, parts: list[jax.Array]) -> jax.Array:
+        """One array of what is on the devices."""
+        leaf = self.leaf
+        array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+        impl = leaf.meta.key_impl
+        return jax.random.wrap_key_data(array, impl=impl) if impl else array
+
+
+def _place(done: list[_Boxes]) -> dict[str, jax.Array]:
+    """Puts arrays on their devices, in one call, and forgets them on the host."""
+    hosts = [one.on_host() for one in done]
+    devices = [device for parts in hosts for device, _ in parts]
+    placed = iter(jax.device_put([value for parts in hosts for _, value in parts], devices))
+    arrays = {
+        one.leaf.path: one.join([next(placed) for _ in parts])
+        for one, parts in zip(done, hosts, strict=True)
     }
-    for name, future in futures.items():
-        yield name, _read_array(attempt, name, future)
-
-
-def _read_array(attempt: format_lib.Attempt, name: str, opening: Any) -> np.ndarray:
-    try:
-        return np.asarray(opening.result().read().result())
-    except (ValueError, OSError) as e:
-        reason = str(e).split(" [source locations")[0]
-        raise DamagedError(f"'{name}' in {attempt.path} is not what was written: {reason}.") from e
-
-
-def _place(value: np.ndarray, sharding: Any, key_impl: str | None) -> jax.Array:
-    if key_impl:
-        key = jax.random.wrap_key_data(jnp.asarray(value), impl=key_impl)
-        return jax.device_put(key, sharding)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    # Until then the host's memory is in use.
+    jax.block_until_ready(list(arrays.values()))
+    done.clear()
+    return arrays
 
 
 def _check_same(
@@ -117,20 +165,17 @@ def _check_same(
     stored: dict[str, format_lib.ArrayMeta],
     wanted: dict[str, format_lib.ArrayMeta],
 ) -> None:
-    problems = [f"'{name}' is missing in it" for name in sorted(wanted.keys() - stored.keys())]
-    problems += [f"'{name}' is only in it" for name in sorted(stored.keys() - wanted.keys())]
+    problems = [f"'{path}' is missing in it" for path in sorted(wanted.keys() - stored.keys())]
+    problems += [f"'{path}' is only in it" for path in sorted(stored.keys() - wanted.keys())]
     problems += [
-        f"'{name}' is {_show(stored[name])} in it, {_show(wanted[name])} here"
-        for name in sorted(stored.keys() & wanted.keys())
-        if stored[name] != wanted[name]
+        f"'{path}' is {stored[path]} in it, {wanted[path]} here"
+        for path in sorted(stored.keys() & wanted.keys())
+        if stored[path].kind != wanted[path].kind
     ]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise format_lib.CheckpointError(
-            f"{attempt.path} is of another model or optimizer: {'; '.join(problems[:_SHOWN])}{more}. "
-            "Restore it with the config it was saved with, or use a new directory."
+            f"{attempt} is of another model or optimizer: {'; '.join(problems[:_SHOWN])}{more}. "
+            "Restore it with the config it was saved with, begin anew in another directory, or take a "
+            "part of it with --init_from."
         )
-
-
-def _show(meta: format_lib.ArrayMeta) -> str:
-    return f"{meta.key_impl or meta.dtype}{list(meta.shape)}"

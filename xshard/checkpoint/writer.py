@@ -1,163 +1,296 @@
-"""Writes one attempt: arrays, merge, description, and COMMIT as the very last thing."""
+"""Writes one attempt: each process its pieces, process 0 the rest, and COMMIT as the very last thing."""
 
 import dataclasses
 import importlib.metadata
-import os
-import pathlib
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
+from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import ownership
+from xshard.checkpoint import store as store_lib
 
-# What is written in one transaction, which holds it in memory until it is committed.
+Chunk = tuple[ownership.Piece, np.ndarray]
+Copy = Callable[[], np.ndarray]
+
+# What is written in one transaction, which holds it until it is committed, and how many are under way.
 _BATCH_BYTES = 128 << 20
+_BATCHES = 3
+# As many files are written at a time as a transaction fills.
+_FILE_BYTES = 64 << 20
+_PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "tensorstore", "numpy")
 
 
-def write(attempt: format_lib.Attempt, state: Any, metadata: dict[str, Any]) -> None:
-    """Saves a tree of arrays as an attempt.
+def copy_to_host(
+    plan: ownership.Plan,
+    leaves: dict[str, Any],
+    budget: budget_lib.Budget,
+    put: Callable[[Chunk], None],
+    full: Callable[[], None],
+) -> None:
+    """Copies what this process writes, so that the arrays may be donated afterwards.
+
+    Args:
+      plan: what this process writes.
+      leaves: the arrays by path.
+      budget: the bytes that may be held; given back when they are written.
+      put: takes each chunk.
+      full: called before this waits for bytes.
+    """
+    shards: dict[str, list[Any]] = {}
+    copying: list[tuple[ownership.Piece, Copy]] = []
+    for piece in plan.pieces:
+        nbytes = plan.arrays[piece.path].chunk_bytes
+        if copying and not budget.fits(nbytes):
+            _finish_copies(copying, put)
+            full()
+        budget.take(nbytes)
+        if piece.path not in shards:
+            shards[piece.path] = _local_shards(leaves[piece.path])
+        copying.append((piece, start_copy(shards[piece.path][piece.shard], piece)))
+    _finish_copies(copying, put)
+
+
+def start_copy(shard: Any, piece: ownership.Piece) -> Copy:
+    """Begins to copy a piece of a shard, and returns what ends it."""
+    box = tuple(slice(i, i + n) for i, n in zip(piece.start, piece.shape, strict=True))
+    if isinstance(shard, np.ndarray):
+        return lambda: np.array(shard[box])
+    if shard.device.platform == "cpu":
+        # The array's own memory: as long as NumPy looks at it, JAX donates it to nobody.
+        return lambda: np.asarray(shard)[box]
+    return start_device_copy(shard, piece)
+
+
+def start_device_copy(shard: jax.Array, piece: ownership.Piece) -> Copy:
+    """Begins to copy a piece of a shard from a device that has memory of its own."""
+    if piece.shape != shard.shape:
+        # On the device, so that only what this process writes goes over the bus.
+        shard = jax.lax.dynamic_slice(shard, piece.start, piece.shape)
+    shard.copy_to_host_async()
+    return lambda: np.asarray(shard)
+
+
+def write_part(
+    attempt: format_lib.Attempt,
+    process: int,
+    arrays: dict[str, format_lib.ArrayMeta],
+    chunks: Iterator[Chunk | None],
+    written: Callable[[int], None],
+) -> int:
+    """Writes what a process owns into its own database; process 0 the descriptions of arrays too.
+
+    Args:
+      attempt: the attempt.
+      process: the process.
+      arrays: how each array is stored.
+      chunks: what it owns; None where the next one may wait for bytes to be written.
+      written: called with the number of bytes that need not be held any more.
+
+    Returns:
+      The number of keys.
+    """
+    batches, keys = _Batches(attempt, process, arrays, written), 0
+    for path, meta in arrays.items() if process == 0 else ():
+        batches.write(f"{path}/zarr.json", json.dumps(meta.zarr()).encode())
+        keys += 1
+    for chunk in chunks:
+        if chunk is None:
+            batches.flush()
+        else:
+            batches.write_chunk(*chunk)
+            keys += 1
+    batches.flush()
+    attempt.store.sync(attempt.part(process))
+    return keys
+
+
+def merge(
+    attempt: format_lib.Attempt, processes: list[int], arrays: dict[str, format_lib.ArrayMeta]
+) -> int:
+    """Makes one database of those of some processes; their data stays where it is.
+
+    Returns:
+      The number of keys.
 
     Raises:
-      CheckpointError: if it could not; then the attempt does not count.
+      CheckpointError: if they do not hold each key of the arrays.
     """
-    if jax.process_count() > 1:
-        raise format_lib.CheckpointError(
-            f"{jax.process_count()} processes run, but checkpoints are written by one so far."
-        )
-    leaves = format_lib.flatten(state)
-    arrays = {name: format_lib.describe(leaf) for name, leaf in leaves.items()}
-    try:
-        attempt.path.mkdir(parents=True)
-        part = attempt.path / "p0"
-        _write_arrays(part, arrays, {name: _to_host(leaf) for name, leaf in leaves.items()})
-        _merge(attempt.path, [part], _expected_keys(arrays))
-        _describe(attempt, arrays, metadata)
-        _commit(attempt, sum(len(meta.keys(name)) for name, meta in arrays.items()))
-    except (OSError, ValueError) as e:
-        raise format_lib.CheckpointError(
-            f"Step {attempt.step} could not be saved in {attempt.root}: {_reason(e)}. Earlier checkpoints "
-            "are as they were."
-        ) from e
-
-
-def _to_host(leaf: Any) -> np.ndarray:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
-
-
-def _write_arrays(
-    part: pathlib.Path, arrays: dict[str, format_lib.ArrayMeta], values: dict[str, np.ndarray]
-) -> None:
-    context, database = format_lib.context(), format_lib.database(part)
-    for batch in _batches(values):
-        transaction = ts.Transaction(atomic=True)
-        futures = [
-            ts.open(
-                arrays[name].spec(database, name),
-                create=True,
-                context=context,
-                transaction=transaction,
-            )
-            for name in batch
-        ]
-        for name, future in zip(batch, futures, strict=True):
-            # The write's own future resolves only when the transaction is committed.
-            future.result().write(values[name]).copy.result()
-        transaction.commit_async().result()
-
-
-def _batches(values: dict[str, np.ndarray]) -> list[list[str]]:
-    batches: list[list[str]] = []
-    size = _BATCH_BYTES
-    for name, value in values.items():
-        size += value.nbytes
-        if size > _BATCH_BYTES:
-            batches.append([])
-            size = value.nbytes
-        batches[-1].append(name)
-    return batches
-
-
-def _expected_keys(arrays: dict[str, format_lib.ArrayMeta]) -> set[bytes]:
-    return {key.encode() for name, meta in arrays.items() for key in meta.keys(name)}
-
-
-def _merge(root: pathlib.Path, parts: list[pathlib.Path], expected: set[bytes]) -> None:
-    """Makes one database of the parts; their data stays where it is."""
-    context = format_lib.context()
-    merged = ts.KvStore.open(format_lib.database(root), context=context).result()
+    # Entries are copied within one context only.
+    context = store_lib.make_context()
+    merged = attempt.store.database(attempt.prefix, context)
     transaction = ts.Transaction(atomic=True)
-    for part in parts:
-        source = ts.KvStore.open(format_lib.database(part), context=context).result()
-        source.experimental_copy_range_to(merged.with_transaction(transaction)).result()
+    for process in processes:
+        part = attempt.store.database(attempt.part(process), context)
+        part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
+    expected = {key.encode() for path, meta in arrays.items() for key in meta.keys(path)}
     found = set(merged.list().result())
     if found != expected:
         raise format_lib.CheckpointError(
             f"{len(expected - found)} keys are missing and {len(found - expected)} are too many, "
             f"such as {sorted(found ^ expected)[0].decode()}"
         )
+    return len(found)
 
 
-def _describe(
+def describe(
     attempt: format_lib.Attempt,
     arrays: dict[str, format_lib.ArrayMeta],
     metadata: dict[str, Any],
+    data: list[Any],
 ) -> None:
+    """Writes meta.json.
+
+    Args:
+      attempt: the attempt.
+      arrays: how each array is stored.
+      metadata: the run's own.
+      data: the position in the data of each process.
+    """
     meta = {
         "version": format_lib.VERSION,
         "step": attempt.step,
-        "processes": 1,
-        "arrays": {name: dataclasses.asdict(meta) for name, meta in arrays.items()},
+        "arrays": {path: dataclasses.asdict(meta) for path, meta in arrays.items()},
         "metadata": metadata,
+        "data": data,
         "written_with": {
-            "jax": jax.__version__,
-            "tensorstore": importlib.metadata.version("tensorstore"),
+            "processes": len(data),
+            "devices": jax.device_count(),
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in _PACKAGES},
         },
     }
-    _write_file(attempt.path / format_lib.META, format_lib.to_json(meta))
+    attempt.store.create(attempt.prefix + format_lib.META, format_lib.to_json(meta))
 
 
-def _commit(attempt: format_lib.Attempt, keys: int) -> None:
-    # All directories must be on the disk before the file that says so.
-    for directory in [path for path in attempt.path.rglob("*") if path.is_dir()]:
-        _sync_directory(directory)
-    commit = {
-        "step": attempt.step,
-        "attempt": attempt.nonce,
-        "keys": keys,
-        "sha256": {
-            name: format_lib.checksum(attempt.path / name)
-            for name in (format_lib.META, format_lib.MANIFEST)
-        },
-    }
-    _sync_directory(attempt.path)
-    _sync_directory(attempt.root)
-    _write_file(attempt.path / format_lib.COMMIT, format_lib.to_json(commit))
+def commit(attempt: format_lib.Attempt, keys: int, nbytes: int, metrics: dict[str, float]) -> None:
+    """Makes an attempt count."""
+    checksums = {}
+    for name in (format_lib.META, format_lib.MANIFEST):
+        content = attempt.store.read(attempt.prefix + name)
+        if content is None:
+            raise format_lib.CheckpointError(f"{attempt}/{name} is gone")
+        checksums[name] = format_lib.checksum(content)
+    # All folders must be on the disk before the file that says so.
+    attempt.store.sync(attempt.prefix)
+    content = format_lib.seal(
+        {
+            "step": attempt.step,
+            "attempt": attempt.nonce,
+            "keys": keys,
+            "bytes": nbytes,
+            "time": time.time(),
+            "sha256": checksums,
+            "metrics": metrics,
+        }
+    )
+    attempt.store.create(attempt.prefix + format_lib.COMMIT, content)
 
 
-def _write_file(path: pathlib.Path, content: bytes) -> None:
-    """Creates a file, whole or not at all, and fails if it is there."""
-    kv = ts.KvStore.open({"driver": "file", "path": f"{path.parent}/"}).result()
-    absent = kv.read(path.name).result().stamp.generation
-    written = kv.write(path.name, content, if_equal=absent).result()
-    if written.generation == b"" and path.read_bytes() != content:
-        raise format_lib.CheckpointError(f"{path} appeared while this process wrote it")
+def remove(attempt: format_lib.Attempt) -> None:
+    """Deletes an attempt; from the first instant on it does not count."""
+    # Without COMMIT it does not count, however far the rest of the deletion comes.
+    attempt.store.delete(attempt.prefix + format_lib.COMMIT)
+    attempt.store.delete_folder(attempt.prefix)
 
 
-def _sync_directory(path: pathlib.Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+class _Batches:
+    """Writes into a process's database in transactions of about `_BATCH_BYTES`."""
+
+    def __init__(
+        self,
+        attempt: format_lib.Attempt,
+        process: int,
+        arrays: dict[str, format_lib.ArrayMeta],
+        written: Callable[[int], None],
+    ):
+        context = store_lib.make_context()
+        self._database = attempt.store.database(
+            attempt.part(process), context, target_data_file_size=_FILE_BYTES
+        )
+        self._context = context
+        self._arrays = arrays
+        self._written = written
+        self._open: tuple[str, Any] = ("", None)
+        self._under_way: list[tuple[Any, int]] = []
+        self._begin()
+
+    def write(self, key: str, content: bytes) -> None:
+        self._target.write(key, content)
+        self._keys += 1
+
+    def write_chunk(self, piece: ownership.Piece, value: np.ndarray) -> None:
+        meta = self._arrays[piece.path]
+        if meta.chunk_bytes < format_lib.LARGE_BYTES:
+            content = format_lib.encode(value, meta.chunk_shape)
+            self.write(format_lib.chunk_key(piece.path, piece.chunk), content)
+        else:
+            box = tuple(slice(*bounds) for bounds in meta.box(piece.chunk))
+            target = self._array(piece.path)[box].with_transaction(self._transaction)
+            # Tensorstore refers to the memory instead of copying it.
+            writing = target.write(value, can_reference_source_data_indefinitely=True)
+            self._copies.append(writing.copy)
+            self._keys += 1
+        self._nbytes += meta.chunk_bytes
+        if self._nbytes >= _BATCH_BYTES:
+            self._commit()
+            self._wait(leave=_BATCHES - 1)
+
+    def flush(self) -> None:
+        if self._keys:
+            self._commit()
+        self._wait(leave=0)
+
+    def _array(self, path: str) -> Any:
+        if self._open[0] != path:
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {**self._database.spec().to_json(), "path": f"{path}/"},
+                "metadata": self._arrays[path].zarr(),
+                "store_data_equal_to_fill_value": True,
+            }
+            opened = ts.open(spec, open=True, assume_metadata=True, context=self._context)
+            self._open = path, opened.result()
+        return self._open[1]
+
+    def _begin(self) -> None:
+        self._transaction = ts.Transaction(atomic=True)
+        self._target = self._database.with_transaction(self._transaction)
+        self._nbytes = self._keys = 0
+        self._copies: list[Any] = []
+
+    def _commit(self) -> None:
+        for copy in self._copies:
+            # What cannot be written shows here, or when the transaction is committed.
+            copy.result()
+        self._under_way.append((self._transaction.commit_async(), self._nbytes))
+        self._begin()
+
+    def _wait(self, leave: int) -> None:
+        while len(self._under_way) > leave:
+            future, nbytes = self._under_way.pop(0)
+            future.result()
+            self._written(nbytes)
 
 
-def _reason(e: Exception) -> str:
-    if isinstance(e, OSError):
-        return f"{e.strerror or e} ({e.filename})" if e.filename else str(e.strerror or e)
-    return str(e).split(" [source locations")[0].rstrip(".")
+def _local_shards(leaf: Any) -> list[Any]:
+    data, _ = format_lib.key_data(leaf)
+    if not isinstance(data, jax.Array):
+        return [np.asarray(data)]
+    return [data.addressable_data(i) for i in range(len(data.addressable_shards))]
+
+
+def _finish_copies(
+    copying: list[tuple[ownership.Piece, Copy]], put: Callable[[Chunk], None]
+) -> None:
+    for piece, copy in copying:
+        put((piece, copy()))
+    copying.clear()

@@ -1,0 +1,117 @@
+"""Trees, targets and stores that the checkpoints' tests share."""
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xshard import checkpoint
+
+DTYPES = (
+    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32", "uint8", "int8",
+    "uint32", "bool", "complex64",
+)  # fmt: skip
+
+
+def make_tree(seed=0, shape=(4, 6)):
+    rng = np.random.default_rng(seed)
+    arrays = {name: jnp.asarray(rng.normal(size=shape) * 3).astype(name) for name in DTYPES}
+    return {
+        "arrays": arrays,
+        "names": {
+            "~/0/mu/a b": jnp.arange(3),
+            "empty": jnp.zeros((0, 4)),
+            "scalar": jnp.float32(seed),
+        },
+        "keys": [jax.random.key(seed), jax.random.split(jax.random.key(seed, impl="rbg"), 3)],
+    }
+
+
+def make_manager(folder, keep_last=3, **options):
+    return checkpoint.Manager(folder, checkpoint.Keep(keep_last), **options)
+
+
+def save(manager, step, state, metadata=None, **extra):
+    manager.save(step, state, metadata or {}, **extra)
+    manager.wait()
+
+
+def damage(kind, path, at=0.5):
+    """Does to a file what disks do, at a part of its length."""
+    content = bytearray(path.read_bytes())
+    place = min(int(len(content) * at), len(content) - 1)
+    if kind == "deleted":
+        path.unlink()
+        return
+    if kind == "flipped":
+        content[place] ^= 1 << random.Random(str(path.name)).randrange(8)
+    elif kind == "zeroed":
+        content[place : place + 4096] = bytes(len(content[place : place + 4096]))
+    else:
+        del content[place:]
+    path.write_bytes(content)
+
+
+def environment(**more):
+    """For processes of a test's own."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", **more}
+
+
+@contextlib.contextmanager
+def gcs(**faults):
+    """A GCS server in a process of its own; yields its address."""
+    options = [f"--{name}={value}" for name, value in faults.items()]
+    command = [sys.executable, "-m", "tests.checkpoint.gcs_server", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as server:
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.kill()
+
+
+@contextlib.contextmanager
+def s3():
+    """A moto server in a process of its own, with the bucket 'bucket'; yields its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+    ) as server:
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _make_bucket(url, server)
+            yield url
+        finally:
+            server.kill()
+
+
+def _make_bucket(url, server):
+    request = urllib.request.Request(f"{url}/bucket", method="PUT")
+    end = time.monotonic() + 60
+    while True:
+        try:
+            urllib.request.urlopen(request).close()
+            return
+        except urllib.error.URLError:
+            # Until it listens; it says so nowhere.
+            assert server.poll() is None and time.monotonic() < end, "moto did not start"
+            time.sleep(0.05)
+
+
+def wait_for_line(stream, wanted):
+    """Reads lines until one begins with a text."""
+    for line in stream:
+        if line.startswith(wanted):
+            return line.strip()
+    raise AssertionError(f"the process ended before it said {wanted!r}")

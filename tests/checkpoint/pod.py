@@ -1,0 +1,282 @@
+"""Pods of real JAX processes that save and restore, forked from one that has imported everything.
+
+    python -m tests.checkpoint.pod
+
+takes a task in JSON a line on stdin; answers each with the processes' ids, and each "wait" with their exit
+codes. What the processes have found is in the files that the task names.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.checkpoint import harness
+from xshard import checkpoint, mesh
+from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import lock, store
+
+DEVICES = 2
+# Divided by every number of devices that a pod of 1 to 4 processes has.
+SIZE = 24
+
+
+@dataclasses.dataclass
+class Task:
+    """What the processes of a pod do.
+
+    Attributes:
+      action: 'save', 'save until killed', 'restore', or 'verify' of all that counts.
+      folder: where the checkpoints are.
+      count: the number of processes.
+      model: the devices that hold one replica's arrays together.
+      step: the step to save, to restore, or to save first.
+      report: the prefix of the files for what they find.
+      saves: how many steps to save.
+    """
+
+    action: str
+    folder: str
+    count: int
+    model: int
+    step: int
+    report: str
+    port: int = 0
+    saves: int = 1
+
+
+def host_state(step):
+    """The state of a step: its arrays and how they lie on the mesh."""
+    rng = np.random.default_rng(step)
+
+    def noise(*shape, dtype=np.float32):
+        return rng.standard_normal(shape, np.float32).astype(dtype)
+
+    return {
+        "params": {
+            "grouped/w": (noise(2, SIZE, SIZE), ("group", None, "model")),
+            "along both": (noise(SIZE, SIZE, dtype=jnp.bfloat16), ("model", "replica")),
+            # Cut into parts for the processes that hold it, all of them.
+            "large": (noise(SIZE * 1000, 4), ()),
+            "half": (noise(2, 5, dtype=np.float16), ("group",)),
+        },
+        "loss_scale": (np.float32(2.0 ** (step % 16)), ()),
+        "good_steps": (np.array([step, 7], np.int32), ("group",)),
+        "empty": (np.zeros((0, 3), np.float32), ()),
+        "step": (np.int32(step), ()),
+    }
+
+
+def is_pair(node):
+    return isinstance(node, tuple)
+
+
+def device_state(step, devices_mesh):
+    """The same on a mesh, and a key."""
+
+    def place(pair):
+        value, spec = pair
+        sharding = mesh.sharding(devices_mesh, *spec)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    state = jax.tree.map(place, host_state(step), is_leaf=is_pair)
+    data = np.asarray(jax.random.key_data(jax.random.key(step)))
+    everywhere = mesh.sharding(devices_mesh)
+    key = jax.make_array_from_callback(data.shape, everywhere, lambda index: data[index])
+    return {**state, "rng": jax.random.wrap_key_data(key)}
+
+
+def make_target(devices_mesh):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        device_state(0, devices_mesh),
+    )
+
+
+def differences(state, step):
+    """The paths of what is not, bit by bit, the state of a step; on this process's devices."""
+    found = format_lib.flatten(state)
+    wanted = format_lib.flatten(jax.tree.map(lambda p: p[0], host_state(step), is_leaf=is_pair))
+    wanted["rng"] = np.asarray(jax.random.key_data(jax.random.key(step)))
+    found["rng"] = jax.random.key_data(found["rng"])
+    assert found.keys() == wanted.keys()
+    return [
+        path
+        for path, array in found.items()
+        for shard in array.addressable_shards
+        if np.asarray(shard.data).tobytes() != np.asarray(wanted[path])[shard.index].tobytes()
+    ]
+
+
+def run(task, index):
+    """What one process of a pod does."""
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    if task.count > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            f"127.0.0.1:{task.port}", task.count, index,
+            heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20,
+        )  # fmt: skip
+    # So that the arrays of a test are cut into as many chunks as those of a large model.
+    format_lib.SHARED_CHUNK_BYTES = 4 << 10
+    format_lib.CHUNK_BYTES = 64 << 10
+    format_lib.LARGE_BYTES = 8 << 10
+    # A killed run's lease would keep the next one waiting, and a fault its retry.
+    lock.RENEW_SECONDS, lock.WATCH_SECONDS = 0.1, 0.5
+    store.RETRIES.update(initial_delay="1ms", max_delay="20ms")
+    manager = harness.make_manager(task.folder, keep_last=2, deadline_seconds=60)
+    action = {"restore": restore, "verify": verify}.get(task.action, save)
+    try:
+        report = action(task, index, manager)
+        manager.close()
+        pathlib.Path(f"{task.report}.{index}.json").write_text(json.dumps(report))
+    finally:
+        # Together, since the end of process 0 is the end of all.
+        if task.count > 1:
+            jax.distributed.shutdown()
+
+
+def make_mesh(task):
+    devices = DEVICES * task.count
+    halves = np.arange(devices // task.model).reshape(2, -1).tolist()
+    return mesh.make_mesh(halves if task.model < devices else None, model=task.model)
+
+
+def save(task, index, manager):
+    devices_mesh = make_mesh(task)
+    saves = itertools.count() if task.action == "save until killed" else range(task.saves)
+    for step in (task.step + i for i in saves):
+        state = device_state(step, devices_mesh)
+        harness.save(manager, step, state, {"note": step}, data={"at": [step, index]})
+    plan = manager._saver._plan[1]
+    own = sum(plan.arrays[piece.path].chunk_bytes for piece in plan.pieces)
+    return {"loads": plan.loads, "own": own}
+
+
+def restore(task, index, manager):
+    del index
+    restored = manager.restore(make_target(make_mesh(task)))
+    return {
+        "differences": differences(restored.state, restored.step),
+        "step": restored.step,
+        "data": restored.data,
+        "note": restored.metadata["note"],
+    }
+
+
+def verify(task, index, manager):
+    """Reads every byte of all that counts."""
+    del index
+    bad = {}
+    for step in manager.all_steps():
+        try:
+            wrong = differences(manager.restore(make_target(make_mesh(task)), step).state, step)
+        except checkpoint.CheckpointError as e:
+            wrong = [str(e)]
+        if wrong:
+            bad[step] = wrong
+    attempts = format_lib.attempts(manager.store)
+    dead = sum(format_lib.COMMIT not in attempt.marks for attempt in attempts)
+    return {"steps": manager.all_steps(), "bad": bad, "dead": dead}
+
+
+def fork(task, index):
+    child = os.fork()
+    if child:
+        return child
+    with open(f"{task.report}.{index}.log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        code = 1
+        try:
+            run(task, index)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Without the ends of the parent's life, such as those of pytest.
+    os._exit(code)
+
+
+def serve():
+    """Forks pods as stdin asks for."""
+    children = []
+    for line in sys.stdin:
+        if line.strip() == "wait":
+            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+            print(json.dumps(codes), flush=True)
+            continue
+        task = Task(**json.loads(line))
+        children = [fork(task, index) for index in range(task.count)]
+        print(json.dumps(children), flush=True)
+
+
+class Pods:
+    """The parent of pods, for tests."""
+
+    def __init__(self, process, scratch):
+        self._process = process
+        self._scratch = pathlib.Path(scratch)
+        self._number = 0
+
+    def start(self, action, folder, count, *, model=1, step=0, saves=1):
+        """Starts a pod; the ids of its processes."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._number += 1
+        self._report = self._scratch / f"pod{self._number}"
+        self._count = count
+        task = Task(action, str(folder), count, model, step, str(self._report), port, saves)
+        return self._ask(json.dumps(dataclasses.asdict(task)))
+
+    def wait(self):
+        """The exit codes of its processes."""
+        return self._ask("wait")
+
+    def run(self, *args, **kwargs):
+        """Runs a pod to its end; what its processes report."""
+        self.start(*args, **kwargs)
+        codes = self.wait()
+        assert codes == [0] * self._count, self.logs()
+        return [json.loads(f.read_text()) for f in self._files("json")]
+
+    def logs(self):
+        return "\n".join(f.read_text() for f in self._files("log"))
+
+    def _files(self, kind):
+        return [pathlib.Path(f"{self._report}.{i}.{kind}") for i in range(self._count)]
+
+    def _ask(self, line):
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+@contextlib.contextmanager
+def pods(scratch, **environment):
+    """Pods with variables of the environment of their own."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.pod"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=harness.environment(**environment),
+    ) as process:
+        yield Pods(process, scratch)
+        process.stdin.close()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,165 @@
+"""Saving in the background: what the caller waits for, and what becomes of failures."""
+
+import pathlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.checkpoint.harness import make_manager, make_tree
+from tests.optimizers import harness
+from xshard import checkpoint
+from xshard.checkpoint import budget, ownership, writer
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Holds back the writing of what has been copied until it is set."""
+    go = threading.Event()
+    original = writer.write_part
+
+    def write_part(*args):
+        go.wait()
+        return original(*args)
+
+    monkeypatch.setattr(writer, "write_part", write_part)
+    yield go
+    go.set()
+
+
+def test_the_next_step_may_take_the_arrays_while_they_are_written(tmp_path, held):
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    state = {"large": jnp.arange(1e6), "small": jnp.arange(5.0), "n": jnp.int32(3)}
+    wanted = jax.tree.map(lambda x: np.array(x), state)
+    manager = make_manager(tmp_path)
+    manager.save(1, state, {})
+    for _ in range(3):
+        state = jax.block_until_ready(step(state))
+    held.set()
+    manager.wait()
+    target = jax.tree.map(jnp.asarray, wanted)
+    harness.assert_equal(manager.restore(target).state, wanted)
+    assert float(state["n"]) == 6
+
+
+def test_numpy_arrays_may_change_while_they_are_written(tmp_path, held):
+    array = np.arange(5.0, dtype=np.float32)
+    manager = make_manager(tmp_path)
+    manager.save(1, {"a": array}, {})
+    array[:] = -1
+    held.set()
+    manager.wait()
+    restored = manager.restore({"a": jnp.zeros(5)}).state["a"]
+    np.testing.assert_array_equal(restored, np.arange(5.0))
+
+
+def test_what_is_not_written_is_not_the_latest_and_does_not_stay_unsaid(tmp_path, monkeypatch):
+    manager, tree = make_manager(tmp_path), make_tree()
+    manager.save(1, tree, {})
+    manager.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            writer, "commit", lambda *args: (_ for _ in ()).throw(OSError(28, "No space"))
+        )
+        manager.save(2, tree, {})
+        manager._saver._thread.join()
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"Step 2 could not be saved in .*No space"
+    ):
+        manager.check()
+    # Once.
+    manager.check()
+    assert manager.all_steps() == [1] and len(list(tmp_path.glob("step_*"))) == 1
+    manager.save(2, tree, {})
+    manager.wait()
+    assert manager.latest_step() == 2
+
+
+def test_a_failure_is_raised_by_the_next_save_which_is_not_begun(tmp_path, monkeypatch):
+    manager, tree = make_manager(tmp_path), {"a": jnp.ones(3)}
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "merge", lambda *args: 1 / 0)
+        manager.save(1, tree, {})
+        manager._saver._thread.join()
+    with pytest.raises(checkpoint.CheckpointError, match="Step 1 could not be saved"):
+        manager.save(2, tree, {})
+    manager.wait()
+    assert manager.all_steps() == []
+
+
+def test_arrays_that_are_gone_are_the_callers_error_and_the_next_save_works(tmp_path):
+    manager = make_manager(tmp_path)
+    for step in (1, 2):
+        arrays = {"a": jnp.ones(3), "b": jnp.ones(3)}
+        if step == 2:
+            arrays["b"].delete()
+            with pytest.raises(RuntimeError, match="deleted"):
+                manager.save(step, arrays, {})
+            with pytest.raises(checkpoint.CheckpointError, match="copying to the host failed"):
+                manager.wait()
+        else:
+            manager.save(step, arrays, {})
+    manager.save(3, {"a": jnp.ones(3), "b": jnp.ones(3)}, {})
+    manager.wait()
+    assert manager.all_steps() == [1, 3]
+
+
+def test_the_caller_waits_where_the_budget_is_used_up(tmp_path, monkeypatch):
+    tree = {str(i): jnp.full(1000, i, jnp.float32) for i in range(20)}
+    most = [0]
+    original = budget.Budget.take
+
+    def take(self, nbytes):
+        original(self, nbytes)
+        most[0] = max(most[0], self._taken)
+
+    monkeypatch.setattr(budget.Budget, "take", take)
+    for limit in (9000, 1, 10**6):
+        most[0] = 0
+        manager = make_manager(tmp_path / str(limit), budget_bytes=limit)
+        manager.save(1, tree, {})
+        manager.close()
+        # What is larger than the budget goes alone.
+        assert most[0] == {9000: 8000, 1: 4000, 10**6: 80000}[limit]
+        harness.assert_equal(make_manager(tmp_path / str(limit)).restore(tree).state, tree)
+
+
+def test_from_a_device_with_memory_of_its_own_only_the_piece_is_copied():
+    # The path that a CPU's arrays do not take.
+    array = jnp.arange(24.0).reshape(4, 6)
+    whole = ownership.Piece("a", (0, 0), 0, (0, 0), (4, 6))
+    part = ownership.Piece("a", (1, 0), 0, (2, 0), (2, 6))
+    np.testing.assert_array_equal(writer.start_device_copy(array, whole)(), array)
+    np.testing.assert_array_equal(writer.start_device_copy(array, part)(), array[2:])
+
+
+def resident_bytes():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
+    # 5 MB a save: what each of them kept would be half a gigabyte after a hundred.
+    state = {f"large{i}": jnp.full(1 << 18, i, jnp.float32) for i in range(4)}
+    state |= {f"small{i}": jnp.full(1000, i, jnp.float32) for i in range(250)}
+    manager = make_manager(tmp_path, keep_last=1)
+    sizes = []
+    for number in range(100):
+        manager.save(number, state, {})
+        manager.wait()
+        sizes.append(resident_bytes())
+    # Beyond what the first saves have touched, ten states: allocators keep pages.
+    assert max(sizes[20:]) - max(sizes[:20]) < 50e6
+
+
+def test_progress_is_said_when_it_takes_long():
+    said, now = [], [0.0]
+    progress = budget.Progress("saving step 4", 4 * 10**9, said.append, clock=lambda: now[0])
+    for seconds in (3.0, 9.0, 10.0, 12.0, 20.0):
+        now[0] = seconds
+        progress.add(10**9 // 2)
+    assert said == [
+        "saving step 4: 1.50 of 4.00 GB, 150 MB/s, 17 s left",
+        "saving step 4: 2.50 of 4.00 GB, 125 MB/s, 12 s left",
+    ]

@@ -1,0 +1,166 @@
+"""The same checkpoints on a disk, on a stand-in for GCS, and on S3 (moto); locks, leases and faults."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoint import harness, torture
+from tests.optimizers.harness import assert_equal
+from xshard import checkpoint
+from xshard.checkpoint import lock
+from xshard.checkpoint import store as store_lib
+
+
+@pytest.fixture(scope="module")
+def gcs():
+    with harness.gcs() as url, pytest.MonkeyPatch.context() as patch:
+        # Read once by tensorstore, when it first opens a bucket.
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
+        yield "gs://bucket/"
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with harness.s3() as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "x")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        yield f"s3://bucket/%s?endpoint={url}&region=us-east-1"
+
+
+@pytest.fixture(params=["disk", "gcs", "s3"])
+def folder(request, tmp_path):
+    """A folder of its own on each store."""
+    if request.param == "disk":
+        return str(tmp_path / "new" / "folder")
+    place = request.getfixturevalue(request.param)
+    return place % tmp_path.name if "%" in place else f"{place}{tmp_path.name}"
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(lock, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "WATCH_SECONDS", 1.0)
+
+
+def test_objects(folder):
+    store = store_lib.Store(folder)
+    assert store.names() == [] and store.read("a/b") is None
+    store.create("a/b", b"1")
+    store.create("a/b", b"1")
+    with pytest.raises(checkpoint.CheckpointError, match="a/b appeared"):
+        store.create("a/b", b"2")
+    generation, content = store.stat("a/b")
+    assert content == b"1"
+    newer = store.replace("a/b", b"3", generation)
+    assert newer and store.replace("a/b", b"4", generation) is None and store.read("a/b") == b"3"
+    store.create("a/c/d", b"")
+    store.create("ab", b"")
+    assert [n for n in store.names() if not n.endswith("/")] == ["a/b", "a/c/d", "ab"]
+    assert [n for n in store.names("a/") if not n.endswith("/")] == ["a/b", "a/c/d"]
+    store.delete("ab")
+    store.delete("ab")
+    store.delete_folder("a/")
+    assert [n for n in store.names() if not n.endswith("/")] == []
+
+
+def test_a_checkpoint(folder):
+    tree = harness.make_tree()
+    manager = harness.make_manager(folder, keep_last=2)
+    for step in (1, 2, 3):
+        harness.save(manager, step, tree, {"note": step}, data={"at": step})
+    assert manager.all_steps() == [2, 3]
+    restored = harness.make_manager(folder).restore(tree)
+    assert_equal(restored.state, tree)
+    assert (restored.step, restored.metadata, restored.data) == (3, {"note": 3}, [{"at": 3}])
+    manager.close()
+    assert {name.split("/")[0][:13] for name in manager.store.names()} - {".lock"} == {
+        "step_00000002",
+        "step_00000003",
+    }
+
+
+def test_two_runs_at_once_are_refused(folder):
+    first, second = harness.make_manager(folder), harness.make_manager(folder)
+    first.acquire()
+    with pytest.raises(checkpoint.CheckpointError, match="is in use by .*two runs cannot write"):
+        second.acquire()
+    with pytest.raises(checkpoint.CheckpointError, match="Step 1 could not be saved .*in use by"):
+        harness.save(second, 1, harness.make_tree())
+    harness.save(first, 1, harness.make_tree())
+    first.close()
+    harness.save(second, 2, harness.make_tree())
+    assert second.all_steps() == [1, 2]
+    second.close()
+
+
+def test_the_lease_of_a_dead_run_is_taken_over_and_a_run_that_was_slow_notices(gcs, tmp_path):
+    folder = f"{gcs}{tmp_path.name}"
+    slow, other = harness.make_manager(folder), harness.make_manager(folder)
+    slow.acquire()
+    # As if it was stopped for long: it does not renew its lease any more.
+    slow._lock._ended.set()
+    slow._lock._thread.join()
+    said = []
+    other._say = said.append
+    other.acquire()
+    assert "watching for 1 s whether it is alive" in said[0]
+    with pytest.raises(
+        checkpoint.CheckpointError, match="is not this process's any more .*end one"
+    ):
+        harness.save(slow, 1, harness.make_tree())
+    assert other.all_steps() == []
+    harness.save(other, 1, harness.make_tree())
+    slow.close()
+    other.close()
+    assert lock.NAME not in other.store.names()
+
+
+@pytest.mark.parametrize("fault", ["forget", "refuse", "throttle"])
+def test_a_third_of_the_requests_fails_and_no_save_does(tmp_path, fault):
+    report = torture.save_with_faults(tmp_path, 20, 0.3, fault)
+    assert report["steps"] == [18, 19] and report["bad"] == {} and report["dead"] == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["", "gs://bucket", "gs:///folder", "s3://bucket/", "ftp://host/folder",
+            "s3://bucket/folder?endpiont=http://host", "gs://bucket/folder?endpoint=http://host"],
+)  # fmt: skip
+def test_places_that_are_none(url):
+    if not url:
+        # A relative path like any other.
+        assert store_lib.Store(url).url == os.getcwd()
+        return
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"no place for checkpoints: give a path, gs://"
+    ):
+        store_lib.Store(url)
+
+
+def test_a_store_out_of_reach_is_not_damage(tmp_path):
+    program = """
+import sys
+from tests.checkpoint import harness
+from xshard import checkpoint
+from xshard.checkpoint import format as format_lib, source, store
+store.RETRIES.update(max_retries=2, initial_delay="1ms", max_delay="2ms")
+place = store.Store("gs://bucket/run")
+attempt = format_lib.Attempt(place, 1, "01234567", frozenset({"COMMIT"}))
+try:
+    source.read_meta(attempt)
+except source.DamagedError:
+    print("damaged")
+except checkpoint.CheckpointError as e:
+    print("error:", e)
+"""
+    environment = harness.environment(TENSORSTORE_GCS_HTTP_URL="http://127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.stdout.startswith(
+        "error: gs://bucket/run/step_00000001.01234567/COMMIT cannot be read now"
+    )

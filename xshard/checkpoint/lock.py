@@ -1,0 +1,143 @@
+"""One run writes a store at a time.
+
+On a disk the kernel keeps a lock for as long as the process lives. On an object store there is a lease:
+an object that its owner writes again every few seconds. Who finds one watches whether that goes on; if
+not, its owner is dead, and the lease is taken over. An owner that was only slow notices before its next
+checkpoint would count, since the object is not its own any more.
+"""
+
+import fcntl
+import json
+import os
+import platform
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from xshard.checkpoint import store as store_lib
+
+NAME = ".lock"
+RENEW_SECONDS = 5.0
+WATCH_SECONDS = 20.0
+
+
+def acquire(store: store_lib.Store, say: Callable[[str], None]) -> "FileLock | Lease":
+    """Makes a store this process's own.
+
+    Raises:
+      CheckpointError: if another process has it.
+    """
+    return FileLock(store) if store.path is not None else Lease(store, say)
+
+
+class FileLock:
+    """The lock of a folder on a disk."""
+
+    def __init__(self, store: store_lib.Store):
+        """Takes it; CheckpointError if another process has it."""
+        assert store.path is not None
+        try:
+            store.path.mkdir(parents=True, exist_ok=True)
+            file = os.open(store.path / NAME, os.O_WRONLY | os.O_CREAT, 0o666)
+        except OSError as e:
+            raise store_lib.CheckpointError(
+                f"{store} cannot be written: {store_lib.reason(e)}."
+            ) from e
+        # At the latest when nobody holds this object any more.
+        self._close = weakref.finalize(self, os.close, file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            self._close()
+            if isinstance(e, BlockingIOError):
+                raise _in_use(store, "another process") from e
+            raise store_lib.CheckpointError(
+                f"{store} cannot be locked: {store_lib.reason(e)}."
+            ) from e
+
+    def check(self) -> None:
+        """The kernel lets nobody else have it."""
+
+    def release(self) -> None:
+        """Gives it back."""
+        self._close()
+
+
+class Lease:
+    """The lease of a folder on an object store."""
+
+    def __init__(self, store: store_lib.Store, say: Callable[[str], None]):
+        """Takes it, after it has been watched if there is one."""
+        self._store = store
+        self._owner = f"{platform.node()}/{secrets.token_hex(8)}"
+        self._beats = 0
+        generation = self._free_generation(say)
+        taken = store.replace(NAME, self._content(), generation)
+        if taken is None:
+            raise _in_use(store, "another process, which came first")
+        self._generation = taken
+        self._lost = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="checkpoint lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises CheckpointError if another process has taken it over."""
+        if not self._lost:
+            _, content = self._store.stat(NAME)
+            if content is None or json.loads(content)["owner"] != self._owner:
+                self._lost = json.loads(content)["owner"] if content else "nobody"
+        if self._lost:
+            raise store_lib.CheckpointError(
+                f"{self._store} is not this process's any more ({self._lost} has it), since it was not heard "
+                f"of for {WATCH_SECONDS:g} s; end one of the two runs"
+            )
+
+    def release(self) -> None:
+        """Gives it back."""
+        self._ended.set()
+        self._thread.join()
+        if not self._lost:
+            self._store.delete(NAME)
+
+    def _content(self) -> bytes:
+        self._beats += 1
+        return json.dumps({"owner": self._owner, "beats": self._beats}).encode()
+
+    def _free_generation(self, say: Callable[[str], None]) -> bytes:
+        """The generation of the lease when nobody renews it."""
+        generation, content = self._store.stat(NAME)
+        if content is None:
+            return generation
+        owner = json.loads(content)["owner"]
+        say(f"{self._store} is {owner}'s; watching for {WATCH_SECONDS:g} s whether it is alive")
+        end = time.monotonic() + WATCH_SECONDS
+        while time.monotonic() < end:
+            time.sleep(RENEW_SECONDS / 5)
+            now, content = self._store.stat(NAME)
+            if content is None:
+                return now
+            if now != generation:
+                raise _in_use(self._store, json.loads(content)["owner"])
+        return generation
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEW_SECONDS):
+            try:
+                renewed = self._store.replace(NAME, self._content(), self._generation)
+            except store_lib.CheckpointError:
+                # Out of reach for now; if for too long, another may have it, and `check` sees that.
+                continue
+            if renewed is None:
+                self._lost = "another process"
+                return
+            self._generation = renewed
+
+
+def _in_use(store: store_lib.Store, owner: str) -> store_lib.CheckpointError:
+    return store_lib.CheckpointError(
+        f"{store} is in use by {owner}: two runs cannot write one place. Wait for its end, or give "
+        "another one."
+    )

@@ -1,0 +1,232 @@
+"""Saves in the background, all processes together: the caller waits for the copy to the host only."""
+
+import dataclasses
+import json
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from xshard import processes
+from xshard.checkpoint import budget as budget_lib
+from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import ownership, writer
+from xshard.checkpoint import store as store_lib
+
+# After so long without a chunk, what has been gathered is written: the copy may wait for its bytes.
+_IDLE_SECONDS = 0.05
+# What a process says to all others is short.
+_SHOWN = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """What is saved with a state.
+
+    Attributes:
+      metadata: the run's own, as JSON can hold it; equal on all processes.
+      data: this process's position in the data, as JSON can hold it.
+      metrics: what the best checkpoint can be chosen by.
+    """
+
+    metadata: dict[str, Any]
+    data: Any = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Saver:
+    """One save at a time."""
+
+    def __init__(
+        self,
+        store: store_lib.Store,
+        exchange: processes.Exchange,
+        *,
+        budget_bytes: int,
+        say: Callable[[str], None],
+        before: Callable[[int], bool],
+        guard: Callable[[], None],
+        after: Callable[[], None],
+    ):
+        """Prepares.
+
+        Args:
+          store: where to.
+          exchange: how the processes agree.
+          budget_bytes: how much of the state may be in host memory at a time.
+          say: takes messages on progress.
+          before: called on process 0 with the step, before anything is written; whether to save it.
+          guard: called on process 0 when all is written; raises if it may not count.
+          after: called on process 0 when a checkpoint counts.
+        """
+        self._store = store
+        self._exchange = exchange
+        self._budget_bytes = budget_bytes
+        self._say = say
+        self._before, self._guard, self._after = before, guard, after
+        self._plan: tuple[Any, ownership.Plan] | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def start(self, step: int, state: Any, extra: Extra) -> None:
+        """Begins to save; returns when the state has been copied, and may be donated.
+
+        Raises:
+          CheckpointError: if the save before has failed.
+        """
+        self.wait()
+        leaves = format_lib.flatten(state)
+        job = _Job(step, self._plan_for(leaves), extra, self._budget_bytes, self._say)
+        self._thread = threading.Thread(
+            target=self._run, args=(job,), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        try:
+            writer.copy_to_host(job.plan, leaves, job.budget, job.chunks.put, job.go.set)
+            job.chunks.put(None)
+        except BaseException as e:
+            job.chunks.put(e)
+            raise
+        finally:
+            job.go.set()
+
+    def check(self) -> None:
+        """Raises what has made the last save fail, if it is known by now."""
+        if self._thread is None or not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the end of the last save.
+
+        Raises:
+          CheckpointError: if it has failed; earlier checkpoints are as they were.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def first(self, action: Callable[[], Any]) -> Any:
+        """What process 0's action returns, on every process; CheckpointError if it fails."""
+        said: dict[str, Any] = {}
+        cause = None
+        if self._exchange.index == 0:
+            try:
+                said = {"value": action()}
+            except Exception as e:
+                cause, said = e, {"error": store_lib.reason(e)}
+        answer = json.loads(self._exchange(json.dumps(said))[0])
+        if "error" in answer:
+            raise store_lib.CheckpointError(answer["error"]) from cause
+        return answer["value"]
+
+    def _plan_for(self, leaves: dict[str, Any]) -> ownership.Plan:
+        # The same for every save of a run, and not cheap for thousands of arrays.
+        key = [
+            (path, leaf.shape, leaf.dtype, getattr(leaf, "sharding", None))
+            for path, leaf in leaves.items()
+        ]
+        if self._plan is None or self._plan[0] != key:
+            plan = ownership.plan(leaves, self._exchange.index, self._exchange.count)
+            self._plan = (key, plan)
+        return self._plan[1]
+
+    def _run(self, job: "_Job") -> None:
+        try:
+            self._save(job)
+        except Exception as e:
+            self._failure = store_lib.CheckpointError(
+                f"Step {job.step} could not be saved in {self._store}: {store_lib.reason(e)}. Earlier "
+                "checkpoints are as they were."
+            )
+            self._failure.__cause__ = e
+        finally:
+            # Whoever still copies need not wait any more.
+            job.budget.close()
+
+    def _save(self, job: "_Job") -> None:
+        nonce = self.first(lambda: secrets.token_hex(4) if self._before(job.step) else "")
+        if not nonce:
+            return
+        attempt = format_lib.Attempt(self._store, job.step, nonce)
+        said: dict[str, Any] = {"data": job.extra.data}
+        try:
+            said["keys"] = writer.write_part(
+                attempt, self._exchange.index, job.plan.arrays, job.received(), job.written
+            )
+        except Exception as e:
+            said["error"] = store_lib.reason(e)[:_SHOWN]
+        parts = [json.loads(part) for part in self._exchange(json.dumps(said))]
+        self.first(lambda: self._finish(attempt, job, parts))
+
+    def _finish(
+        self, attempt: format_lib.Attempt, job: "_Job", parts: list[dict[str, Any]]
+    ) -> None:
+        """What process 0 does when all have written."""
+        one = len(parts) == 1
+        errors = [
+            part["error"] if one else f"process {i}: {part['error']}"
+            for i, part in enumerate(parts)
+            if "error" in part
+        ]
+        arrays = job.plan.arrays
+        try:
+            if errors:
+                raise store_lib.CheckpointError("; ".join(errors))
+            keys = writer.merge(attempt, [i for i, p in enumerate(parts) if p["keys"]], arrays)
+            writer.describe(attempt, arrays, job.extra.metadata, [part["data"] for part in parts])
+            self._guard()
+            writer.commit(attempt, keys, sum(job.plan.loads), job.extra.metrics)
+        except BaseException:
+            self._remove_failed(attempt)
+            raise
+        self._after()
+
+    def _remove_failed(self, attempt: format_lib.Attempt) -> None:
+        try:
+            writer.remove(attempt)
+        except Exception as e:
+            self._say(f"{attempt} does not count, but could not be removed: {store_lib.reason(e)}")
+
+
+class _Job:
+    """What is to be saved, on its way from the caller to the thread."""
+
+    def __init__(
+        self,
+        step: int,
+        plan: ownership.Plan,
+        extra: Extra,
+        budget_bytes: int,
+        say: Callable[[str], None],
+    ):
+        self.step, self.plan, self.extra = step, plan, extra
+        self.budget = budget_lib.Budget(budget_bytes)
+        self.go = threading.Event()
+        self.chunks: queue.SimpleQueue[writer.Chunk | BaseException | None] = queue.SimpleQueue()
+        nbytes = sum(plan.arrays[piece.path].chunk_bytes for piece in plan.pieces)
+        self._progress = budget_lib.Progress(f"saving step {step}", nbytes, say)
+
+    def received(self) -> Iterator[writer.Chunk | None]:
+        """The chunks, and None where none has come for a while."""
+        # To write beside the copy would slow down what the caller waits for.
+        self.go.wait()
+        while True:
+            try:
+                chunk = self.chunks.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                yield None
+                continue
+            if chunk is None:
+                return
+            if isinstance(chunk, BaseException):
+                raise store_lib.CheckpointError(f"copying to the host failed: {chunk}")
+            yield chunk
+
+    def written(self, nbytes: int) -> None:
+        """Gives back what is on the disk."""
+        self.budget.give(nbytes)
+        self._progress.add(nbytes)

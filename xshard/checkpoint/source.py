@@ -1,0 +1,227 @@
+"""Reads parts of arrays from a checkpoint, and names what is damaged."""
+
+import collections
+import json
+import math
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import store as store_lib
+
+# What a store says when it is not the checkpoint that is at fault.
+_NOT_DAMAGE = (
+    "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED",
+    "CANCELLED", "ABORTED",
+)  # fmt: skip
+# As much is read ahead of what is placed; more was not faster.
+_AHEAD_BYTES = 256 << 20
+# XLA's CPU takes memory of this alignment as it is; what is not, it copies.
+_ALIGNMENT = 64
+_MAPPED_BYTES = 4 << 20
+
+
+class DamagedError(format_lib.CheckpointError):
+    """A checkpoint that counts but does not hold what was written."""
+
+
+def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
+    """The description of a checkpoint, after its checksums have been verified.
+
+    Raises:
+      DamagedError: if a file is missing or not what was written.
+      CheckpointError: if it is of a version that this code does not know.
+    """
+    commit = read_commit(attempt)
+    contents = {}
+    for name in (format_lib.META, format_lib.MANIFEST):
+        contents[name] = _read_file(attempt, name)
+        if format_lib.checksum(contents[name]) != commit["sha256"].get(name):
+            raise DamagedError(f"{attempt}/{name} is not what was written (its checksum differs).")
+    meta = json.loads(contents[format_lib.META])
+    if meta["version"] != format_lib.VERSION:
+        raise format_lib.CheckpointError(
+            f"{attempt} has format version {meta['version']}; this code reads {format_lib.VERSION}."
+        )
+    return meta
+
+
+def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
+    """The content of COMMIT; DamagedError if it is not this attempt's."""
+    content = _read_file(attempt, format_lib.COMMIT)
+    try:
+        commit = format_lib.unseal(content)
+    except ValueError as e:
+        raise DamagedError(f"{attempt}/{format_lib.COMMIT} is not what was written: {e}.") from e
+    if (commit["step"], commit["attempt"]) != (attempt.step, attempt.nonce):
+        raise DamagedError(f"{attempt}/{format_lib.COMMIT} is another checkpoint's.")
+    return commit
+
+
+def array_metas(meta: dict[str, Any]) -> dict[str, format_lib.ArrayMeta]:
+    """The arrays of a description, by path."""
+    return {path: _array_meta(**entry) for path, entry in meta["arrays"].items()}
+
+
+def _array_meta(shape: list[int], chunk_shape: list[int], **others: Any) -> format_lib.ArrayMeta:
+    return format_lib.ArrayMeta(shape=tuple(shape), chunk_shape=tuple(chunk_shape), **others)
+
+
+def read_arrays(
+    attempt: format_lib.Attempt, arrays: dict[str, format_lib.ArrayMeta], budget_bytes: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Reads arrays into host memory, each with its path; PRNG keys as their data.
+
+    Raises:
+      DamagedError: at the first that is not what was written.
+    """
+    requests = (
+        (path, meta, tuple((0, size) for size in meta.shape)) for path, meta in arrays.items()
+    )
+    yield from zip(arrays, read_parts(attempt, requests, budget_bytes), strict=True)
+
+
+def read_parts(
+    attempt: format_lib.Attempt,
+    requests: Iterable[tuple[str, format_lib.ArrayMeta, format_lib.Box]],
+    budget_bytes: int,
+) -> Iterator[np.ndarray]:
+    """Reads parts of arrays in the order they are asked for, many at a time.
+
+    Args:
+      attempt: a checkpoint.
+      requests: the path of each array, how it is stored, and which part of it is wanted.
+      budget_bytes: how much is read at a time; what is larger is read alone.
+
+    Raises:
+      DamagedError: at the first that is not what was written.
+    """
+    source = _Source(attempt)
+    reading: collections.deque[tuple[int, np.ndarray, Callable[[], None]]] = collections.deque()
+    limit, held = min(budget_bytes, _AHEAD_BYTES), 0
+
+    def finish() -> np.ndarray:
+        nonlocal held
+        nbytes, out, wait = reading.popleft()
+        held -= nbytes
+        wait()
+        return out
+
+    for path, meta, box in requests:
+        nbytes = box_bytes(meta, box)
+        while reading and held + nbytes > limit:
+            yield finish()
+        out = _aligned(tuple(high - low for low, high in box), jnp.dtype(meta.dtype))
+        reading.append((nbytes, out, source.start(path, meta, box, out)))
+        held += nbytes
+    while reading:
+        yield finish()
+
+
+class _Source:
+    """The database of an attempt."""
+
+    def __init__(self, attempt: format_lib.Attempt):
+        self._attempt = attempt
+        self._context = store_lib.make_context()
+        self._database = attempt.store.database(attempt.prefix, self._context)
+        self._spec = self._database.spec().to_json()
+        self._array: tuple[str, Any] = ("", None)
+
+    def start(
+        self, path: str, meta: format_lib.ArrayMeta, box: format_lib.Box, out: np.ndarray
+    ) -> Callable[[], None]:
+        """Begins to read a part of an array, and returns what waits for the end."""
+        if meta.chunk_bytes >= format_lib.LARGE_BYTES:
+            part = self._open(path, meta)[tuple(slice(*bounds) for bounds in box)]
+            # Into this memory, without a copy between.
+            future = ts.array(out, context=self._context).write(part[ts.d[:].translate_to[0]])
+            return lambda: self._check(path, future.result)
+        chunks = [(c, self._database.read(format_lib.chunk_key(path, c))) for c in meta.chunks(box)]
+        return lambda: self._check(path, lambda: _decode_all(meta, chunks, box, out))
+
+    def _open(self, path: str, meta: format_lib.ArrayMeta) -> Any:
+        if self._array[0] != path:
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {**self._spec, "path": f"{path}/"},
+                "metadata": meta.zarr(),
+                # A missing chunk is damage, not zeros.
+                "fill_missing_data_reads": False,
+                # Devices that hold parts of one chunk read it together.
+                "cache_pool": {"total_bytes_limit": 0},
+            }
+            opened = ts.open(spec, open=True, assume_metadata=True, context=self._context)
+            self._array = path, opened.result()
+        return self._array[1]
+
+    def _check(self, path: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except (ValueError, OSError) as e:
+            _raise_unreadable(f"'{path}' in {self._attempt}", e)
+
+
+def _decode_all(
+    meta: format_lib.ArrayMeta,
+    chunks: list[tuple[tuple[int, ...], Any]],
+    box: format_lib.Box,
+    out: np.ndarray,
+) -> None:
+    for chunk, future in chunks:
+        found = future.result()
+        if found.state != "value":
+            raise ValueError("a chunk is missing")
+        _copy(meta.box(chunk), format_lib.decode(found.value, meta), box, out)
+
+
+def box_bytes(meta: format_lib.ArrayMeta, box: format_lib.Box) -> int:
+    """The size of a part of an array."""
+    return math.prod(high - low for low, high in box) * meta.itemsize
+
+
+def _read_file(attempt: format_lib.Attempt, name: str) -> bytes:
+    try:
+        content = attempt.store.read(attempt.prefix + name)
+    except (ValueError, OSError) as e:
+        _raise_unreadable(f"{attempt}/{name}", e)
+    if content is None:
+        raise DamagedError(f"{attempt}/{name} is missing.")
+    return content
+
+
+def _raise_unreadable(what: str, e: Exception) -> Any:
+    reason = store_lib.reason(e)
+    if reason.startswith(_NOT_DAMAGE):
+        raise format_lib.CheckpointError(f"{what} cannot be read now: {reason}.") from e
+    raise DamagedError(f"{what} is not what was written: {reason}.") from e
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes >= _MAPPED_BYTES:
+        # NumPy asks for huge pages for arrays of this size: they took three times as long to get.
+        memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        return memory.view(dtype).reshape(shape)
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _copy(
+    source: format_lib.Box, value: np.ndarray, target: format_lib.Box, out: np.ndarray
+) -> None:
+    """Copies what two boxes of an array have in common."""
+    common = [(max(s[0], t[0]), min(s[1], t[1])) for s, t in zip(source, target, strict=True)]
+    if any(low >= high for low, high in common):
+        return
+    inner = [
+        tuple(slice(low - b[0], high - b[0]) for (low, high), b in zip(common, box, strict=True))
+        for box in (target, source)
+    ]
+    out[inner[0]] = value[inner[1]]

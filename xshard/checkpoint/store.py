@@ -1,0 +1,205 @@
+"""Where checkpoints are: a folder on a local or mounted disk, on GCS or on S3. One protocol for all.
+
+    runs/digits/checkpoints                             a disk
+    gs://bucket/folder                                  Google Cloud Storage
+    s3://bucket/folder                                  Amazon S3
+    s3://bucket/folder?endpoint=http://host:9000        what speaks its protocol
+
+Credentials are what the machine has: Google's application default, AWS's environment or profile.
+"""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import urllib.parse
+from typing import Any
+
+import tensorstore as ts
+
+# For object stores; tensorstore waits longer and longer between tries, up to 32 s.
+RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}
+_S3_OPTIONS = {"endpoint": "endpoint", "region": "aws_region"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that could not be written, or cannot be read as asked. The message says why."""
+
+
+class Store:
+    """A folder of objects with a name and a content each."""
+
+    def __init__(self, url: str | os.PathLike[str]):
+        """Opens a folder, which need not exist.
+
+        Raises:
+          CheckpointError: if it is no folder that can be used.
+        """
+        self._spec, self.url = _parse(os.fspath(url))
+        self.path = pathlib.Path(self.url) if self._spec["driver"] == "file" else None
+        self._objects: Any = None
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Store) and self._spec == other._spec
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def database(self, prefix: str, context: ts.Context | None = None, **options: Any) -> Any:
+        """The OCDBT database below a prefix, by default in a context of its own.
+
+        A context that lived long would keep what it has cached in memory.
+        """
+        base = {**self._spec, "path": f"{self._spec['path']}{prefix}"}
+        return _result(
+            ts.KvStore.open(
+                {
+                    "driver": "ocdbt",
+                    "base": base,
+                    "config": {"manifest_kind": "single", "max_inline_value_bytes": 1024},
+                    **options,
+                },
+                context=context or make_context(),
+            )
+        )
+
+    def spec(self) -> dict[str, Any]:
+        """Tensorstore's spec of the folder."""
+        return dict(self._spec)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of an object; None if there is none."""
+        found = _result(self._kv().read(name))
+        return found.value if found.state == "value" else None
+
+    def create(self, name: str, content: bytes) -> None:
+        """Makes an object, whole or not at all, and durable.
+
+        Raises:
+          CheckpointError: if there is another of that name already.
+        """
+        absent, there = self.stat(name)
+        if there is None:
+            written = _result(self._kv().write(name, content, if_equal=absent))
+            # A reply that was lost makes the second try fail on what the first one wrote.
+            there = content if written.generation else self.read(name)
+        if there != content:
+            raise CheckpointError(f"{self.url}/{name} appeared while this process wrote it")
+
+    def replace(self, name: str, content: bytes, generation: bytes) -> bytes | None:
+        """Writes an object if it is still the one of a generation; the new generation, or None."""
+        written = _result(self._kv().write(name, content, if_equal=generation))
+        if written.generation == b"":
+            generation, found = self.stat(name)
+            return generation if found == content else None
+        return written.generation
+
+    def stat(self, name: str) -> tuple[bytes, bytes | None]:
+        """The generation of an object, and its content or None."""
+        found = _result(self._kv().read(name))
+        return found.stamp.generation, found.value if found.state == "value" else None
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The names of all objects below a prefix; on a disk those of folders, with a slash, too."""
+        if self.path is None:
+            end = prefix.encode()
+            keys = ts.KvStore.KeyRange(end, _after(end)) if end else ts.KvStore.KeyRange()
+            return sorted(key.decode() for key in _result(self._kv().list(keys)))
+        found = []
+        for folder, folders, files in os.walk(self.path / prefix):
+            inner = os.path.relpath(folder, self.path)
+            found += [os.path.join(inner, name) + "/" for name in folders]
+            found += [os.path.join(inner, name) for name in files]
+        return sorted(name.removeprefix("./") for name in found)
+
+    def delete(self, name: str) -> None:
+        """Deletes one object, or nothing if there is none."""
+        _result(self._kv().write(name, None))
+
+    def delete_folder(self, prefix: str) -> None:
+        """Deletes all objects below a prefix, and on a disk the folder."""
+        if self.path is not None:
+            shutil.rmtree(self.path / prefix, ignore_errors=True)
+        else:
+            key = prefix.encode()
+            _result(self._kv().delete_range(ts.KvStore.KeyRange(key, _after(key))))
+
+    def sync(self, prefix: str) -> None:
+        """Makes the folders above and below a prefix durable; objects always are."""
+        if self.path is None:
+            return
+        top = self.path / prefix
+        for folder in [folder for folder, _, _ in os.walk(top)]:
+            _sync_folder(folder)
+        for parent in top.parents:
+            # A folder that may not be read was not made by this process.
+            with contextlib.suppress(PermissionError):
+                _sync_folder(parent)
+
+    def _kv(self) -> Any:
+        if self._objects is None:
+            self._objects = _result(ts.KvStore.open(self._spec, context=make_context()))
+        return self._objects
+
+
+def reason(e: BaseException) -> str:
+    """An error's text as a user needs it: without tensorstore's list of source locations."""
+    if isinstance(e, OSError) and e.errno:
+        return f"{e.strerror or e} ({e.filename})" if e.filename else str(e.strerror or e)
+    text = str(e).split(" [source locations")[0].split(" [tensorstore_spec")[0]
+    return text.strip().rstrip(".") or type(e).__name__
+
+
+def _parse(url: str) -> tuple[dict[str, Any], str]:
+    scheme, separator, rest = url.partition("://")
+    if not url or not separator:
+        # Absolute, since tensorstore takes no other path.
+        path = os.path.abspath(url)
+        return {"driver": "file", "path": path.rstrip("/") + "/"}, path
+    rest, _, query = rest.partition("?")
+    bucket, _, path = rest.partition("/")
+    options = dict(urllib.parse.parse_qsl(query))
+    known = _S3_OPTIONS if scheme == "s3" else {}
+    if scheme not in ("gs", "s3") or not bucket or not path.strip("/") or options.keys() - known:
+        raise CheckpointError(
+            f"'{url}' is no place for checkpoints: give a path, gs://BUCKET/FOLDER or "
+            "s3://BUCKET/FOLDER[?endpoint=URL&region=REGION]."
+        )
+    path = path.strip("/")
+    spec = {"driver": {"gs": "gcs", "s3": "s3"}[scheme], "bucket": bucket, "path": f"{path}/"}
+    return {**spec, **{known[k]: v for k, v in options.items()}}, f"{scheme}://{bucket}/{path}"
+
+
+def make_context() -> ts.Context:
+    """What the databases that are used together share."""
+    return ts.Context(
+        {
+            "file_io_concurrency": {"limit": 32},
+            "gcs_request_retries": RETRIES,
+            "s3_request_retries": RETRIES,
+            # The nodes of a database's tree; nothing else of what is read is read twice.
+            "cache_pool": {"total_bytes_limit": 100 << 20},
+        }
+    )
+
+
+def _result(future: Any) -> Any:
+    try:
+        return future.result()
+    except (ValueError, OSError, RuntimeError) as e:
+        raise CheckpointError(reason(e)) from e
+
+
+def _after(prefix: bytes) -> bytes:
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+def _sync_folder(path: str | pathlib.Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

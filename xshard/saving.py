@@ -1,0 +1,148 @@
+"""What a run saves and goes on from: the seam between the loop and its checkpoints."""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from xshard import checkpoint, data, step, workdir
+
+CHECKPOINT_KEYS = (
+    "directory", "every_steps", "every_minutes", "keep_last", "keep_every_steps", "keep_best",
+    "best_metric", "best_mode", "on_failure", "budget_gb",
+)  # fmt: skip
+
+
+class Checkpoints:
+    """The checkpoints of a run, as its config says."""
+
+    def __init__(self, config: ml_collections.ConfigDict, default: str, batches: data.TrainBatches):
+        """Opens them; nothing is written.
+
+        Args:
+          config: the run's config.
+          default: where they are if `checkpoint.directory` is empty.
+          batches: whose position is saved.
+
+        Raises:
+          ValueError: if a value of the config does not make sense.
+        """
+        options = config.checkpoint
+        _check_options(options)
+        self._config = config
+        self._batches = batches
+        self._go_on = options.on_failure == "go_on"
+        self.manager = checkpoint.Manager(
+            options.directory or default,
+            checkpoint.Keep(
+                options.keep_last,
+                options.keep_every_steps,
+                options.keep_best,
+                options.best_metric,
+                options.best_mode,
+            ),
+            budget_bytes=int(options.budget_gb * 1e9),
+            say=_say,
+        )
+
+    def check_init(self, target: step.TrainState, source: checkpoint.Source | None) -> None:
+        """Raises ValueError if a new run cannot begin with what `source` says."""
+        if source is not None and self.manager.latest_step() is None:
+            checkpoint.check_init(source, target)
+
+    def resume_or_init(
+        self,
+        target: step.TrainState,
+        init: Callable[[], step.TrainState],
+        source: checkpoint.Source | None,
+    ) -> step.TrainState:
+        """The newest checkpoint's state; a new one if there is none.
+
+        Raises:
+          ValueError: if what is there does not fit.
+        """
+        if self.manager.latest_step() is None:
+            state = init()
+            return state if source is None else checkpoint.init_from(source, state)
+        if source is not None:
+            _say(f"--init_from={source.place} is for a new run; this one goes on from its own")
+        restored = self.manager.restore(target)
+        for position in restored.data:
+            self._batches.check_position(position)
+        return restored.state
+
+    def save(self, made: int, state: step.TrainState, metrics: Mapping[str, Any]) -> None:
+        """Begins to save; returns when the state may be donated."""
+        numbers = {name: number(value) for name, value in metrics.items()}
+        metadata = {
+            "experiment": self._config.experiment,
+            "config": workdir.plain(self._config),
+        }
+        self._tolerate(
+            lambda: self.manager.save(
+                made, state, metadata, data=self._batches.position(made), metrics=numbers
+            )
+        )
+
+    def check(self) -> None:
+        """Says, or raises as the config has it, that the last save has failed."""
+        self._tolerate(self.manager.check)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Makes them this run's and nobody else's meanwhile, and waits for the last save at the end.
+
+        Raises:
+          ValueError: if another run has them, or if the last save has failed, whatever the config says.
+        """
+        self.manager.acquire()
+        try:
+            yield
+        except BaseException:
+            # What is being saved is worth waiting for; what made the run fail is what the user wants to see.
+            with contextlib.suppress(checkpoint.CheckpointError):
+                self.manager.close()
+            raise
+        self.manager.close()
+
+    def _tolerate(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except checkpoint.CheckpointError as e:
+            if not self._go_on:
+                raise
+            _say(f"NOT SAVED: {e} Training goes on, as checkpoint.on_failure=go_on says.")
+
+
+def number(value: Any) -> float:
+    """One number for a metric; of several groups their mean."""
+    return float(np.mean(jax.device_get(value)))
+
+
+def _check_options(options: ml_collections.ConfigDict) -> None:
+    """What `checkpoint.Keep` does not check."""
+    for name in ("directory", "best_metric"):
+        if not isinstance(options[name], str):
+            raise ValueError(f"checkpoint.{name}={options[name]!r} must be a string.")
+    minutes, gigabytes = options.every_minutes, options.budget_gb
+    if not isinstance(minutes, int | float) or not minutes >= 0:
+        raise ValueError(
+            f"checkpoint.every_minutes={minutes!r} must be a number from 0, which is never."
+        )
+    if not isinstance(gigabytes, int | float) or not 0 < gigabytes < math.inf:
+        raise ValueError(f"checkpoint.budget_gb={gigabytes!r} must be a number above 0.")
+    if options.on_failure not in ("stop", "go_on"):
+        raise ValueError(
+            f"checkpoint.on_failure={options.on_failure!r} must be 'stop' or 'go_on', which trains on "
+            "without the checkpoint."
+        )
+
+
+def _say(message: str) -> None:
+    # Not among what the run prints of itself: it comes from another thread, at any time.
+    print(message, file=sys.stderr, flush=True)
