@@ -26,9 +26,12 @@ def test_docstrings(name):
     assert result.attempted and not result.failed
 
 
-def test_readme():
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+def test_readme(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rules, checkpoints = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     names = {}
-    exec(compile(code, str(README), "exec"), names)
+    exec(compile(rules, str(README), "exec"), names)
     assert float(names["loss"]) < 0.01
-    assert len([line for line in code.splitlines() if line]) <= 25
+    assert len([line for line in rules.splitlines() if line]) <= 25
+    exec(compile(checkpoints, str(README), "exec"), {})
+    assert "[1. 1. 1. 1.]" in capsys.readouterr().out

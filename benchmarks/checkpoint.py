@@ -1,0 +1,256 @@
+"""What a checkpoint costs, against orbax and against bare writes, each in a fresh process.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.checkpoint [--rounds=5] [--megabytes=1024] [--arrays=24,2000]
+
+Saved with fsync; merge, description and COMMIT (orbax: its metadata and finalization) included. Restored with
+a cold page cache, onto the device. `waits` is how long the caller of a second save is held up; `copies`,
+how long NumPy takes to copy the same arrays; `memory`, the peak of the process beyond what it had before.
+Needs orbax-checkpoint, for the comparison only.
+"""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from xshard import checkpoint
+
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each side is timed.", 1)
+_MEGABYTES = flags.DEFINE_integer("megabytes", 1024, "The size of the state.", 1)
+_ARRAYS = flags.DEFINE_list("arrays", ["24", "2000"], "In how many arrays.")
+_DIRECTORY = flags.DEFINE_string(
+    "directory", None, "Where to write; a temporary folder by default."
+)
+_CHILD = flags.DEFINE_string("child", None, "For the processes that this one starts.")
+_BUDGET = flags.DEFINE_integer("budget_megabytes", 4096, "xshard's budget of host memory.", 1)
+
+
+def make_state(count: int, megabytes: int) -> dict[str, jax.Array]:
+    """Noise, as trained parameters are to a compressor."""
+    size = (megabytes << 20) // 4 // count
+    noise = np.random.default_rng(0).standard_normal(size, np.float32)
+    state = {f"layer_{i:04d}/w": jnp.asarray(noise + i) for i in range(count)}
+    return jax.block_until_ready(state)
+
+
+class Xshard:
+    """This project's."""
+
+    def __init__(self, directory: pathlib.Path):
+        self._manager = checkpoint.Manager(
+            directory, checkpoint.Keep(last=9), budget_bytes=_BUDGET.value << 20
+        )
+
+    def save(self, step: int, state: Any) -> Callable[[], None]:
+        """Begins to save; returns what waits for the end."""
+        self._manager.save(step, state, {})
+        return self._manager.wait
+
+    def restore(self, target: Any) -> Any:
+        """The newest."""
+        return self._manager.restore(target).state
+
+
+class Orbax:
+    """Orbax's StandardCheckpointer, which compresses with zstd."""
+
+    def __init__(self, directory: pathlib.Path):
+        import orbax.checkpoint as ocp
+
+        self._directory = directory
+        self._checkpointer: Any = self.make(ocp)
+
+    def make(self, ocp: Any) -> Any:
+        """The checkpointer."""
+        return ocp.StandardCheckpointer()
+
+    def save(self, step: int, state: Any) -> Callable[[], None]:
+        """Begins to save; returns what waits for the end."""
+        self._checkpointer.save(self._directory / str(step), state)
+        return self._checkpointer.wait_until_finished
+
+    def restore(self, target: Any) -> Any:
+        """The newest."""
+        return self._checkpointer.restore(self._directory / "0", target)
+
+
+class OrbaxUncompressed(Orbax):
+    """Orbax's AsyncCheckpointer without compression."""
+
+    def make(self, ocp: Any) -> Any:
+        """The checkpointer."""
+        self._ocp = ocp
+        return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+
+    def restore(self, target: Any) -> Any:
+        """The newest."""
+        arguments = self._ocp.checkpoint_utils.construct_restore_args(target)
+        return self._checkpointer.restore(
+            self._directory / "0", item=target, restore_args=arguments
+        )
+
+
+class Raw:
+    """One file an array, written by 8 threads, each with fsync."""
+
+    def __init__(self, directory: pathlib.Path):
+        self._directory = directory
+
+    def save(self, step: int, state: Any) -> Callable[[], None]:
+        """Saves."""
+        folder = self._directory / str(step)
+        folder.mkdir(parents=True)
+
+        def write(item: tuple[str, jax.Array]) -> None:
+            with (folder / item[0].replace("/", "_")).open("wb") as file:
+                np.asarray(item[1]).tofile(file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(write, state.items()))
+        return lambda: None
+
+    def restore(self, target: Any) -> Any:
+        """The newest."""
+
+        def read(item: tuple[str, Any]) -> jax.Array:
+            name, like = item
+            file = self._directory / "0" / name.replace("/", "_")
+            return jax.device_put(np.fromfile(file, like.dtype), like.sharding)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            return dict(zip(target, pool.map(read, target.items()), strict=True))
+
+
+SIDES: dict[str, Any] = {
+    "xshard": Xshard, "orbax": Orbax, "orbax uncompressed": OrbaxUncompressed, "raw": Raw,
+}  # fmt: skip
+
+
+def child(task: str, side: str, count: int, directory: pathlib.Path) -> dict[str, float]:
+    """Saves or restores once, in this process."""
+    state = make_state(count, _MEGABYTES.value)
+    peer = SIDES[side](directory)
+    if task == "save":
+        return _timed_saves(peer, state)
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    expected = {name: np.asarray(state[name])[::9973].copy() for name in state}
+    del state
+    _drop_cache(directory)
+    before = _memory("VmRSS", reset=True)
+    begin = time.perf_counter()
+    restored = jax.block_until_ready(peer.restore(target))
+    seconds = time.perf_counter() - begin
+    extra = _memory("VmHWM") - before
+    for name, part in expected.items():
+        np.testing.assert_array_equal(np.asarray(restored[name])[::9973], part)
+    return {"restore": seconds, "restore memory": extra}
+
+
+def _timed_saves(peer: Any, state: Any) -> dict[str, float]:
+    os.sync()
+    before = _memory("VmRSS", reset=True)
+    begin = time.perf_counter()
+    peer.save(0, state)()
+    seconds = time.perf_counter() - begin
+    extra = _memory("VmHWM") - before
+    begin = time.perf_counter()
+    copies = [np.array(np.asarray(x)) for x in state.values()]
+    copied = time.perf_counter() - begin
+    del copies
+    begin = time.perf_counter()
+    done = peer.save(1, state)
+    waited = time.perf_counter() - begin
+    done()
+    return {"save": seconds, "save memory": extra, "waits": waited, "copies": copied}
+
+
+def _drop_cache(directory: pathlib.Path) -> None:
+    os.sync()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def _memory(key: str, reset: bool = False) -> float:
+    """This process's memory in MB."""
+    if reset:
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.split(f"{key}:")[1].split()[0]) / 1e3
+
+
+def compare(count: int, directory: pathlib.Path) -> None:
+    """Prints a table for one number of arrays."""
+    results: dict[str, dict[str, list[float]]] = {side: {} for side in SIDES}
+    for _ in range(_ROUNDS.value):
+        for side in SIDES:
+            folder = directory / side.replace(" ", "_")
+            for task in ("save", "restore"):
+                for key, value in _start_child(task, side, count, folder).items():
+                    results[side].setdefault(key, []).append(value)
+            shutil.rmtree(folder)
+    medians = {s: {k: statistics.median(v) for k, v in r.items()} for s, r in results.items()}
+    print(f"\n{_MEGABYTES.value} MiB in {count} arrays; medians of {_ROUNDS.value}, and the range")
+    print(
+        f"{'':20}{'save s':>22}{'restore s':>22}{'waits ms':>10}{'copies ms':>10}{'memory MB':>14}"
+    )
+    for side, row in medians.items():
+        times = [
+            f"{row[k]:.2f} ({min(results[side][k]):.2f}-{max(results[side][k]):.2f})"
+            for k in ("save", "restore")
+        ]
+        print(
+            f"{side:20}{times[0]:>22}{times[1]:>22}{1e3 * row['waits']:10.0f}{1e3 * row['copies']:10.0f}"
+            f"{row['save memory']:7.0f}{row['restore memory']:7.0f}"
+        )
+    ours = medians["xshard"]
+    for side in ("orbax", "orbax uncompressed", "raw"):
+        print(
+            f"{side} / xshard: save {medians[side]['save'] / ours['save']:.2f}x, "
+            f"restore {medians[side]['restore'] / ours['restore']:.2f}x"
+        )
+
+
+def _start_child(task: str, side: str, count: int, folder: pathlib.Path) -> dict[str, float]:
+    command = [
+        sys.executable, "-m", "benchmarks.checkpoint", "--verbosity=-1", f"--child={task},{side},{count}",
+        f"--directory={folder}", f"--megabytes={_MEGABYTES.value}",
+        f"--budget_megabytes={_BUDGET.value}",
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(argv: list[str]) -> None:
+    """Compares, or is one of the processes compared."""
+    del argv
+    if _CHILD.value:
+        task, side, count = _CHILD.value.split(",")
+        print(json.dumps(child(task, side, int(count), pathlib.Path(_DIRECTORY.value))))
+        return
+    with tempfile.TemporaryDirectory(dir=_DIRECTORY.value) as folder:
+        for count in _ARRAYS.value:
+            compare(int(count), pathlib.Path(folder))
+
+
+if __name__ == "__main__":
+    app.run(main)
