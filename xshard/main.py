@@ -13,7 +13,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import haiku as hk
 import jax
@@ -143,5 +143,14 @@ def _command() -> str:
     return shlex.join([python, "-m", "xshard.main", *sys.argv[1:]])
 
 
+def _exit(code: int) -> NoReturn:
+    if code == INTERRUPTED:
+        # Who asks twice does not want to wait for a save that is under way.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(run())
+    _exit(run())

@@ -103,6 +103,9 @@ class Checkpoints:
         self.manager.acquire()
         try:
             yield
+        except KeyboardInterrupt:
+            # Who asks twice does not want to wait.
+            raise
         except BaseException:
             # What is being saved is worth waiting for; what made the run fail is what the user wants to see.
             with contextlib.suppress(checkpoint.CheckpointError):

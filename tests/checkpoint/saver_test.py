@@ -1,6 +1,8 @@
 """Saving in the background: what the caller waits for, and what becomes of failures."""
 
 import pathlib
+import subprocess
+import sys
 import threading
 
 import jax
@@ -8,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.checkpoint.harness import make_manager, make_tree
+from tests.checkpoint.harness import environment, make_manager, make_tree
 from tests.optimizers import harness
-from xshard import checkpoint
+from xshard import checkpoint, mesh
 from xshard.checkpoint import budget, ownership, writer
 
 
@@ -31,7 +33,10 @@ def held(monkeypatch):
 
 def test_the_next_step_may_take_the_arrays_while_they_are_written(tmp_path, held):
     step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    place = mesh.sharding(mesh.make_mesh(), "replica")
     state = {"large": jnp.arange(1e6), "small": jnp.arange(5.0), "n": jnp.int32(3)}
+    state["sharded"] = jax.device_put(jnp.arange(8e5), place)
+    state["everywhere"] = jax.device_put(jnp.arange(8e5), mesh.sharding(place.mesh))
     wanted = jax.tree.map(lambda x: np.array(x), state)
     manager = make_manager(tmp_path)
     manager.save(1, state, {})
@@ -77,7 +82,9 @@ def test_what_is_not_written_is_not_the_latest_and_does_not_stay_unsaid(tmp_path
     assert manager.latest_step() == 2
 
 
-def test_a_failure_is_raised_by_the_next_save_which_is_not_begun(tmp_path, monkeypatch):
+def test_a_failure_is_raised_by_the_next_save_which_is_under_way_all_the_same(
+    tmp_path, monkeypatch
+):
     manager, tree = make_manager(tmp_path), {"a": jnp.ones(3)}
     with monkeypatch.context() as patch:
         patch.setattr(writer, "merge", lambda *args: 1 / 0)
@@ -86,7 +93,49 @@ def test_a_failure_is_raised_by_the_next_save_which_is_not_begun(tmp_path, monke
     with pytest.raises(checkpoint.CheckpointError, match="Step 1 could not be saved"):
         manager.save(2, tree, {})
     manager.wait()
+    assert manager.all_steps() == [2]
+
+
+@pytest.mark.parametrize(
+    "state,extra,match",
+    [
+        ({}, {}, "holds no arrays"),
+        ({"a": {"b": 3}}, {}, "'a/b' is 3, of type int; make it an array"),
+        ({"a": np.array(["x"])}, {}, "'a' is of type <U1, which zarr cannot hold"),
+        ({"a": np.array([None])}, {}, "'a' is of type object"),
+        ({"a": jnp.zeros(3, jnp.uint4)}, {}, "'a' is of type uint4"),
+        ({"a": jnp.zeros(3)}, {"metadata": {"x": jnp}}, "metadata of step 1 must be what JSON can hold"),
+        ({"a": jnp.zeros(3)}, {"data": {1, 2}}, "data of step 1 must be"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_saved_is_said_at_once(tmp_path, state, extra, match):
+    manager = make_manager(tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match=match):
+        manager.save(1, state, **{"metadata": {}, **extra})
+    manager.close()
     assert manager.all_steps() == []
+
+
+@pytest.mark.parametrize("place", ["folder", "file/folder"])
+def test_a_program_that_ends_without_waiting_has_saved_or_says_so(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    program = f"""
+import jax.numpy as jnp
+from xshard import checkpoint
+manager = checkpoint.Manager({str(tmp_path / place)!r}, checkpoint.Keep(1))
+manager.save(1, {{"a": jnp.ones(3)}}, {{}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    if place == "folder":
+        assert make_manager(tmp_path / place).all_steps() == [1]
+    else:
+        assert "NOT SAVED: Step 1 could not be saved" in done.stderr
 
 
 def test_arrays_that_are_gone_are_the_callers_error_and_the_next_save_works(tmp_path):

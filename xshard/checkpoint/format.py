@@ -39,6 +39,8 @@ SHARED_CHUNK_BYTES = 8 << 20
 # copy them.
 LARGE_BYTES = 1 << 20
 _CHUNKS_EACH = 4
+# Neither the format nor tensorstore has these.
+_UNSUPPORTED = ("uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn")
 _CRC_BYTES = 4
 _SMALL_FACTORS = 7
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{8})")
@@ -195,7 +197,10 @@ def flatten(tree: Any) -> dict[str, Any]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if name in named:
             raise CheckpointError(f"Two leaves of the state have the path '{name}'; rename one.")
+        _check_type(name, leaf)
         named[name] = leaf
+    if not named:
+        raise CheckpointError("The state holds no arrays.")
     return named
 
 
@@ -290,6 +295,18 @@ def unseal(content: bytes) -> dict[str, Any]:
     if not isinstance(outer, dict) or content != seal(outer.get("content", {})):
         raise ValueError("its checksum differs")
     return outer["content"]
+
+
+def _check_type(name: str, leaf: Any) -> None:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        raise CheckpointError(
+            f"'{name}' is {leaf!r}, of type {type(leaf).__name__}; make it an array, such as jnp.int32(3)."
+        )
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return
+    if np.dtype(dtype).kind not in "biufcV" or np.dtype(dtype).name in _UNSUPPORTED:
+        raise CheckpointError(f"'{name}' is of type {dtype}, which zarr cannot hold; convert it.")
 
 
 def _chunk_shape(shape: tuple[int, ...], block: tuple[int, ...], limit: int) -> tuple[int, ...]:

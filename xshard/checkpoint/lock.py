@@ -6,6 +6,7 @@ not, its owner is dead, and the lease is taken over. An owner that was only slow
 checkpoint would count, since the object is not its own any more.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -100,7 +101,9 @@ class Lease:
         self._ended.set()
         self._thread.join()
         if not self._lost:
-            self._store.delete(NAME)
+            # What is not given back is taken over when it has been watched.
+            with contextlib.suppress(store_lib.CheckpointError):
+                self._store.delete(NAME)
 
     def _content(self) -> bytes:
         self._beats += 1

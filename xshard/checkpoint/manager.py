@@ -87,6 +87,7 @@ class Manager:
         Raises:
           CheckpointError: if another run has it, or it cannot be written.
         """
+        self.wait()
         self._saver.first(self._acquire)
 
     def save(
@@ -110,7 +111,8 @@ class Manager:
           metrics: what the best checkpoint is chosen by.
 
         Raises:
-          CheckpointError: if the save before has failed; this one is not begun then.
+          CheckpointError: if the state or what is saved with it cannot be saved; or if the save before
+            has failed, while this one is under way all the same.
         """
         self._saver.start(step, state, saver.Extra(metadata, data, metrics or {}))
 
@@ -176,7 +178,8 @@ class Manager:
             restored = Restored(state, meta["metadata"], meta["data"], attempt.step)
         except source.DamagedError as e:
             said = {"damaged": str(e)}
-        except (ValueError, OSError) as e:
+        except Exception as e:
+            # Whatever it is, the others wait to hear of it.
             said = {"error": store_lib.reason(e)}
         answers = [json.loads(answer) for answer in self._exchange(json.dumps(said))]
         for answer in answers:

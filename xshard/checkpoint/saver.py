@@ -1,10 +1,13 @@
 """Saves in the background, all processes together: the caller waits for the copy to the host only."""
 
+import atexit
 import dataclasses
 import json
 import queue
 import secrets
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +21,7 @@ from xshard.checkpoint import store as store_lib
 _IDLE_SECONDS = 0.05
 # What a process says to all others is short.
 _SHOWN = 1000
+_SAVERS: "weakref.WeakSet[Saver]" = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +72,21 @@ class Saver:
         self._plan: tuple[Any, ownership.Plan] | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        _SAVERS.add(self)
 
     def start(self, step: int, state: Any, extra: Extra) -> None:
         """Begins to save; returns when the state has been copied, and may be donated.
 
         Raises:
-          CheckpointError: if the save before has failed.
+          CheckpointError: if the state or what is saved with it cannot be, or if the save before has
+            failed. In that case this one is under way all the same, as it is on all other processes,
+            which may have learnt of the failure earlier.
         """
-        self.wait()
+        _check_json(step, extra)
         leaves = format_lib.flatten(state)
+        if self._thread is not None:
+            self._thread.join()
+        before, self._failure = self._failure, None
         job = _Job(step, self._plan_for(leaves), extra, self._budget_bytes, self._say)
         self._thread = threading.Thread(
             target=self._run, args=(job,), name="checkpoint", daemon=True
@@ -90,6 +100,8 @@ class Saver:
             raise
         finally:
             job.go.set()
+        if before is not None:
+            raise before
 
     def check(self) -> None:
         """Raises what has made the last save fail, if it is known by now."""
@@ -190,6 +202,26 @@ class Saver:
             writer.remove(attempt)
         except Exception as e:
             self._say(f"{attempt} does not count, but could not be removed: {store_lib.reason(e)}")
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Before tensorstore, which was imported before this, stops working."""
+    for saver in list(_SAVERS):
+        try:
+            saver.wait()
+        except store_lib.CheckpointError as e:
+            print(f"NOT SAVED: {e}", file=sys.stderr)
+
+
+def _check_json(step: int, extra: Extra) -> None:
+    for name, value in vars(extra).items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as e:
+            raise store_lib.CheckpointError(
+                f"The {name} of step {step} must be what JSON can hold: {e}."
+            ) from e
 
 
 class _Job:

@@ -129,7 +129,7 @@ class Store:
 
     def sync(self, prefix: str) -> None:
         """Makes the folders above and below a prefix durable; objects always are."""
-        if self.path is None:
+        if self.path is None or not (self.path / prefix).exists():
             return
         top = self.path / prefix
         for folder in [folder for folder, _, _ in os.walk(top)]:
@@ -177,7 +177,7 @@ def make_context() -> ts.Context:
     """What the databases that are used together share."""
     return ts.Context(
         {
-            "file_io_concurrency": {"limit": 32},
+            "file_io_concurrency": {"limit": 64},
             "gcs_request_retries": RETRIES,
             "s3_request_retries": RETRIES,
             # The nodes of a database's tree; nothing else of what is read is read twice.

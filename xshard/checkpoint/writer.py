@@ -22,9 +22,9 @@ Copy = Callable[[], np.ndarray]
 
 # What is written in one transaction, which holds it until it is committed, and how many are under way.
 _BATCH_BYTES = 128 << 20
-_BATCHES = 3
+_BATCHES = 4
 # As many files are written at a time as a transaction fills.
-_FILE_BYTES = 64 << 20
+_FILE_BYTES = 32 << 20
 _PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "tensorstore", "numpy")
 
 
