@@ -50,6 +50,8 @@ class Exchange:
             return [value]
         # Private in JAX, but the only thing of it that works beside a computation on the devices.
         client: Any = distributed.global_state.client
+        if client is None:
+            raise LostError(f"{self._what}: call jax.distributed.initialize before anything else")
         name = f"xshard/{self._series}/{self._meeting}"
         try:
             client.key_value_set(f"{name}/{self.index}", value or " ")

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 
-from tests.checkpoint.harness import damage, environment, make_manager, make_tree, save
+from tests.checkpoint.harness import DTYPES, damage, environment, make_manager, make_tree, save
 from tests.optimizers import harness
 from xshard import checkpoint, mesh
 from xshard.checkpoint import format as format_lib
@@ -36,13 +37,34 @@ def test_every_type_comes_back_bit_by_bit(tmp_path):
     harness.assert_equal(make_manager(tmp_path / "new" / "dir").restore(tree, step=7)[0], tree)
 
 
-def test_chunks_of_large_arrays(tmp_path, monkeypatch):
+# With those of the shared harness, all types that JAX has without 64 bits and zarr can hold.
+MORE_TYPES = (
+    "int4", "int2", "int16", "uint16", "float4_e2m1fn", "float8_e3m4", "float8_e8m0fnu",
+    "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("large", [1, 10**9])
+@pytest.mark.parametrize("shape", [(7, 9, 2), (100,), (1, 1), (3, 0), ()])
+def test_every_type_and_shape_as_bytes_and_as_zarr_and_to_anyone_with_tensorstore(
+    tmp_path, monkeypatch, large, shape
+):
+    monkeypatch.setattr(format_lib, "LARGE_BYTES", large)
     monkeypatch.setattr(format_lib, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(format_lib, "SHARED_CHUNK_BYTES", 64)
-    tree = {"a": jnp.arange(7 * 9 * 2.0).reshape(7, 9, 2), "b": jnp.arange(100.0)}
+    rng = np.random.default_rng(0)
+    tree = {
+        name: jnp.asarray(rng.integers(0, 2, size=shape)).astype(name)
+        for name in (*DTYPES, *MORE_TYPES)
+    }
     manager = make_manager(tmp_path)
     save(manager, 1, tree)
-    harness.assert_equal(manager.restore(tree)[0], tree)
+    harness.assert_equal(manager.restore(tree).state, tree)
+    (folder,) = tmp_path.glob("step_*")
+    for name, array in tree.items():
+        base = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
+        opened = ts.open({"driver": "zarr3", "kvstore": base}, open=True).result()
+        assert opened.dtype.name == name and opened.shape == shape
+        assert opened.read().result().tobytes() == np.asarray(array).tobytes()
 
 
 def test_another_number_of_devices_and_another_sharding(tmp_path):

@@ -39,8 +39,13 @@ SHARED_CHUNK_BYTES = 8 << 20
 # copy them.
 LARGE_BYTES = 1 << 20
 _CHUNKS_EACH = 4
-# Neither the format nor tensorstore has these.
-_UNSUPPORTED = ("uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn")
+# Those that tensorstore's zarr3 knows.
+_TYPES = (
+    "bool", "int2", "int4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz",
+    "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float16", "bfloat16", "float32", "float64",
+    "complex64", "complex128",
+)  # fmt: skip
 _CRC_BYTES = 4
 _SMALL_FACTORS = 7
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{8})")
@@ -305,7 +310,7 @@ def _check_type(name: str, leaf: Any) -> None:
         )
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return
-    if np.dtype(dtype).kind not in "biufcV" or np.dtype(dtype).name in _UNSUPPORTED:
+    if np.dtype(dtype).name not in _TYPES:
         raise CheckpointError(f"'{name}' is of type {dtype}, which zarr cannot hold; convert it.")
 
 

@@ -11,6 +11,7 @@ Credentials are what the machine has: Google's application default, AWS's enviro
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import urllib.parse
 from typing import Any
@@ -149,7 +150,7 @@ def reason(e: BaseException) -> str:
     """An error's text as a user needs it: without tensorstore's list of source locations."""
     if isinstance(e, OSError) and e.errno:
         return f"{e.strerror or e} ({e.filename})" if e.filename else str(e.strerror or e)
-    text = str(e).split(" [source locations")[0].split(" [tensorstore_spec")[0]
+    text = re.split(r" \[(source locations|tensorstore_spec|os_error_code)", str(e))[0]
     return text.strip().rstrip(".") or type(e).__name__
 
 
