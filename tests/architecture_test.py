@@ -18,7 +18,7 @@ LAYERS = [
         "checkpoint/budget",
         "checkpoint/retention",
     ],
-    ["optimizers/base", "checkpoint/format", "checkpoint/lock"],
+    ["optimizers/base", "checkpoint/arrays", "checkpoint/format", "checkpoint/lock"],
     ["optimizers/optax", "experiment", "checkpoint/ownership", "checkpoint/source"],
     ["optimizers/cross_shard", "optimizers/loss_scale", "checkpoint/reader", "checkpoint/writer"],
     ["step", "checkpoint/saver", "checkpoint/transfer", "checkpoint/orbax"],

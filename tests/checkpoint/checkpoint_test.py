@@ -19,7 +19,7 @@ import tensorstore as ts
 from tests.checkpoint.harness import DTYPES, damage, environment, make_manager, make_tree, save
 from tests.optimizers import harness
 from xshard import checkpoint, mesh
-from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import arrays as arrays_lib
 
 
 def files_of(manager, step):
@@ -49,8 +49,8 @@ MORE_TYPES = (
 def test_every_type_and_shape_as_bytes_and_as_zarr_and_to_anyone_with_tensorstore(
     tmp_path, monkeypatch, large, shape
 ):
-    monkeypatch.setattr(format_lib, "LARGE_BYTES", large)
-    monkeypatch.setattr(format_lib, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(arrays_lib, "LARGE_BYTES", large)
+    monkeypatch.setattr(arrays_lib, "CHUNK_BYTES", 64)
     rng = np.random.default_rng(0)
     tree = {
         name: jnp.asarray(rng.integers(0, 2, size=shape)).astype(name)

@@ -23,6 +23,7 @@ import numpy as np
 
 from tests.checkpoint import harness
 from xshard import checkpoint, mesh
+from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import lock, store
 
@@ -105,8 +106,8 @@ def make_target(devices_mesh):
 
 def differences(state, step):
     """The paths of what is not, bit by bit, the state of a step; on this process's devices."""
-    found = format_lib.flatten(state)
-    wanted = format_lib.flatten(jax.tree.map(lambda p: p[0], host_state(step), is_leaf=is_pair))
+    found = arrays_lib.flatten(state)
+    wanted = arrays_lib.flatten(jax.tree.map(lambda p: p[0], host_state(step), is_leaf=is_pair))
     wanted["rng"] = np.asarray(jax.random.key_data(jax.random.key(step)))
     found["rng"] = jax.random.key_data(found["rng"])
     assert found.keys() == wanted.keys()
@@ -128,9 +129,9 @@ def run(task, index):
             heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20,
         )  # fmt: skip
     # So that the arrays of a test are cut into as many chunks as those of a large model.
-    format_lib.SHARED_CHUNK_BYTES = 4 << 10
-    format_lib.CHUNK_BYTES = 64 << 10
-    format_lib.LARGE_BYTES = 8 << 10
+    arrays_lib.SHARED_CHUNK_BYTES = 4 << 10
+    arrays_lib.CHUNK_BYTES = 64 << 10
+    arrays_lib.LARGE_BYTES = 8 << 10
     # A killed run's lease would keep the next one waiting, and a fault its retry.
     lock.RENEW_SECONDS, lock.WATCH_SECONDS = 0.1, 0.5
     store.RETRIES.update(initial_delay="1ms", max_delay="20ms")

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import manager, orbax, retention, writer
 from xshard.checkpoint import source as source_lib
@@ -251,7 +252,7 @@ def _best(commits: dict[format_lib.Attempt, dict[str, Any]]) -> dict[format_lib.
     return {saved[s][0]: f"{i}: {name} {saved[s][1]:.4g}" for i, s in enumerate(steps, 1)}
 
 
-def _same(metas: list[dict[str, format_lib.ArrayMeta]], name: str) -> bool:
+def _same(metas: list[dict[str, arrays_lib.ArrayMeta]], name: str) -> bool:
     return metas[0][name].kind == metas[1][name].kind
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import arrays as arrays_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Plan:
       loads: the bytes that each process writes.
     """
 
-    arrays: dict[str, format_lib.ArrayMeta]
+    arrays: dict[str, arrays_lib.ArrayMeta]
     pieces: list[Piece]
     loads: list[int]
 
@@ -51,11 +51,11 @@ def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
       index: this process.
       count: the number of processes.
     """
-    arrays: dict[str, format_lib.ArrayMeta] = {}
+    arrays: dict[str, arrays_lib.ArrayMeta] = {}
     choices: list[tuple[str, tuple[int, ...], list[int]]] = []
     for path, leaf in leaves.items():
         holders = _holders(leaf, count)
-        meta = format_lib.describe(leaf, min(map(len, holders.values())))
+        meta = arrays_lib.describe(leaf, min(map(len, holders.values())))
         arrays[path] = meta
         for chunk in meta.chunks():
             choices.append((path, chunk, holders[_block(holders, meta.box(chunk))]))
@@ -72,19 +72,19 @@ def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
     return Plan(arrays, _pieces(leaves, arrays, mine), loads)
 
 
-def _holders(leaf: Any, count: int) -> dict[format_lib.Box, list[int]]:
+def _holders(leaf: Any, count: int) -> dict[arrays_lib.Box, list[int]]:
     """The processes that hold each distinct block."""
-    shape = format_lib.key_data(leaf)[0].shape
+    shape = arrays_lib.key_data(leaf)[0].shape
     if not isinstance(leaf, jax.Array) or count == 1:
         return {tuple((0, size) for size in shape): list(range(count))}
-    data, _ = format_lib.key_data(leaf)
-    found: dict[format_lib.Box, set[int]] = {}
+    data, _ = arrays_lib.key_data(leaf)
+    found: dict[arrays_lib.Box, set[int]] = {}
     for device, block in data.sharding.devices_indices_map(shape).items():
         found.setdefault(as_box(block, shape), set()).add(device.process_index)
     return {block: sorted(processes) for block, processes in found.items()}
 
 
-def _block(blocks: Iterable[format_lib.Box], box: format_lib.Box) -> format_lib.Box:
+def _block(blocks: Iterable[arrays_lib.Box], box: arrays_lib.Box) -> arrays_lib.Box:
     """The block that a box lies in; blocks are of one size."""
     sizes = [high - low for low, high in next(iter(blocks))]
     starts = [low // size * size for (low, _), size in zip(box, sizes, strict=True)]
@@ -93,11 +93,11 @@ def _block(blocks: Iterable[format_lib.Box], box: format_lib.Box) -> format_lib.
 
 def _pieces(
     leaves: dict[str, Any],
-    arrays: dict[str, format_lib.ArrayMeta],
+    arrays: dict[str, arrays_lib.ArrayMeta],
     mine: list[tuple[str, tuple[int, ...]]],
 ) -> list[Piece]:
     pieces = []
-    blocks: dict[str, dict[format_lib.Box, int]] = {}
+    blocks: dict[str, dict[arrays_lib.Box, int]] = {}
     for path, chunk in sorted(mine):
         if path not in blocks:
             blocks[path] = _local_blocks(leaves[path])
@@ -109,8 +109,8 @@ def _pieces(
     return pieces
 
 
-def _local_blocks(leaf: Any) -> dict[format_lib.Box, int]:
-    data, _ = format_lib.key_data(leaf)
+def _local_blocks(leaf: Any) -> dict[arrays_lib.Box, int]:
+    data, _ = arrays_lib.key_data(leaf)
     if not isinstance(data, jax.Array):
         return {tuple((0, size) for size in np.shape(data)): 0}
     shards = enumerate(data.addressable_shards)
@@ -118,6 +118,6 @@ def _local_blocks(leaf: Any) -> dict[format_lib.Box, int]:
     return {as_box(shard.index, data.shape): i for i, shard in reversed(list(shards))}
 
 
-def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> format_lib.Box:
+def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> arrays_lib.Box:
     """The bounds of an index of slices."""
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))

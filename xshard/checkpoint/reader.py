@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership, source
@@ -31,13 +32,13 @@ class Leaf:
     """
 
     path: str
-    meta: format_lib.ArrayMeta
+    meta: arrays_lib.ArrayMeta
     shape: tuple[int, ...]
     sharding: Any
     group: int | None = None
     repeat: bool = False
 
-    def stored_box(self, index: tuple[slice, ...]) -> format_lib.Box:
+    def stored_box(self, index: tuple[slice, ...]) -> arrays_lib.Box:
         """The part of the stored array that belongs at an index of the wanted one."""
         box = ownership.as_box(index, self.shape)
         box = box[1:] if self.repeat else box
@@ -73,8 +74,8 @@ def read(
       CheckpointError: if the checkpoint has another structure, shape or type than the target.
     """
     stored = source.array_metas(meta)
-    wanted = format_lib.flatten(target)
-    _check_same(attempt, stored, {path: format_lib.describe(leaf) for path, leaf in wanted.items()})
+    wanted = arrays_lib.flatten(target)
+    _check_same(attempt, stored, {path: arrays_lib.describe(leaf) for path, leaf in wanted.items()})
     leaves = [
         Leaf(path, stored[path], stored[path].shape, leaf.sharding) for path, leaf in wanted.items()
     ]
@@ -121,13 +122,13 @@ class _Boxes:
         self._indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         self._boxes = {d: leaf.stored_box(index) for d, index in self._indices.items()}
         self.distinct = list(dict.fromkeys(self._boxes.values()))
-        self._parts: dict[format_lib.Box, np.ndarray] = {}
+        self._parts: dict[arrays_lib.Box, np.ndarray] = {}
 
     @property
     def is_full(self) -> bool:
         return len(self._parts) == len(self.distinct)
 
-    def fill(self, box: format_lib.Box, part: np.ndarray) -> None:
+    def fill(self, box: arrays_lib.Box, part: np.ndarray) -> None:
         self._parts[box] = part
 
     def on_host(self) -> list[tuple[Any, np.ndarray]]:
@@ -162,8 +163,8 @@ def _place(done: list[_Boxes]) -> dict[str, jax.Array]:
 
 def _check_same(
     attempt: format_lib.Attempt,
-    stored: dict[str, format_lib.ArrayMeta],
-    wanted: dict[str, format_lib.ArrayMeta],
+    stored: dict[str, arrays_lib.ArrayMeta],
+    wanted: dict[str, arrays_lib.ArrayMeta],
 ) -> None:
     problems = [f"'{path}' is missing in it" for path in sorted(wanted.keys() - stored.keys())]
     problems += [f"'{path}' is only in it" for path in sorted(stored.keys() - wanted.keys())]

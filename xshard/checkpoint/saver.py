@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from xshard import processes
+from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership, writer
@@ -83,7 +84,7 @@ class Saver:
             which may have learnt of the failure earlier.
         """
         _check_json(step, extra)
-        leaves = format_lib.flatten(state)
+        leaves = arrays_lib.flatten(state)
         if self._thread is not None:
             self._thread.join()
         before, self._failure = self._failure, None

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
+from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
 
@@ -63,17 +64,17 @@ def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
     return commit
 
 
-def array_metas(meta: dict[str, Any]) -> dict[str, format_lib.ArrayMeta]:
+def array_metas(meta: dict[str, Any]) -> dict[str, arrays_lib.ArrayMeta]:
     """The arrays of a description, by path."""
     return {path: _array_meta(**entry) for path, entry in meta["arrays"].items()}
 
 
-def _array_meta(shape: list[int], chunk_shape: list[int], **others: Any) -> format_lib.ArrayMeta:
-    return format_lib.ArrayMeta(shape=tuple(shape), chunk_shape=tuple(chunk_shape), **others)
+def _array_meta(shape: list[int], chunk_shape: list[int], **others: Any) -> arrays_lib.ArrayMeta:
+    return arrays_lib.ArrayMeta(shape=tuple(shape), chunk_shape=tuple(chunk_shape), **others)
 
 
 def read_arrays(
-    attempt: format_lib.Attempt, arrays: dict[str, format_lib.ArrayMeta], budget_bytes: int
+    attempt: format_lib.Attempt, arrays: dict[str, arrays_lib.ArrayMeta], budget_bytes: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Reads arrays into host memory, each with its path; PRNG keys as their data.
 
@@ -88,7 +89,7 @@ def read_arrays(
 
 def read_parts(
     attempt: format_lib.Attempt,
-    requests: Iterable[tuple[str, format_lib.ArrayMeta, format_lib.Box]],
+    requests: Iterable[tuple[str, arrays_lib.ArrayMeta, arrays_lib.Box]],
     budget_bytes: int,
 ) -> Iterator[np.ndarray]:
     """Reads parts of arrays in the order they are asked for, many at a time.
@@ -134,18 +135,18 @@ class _Source:
         self._array: tuple[str, Any] = ("", None)
 
     def start(
-        self, path: str, meta: format_lib.ArrayMeta, box: format_lib.Box, out: np.ndarray
+        self, path: str, meta: arrays_lib.ArrayMeta, box: arrays_lib.Box, out: np.ndarray
     ) -> Callable[[], None]:
         """Begins to read a part of an array, and returns what waits for the end."""
-        if meta.chunk_bytes >= format_lib.LARGE_BYTES:
+        if meta.chunk_bytes >= arrays_lib.LARGE_BYTES:
             part = self._open(path, meta)[tuple(slice(*bounds) for bounds in box)]
             # Into this memory, without a copy between.
             future = ts.array(out, context=self._context).write(part[ts.d[:].translate_to[0]])
             return lambda: self._check(path, future.result)
-        chunks = [(c, self._database.read(format_lib.chunk_key(path, c))) for c in meta.chunks(box)]
+        chunks = [(c, self._database.read(arrays_lib.chunk_key(path, c))) for c in meta.chunks(box)]
         return lambda: self._check(path, lambda: _decode_all(meta, chunks, box, out))
 
-    def _open(self, path: str, meta: format_lib.ArrayMeta) -> Any:
+    def _open(self, path: str, meta: arrays_lib.ArrayMeta) -> Any:
         if self._array[0] != path:
             spec = {
                 "driver": "zarr3",
@@ -168,19 +169,19 @@ class _Source:
 
 
 def _decode_all(
-    meta: format_lib.ArrayMeta,
+    meta: arrays_lib.ArrayMeta,
     chunks: list[tuple[tuple[int, ...], Any]],
-    box: format_lib.Box,
+    box: arrays_lib.Box,
     out: np.ndarray,
 ) -> None:
     for chunk, future in chunks:
         found = future.result()
         if found.state != "value":
             raise ValueError("a chunk is missing")
-        _copy(meta.box(chunk), format_lib.decode(found.value, meta), box, out)
+        _copy(meta.box(chunk), arrays_lib.decode(found.value, meta), box, out)
 
 
-def box_bytes(meta: format_lib.ArrayMeta, box: format_lib.Box) -> int:
+def box_bytes(meta: arrays_lib.ArrayMeta, box: arrays_lib.Box) -> int:
     """The size of a part of an array."""
     return math.prod(high - low for low, high in box) * meta.itemsize
 
@@ -214,7 +215,7 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _copy(
-    source: format_lib.Box, value: np.ndarray, target: format_lib.Box, out: np.ndarray
+    source: arrays_lib.Box, value: np.ndarray, target: arrays_lib.Box, out: np.ndarray
 ) -> None:
     """Copies what two boxes of an array have in common."""
     common = [(max(s[0], t[0]), min(s[1], t[1])) for s, t in zip(source, target, strict=True)]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import reader
 from xshard.checkpoint import source as source_lib
@@ -44,7 +45,7 @@ def check_init(source: Source, target: Any) -> None:
       CheckpointError: if there is no such checkpoint, nothing is selected, or a leaf that is selected is
         not in it or has another shape.
     """
-    _requests(source, format_lib.flatten(target))
+    _requests(source, arrays_lib.flatten(target))
 
 
 def init_from(source: Source, state: Any, say: Callable[[str], None] = print) -> Any:
@@ -63,7 +64,7 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
     Raises:
       CheckpointError: as `check_init`, or if the checkpoint is damaged.
     """
-    leaves = format_lib.flatten(state)
+    leaves = arrays_lib.flatten(state)
     attempt, stored, requests = _requests(source, leaves)
     values = reader.read_leaves(attempt, requests, _BUDGET_BYTES, say)
     for request, value in zip(requests, values, strict=True):
@@ -78,7 +79,7 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
 
 def _requests(
     source: Source, leaves: dict[str, Any]
-) -> tuple[format_lib.Attempt, dict[str, format_lib.ArrayMeta], list[reader.Leaf]]:
+) -> tuple[format_lib.Attempt, dict[str, arrays_lib.ArrayMeta], list[reader.Leaf]]:
     """The checkpoint, what is in it, and what to read of it."""
     attempt = find(source.place)
     stored = source_lib.array_metas(source_lib.read_meta(attempt))
@@ -88,7 +89,7 @@ def _requests(
             f"--init_select='{source.select}' matches none of the paths of this run, such as "
             f"{', '.join(list(leaves)[:_SHOWN])}."
         )
-    wanted = {path: format_lib.describe(leaves[path]) for path in paths}
+    wanted = {path: arrays_lib.describe(leaves[path]) for path in paths}
     groups = _Groups(_count(stored), _count(leaves), source.group)
     problems = [
         p for path in paths if (p := _problem(path, stored.get(path), wanted[path], groups))
@@ -144,7 +145,7 @@ def _count(tree: dict[str, Any]) -> int:
     return shape[0] if shape else 0
 
 
-def _request(path: str, meta: format_lib.ArrayMeta, leaf: Any, groups: _Groups) -> reader.Leaf:
+def _request(path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: _Groups) -> reader.Leaf:
     differ = groups.differ(path)
     if differ and groups.stored and not 0 <= groups.chosen < groups.stored:
         raise format_lib.CheckpointError(
@@ -153,7 +154,7 @@ def _request(path: str, meta: format_lib.ArrayMeta, leaf: Any, groups: _Groups) 
     return reader.Leaf(
         path,
         meta,
-        tuple(format_lib.key_data(leaf)[0].shape),
+        tuple(arrays_lib.key_data(leaf)[0].shape),
         leaf.sharding,
         group=groups.chosen if differ and groups.stored else None,
         repeat=bool(differ and groups.wanted),
@@ -161,7 +162,7 @@ def _request(path: str, meta: format_lib.ArrayMeta, leaf: Any, groups: _Groups) 
 
 
 def _problem(
-    path: str, stored: format_lib.ArrayMeta | None, wanted: format_lib.ArrayMeta, groups: _Groups
+    path: str, stored: arrays_lib.ArrayMeta | None, wanted: arrays_lib.ArrayMeta, groups: _Groups
 ) -> str | None:
     if stored is None:
         return f"'{path}' is missing in it"

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership
@@ -81,7 +82,7 @@ def start_device_copy(shard: jax.Array, piece: ownership.Piece) -> Copy:
 def write_part(
     attempt: format_lib.Attempt,
     process: int,
-    arrays: dict[str, format_lib.ArrayMeta],
+    arrays: dict[str, arrays_lib.ArrayMeta],
     chunks: Iterator[Chunk | None],
     written: Callable[[int], None],
 ) -> int:
@@ -113,7 +114,7 @@ def write_part(
 
 
 def merge(
-    attempt: format_lib.Attempt, processes: list[int], arrays: dict[str, format_lib.ArrayMeta]
+    attempt: format_lib.Attempt, processes: list[int], arrays: dict[str, arrays_lib.ArrayMeta]
 ) -> int:
     """Makes one database of those of some processes; their data stays where it is.
 
@@ -143,7 +144,7 @@ def merge(
 
 def describe(
     attempt: format_lib.Attempt,
-    arrays: dict[str, format_lib.ArrayMeta],
+    arrays: dict[str, arrays_lib.ArrayMeta],
     metadata: dict[str, Any],
     data: list[Any],
 ) -> None:
@@ -209,7 +210,7 @@ class _Batches:
         self,
         attempt: format_lib.Attempt,
         process: int,
-        arrays: dict[str, format_lib.ArrayMeta],
+        arrays: dict[str, arrays_lib.ArrayMeta],
         written: Callable[[int], None],
     ):
         context = store_lib.make_context()
@@ -229,9 +230,9 @@ class _Batches:
 
     def write_chunk(self, piece: ownership.Piece, value: np.ndarray) -> None:
         meta = self._arrays[piece.path]
-        if meta.chunk_bytes < format_lib.LARGE_BYTES:
-            content = format_lib.encode(value, meta.chunk_shape)
-            self.write(format_lib.chunk_key(piece.path, piece.chunk), content)
+        if meta.chunk_bytes < arrays_lib.LARGE_BYTES:
+            content = arrays_lib.encode(value, meta.chunk_shape)
+            self.write(arrays_lib.chunk_key(piece.path, piece.chunk), content)
         else:
             box = tuple(slice(*bounds) for bounds in meta.box(piece.chunk))
             target = self._array(piece.path)[box].with_transaction(self._transaction)
@@ -282,7 +283,7 @@ class _Batches:
 
 
 def _local_shards(leaf: Any) -> list[Any]:
-    data, _ = format_lib.key_data(leaf)
+    data, _ = arrays_lib.key_data(leaf)
     if not isinstance(data, jax.Array):
         return [np.asarray(data)]
     return [data.addressable_data(i) for i in range(len(data.addressable_shards))]

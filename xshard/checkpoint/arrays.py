@@ -1,0 +1,239 @@
+"""How an array is stored.
+
+Each is a zarr3 array: uncompressed chunks of at most 16 MiB, each followed by its CRC-32C.
+"""
+
+import dataclasses
+import itertools
+import math
+import struct
+from typing import Any
+
+import google_crc32c
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xshard.checkpoint import store as store_lib
+
+# What is read or written at once. Larger chunks were slower: memory of that size is not reused.
+CHUNK_BYTES = 16 << 20
+# An array that several processes hold is cut into parts for each of them, but not into smaller ones.
+SHARED_CHUNK_BYTES = 8 << 20
+# Smaller chunks are written and read as bytes: to open an array takes half a millisecond, more than to
+# copy them.
+LARGE_BYTES = 1 << 20
+_CHUNKS_EACH = 4
+# Those that tensorstore's zarr3 knows.
+_TYPES = (
+    "bool", "int2", "int4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz",
+    "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float16", "bfloat16", "float32", "float64",
+    "complex64", "complex128",
+)  # fmt: skip
+_CRC_BYTES = 4
+_SMALL_FACTORS = 7
+
+CheckpointError = store_lib.CheckpointError
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayMeta:
+    """An array of the tree as it is stored.
+
+    Attributes:
+      shape: its logical shape; of a PRNG key, that of its data.
+      dtype: the name of its type, such as 'bfloat16'.
+      chunk_shape: the shape of its chunks; those at its upper ends are filled up.
+      key_impl: the name of the implementation if it is a typed PRNG key.
+      sharding: how it lay on the devices, for people to read.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunk_shape: tuple[int, ...]
+    key_impl: str | None = None
+    sharding: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key_impl or self.dtype}{list(self.shape)}"
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a target must agree with."""
+        return self.shape, self.dtype, self.key_impl
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its values."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """The size of a value."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The size of a chunk without its checksum."""
+        return math.prod(self.chunk_shape) * self.itemsize
+
+    def chunks(self, box: Box | None = None) -> list[tuple[int, ...]]:
+        """The places in the grid of the chunks that hold a part of the array; all by default."""
+        box = box or tuple((0, size) for size in self.shape)
+        ranges = [
+            range(low // size, -(-high // size) if high > low else low // size)
+            for (low, high), size in zip(box, self.chunk_shape, strict=True)
+        ]
+        return list(itertools.product(*ranges))
+
+    def box(self, chunk: tuple[int, ...]) -> Box:
+        """The part of the array that a chunk holds."""
+        return tuple(
+            (i * size, min((i + 1) * size, end))
+            for i, size, end in zip(chunk, self.chunk_shape, self.shape, strict=True)
+        )
+
+    def keys(self, path: str) -> list[str]:
+        """The keys of the database that hold the array."""
+        return [f"{path}/zarr.json", *(chunk_key(path, chunk) for chunk in self.chunks())]
+
+    def zarr(self) -> dict[str, Any]:
+        """The content of the array's zarr.json."""
+        grid = {"name": "regular", "configuration": {"chunk_shape": list(self.chunk_shape)}}
+        codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(self.shape),
+            "data_type": self.dtype,
+            "chunk_grid": grid,
+            "chunk_key_encoding": {"name": "default"},
+            "fill_value": _fill_value(self.dtype),
+            "codecs": codecs,
+        }
+
+
+def chunk_key(path: str, chunk: tuple[int, ...]) -> str:
+    """The key of a chunk."""
+    return "/".join([path, "c", *map(str, chunk)])
+
+
+def encode(chunk: np.ndarray, shape: tuple[int, ...]) -> bytes:
+    """A chunk's bytes and their CRC-32C, filled up to a shape with zeros."""
+    if chunk.shape != shape:
+        whole = np.zeros(shape, chunk.dtype)
+        whole[tuple(map(slice, chunk.shape))] = chunk
+        chunk = whole
+    flat = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+    return b"".join((flat, struct.pack("<I", google_crc32c.value(flat))))  # type: ignore[arg-type]
+
+
+def decode(content: bytes, meta: ArrayMeta) -> np.ndarray:
+    """A chunk from its bytes.
+
+    Raises:
+      ValueError: if they are not what was written.
+    """
+    if len(content) != meta.chunk_bytes + _CRC_BYTES:
+        raise ValueError(f"{len(content)} bytes instead of {meta.chunk_bytes + _CRC_BYTES}")
+    flat = np.frombuffer(content, np.uint8)
+    (stored,) = struct.unpack("<I", content[-_CRC_BYTES:])
+    if google_crc32c.value(flat[:-_CRC_BYTES]) != stored:
+        raise ValueError("its checksum differs")
+    return flat[:-_CRC_BYTES].view(jnp.dtype(meta.dtype)).reshape(meta.chunk_shape)
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths, which are the names in a checkpoint."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in named:
+            raise CheckpointError(f"Two leaves of the state have the path '{name}'; rename one.")
+        _check_type(name, leaf)
+        named[name] = leaf
+    if not named:
+        raise CheckpointError("The state holds no arrays.")
+    return named
+
+
+def describe(leaf: Any, holders: int = 1) -> ArrayMeta:
+    """How an array, or a jax.ShapeDtypeStruct, is stored.
+
+    Args:
+      leaf: the array.
+      holders: the number of processes that hold each of its blocks, and share in writing it.
+    """
+    data, impl = key_data(leaf)
+    shape, dtype = tuple(data.shape), jnp.dtype(data.dtype)
+    sharding = getattr(data, "sharding", None)
+    block = sharding.shard_shape(shape) if sharding else shape
+    # A few for each, so that one more or less makes no great difference.
+    part = math.prod(block) * dtype.itemsize // (_CHUNKS_EACH * holders)
+    limit = CHUNK_BYTES if holders == 1 else min(max(part, SHARED_CHUNK_BYTES), CHUNK_BYTES)
+    chunk = _chunk_shape(shape, block, limit // dtype.itemsize)
+    return ArrayMeta(shape, dtype.name, chunk, impl, str(getattr(sharding, "spec", "")))
+
+
+def key_data(leaf: Any) -> tuple[Any, str | None]:
+    """The data of a typed PRNG key and the name of its implementation; of another array, itself."""
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf, None
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
+    impls: list[str] = []
+
+    def traced(key: Any) -> Any:
+        impls.append(str(jax.random.key_impl(key)))
+        return jax.random.key_data(key)
+
+    # Traced, since JAX tells the implementation of an array only, not of a shape.
+    return jax.eval_shape(traced, leaf), impls[0]
+
+
+def _check_type(name: str, leaf: Any) -> None:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        raise CheckpointError(
+            f"'{name}' is {leaf!r}, of type {type(leaf).__name__}; make it an array, such as jnp.int32(3)."
+        )
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return
+    if np.dtype(dtype).name not in _TYPES:
+        raise CheckpointError(f"'{name}' is of type {dtype}, which zarr cannot hold; convert it.")
+
+
+def _chunk_shape(shape: tuple[int, ...], block: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    """Parts of a block of at most `limit` values, so that each chunk has one owner."""
+    chunk = [max(size, 1) for size in block]
+    while math.prod(chunk) > limit:
+        smaller = [
+            _smaller(size, alone=part == whole)
+            for size, part, whole in zip(chunk, block, shape, strict=True)
+        ]
+        # The longest dimension that can be cut; none if all are prime numbers of their blocks.
+        candidates = [i for i, size in enumerate(smaller) if size < chunk[i]]
+        if not candidates:
+            break
+        longest = max(candidates, key=lambda i: chunk[i])
+        chunk[longest] = smaller[longest]
+    return tuple(chunk)
+
+
+def _smaller(size: int, *, alone: bool) -> int:
+    """The next smaller part: what divides the size, or a half if no other blocks follow."""
+    # A part that does not divide is filled up, which costs a copy.
+    most = min(size, _SMALL_FACTORS) if alone else size
+    exact = next((size // n for n in range(2, most + 1) if size % n == 0), None)
+    return exact or (-(-size // 2) if alone else size)
+
+
+def _fill_value(dtype: str) -> Any:
+    """Zero, as zarr writes it for a type."""
+    if dtype == "bool":
+        return False
+    if jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating):
+        return [0.0, 0.0]
+    return 0.0 if jnp.issubdtype(jnp.dtype(dtype), jnp.floating) else 0
