@@ -43,6 +43,23 @@ def test_damage_that_one_process_sees_makes_all_take_the_one_before(pods, tmp_pa
         assert "DAMAGED CHECKPOINT" in pods.logs() and "step_00000006" in pods.logs()
 
 
+def test_damage_that_not_all_processes_see_is_all_processes_damage(pods, tmp_path):
+    pods.run("save", tmp_path, 3, step=5, saves=2)
+    # The first of two groups, whose devices are the first two processes'.
+    block = pod.host_state(6)["params"]["grouped/w"][0][0].tobytes()
+    (file,) = [
+        path
+        for path in tmp_path.glob("step_00000006.*/p*/d/*")
+        if path.is_file() and block in path.read_bytes()
+    ]
+    content = bytearray(file.read_bytes())
+    content[content.index(block)] ^= 1
+    file.write_bytes(content)
+    reports = pods.run("restore", tmp_path, 3)
+    assert "'params/grouped/w' in" in pods.logs()
+    check_restored(reports, 5, 3)
+
+
 def test_what_is_wrong_on_one_process_is_said_on_all(pods, tmp_path):
     (tmp_path / "file").write_text("")
     pods.start("save", tmp_path / "file", 3)

@@ -175,6 +175,23 @@ def test_the_caller_waits_where_the_budget_is_used_up(tmp_path, monkeypatch):
         harness.assert_equal(make_manager(tmp_path / str(limit)).restore(tree).state, tree)
 
 
+def test_a_caller_that_waits_for_bytes_is_let_go_when_they_will_not_be_written(
+    tmp_path, monkeypatch
+):
+    def write_part(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "write_part", write_part)
+    manager = make_manager(tmp_path, budget_bytes=1)
+    tree = {str(i): jnp.ones(3) for i in range(20)}
+    caller = threading.Thread(target=manager.save, args=(1, tree, {}), daemon=True)
+    caller.start()
+    caller.join(60)
+    assert not caller.is_alive()
+    with pytest.raises(checkpoint.CheckpointError, match="No space left"):
+        manager.wait()
+
+
 def test_from_a_device_with_memory_of_its_own_only_the_piece_is_copied():
     # The path that a CPU's arrays do not take.
     array = jnp.arange(24.0).reshape(4, 6)
