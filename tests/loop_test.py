@@ -113,6 +113,16 @@ def test_the_best_by_a_metric_are_kept(tmp_path):
     assert manager.all_steps() == sorted({*best, 12})
 
 
+def test_a_step_at_which_two_rules_save_is_saved_once(tmp_path, monkeypatch):
+    config = with_checkpoint(make_config(eval_every_steps=6), every_steps=6, keep_best=1)
+    run = loop.Run(config, str(tmp_path))
+    saved = []
+    monkeypatch.setattr(run.checkpoints.manager, "save", lambda made, *_, **__: saved.append(made))
+    with run.workdir.opened(config):
+        run.train()
+    assert saved == [6, 12]
+
+
 def test_a_best_metric_that_the_evaluation_does_not_have_is_refused_at_the_start(tmp_path):
     config = with_checkpoint(make_config(), keep_best=1, best_metric="accuracy")
     with pytest.raises(ValueError, match="best_metric='accuracy' must be a metric .*: error"):

@@ -37,6 +37,7 @@ class Checkpoints:
         self._config = config
         self._batches = batches
         self._go_on = options.on_failure == "go_on"
+        self._last: int | None = None
         self.manager = checkpoint.Manager(
             options.directory or default,
             checkpoint.Keep(
@@ -77,7 +78,10 @@ class Checkpoints:
         return restored.state
 
     def save(self, made: int, state: step.TrainState, metrics: Mapping[str, Any]) -> None:
-        """Begins to save; returns when the state may be donated."""
+        """Begins to save, unless it has; returns when the state may be donated."""
+        if made == self._last:
+            return
+        self._last = made
         numbers = {name: number(value) for name, value in metrics.items()}
         metadata = {
             "experiment": self._config.experiment,
@@ -119,6 +123,7 @@ class Checkpoints:
         except checkpoint.CheckpointError as e:
             if not self._go_on:
                 raise
+            self._last = None
             _say(f"NOT SAVED: {e} Training goes on, as checkpoint.on_failure=go_on says.")
 
 
