@@ -13,6 +13,7 @@ import pytest
 from tests.checkpoint.harness import environment, make_manager, make_tree
 from tests.optimizers import harness
 from xshard import checkpoint, mesh
+from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget, ownership, writer
 
 
@@ -199,6 +200,23 @@ def test_from_a_device_with_memory_of_its_own_only_the_piece_is_copied():
     part = ownership.Piece("a", (1, 0), 0, (2, 0), (2, 6))
     np.testing.assert_array_equal(writer.start_device_copy(array, whole)(), array)
     np.testing.assert_array_equal(writer.start_device_copy(array, part)(), array[2:])
+
+
+def test_a_save_by_the_path_of_such_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "start_copy", writer.start_device_copy)
+    monkeypatch.setattr(arrays_lib, "CHUNK_BYTES", 256)
+    devices = mesh.make_mesh([[0, 1, 2, 3], [4, 5, 6, 7]])
+    tree = {
+        "whole": jnp.arange(300.0).reshape(15, 20),
+        "sharded": jax.device_put(jnp.ones((8, 30)), mesh.sharding(devices, "replica")),
+        "both": jax.device_put(jnp.arange(640.0).reshape(8, 80), mesh.sharding(devices, "group", "replica")),
+        **make_tree(),
+    }  # fmt: skip
+    # With a budget of a few chunks, so that copies are begun in several rounds.
+    manager = make_manager(tmp_path, budget_bytes=1000)
+    manager.save(1, tree, {})
+    manager.close()
+    harness.assert_equal(make_manager(tmp_path).restore(tree).state, tree)
 
 
 def resident_bytes():
