@@ -147,12 +147,13 @@ def test_a_full_disk(tmp_path, capfd, on_failure, monkeypatch):
     if on_failure == "stop":
         with pytest.raises(ValueError, match="Step 6 could not be saved in .*No space left"):
             loop.run(config, str(tmp_path), "")
-        steps = [3]
+        # The failure is heard of at some step until 9, whose save then has begun.
+        allowed = [[3], [3, 9]]
     else:
         assert loop.run(config, str(tmp_path), "") == 0
         assert "NOT SAVED: Step 6 could not be saved" in capfd.readouterr().err
-        steps = [3, 9, 12]
-    assert full[0] and loop.Run(config, str(tmp_path)).checkpoints.manager.all_steps()[:3] == steps
+        allowed = [[3, 9, 12]]
+    assert full[0] and loop.Run(config, str(tmp_path)).checkpoints.manager.all_steps() in allowed
 
 
 def test_the_last_save_must_succeed_whatever_the_config_says(tmp_path, monkeypatch):
