@@ -28,7 +28,6 @@ _COUNTS = (
     "log_every_steps",
     "eval_every_steps",
     "checkpoint.every_steps",
-    "checkpoint.keep_last",
 )
 _OTHER_KEYS = (
     "experiment",

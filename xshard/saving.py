@@ -13,7 +13,7 @@ import numpy as np
 from xshard import checkpoint, data, step, workdir
 
 CHECKPOINT_KEYS = (
-    "directory", "every_steps", "every_minutes", "keep_last", "keep_every_steps", "keep_best",
+    "directory", "every_minutes", "keep_last", "keep_every_steps", "keep_best",
     "best_metric", "best_mode", "on_failure", "budget_gb",
 )  # fmt: skip
 
@@ -34,7 +34,7 @@ class Checkpoints:
         """
         options = config.checkpoint
         _check_options(options)
-        self._config = config
+        self._metadata = {"experiment": config.experiment, "config": workdir.plain(config)}
         self._batches = batches
         self._go_on = options.on_failure == "go_on"
         self._last: int | None = None
@@ -83,13 +83,9 @@ class Checkpoints:
             return
         self._last = made
         numbers = {name: number(value) for name, value in metrics.items()}
-        metadata = {
-            "experiment": self._config.experiment,
-            "config": workdir.plain(self._config),
-        }
         self._tolerate(
             lambda: self.manager.save(
-                made, state, metadata, data=self._batches.position(made), metrics=numbers
+                made, state, self._metadata, data=self._batches.position(made), metrics=numbers
             )
         )
 

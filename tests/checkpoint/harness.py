@@ -107,11 +107,3 @@ def _make_bucket(url, server):
             # Until it listens; it says so nowhere.
             assert server.poll() is None and time.monotonic() < end, "moto did not start"
             time.sleep(0.05)
-
-
-def wait_for_line(stream, wanted):
-    """Reads lines until one begins with a text."""
-    for line in stream:
-        if line.startswith(wanted):
-            return line.strip()
-    raise AssertionError(f"the process ended before it said {wanted!r}")

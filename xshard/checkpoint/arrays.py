@@ -32,6 +32,8 @@ _TYPES = (
     "complex64", "complex128",
 )  # fmt: skip
 _CRC_BYTES = 4
+# As many leaves a message names.
+_SHOWN = 5
 _SMALL_FACTORS = 7
 
 CheckpointError = store_lib.CheckpointError
@@ -63,11 +65,6 @@ class ArrayMeta:
     def kind(self) -> tuple[Any, ...]:
         """What a target must agree with."""
         return self.shape, self.dtype, self.key_impl
-
-    @property
-    def nbytes(self) -> int:
-        """The size of its values."""
-        return math.prod(self.shape) * self.itemsize
 
     @property
     def itemsize(self) -> int:
@@ -191,6 +188,12 @@ def key_data(leaf: Any) -> tuple[Any, str | None]:
 
     # Traced, since JAX tells the implementation of an array only, not of a shape.
     return jax.eval_shape(traced, leaf), impls[0]
+
+
+def listed(problems: list[str]) -> str:
+    """The first of the problems, and how many more there are, for a message."""
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return f"{'; '.join(problems[:_SHOWN])}{more}"
 
 
 def _check_type(name: str, leaf: Any) -> None:

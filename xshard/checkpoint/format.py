@@ -88,14 +88,21 @@ def find(store: store_lib.Store, step: int) -> Attempt:
     Raises:
       CheckpointError: if there is none that counts.
     """
-    there = committed(store)
-    for attempt in reversed(there):
-        if attempt.step == step:
-            return attempt
-    steps = sorted({attempt.step for attempt in there})
-    raise CheckpointError(
-        f"There is no checkpoint of step {step} in {store}; steps there: {steps or 'none'}."
-    )
+    return choose(store, committed(store), step)[0]
+
+
+def choose(store: store_lib.Store, there: list[Attempt], step: int | None) -> list[Attempt]:
+    """Of the attempts that count those of a step, or all; the newest first.
+
+    Raises:
+      CheckpointError: if there is none.
+    """
+    found = [attempt for attempt in reversed(there) if step in (None, attempt.step)]
+    if not found:
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        steps = sorted({attempt.step for attempt in there})
+        raise CheckpointError(f"There is no {wanted} in {store}; steps there: {steps or 'none'}.")
+    return found
 
 
 def checksum(content: bytes) -> str:

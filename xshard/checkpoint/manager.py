@@ -157,12 +157,7 @@ class Manager:
 
     def _candidates(self, step: int | None) -> list[format_lib.Attempt]:
         def find() -> list[tuple[int, str]]:
-            found = [a for a in reversed(self._committed()) if step in (None, a.step)]
-            if not found:
-                wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-                raise format_lib.CheckpointError(
-                    f"There is no {wanted} in {self.store}; steps there: {self.all_steps() or 'none'}."
-                )
+            found = format_lib.choose(self.store, self._committed(), step)
             return [(a.step, a.nonce) for a in found]
 
         # As process 0 sees them: a listing may differ from one instant to the next.

@@ -74,13 +74,12 @@ def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
 
 def _holders(leaf: Any, count: int) -> dict[arrays_lib.Box, list[int]]:
     """The processes that hold each distinct block."""
-    shape = arrays_lib.key_data(leaf)[0].shape
-    if not isinstance(leaf, jax.Array) or count == 1:
-        return {tuple((0, size) for size in shape): list(range(count))}
     data, _ = arrays_lib.key_data(leaf)
+    if not isinstance(leaf, jax.Array) or count == 1:
+        return {tuple((0, size) for size in data.shape): list(range(count))}
     found: dict[arrays_lib.Box, set[int]] = {}
-    for device, block in data.sharding.devices_indices_map(shape).items():
-        found.setdefault(as_box(block, shape), set()).add(device.process_index)
+    for device, block in data.sharding.devices_indices_map(data.shape).items():
+        found.setdefault(as_box(block, data.shape), set()).add(device.process_index)
     return {block: sorted(processes) for block, processes in found.items()}
 
 

@@ -12,8 +12,6 @@ from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership, source
 
-# As many leaves a message of a mismatch names.
-_SHOWN = 5
 # Arrays are put on devices in groups, since a call for each of thousands takes longer than reading them.
 _PLACED_AT_ONCE = 64
 
@@ -174,9 +172,8 @@ def _check_same(
         if stored[path].kind != wanted[path].kind
     ]
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise format_lib.CheckpointError(
-            f"{attempt} is of another model or optimizer: {'; '.join(problems[:_SHOWN])}{more}. "
+            f"{attempt} is of another model or optimizer: {arrays_lib.listed(problems)}. "
             "Restore it with the config it was saved with, begin anew in another directory, or take a "
             "part of it with --init_from."
         )

@@ -85,10 +85,8 @@ class Saver:
         """
         _check_json(step, extra)
         leaves = arrays_lib.flatten(state)
-        if self._thread is not None:
-            self._thread.join()
-        before, self._failure = self._failure, None
         job = _Job(step, self._plan_for(leaves), extra, self._budget_bytes, self._say)
+        before = self._end()
         self._thread = threading.Thread(
             target=self._run, args=(job,), name="checkpoint", daemon=True
         )
@@ -115,10 +113,7 @@ class Saver:
         Raises:
           CheckpointError: if it has failed; earlier checkpoints are as they were.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
+        failure = self._end()
         if failure is not None:
             raise failure
 
@@ -135,6 +130,14 @@ class Saver:
         if "error" in answer:
             raise store_lib.CheckpointError(answer["error"]) from cause
         return answer["value"]
+
+    def _end(self) -> BaseException | None:
+        """Waits for the last save; what has made it fail, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        return failure
 
     def _plan_for(self, leaves: dict[str, Any]) -> ownership.Plan:
         # The same for every save of a run, and not cheap for thousands of arrays.

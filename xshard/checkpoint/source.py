@@ -131,7 +131,6 @@ class _Source:
         self._attempt = attempt
         self._context = store_lib.make_context()
         self._database = attempt.store.database(attempt.prefix, self._context)
-        self._spec = self._database.spec().to_json()
         self._array: tuple[str, Any] = ("", None)
 
     def start(
@@ -148,17 +147,8 @@ class _Source:
 
     def _open(self, path: str, meta: arrays_lib.ArrayMeta) -> Any:
         if self._array[0] != path:
-            spec = {
-                "driver": "zarr3",
-                "kvstore": {**self._spec, "path": f"{path}/"},
-                "metadata": meta.zarr(),
-                # A missing chunk is damage, not zeros.
-                "fill_missing_data_reads": False,
-                # Devices that hold parts of one chunk read it together.
-                "cache_pool": {"total_bytes_limit": 0},
-            }
-            opened = ts.open(spec, open=True, assume_metadata=True, context=self._context)
-            self._array = path, opened.result()
+            opened = store_lib.open_array(self._database, path, meta.zarr(), self._context)
+            self._array = path, opened
         return self._array[1]
 
     def _check(self, path: str, action: Callable[[], Any]) -> None:

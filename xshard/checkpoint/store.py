@@ -73,8 +73,7 @@ class Store:
 
     def read(self, name: str) -> bytes | None:
         """The content of an object; None if there is none."""
-        found = _result(self._kv().read(name))
-        return found.value if found.state == "value" else None
+        return self.stat(name)[1]
 
     def create(self, name: str, content: bytes) -> None:
         """Makes an object, whole or not at all, and durable.
@@ -172,6 +171,21 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
     path = path.strip("/")
     spec = {"driver": {"gs": "gcs", "s3": "s3"}[scheme], "bucket": bucket, "path": f"{path}/"}
     return {**spec, **{known[k]: v for k, v in options.items()}}, f"{scheme}://{bucket}/{path}"
+
+
+def open_array(database: Any, path: str, metadata: dict[str, Any], context: ts.Context) -> Any:
+    """The zarr3 array under a path of a database; its zarr.json is not read."""
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {**database.spec().to_json(), "path": f"{path}/"},
+        "metadata": metadata,
+        # A missing chunk is damage, not zeros.
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+        # Devices that hold parts of one chunk read it together.
+        "cache_pool": {"total_bytes_limit": 0},
+    }
+    return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
 def make_context() -> ts.Context:

@@ -95,10 +95,9 @@ def _requests(
         p for path in paths if (p := _problem(path, stored.get(path), wanted[path], groups))
     ]
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise format_lib.CheckpointError(
             f"{attempt} does not have what --init_select='{source.select}' selects: "
-            f"{'; '.join(problems[:_SHOWN])}{more}. Narrow it, as in --init_select='^params/(?!head)'."
+            f"{arrays_lib.listed(problems)}. Narrow it, as in --init_select='^params/(?!head)'."
         )
     return attempt, stored, [_request(path, stored[path], leaves[path], groups) for path in paths]
 

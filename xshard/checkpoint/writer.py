@@ -252,14 +252,9 @@ class _Batches:
 
     def _array(self, path: str) -> Any:
         if self._open[0] != path:
-            spec = {
-                "driver": "zarr3",
-                "kvstore": {**self._database.spec().to_json(), "path": f"{path}/"},
-                "metadata": self._arrays[path].zarr(),
-                "store_data_equal_to_fill_value": True,
-            }
-            opened = ts.open(spec, open=True, assume_metadata=True, context=self._context)
-            self._open = path, opened.result()
+            zarr = self._arrays[path].zarr()
+            opened = store_lib.open_array(self._database, path, zarr, self._context)
+            self._open = path, opened
         return self._open[1]
 
     def _begin(self) -> None:
