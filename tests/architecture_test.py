@@ -9,16 +9,18 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A file imports from layers below its own, or from its own package where that is one layer.
 LAYERS = [
-    ["optimizers/trees", "mesh", "metrics", "processes", "checkpoint/store"],
+    ["optimizers/trees", "mesh", "metrics", "processes", "rendezvous", "checkpoint/store"],
     [
         "optimizers/gradients",
         "hooks",
         "workdir",
         "data",
+        "log",
+        "watch",
         "checkpoint/budget",
         "checkpoint/retention",
     ],
-    ["optimizers/base", "checkpoint/arrays", "checkpoint/format", "checkpoint/lock"],
+    ["optimizers/base", "fingerprint", "checkpoint/arrays", "checkpoint/format", "checkpoint/lock"],
     ["optimizers/optax", "experiment", "checkpoint/ownership", "checkpoint/source"],
     ["optimizers/cross_shard", "optimizers/loss_scale", "checkpoint/reader", "checkpoint/writer"],
     ["step", "checkpoint/saver", "checkpoint/transfer", "checkpoint/orbax"],

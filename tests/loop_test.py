@@ -12,7 +12,7 @@ import pytest
 
 from tests import toy
 from tests.optimizers import harness
-from xshard import checkpoint, loop, metrics, workdir
+from xshard import checkpoint, loop, metrics, watch, workdir
 
 
 def make_config(**changes):
@@ -190,7 +190,7 @@ def test_a_new_run_begins_with_the_parameters_of_another(tmp_path, capsys):
     first = final_state(tmp_path / "first")
     init = checkpoint.Source(str(tmp_path / "first"))
     run = loop.Run(make_config(steps=24), str(tmp_path / "second"), init)
-    state = run._resume_or_init()
+    state = run._resume_or_init()[0]
     harness.assert_equal(state.params, first.params)
     harness.assert_equal(state.opt_state, loop.step.init(*run._init_args).opt_state)
     assert "initialised 2 arrays from" in capsys.readouterr().out
@@ -315,17 +315,63 @@ def test_a_run_that_is_killed_ends_in_the_same_bits(tmp_path, uninterrupted):
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(tmp_path, uninterrupted, number):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 42)])
+def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
+    tmp_path, uninterrupted, number, code
+):
     process = start(tmp_path / "run")
     read_until(process, "step 13/60")
     process.send_signal(number)
     output = process.communicate()[0]
-    assert process.returncode == 42, output
+    assert process.returncode == code, output
     assert "state saved in" in output and "to go on: " in output and "-m xshard.main" in output
     process = start(tmp_path / "run")
     assert process.communicate()[0] and process.returncode == 0
     assert_same_end(tmp_path / "run", uninterrupted)
+
+
+class ScriptedWatch:
+    """Stands in for what comes from outside: a notice at one poll."""
+
+    def __init__(self, at, kind):
+        self._at = at
+        self._kind = kind
+        self.polls = 0
+
+    def poll(self):
+        self.polls += 1
+        return watch.Notice(self._kind, "scripted") if self.polls == self._at else None
+
+    def doing(self, what, **more):
+        pass
+
+
+def disturbed(directory, config, at, kind):
+    """Runs to the end, with a notice at one poll of the first start; the number of polls."""
+    scripted = ScriptedWatch(at, kind)
+    code = loop.run(config, str(directory), "", None, scripted)
+    assert code == (42 if at <= scripted.polls and kind == watch.STOP else 0)
+    if code:
+        assert loop.run(config, str(directory), "") == 0
+    return scripted.polls
+
+
+@pytest.mark.parametrize("kind", [watch.STOP, watch.SAVE])
+def test_wherever_it_is_told_to_stop_or_save_it_ends_as_if_undisturbed(tmp_path, kind):
+    # Evaluations of two batches: a stop may come in the middle of one.
+    config = make_config(steps=4, eval_every_steps=2, log_every_steps=1)
+    with_checkpoint(config, every_steps=3)
+    polls = disturbed(tmp_path / "not", config, 1000, kind)
+    assert polls == 4 + 2 + 2
+    for at in range(1, polls + 1) if kind == watch.STOP else (1, 3, 8):
+        directory = tmp_path / str(at)
+        disturbed(directory, config, at, kind)
+        harness.assert_equal(final_state(directory, config), final_state(tmp_path / "not", config))
+        for name in ("metrics.jsonl", "results.json"):
+            assert (directory / name).read_text() == (tmp_path / "not" / name).read_text(), (
+                at,
+                name,
+            )
 
 
 def test_two_processes_do_not_share_a_directory(tmp_path):

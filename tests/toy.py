@@ -55,6 +55,15 @@ class Drifting(Toy):
         return xshard.OptaxOptimizer(optax.sgd(0.1))
 
 
+class FailsOnOne(Toy):
+    """Finds no data on one of its processes."""
+
+    def train_data(self):
+        if jax.process_index() == 1:
+            raise ValueError("no data on process 1")
+        return super().train_data()
+
+
 def get_config() -> ml_collections.ConfigDict:
     """A run of some steps."""
     config = ml_collections.ConfigDict()

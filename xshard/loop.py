@@ -4,9 +4,8 @@ A run that was stopped at any instant and started again ends in the same bits as
 everything that decides the next step is in the checkpointed `TrainState`, or a function of it.
 """
 
-import os
-import signal
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +15,11 @@ import numpy as np
 
 from xshard import checkpoint, data, hooks, metrics, saving, step, workdir
 from xshard import experiment as experiment_lib
+from xshard import log as log_lib
 from xshard import mesh as mesh_lib
+from xshard import watch as watch_lib
 
-DONE, PREEMPTED = 0, 42
+DONE = 0
 _COUNTS = (
     "steps",
     "batch_size",
@@ -46,13 +47,15 @@ class Run:
         config: ml_collections.ConfigDict,
         directory: str,
         init: checkpoint.Source | None = None,
+        watch: watch_lib.Watch | None = None,
     ):
-        """Checks a config and what is in the directory.
+        """Checks a config and what is in the directory. With several processes, all of them make one.
 
         Args:
           config: a run's config; see `configs/digits.py` for the keys.
           directory: the work directory, which need not exist.
           init: what a new run begins with.
+          watch: what may stop the run; with several processes, how they agree on it.
 
         Raises:
           ValueError: with the key, its value and the mend, if something does not fit.
@@ -72,7 +75,12 @@ class Run:
         self._eval_data = self.experiment.eval_data()
         data.eval_batches(self._eval_data, self.mesh, config.eval_batch_size)
         self.workdir = workdir.Workdir(directory)
-        self.changes = self.workdir.check(config)
+        # The directory is process 0's: the others need not even see it.
+        self._first = jax.process_index() == 0
+        self.changes = self.workdir.check(config) if self._first else []
+        self._watch = watch
+        self._stop: watch_lib.Notice | None = None
+        self._save_now = False
         self._init_args = (self.experiment, self.mesh, config.seed, train_data)
         self._target = step.abstract_state(*self._init_args)
         self._init = init
@@ -81,69 +89,120 @@ class Run:
         self._train_step = jax.jit(
             step.make_train_step(self.experiment, self.mesh), donate_argnums=0
         )
-        self._eval_step = jax.jit(step.make_eval_step(self.experiment, self.mesh))
+        # Replicated, so that each process has those of all groups.
+        self._eval_step = jax.jit(
+            step.make_eval_step(self.experiment, self.mesh),
+            out_shardings=mesh_lib.sharding(self.mesh),
+        )
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
         self._check_best_metric()
 
-    def train(self) -> tuple[step.TrainState, bool]:
+    def train(self) -> tuple[step.TrainState, watch_lib.Notice | None]:
         """Trains from where the run stands to its last step, or until it is told to stop.
 
         Returns:
-          The state, and whether the run is done.
+          The state, and what has stopped the run before its end.
         """
         # 1. The state decides the step, and with it the batches and keys that follow.
-        state = self._resume_or_init()
+        self.doing("restoring")
+        state, evaluated = self._resume_or_init()
         start = int(state.step)
         self._say_start(start, state)
         # 2. Rows after the checkpoint are dropped: their steps will be made again.
-        log = _Log(metrics.JsonLines(self.workdir.metrics, start), start, self.config)
-        actions = self._hooks(log)
-        with _StopSignals() as stop:
-            for number in range(start, self.config.steps):
-                state, values = self._train_step(state, self.batches(number))
-                made = number + 1
-                log.push(made, values)
-                for hook in actions:
+        rows = metrics.JsonLines(self.workdir.metrics, start) if self._first else None
+        log = log_lib.Log(rows, start, self.config, self.mesh)
+        evaluate, *others = self._hooks(log)
+        # 3. An evaluation that a stop has cut short is made up for.
+        self.doing("compiling", step=start, steps=self.config.steps)
+        if start and not evaluated:
+            evaluate(start, state)
+        for number in range(start, self.config.steps):
+            state, values = self._train_step(state, self.batches(number))
+            made = number + 1
+            log.push(made, values)
+            self.doing("training", step=made)
+            self._poll()
+            for hook in (evaluate, *others):
+                if self._stop is None:
                     hook(made, state)
-                self.checkpoints.check()
-                if stop.requested and made < self.config.steps:
-                    log.flush()
-                    self._save(made, state)
-                    return state, False
+            if self._stop is not None or self._save_now:
+                log.flush()
+                self._save(made, state)
+            if self._stop is not None:
+                break
+            self.checkpoints.check()
         log.flush()
-        return state, True
+        return state, self._stop
 
-    def evaluate(self, state: step.TrainState) -> dict[str, Any]:
-        """The means over all evaluation examples; lists where there are several groups."""
-        made = int(state.step)
-        if self._evaluated[0] != made:
-            self._evaluated = made, self._evaluate(state)
-        return self._evaluated[1]
-
-    def _evaluate(self, state: step.TrainState) -> dict[str, Any]:
-        totals: dict[str, np.ndarray] = {}
-        for batch in data.eval_batches(self._eval_data, self.mesh, self.config.eval_batch_size):
-            for name, value in jax.device_get(self._eval_step(state, batch)).items():
-                totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
-        count = totals.pop("count").max()
-        return {name: metrics.to_number(value / count) for name, value in totals.items()}
-
-    def finish(self, state: step.TrainState) -> dict[str, Any]:
-        """Evaluates the last state and writes the results."""
-        results = {"step": int(state.step), "global_step": metrics.to_number(state.global_step)}
-        results |= {"eval": self.evaluate(state)}
-        metrics.write_atomically(self.workdir.results, workdir.to_json(results))
-        return results
-
-    def _resume_or_init(self) -> step.TrainState:
+    def _resume_or_init(self) -> tuple[step.TrainState, bool]:
         return self.checkpoints.resume_or_init(
             self._target, lambda: step.init(*self._init_args), self._init
         )
 
-    def _hooks(self, log: "_Log") -> Sequence[hooks.Hook]:
+    def evaluate(self, state: step.TrainState) -> dict[str, Any] | None:
+        """The means over all evaluation examples; lists where there are several groups.
+
+        None if the run is told to stop meanwhile.
+        """
+        made = int(state.step)
+        if self._evaluated[0] != made:
+            values = self._evaluate(state)
+            if values is None:
+                return None
+            self._evaluated = made, values
+        return self._evaluated[1]
+
+    def _evaluate(self, state: step.TrainState) -> dict[str, Any] | None:
+        self.doing("evaluating")
+        totals: dict[str, np.ndarray] = {}
+        for batch in data.eval_batches(self._eval_data, self.mesh, self.config.eval_batch_size):
+            for name, value in jax.device_get(self._eval_step(state, batch)).items():
+                totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
+            self._poll()
+            if self._stop is not None:
+                return None
+        count = totals.pop("count").max()
+        return {name: metrics.to_number(value / count) for name, value in totals.items()}
+
+    def _poll(self) -> None:
+        """Hears what all processes are to do; at the same points on all of them."""
+        notice = None if self._watch is None else self._watch.poll()
+        if notice is None:
+            return
+        if notice.kind == watch_lib.STOP:
+            self._stop = notice
+        else:
+            self._save_now = True
+
+    def doing(self, what: str, **more: int) -> None:
+        """Says what the run is doing, to whoever watches it."""
+        if self._watch is not None:
+            self._watch.doing(what, **more)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Makes the directories this run's meanwhile, and waits for the last save at the end."""
+        mine = self.workdir.opened(self.config) if self._first else contextlib.nullcontext()
+        with mine, self.checkpoints.opened():
+            yield
+
+    def finish(self, state: step.TrainState) -> tuple[dict[str, Any], watch_lib.Notice | None]:
+        """Evaluates the last state and writes the results; or what has stopped the run before that."""
+        values = self.evaluate(state)
+        applied = metrics.to_number(mesh_lib.replicate(self.mesh, state.global_step))
+        results = {"step": int(state.step), "global_step": applied, "eval": values}
+        if self._stop is None and self._first:
+            metrics.write_atomically(self.workdir.results, workdir.to_json(results))
+        return results, self._stop
+
+    def _hooks(self, log: log_lib.Log) -> Sequence[hooks.Hook]:
+        """The evaluation, and then what saves."""
+
         def evaluate(made: int, state: step.TrainState) -> None:
             log.flush()
-            log.write_evaluation(made, self.evaluate(state))
+            values = self.evaluate(state)
+            if values is not None:
+                log.write_evaluation(made, values)
 
         def save(made: int, state: step.TrainState) -> None:
             # What has been logged when a checkpoint counts is what resuming keeps.
@@ -161,13 +220,30 @@ class Run:
             actions.append(
                 hooks.EverySteps(save, config.eval_every_steps, last=last, at_last=False)
             )
-        if config.checkpoint.every_minutes:
-            actions.append(hooks.EverySeconds(save, 60 * config.checkpoint.every_minutes))
+        if config.checkpoint.every_minutes and self._first:
+            seconds = 60 * config.checkpoint.every_minutes
+            alone = jax.process_count() == 1
+            actions.append(hooks.EverySeconds(save if alone else self._ask_to_save, seconds))
         return actions
 
+    def _ask_to_save(self, made: int, state: step.TrainState) -> None:
+        # Each process has a clock of its own: one of them counts, and it counts for all.
+        del made, state
+        if self._watch is not None:
+            self._watch.ask(
+                watch_lib.Notice(watch_lib.SAVE, "checkpoint.every_minutes have passed")
+            )
+
     def _save(self, made: int, state: step.TrainState) -> None:
+        self._save_now = False
         evaluated, values = self._evaluated
-        self.checkpoints.save(made, state, values if evaluated == made else {})
+        due = made % self.config.eval_every_steps == 0
+        self.checkpoints.save(
+            made,
+            state,
+            values if evaluated == made else {},
+            evaluated=evaluated == made or not due,
+        )
 
     def _check_best_metric(self) -> None:
         options = self.config.checkpoint
@@ -201,73 +277,12 @@ class Run:
         print(plan if start < self.config.steps else done, flush=True)
 
 
-class _Log:
-    """Training metrics and evaluations, to the file and to the terminal."""
-
-    def __init__(self, rows: metrics.JsonLines, start: int, config: ml_collections.ConfigDict):
-        self._rows = rows
-        self._every = config.log_every_steps
-        self._last = config.steps
-        self._first = start + 1
-        self._terminal = metrics.Terminal(config.steps)
-        self._deferred = metrics.Deferred()
-
-    def push(self, made: int, values: Mapping[str, jax.Array]) -> None:
-        if made == self._first:
-            # The first call has compiled, which says nothing of the steps to come.
-            self._terminal.start(made - 1)
-        keep = made % self._every == 0 or made == self._last
-        self._write(self._deferred.push(made, values, keep))
-
-    def flush(self) -> None:
-        self._write(self._deferred.flush())
-
-    def write_evaluation(self, made: int, values: Mapping[str, Any]) -> None:
-        self._rows.write(
-            {"step": made, **{f"eval/{name}": value for name, value in values.items()}}
-        )
-        numbers = "  ".join(f"{name} {metrics.show(value)}" for name, value in values.items())
-        print(f"step {made}  evaluation: {numbers}", flush=True)
-
-    def _write(self, rows: Iterable[metrics.Row]) -> None:
-        for row in rows:
-            # A total, since a skip between two rows would not show.
-            steps, applied = row["step"], np.asarray(row.pop("global_step"))
-            row |= {"global_step": applied.tolist(), "skipped": (steps - applied).tolist()}
-            self._rows.write(row)
-            self._terminal.write(row)
-
-
-class _StopSignals:
-    """Turns the first SIGINT or SIGTERM into a request to stop; the next one acts as it would have."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "_StopSignals":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._request)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _request(self, number: int, frame: Any) -> None:
-        del frame
-        self.requested = True
-        signal.signal(number, self._previous[number])
-        name = signal.Signals(number).name
-        # Not by print: the signal may come in the middle of one, which cannot be entered twice.
-        os.write(2, f"\n{name}: saving after this step; once more leaves at once.\n".encode())
-
-
 def run(
     config: ml_collections.ConfigDict,
     directory: str,
     command: str,
     init: checkpoint.Source | None = None,
+    watch: watch_lib.Watch | None = None,
 ) -> int:
     """Runs an experiment from wherever it stands to its end, or until it is told to stop.
 
@@ -276,21 +291,25 @@ def run(
       directory: the work directory.
       command: what the user can run to go on, to be printed.
       init: what a new run begins with of another's checkpoint.
+      watch: what may stop the run; several processes need it.
 
     Returns:
-      The process's exit code: 0 done; 42 stopped on request with the state saved.
+      The process's exit code: 0 done; else that of the notice that has stopped it, the state saved.
     """
-    current = Run(config, directory, init)
+    current = Run(config, directory, init, watch)
+    results: dict[str, Any] = {}
+    with current.opened():
+        state, stop = current.train()
+        if stop is None:
+            # While the last checkpoint is written.
+            results, stop = current.finish(state)
+        current.doing("saving")
     saved = current.checkpoints.manager.store
-    with current.workdir.opened(config), current.checkpoints.opened():
-        state, done = current.train()
-        # While the last checkpoint is written.
-        results = current.finish(state) if done else {}
-    where = current.workdir
-    if not done:
-        print(f"stopped at step {int(state.step)}, state saved in {saved}")
+    if stop is not None:
+        print(f"{stop.why}: stopped at step {int(state.step)}, state saved in {saved}")
         print(f"to go on: {command}")
-        return PREEMPTED
+        return stop.code
+    where = current.workdir
     print("\nresults:")
     for name, value in results["eval"].items():
         print(f"  {name:<20} {metrics.show(value)}")

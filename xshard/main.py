@@ -1,7 +1,10 @@
 """The program: `python -m xshard.main --config=configs/digits.py --workdir=runs/digits`.
 
-Exit codes: 0 done; 42 stopped on request with the state saved, run the same command again to go on;
-1 failed.
+On a pod, one process a host: each is given its place by --coordinator_address, --num_processes and
+--process_id, or JAX detects it (Slurm, Open MPI, GKE, GCE). `python -m launch` starts them.
+
+Exit codes: 0 done; 42 stopped with the state saved (SIGTERM, --stop_after, a file STOP in the work
+directory), run the same command again to go on; 130 the same by Ctrl-C; 1 failed.
 """
 
 import difflib
@@ -13,16 +16,14 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import haiku as hk
 import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from xshard import checkpoint, loop, workdir
-
-FAILED, INTERRUPTED = 1, 130
+from xshard import checkpoint, fingerprint, loop, rendezvous, watch, workdir
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; --config.key=value changes a value.", lock_config=True
@@ -38,6 +39,25 @@ _INIT_GROUP = flags.DEFINE_integer("init_group", 0, "Of which group, if it has s
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
 _CPU_DEVICES = flags.DEFINE_integer(
     "cpu_devices", 0, "The virtual devices that the CPU is split into; 0: as JAX has it.", 0
+)
+_STOP_AFTER = flags.DEFINE_float(
+    "stop_after", 0, "After so many minutes the run saves and leaves with 42; 0: never.", 0
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator_address", None, "HOST:PORT of process 0, where the processes meet."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "The number of processes.", 1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, from 0.", 0)
+_DEFAULTS = rendezvous.Timeouts()
+_START = flags.DEFINE_integer(
+    "start_timeout_seconds", _DEFAULTS.start, "How long processes wait until all have come.", 1
+)
+_HEARTBEAT = flags.DEFINE_integer(
+    "heartbeat_timeout_seconds", _DEFAULTS.heartbeat,
+    "How long a process may be silent: a shorter outage is survived, a longer one ends all.", 5,
+)  # fmt: skip
+_SHUTDOWN = flags.DEFINE_integer(
+    "shutdown_timeout_seconds", _DEFAULTS.shutdown, "How long processes wait until all leave.", 1
 )
 
 
@@ -58,7 +78,57 @@ def main(argv: Sequence[str], config: Any) -> int:
     init = None
     if _INIT_FROM.value is not None:
         init = checkpoint.Source(_INIT_FROM.value, _INIT_SELECT.value, _INIT_GROUP.value)
-    return loop.run(config, _WORKDIR.value, _command(), init)
+    timeouts = rendezvous.Timeouts(_START.value, _HEARTBEAT.value, _SHUTDOWN.value)
+    hosts, console = _join(timeouts, config, _WORKDIR.value)
+    with watch.Watch(
+        _WORKDIR.value,
+        hosts,
+        stop_after_seconds=60 * _STOP_AFTER.value,
+        timeouts=timeouts,
+        console=console,
+    ) as watching:
+        try:
+            code = loop.run(config, _WORKDIR.value, _command(), init, watching)
+            watching.end("done" if code == loop.DONE else "stopped")
+        except Exception as e:
+            if not hosts:
+                raise
+            _fail_together(watching, e)
+    jax.distributed.shutdown()
+    return code
+
+
+def _join(
+    timeouts: rendezvous.Timeouts, config: Any, directory: str
+) -> tuple[list[str], TextIO | None]:
+    """Meets the other processes, if there are any.
+
+    Returns:
+      Their hosts; and the terminal, if stdout and stderr are now this process's log.
+    """
+    place = rendezvous.place(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    if place is None:
+        return [], None
+    hosts = rendezvous.join(place, timeouts, fingerprint.of(config, _CPU_DEVICES.value))
+    if place.index == 0:
+        return hosts, None
+    console = os.fdopen(os.dup(2), "w")
+    log = workdir.Workdir(directory).open_log(place.index)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    return hosts, console
+
+
+def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
+    """Says why this process has failed, and ends the others, which would wait for it."""
+    known = isinstance(e, ValueError | OSError)
+    message = _message(str(e)) if known else f"{type(e).__name__}: {_message(str(e))}"
+    if isinstance(e, jax.errors.JaxRuntimeError):
+        # What breaks in the middle of a computation may be the end of a peer.
+        print(f"{message}\nwaiting to hear of the cause", file=sys.stderr, flush=True)
+        watching.await_cause()
+    _print_error(message, show_traceback=not known)
+    watching.fail(message)
 
 
 def run() -> int:
@@ -81,19 +151,28 @@ def run() -> int:
     except (ValueError, OSError) as e:
         return _fail(str(e))
     except KeyboardInterrupt:
-        print("interrupted; what was saved before is in the work directory", file=sys.stderr)
-        return INTERRUPTED
+        # Before there was anything to save.
+        print("interrupted", file=sys.stderr)
+        return watch.INTERRUPTED
 
 
 def _fail(message: str) -> int:
+    _print_error(_message(message))
+    return watch.FAILED
+
+
+def _print_error(message: str, *, show_traceback: bool = False) -> None:
     # From the arguments themselves: the flags may be what could not be parsed.
-    debug = "--debug" in sys.argv or "--debug=true" in sys.argv
+    debug = show_traceback or "--debug" in sys.argv or "--debug=true" in sys.argv
     if debug:
         traceback.print_exc()
     hint = "" if debug else "\n(--debug shows where)"
+    print(f"error: {message}{hint}", file=sys.stderr, flush=True)
+
+
+def _message(text: str) -> str:
     # JAX adds a line about its own tracebacks.
-    print(f"error: {message.split(chr(10) + '-----')[0]}{hint}", file=sys.stderr)
-    return FAILED
+    return text.split("\n-----")[0]
 
 
 def _flag_error(e: Exception) -> str:
@@ -140,17 +219,10 @@ def _command() -> str:
     python = sys.executable
     if python.startswith(f"{os.getcwd()}/"):
         python = os.path.relpath(python)
-    return shlex.join([python, "-m", "xshard.main", *sys.argv[1:]])
-
-
-def _exit(code: int) -> NoReturn:
-    if code == INTERRUPTED:
-        # Who asks twice does not want to wait for a save that is under way.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    # A process's place is for whoever starts the pod to give.
+    own = [a for a in sys.argv[1:] if not re.match("--(coordinator_address|process_id)=", a)]
+    return shlex.join([python, "-m", "xshard.main", *own])
 
 
 if __name__ == "__main__":
-    _exit(run())
+    sys.exit(run())

@@ -105,6 +105,17 @@ def sharding(mesh: jax.sharding.Mesh, *spec: Any) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
 
+def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:
+    """Arrays whose values this process can read, all of them; every process calls it alike."""
+
+    def one(array: jax.Array) -> jax.Array:
+        if array.is_fully_addressable or array.is_fully_replicated:
+            return array
+        return jax.device_put(array, sharding(mesh))
+
+    return jax.tree.map(one, tree)
+
+
 def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules, *, slots: bool = False) -> Any:
     """The sharding of each leaf of a tree.
 

@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -120,14 +120,36 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def write_atomically(path: pathlib.Path, content: bytes) -> None:
-    """Replaces a file: after a crash it is the old one or the new one."""
+def age(seconds: float) -> str:
+    """How long ago something was, for people."""
+    for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as aligned columns, under the names of all of their keys."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return "\n".join(shown) if rows else "nothing"
+
+
+def write_atomically(path: pathlib.Path, content: bytes, *, sync: bool = True) -> None:
+    """Replaces a file: after a crash it is the old one or the new one; of the machine, if `sync`."""
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _finite(value: Any) -> Any:

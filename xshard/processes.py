@@ -1,12 +1,16 @@
 """How the processes of a run agree: on the host, so that any thread may, and with a deadline."""
 
 import itertools
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax._src import distributed
 
 _SERIES = itertools.count()
+_POLL_SECONDS = 0.05
 
 
 class LostError(OSError):
@@ -48,8 +52,7 @@ class Exchange:
         """
         if self.count == 1:
             return [value]
-        # Private in JAX, but the only thing of it that works beside a computation on the devices.
-        client: Any = distributed.global_state.client
+        client = _client()
         if client is None:
             raise LostError(f"{self._what}: call jax.distributed.initialize before anything else")
         name = f"xshard/{self._series}/{self._meeting}"
@@ -76,6 +79,74 @@ class Exchange:
             f"{self._what}: process {', '.join(missing) or '?'} of {self.count} did not come within "
             f"{self._seconds:g} s ({text})"
         )
+
+
+class Board:
+    """What the processes of a run write for one another, at any time; JaxRuntimeError if it is out of reach.
+
+    Process 0's process holds it. With one process there is no other to write for.
+    """
+
+    def __init__(self, index: int, count: int):
+        self._index = index
+        self._count = count
+        self._client = _client() if count > 1 else None
+
+    def write(self, topic: str, text: str) -> None:
+        """Writes this process's text on a topic, in the place of what it wrote there before."""
+        if self._client is not None:
+            self._client.key_value_set(f"board/{topic}/{self._index}", text, allow_overwrite=True)
+
+    def read(self, topic: str) -> dict[int, str]:
+        """The texts on a topic, by process."""
+        return {} if self._client is None else _said(self._client, f"board/{topic}")
+
+    def append(self, topic: str, text: str) -> None:
+        """Adds a text to those of any process."""
+        if self._client is not None:
+            place = self._client.key_value_increment(f"board/{topic} count", 1)
+            self._client.key_value_set(f"board/{topic}/{place}", text)
+
+    def gather(self, topic: str, text: str, meanwhile: Callable[[], None]) -> list[str]:
+        """Writes on a topic and waits until all have.
+
+        Args:
+          topic: the topic.
+          text: this process's text.
+          meanwhile: called again and again; raises, or ends the process, if it need not be waited for.
+
+        Returns:
+          The texts in the order of the processes.
+        """
+        if self._client is None:
+            return [text]
+        self.write(topic, text)
+        while len(said := self.read(topic)) < self._count:
+            meanwhile()
+            time.sleep(_POLL_SECONDS)
+        return [said[i] for i in range(self._count)]
+
+
+def bounded(action: Callable[[], Any], seconds: float) -> bool:
+    """Runs what may hang when a peer is gone; whether it has ended in time."""
+
+    def run() -> None:
+        try:
+            action()
+        except jax.errors.JaxRuntimeError:
+            return
+        ended.set()
+
+    ended = threading.Event()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return ended.is_set()
+
+
+def _client() -> Any:
+    # Private in JAX, but the only thing of it that works beside a computation on the devices.
+    return distributed.global_state.client
 
 
 def _said(client: Any, name: str) -> dict[int, str]:

@@ -61,32 +61,44 @@ class Checkpoints:
         target: step.TrainState,
         init: Callable[[], step.TrainState],
         source: checkpoint.Source | None,
-    ) -> step.TrainState:
+    ) -> tuple[step.TrainState, bool]:
         """The newest checkpoint's state; a new one if there is none.
+
+        Returns:
+          The state, and whether the evaluation that was due at its step has been made.
 
         Raises:
           ValueError: if what is there does not fit.
         """
-        if self.manager.latest_step() is None:
+        if self.manager.agreed_latest_step() is None:
             state = init()
-            return state if source is None else checkpoint.init_from(source, state)
+            return (state if source is None else checkpoint.init_from(source, state)), True
         if source is not None:
             _say(f"--init_from={source.place} is for a new run; this one goes on from its own")
         restored = self.manager.restore(target)
         for position in restored.data:
             self._batches.check_position(position)
-        return restored.state
+        return restored.state, restored.metadata.get("evaluated", True)
 
-    def save(self, made: int, state: step.TrainState, metrics: Mapping[str, Any]) -> None:
-        """Begins to save, unless it has; returns when the state may be donated."""
+    def save(
+        self, made: int, state: step.TrainState, metrics: Mapping[str, Any], *, evaluated: bool
+    ) -> None:
+        """Begins to save, unless it has; returns when the state may be donated.
+
+        Args:
+          made: the number of steps made.
+          state: the state after them.
+          metrics: those of the evaluation of this state, if there was one.
+          evaluated: whether the evaluation that is due at this step has been made, if there is one.
+        """
         if made == self._last:
             return
         self._last = made
         numbers = {name: number(value) for name, value in metrics.items()}
+        metadata = {**self._metadata, "evaluated": evaluated}
+        position = self._batches.position(made)
         self._tolerate(
-            lambda: self.manager.save(
-                made, state, self._metadata, data=self._batches.position(made), metrics=numbers
-            )
+            lambda: self.manager.save(made, state, metadata, data=position, metrics=numbers)
         )
 
     def check(self) -> None:

@@ -4,11 +4,15 @@ config.json      the config that the run was started with
 checkpoints/     see `xshard.checkpoint`
 metrics.jsonl    a row for each logged step and each evaluation
 results.json     the final evaluation
+status.json      what each process is doing; see `xshard.watch`
+logs/            what the processes but the first print, a file each
+STOP             made by a person: the run saves and leaves until it is removed
 """
 
 import contextlib
 import fcntl
 import json
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -88,6 +92,19 @@ class Workdir:
             self.check(config)
             metrics.write_atomically(self._config, to_json(plain(config)))
             yield
+
+    def open_log(self, index: int) -> int:
+        """A file descriptor, to append to, for what a process prints.
+
+        Raises:
+          ValueError: if it cannot be written.
+        """
+        path = self.path / "logs" / f"process_{index}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as e:
+            raise ValueError(f"{path} cannot be written: {e.strerror}.") from e
 
     def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if old.get("experiment") != new.get("experiment"):

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from xshard import metrics
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import manager, orbax, retention, writer
@@ -177,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
     except (format_lib.CheckpointError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    print(json.dumps(rows, indent=1) if as_json else _table(rows))
+    print(json.dumps(rows, indent=1) if as_json else metrics.table(rows))
     return int(command is verify and any(row["state"] != "whole" for row in rows))
 
 
@@ -262,28 +263,7 @@ def _gap(left: np.ndarray, right: np.ndarray) -> float:
 
 
 def _age(written: float | None) -> str:
-    if written is None:
-        return ""
-    seconds = max(time.time() - written, 0)
-    for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.0f} s"
-
-
-def _table(rows: Rows) -> str:
-    if not rows:
-        return "nothing"
-    lines = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "" if written is None else metrics.age(time.time() - written)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,10 @@ class Manager:
         """The newest step with a checkpoint that counts, or None."""
         return max(self.all_steps(), default=None)
 
+    def agreed_latest_step(self) -> int | None:
+        """The newest step as process 0 sees it, on all processes: they may not see a new one at once."""
+        return self._saver.first(self.latest_step)
+
     def acquire(self) -> None:
         """Makes the folder this run's until `close`; a save does so too.
 

@@ -1,0 +1,1 @@
+"""Starts runs: here, on a cluster, on a cloud. `python -m launch --help` shows how."""

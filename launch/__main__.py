@@ -1,0 +1,173 @@
+"""Starts a run, or looks after those that are started.
+
+    python -m launch --engine=local --num_processes=4 --cpu_devices=2 -- \
+        python -m xshard.main --config=configs/digits.py --workdir=runs/digits
+    python -m launch status runs/digits         what each process of a run is doing
+    python -m launch list --engine=slurm        what runs there
+    python -m launch logs NAME --engine=slurm   what a job prints
+    python -m launch kill NAME --engine=slurm   stops a job, which saves
+
+--dry_run prints what would be done, and does nothing.
+"""
+
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import flags, logging
+
+from launch import engine, gke, local, mpi, slurm, status, sweep, tpu_vm, xmanager
+
+_ENGINE = flags.DEFINE_enum(
+    "engine", "local", ["local", "slurm", "mpi", "tpu_vm", "gke", "xmanager"], "Where to."
+)
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be done, and do nothing.")
+_NAME = flags.DEFINE_string("name", None, "The job's name; by default the work directory's.")
+_PROCESSES = flags.DEFINE_integer("num_processes", 1, "The number of processes.", 1)
+_CPU_DEVICES = flags.DEFINE_integer(
+    "cpu_devices", 0, "The virtual devices of each process; 0: the devices that there are.", 0
+)
+_SWEEP = flags.DEFINE_string(
+    "sweep", None, "A file whose get_sweep() returns a list of overrides: a job for each."
+)
+_PARALLEL = flags.DEFINE_integer("parallel", 1, "How many jobs of a sweep run at a time.", 1)
+_JSON = flags.DEFINE_bool("json", False, "With 'status': for machines.")
+_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
+
+# local
+_MAX_FAILURES = flags.DEFINE_integer(
+    "max_failures",
+    3,
+    "local, gke: so many failures (local: without a new step), and it gives up.",
+    1,
+)
+_GRACE = flags.DEFINE_integer(
+    "grace_seconds", 120, "How long a run that is told to stop may take to save.", 1
+)
+# slurm, mpi
+_TIME = flags.DEFINE_string("slurm_time", None, "slurm: the time limit, as sbatch has it.")
+_SBATCH = flags.DEFINE_multi_string(
+    "sbatch", [], "slurm: an option of sbatch, such as --partition=p."
+)
+_MPIRUN = flags.DEFINE_multi_string(
+    "mpirun", [], "mpi: an option of mpirun, as --mpirun='--hostfile hosts'."
+)
+# tpu_vm, gke
+_ZONE = flags.DEFINE_string("zone", None, "tpu_vm: as gcloud has it; by default gcloud's own.")
+_PROJECT = flags.DEFINE_string(
+    "project", None, "tpu_vm: as gcloud has it; by default gcloud's own."
+)
+_TPU = flags.DEFINE_string(
+    "tpu", None, "tpu_vm: the TPU VM's name. gke: type:topology, as v5e:4x4."
+)
+_DIRECTORY = flags.DEFINE_string("directory", "xshard", "tpu_vm: the code's folder on the hosts.")
+_IMAGE = flags.DEFINE_string("image", None, "gke: the container image, with the code in it.")
+_SLICES = flags.DEFINE_integer("slices", 1, "gke: the number of slices.", 1)
+_NAMESPACE = flags.DEFINE_string("namespace", None, "gke: as kubectl has it; by default its own.")
+_TARGET = flags.DEFINE_string(
+    "target", "//experiments/digits", "xmanager: the Bazel target of the program."
+)
+
+_VERBS = ("list", "logs", "kill")
+
+
+def make_engine(name: str) -> engine.Engine:
+    """The engine as the flags say."""
+    makers: dict[str, Callable[[], engine.Engine]] = {
+        "local": lambda: local.Local(_MAX_FAILURES.value, _GRACE.value),
+        "slurm": lambda: slurm.Slurm(
+            _TIME.value, tuple(_SBATCH.value), _GRACE.value, _PARALLEL.value
+        ),
+        "mpi": lambda: mpi.Mpi(tuple(_MPIRUN.value)),
+        "tpu_vm": lambda: tpu_vm.TpuVm(_TPU.value, _DIRECTORY.value, _ZONE.value, _PROJECT.value),
+        "gke": lambda: gke.Gke(
+            _TPU.value,
+            _IMAGE.value,
+            _SLICES.value,
+            _MAX_FAILURES.value,
+            _GRACE.value,
+            _NAMESPACE.value,
+        ),
+        "xmanager": lambda: xmanager.XManager(_TARGET.value),
+    }
+    return makers[name]()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Does what the arguments say; returns the exit code."""
+    before, command = split(argv)
+    flags.FLAGS.set_gnu_getopt(True)
+    words = flags.FLAGS(before)[1:]
+    if command and words:
+        raise engine.LaunchError(f"{' '.join(words)}: the command begins after ' -- '.")
+    if words[:1] == ["status"]:
+        return status.show(words[1:], _JSON.value)
+    chosen = make_engine(_ENGINE.value)
+    if words:
+        return _do(_look_after(chosen, words))
+    jobs = _jobs(tuple(command))
+    if isinstance(chosen, local.Local) and not _DRY_RUN.value:
+        if _SWEEP.value:
+            return sweep.run(jobs, chosen, _PARALLEL.value)
+        return local.run(jobs[0], chosen)
+    return _do(chosen.launch(jobs))
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The launcher's arguments, and the command after '--'."""
+    if "--" not in argv:
+        return list(argv), []
+    at = list(argv).index("--")
+    return list(argv[:at]), list(argv[at + 1 :])
+
+
+def _look_after(chosen: engine.Engine, words: list[str]) -> engine.Plan:
+    verb, *names = words
+    if verb not in _VERBS or len(names) != (verb != "list"):
+        raise engine.LaunchError(
+            f"{' '.join(words)}: use 'status DIR', 'list', 'logs NAME', 'kill NAME', or '-- COMMAND' to start."
+        )
+    return (
+        chosen.running() if verb == "list" else getattr(chosen, verb)(engine.check_name(names[0]))
+    )
+
+
+def _jobs(command: tuple[str, ...]) -> list[engine.Job]:
+    if not command:
+        raise engine.LaunchError(
+            "nothing to start: give the command after ' -- ', as in python -m launch --num_processes=2 -- "
+            "python -m xshard.main --config=configs/digits.py --workdir=runs/digits."
+        )
+    job = engine.Job("run", command, _PROCESSES.value, _CPU_DEVICES.value)
+    name = _NAME.value or re.sub("[^a-z0-9]+", "-", job.workdir.name.lower()).strip("-")[:40]
+    job = engine.Job(engine.check_name(name), command, job.processes, job.cpu_devices)
+    return sweep.jobs(job, pathlib.Path(_SWEEP.value)) if _SWEEP.value else [job]
+
+
+def _do(plan: engine.Plan) -> int:
+    if _DRY_RUN.value:
+        print(plan)
+        return 0
+    return plan.run()
+
+
+def run() -> int:
+    """Runs; an error of the user's becomes one message."""
+    logging.set_verbosity(logging.WARNING)
+    if set(sys.argv[1:]) & {"--help", "-h"} and "--" not in sys.argv:
+        print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")
+        return 0
+    try:
+        return main(sys.argv)
+    except flags.Error as e:
+        print(f"error: {e}. --help lists the flags.", file=sys.stderr)
+    except (ValueError, OSError) as e:
+        if _DEBUG.value:
+            raise
+        print(f"error: {e}\n(--debug shows where)", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,135 @@
+"""What a run is to those that start it, and what an engine is."""
+
+import dataclasses
+import pathlib
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+
+
+class LaunchError(ValueError):
+    """What was asked for cannot be launched. The message says why, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run to be started.
+
+    Attributes:
+      name: of the job, in lower case letters, digits and '-'.
+      command: the program and its arguments.
+      processes: how many processes run it together, one a host on a pod.
+      cpu_devices: the virtual devices of each; 0 where the devices are real.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    processes: int = 1
+    cpu_devices: int = 0
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The command with what all of its processes are given."""
+        more = [f"--cpu_devices={self.cpu_devices}"] if self.cpu_devices else []
+        return (*self.command, *more)
+
+    @property
+    def workdir(self) -> pathlib.Path:
+        """The run's work directory, from its command; LaunchError if that names none."""
+        for argument in reversed(self.command):
+            if argument.startswith("--workdir=") and argument != "--workdir=":
+                return pathlib.Path(argument.partition("=")[2]).absolute()
+        raise LaunchError(
+            f"The command {shlex.join(self.command)} has no --workdir=DIR, where its state is to be."
+        )
+
+    def with_flags(self, **flags: object) -> "Job":
+        """The same with more arguments, which come last and so count."""
+        more = (f"--{name}={value}" for name, value in flags.items())
+        return dataclasses.replace(self, command=(*self.command, *more))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What an engine would do.
+
+    Attributes:
+      files: the content of each file that it writes.
+      commands: what it then runs, one after another.
+    """
+
+    commands: Sequence[Sequence[str]]
+    files: Mapping[pathlib.Path, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [f"# {path}\n{content}" for path, content in self.files.items()]
+        return "\n".join([*parts, *(shlex.join(command) for command in self.commands)])
+
+    def run(self) -> int:
+        """Does it, up to the first command that fails; its exit code.
+
+        Raises:
+          LaunchError: if a file cannot be written, or a program is not there.
+        """
+        for path, content in self.files.items():
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(content)
+            except OSError as e:
+                raise LaunchError(f"{path} cannot be written: {e.strerror}.") from e
+        for command in self.commands:
+            try:
+                code = subprocess.run(command, check=False).returncode
+            except FileNotFoundError as e:
+                raise LaunchError(
+                    f"{command[0]} is not on PATH; --dry_run shows what it is for."
+                ) from e
+            if code:
+                # As a shell has it where a signal has ended the program.
+                return code if code > 0 else 128 - code
+        return 0
+
+
+class Engine:
+    """Where runs are started. A new engine implements `launch`, and of the rest what there is."""
+
+    def launch(self, jobs: Sequence[Job]) -> Plan:
+        """Starts jobs, of a sweep several; LaunchError if they do not fit."""
+        raise NotImplementedError
+
+    def running(self) -> Plan:
+        """Lists what runs there."""
+        return self._nothing("list")
+
+    def logs(self, name: str) -> Plan:
+        """Shows what a job prints."""
+        del name
+        return self._nothing("logs")
+
+    def kill(self, name: str) -> Plan:
+        """Stops a job, which saves if there is time."""
+        del name
+        return self._nothing("kill")
+
+    def _nothing(self, verb: str) -> Plan:
+        raise LaunchError(
+            f"there is no '{verb}' for this engine: 'status DIR' shows a run, DIR/launch.log or its terminal "
+            "what it prints, and 'touch DIR/STOP' has it save and leave."
+        )
+
+
+def one(jobs: Sequence[Job], engine: str) -> Job:
+    """The only job; LaunchError if there are several, as of a sweep."""
+    if len(jobs) != 1:
+        raise LaunchError(f"--sweep runs with --engine=local or slurm, not with {engine}.")
+    return jobs[0]
+
+
+def check_name(name: str) -> str:
+    """The name; LaunchError unless all engines take it."""
+    if not re.fullmatch("[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
+        raise LaunchError(
+            f"--name={name} must be of at most 40 lower case letters, digits and '-', and begin with a letter."
+        )
+    return name

@@ -1,0 +1,154 @@
+"""On Google Kubernetes Engine: a JobSet of TPU slices, by kubectl; JAX detects the pod."""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from launch import engine
+
+# https://cloud.google.com/kubernetes-engine/docs/concepts/tpus: the node selector of each type of multi-host
+# slice, and the chips of one host.
+_TYPES = {
+    "v4": ("tpu-v4-podslice", 4),
+    "v5e": ("tpu-v5-lite-podslice", 4),
+    "v5p": ("tpu-v5p-slice", 4),
+    "v6e": ("tpu-v6e-slice", 4),
+}
+_PREEMPTED = 42
+
+
+@dataclasses.dataclass(frozen=True)
+class Gke(engine.Engine):
+    """The engine. The cluster and who one is, are kubectl's own matter.
+
+    Attributes:
+      tpu: type and topology of a slice, as 'v5e:4x4'.
+      image: the container image, with the code in its working directory.
+      slices: the number of slices.
+      max_failures: the number of failures after which the job is not started again.
+      grace_seconds: how long the processes may take to save when a node is drained.
+      namespace: the namespace; by default kubectl's own.
+    """
+
+    tpu: str | None = None
+    image: str | None = None
+    slices: int = 1
+    max_failures: int = 3
+    grace_seconds: int = 120
+    namespace: str | None = None
+
+    def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
+        """Writes the JobSet and has kubectl create it."""
+        job = engine.one(jobs, "gke")
+        if job.processes != 1 or job.cpu_devices:
+            raise engine.LaunchError(
+                "--num_processes and --cpu_devices are not for gke: --tpu says how many hosts there are."
+            )
+        # Here, not in the work directory, which is the cluster's.
+        path = pathlib.Path(f"{job.name}.jobset.yaml")
+        content = yaml.safe_dump(self.job_set(job), sort_keys=False)
+        return engine.Plan([[*self._kubectl(), "create", "-f", str(path)]], {path: content})
+
+    def running(self) -> engine.Plan:
+        """The JobSets."""
+        return engine.Plan([[*self._kubectl(), "get", "jobsets"]])
+
+    def logs(self, name: str) -> engine.Plan:
+        """What process 0 prints: it speaks for all."""
+        chosen = (
+            f"jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/job-index=0,"
+            "batch.kubernetes.io/job-completion-index=0"
+        )
+        return engine.Plan([[*self._kubectl(), "logs", "-f", f"--selector={chosen}"]])
+
+    def kill(self, name: str) -> engine.Plan:
+        """Deletes the JobSet: its pods get SIGTERM, save within their grace period, and leave."""
+        return engine.Plan([[*self._kubectl(), "delete", "jobset", name]])
+
+    def job_set(self, job: engine.Job) -> dict[str, Any]:
+        """The JobSet, as of jobset.x-k8s.io/v1alpha2."""
+        hosts, selector, chips = self._slice()
+        rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [_PREEMPTED]}}]
+        template = {
+            "parallelism": hosts,
+            "completions": hosts,
+            "completionMode": "Indexed",
+            # A pod that has failed has ended all others: the whole job starts again.
+            "backoffLimit": 0,
+            "podFailurePolicy": {"rules": rules},
+            "template": {"spec": self._pod(job, selector, chips)},
+        }
+        return {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {
+                "name": job.name,
+                # A slice is a node pool, and a job has it to itself.
+                "annotations": {
+                    "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+                },
+            },
+            "spec": {
+                "failurePolicy": {
+                    "maxRestarts": self.max_failures - 1,
+                    # Exit code 42, stopped early with the state saved, is no failure to be counted.
+                    "rules": [
+                        {
+                            "name": "preempted",
+                            "action": "RestartJobSetAndIgnoreMaxRestarts",
+                            "onJobFailureReasons": ["PodFailurePolicy"],
+                        }
+                    ],
+                },
+                "replicatedJobs": [
+                    {"name": "slice", "replicas": self.slices, "template": {"spec": template}}
+                ],
+            },
+        }
+
+    def _pod(self, job: engine.Job, selector: dict[str, str], chips: int) -> dict[str, Any]:
+        return {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": self.grace_seconds,
+            "nodeSelector": selector,
+            "containers": [
+                {
+                    "name": "xshard",
+                    "image": self.image,
+                    # Kubernetes replaces $(NAME) in arguments; a config's value means itself.
+                    "command": [argument.replace("$(", "$$(") for argument in job.arguments],
+                    "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}],
+                    "ports": [{"containerPort": 8471}, {"containerPort": 8080}],
+                    "resources": {"limits": {"google.com/tpu": chips}},
+                }
+            ],
+        }
+
+    def _slice(self) -> tuple[int, dict[str, str], int]:
+        """The hosts of a slice, how its nodes are found, and the chips of a host."""
+        kind, _, topology = (self.tpu or "").partition(":")
+        sizes = topology.split("x")
+        if kind not in _TYPES or not all(size.isdecimal() and int(size) for size in sizes):
+            raise engine.LaunchError(
+                f"--tpu={self.tpu} must be type:topology, as v5e:4x4; the types: {', '.join(_TYPES)}."
+            )
+        if not self.image:
+            raise engine.LaunchError("--engine=gke needs --image=IMAGE, with the code in it.")
+        accelerator, host_chips = _TYPES[kind]
+        chips = math.prod(map(int, sizes))
+        if chips > host_chips and chips % host_chips:
+            raise engine.LaunchError(
+                f"--tpu={self.tpu} has {chips} chips, which hosts of {host_chips} do not divide."
+            )
+        selector = {
+            "cloud.google.com/gke-tpu-accelerator": accelerator,
+            "cloud.google.com/gke-tpu-topology": topology,
+        }
+        return max(chips // host_chips, 1), selector, min(chips, host_chips)
+
+    def _kubectl(self) -> list[str]:
+        return ["kubectl", *([f"--namespace={self.namespace}"] if self.namespace else [])]

@@ -1,0 +1,237 @@
+"""On this machine: a pod of processes, each with virtual devices, watched and started again when it ends early."""
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO
+
+from launch import engine
+
+DONE, PREEMPTED, INTERRUPTED = 0, 42, 130
+_STEP_SECONDS = 0.1
+# A process that has heard of another's failure leaves by itself.
+_SETTLE_SECONDS = 3.0
+_MOST_BACKOFF_SECONDS = 60.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Local(engine.Engine):
+    """The engine.
+
+    Attributes:
+      max_failures: so many failures in a row without a new step, and it gives up.
+      grace_seconds: how long a pod that is told to stop may take before it is killed.
+    """
+
+    max_failures: int = 3
+    grace_seconds: float = 120.0
+
+    def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
+        """The commands of one start, all at once; the port is another each time."""
+        return engine.Plan([c for job in jobs for c in commands(job, "PORT")])
+
+
+def commands(job: engine.Job, port: object) -> list[list[str]]:
+    """The command of each process."""
+    if job.processes == 1:
+        return [list(job.arguments)]
+    return [
+        [*job.arguments, f"--coordinator_address=127.0.0.1:{port}",
+         f"--num_processes={job.processes}", f"--process_id={index}"]
+        for index in range(job.processes)
+    ]  # fmt: skip
+
+
+class Supervisor:
+    """Keeps one job's pod running until it is done."""
+
+    def __init__(self, job: engine.Job, options: Local, out: IO[str]):
+        """Prepares.
+
+        Args:
+          job: the job.
+          options: how patient it is.
+          out: where what the processes print goes, each line after the process's number.
+        """
+        self._job = job
+        self._options = options
+        self._out = out
+        self._asked: collections.deque[int] = collections.deque()
+        self._stopped = False
+
+    def signal(self, number: int) -> None:
+        """Passes SIGINT or SIGTERM on, and starts the pod no more. For a signal handler or any thread."""
+        self._stopped = True
+        self._asked.append(number)
+
+    def run(self) -> int:
+        """Runs the job to its end.
+
+        Returns:
+          0 when it is done; 42 or 130 if it was told to stop; else the code of its last failure.
+        """
+        failures, best = 0, self._step()
+        while True:
+            pod = _Pod(self._job, self._out, self._options.grace_seconds)
+            code = pod.wait(self._asked)
+            if code in (DONE, INTERRUPTED) or self._stopped:
+                return code
+            if code == PREEMPTED:
+                if (self._job.workdir / "STOP").exists():
+                    self._say(f"not started again: {self._job.workdir / 'STOP'} is there")
+                    return code
+                failures = 0
+                self._say("stopped early with its state saved; starting it again")
+                continue
+            # A failure after new steps is another one.
+            failures = 1 if self._step() > best else failures + 1
+            best = max(best, self._step())
+            if failures >= self._options.max_failures:
+                self._say(f"giving up after failure {failures} without a new step: {pod.cause}")
+                return code
+            self._back_off(failures, pod.cause)
+
+    def _back_off(self, failures: int, cause: str) -> None:
+        seconds = min(2.0 ** (failures - 1), _MOST_BACKOFF_SECONDS)
+        self._say(
+            f"{cause}; failure {failures} of {self._options.max_failures}, again in {seconds:g} s"
+        )
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._stopped:
+            time.sleep(_STEP_SECONDS)
+
+    def _step(self) -> int:
+        """The last step that the run is known to have made."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            return json.loads((self._job.workdir / "status.json").read_bytes())[0]["step"] or 0
+        return 0
+
+    def _say(self, message: str) -> None:
+        print(f"launch: {message}", file=self._out, flush=True)
+
+
+class _Pod:
+    """The processes of one start."""
+
+    def __init__(self, job: engine.Job, out: IO[str], grace_seconds: float):
+        self.cause = ""
+        self._out = out
+        self._grace = grace_seconds
+        self._first: list[int] = []
+        self._errors: dict[int, str] = {}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._processes = [_start(command) for command in commands(job, port)]
+        self._readers = [
+            threading.Thread(target=self._copy, args=(index, process.stdout), daemon=True)
+            for index, process in enumerate(self._processes)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait(self, asked: "collections.deque[int]") -> int:
+        """Waits for the end of all; what has ended it.
+
+        Args:
+          asked: signals to pass on, as they come.
+        """
+        deadline, told = float("inf"), False
+        while (codes := [p.poll() for p in self._processes]) and None in codes:
+            if asked:
+                self._send(asked.popleft())
+                deadline = min(deadline, time.monotonic() + self._grace)
+            if any(_failed(code) for code in codes) and not self._first:
+                self._first = [i for i, code in enumerate(codes) if _failed(code)]
+                deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
+            if time.monotonic() >= deadline:
+                # What did not leave at SIGTERM is killed.
+                self._send(signal.SIGKILL if told else signal.SIGTERM)
+                told, deadline = True, time.monotonic() + _SETTLE_SECONDS
+            time.sleep(_STEP_SECONDS)
+        for reader in self._readers:
+            reader.join()
+        # As a shell has it where a signal has ended a process.
+        ends = [128 - code if code < 0 else code for code in codes if code is not None]
+        if any(_failed(code) for code in ends):
+            first = (self._first or [i for i, code in enumerate(ends) if _failed(code)])[0]
+            self.cause = self._describe(first, ends[first])
+            return ends[first]
+        return max(ends)
+
+    def _describe(self, index: int, code: int) -> str:
+        who = f"process {index} of {len(self._processes)}" if len(self._processes) > 1 else "it"
+        how = f"ended with exit code {code}"
+        if code > 128:
+            with contextlib.suppress(ValueError):
+                how = f"was ended by {signal.Signals(code - 128).name}"
+        # Process 0 says what it has heard of another's failure.
+        error = self._errors.get(index) or self._errors.get(0, "")
+        return f"{who} {how}{': ' if error else ''}{error}"
+
+    def _send(self, number: int) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _copy(self, index: int, lines: IO[str]) -> None:
+        prefix = f"[{index}] " if len(self._processes) > 1 else ""
+        with lines:
+            for line in lines:
+                if line.startswith("error: "):
+                    self._errors[index] = line.strip()
+                self._out.write(prefix + line)
+                self._out.flush()
+
+
+def _start(command: Sequence[str]) -> "subprocess.Popen[str]":
+    try:
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # Ctrl-C comes to this process, which passes it on.
+            start_new_session=True,
+            # Whatever ends this process, the pod does not train on unwatched.
+            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    except OSError as e:
+        raise engine.LaunchError(f"{command[0]} cannot be started: {e.strerror}.") from e
+
+
+def _failed(code: int | None) -> bool:
+    return code not in (None, DONE, PREEMPTED, INTERRUPTED)
+
+
+def run(job: engine.Job, options: Local) -> int:
+    """Runs a job to its end, on this terminal; signals are passed on to it."""
+    supervisor = Supervisor(job, options, sys.stdout)
+    with passed_on(supervisor.signal):
+        return supervisor.run()
+
+
+@contextlib.contextmanager
+def passed_on(take: Callable[[int], None]) -> Iterator[None]:
+    """Gives SIGINT and SIGTERM to `take` meanwhile."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {n: signal.signal(n, lambda number, _: take(number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,113 @@
+"""On a Slurm cluster: a batch script that runs the processes by srun, and is requeued when they leave early."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import shlex
+from collections.abc import Sequence
+
+from launch import engine
+
+_SCRIPT = """\
+#!/bin/bash
+{options}
+cd {directory}
+{choice}srun --kill-on-bad-exit=1 --output={log} --open-mode=append -- "${{command[@]}}"
+code=$?
+# 42: stopped early, its state saved. A file STOP says that it is to rest.
+if [ "$code" = 42 ] && [ ! -e "$workdir/STOP" ]; then
+  scontrol requeue "$SLURM_JOB_ID" && exit 0
+fi
+exit "$code"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slurm(engine.Engine):
+    """The engine.
+
+    Attributes:
+      time: the time limit, as sbatch has it; the cluster's own by default.
+      options: more options of sbatch, such as '--partition=p'.
+      grace_seconds: how long before the time limit the run is told to stop.
+      parallel: how many jobs of a sweep run at a time.
+    """
+
+    time: str | None = None
+    options: tuple[str, ...] = ()
+    grace_seconds: int = 120
+    parallel: int = 1
+
+    def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
+        """Writes a script and submits it; several jobs are an array."""
+        script = self._folder(jobs) / "launch.sbatch"
+        return engine.Plan([["sbatch", str(script)]], {script: self._script(jobs)})
+
+    def running(self) -> engine.Plan:
+        """The user's jobs."""
+        return engine.Plan([["squeue", "--me", "--format=%.12i %.24j %.10T %.10M %.6D %R"]])
+
+    def kill(self, name: str) -> engine.Plan:
+        """Asks the processes to save and leave, and keeps the job from being requeued."""
+        # The signal alone would have the job start again.
+        return engine.Plan(
+            [
+                ["scontrol", "update", f"JobName={name}", "Requeue=0"],
+                ["scancel", f"--name={name}", "--me", "--signal=TERM"],
+            ]
+        )
+
+    def _folder(self, jobs: Sequence[engine.Job]) -> pathlib.Path:
+        return jobs[0].workdir if len(jobs) == 1 else jobs[0].workdir.parent
+
+    def _script(self, jobs: Sequence[engine.Job]) -> str:
+        folder = self._folder(jobs)
+        options = {
+            "job-name": jobs[0].name if len(jobs) == 1 else jobs[0].name.rpartition("-")[0],
+            "ntasks": jobs[0].processes,
+            "signal": f"TERM@{self.grace_seconds}",
+            "open-mode": "append",
+            # What the script itself says; the processes have a log each.
+            "output": _literal(folder) + "/slurm-%j.log",
+        }
+        if self.time:
+            options["time"] = self.time
+        if len(jobs) > 1:
+            options["array"] = f"0-{len(jobs) - 1}%{self.parallel}"
+        lines = [f"--{name}={value}" for name, value in options.items()]
+        for line in (*lines, *self.options):
+            if not re.fullmatch(r"--[a-z-]+(=[^\s\"'\\#]+)?", line):
+                raise engine.LaunchError(
+                    f"{line!r} cannot be an option of sbatch in a script: it must be --name=value without "
+                    "spaces, quotes and '#'. A work directory without them, or --sbatch=--name=value, mends it."
+                )
+        return _SCRIPT.format(
+            options="\n".join(f"#SBATCH {line}" for line in ("--requeue", *lines, *self.options)),
+            directory=shlex.quote(os.getcwd()),
+            choice=_choice(jobs),
+            log='"$log"',
+        )
+
+
+def _choice(jobs: Sequence[engine.Job]) -> str:
+    """Sets the command and the work directory; of an array's tasks each its own."""
+    if len(jobs) == 1:
+        return _assign(jobs[0])
+    cases = "".join(f"{index})\n{_assign(job)};;\n" for index, job in enumerate(jobs))
+    return f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n'
+
+
+def _assign(job: engine.Job) -> str:
+    log = _literal(job.workdir / "launch.log")
+    return (
+        f"command=({shlex.join(job.arguments)})\n"
+        f"workdir={shlex.quote(str(job.workdir))}\n"
+        f"log={shlex.quote(log)}\n"
+        'mkdir -p "$workdir"\n'
+    )
+
+
+def _literal(path: pathlib.Path) -> str:
+    # Slurm replaces %j and its like in the names of files.
+    return str(path).replace("%", "%%")

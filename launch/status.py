@@ -1,0 +1,95 @@
+"""What the processes of a run are doing, from what they leave in its work directory."""
+
+import json
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from launch import engine
+from xshard import metrics
+from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import source
+from xshard.checkpoint import store as store_lib
+
+# A process says what it is doing twice a second.
+_SILENT_SECONDS = 10.0
+_ENDS = ("done", "stopped", "failed")
+
+
+def show(words: Sequence[str], as_json: bool) -> int:
+    """Prints the status of a work directory; returns the exit code."""
+    if len(words) != 1:
+        raise engine.LaunchError("give one work directory: python -m launch status runs/digits.")
+    directory = pathlib.Path(words[0])
+    processes, latest = rows(directory), latest_checkpoint(directory)
+    if as_json:
+        print(metrics.to_json({"processes": processes, "checkpoint": latest}, indent=2))
+        return 0
+    print(metrics.table([_for_people(row) for row in processes]))
+    if latest is None:
+        print("no checkpoint yet")
+    else:
+        print(f"newest checkpoint: step {latest['step']}, {metrics.age(latest['age'])} old")
+    return 0
+
+
+def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
+    """A row for each process; LaunchError if there is no run."""
+    path = directory / "status.json"
+    try:
+        processes = json.loads(path.read_bytes())
+    except (OSError, ValueError) as e:
+        raise engine.LaunchError(
+            f"{path} cannot be read ({getattr(e, 'strerror', e)}): {directory} is no work directory of a run, "
+            "or of one that has not begun."
+        ) from e
+    return [_row(index, process) for index, process in enumerate(processes)]
+
+
+def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
+    """The newest checkpoint's step and age in seconds, or None."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    store = store_lib.Store(config["checkpoint"]["directory"] or directory / "checkpoints")
+    there = format_lib.committed(store)
+    if not there:
+        return None
+    newest = max(there, key=lambda attempt: attempt.step)
+    return {"step": newest.step, "age": time.time() - source.read_commit(newest)["time"]}
+
+
+def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:
+    age = time.time() - process["time"]
+    step, steps, rate = process["step"], process["steps"], process["rate"]
+    going = not process["doing"].startswith(_ENDS)
+    left = (steps - step) / rate if going and rate and steps and step is not None else None
+    return {
+        "process": index,
+        "host": process["host"],
+        "pid": process["pid"],
+        "doing": process["doing"],
+        "silent": age if going and age > _SILENT_SECONDS else None,
+        "heard": age,
+        "step": step,
+        "steps": steps,
+        "rate": rate,
+        "left": left,
+    }
+
+
+def _for_people(row: dict[str, Any]) -> dict[str, Any]:
+    doing = row["doing"]
+    if row["silent"]:
+        doing = f"gone, or silent; was {doing}"
+    return {
+        "process": row["process"],
+        "host": row["host"],
+        "doing": doing,
+        "step": "" if row["step"] is None else f"{row['step']}/{row['steps']}",
+        "steps/s": "" if row["rate"] is None else f"{row['rate']:.1f}",
+        "left": "" if row["left"] is None else metrics.duration(row["left"]),
+        "heard": f"{metrics.age(row['heard'])} ago",
+    }

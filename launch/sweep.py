@@ -1,0 +1,141 @@
+"""Sweeps: a job for each point, and one table of what came out."""
+
+import concurrent.futures
+import dataclasses
+import difflib
+import json
+import pathlib
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launch import engine, local
+from xshard import metrics
+
+Point = Mapping[str, Any]
+_POINTS_FILE = "sweep.json"
+
+
+def jobs(job: engine.Job, path: pathlib.Path) -> list[engine.Job]:
+    """A job for each point, in a work directory of its own below the job's.
+
+    Args:
+      job: what is swept over.
+      path: a file whose `get_sweep()` returns a list of points: {'optimizer.learning_rate': 0.1}.
+
+    Raises:
+      LaunchError: if the file is none, or the directory is another sweep's.
+    """
+    points = _points(path)
+    _check_directory(job.workdir, points)
+    return [
+        dataclasses.replace(
+            job.with_flags(
+                **{f"config.{key}": _text(value) for key, value in point.items()},
+                workdir=job.workdir / f"{index:03}",
+            ),
+            name=engine.check_name(f"{job.name}-{index:03}"),
+        )
+        for index, point in enumerate(points)
+    ]
+
+
+def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> int:
+    """Runs them here, some at a time, and prints the table. Those that are done are not run again.
+
+    Returns:
+      0 if all are done; else the code of the first that is not.
+    """
+    todo = [job for job in all_jobs if not _results(job)]
+    print(
+        f"{len(all_jobs) - len(todo)} of {len(all_jobs)} jobs are done; {parallel} at a time",
+        flush=True,
+    )
+    supervisors: list[local.Supervisor] = []
+    stopped: list[int] = []
+
+    def pass_on(number: int) -> None:
+        stopped.append(number)
+        for supervisor in supervisors:
+            supervisor.signal(number)
+
+    def one(job: engine.Job) -> int:
+        if stopped:
+            return local.PREEMPTED
+        job.workdir.mkdir(parents=True, exist_ok=True)
+        with (job.workdir / "launch.log").open("a") as log:
+            supervisor = local.Supervisor(job, options, log)
+            supervisors.append(supervisor)
+            print(f"{job.name}: started; its output goes to {log.name}", flush=True)
+            code = supervisor.run()
+        print(f"{job.name}: ended with exit code {code}", flush=True)
+        return code
+
+    with local.passed_on(pass_on), concurrent.futures.ThreadPoolExecutor(parallel) as pool:
+        codes = dict(zip((j.name for j in todo), pool.map(one, todo), strict=True))
+    print(f"\n{metrics.table(rows(all_jobs, codes))}")
+    return next((code for code in codes.values() if code), 0)
+
+
+def rows(all_jobs: Sequence[engine.Job], codes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """A row for each job: its point, and its results as far as there are any."""
+    points = json.loads((all_jobs[0].workdir.parent / _POINTS_FILE).read_bytes())
+    table_rows = []
+    for job, point in zip(all_jobs, points, strict=True):
+        results = _results(job)
+        state = "done" if results else f"exit code {codes.get(job.name, '?')}"
+        values = results.get("eval", {}) if results else {}
+        table_rows.append(
+            {"job": job.name, **point, "state": state, "step": results.get("step", ""), **values}
+        )
+    return table_rows
+
+
+def _points(path: pathlib.Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise engine.LaunchError(f"--sweep={path}: there is no such file.")
+    sys.path.insert(0, "")
+    try:
+        points = runpy.run_path(str(path))["get_sweep"]()
+    except Exception as e:
+        raise engine.LaunchError(f"--sweep={path} raised {type(e).__name__}: {e}.") from e
+    good = isinstance(points, list) and points and all(isinstance(p, dict) and p for p in points)
+    if not good or any(not isinstance(key, str) for p in points for key in p):
+        raise engine.LaunchError(
+            f"--sweep={path}: get_sweep() must return a list of overrides, as [{{'seed': 0}}, {{'seed': 1}}]; "
+            f"received {points!r}."
+        )
+    return [dict(point) for point in points]
+
+
+def _check_directory(directory: pathlib.Path, points: Sequence[Point]) -> None:
+    """Makes the directory this sweep's; refuses to put one sweep's results under another's points."""
+    path = directory / _POINTS_FILE
+    content = json.dumps(points, indent=1, default=str)
+    try:
+        old = path.read_text() if path.exists() else None
+        if old is None:
+            directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+    except OSError as e:
+        raise engine.LaunchError(f"{path} cannot be written: {e.strerror}.") from e
+    if old is not None and json.loads(old) != json.loads(content):
+        changed = list(
+            difflib.unified_diff(old.splitlines(), content.splitlines(), lineterm="", n=0)
+        )
+        raise engine.LaunchError(
+            f"{directory} holds another sweep, which differs in {' '.join(changed[3:7])}: give --workdir "
+            "another directory."
+        )
+
+
+def _results(job: engine.Job) -> dict[str, Any]:
+    try:
+        return json.loads((job.workdir / "results.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

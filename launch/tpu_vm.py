@@ -1,0 +1,68 @@
+"""On the hosts of a TPU VM, by gcloud; JAX detects the pod."""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+
+from launch import engine
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuVm(engine.Engine):
+    """The engine. Who one is, is gcloud's own matter.
+
+    Attributes:
+      tpu: the TPU VM's name.
+      directory: the code's folder on each host, with an environment in .venv as run.sh makes it.
+      zone: its zone; by default gcloud's own.
+      project: its project; by default gcloud's own.
+    """
+
+    tpu: str | None
+    directory: str = "xshard"
+    zone: str | None = None
+    project: str | None = None
+
+    def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
+        """Starts the command on all hosts; it goes on when the connection ends."""
+        job = engine.one(jobs, "tpu_vm")
+        if job.processes != 1 or job.cpu_devices:
+            raise engine.LaunchError(
+                "--num_processes and --cpu_devices are not for tpu_vm: there is one process a host, and JAX "
+                "finds its chips."
+            )
+        log, pid = f"{job.name}.log", f"{job.name}.pid"
+        # A session of its own, so that kill reaches it and the end of ssh does not.
+        remote = (
+            f"cd {shlex.quote(self.directory)} && "
+            f"if [ -e {pid} ] && kill -0 $(cat {pid}) 2>/dev/null; then "
+            f"echo 'error: {job.name} is running' >&2; exit 1; fi && "
+            "{ [ ! -d .venv ] || . .venv/bin/activate; } && "
+            f"{{ setsid nohup {shlex.join(job.arguments)} >>{log} 2>&1 </dev/null & echo $! >{pid}; }}"
+        )
+        return engine.Plan([self._ssh("all", remote)])
+
+    def running(self) -> engine.Plan:
+        """The TPU VMs."""
+        return engine.Plan([["gcloud", "compute", "tpus", "tpu-vm", "list", *self._where()]])
+
+    def logs(self, name: str) -> engine.Plan:
+        """What process 0's host has logged, and what comes."""
+        return engine.Plan(
+            [self._ssh("0", f"tail -n 100 -f {shlex.quote(self.directory)}/{name}.log")]
+        )
+
+    def kill(self, name: str) -> engine.Plan:
+        """SIGTERM to all: they agree on a step, save and leave."""
+        remote = f"cd {shlex.quote(self.directory)} && kill -TERM $(cat {name}.pid)"
+        return engine.Plan([self._ssh("all", remote)])
+
+    def _ssh(self, worker: str, remote: str) -> list[str]:
+        if not self.tpu or self.tpu.startswith("-"):
+            raise engine.LaunchError("--engine=tpu_vm needs --tpu=NAME, the TPU VM's.")
+        begin = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", self.tpu]
+        return [*begin, f"--worker={worker}", *self._where(), f"--command={remote}"]
+
+    def _where(self) -> list[str]:
+        given = {"zone": self.zone, "project": self.project}
+        return [f"--{name}={value}" for name, value in given.items() if value]

@@ -1,0 +1,228 @@
+"""Real launchers of clusters, from Debian's packages: Slurm's controller and a node on loopback, and mpirun."""
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+
+import numpy as np
+import pytest
+
+from tests.launch import harness
+
+COUNT = 4
+OPTIONS = ["--config.steps=60", "--config.log_every_steps=10", "--config.eval_every_steps=25",
+           "--config.checkpoint.every_steps=20", "--config.overflow_above=2.0"]  # fmt: skip
+MPIRUN = ("--allow-run-as-root --oversubscribe --mca btl self,tcp --mca oob_tcp_if_include lo "
+          "--mca btl_tcp_if_include lo")  # fmt: skip
+CONF = """\
+ClusterName=xshard
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+AuthType=auth/munge
+AuthInfo=socket={state}/munge/socket
+CredType=cred/munge
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={state}/state
+SlurmdSpoolDir={state}/spool
+SlurmctldPidFile={state}/controller.pid
+SlurmdPidFile={state}/node.pid
+SlurmctldLogFile={state}/controller.log
+SlurmdLogFile={state}/node.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+MailProg=/bin/true
+NodeName={host} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
+PartitionName=debug Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+
+
+def need(*programs):
+    """Skips, aloud, where Debian's packages are not installed; .ci/run installs them."""
+    os.environ["PATH"] += os.pathsep + "/usr/sbin"
+    missing = [program for program in programs if not shutil.which(program)]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"needs root and {', '.join(programs)} (Debian: slurm-wlm, munge, openmpi-bin)")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """A cluster of one node: the variables that its clients need."""
+    need("munged", "slurmctld", "slurmd", "sbatch")
+    state = tmp_path_factory.mktemp("slurm")
+    for name in ("state", "spool", "munge"):
+        (state / name).mkdir()
+    key = state / "munge" / "key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    # munged wants a path to its socket that everybody may pass.
+    for folder in (state / "munge", state, *list(state.parents)[:2]):
+        folder.chmod(0o755)
+    ports = [harness.free_port(), harness.free_port()]
+    conf = state / "slurm.conf"
+    conf.write_text(CONF.format(host=socket.gethostname(), ports=ports, state=state, user="root"))
+    variables = {"SLURM_CONF": str(conf)}
+    munge = [f"--{n}={state}/munge/{f}" for n, f in
+             (("socket", "socket"), ("key-file", "key"), ("pid-file", "pid"), ("log-file", "log"),
+              ("seed-file", "seed"))]  # fmt: skip
+    commands = (
+        ["munged", "--foreground", "--force", *munge],
+        ["slurmctld", "-D"],
+        ["slurmd", "-D"],
+    )
+    with contextlib.ExitStack() as stack:
+        for command in commands:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **variables},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            stack.enter_context(harness.running(process))
+            if command[0] == "munged":
+                harness.wait_until((state / "munge" / "socket").exists)
+        idle = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
+        harness.wait_until(lambda: ask(variables, *idle) == "1")
+        yield variables
+        # What a test has left would outlive the cluster, on ports that the next one wants.
+        ask(variables, "scancel", "--me", "--full", "--signal=KILL")
+        ask(variables, "scancel", "--me")
+        harness.wait_until(lambda: ask(variables, "squeue", "--noheader") == "")
+
+
+def ask(variables, *command):
+    return subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def command(directory, *options):
+    return [*harness.TOY, f"--workdir={directory}", *OPTIONS, *options]
+
+
+def submit(directory, variables, *options, flags=()):
+    process = harness.launch(
+        "--engine=slurm", f"--num_processes={COUNT}", "--cpu_devices=2", *flags,
+        command=command(directory, *options), env=harness.environment(**variables),
+    )  # fmt: skip
+    code, output = harness.finish(process)
+    assert code == 0, output
+    return re.search(r"Submitted batch job (\d+)", output)[1]
+
+
+def wait_for(job, variables, state="COMPLETED", seconds=180):
+    """Waits until Slurm says that a job, or each task of an array, is in a state."""
+
+    def states():
+        shown = ask(variables, "scontrol", "--oneliner", "show", "job", job)
+        found = set(re.findall(r"JobState=(\w+)", shown))
+        assert found <= {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", state}, shown
+        return found == {state}
+
+    harness.wait_until(states, seconds)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The same by the local engine."""
+    directory = tmp_path_factory.mktemp("reference") / "run"
+    process = harness.launch(
+        f"--num_processes={COUNT}", "--cpu_devices=2", command=command(directory)
+    )
+    code, output = harness.finish(process)
+    assert code == 0, output
+    return directory
+
+
+def test_one_process_of_all_devices_ends_close_by(tmp_path, reference):
+    code, output = harness.finish(
+        harness.launch("--cpu_devices=8", command=command(tmp_path / "run"))
+    )
+    assert code == 0, output
+    left, right = (harness.final_state(d, 60) for d in (tmp_path / "run", reference))
+    for name, array in left.items():
+        # Not the same bits: between processes gloo adds the replicas' gradients in another order.
+        np.testing.assert_allclose(array, right[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_mpirun_ends_in_the_same_bits(tmp_path, reference):
+    need("mpirun")
+    process = harness.launch(
+        "--engine=mpi", f"--num_processes={COUNT}", "--cpu_devices=2", f"--mpirun={MPIRUN}",
+        command=command(tmp_path / "run"),
+    )  # fmt: skip
+    code, output = harness.finish(process)
+    assert code == 0, output
+    harness.assert_same_end(tmp_path / "run", reference, 60)
+
+
+def test_slurm_requeues_a_job_that_is_told_to_stop_and_it_ends_in_the_same_bits(
+    tmp_path, reference, slurm
+):
+    directory = tmp_path / "run"
+    job = submit(directory, slurm)
+    harness.wait_until(lambda: "step 20/60" in read(directory / "launch.log"))
+    # What Slurm sends at the time limit, too: a signal to the processes, not to the script.
+    ask(slurm, "scancel", "--signal=TERM", job)
+    harness.wait_until(lambda: "Restarts=1" in ask(slurm, "scontrol", "show", "job", job))
+    harness.wait_until(lambda: "JobState=PENDING" in ask(slurm, "scontrol", "show", "job", job))
+    # Slurm itself would wait two minutes.
+    ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")
+    wait_for(job, slurm)
+    assert "SIGTERM on process" in read(directory / "launch.log")
+    assert "resumed from the checkpoint of step" in read(directory / "launch.log")
+    harness.assert_same_end(directory, reference, 60)
+
+
+def test_slurm_lists_and_kills(tmp_path, slurm):
+    directory = tmp_path / "run"
+    job = submit(directory, slurm, "--config.steps=100000", flags=["--name=endless"])
+    harness.wait_until(lambda: "20/100000" in read(directory / "launch.log"))
+    code, output = harness.finish(
+        harness.launch("list", "--engine=slurm", env=harness.environment(**slurm))
+    )
+    assert code == 0 and "endless" in output and "RUNNING" in output
+    code, output = harness.finish(
+        harness.launch("kill", "endless", "--engine=slurm", env=harness.environment(**slurm))
+    )
+    assert code == 0, output
+    wait_for(job, slurm, "FAILED")
+    shown = ask(slurm, "scontrol", "show", "job", job)
+    assert "ExitCode=42:0" in shown and "Restarts=0" in shown
+    assert "stopped at step" in read(directory / "launch.log")
+
+
+def test_slurm_says_that_a_run_has_failed(tmp_path, slurm):
+    job = submit(tmp_path / "run", slurm, "--config.experiment=tests.toy.FailsOnOne")
+    wait_for(job, slurm, "FAILED")
+    assert "error: process 1 on" in read(tmp_path / "run" / "launch.log")
+
+
+def test_a_sweep_is_an_array_of_jobs(tmp_path, slurm):
+    sweep = tmp_path / "sweep.py"
+    sweep.write_text("def get_sweep(): return [{'seed': 0}, {'seed': 1}]")
+    process = harness.launch(
+        "--engine=slurm", "--cpu_devices=2", f"--sweep={sweep}", "--parallel=2",
+        command=command(tmp_path / "runs"), env=harness.environment(**slurm),
+    )  # fmt: skip
+    code, output = harness.finish(process)
+    assert code == 0, output
+    wait_for(re.search(r"Submitted batch job (\d+)", output)[1], slurm)
+    assert [(tmp_path / "runs" / name / "results.json").exists() for name in ("000", "001")] == [
+        True
+    ] * 2
+
+
+def read(path):
+    return pathlib.Path(path).read_text() if pathlib.Path(path).exists() else ""

@@ -1,0 +1,403 @@
+"""What the engines would do: their files against schemas, their quoting against a shell, their commands.
+
+There is no cloud here: `gcloud`, `kubectl` and `srun` are stand-ins that record, and run what a host would.
+"""
+
+import ast
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from launch import __main__ as front
+from launch import engine, gke, mpi, slurm, tpu_vm, xmanager
+from tests.launch import harness
+
+# What would be a command, were it not quoted.
+EVIL = "$(touch evil);`touch evil` 'a\" \\ %j {x} $(HOME)\ttab"
+DUMP = "import json, sys; json.dump(sys.argv[1:], open('arguments.json', 'w'))"
+
+
+def job(tmp_path, *more, name="job", **fields):
+    command = (
+        "python",
+        "-m",
+        "xshard.main",
+        f"--workdir={tmp_path}/run",
+        f"--config.note={EVIL}",
+        *more,
+    )
+    return engine.Job(name, command, **fields)
+
+
+def stand_in(tmp_path, name, program):
+    """A program of this name on PATH: records its arguments, a line each time, and runs `program`."""
+    folder = tmp_path / "bin"
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(
+        f"#!{sys.executable}\nimport json, os, subprocess, sys\n"
+        f"with open({str(tmp_path / 'calls')!r}, 'a') as file:\n"
+        f"    print(json.dumps([{name!r}, *sys.argv[1:]]), file=file)\n{program}\n"
+    )
+    path.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def calls(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+def test_a_plan_shows_what_it_would_do_and_does_it(tmp_path):
+    file = tmp_path / "a" / "file"
+    plan = engine.Plan(
+        [["cp", str(file), str(tmp_path / "b c")], ["false"], ["touch", "d"]], {file: "text\n"}
+    )
+    assert str(plan) == f"# {file}\ntext\n\ncp {file} '{tmp_path}/b c'\nfalse\ntouch d"
+    assert plan.run() == 1
+    assert (tmp_path / "b c").read_text() == "text\n" and not (tmp_path / "d").exists()
+    with pytest.raises(engine.LaunchError, match="no-such is not on PATH"):
+        engine.Plan([["no-such"]]).run()
+
+
+def test_a_job_without_a_work_directory():
+    with pytest.raises(engine.LaunchError, match="has no --workdir=DIR"):
+        _ = engine.Job("x", ("python", "--workdir=")).workdir
+
+
+# Slurm.
+
+
+def script(plan):
+    ((path, content),) = plan.files.items()
+    assert plan.commands == [["sbatch", str(path)]]
+    return content
+
+
+def test_slurm_script_says_its_options_and_runs_the_command_as_it_is(tmp_path):
+    (tmp_path / "run").mkdir()
+    content = script(
+        slurm.Slurm("1:00:00", ("--partition=tpu",), 90).launch([job(tmp_path, processes=4)])
+    )
+    options = re.findall("^#SBATCH (.*)$", content, re.MULTILINE)
+    assert {"--requeue", "--job-name=job", "--ntasks=4", "--signal=TERM@90", "--time=1:00:00",
+            "--partition=tpu", f"--output={tmp_path}/run/slurm-%j.log"} <= set(options)  # fmt: skip
+    (tmp_path / "job.sh").write_text(content)
+    path = stand_in(tmp_path, "srun", "")
+    ended = subprocess.run(
+        ["bash", "-u", tmp_path / "job.sh"], env={**os.environ, "PATH": path}, cwd=tmp_path
+    )
+    assert ended.returncode == 0
+    (call,) = calls(tmp_path)
+    at = call.index("--")
+    assert call[at + 1 :] == list(job(tmp_path).command)
+    assert f"--output={tmp_path}/run/launch.log" in call[:at]
+    assert not list(pathlib.Path().glob("evil")) and not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize(
+    "code, stop, requeued", [(42, False, True), (42, True, False), (1, False, False)]
+)
+def test_slurm_requeues_what_has_stopped_early(tmp_path, code, stop, requeued):
+    (tmp_path / "run").mkdir()
+    if stop:
+        (tmp_path / "run" / "STOP").touch()
+    (tmp_path / "job.sh").write_text(script(slurm.Slurm().launch([job(tmp_path)])))
+    stand_in(tmp_path, "scontrol", "")
+    path = stand_in(tmp_path, "srun", f"sys.exit({code})")
+    env = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7"}
+    ended = subprocess.run(["bash", tmp_path / "job.sh"], env=env)
+    assert ended.returncode == (0 if requeued else code)
+    assert (["scontrol", "requeue", "7"] in calls(tmp_path)) == requeued
+
+
+def test_slurm_array_has_a_command_for_each_task(tmp_path):
+    jobs = [
+        engine.Job(
+            f"job-00{i}", ("python", f"--workdir={tmp_path}/run/00{i}", f"--config.note={EVIL}{i}")
+        )
+        for i in range(3)
+    ]
+    content = script(slurm.Slurm(parallel=2).launch(jobs))
+    assert "#SBATCH --array=0-2%2\n" in content and "--job-name=job\n" in content
+    (tmp_path / "job.sh").write_text(content)
+    env = {**os.environ, "PATH": stand_in(tmp_path, "srun", ""), "SLURM_ARRAY_TASK_ID": "1"}
+    assert subprocess.run(["bash", tmp_path / "job.sh"], env=env).returncode == 0
+    assert calls(tmp_path)[0][-3:] == list(jobs[1].command)
+
+
+@pytest.mark.parametrize("option", ["--comment=a b", "--x='y'", "partition", "--a=b\n#SBATCH --c"])
+def test_slurm_refuses_options_that_would_not_stay_one(tmp_path, option):
+    with pytest.raises(engine.LaunchError, match="cannot be an option of sbatch"):
+        slurm.Slurm(options=(option,)).launch([job(tmp_path)])
+
+
+# MPI.
+
+
+def test_mpirun_has_the_command_as_it_is(tmp_path):
+    plan = mpi.Mpi(("--hostfile 'my hosts'", "--oversubscribe")).launch(
+        [job(tmp_path, processes=4, cpu_devices=2)]
+    )
+    (command,) = plan.commands
+    assert command[:6] == ["mpirun", "-n", "4", "--hostfile", "my hosts", "--oversubscribe"]
+    assert command[6:] == [*job(tmp_path).command, "--cpu_devices=2"]
+
+
+# TPU VM.
+
+
+def test_tpu_vm_starts_shows_and_stops(tmp_path, monkeypatch):
+    host = tmp_path / "host"
+    (host / "my code").mkdir(parents=True)
+    run = "[subprocess.run(['bash', '-c', a.partition('=')[2]], check=True) for a in sys.argv if a.startswith('--command=')]"
+    monkeypatch.setenv("PATH", stand_in(tmp_path, "gcloud", run))
+    monkeypatch.chdir(host)
+    there = tpu_vm.TpuVm("pod", "my code", "us-x", None)
+    program = (sys.executable, "-c", f"{DUMP}; print('hello'); import time; time.sleep(600)")
+    started = engine.Job("job", (*program, EVIL, "--workdir=x"))
+    assert there.launch([started]).run() == 0
+    log = host / "my code" / "job.log"
+    harness.wait_until((host / "my code" / "arguments.json").exists)
+    harness.wait_until((host / "my code" / "arguments.json").read_text)
+    assert json.loads((host / "my code" / "arguments.json").read_text()) == [EVIL, "--workdir=x"]
+    assert log.exists() and not list(host.rglob("evil"))
+    # Twice on the same chips would be a mess.
+    assert there.launch([started]).run() != 0
+    pid = int((host / "my code" / "job.pid").read_text())
+    assert there.kill("job").run() == 0
+    harness.wait_until(
+        lambda: (
+            not pathlib.Path(f"/proc/{pid}/cmdline").exists()
+            or not pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+    )
+    start, *_ = calls(tmp_path)
+    assert start[:9] == [
+        "gcloud",
+        "compute",
+        "tpus",
+        "tpu-vm",
+        "ssh",
+        "pod",
+        "--worker=all",
+        "--zone=us-x",
+        start[8],
+    ]
+    assert there.running().commands == [
+        ["gcloud", "compute", "tpus", "tpu-vm", "list", "--zone=us-x"]
+    ]
+    assert there.logs("job").commands[0][6] == "--worker=0"
+    assert "tail -n 100 -f 'my code'/job.log" in there.logs("job").commands[0][-1]
+
+
+@pytest.mark.parametrize(
+    "fields, given, message",
+    [({"processes": 2}, {"tpu": "x"}, "one process a host"), ({}, {"tpu": None}, "needs --tpu=NAME"),
+     ({}, {"tpu": "--evil"}, "needs --tpu=NAME")],
+)  # fmt: skip
+def test_tpu_vm_refuses(tmp_path, fields, given, message):
+    with pytest.raises(engine.LaunchError, match=message):
+        tpu_vm.TpuVm(**given).launch([job(tmp_path, **fields)])
+
+
+# GKE.
+
+
+def job_set(tmp_path, **fields):
+    plan = gke.Gke(**{"tpu": "v5e:4x4", "image": "registry/xshard:1", **fields}).launch(
+        [job(tmp_path)]
+    )
+    ((path, content),) = plan.files.items()
+    assert plan.commands[0][-3:] == ["create", "-f", str(path)]
+    return yaml.safe_load(content)
+
+
+def forbid_others(schema):
+    """The schema with nothing allowed that it does not name."""
+    if isinstance(schema, dict):
+        closed = {key: forbid_others(value) for key, value in schema.items()}
+        if "properties" in schema and "additionalProperties" not in schema:
+            closed["additionalProperties"] = False
+        return closed
+    return [forbid_others(item) for item in schema] if isinstance(schema, list) else schema
+
+
+@pytest.mark.parametrize("fields", [{}, {"slices": 4, "tpu": "v5p:8x8x16"}, {"tpu": "v6e:2x2"}])
+def test_the_job_set_is_one_strictly(tmp_path, fields):
+    manifest = job_set(tmp_path, **fields)
+    path = pathlib.Path(__file__).parent / "jobset_schema.json"
+    schema = forbid_others(json.loads(path.read_text()))
+    # Any Job and metadata: the one is checked below, the other is Kubernetes' own.
+    schema["properties"]["metadata"] = {"type": "object"}
+    template = schema["properties"]["spec"]["properties"]["replicatedJobs"]["items"]["properties"][
+        "template"
+    ]
+    template["properties"]["spec"] = {"type": "object"}
+    jsonschema.validate(manifest, schema)
+    (replicated,) = manifest["spec"]["replicatedJobs"]
+    whole = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "job"},
+        **replicated["template"],
+    }
+    kubernetes_validate.validate(whole, "1.31", strict=True)
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "pod"},
+        "spec": whole["spec"]["template"]["spec"],
+    }
+    kubernetes_validate.validate(pod, "1.31", strict=True)
+    assert replicated["replicas"] == fields.get("slices", 1)
+
+
+def test_the_validation_is_strict(tmp_path):
+    manifest = job_set(tmp_path)
+    manifest["spec"]["failurePolicy"]["maxRestart"] = 1
+    schema = forbid_others(
+        json.loads((pathlib.Path(__file__).parent / "jobset_schema.json").read_text())
+    )
+    with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
+        jsonschema.validate(
+            manifest["spec"]["failurePolicy"],
+            schema["properties"]["spec"]["properties"]["failurePolicy"],
+        )
+
+
+@pytest.mark.parametrize(
+    "tpu, hosts, chips",
+    [("v5e:1x1", 1, 1), ("v5e:4x4", 4, 4), ("v5p:8x8x16", 256, 4), ("v4:2x2x1", 1, 4)],
+)
+def test_gke_counts_hosts_and_chips(tmp_path, tpu, hosts, chips):
+    spec = job_set(tmp_path, tpu=tpu)["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (spec["parallelism"], spec["completions"]) == (hosts, hosts)
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"google.com/tpu": chips}
+
+
+def test_gke_restarts_42_without_counting_it(tmp_path):
+    spec = job_set(tmp_path, max_failures=5)["spec"]
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert spec["failurePolicy"]["maxRestarts"] == 4
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    (pod_rule,) = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert pod_rule["onExitCodes"]["values"] == [42] and pod_rule["action"] == "FailJob"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+def test_gke_arguments_mean_themselves(tmp_path):
+    (container,) = job_set(tmp_path)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
+        "spec"
+    ]["containers"]
+    # As the kubelet reads them: $$( is $(.
+    assert [a.replace("$$(", "$(") for a in container["command"]] == list(job(tmp_path).command)
+    assert "$(" not in "".join(container["command"]).replace("$$(", "")
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [({"tpu": "v9:4x4"}, "the types: v4, v5e"), ({"tpu": "v5e:4xx"}, "must be type:topology"),
+     ({"tpu": None}, "must be type:topology"), ({"image": None}, "needs --image"), ({"tpu": "v5e:3x3"}, "9 chips")],
+)  # fmt: skip
+def test_gke_refuses(tmp_path, given, message):
+    with pytest.raises(engine.LaunchError, match=message):
+        job_set(tmp_path, **given)
+
+
+# XManager.
+
+
+def test_xmanager_script_holds_the_arguments_literally(tmp_path):
+    plan = xmanager.XManager("//experiments/digits").launch([job(tmp_path)])
+    ((path, content),) = plan.files.items()
+    assert plan.commands == [["xmanager", "launch", str(path)]]
+    literals = [
+        ast.literal_eval(n.value)
+        for n in ast.walk(ast.parse(content))
+        if isinstance(n, ast.Assign) and isinstance(n.value, ast.List)
+    ]
+    assert literals == [list(job(tmp_path).command[3:])]
+
+
+def test_xmanager_refuses_another_program(tmp_path):
+    with pytest.raises(
+        engine.LaunchError, match="must begin with python -m xshard.main; received bash"
+    ):
+        xmanager.XManager().launch(
+            [engine.Job("x", ("bash", "-c", "true", f"--workdir={tmp_path}"))]
+        )
+
+
+# The front.
+
+
+@pytest.mark.parametrize("name", ["slurm", "mpi", "tpu_vm", "gke", "xmanager", "local"])
+def test_dry_run_does_nothing_and_names_no_secret(tmp_path, name):
+    arguments = [
+        f"--engine={name}",
+        "--dry_run",
+        "--tpu=v5e:4x4",
+        "--image=i",
+        "--project=secret-project",
+        "--zone=secret-zone",
+    ]
+    command = [
+        "python",
+        "-m",
+        "xshard.main",
+        f"--workdir={tmp_path}/run",
+        "--config=configs/digits.py",
+    ]
+    code, output = harness.finish(harness.launch(*arguments, command=command, cwd=harness.ROOT))
+    assert code == 0 and "--config=configs/digits.py" in output, output
+    assert list(tmp_path.iterdir()) == []
+    if name != "tpu_vm":
+        assert "secret" not in output
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--engine=nowhere"], "--engine"),
+        (["--no_such_flag"], "no_such_flag"),
+        ([], "nothing to start"),
+        (["frobnicate"], "use 'status DIR'"),
+        (["logs"], "use 'status DIR'"),
+        (["kill", "x;y", "--engine=slurm"], "lower case letters"),
+        (["list"], "there is no 'list' for this engine"),
+        (["status", "no/such/dir"], "is no work directory of a run"),
+        (["status"], "give one work directory"),
+        (["--", "true"], "has no --workdir=DIR"),
+        (["status", "--", "true"], "the command begins after"),
+        (["--name=Bad_Name", "--", "true", "--workdir=x"], "--name=Bad_Name must be"),
+        (
+            ["--engine=mpi", "--sweep=configs/digits_sweep.py", "--", "true", "--workdir={tmp}"],
+            "not with mpi",
+        ),
+        (["--sweep=none.py", "--", "true", "--workdir=x"], "there is no such file"),
+    ],
+)
+def test_wrong_arguments(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(
+        sys, "argv", ["launch", *(a.replace("{tmp}", str(tmp_path)) for a in arguments)]
+    )
+    front.flags.FLAGS.unparse_flags()
+    for flag in front.flags.FLAGS.get_flags_for_module(front):
+        flag.unparse()
+    assert front.run() == 1
+    assert message in capsys.readouterr().err
+
+
+def test_help(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["launch", "--help"])
+    assert front.run() == 0
+    assert "--engine" in capsys.readouterr().out

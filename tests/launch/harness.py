@@ -1,0 +1,102 @@
+"""What the tests of pods and engines share."""
+
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from xshard.checkpoint import __main__ as tool
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+# Divided by the replicas of 1 to 4 processes of two devices each.
+TOY = [
+    sys.executable, "-m", "xshard.main", "--config=tests/toy.py", "--config.batch_size=48",
+    "--config.eval_batch_size=24", "--heartbeat_timeout_seconds=20", "--start_timeout_seconds=60",
+]  # fmt: skip
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def environment(**more):
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", **more}
+
+
+def launch(*arguments, command=(), **options):
+    """Starts the launcher; its output is a pipe."""
+    words = [*arguments, "--", *command] if command else arguments
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=options.pop("env", None) or environment(),
+        **options,
+    )
+
+
+def finish(process, timeout=240):
+    """The exit code and what was printed."""
+    try:
+        output = process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"not ended after {timeout} s: {process.communicate()[0]}") from None
+    return process.returncode, output
+
+
+def read_until(process, text):
+    """Reads what it prints up to a line with this text; that line."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} was not printed; exit code {process.wait()}: {''.join(lines)}")
+
+
+def wait_until(condition, seconds=60):
+    """Waits for something that has no event to wait for."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.05)
+    return found
+
+
+@contextlib.contextmanager
+def running(process):
+    """Does not leave it behind."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def final_state(directory, step):
+    """The arrays of a checkpoint, by name."""
+    file = pathlib.Path(directory) / "final.npz"
+    file.unlink(missing_ok=True)
+    assert (
+        tool.main(["export", str(pathlib.Path(directory) / "checkpoints"), str(step), str(file)])
+        == 0
+    )
+    with np.load(file) as arrays:
+        return dict(arrays)
+
+
+def assert_same_end(directory, other, step):
+    left, right = final_state(directory, step), final_state(other, step)
+    assert left.keys() == right.keys()
+    assert [name for name in left if left[name].tobytes() != right[name].tobytes()] == []
+    for name in ("metrics.jsonl", "results.json"):
+        assert (directory / name).read_text() == (other / name).read_text()

@@ -1,0 +1,147 @@
+"""The supervisor, over small programs in the place of a run."""
+
+import io
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from launch import engine, local
+from tests.launch import harness
+
+# Ends as the next of its arguments says: an exit code, or 'wait' for a signal. A file counts the starts.
+PROGRAM = """
+import json, os, signal, sys, time
+place, ends = sys.argv[1], sys.argv[2].split(",")
+workdir = sys.argv[3].partition("=")[2]
+index = next((a[-1] for a in sys.argv if a.startswith("--process_id=")), "0")
+starts = os.path.join(place, "starts" + index)
+with open(starts, "a") as file:
+    file.write("x")
+end = ends[min(os.path.getsize(starts), len(ends)) - 1]
+print("start", os.path.getsize(starts), end, flush=True)
+if "STEP" in os.environ:
+    with open(os.path.join(workdir, "status.json"), "w") as file:
+        json.dump([{"step": os.path.getsize(starts)}], file)
+if end == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(600)
+if end == "saves":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    time.sleep(600)
+if end == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if int(end) == 1:
+    print("error: something is wrong", file=sys.stderr)
+sys.exit(int(end))
+"""
+
+
+@pytest.fixture
+def supervise(tmp_path, monkeypatch):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.setattr(local, "_SETTLE_SECONDS", 0.3)
+    out = io.StringIO()
+
+    def make(*ends, processes=1, max_failures=3, grace=5.0):
+        command = (sys.executable, str(tmp_path / "program.py"), str(tmp_path), ",".join(ends))
+        job = engine.Job("job", (*command, f"--workdir={tmp_path}"), processes)
+        supervisor = local.Supervisor(job, local.Local(max_failures, grace), out)
+        supervisor.out = out
+        supervisor.back_offs = []
+        monkeypatch.setattr(
+            supervisor, "_back_off", lambda failures, cause: supervisor.back_offs.append(failures)
+        )
+        return supervisor
+
+    return make
+
+
+def test_it_is_started_again_until_it_is_done(supervise):
+    supervisor = supervise("42", "42", "1", "0", processes=2)
+    assert supervisor.run() == 0
+    assert supervisor.out.getvalue().count("starting it again") == 2
+    assert supervisor.back_offs == [1]
+    assert "[1] start 4 0" in supervisor.out.getvalue()
+
+
+def test_failures_without_progress_are_bounded_and_the_cause_comes_last(supervise):
+    supervisor = supervise("42", "1")
+    assert supervisor.run() == 1
+    last = supervisor.out.getvalue().strip().splitlines()[-1]
+    assert last == (
+        "launch: giving up after failure 3 without a new step: it ended with exit code 1: "
+        "error: something is wrong"
+    )
+    assert supervisor.back_offs == [1, 2]
+
+
+def test_a_failure_after_new_steps_is_counted_anew(supervise, monkeypatch):
+    monkeypatch.setenv("STEP", "1")
+    assert supervise("1", "1", "1", "1", "1", "0").run() == 0
+
+
+def test_back_off_doubles(tmp_path, monkeypatch):
+    job = engine.Job("job", ("true", f"--workdir={tmp_path}"))
+    out = io.StringIO()
+    supervisor = local.Supervisor(job, local.Local(9), out)
+    monkeypatch.setattr(local.time, "sleep", lambda seconds: supervisor.signal(signal.SIGTERM))
+    for failures in (1, 2, 3, 20):
+        supervisor._back_off(failures, "it failed")
+    said = [line.rsplit(" in ", 1)[1] for line in out.getvalue().splitlines()]
+    assert said == ["1 s", "2 s", "4 s", "60 s"]
+
+
+def test_one_that_is_killed_is_a_failure(supervise):
+    assert supervise("killed", "0").run() == 0
+    supervisor = supervise("killed", max_failures=1)
+    assert supervisor.run() == 137 and "it was ended by SIGKILL" in supervisor.out.getvalue()
+
+
+@pytest.mark.parametrize("end, codes", [("saves", (42, 130)), ("stubborn", (137, 137))])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_goes_to_all_and_nothing_is_started_again(supervise, end, codes, number):
+    supervisor = supervise(end, processes=3, grace=0.3)
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(supervisor.run()))
+    thread.start()
+    harness.wait_until(lambda: supervisor.out.getvalue().count("start 1") == 3)
+    supervisor.signal(number)
+    thread.join(30)
+    assert ended == [codes[number == signal.SIGINT]]
+    assert "start 2" not in supervisor.out.getvalue()
+
+
+def test_survivors_of_a_process_that_is_gone_do_not_linger(tmp_path, supervise, monkeypatch):
+    monkeypatch.setattr(
+        local,
+        "commands",
+        lambda job, port: [
+            [*job.command, "--process_id=0"],
+            [*job.command[:3], "1", "--process_id=1"],
+        ],
+    )
+    supervisor = supervise("stubborn", processes=2, max_failures=1)
+    begin = time.monotonic()
+    assert supervisor.run() == 1 and time.monotonic() - begin < 30
+    assert "process 1 of 2 ended with exit code 1: error" in supervisor.out.getvalue()
+
+
+def test_the_pod_does_not_outlive_its_launcher(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, tmp_path / "program.py", tmp_path, "saves", f"--workdir={tmp_path}"]
+    process = harness.launch("--num_processes=2", command=command)
+    harness.wait_until(lambda: (tmp_path / "starts1").exists() and (tmp_path / "starts0").exists())
+    process.kill()
+    # Its pipe is closed when the last of the pod is gone.
+    assert harness.finish(process, 30)[0] == -signal.SIGKILL
+
+
+def test_a_program_that_is_not_there(tmp_path):
+    process = harness.launch(command=["no-such-program", f"--workdir={tmp_path}"])
+    code, output = harness.finish(process)
+    assert code == 1 and "error: no-such-program cannot be started: No such file" in output

@@ -1,0 +1,148 @@
+"""Runs of several processes on this machine: they stop together, fail together, and end as if undisturbed."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.launch import harness
+
+COUNT = 3
+# A run long enough to be disturbed.
+OPTIONS = ["--config.steps=150", "--config.log_every_steps=10", "--config.eval_every_steps=25",
+           "--config.checkpoint.every_steps=20", "--config.overflow_above=2.0"]  # fmt: skip
+
+
+def start(directory, *options, count=COUNT, flags=(), devices=2):
+    command = [*harness.TOY, f"--workdir={directory}", *OPTIONS, *options]
+    return harness.launch(
+        f"--num_processes={count}", f"--cpu_devices={devices}", *flags, command=command
+    )
+
+
+def status(directory):
+    return json.loads((directory / "status.json").read_bytes())
+
+
+def pid_of(directory, index):
+    return status(directory)[index]["pid"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    code, output = harness.finish(start(directory))
+    assert code == 0, output
+    return directory
+
+
+def test_an_undisturbed_pod(undisturbed):
+    rows = status(undisturbed)
+    assert [(row["doing"], row["step"]) for row in rows] == [("done", 150)] * COUNT
+    # Process 0 prints for all; what the others print is in their logs.
+    for index in range(1, COUNT):
+        assert "step 150/150" in (undisturbed / "logs" / f"process_{index}.log").read_text()
+
+
+def test_sigterm_to_one_process_stops_all_at_one_step_and_the_next_start_goes_on(
+    tmp_path, undisturbed
+):
+    process = start(tmp_path / "run")
+    harness.read_until(process, "step  30/150")
+    os.kill(pid_of(tmp_path / "run", 1), signal.SIGTERM)
+    line = harness.read_until(process, "stopped at step")
+    assert line.startswith("[0] SIGTERM on process 1 on ")
+    assert "starting it again" in harness.read_until(process, "launch: ")
+    code, output = harness.finish(process)
+    step = line.split("stopped at step ")[1].split(",")[0]
+    assert code == 0 and f"resumed from the checkpoint of step {step}" in output
+    harness.assert_same_end(tmp_path / "run", undisturbed, 150)
+
+
+def test_kill_9_of_one_process_and_the_pod_is_started_again(tmp_path, undisturbed):
+    process = start(tmp_path / "run")
+    harness.read_until(process, "step  30/150")
+    index = random.Random(0).randrange(1, COUNT)
+    os.kill(pid_of(tmp_path / "run", index), signal.SIGKILL)
+    line = harness.read_until(process, "launch: ")
+    assert f"process {index} of 3 was ended by SIGKILL" in line and "failure 1 of 3" in line
+    code, output = harness.finish(process)
+    assert code == 0 and "resumed from the checkpoint of step" in output
+    harness.assert_same_end(tmp_path / "run", undisturbed, 150)
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
+def test_the_launcher_passes_signals_on_and_starts_no_more(tmp_path, undisturbed, numbers):
+    process = start(tmp_path / "run")
+    harness.read_until(process, "step  30/150")
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.1)
+    code, output = harness.finish(process)
+    assert code == (130 if signal.SIGINT in numbers else 42), output
+    assert "stopped at step" in output and "launch:" not in output
+    code, output = harness.finish(start(tmp_path / "run"))
+    assert code == 0, output
+    harness.assert_same_end(tmp_path / "run", undisturbed, 150)
+
+
+def test_a_stop_file_rests_the_run_until_it_is_gone(tmp_path):
+    directory = tmp_path / "run"
+    process = start(directory)
+    harness.read_until(process, "step  30/150")
+    (directory / "STOP").touch()
+    code, output = harness.finish(process)
+    assert code == 42 and f"not started again: {directory / 'STOP'} is there" in output
+    code, output = harness.finish(start(directory))
+    assert code == 42 and "stopped before the first step" in output
+    (directory / "STOP").unlink()
+    process = start(directory)
+    assert "resumed" in harness.read_until(process, "resumed from the checkpoint")
+    process.terminate()
+    assert harness.finish(process)[0] == 42
+
+
+def test_what_fails_on_one_process_ends_all_and_is_said_last(tmp_path):
+    process = start(
+        tmp_path / "run", "--config.experiment=tests.toy.FailsOnOne", flags=["--max_failures=1"]
+    )
+    begin = time.monotonic()
+    code, output = harness.finish(process)
+    assert code == 1 and time.monotonic() - begin < 60
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("launch: giving up after failure 1")
+    assert "error: process 1 on" in last and "no data on process 1" in last
+    assert [row["doing"].split(":")[0] for row in status(tmp_path / "run")][1] == "failed"
+
+
+def test_all_save_when_the_clock_of_one_says_so(tmp_path):
+    process = start(
+        tmp_path / "run", "--config.steps=100000", "--config.checkpoint.every_steps=100000",
+        "--config.checkpoint.every_minutes=0.02", "--config.eval_every_steps=100000",
+    )  # fmt: skip
+    with harness.running(process):
+        checkpoints = tmp_path / "run" / "checkpoints"
+        harness.wait_until(lambda: len(list(checkpoints.glob("*/COMMIT"))) > 1)
+
+
+def test_groups_on_several_processes(tmp_path):
+    groups = ["--config.group_assignment=((0,1),(2,3))", "--config.steps=30"]
+    code, output = harness.finish(start(tmp_path / "pod", *groups, count=2))
+    assert code == 0, output
+    code, output = harness.finish(start(tmp_path / "one", *groups, count=1, devices=4))
+    assert code == 0, output
+    left, right = (
+        harness.final_state(tmp_path / "pod", 30),
+        harness.final_state(tmp_path / "one", 30),
+    )
+    for name, array in left.items():
+        # Float32 sums over replicas, in another order.
+        np.testing.assert_allclose(array, right[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    rows = [
+        json.loads(line) for line in (tmp_path / "pod" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert all(len(row["loss"]) == 2 for row in rows if "loss" in row)

@@ -1,0 +1,49 @@
+"""What `launch status` shows, of a run that is going on and of one that is gone."""
+
+import json
+import time
+
+from launch import status
+from tests.launch import harness
+
+
+def write(directory, *rows, ago=0.0):
+    base = {"doing": "training", "step": 50, "steps": 100, "rate": 10.0, "host": "h0", "pid": 1}
+    directory.mkdir(exist_ok=True)
+    rows = [{**base, "time": time.time() - ago, **row} for row in rows]
+    (directory / "status.json").write_text(json.dumps(rows))
+
+
+def test_of_a_run_that_goes_on(tmp_path, capsys):
+    write(tmp_path, {}, {"host": "h1", "doing": "evaluating"})
+    assert status.show([str(tmp_path)], False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["process", "host", "doing", "step", "steps/s", "left", "heard"]
+    assert lines[1].split()[:6] == ["0", "h0", "training", "50/100", "10.0", "0:05"]
+    assert lines[2].split()[:3] == ["1", "h1", "evaluating"] and lines[3] == "no checkpoint yet"
+
+
+def test_of_a_run_that_is_gone_and_one_that_has_ended(tmp_path, capsys):
+    write(tmp_path / "gone", {}, ago=100)
+    status.show([str(tmp_path / "gone")], False)
+    assert "gone, or silent; was training" in capsys.readouterr().out
+    write(tmp_path / "done", {"doing": "done", "rate": None, "step": None}, ago=1000)
+    status.show([str(tmp_path / "done")], True)
+    (row,) = json.loads(capsys.readouterr().out)["processes"]
+    assert row["doing"] == "done" and row["silent"] is None and row["left"] is None
+
+
+def test_of_a_real_run_with_a_checkpoint(tmp_path):
+    process = harness.launch(
+        "--cpu_devices=2",
+        command=[*harness.TOY, f"--workdir={tmp_path}", "--config.steps=100000",
+                 "--config.checkpoint.every_steps=10"],
+    )  # fmt: skip
+    with harness.running(process):
+        harness.wait_until(lambda: list(tmp_path.glob("checkpoints/*/COMMIT")))
+        code, output = harness.finish(harness.launch("status", tmp_path))
+        assert code == 0 and "training" in output and "newest checkpoint: step" in output
+        shown = json.loads(harness.finish(harness.launch("status", tmp_path, "--json"))[1])
+        assert shown["checkpoint"]["step"] >= 10 and 0 <= shown["checkpoint"]["age"] < 60
+        (row,) = shown["processes"]
+        assert row["steps"] == 100000 and row["rate"] > 0 and row["left"] > 0

@@ -1,0 +1,111 @@
+"""What a run hears of: in one process here; between processes, in tests/launch/pod_test.py."""
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.launch import harness
+from xshard import watch
+
+
+def poll(watching):
+    """Polls as the steps of a run do, until there is something to be done."""
+    return harness.wait_until(watching.poll, 20)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 42), (signal.SIGINT, 130)])
+def test_a_signal_becomes_a_notice_and_only_one(tmp_path, capfd, number, code):
+    with watch.Watch(tmp_path) as watching:
+        assert watching.poll() is None
+        os.kill(os.getpid(), number)
+        notice = poll(watching)
+        assert notice == (watch.STOP, signal.Signals(number).name, code)
+        if number == signal.SIGTERM:
+            # As those come that stop a job on many hosts: several times over.
+            os.kill(os.getpid(), number)
+            time.sleep(2 * watch._TICK_SECONDS)
+            assert watching.poll() is None
+    assert f"{signal.Signals(number).name}: saving after this step" in capfd.readouterr().err
+
+
+def test_a_signal_while_python_stands_still(tmp_path):
+    with watch.Watch(tmp_path) as watching:
+        watching.poll()
+        # In C, as a compilation is, and longer than a tick: no handler of Python's can run.
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 8_000_000)
+        assert watching._stopping
+        assert poll(watching).why == "SIGTERM"
+
+
+def test_the_handlers_are_given_back(tmp_path):
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with watch.Watch(tmp_path):
+        pass
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+
+def test_a_stop_file(tmp_path):
+    with watch.Watch(tmp_path) as watching:
+        assert watching.poll() is None
+        (tmp_path / "STOP").touch()
+        assert poll(watching) == (watch.STOP, f"there is a file {tmp_path / 'STOP'}", 42)
+
+
+def test_stop_after(tmp_path):
+    with watch.Watch(tmp_path, stop_after_seconds=0.5) as watching:
+        assert watching.poll() is None
+        assert poll(watching) == (watch.STOP, "the time of --stop_after has passed", 42)
+
+
+def test_a_save_that_is_asked_for_and_a_stop_that_outdoes_it(tmp_path):
+    with watch.Watch(tmp_path) as watching:
+        watching.poll()
+        watching.ask(watch.Notice(watch.SAVE, "it is time"))
+        assert poll(watching).kind == watch.SAVE
+        with watching._changed:
+            watching.ask(watch.Notice(watch.SAVE, "it is time"))
+            watching.ask(watch.Notice(watch.STOP, "enough"))
+        assert poll(watching).why == "enough"
+
+
+def test_the_status_is_there_while_it_runs(tmp_path):
+    def read():
+        rows = json.loads((tmp_path / "status.json").read_bytes())
+        return rows if rows[0]["rate"] else None
+
+    with watch.Watch(tmp_path) as watching:
+        watching.doing("compiling", step=0, steps=100)
+        harness.wait_until((tmp_path / "status.json").exists)
+        watching.doing("training", step=10)
+        (row,) = harness.wait_until(read)
+        assert (row["doing"], row["step"], row["steps"], row["pid"]) == (
+            "training",
+            10,
+            100,
+            os.getpid(),
+        )
+        watching.end("done")
+        assert json.loads((tmp_path / "status.json").read_bytes())[0]["doing"] == "done"
+
+
+def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
+    def write(*args, **kwargs):
+        tried.append(args)
+        raise OSError(28, "No space left on device")
+
+    tried = []
+    monkeypatch.setattr(watch.metrics, "write_atomically", write)
+    with watch.Watch(tmp_path) as watching:
+        watching.poll()
+        harness.wait_until(lambda: len(tried) > 1)
+        watching.ask(watch.Notice(watch.STOP, "enough"))
+        assert poll(watching).why == "enough"

@@ -1,0 +1,345 @@
+"""What the processes of a run tell one another: stop, save, I am here, I have failed.
+
+A thread beside the training does the talking, on the host, so that it goes on while a step is computed or
+compiled, and while a peer that is gone keeps a step from ever ending.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn, TextIO
+
+import jax
+
+from xshard import metrics, processes, rendezvous
+
+STOP_FILE, STATUS_FILE = "STOP", "status.json"
+FAILED, PREEMPTED, INTERRUPTED = 1, 42, 130
+SAVE, STOP = "save", "stop"
+STARTING = "starting"
+_TICK_SECONDS = 0.5
+# How long a process that leaves waits to see that the others have heard why.
+_LEAVE_SECONDS = 5.0
+_RATE_TICKS = 60
+_TIMEOUTS = rendezvous.Timeouts()
+
+
+class Notice(NamedTuple):
+    """What all processes do at the same point.
+
+    Attributes:
+      kind: 'save' or 'stop', which saves too.
+      why: for people.
+      code: the exit code of a stop.
+    """
+
+    kind: str
+    why: str
+    code: int = PREEMPTED
+
+
+class Watch:
+    """One process's part in watching over a run. A context, for the main thread: it takes the signals."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        hosts: Sequence[str] = (),
+        *,
+        stop_after_seconds: float = 0,
+        timeouts: rendezvous.Timeouts = _TIMEOUTS,
+        console: TextIO | None = None,
+    ):
+        """Prepares.
+
+        Args:
+          directory: the work directory; it need not exist.
+          hosts: the host of each process; by default of one process, this one.
+          stop_after_seconds: after so long the run is to stop; 0: never.
+          timeouts: how long a process may be silent before it counts as lost; while it starts, which may
+            mean to read much data, that is the start timeout.
+          console: where errors are said beside stderr.
+        """
+        self._directory = pathlib.Path(directory)
+        self._hosts = list(hosts) or [socket.gethostname()]
+        self._index = jax.process_index() if len(self._hosts) > 1 else 0
+        self._timeouts = timeouts
+        self._stop_at = time.monotonic() + stop_after_seconds if stop_after_seconds else None
+        self._console = console
+        self._board = processes.Board(self._index, len(self._hosts))
+        self._end = processes.Exchange("the end of the run", timeouts.shutdown)
+        self._ended = threading.Event()
+        # Between the training and the thread that talks.
+        self._nudge = threading.Event()
+        self._changed = threading.Condition()
+        self._polls = 0
+        self._posted: int | None = None
+        self._decided: dict[int, Notice] = {}
+        self._asked: Notice | None = None
+        self._status: dict[str, Any] = {"doing": STARTING, "step": None, "steps": None}
+        # The threads' own.
+        self._round = 0
+        self._silent_ticks = 0
+        self._due = 0.0
+        self._stopping = False
+        self._lost: set[int] = set()
+        self._leaving = threading.Lock()
+        self._interrupts = 0
+        self._made: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_TICKS)
+
+    def __enter__(self) -> "Watch":
+        self._heard = {i: ("", 0) for i in range(len(self._hosts))}
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        # The handler in C writes there at once, also while Python's own cannot run: in a long compilation.
+        self._previous_fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._previous = {
+            number: signal.signal(number, lambda *_: None)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        self._threads = [
+            threading.Thread(target=run, daemon=True) for run in (self._hear_signals, self._talk)
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._nudge.set()
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        for thread in self._threads:
+            thread.join()
+        self._wake.close()
+        self._woken.close()
+
+    def poll(self) -> Notice | None:
+        """What is to be done now, if anything: the same on all processes, which poll at the same points."""
+        with self._changed:
+            self._polls += 1
+            while self._posted is not None and self._polls >= self._posted:
+                self._changed.wait()
+            return self._decided.pop(self._polls, None)
+
+    def ask(self, notice: Notice) -> None:
+        """Asks all processes for something, at the next point that all can still reach."""
+        with self._changed:
+            if self._asked is None or notice.kind == STOP:
+                self._asked = notice
+        self._nudge.set()
+
+    def doing(self, what: str, **more: Any) -> None:
+        """Says what this process is doing, and where it is: `step`, `steps`."""
+        self._status.update(doing=what, **more)
+
+    def end(self, what: str) -> None:
+        """Meets all processes for the last time; ValueError if one of them does not come."""
+        self.doing(what)
+        self._tell()
+        try:
+            self._end()
+        except processes.LostError as e:
+            raise ValueError(str(e)) from e
+        self._write_status()
+
+    def await_cause(self) -> None:
+        """Waits for what may be the cause of an error here: another's failure, which ends this process too."""
+        self._ended.wait(self._timeouts.heartbeat + 2)
+
+    def fail(self, message: str) -> NoReturn:
+        """Ends all processes because this one has failed."""
+        self.doing(f"failed: {message.splitlines()[0]}")
+        own = f"{self._name(self._index)}: {message}"
+        with self._leaving:
+            self._fail_all(own)
+            first: list[str] = []
+            processes.bounded(lambda: first.append(self._first_failure()), _LEAVE_SECONDS)
+            self._leave(FAILED, f"the first error: {first[0]}" if first and first[0] != own else "")
+
+    # The thread that hears signals, and that no network can hold up.
+
+    def _hear_signals(self) -> None:
+        while not self._ended.is_set():
+            ready, _, _ = select.select([self._woken], [], [], _TICK_SECONDS)
+            for number in self._woken.recv(64) if ready else b"":
+                self._signalled(number)
+            self._check_coordinator()
+
+    def _signalled(self, number: int) -> None:
+        where = f" on {self._name(self._index)}" if len(self._hosts) > 1 else ""
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                self._say("interrupted; what was saved before is in the work directory")
+                _exit(INTERRUPTED)
+            self._say("SIGINT: saving after this step; once more leaves at once.")
+            self.ask(Notice(STOP, f"SIGINT{where}", INTERRUPTED))
+        elif number == signal.SIGTERM and not self._stopping:
+            self._say("SIGTERM: saving after this step.")
+            self.ask(Notice(STOP, f"SIGTERM{where}"))
+
+    def _check_coordinator(self) -> None:
+        # In ticks, which do not pass while something keeps Python from running.
+        self._silent_ticks += 1
+        silent = self._silent_ticks * _TICK_SECONDS
+        if silent > self._timeouts.heartbeat and self._index:
+            self._say(
+                f"error: {self._name(0)}, which coordinates, has not answered for {silent:.0f} s: it, its "
+                "host or the network is gone. The last checkpoint counts; the same command goes on."
+            )
+            _exit(FAILED)
+
+    # The thread that talks.
+
+    def _talk(self) -> None:
+        while not self._ended.is_set():
+            self._nudge.wait(_TICK_SECONDS)
+            self._nudge.clear()
+            try:
+                self._look_around()
+                self._hear()
+                if self._asked is not None or self._board.read(f"round {self._round}"):
+                    self._agree()
+            except jax.errors.JaxRuntimeError:
+                # Out of reach for now; for how long, the other thread watches.
+                continue
+
+    def _look_around(self) -> None:
+        if self._stopping:
+            return
+        if self._stop_at is not None and time.monotonic() >= self._stop_at:
+            self.ask(Notice(STOP, "the time of --stop_after has passed"))
+        elif (self._directory / STOP_FILE).exists():
+            self.ask(Notice(STOP, f"there is a file {self._directory / STOP_FILE}"))
+
+    def _hear(self) -> None:
+        """Speaks, and hears; not more often than it is due."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + _TICK_SECONDS / 2
+        self._tell()
+        failure = self._first_failure()
+        if failure:
+            with self._leaving:
+                self._leave(FAILED, f"error: {failure}")
+        if self._index == 0:
+            self._count_heads()
+        self._silent_ticks = 0
+
+    def _first_failure(self) -> str:
+        failures = self._board.read("failed")
+        return failures[min(failures)] if failures else ""
+
+    def _tell(self) -> None:
+        self._board.write("alive", json.dumps(self._own_status()))
+
+    def _count_heads(self) -> None:
+        lost = []
+        for index, text in self._board.read("alive").items():
+            heard, ticks = self._heard[index]
+            self._heard[index] = (text, 0) if text != heard else (heard, ticks + 1)
+            starting = json.loads(text)["doing"] == STARTING
+            limit = self._timeouts.start if starting else self._timeouts.heartbeat
+            if index and ticks * _TICK_SECONDS > limit:
+                self._lost.add(index)
+                lost.append(f"{self._name(index)} has not been heard of for {limit:g} s")
+        self._write_status()
+        if lost:
+            message = (
+                f"{', '.join(lost)}: gone, or the host or the network is. The last checkpoint counts; the "
+                "same command goes on from it."
+            )
+            with self._leaving:
+                self._fail_all(message)
+                self._leave(FAILED, f"error: {message}")
+
+    def _agree(self) -> None:
+        """All say the next point at which they can still act, and take the last of these."""
+        with self._changed:
+            own, self._asked = self._asked, None
+            self._posted = self._polls + 1
+        text = json.dumps([self._posted, own])
+        said = [json.loads(s) for s in self._board.gather(f"round {self._round}", text, self._hear)]
+        self._round += 1
+        notices = [Notice(*notice) for _, notice in said if notice]
+        notice = next((n for n in notices if n.kind == STOP), notices[0])
+        at = max(point for point, _ in said)
+        if notice.kind == STOP:
+            self._stopping = True
+            if at == 1:
+                self.doing("stopped")
+                with self._leaving:
+                    self._leave(notice.code, f"{notice.why}: stopped before the first step.")
+        with self._changed:
+            self._decided[at] = notice
+            self._posted = None
+            self._changed.notify_all()
+
+    # Leaving.
+
+    def _fail_all(self, message: str) -> None:
+        processes.bounded(lambda: self._board.append("failed", message), _LEAVE_SECONDS)
+
+    def _leave(self, code: int, message: str = "") -> NoReturn:
+        """Leaves; process 0 last, since with it goes the board that the others read."""
+        if message:
+            self._say(message)
+        processes.bounded(self._say_goodbye, _LEAVE_SECONDS)
+        processes.bounded(self._write_status, _LEAVE_SECONDS)
+        _exit(code)
+
+    def _say_goodbye(self) -> None:
+        self._tell()
+        if self._index:
+            self._board.write("gone", "")
+            return
+        others = set(range(1, len(self._hosts))) - self._lost
+        while not others <= self._board.read("gone").keys():
+            time.sleep(_LEAVE_SECONDS / 100)
+
+    # Status.
+
+    def _own_status(self) -> dict[str, Any]:
+        now, status = time.monotonic(), dict(self._status)
+        if status["step"] is not None:
+            self._made.append((now, status["step"]))
+        made = list(self._made) or [(now, 0)]
+        (begin, first), (end, last) = made[0], made[-1]
+        status["rate"] = (last - first) / (end - begin) if last > first else None
+        host = self._hosts[self._index]
+        return {**status, "time": time.time(), "host": host, "pid": os.getpid()}
+
+    def _write_status(self) -> None:
+        if self._index or not self._directory.is_dir():
+            return
+        said = self._board.read("alive")
+        rows = [json.loads(said[i]) for i in sorted(said)] or [self._own_status()]
+        # A disk that is full is not what a run should end of here.
+        with contextlib.suppress(OSError):
+            content = metrics.to_json(rows).encode()
+            metrics.write_atomically(self._directory / STATUS_FILE, content, sync=False)
+
+    def _name(self, index: int) -> str:
+        return f"process {index} on {self._hosts[index]}"
+
+    def _say(self, message: str) -> None:
+        for stream in (sys.stderr, self._console):
+            if stream is not None:
+                print(message, file=stream, flush=True)
+
+
+def _exit(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
