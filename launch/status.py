@@ -8,6 +8,7 @@ from typing import Any
 
 from launch import engine
 from xshard import metrics
+from xshard import status as status_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source
 from xshard.checkpoint import store as store_lib
@@ -36,7 +37,7 @@ def show(words: Sequence[str], as_json: bool) -> int:
 
 def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     """A row for each process; LaunchError if there is no run."""
-    path = directory / "status.json"
+    path = directory / status_lib.FILE
     try:
         processes = json.loads(path.read_bytes())
     except (OSError, ValueError) as e:

@@ -103,7 +103,7 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     tried = []
-    monkeypatch.setattr(watch.metrics, "write_atomically", write)
+    monkeypatch.setattr(watch.status.metrics, "write_atomically", write)
     with watch.Watch(tmp_path) as watching:
         watching.poll()
         harness.wait_until(lambda: len(tried) > 1)

@@ -91,9 +91,10 @@ def main(argv: Sequence[str], config: Any) -> int:
             code = loop.run(config, _WORKDIR.value, _command(), init, watching)
             watching.end("done" if code == loop.DONE else "stopped")
         except Exception as e:
-            if not hosts:
-                raise
-            _fail_together(watching, e)
+            if hosts:
+                _fail_together(watching, e)
+            watching.end(f"failed: {_message(str(e)).splitlines()[0]}")
+            raise
     jax.distributed.shutdown()
     return code
 

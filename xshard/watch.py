@@ -4,8 +4,6 @@ A thread beside the training does the talking, on the host, so that it goes on w
 compiled, and while a peer that is gone keeps a step from ever ending.
 """
 
-import collections
-import contextlib
 import json
 import os
 import pathlib
@@ -20,16 +18,14 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 
 import jax
 
-from xshard import metrics, processes, rendezvous
+from xshard import processes, rendezvous, status
 
-STOP_FILE, STATUS_FILE = "STOP", "status.json"
+STOP_FILE = "STOP"
 FAILED, PREEMPTED, INTERRUPTED = 1, 42, 130
 SAVE, STOP = "save", "stop"
-STARTING = "starting"
 _TICK_SECONDS = 0.5
 # How long a process that leaves waits to see that the others have heard why.
 _LEAVE_SECONDS = 5.0
-_RATE_TICKS = 60
 _TIMEOUTS = rendezvous.Timeouts()
 
 
@@ -45,6 +41,10 @@ class Notice(NamedTuple):
     kind: str
     why: str
     code: int = PREEMPTED
+
+
+class _EndedError(Exception):
+    """The context has ended."""
 
 
 class Watch:
@@ -85,7 +85,7 @@ class Watch:
         self._posted: int | None = None
         self._decided: dict[int, Notice] = {}
         self._asked: Notice | None = None
-        self._status: dict[str, Any] = {"doing": STARTING, "step": None, "steps": None}
+        self._status = status.Status(self._hosts[self._index])
         # The threads' own.
         self._round = 0
         self._silent_ticks = 0
@@ -94,7 +94,6 @@ class Watch:
         self._lost: set[int] = set()
         self._leaving = threading.Lock()
         self._interrupts = 0
-        self._made: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_TICKS)
 
     def __enter__(self) -> "Watch":
         self._heard = {i: ("", 0) for i in range(len(self._hosts))}
@@ -120,7 +119,7 @@ class Watch:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         for thread in self._threads:
-            thread.join()
+            thread.join(_LEAVE_SECONDS)
         self._wake.close()
         self._woken.close()
 
@@ -141,7 +140,7 @@ class Watch:
 
     def doing(self, what: str, **more: Any) -> None:
         """Says what this process is doing, and where it is: `step`, `steps`."""
-        self._status.update(doing=what, **more)
+        self._status.doing(what, **more)
 
     def end(self, what: str) -> None:
         """Meets all processes for the last time; ValueError if one of them does not come."""
@@ -211,6 +210,8 @@ class Watch:
                 self._hear()
                 if self._asked is not None or self._board.read(f"round {self._round}"):
                     self._agree()
+            except _EndedError:
+                return
             except jax.errors.JaxRuntimeError:
                 # Out of reach for now; for how long, the other thread watches.
                 continue
@@ -237,19 +238,26 @@ class Watch:
             self._count_heads()
         self._silent_ticks = 0
 
+    def _hear_unless_ended(self) -> None:
+        # Whoever asks for something after the last point has nobody to agree with.
+        if self._ended.is_set():
+            raise _EndedError
+        self._hear()
+
     def _first_failure(self) -> str:
         failures = self._board.read("failed")
         return failures[min(failures)] if failures else ""
 
     def _tell(self) -> None:
-        self._board.write("alive", json.dumps(self._own_status()))
+        self._board.write("alive", json.dumps(self._status.row()))
 
     def _count_heads(self) -> None:
         lost = []
-        for index, text in self._board.read("alive").items():
-            heard, ticks = self._heard[index]
+        said = self._board.read("alive")
+        for index, (heard, ticks) in self._heard.items():
+            text = said.get(index, "")
             self._heard[index] = (text, 0) if text != heard else (heard, ticks + 1)
-            starting = json.loads(text)["doing"] == STARTING
+            starting = not text or json.loads(text)["doing"] == status.STARTING
             limit = self._timeouts.start if starting else self._timeouts.heartbeat
             if index and ticks * _TICK_SECONDS > limit:
                 self._lost.add(index)
@@ -270,7 +278,8 @@ class Watch:
             own, self._asked = self._asked, None
             self._posted = self._polls + 1
         text = json.dumps([self._posted, own])
-        said = [json.loads(s) for s in self._board.gather(f"round {self._round}", text, self._hear)]
+        texts = self._board.gather(f"round {self._round}", text, self._hear_unless_ended)
+        said = [json.loads(text) for text in texts]
         self._round += 1
         notices = [Notice(*notice) for _, notice in said if notice]
         notice = next((n for n in notices if n.kind == STOP), notices[0])
@@ -308,27 +317,11 @@ class Watch:
         while not others <= self._board.read("gone").keys():
             time.sleep(_LEAVE_SECONDS / 100)
 
-    # Status.
-
-    def _own_status(self) -> dict[str, Any]:
-        now, status = time.monotonic(), dict(self._status)
-        if status["step"] is not None:
-            self._made.append((now, status["step"]))
-        made = list(self._made) or [(now, 0)]
-        (begin, first), (end, last) = made[0], made[-1]
-        status["rate"] = (last - first) / (end - begin) if last > first else None
-        host = self._hosts[self._index]
-        return {**status, "time": time.time(), "host": host, "pid": os.getpid()}
-
     def _write_status(self) -> None:
-        if self._index or not self._directory.is_dir():
-            return
-        said = self._board.read("alive")
-        rows = [json.loads(said[i]) for i in sorted(said)] or [self._own_status()]
-        # A disk that is full is not what a run should end of here.
-        with contextlib.suppress(OSError):
-            content = metrics.to_json(rows).encode()
-            metrics.write_atomically(self._directory / STATUS_FILE, content, sync=False)
+        if self._index == 0:
+            said = self._board.read("alive")
+            rows = [json.loads(said[i]) for i in sorted(said)]
+            status.write(self._directory, rows or [self._status.row()])
 
     def _name(self, index: int) -> str:
         return f"process {index} on {self._hosts[index]}"

@@ -1,6 +1,7 @@
 """What the tests of pods and engines share."""
 
 import contextlib
+import json
 import os
 import pathlib
 import socket
@@ -100,3 +101,7 @@ def assert_same_end(directory, other, step):
     assert [name for name in left if left[name].tobytes() != right[name].tobytes()] == []
     for name in ("metrics.jsonl", "results.json"):
         assert (directory / name).read_text() == (other / name).read_text()
+
+
+def status(directory):
+    return json.loads((directory / "status.json").read_bytes())

@@ -24,12 +24,8 @@ def start(directory, *options, count=COUNT, flags=(), devices=2):
     )
 
 
-def status(directory):
-    return json.loads((directory / "status.json").read_bytes())
-
-
 def pid_of(directory, index):
-    return status(directory)[index]["pid"]
+    return harness.status(directory)[index]["pid"]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +37,7 @@ def undisturbed(tmp_path_factory):
 
 
 def test_an_undisturbed_pod(undisturbed):
-    rows = status(undisturbed)
+    rows = harness.status(undisturbed)
     assert [(row["doing"], row["step"]) for row in rows] == [("done", 150)] * COUNT
     # Process 0 prints for all; what the others print is in their logs.
     for index in range(1, COUNT):
@@ -116,7 +112,7 @@ def test_what_fails_on_one_process_ends_all_and_is_said_last(tmp_path):
     last = output.strip().splitlines()[-1]
     assert last.startswith("launch: giving up after failure 1")
     assert "error: process 1 on" in last and "no data on process 1" in last
-    assert [row["doing"].split(":")[0] for row in status(tmp_path / "run")][1] == "failed"
+    assert [row["doing"].split(":")[0] for row in harness.status(tmp_path / "run")][1] == "failed"
 
 
 def test_all_save_when_the_clock_of_one_says_so(tmp_path):

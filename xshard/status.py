@@ -1,0 +1,47 @@
+"""What a process is doing, for whoever asks from outside of the run."""
+
+import collections
+import contextlib
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from xshard import metrics
+
+FILE = "status.json"
+STARTING = "starting"
+_RATE_ROWS = 60
+
+
+class Status:
+    """Of one process."""
+
+    def __init__(self, host: str):
+        self._said: dict[str, Any] = {"doing": STARTING, "step": None, "steps": None}
+        self._host = host
+        self._made: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_ROWS)
+
+    def doing(self, what: str, **more: Any) -> None:
+        """Takes what it is doing, and where it is: `step`, `steps`."""
+        self._said.update(doing=what, **more)
+
+    def row(self) -> dict[str, Any]:
+        """What it is doing; 'rate' is of the last rows, in steps a second, 'time' that of the epoch."""
+        now, said = time.monotonic(), dict(self._said)
+        if said["step"] is not None:
+            self._made.append((now, said["step"]))
+        made = list(self._made) or [(now, 0)]
+        (begin, first), (end, last) = made[0], made[-1]
+        said["rate"] = (last - first) / (end - begin) if last > first else None
+        return {**said, "time": time.time(), "host": self._host, "pid": os.getpid()}
+
+
+def write(directory: pathlib.Path, rows: Sequence[Any]) -> None:
+    """Writes the rows of all processes, if there is such a directory and room in it."""
+    # A full disk is not what a run should end of here.
+    with contextlib.suppress(OSError):
+        if directory.is_dir():
+            content = metrics.to_json(list(rows)).encode()
+            metrics.write_atomically(directory / FILE, content, sync=False)
