@@ -4,7 +4,7 @@
         python -m xshard.main --config=configs/digits.py --workdir=runs/digits
     python -m launch status runs/digits         what each process of a run is doing
     python -m launch list --engine=slurm        what runs there
-    python -m launch logs NAME --engine=slurm   what a job prints
+    python -m launch logs NAME --engine=gke     what a job prints
     python -m launch kill NAME --engine=slurm   stops a job, which saves
 
 --dry_run prints what would be done, and does nothing.
@@ -149,7 +149,8 @@ def _do(plan: engine.Plan) -> int:
     if _DRY_RUN.value:
         print(plan)
         return 0
-    return plan.run()
+    sys.stdout.flush()
+    return plan.run(replace=True)
 
 
 def run() -> int:

@@ -1,6 +1,7 @@
 """What a run is to those that start it, and what an engine is."""
 
 import dataclasses
+import os
 import pathlib
 import re
 import shlex
@@ -66,8 +67,11 @@ class Plan:
         parts = [f"# {path}\n{content}" for path, content in self.files.items()]
         return "\n".join([*parts, *(shlex.join(command) for command in self.commands)])
 
-    def run(self) -> int:
+    def run(self, *, replace: bool = False) -> int:
         """Does it, up to the first command that fails; its exit code.
+
+        Args:
+          replace: whether the last command takes this process's place, and with it its terminal and signals.
 
         Raises:
           LaunchError: if a file cannot be written, or a program is not there.
@@ -78,8 +82,10 @@ class Plan:
                 path.write_text(content)
             except OSError as e:
                 raise LaunchError(f"{path} cannot be written: {e.strerror}.") from e
-        for command in self.commands:
+        for index, command in enumerate(self.commands):
             try:
+                if replace and index == len(self.commands) - 1:
+                    os.execvp(command[0], list(command))
                 code = subprocess.run(command, check=False).returncode
             except FileNotFoundError as e:
                 raise LaunchError(

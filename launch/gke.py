@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from launch import engine
+from xshard import notice
 
 # https://cloud.google.com/kubernetes-engine/docs/concepts/tpus: the node selector of each type of multi-host
 # slice, and the chips of one host.
@@ -18,7 +19,6 @@ _TYPES = {
     "v5p": ("tpu-v5p-slice", 4),
     "v6e": ("tpu-v6e-slice", 4),
 }
-_PREEMPTED = 42
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Gke(engine.Engine):
     def job_set(self, job: engine.Job) -> dict[str, Any]:
         """The JobSet, as of jobset.x-k8s.io/v1alpha2."""
         hosts, selector, chips = self._slice()
-        rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [_PREEMPTED]}}]
+        rules = [
+            {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [notice.PREEMPTED]}}
+        ]
         template = {
             "parallelism": hosts,
             "completions": hosts,
@@ -119,8 +121,8 @@ class Gke(engine.Engine):
                 {
                     "name": "xshard",
                     "image": self.image,
-                    # Kubernetes replaces $(NAME) in arguments; a config's value means itself.
-                    "command": [argument.replace("$(", "$$(") for argument in job.arguments],
+                    # Kubernetes replaces $(NAME) in arguments, and $$ by $; a config's value means itself.
+                    "command": [argument.replace("$", "$$") for argument in job.arguments],
                     "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}],
                     "ports": [{"containerPort": 8471}, {"containerPort": 8080}],
                     "resources": {"limits": {"google.com/tpu": chips}},

@@ -2,10 +2,10 @@
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from launch import engine
+from xshard import notice, status
 
-DONE, PREEMPTED, INTERRUPTED = 0, 42, 130
 _STEP_SECONDS = 0.1
 # A process that has heard of another's failure leaves by itself.
 _SETTLE_SECONDS = 3.0
 _MOST_BACKOFF_SECONDS = 60.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,22 +84,25 @@ class Supervisor:
         while True:
             pod = _Pod(self._job, self._out, self._options.grace_seconds)
             code = pod.wait(self._asked)
-            if code in (DONE, INTERRUPTED) or self._stopped:
+            if code in (notice.DONE, notice.INTERRUPTED) or self._stopped:
                 return code
-            if code == PREEMPTED:
-                if (self._job.workdir / "STOP").exists():
-                    self._say(f"not started again: {self._job.workdir / 'STOP'} is there")
-                    return code
+            if code == notice.PREEMPTED and (self._job.workdir / notice.STOP_FILE).exists():
+                self._say(f"not started again: {self._job.workdir / notice.STOP_FILE} is there")
+                return code
+            # A failure after new steps is another one. To stop early is one only without any.
+            new = self._step() > best
+            best = max(best, self._step())
+            if code == notice.PREEMPTED and new:
                 failures = 0
                 self._say("stopped early with its state saved; starting it again")
                 continue
-            # A failure after new steps is another one.
-            failures = 1 if self._step() > best else failures + 1
-            best = max(best, self._step())
+            failures = 1 if new else failures + 1
             if failures >= self._options.max_failures:
                 self._say(f"giving up after failure {failures} without a new step: {pod.cause}")
                 return code
-            self._back_off(failures, pod.cause)
+            self._back_off(failures, pod.cause or "it stopped early, with no new step")
+            if self._stopped:
+                return code
 
     def _back_off(self, failures: int, cause: str) -> None:
         seconds = min(2.0 ** (failures - 1), _MOST_BACKOFF_SECONDS)
@@ -115,7 +116,7 @@ class Supervisor:
     def _step(self) -> int:
         """The last step that the run is known to have made."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            return json.loads((self._job.workdir / "status.json").read_bytes())[0]["step"] or 0
+            return json.loads((self._job.workdir / status.FILE).read_bytes())[0]["step"] or 0
         return 0
 
     def _say(self, message: str) -> None:
@@ -162,7 +163,8 @@ class _Pod:
                 told, deadline = True, time.monotonic() + _SETTLE_SECONDS
             time.sleep(_STEP_SECONDS)
         for reader in self._readers:
-            reader.join()
+            # Not for ever: a child of a process that is gone may still have its output open.
+            reader.join(_SETTLE_SECONDS)
         # As a shell has it where a signal has ended a process.
         ends = [128 - code if code < 0 else code for code in codes if code is not None]
         if any(_failed(code) for code in ends):
@@ -183,8 +185,12 @@ class _Pod:
 
     def _send(self, number: int) -> None:
         for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                if number == signal.SIGKILL:
+                    # Its children, too.
+                    os.killpg(process.pid, number)
+                elif process.poll() is None:
+                    process.send_signal(number)
 
     def _copy(self, index: int, lines: IO[str]) -> None:
         prefix = f"[{index}] " if len(self._processes) > 1 else ""
@@ -197,17 +203,20 @@ class _Pod:
 
 
 def _start(command: Sequence[str]) -> "subprocess.Popen[str]":
+    if not shutil.which(command[0]):
+        raise engine.LaunchError(f"{command[0]} cannot be started: there is no such program.")
+    # Whatever ends this process, the pod does not train on unwatched. (By a program of util-linux: a function
+    # to be run after a fork is none for a process that has threads.)
+    guard = ["setpriv", "--pdeathsig=TERM", "--"] if shutil.which("setpriv") else []
     try:
         return subprocess.Popen(
-            command,
+            [*guard, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             # Ctrl-C comes to this process, which passes it on.
             start_new_session=True,
-            # Whatever ends this process, the pod does not train on unwatched.
-            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
     except OSError as e:
@@ -215,7 +224,7 @@ def _start(command: Sequence[str]) -> "subprocess.Popen[str]":
 
 
 def _failed(code: int | None) -> bool:
-    return code not in (None, DONE, PREEMPTED, INTERRUPTED)
+    return code not in (None, notice.DONE, notice.PREEMPTED, notice.INTERRUPTED)
 
 
 def run(job: engine.Job, options: Local) -> int:

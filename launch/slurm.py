@@ -50,11 +50,13 @@ class Slurm(engine.Engine):
 
     def kill(self, name: str) -> engine.Plan:
         """Asks the processes to save and leave, and keeps the job from being requeued."""
-        # The signal alone would have the job start again.
+        mine = [f"--name={name}", "--me"]
         return engine.Plan(
             [
-                ["scontrol", "update", f"JobName={name}", "Requeue=0"],
-                ["scancel", f"--name={name}", "--me", "--signal=TERM"],
+                # The signal alone would have the job start again, and one that waits would not hear it.
+                ["scontrol", "update", f"JobName={name}", f"UserID={os.getuid()}", "Requeue=0"],
+                ["scancel", *mine, "--state=PENDING"],
+                ["scancel", *mine, "--signal=TERM"],
             ]
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch import engine, local
-from xshard import metrics
+from xshard import metrics, notice
 
 Point = Mapping[str, Any]
 _POINTS_FILE = "sweep.json"
@@ -62,7 +62,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
 
     def one(job: engine.Job) -> int:
         if stopped:
-            return local.PREEMPTED
+            return notice.PREEMPTED
         job.workdir.mkdir(parents=True, exist_ok=True)
         with (job.workdir / "launch.log").open("a") as log:
             supervisor = local.Supervisor(job, options, log)

@@ -9,7 +9,15 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A file imports from layers below its own, or from its own package where that is one layer.
 LAYERS = [
-    ["optimizers/trees", "mesh", "metrics", "processes", "rendezvous", "checkpoint/store"],
+    [
+        "optimizers/trees",
+        "mesh",
+        "metrics",
+        "notice",
+        "processes",
+        "rendezvous",
+        "checkpoint/store",
+    ],
     [
         "optimizers/gradients",
         "hooks",

@@ -12,7 +12,7 @@ import pytest
 
 from tests import toy
 from tests.optimizers import harness
-from xshard import checkpoint, loop, metrics, watch, workdir
+from xshard import checkpoint, loop, metrics, notice, workdir
 
 
 def make_config(**changes):
@@ -340,9 +340,12 @@ class ScriptedWatch:
 
     def poll(self):
         self.polls += 1
-        return watch.Notice(self._kind, "scripted") if self.polls == self._at else None
+        return notice.Notice(self._kind, "scripted") if self.polls == self._at else None
 
     def doing(self, what, **more):
+        pass
+
+    def publish(self):
         pass
 
 
@@ -350,20 +353,20 @@ def disturbed(directory, config, at, kind):
     """Runs to the end, with a notice at one poll of the first start; the number of polls."""
     scripted = ScriptedWatch(at, kind)
     code = loop.run(config, str(directory), "", None, scripted)
-    assert code == (42 if at <= scripted.polls and kind == watch.STOP else 0)
+    assert code == (42 if at <= scripted.polls and kind == notice.STOP else 0)
     if code:
         assert loop.run(config, str(directory), "") == 0
     return scripted.polls
 
 
-@pytest.mark.parametrize("kind", [watch.STOP, watch.SAVE])
+@pytest.mark.parametrize("kind", [notice.STOP, notice.SAVE])
 def test_wherever_it_is_told_to_stop_or_save_it_ends_as_if_undisturbed(tmp_path, kind):
     # Evaluations of two batches: a stop may come in the middle of one.
     config = make_config(steps=4, eval_every_steps=2, log_every_steps=1)
     with_checkpoint(config, every_steps=3)
     polls = disturbed(tmp_path / "not", config, 1000, kind)
     assert polls == 4 + 2 + 2
-    for at in range(1, polls + 1) if kind == watch.STOP else (1, 3, 8):
+    for at in range(1, polls + 1) if kind == notice.STOP else (1, 3, 8):
         directory = tmp_path / str(at)
         disturbed(directory, config, at, kind)
         harness.assert_equal(final_state(directory, config), final_state(tmp_path / "not", config))

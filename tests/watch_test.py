@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.launch import harness
-from xshard import watch
+from xshard import notice, watch
 
 
 def poll(watching):
@@ -23,8 +23,8 @@ def test_a_signal_becomes_a_notice_and_only_one(tmp_path, capfd, number, code):
     with watch.Watch(tmp_path) as watching:
         assert watching.poll() is None
         os.kill(os.getpid(), number)
-        notice = poll(watching)
-        assert notice == (watch.STOP, signal.Signals(number).name, code)
+        heard = poll(watching)
+        assert heard == (notice.STOP, signal.Signals(number).name, code)
         if number == signal.SIGTERM:
             # As those come that stop a job on many hosts: several times over.
             os.kill(os.getpid(), number)
@@ -57,23 +57,23 @@ def test_a_stop_file(tmp_path):
     with watch.Watch(tmp_path) as watching:
         assert watching.poll() is None
         (tmp_path / "STOP").touch()
-        assert poll(watching) == (watch.STOP, f"there is a file {tmp_path / 'STOP'}", 42)
+        assert poll(watching) == (notice.STOP, f"there is a file {tmp_path / 'STOP'}", 42)
 
 
 def test_stop_after(tmp_path):
     with watch.Watch(tmp_path, stop_after_seconds=0.5) as watching:
         assert watching.poll() is None
-        assert poll(watching) == (watch.STOP, "the time of --stop_after has passed", 42)
+        assert poll(watching) == (notice.STOP, "the time of --stop_after has passed", 42)
 
 
 def test_a_save_that_is_asked_for_and_a_stop_that_outdoes_it(tmp_path):
     with watch.Watch(tmp_path) as watching:
         watching.poll()
-        watching.ask(watch.Notice(watch.SAVE, "it is time"))
-        assert poll(watching).kind == watch.SAVE
+        watching.ask(notice.Notice(notice.SAVE, "it is time"))
+        assert poll(watching).kind == notice.SAVE
         with watching._changed:
-            watching.ask(watch.Notice(watch.SAVE, "it is time"))
-            watching.ask(watch.Notice(watch.STOP, "enough"))
+            watching.ask(notice.Notice(notice.SAVE, "it is time"))
+            watching.ask(notice.Notice(notice.STOP, "enough"))
         assert poll(watching).why == "enough"
 
 
@@ -84,6 +84,10 @@ def test_the_status_is_there_while_it_runs(tmp_path):
 
     with watch.Watch(tmp_path) as watching:
         watching.doing("compiling", step=0, steps=100)
+        # Not before the directory is known to be this run's.
+        time.sleep(2 * watch._TICK_SECONDS)
+        assert not (tmp_path / "status.json").exists()
+        watching.publish()
         harness.wait_until((tmp_path / "status.json").exists)
         watching.doing("training", step=10)
         (row,) = harness.wait_until(read)
@@ -105,7 +109,8 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
     tried = []
     monkeypatch.setattr(watch.status.metrics, "write_atomically", write)
     with watch.Watch(tmp_path) as watching:
+        watching.publish()
         watching.poll()
         harness.wait_until(lambda: len(tried) > 1)
-        watching.ask(watch.Notice(watch.STOP, "enough"))
+        watching.ask(notice.Notice(notice.STOP, "enough"))
         assert poll(watching).why == "enough"

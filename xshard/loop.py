@@ -17,9 +17,9 @@ from xshard import checkpoint, data, hooks, metrics, saving, step, workdir
 from xshard import experiment as experiment_lib
 from xshard import log as log_lib
 from xshard import mesh as mesh_lib
+from xshard import notice as notice_lib
 from xshard import watch as watch_lib
 
-DONE = 0
 _COUNTS = (
     "steps",
     "batch_size",
@@ -79,7 +79,7 @@ class Run:
         self._first = jax.process_index() == 0
         self.changes = self.workdir.check(config) if self._first else []
         self._watch = watch
-        self._stop: watch_lib.Notice | None = None
+        self._stop: notice_lib.Notice | None = None
         self._save_now = False
         self._init_args = (self.experiment, self.mesh, config.seed, train_data)
         self._target = step.abstract_state(*self._init_args)
@@ -97,7 +97,7 @@ class Run:
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
         self._check_best_metric()
 
-    def train(self) -> tuple[step.TrainState, watch_lib.Notice | None]:
+    def train(self) -> tuple[step.TrainState, notice_lib.Notice | None]:
         """Trains from where the run stands to its last step, or until it is told to stop.
 
         Returns:
@@ -169,7 +169,7 @@ class Run:
         notice = None if self._watch is None else self._watch.poll()
         if notice is None:
             return
-        if notice.kind == watch_lib.STOP:
+        if notice.kind == notice_lib.STOP:
             self._stop = notice
         else:
             self._save_now = True
@@ -184,9 +184,11 @@ class Run:
         """Makes the directories this run's meanwhile, and waits for the last save at the end."""
         mine = self.workdir.opened(self.config) if self._first else contextlib.nullcontext()
         with mine, self.checkpoints.opened():
+            if self._watch is not None:
+                self._watch.publish()
             yield
 
-    def finish(self, state: step.TrainState) -> tuple[dict[str, Any], watch_lib.Notice | None]:
+    def finish(self, state: step.TrainState) -> tuple[dict[str, Any], notice_lib.Notice | None]:
         """Evaluates the last state and writes the results; or what has stopped the run before that."""
         values = self.evaluate(state)
         applied = metrics.to_number(mesh_lib.replicate(self.mesh, state.global_step))
@@ -231,7 +233,7 @@ class Run:
         del made, state
         if self._watch is not None:
             self._watch.ask(
-                watch_lib.Notice(watch_lib.SAVE, "checkpoint.every_minutes have passed")
+                notice_lib.Notice(notice_lib.SAVE, "checkpoint.every_minutes have passed")
             )
 
     def _save(self, made: int, state: step.TrainState) -> None:
@@ -304,10 +306,11 @@ def run(
             # While the last checkpoint is written.
             results, stop = current.finish(state)
         current.doing("saving")
-    saved = current.checkpoints.manager.store
+    saved, count = current.checkpoints.manager.store, jax.process_count()
+    each = f", by each of {count} processes" if count > 1 else ""
     if stop is not None:
         print(f"{stop.why}: stopped at step {int(state.step)}, state saved in {saved}")
-        print(f"to go on: {command}")
+        print(f"to go on{each}: {command}")
         return stop.code
     where = current.workdir
     print("\nresults:")
@@ -315,8 +318,8 @@ def run(
         print(f"  {name:<20} {metrics.show(value)}")
     print(f"  in {where.results}; metrics of the run in {where.metrics}")
     print(f"checkpoints: {saved}")
-    print(f"to train on: {command} --config.steps={2 * max(config.steps, results['step'])}")
-    return DONE
+    print(f"to train on{each}: {command} --config.steps={2 * max(config.steps, results['step'])}")
+    return notice_lib.DONE
 
 
 def _check_config(config: ml_collections.ConfigDict) -> None:

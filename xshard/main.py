@@ -7,12 +7,14 @@ Exit codes: 0 done; 42 stopped with the state saved (SIGTERM, --stop_after, a fi
 directory), run the same command again to go on; 130 the same by Ctrl-C; 1 failed.
 """
 
+import contextlib
 import difflib
 import itertools
 import os
 import re
 import runpy
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from xshard import checkpoint, fingerprint, loop, rendezvous, watch, workdir
+from xshard import checkpoint, fingerprint, loop, notice, rendezvous, watch, workdir
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; --config.key=value changes a value.", lock_config=True
@@ -89,11 +91,11 @@ def main(argv: Sequence[str], config: Any) -> int:
     ) as watching:
         try:
             code = loop.run(config, _WORKDIR.value, _command(), init, watching)
-            watching.end("done" if code == loop.DONE else "stopped")
+            watching.end("done" if code == notice.DONE else "stopped")
         except Exception as e:
             if hosts:
                 _fail_together(watching, e)
-            watching.end(f"failed: {_message(str(e)).splitlines()[0]}")
+            watching.end(f"failed: {_message(e).splitlines()[0]}")
             raise
     jax.distributed.shutdown()
     return code
@@ -107,14 +109,17 @@ def _join(
     Returns:
       Their hosts; and the terminal, if stdout and stderr are now this process's log.
     """
-    place = rendezvous.place(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    place = rendezvous.place(
+        _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeouts.start
+    )
     if place is None:
         return [], None
+    # Before the others count on this process.
+    log = workdir.Workdir(directory).open_log(place.index) if place.index else None
     hosts = rendezvous.join(place, timeouts, fingerprint.of(config, _CPU_DEVICES.value))
-    if place.index == 0:
+    if log is None:
         return hosts, None
     console = os.fdopen(os.dup(2), "w")
-    log = workdir.Workdir(directory).open_log(place.index)
     for stream in (1, 2):
         os.dup2(log, stream)
     return hosts, console
@@ -123,13 +128,33 @@ def _join(
 def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
     """Says why this process has failed, and ends the others, which would wait for it."""
     known = isinstance(e, ValueError | OSError)
-    message = _message(str(e)) if known else f"{type(e).__name__}: {_message(str(e))}"
-    if isinstance(e, jax.errors.JaxRuntimeError):
-        # What breaks in the middle of a computation may be the end of a peer.
+    message = _message(e) if known else f"{type(e).__name__}: {_message(e)}"
+    # What breaks in the middle of a computation may be the end of a peer; but not this.
+    own = str(e).startswith(("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED"))
+    if isinstance(e, jax.errors.JaxRuntimeError) and not own:
         print(f"{message}\nwaiting to hear of the cause", file=sys.stderr, flush=True)
         watching.await_cause()
     _print_error(message, show_traceback=not known)
     watching.fail(message)
+
+
+class _Lasting:
+    """A terminal that may go away, which is no reason for a run to end before it has saved."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def run() -> int:
@@ -139,7 +164,7 @@ def run() -> int:
     sys.path.insert(0, os.getcwd())
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")
-        return loop.DONE
+        return notice.DONE
     try:
         argv = flags.FLAGS(sys.argv)
         config = _CONFIG.value
@@ -150,16 +175,16 @@ def run() -> int:
     try:
         return main(argv, config)
     except (ValueError, OSError) as e:
-        return _fail(str(e))
+        return _fail(_message(e))
     except KeyboardInterrupt:
         # Before there was anything to save.
         print("interrupted", file=sys.stderr)
-        return watch.INTERRUPTED
+        return notice.INTERRUPTED
 
 
 def _fail(message: str) -> int:
-    _print_error(_message(message))
-    return watch.FAILED
+    _print_error(message)
+    return notice.FAILED
 
 
 def _print_error(message: str, *, show_traceback: bool = False) -> None:
@@ -171,9 +196,9 @@ def _print_error(message: str, *, show_traceback: bool = False) -> None:
     print(f"error: {message}{hint}", file=sys.stderr, flush=True)
 
 
-def _message(text: str) -> str:
+def _message(e: Exception) -> str:
     # JAX adds a line about its own tracebacks.
-    return text.split("\n-----")[0]
+    return str(e).split("\n-----")[0] or type(e).__name__
 
 
 def _flag_error(e: Exception) -> str:
@@ -220,10 +245,23 @@ def _command() -> str:
     python = sys.executable
     if python.startswith(f"{os.getcwd()}/"):
         python = os.path.relpath(python)
-    # A process's place is for whoever starts the pod to give.
-    own = [a for a in sys.argv[1:] if not re.match("--(coordinator_address|process_id)=", a)]
-    return shlex.join([python, "-m", "xshard.main", *own])
+    return shlex.join([python, "-m", "xshard.main", *_without_place(sys.argv[1:])])
+
+
+def _without_place(arguments: Sequence[str]) -> list[str]:
+    """The arguments without a process's place, which is for whoever starts the pod to give."""
+    left: list[str] = []
+    following = False
+    for argument in arguments:
+        place = re.fullmatch("--?(coordinator_address|num_processes|process_id)(=.*)?", argument)
+        if not place and not following:
+            left.append(argument)
+        following = bool(place and place[2] is None)
+    return left
 
 
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
+    # Before the watch begins there is nothing to save; it takes the signal over.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(notice.PREEMPTED))
     sys.exit(run())

@@ -63,30 +63,29 @@ class Timeouts:
     shutdown: int = 60
 
 
-def place(address: str | None, count: int | None, index: int | None) -> Place | None:
+def place(
+    address: str | None, count: int | None, index: int | None, seconds: int = 300
+) -> Place | None:
     """Where this process stands: as said, else as JAX detects it (Slurm, Open MPI, GKE, GCE).
 
     Args:
       address: host:port of process 0; all three are given, or none. A count of 1 may stand alone.
       count: the number of processes.
       index: this process's number.
+      seconds: how long what JAX asks of a cloud may take.
 
     Returns:
       The place, or None for a run of one process.
 
     Raises:
-      StartError: if what is said does not make sense.
+      StartError: if what is said does not make sense, or JAX cannot find out.
     """
     if address is None and count == 1 and index in (None, 0):
         return None
     said = {"coordinator_address": address, "num_processes": count, "process_id": index}
     missing = [f"--{name}" for name, value in said.items() if value is None]
     if len(missing) == len(said):
-        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(*(None,) * 6)
-        address, count, index, devices = found
-        if not count or count == 1 or address is None or index is None:
-            return None
-        return Place(address, count, index, devices)
+        return _detect(seconds)
     if missing or address is None or count is None or index is None:
         raise StartError(
             f"{' and '.join(missing)} must be given too: --coordinator_address, --num_processes and "
@@ -100,6 +99,20 @@ def place(address: str | None, count: int | None, index: int | None) -> Place | 
             f"--process_id={index} must be from 0 to {count - 1}, one less than --num_processes={count}."
         )
     return None if count == 1 else Place(address, count, index)
+
+
+def _detect(seconds: int) -> Place | None:
+    try:
+        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(*(None,) * 5, seconds)
+    except (RuntimeError, OSError) as e:
+        raise StartError(
+            f"JAX finds a cluster around this process, but not its place in it ({e}): give "
+            "--coordinator_address, --num_processes and --process_id; --num_processes=1 for a run alone."
+        ) from e
+    address, count, index, devices = found
+    if address is None or not count or count == 1 or index is None:
+        return None
+    return Place(address, count, index, devices)
 
 
 def join(at: Place, timeouts: Timeouts, facts: Mapping[str, str]) -> list[str]:
@@ -144,11 +157,12 @@ def meet(at: Place, seconds: float, facts: Mapping[str, str]) -> list[str]:
         "facts": dict(facts),
     }
     attend = _gather if at.index == 0 else _visit
-    return attend(at, hello, time.monotonic() + seconds)
+    return attend(at, hello, seconds)
 
 
-def _gather(at: Place, hello: dict[str, Any], deadline: float) -> list[str]:
+def _gather(at: Place, hello: dict[str, Any], seconds: float) -> list[str]:
     """What process 0 does: it hears all, and answers all alike."""
+    deadline = time.monotonic() + seconds
     came = {0: hello}
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listen(at))
@@ -230,12 +244,11 @@ def _mismatch(own: dict[str, Any], other: dict[str, Any], came: Mapping[int, Any
     return f"{who} has other code or another config ({'; '.join(shown[:_SHOWN])}{more}): give all hosts the same."
 
 
-def _visit(at: Place, hello: dict[str, Any], deadline: float) -> list[str]:
+def _visit(at: Place, hello: dict[str, Any], seconds: float) -> list[str]:
     """What the others do."""
-    with _connect(at, deadline) as connection:
-        # Process 0 ends the meeting at its own deadline, which is not this one's.
-        seconds = deadline - time.monotonic() + _ANSWER_SECONDS
-        answer = _read(connection, seconds, _line(hello))
+    with _connect(at, time.monotonic() + seconds) as connection:
+        # Process 0 ends the meeting at its own deadline, which may have begun just now.
+        answer = _read(connection, seconds + _ANSWER_SECONDS, _line(hello))
     if answer is None or not {"error", "hosts"} <= answer.keys():
         raise StartError(
             f"{at.address} took the connection of process {at.index}, but did not answer as process 0 of this "

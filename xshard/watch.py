@@ -4,6 +4,7 @@ A thread beside the training does the talking, on the host, so that it goes on w
 compiled, and while a peer that is gone keeps a step from ever ending.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -13,34 +14,19 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import jax
 
+from xshard import notice as notice_lib
 from xshard import processes, rendezvous, status
 
-STOP_FILE = "STOP"
-FAILED, PREEMPTED, INTERRUPTED = 1, 42, 130
-SAVE, STOP = "save", "stop"
 _TICK_SECONDS = 0.5
 # How long a process that leaves waits to see that the others have heard why.
 _LEAVE_SECONDS = 5.0
 _TIMEOUTS = rendezvous.Timeouts()
-
-
-class Notice(NamedTuple):
-    """What all processes do at the same point.
-
-    Attributes:
-      kind: 'save' or 'stop', which saves too.
-      why: for people.
-      code: the exit code of a stop.
-    """
-
-    kind: str
-    why: str
-    code: int = PREEMPTED
 
 
 class _EndedError(Exception):
@@ -78,16 +64,18 @@ class Watch:
         self._board = processes.Board(self._index, len(self._hosts))
         self._end = processes.Exchange("the end of the run", timeouts.shutdown)
         self._ended = threading.Event()
+        self._published = False
         # Between the training and the thread that talks.
         self._nudge = threading.Event()
         self._changed = threading.Condition()
         self._polls = 0
         self._posted: int | None = None
-        self._decided: dict[int, Notice] = {}
-        self._asked: Notice | None = None
+        self._decided: dict[int, notice_lib.Notice] = {}
+        self._asked: notice_lib.Notice | None = None
         self._status = status.Status(self._hosts[self._index])
         # The threads' own.
         self._round = 0
+        self._said = ""
         self._silent_ticks = 0
         self._due = 0.0
         self._stopping = False
@@ -123,7 +111,7 @@ class Watch:
         self._wake.close()
         self._woken.close()
 
-    def poll(self) -> Notice | None:
+    def poll(self) -> notice_lib.Notice | None:
         """What is to be done now, if anything: the same on all processes, which poll at the same points."""
         with self._changed:
             self._polls += 1
@@ -131,16 +119,20 @@ class Watch:
                 self._changed.wait()
             return self._decided.pop(self._polls, None)
 
-    def ask(self, notice: Notice) -> None:
+    def ask(self, notice: notice_lib.Notice) -> None:
         """Asks all processes for something, at the next point that all can still reach."""
         with self._changed:
-            if self._asked is None or notice.kind == STOP:
+            if self._asked is None or notice.kind == notice_lib.STOP:
                 self._asked = notice
         self._nudge.set()
 
     def doing(self, what: str, **more: Any) -> None:
         """Says what this process is doing, and where it is: `step`, `steps`."""
         self._status.doing(what, **more)
+
+    def publish(self) -> None:
+        """Writes from here on what the processes are doing into the directory, which is this run's now."""
+        self._published = True
 
     def end(self, what: str) -> None:
         """Meets all processes for the last time; ValueError if one of them does not come."""
@@ -158,13 +150,16 @@ class Watch:
 
     def fail(self, message: str) -> NoReturn:
         """Ends all processes because this one has failed."""
-        self.doing(f"failed: {message.splitlines()[0]}")
+        self.doing(f"failed: {message.partition(chr(10))[0]}")
         own = f"{self._name(self._index)}: {message}"
         with self._leaving:
             self._fail_all(own)
             first: list[str] = []
             processes.bounded(lambda: first.append(self._first_failure()), _LEAVE_SECONDS)
-            self._leave(FAILED, f"the first error: {first[0]}" if first and first[0] != own else "")
+            self._leave(
+                notice_lib.FAILED,
+                f"the first error: {first[0]}" if first and first[0] != own else "",
+            )
 
     # The thread that hears signals, and that no network can hold up.
 
@@ -181,12 +176,12 @@ class Watch:
             self._interrupts += 1
             if self._interrupts > 1:
                 self._say("interrupted; what was saved before is in the work directory")
-                _exit(INTERRUPTED)
+                _exit(notice_lib.INTERRUPTED)
+            self.ask(notice_lib.Notice(notice_lib.STOP, f"SIGINT{where}", notice_lib.INTERRUPTED))
             self._say("SIGINT: saving after this step; once more leaves at once.")
-            self.ask(Notice(STOP, f"SIGINT{where}", INTERRUPTED))
         elif number == signal.SIGTERM and not self._stopping:
+            self.ask(notice_lib.Notice(notice_lib.STOP, f"SIGTERM{where}"))
             self._say("SIGTERM: saving after this step.")
-            self.ask(Notice(STOP, f"SIGTERM{where}"))
 
     def _check_coordinator(self) -> None:
         # In ticks, which do not pass while something keeps Python from running.
@@ -197,7 +192,7 @@ class Watch:
                 f"error: {self._name(0)}, which coordinates, has not answered for {silent:.0f} s: it, its "
                 "host or the network is gone. The last checkpoint counts; the same command goes on."
             )
-            _exit(FAILED)
+            _exit(notice_lib.FAILED)
 
     # The thread that talks.
 
@@ -208,41 +203,48 @@ class Watch:
             try:
                 self._look_around()
                 self._hear()
-                if self._asked is not None or self._board.read(f"round {self._round}"):
+                begun = self._asked is not None or self._posted is not None
+                if begun or self._board.read(f"round {self._round}"):
                     self._agree()
             except _EndedError:
                 return
             except jax.errors.JaxRuntimeError:
                 # Out of reach for now; for how long, the other thread watches.
                 continue
+            except Exception as e:
+                # Without this thread the run could neither be stopped nor hear of a failure.
+                traceback.print_exc()
+                self.fail(f"the watch over the run has failed: {type(e).__name__}: {e}")
 
     def _look_around(self) -> None:
         if self._stopping:
             return
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
-            self.ask(Notice(STOP, "the time of --stop_after has passed"))
-        elif (self._directory / STOP_FILE).exists():
-            self.ask(Notice(STOP, f"there is a file {self._directory / STOP_FILE}"))
+            self.ask(notice_lib.Notice(notice_lib.STOP, "the time of --stop_after has passed"))
+        # Where a shared disk does not answer for a moment, the next look counts.
+        elif os.path.exists(self._directory / notice_lib.STOP_FILE):
+            self.ask(
+                notice_lib.Notice(
+                    notice_lib.STOP, f"there is a file {self._directory / notice_lib.STOP_FILE}"
+                )
+            )
 
     def _hear(self) -> None:
         """Speaks, and hears; not more often than it is due."""
+        if self._ended.is_set():
+            # Whoever asks for something after the last point has nobody left to agree with.
+            raise _EndedError
         if time.monotonic() < self._due:
             return
-        self._due = time.monotonic() + _TICK_SECONDS / 2
+        self._due = time.monotonic() + 0.9 * _TICK_SECONDS
         self._tell()
         failure = self._first_failure()
         if failure:
             with self._leaving:
-                self._leave(FAILED, f"error: {failure}")
+                self._leave(notice_lib.FAILED, f"error: {failure}")
         if self._index == 0:
             self._count_heads()
         self._silent_ticks = 0
-
-    def _hear_unless_ended(self) -> None:
-        # Whoever asks for something after the last point has nobody to agree with.
-        if self._ended.is_set():
-            raise _EndedError
-        self._hear()
 
     def _first_failure(self) -> str:
         failures = self._board.read("failed")
@@ -270,28 +272,31 @@ class Watch:
             )
             with self._leaving:
                 self._fail_all(message)
-                self._leave(FAILED, f"error: {message}")
+                self._leave(notice_lib.FAILED, f"error: {message}")
 
     def _agree(self) -> None:
         """All say the next point at which they can still act, and take the last of these."""
         with self._changed:
-            own, self._asked = self._asked, None
-            self._posted = self._polls + 1
-        text = json.dumps([self._posted, own])
-        texts = self._board.gather(f"round {self._round}", text, self._hear_unless_ended)
-        said = [json.loads(text) for text in texts]
+            # Once said it stands: this may be the second try, after an outage, and the others know of the first.
+            if self._posted is None:
+                self._posted = self._polls + 1
+                self._said, self._asked = json.dumps([self._posted, self._asked]), None
+        topic = f"round {self._round}"
+        said = [json.loads(text) for text in self._board.gather(topic, self._said, self._hear)]
         self._round += 1
-        notices = [Notice(*notice) for _, notice in said if notice]
-        notice = next((n for n in notices if n.kind == STOP), notices[0])
+        notices = [notice_lib.Notice(*notice) for _, notice in said if notice]
+        notice = next((n for n in notices if n.kind == notice_lib.STOP), notices[0])
         at = max(point for point, _ in said)
-        if notice.kind == STOP:
+        if notice.kind == notice_lib.STOP:
             self._stopping = True
             if at == 1:
                 self.doing("stopped")
                 with self._leaving:
                     self._leave(notice.code, f"{notice.why}: stopped before the first step.")
         with self._changed:
-            self._decided[at] = notice
+            # A save that was decided after a stop, for the same point, does not undo it.
+            if notice.kind == notice_lib.STOP or at not in self._decided:
+                self._decided[at] = notice
             self._posted = None
             self._changed.notify_all()
 
@@ -318,7 +323,7 @@ class Watch:
             time.sleep(_LEAVE_SECONDS / 100)
 
     def _write_status(self) -> None:
-        if self._index == 0:
+        if self._index == 0 and self._published:
             said = self._board.read("alive")
             rows = [json.loads(said[i]) for i in sorted(said)]
             status.write(self._directory, rows or [self._status.row()])
@@ -328,11 +333,14 @@ class Watch:
 
     def _say(self, message: str) -> None:
         for stream in (sys.stderr, self._console):
-            if stream is not None:
-                print(message, file=stream, flush=True)
+            # The terminal may be gone, which must not keep a run from saving.
+            with contextlib.suppress(OSError, ValueError):
+                if stream is not None:
+                    print(message, file=stream, flush=True)
 
 
 def _exit(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)

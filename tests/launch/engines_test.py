@@ -21,7 +21,7 @@ from launch import engine, gke, mpi, slurm, tpu_vm, xmanager
 from tests.launch import harness
 
 # What would be a command, were it not quoted.
-EVIL = "$(touch evil);`touch evil` 'a\" \\ %j {x} $(HOME)\ttab"
+EVIL = "$$(A)$$$(B) $(touch evil);`touch evil` 'a\" \\ %j {x} $(HOME)\ttab"
 DUMP = "import json, sys; json.dump(sys.argv[1:], open('arguments.json', 'w'))"
 
 
@@ -298,9 +298,9 @@ def test_gke_arguments_mean_themselves(tmp_path):
     (container,) = job_set(tmp_path)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
         "spec"
     ]["containers"]
-    # As the kubelet reads them: $$( is $(.
-    assert [a.replace("$$(", "$(") for a in container["command"]] == list(job(tmp_path).command)
-    assert "$(" not in "".join(container["command"]).replace("$$(", "")
+    # As the kubelet reads them: $$ is $, and nothing else is left to be replaced.
+    assert [a.replace("$$", "$") for a in container["command"]] == list(job(tmp_path).command)
+    assert "$" not in "".join(container["command"]).replace("$$", "")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def supervise(tmp_path, monkeypatch):
     return make
 
 
-def test_it_is_started_again_until_it_is_done(supervise):
+def test_it_is_started_again_until_it_is_done(supervise, monkeypatch):
+    monkeypatch.setenv("STEP", "1")
     supervisor = supervise("42", "42", "1", "0", processes=2)
     assert supervisor.run() == 0
     assert supervisor.out.getvalue().count("starting it again") == 2
@@ -69,8 +70,13 @@ def test_it_is_started_again_until_it_is_done(supervise):
     assert "[1] start 4 0" in supervisor.out.getvalue()
 
 
+def test_to_stop_early_without_a_new_step_is_a_failure(supervise):
+    supervisor = supervise("42", max_failures=4)
+    assert supervisor.run() == 42 and supervisor.back_offs == [1, 2, 3]
+
+
 def test_failures_without_progress_are_bounded_and_the_cause_comes_last(supervise):
-    supervisor = supervise("42", "1")
+    supervisor = supervise("1")
     assert supervisor.run() == 1
     last = supervisor.out.getvalue().strip().splitlines()[-1]
     assert last == (
@@ -144,4 +150,6 @@ def test_the_pod_does_not_outlive_its_launcher(tmp_path):
 def test_a_program_that_is_not_there(tmp_path):
     process = harness.launch(command=["no-such-program", f"--workdir={tmp_path}"])
     code, output = harness.finish(process)
-    assert code == 1 and "error: no-such-program cannot be started: No such file" in output
+    assert (
+        code == 1 and "error: no-such-program cannot be started: there is no such program" in output
+    )

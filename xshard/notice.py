@@ -1,0 +1,23 @@
+"""What a run can be told while it trains, and the exit codes that say how it has ended."""
+
+from typing import NamedTuple
+
+# 42 and 130 have saved; 42 asks to be started again, 130 comes of a person's Ctrl-C.
+DONE, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 42, 130
+SAVE, STOP = "save", "stop"
+# In the work directory, made by a person: the run saves and rests until it is removed.
+STOP_FILE = "STOP"
+
+
+class Notice(NamedTuple):
+    """What all processes do at the same point.
+
+    Attributes:
+      kind: 'save' or 'stop', which saves too.
+      why: for people.
+      code: the exit code of a stop.
+    """
+
+    kind: str
+    why: str
+    code: int = PREEMPTED
