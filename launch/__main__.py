@@ -10,6 +10,7 @@
 --dry_run prints what would be done, and does nothing.
 """
 
+import dataclasses
 import pathlib
 import re
 import sys
@@ -106,12 +107,15 @@ def main(argv: Sequence[str]) -> int:
     chosen = make_engine(_ENGINE.value)
     if words:
         return _do(_look_after(chosen, words))
-    jobs = _jobs(tuple(command))
-    if isinstance(chosen, local.Local) and not _DRY_RUN.value:
-        if _SWEEP.value:
-            return sweep.run(jobs, chosen, _PARALLEL.value)
-        return local.run(jobs[0], chosen)
-    return _do(chosen.launch(jobs))
+    job = _job(tuple(command))
+    points = sweep.read(pathlib.Path(_SWEEP.value)) if _SWEEP.value else []
+    jobs = sweep.jobs(job, points) or [job]
+    plan = chosen.launch(jobs)
+    if points and not _DRY_RUN.value:
+        sweep.claim(job.workdir, points)
+    if not isinstance(chosen, local.Local) or _DRY_RUN.value:
+        return _do(plan)
+    return sweep.run(jobs, chosen, _PARALLEL.value) if points else local.run(job, chosen)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -133,7 +137,7 @@ def _look_after(chosen: engine.Engine, words: list[str]) -> engine.Plan:
     )
 
 
-def _jobs(command: tuple[str, ...]) -> list[engine.Job]:
+def _job(command: tuple[str, ...]) -> engine.Job:
     if not command:
         raise engine.LaunchError(
             "nothing to start: give the command after ' -- ', as in python -m launch --num_processes=2 -- "
@@ -141,8 +145,7 @@ def _jobs(command: tuple[str, ...]) -> list[engine.Job]:
         )
     job = engine.Job("run", command, _PROCESSES.value, _CPU_DEVICES.value)
     name = _NAME.value or re.sub("[^a-z0-9]+", "-", job.workdir.name.lower()).strip("-")[:40]
-    job = engine.Job(engine.check_name(name), command, job.processes, job.cpu_devices)
-    return sweep.jobs(job, pathlib.Path(_SWEEP.value)) if _SWEEP.value else [job]
+    return dataclasses.replace(job, name=engine.check_name(name))
 
 
 def _do(plan: engine.Plan) -> int:

@@ -6,7 +6,6 @@ import difflib
 import json
 import pathlib
 import runpy
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,18 +16,32 @@ Point = Mapping[str, Any]
 _POINTS_FILE = "sweep.json"
 
 
-def jobs(job: engine.Job, path: pathlib.Path) -> list[engine.Job]:
-    """A job for each point, in a work directory of its own below the job's.
+def read(path: pathlib.Path) -> list[Point]:
+    """The points of a sweep.
 
     Args:
-      job: what is swept over.
       path: a file whose `get_sweep()` returns a list of points: {'optimizer.learning_rate': 0.1}.
 
     Raises:
-      LaunchError: if the file is none, or the directory is another sweep's.
+      LaunchError: if the file is none.
     """
-    points = _points(path)
-    _check_directory(job.workdir, points)
+    if not path.is_file():
+        raise engine.LaunchError(f"--sweep={path}: there is no such file.")
+    try:
+        points = runpy.run_path(str(path))["get_sweep"]()
+    except Exception as e:
+        raise engine.LaunchError(f"--sweep={path} raised {type(e).__name__}: {e}.") from e
+    good = isinstance(points, list) and points and all(isinstance(p, dict) and p for p in points)
+    if not good or any(not isinstance(key, str) for p in points for key in p):
+        raise engine.LaunchError(
+            f"--sweep={path}: get_sweep() must return a list of overrides, as [{{'seed': 0}}, {{'seed': 1}}]; "
+            f"received {points!r}."
+        )
+    return points
+
+
+def jobs(job: engine.Job, points: Sequence[Point]) -> list[engine.Job]:
+    """A job for each point, in a work directory of its own below the job's."""
     return [
         dataclasses.replace(
             job.with_flags(
@@ -39,6 +52,25 @@ def jobs(job: engine.Job, path: pathlib.Path) -> list[engine.Job]:
         )
         for index, point in enumerate(points)
     ]
+
+
+def claim(directory: pathlib.Path, points: Sequence[Point]) -> None:
+    """Makes a directory this sweep's; LaunchError if it is another's, whose results it would mix with."""
+    path = directory / _POINTS_FILE
+    content = json.dumps(points, indent=1, default=str)
+    try:
+        old = path.read_text() if path.exists() else None
+        if old is None:
+            directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+    except OSError as e:
+        raise engine.LaunchError(f"{path} cannot be written: {e.strerror}.") from e
+    if old is not None and json.loads(old) != json.loads(content):
+        changed = difflib.unified_diff(old.splitlines(), content.splitlines(), lineterm="", n=0)
+        raise engine.LaunchError(
+            f"{directory} holds another sweep, which differs in {' '.join(list(changed)[3:7])}: give --workdir "
+            "another directory."
+        )
 
 
 def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> int:
@@ -90,44 +122,6 @@ def rows(all_jobs: Sequence[engine.Job], codes: Mapping[str, int]) -> list[dict[
             {"job": job.name, **point, "state": state, "step": results.get("step", ""), **values}
         )
     return table_rows
-
-
-def _points(path: pathlib.Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise engine.LaunchError(f"--sweep={path}: there is no such file.")
-    sys.path.insert(0, "")
-    try:
-        points = runpy.run_path(str(path))["get_sweep"]()
-    except Exception as e:
-        raise engine.LaunchError(f"--sweep={path} raised {type(e).__name__}: {e}.") from e
-    good = isinstance(points, list) and points and all(isinstance(p, dict) and p for p in points)
-    if not good or any(not isinstance(key, str) for p in points for key in p):
-        raise engine.LaunchError(
-            f"--sweep={path}: get_sweep() must return a list of overrides, as [{{'seed': 0}}, {{'seed': 1}}]; "
-            f"received {points!r}."
-        )
-    return [dict(point) for point in points]
-
-
-def _check_directory(directory: pathlib.Path, points: Sequence[Point]) -> None:
-    """Makes the directory this sweep's; refuses to put one sweep's results under another's points."""
-    path = directory / _POINTS_FILE
-    content = json.dumps(points, indent=1, default=str)
-    try:
-        old = path.read_text() if path.exists() else None
-        if old is None:
-            directory.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
-    except OSError as e:
-        raise engine.LaunchError(f"{path} cannot be written: {e.strerror}.") from e
-    if old is not None and json.loads(old) != json.loads(content):
-        changed = list(
-            difflib.unified_diff(old.splitlines(), content.splitlines(), lineterm="", n=0)
-        )
-        raise engine.LaunchError(
-            f"{directory} holds another sweep, which differs in {' '.join(changed[3:7])}: give --workdir "
-            "another directory."
-        )
 
 
 def _results(job: engine.Job) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """What a run hears of: in one process here; between processes, in tests/launch/pod_test.py."""
 
+import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
+import random
 import signal
 import threading
 import time
 
+import jax
 import pytest
 
 from tests.launch import harness
@@ -114,3 +118,66 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
         harness.wait_until(lambda: len(tried) > 1)
         watching.ask(notice.Notice(notice.STOP, "enough"))
         assert poll(watching).why == "enough"
+
+
+class LossyBoard:
+    """Stands in for the board of several processes: a call may be lost, or only its reply."""
+
+    def __init__(self, index, shared, choose):
+        self._index, self._shared, self._choose = index, shared, choose
+
+    def _call(self, action):
+        fate = self._choose.random()
+        if fate < 0.1:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: lost")
+        result = action()
+        if fate < 0.2:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: its reply was lost")
+        return result
+
+    def write(self, topic, text):
+        self._call(lambda: self._shared.setdefault(topic, {}).__setitem__(self._index, text))
+
+    def read(self, topic):
+        return self._call(lambda: dict(self._shared.get(topic, {})))
+
+    def gather(self, topic, text, meanwhile):
+        self.write(topic, text)
+        while len(said := self.read(topic)) < 2:
+            meanwhile()
+            time.sleep(0.005)
+        return [said[i] for i in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_agree_over_a_network_that_loses_calls(tmp_path, monkeypatch, seed):
+    def train(watching, asks):
+        """Steps at a pace of its own; the polls at which there was something to be done."""
+        choose = random.Random(seed * 2 + asks)
+        found = []
+        for step in range(1, 2000):
+            time.sleep(choose.random() * 0.002)
+            if asks and step in (20, 60, 110):
+                watching.ask(notice.Notice(notice.SAVE, f"at {step}"))
+            heard = watching.poll()
+            if heard is not None:
+                found.append((step, heard.kind))
+            if heard is not None and heard.kind == notice.STOP:
+                return found
+            if asks and len(found) >= 2 and step > 150:
+                watching.ask(notice.Notice(notice.STOP, "enough"))
+        return found
+
+    monkeypatch.setattr(watch, "_TICK_SECONDS", 0.01)
+    shared, both = {}, []
+    with contextlib.ExitStack() as stack:
+        for index in range(2):
+            watching = watch.Watch(tmp_path, ["h0", "h0"])
+            watching._index = index
+            watching._board = LossyBoard(index, shared, random.Random(100 * seed + index))
+            both.append(watching)
+        for watching in both:
+            stack.enter_context(watching)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            left, right = pool.map(train, both, (True, False))
+    assert left == right and left[-1][1] == notice.STOP and len(left) >= 3

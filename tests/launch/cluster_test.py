@@ -18,6 +18,7 @@ OPTIONS = ["--config.steps=400", "--config.log_every_steps=10", "--config.eval_e
            "--config.checkpoint.every_steps=100", "--config.overflow_above=2.0"]  # fmt: skip
 MPIRUN = ("--allow-run-as-root --oversubscribe --mca btl self,tcp --mca oob_tcp_if_include lo "
           "--mca btl_tcp_if_include lo")  # fmt: skip
+IDLE = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
 CONF = """\
 ClusterName=xshard
 SlurmctldHost={host}(127.0.0.1)
@@ -92,8 +93,7 @@ def slurm(tmp_path_factory):
             stack.enter_context(harness.running(process))
             if command[0] == "munged":
                 harness.wait_until((state / "munge" / "socket").exists)
-        idle = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
-        harness.wait_until(lambda: ask(variables, *idle) == "1")
+        harness.wait_until(lambda: ask(variables, *IDLE) == "1")
         yield variables
         # What a test has left would outlive the cluster, on ports that the next one wants.
         ask(variables, "scancel", "--me", "--full", "--signal=KILL")
@@ -177,8 +177,9 @@ def test_slurm_requeues_a_job_that_is_told_to_stop_and_it_ends_in_the_same_bits(
     ask(slurm, "scancel", "--signal=TERM", job)
     harness.wait_until(lambda: "Restarts=1" in ask(slurm, "scontrol", "show", "job", job))
     harness.wait_until(lambda: "JobState=PENDING" in ask(slurm, "scontrol", "show", "job", job))
-    # Slurm itself would wait two minutes.
-    ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")
+    # Slurm itself would wait two minutes; not at all it cannot, while the node still cleans up.
+    harness.wait_until(lambda: ask(slurm, *IDLE) == "1")
+    ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now+8")
     wait_for(job, slurm)
     assert "SIGTERM on process" in read(directory / "launch.log")
     assert "resumed from the checkpoint of step" in read(directory / "launch.log")

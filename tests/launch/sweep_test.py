@@ -8,8 +8,6 @@ import pytest
 from launch import engine, sweep
 from tests.launch import harness
 
-JOB = engine.Job("job", ("python", "-m", "xshard.main"))
-
 
 def points_file(tmp_path, points):
     path = tmp_path / "sweep.py"
@@ -17,9 +15,15 @@ def points_file(tmp_path, points):
     return path
 
 
-def start(tmp_path, points, *options, parallel=2):
+def start(tmp_path, points, *options, parallel=2, flags=()):
     path = points_file(tmp_path, points)
-    flags = [f"--sweep={path}", f"--parallel={parallel}", "--cpu_devices=2", "--max_failures=1"]
+    flags = [
+        *flags,
+        f"--sweep={path}",
+        f"--parallel={parallel}",
+        "--cpu_devices=2",
+        "--max_failures=1",
+    ]
     return harness.launch(
         *flags, command=[*harness.TOY, f"--workdir={tmp_path / 'runs'}", *options]
     )
@@ -63,20 +67,25 @@ def test_a_sweep_that_is_stopped_goes_on(tmp_path):
 
 
 def test_another_sweep_does_not_take_the_directory(tmp_path):
-    job = JOB.with_flags(workdir=tmp_path / "runs")
-    sweep.jobs(job, points_file(tmp_path, [{"seed": 0}, {"seed": 1}]))
-    assert len(sweep.jobs(job, points_file(tmp_path, [{"seed": 0}, {"seed": 1}]))) == 2
+    for _ in range(2):
+        sweep.claim(tmp_path / "runs", [{"seed": 0}, {"seed": 1}])
     with pytest.raises(engine.LaunchError, match="holds another sweep"):
-        sweep.jobs(job, points_file(tmp_path, [{"seed": 0}, {"seed": 2}]))
+        sweep.claim(tmp_path / "runs", [{"seed": 0}, {"seed": 2}])
+
+
+def test_a_dry_run_of_a_sweep_leaves_nothing(tmp_path):
+    process = start(tmp_path, [{"seed": 0}, {"seed": 1}], flags=["--dry_run"])
+    code, output = harness.finish(process)
+    assert code == 0 and "--config.seed=1" in output and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("points", [[], {}, [1], [{}], [{1: 2}], None])
 def test_what_is_no_list_of_overrides_is_refused(tmp_path, points):
     with pytest.raises(engine.LaunchError, match="must return a list of overrides"):
-        sweep.jobs(JOB.with_flags(workdir=tmp_path), points_file(tmp_path, points))
+        sweep.read(points_file(tmp_path, points))
 
 
 def test_a_file_that_raises(tmp_path):
     (tmp_path / "sweep.py").write_text("1 / 0")
     with pytest.raises(engine.LaunchError, match="raised ZeroDivisionError"):
-        sweep.jobs(JOB.with_flags(workdir=tmp_path), tmp_path / "sweep.py")
+        sweep.read(tmp_path / "sweep.py")
