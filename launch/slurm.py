@@ -12,7 +12,7 @@ from launch import engine
 _SCRIPT = """\
 #!/bin/bash
 {options}
-cd {directory}
+cd {directory} || exit 1
 {choice}srun --kill-on-bad-exit=1 --output={log} --open-mode=append -- "${{command[@]}}"
 code=$?
 # 42: stopped early, its state saved. A file STOP says that it is to rest.

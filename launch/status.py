@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from launch import engine
+from launch import engine, sweep
 from xshard import metrics
 from xshard import status as status_lib
 from xshard.checkpoint import format as format_lib
@@ -19,10 +19,14 @@ _ENDS = ("done", "stopped", "failed")
 
 
 def show(words: Sequence[str], as_json: bool) -> int:
-    """Prints the status of a work directory; returns the exit code."""
+    """Prints the status of a run's work directory, or of a sweep's; returns the exit code."""
     if len(words) != 1:
         raise engine.LaunchError("give one work directory: python -m launch status runs/digits.")
     directory = pathlib.Path(words[0])
+    if (directory / sweep.POINTS_FILE).exists():
+        points = sweep.rows(directory)
+        print(metrics.to_json(points, indent=2) if as_json else metrics.table(points))
+        return 0
     processes, latest = rows(directory), latest_checkpoint(directory)
     if as_json:
         print(metrics.to_json({"processes": processes, "checkpoint": latest}, indent=2))

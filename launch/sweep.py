@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch import engine, local
-from xshard import metrics, notice
+from xshard import metrics, notice, status
 
 Point = Mapping[str, Any]
-_POINTS_FILE = "sweep.json"
+POINTS_FILE = "sweep.json"
 
 
 def read(path: pathlib.Path) -> list[Point]:
@@ -56,7 +56,7 @@ def jobs(job: engine.Job, points: Sequence[Point]) -> list[engine.Job]:
 
 def claim(directory: pathlib.Path, points: Sequence[Point]) -> None:
     """Makes a directory this sweep's; LaunchError if it is another's, whose results it would mix with."""
-    path = directory / _POINTS_FILE
+    path = directory / POINTS_FILE
     content = json.dumps(points, indent=1, default=str)
     try:
         old = path.read_text() if path.exists() else None
@@ -79,7 +79,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
     Returns:
       0 if all are done; else the code of the first that is not.
     """
-    todo = [job for job in all_jobs if not _results(job)]
+    todo = [job for job in all_jobs if not _read(job.workdir / "results.json")]
     print(
         f"{len(all_jobs) - len(todo)} of {len(all_jobs)} jobs are done; {parallel} at a time",
         flush=True,
@@ -99,36 +99,54 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
         with (job.workdir / "launch.log").open("a") as log:
             supervisor = local.Supervisor(job, options, log)
             supervisors.append(supervisor)
+            if stopped:
+                return notice.PREEMPTED
             print(f"{job.name}: started; its output goes to {log.name}", flush=True)
             code = supervisor.run()
         print(f"{job.name}: ended with exit code {code}", flush=True)
         return code
 
     with local.passed_on(pass_on), concurrent.futures.ThreadPoolExecutor(parallel) as pool:
-        codes = dict(zip((j.name for j in todo), pool.map(one, todo), strict=True))
-    print(f"\n{metrics.table(rows(all_jobs, codes))}")
+        codes = dict(zip((job.workdir.name for job in todo), pool.map(one, todo), strict=True))
+    table = rows(all_jobs[0].workdir.parent)
+    for row in table:
+        if codes.get(row["run"]):
+            row["doing"] = f"exit code {codes[row['run']]}"
+    print(f"\n{metrics.table(table)}")
     return next((code for code in codes.values() if code), 0)
 
 
-def rows(all_jobs: Sequence[engine.Job], codes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """A row for each job: its point, and its results as far as there are any."""
-    points = json.loads((all_jobs[0].workdir.parent / _POINTS_FILE).read_bytes())
-    table_rows = []
-    for job, point in zip(all_jobs, points, strict=True):
-        results = _results(job)
-        state = "done" if results else f"exit code {codes.get(job.name, '?')}"
-        values = results.get("eval", {}) if results else {}
-        table_rows.append(
-            {"job": job.name, **point, "state": state, "step": results.get("step", ""), **values}
-        )
-    return table_rows
+def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
+    """A row for each point: its overrides, what its run is doing, and its results as far as there are any.
 
-
-def _results(job: engine.Job) -> dict[str, Any]:
+    Raises:
+      LaunchError: if the directory is no sweep's.
+    """
     try:
-        return json.loads((job.workdir / "results.json").read_bytes())
+        points = json.loads((directory / POINTS_FILE).read_bytes())
+    except (OSError, ValueError) as e:
+        raise engine.LaunchError(f"{directory / POINTS_FILE} cannot be read: {e}.") from e
+    return [_row(directory / f"{index:03}", point) for index, point in enumerate(points)]
+
+
+def _row(workdir: pathlib.Path, point: Point) -> dict[str, Any]:
+    results = _read(workdir / "results.json") or {}
+    (process, *_) = _read(workdir / status.FILE) or [{"doing": "not started", "step": ""}]
+    step = results.get("step", process["step"])
+    return {
+        "run": workdir.name,
+        **point,
+        "doing": "done" if results else process["doing"],
+        "step": "" if step is None else step,
+        **results.get("eval", {}),
+    }
+
+
+def _read(path: pathlib.Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return {}
+        return None
 
 
 def _text(value: Any) -> str:

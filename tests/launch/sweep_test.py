@@ -36,21 +36,25 @@ def test_a_sweep_runs_each_point_once_and_shows_what_came_out(tmp_path):
     code, output = harness.finish(start(tmp_path, points))
     assert code == 0, output
     lines = output.strip().splitlines()[-3:]
-    assert lines[0].split()[:4] == ["job", "optimizer.learning_rate", "precision", "state"]
+    assert lines[0].split()[:4] == ["run", "optimizer.learning_rate", "precision", "doing"]
     assert [line.split()[:4] for line in lines[1:]] == [
-        ["runs-000", "0.1", "p=f32,c=f16,o=f32", "done"], ["runs-001", "0.01", "p=f32,c=f16,o=f32", "done"],
+        ["000", "0.1", "p=f32,c=f16,o=f32", "done"], ["001", "0.01", "p=f32,c=f16,o=f32", "done"],
     ]  # fmt: skip
     config = json.loads((tmp_path / "runs" / "001" / "config.json").read_bytes())
     assert config["optimizer"]["learning_rate"] == 0.01
     code, again = harness.finish(start(tmp_path, points))
     assert code == 0 and "2 of 2 jobs are done" in again and "started" not in again
     assert again.strip().splitlines()[-3:] == lines
+    shown = harness.finish(harness.launch("status", tmp_path / "runs"))[1]
+    assert shown.strip().splitlines() == lines
 
 
 def test_a_point_that_fails_does_not_stop_the_others(tmp_path):
     code, output = harness.finish(start(tmp_path, [{"batch_size": 7}, {"seed": 1}], parallel=1))
     assert code == 1
-    assert "runs-000  7" in output and "exit code 1" in output and "done" in output.splitlines()[-1]
+    lines = output.splitlines()
+    assert "runs-000: ended with exit code 1" in output and "done" in lines[-1]
+    assert lines[-2].split()[:4] == ["000", "7", "exit", "code"]
     assert "batch_size=7" in (tmp_path / "runs" / "000" / "launch.log").read_text()
 
 
