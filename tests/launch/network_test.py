@@ -137,7 +137,7 @@ def test_a_cut_shorter_than_the_heartbeat_is_survived(hosts, tmp_path):
     with pod(hosts, directory, "--config.steps=600") as processes:
         reach(directory, 100)
         hosts.cut(2)
-        time.sleep(HEARTBEAT / 2)
+        time.sleep(HEARTBEAT / 3)
         hosts.join(2)
         ends = [harness.finish(process) for process in processes]
         assert [code for code, _ in ends] == [0] * COUNT, ends
