@@ -97,6 +97,10 @@ def main(argv: Sequence[str], config: Any) -> int:
                 _fail_together(watching, e)
             watching.end(f"failed: {_message(e).splitlines()[0]}")
             raise
+    # All is done and said. What comes now, as srun's SIGTERM does when the first process has left, would
+    # only put another exit code in the place of this one.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     jax.distributed.shutdown()
     return code
 
