@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = [
     [
         "optimizers/trees",
+        "collectives",
         "mesh",
         "metrics",
         "notice",

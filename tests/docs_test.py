@@ -15,7 +15,10 @@ import pytest
 import xshard
 
 README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
-MODULES = [f"xshard.optimizers.{name}" for name in ("optax", "cross_shard", "loss_scale")]
+MODULES = [
+    "xshard.collectives",
+    *(f"xshard.optimizers.{name}" for name in ("optax", "cross_shard", "loss_scale")),
+]
 
 
 @pytest.mark.parametrize("name", MODULES)
