@@ -81,6 +81,15 @@ def test_a_save_that_is_asked_for_and_a_stop_that_outdoes_it(tmp_path):
         assert poll(watching).why == "enough"
 
 
+def test_a_save_for_the_same_point_does_not_undo_a_stop(tmp_path):
+    with watch.Watch(tmp_path) as watching:
+        watching.poll()
+        for rounds, kind in enumerate((notice.STOP, notice.SAVE), 1):
+            watching.ask(notice.Notice(kind, "it is time"))
+            harness.wait_until(lambda n=rounds: watching._round == n)
+        assert watching.poll().kind == notice.STOP
+
+
 def test_the_status_is_there_while_it_runs(tmp_path):
     def read():
         rows = json.loads((tmp_path / "status.json").read_bytes())

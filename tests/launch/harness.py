@@ -1,6 +1,7 @@
 """What the tests of pods and engines share."""
 
 import contextlib
+import io
 import json
 import os
 import pathlib
@@ -87,10 +88,9 @@ def final_state(directory, step):
     """The arrays of a checkpoint, by name."""
     file = pathlib.Path(directory) / "final.npz"
     file.unlink(missing_ok=True)
-    assert (
-        tool.main(["export", str(pathlib.Path(directory) / "checkpoints"), str(step), str(file)])
-        == 0
-    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        arguments = ["export", str(pathlib.Path(directory) / "checkpoints"), str(step), str(file)]
+        assert tool.main(arguments) == 0
     with np.load(file) as arrays:
         return dict(arrays)
 

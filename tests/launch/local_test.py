@@ -1,6 +1,8 @@
 """The supervisor, over small programs in the place of a run."""
 
+import contextlib
 import io
+import pathlib
 import signal
 import sys
 import threading
@@ -20,6 +22,8 @@ index = next((a[-1] for a in sys.argv if a.startswith("--process_id=")), "0")
 starts = os.path.join(place, "starts" + index)
 with open(starts, "a") as file:
     file.write("x")
+with open(os.path.join(place, "pid" + index), "w") as file:
+    file.write(str(os.getpid()))
 end = ends[min(os.path.getsize(starts), len(ends)) - 1]
 print("start", os.path.getsize(starts), end, flush=True)
 if "STEP" in os.environ:
@@ -141,10 +145,26 @@ def test_the_pod_does_not_outlive_its_launcher(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, tmp_path / "program.py", tmp_path, "saves", f"--workdir={tmp_path}"]
     process = harness.launch("--num_processes=2", command=command)
-    harness.wait_until(lambda: (tmp_path / "starts1").exists() and (tmp_path / "starts0").exists())
-    process.kill()
-    # Its pipe is closed when the last of the pod is gone.
-    assert harness.finish(process, 30)[0] == -signal.SIGKILL
+    with harness.running(process):
+        harness.read_until(process, "[0] start 1 saves")
+        harness.wait_until((tmp_path / "pid1").exists)
+    pids = [(tmp_path / f"pid{index}").read_text() for index in range(2)]
+    # Gone, or a zombie that nobody has asked after.
+    harness.wait_until(lambda: not any(running(pid) for pid in pids))
+
+
+def running(pid):
+    with contextlib.suppress(OSError):
+        return bool((pathlib.Path("/proc") / pid / "cmdline").read_bytes())
+    return False
+
+
+def test_a_signal_in_the_back_off_ends_it(supervise, monkeypatch):
+    supervisor = supervise("1")
+    monkeypatch.setattr(
+        supervisor, "_back_off", lambda failures, cause: supervisor.signal(signal.SIGTERM)
+    )
+    assert supervisor.run() == 1 and "start 2" not in supervisor.out.getvalue()
 
 
 def test_a_program_that_is_not_there(tmp_path):
