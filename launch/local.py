@@ -156,6 +156,8 @@ class _Pod:
                 deadline = min(deadline, time.monotonic() + self._grace)
             if any(_failed(code) for code in codes) and not self._first:
                 self._first = [i for i, code in enumerate(codes) if _failed(code)]
+                # Without a peer that was killed the others can neither train nor save.
+                told = any((codes[i] or 0) < 0 for i in self._first)
                 deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
             if time.monotonic() >= deadline:
                 # What did not leave at SIGTERM is killed.
