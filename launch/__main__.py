@@ -1,4 +1,4 @@
-"""Starts a run, or looks after those that are started.
+r"""Starts a run, or looks after those that are started.
 
     python -m launch --engine=local --num_processes=4 --cpu_devices=2 -- \
         python -m xshard.main --config=configs/digits.py --workdir=runs/digits
