@@ -37,10 +37,12 @@ def test_of_a_real_run_with_a_checkpoint(tmp_path):
     process = harness.launch(
         "--cpu_devices=2",
         command=[*harness.TOY, f"--workdir={tmp_path}", "--config.steps=100000",
-                 "--config.checkpoint.every_steps=10"],
+                 "--config.checkpoint.every_steps=10", "--config.eval_every_steps=100000"],
     )  # fmt: skip
     with harness.running(process):
         harness.wait_until(lambda: list(tmp_path.glob("checkpoints/*/COMMIT")))
+        harness.wait_until((tmp_path / "status.json").exists)
+        harness.wait_until(lambda: harness.status(tmp_path)[0]["rate"])
         code, output = harness.finish(harness.launch("status", tmp_path))
         assert code == 0 and "training" in output and "newest checkpoint: step" in output
         shown = json.loads(harness.finish(harness.launch("status", tmp_path, "--json"))[1])
