@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -116,7 +115,7 @@ class Supervisor:
     def _step(self) -> int:
         """The last step that the run is known to have made."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            return json.loads((self._job.workdir / status.FILE).read_bytes())[0]["step"] or 0
+            return status.read(self._job.workdir)[0]["step"] or 0
         return 0
 
     def _say(self, message: str) -> None:

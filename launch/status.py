@@ -43,7 +43,7 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     """A row for each process; LaunchError if there is no run."""
     path = directory / status_lib.FILE
     try:
-        processes = json.loads(path.read_bytes())
+        processes = status_lib.read(directory)
     except (OSError, ValueError) as e:
         raise engine.LaunchError(
             f"{path} cannot be read ({getattr(e, 'strerror', e)}): {directory} is no work directory of a run, "

@@ -1,5 +1,6 @@
 """How the processes of a run agree: on the host, so that any thread may, and with a deadline."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -127,21 +128,18 @@ class Board:
         return [said[i] for i in range(self._count)]
 
 
-def bounded(action: Callable[[], Any], seconds: float) -> bool:
-    """Runs what may hang when a peer is gone; whether it has ended in time."""
+def bounded(action: Callable[[], Any], seconds: float) -> Any:
+    """Runs what may hang when a peer is gone; what it returns, or None if it has not in time."""
 
     def run() -> None:
-        try:
-            action()
-        except jax.errors.JaxRuntimeError:
-            return
-        ended.set()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            returned.append(action())
 
-    ended = threading.Event()
+    returned: list[Any] = []
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return ended.is_set()
+    return returned[0] if returned else None
 
 
 def _client() -> Any:

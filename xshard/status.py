@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import json
 import os
 import pathlib
 import time
@@ -36,6 +37,11 @@ class Status:
         (begin, first), (end, last) = made[0], made[-1]
         said["rate"] = (last - first) / (end - begin) if last > first else None
         return {**said, "time": time.time(), "host": self._host, "pid": os.getpid()}
+
+
+def read(directory: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of all processes, that of process 0 first; OSError or ValueError if there are none."""
+    return json.loads((directory / FILE).read_bytes())
 
 
 def write(directory: pathlib.Path, rows: Sequence[Any]) -> None:

@@ -154,12 +154,8 @@ class Watch:
         own = f"{self._name(self._index)}: {message}"
         with self._leaving:
             self._fail_all(own)
-            first: list[str] = []
-            processes.bounded(lambda: first.append(self._first_failure()), _LEAVE_SECONDS)
-            self._leave(
-                notice_lib.FAILED,
-                f"the first error: {first[0]}" if first and first[0] != own else "",
-            )
+            first = processes.bounded(self._first_failure, _LEAVE_SECONDS) or own
+            self._leave(notice_lib.FAILED, f"the first error: {first}" if first != own else "")
 
     # The thread that hears signals, and that no network can hold up.
 

@@ -66,6 +66,12 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", **more}
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 @contextlib.contextmanager
 def gcs(**faults):
     """A GCS server in a process of its own; yields its address."""
@@ -81,9 +87,7 @@ def gcs(**faults):
 @contextlib.contextmanager
 def s3():
     """A moto server in a process of its own, with the bucket 'bucket'; yields its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import traceback
@@ -233,9 +232,7 @@ class Pods:
 
     def start(self, action, folder, count, *, model=1, step=0, saves=1):
         """Starts a pod; the ids of its processes."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = harness.free_port()
         self._number += 1
         self._report = self._scratch / f"pod{self._number}"
         self._count = count

@@ -3,16 +3,17 @@
 import contextlib
 import io
 import json
-import os
 import pathlib
-import socket
 import subprocess
 import sys
 import time
 
 import numpy as np
 
+from tests.checkpoint import harness as system
 from xshard.checkpoint import __main__ as tool
+
+environment, free_port = system.environment, system.free_port
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Divided by the replicas of 1 to 4 processes of two devices each.
@@ -20,16 +21,6 @@ TOY = [
     sys.executable, "-m", "xshard.main", "--config=tests/toy.py", "--config.batch_size=48",
     "--config.eval_batch_size=24", "--heartbeat_timeout_seconds=20", "--start_timeout_seconds=60",
 ]  # fmt: skip
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def environment(**more):
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", **more}
 
 
 def launch(*arguments, command=(), **options):
