@@ -21,11 +21,22 @@ def get_config() -> ml_collections.ConfigDict:
     config.batch_size = 128
     config.eval_batch_size = 360
     config.micro_batches = 1
+    # How their gradients are summed: a running sum, or 'EXPERIMENTAL_TREE', in pairs.
+    config.aggregation_method = "EXPERIMENTAL_ACCUMULATE_N"
     config.precision = "params=float32,compute=float16,output=float32"
 
     # The replicas of each group, as [[0, 1, 2, 3], [4, 5, 6, 7]]; empty: all in one.
     config.group_assignment = ()
+    # Pods, or machines, that a slower network joins.
+    config.slices = 1
     config.model_parallel = 1
+    # Arguments of CrossShardOptimizer.
+    config.reduction = {
+        "reduction": "mean",
+        "reduce_dtype": "float32",
+        "slice_dtype": "float32",
+        "shard_update": False,
+    }
 
     config.max_shift = 1
     config.model = {"channels": 24, "hidden": 96, "dropout": 0.2}

@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A file imports from layers below its own, or from its own package where that is one layer.
 LAYERS = [
     [
+        "optimizers/int8",
         "optimizers/trees",
         "collectives",
         "mesh",
@@ -21,6 +22,7 @@ LAYERS = [
     ],
     [
         "optimizers/gradients",
+        "optimizers/shards",
         "hooks",
         "workdir",
         "data",
@@ -31,6 +33,7 @@ LAYERS = [
     ],
     [
         "optimizers/base",
+        "optimizers/elementwise",
         "fingerprint",
         "watch",
         "checkpoint/arrays",
@@ -39,8 +42,8 @@ LAYERS = [
     ],
     ["optimizers/optax", "experiment", "checkpoint/ownership", "checkpoint/source"],
     ["optimizers/cross_shard", "optimizers/loss_scale", "checkpoint/reader", "checkpoint/writer"],
-    ["step", "checkpoint/saver", "checkpoint/transfer", "checkpoint/orbax"],
-    ["checkpoint/manager"],
+    ["model", "checkpoint/saver", "checkpoint/transfer", "checkpoint/orbax"],
+    ["step", "checkpoint/manager"],
     ["checkpoint/__init__", "checkpoint/__main__"],
     ["saving"],
     ["loop"],
@@ -101,7 +104,7 @@ def test_each_thing_has_one_place(path):
         assert not any(dotted in ("absl.flags", "absl.app", "argparse") for dotted in used)
     if not name.startswith("checkpoint/"):
         assert "tensorstore" not in tops
-    if not name.startswith("optimizers/") and name not in ("step", "main"):
+    if not name.startswith("optimizers/") and name not in ("model", "main"):
         assert "haiku" not in tops
     if name != "mesh":
         makers = ("Mesh", "make_mesh", "create_device_mesh")

@@ -13,13 +13,18 @@ def ids(the_mesh):
 
 
 def test_layouts():
-    assert ids(mesh.make_mesh()) == [[[i] for i in range(8)]]
+    assert ids(mesh.make_mesh()) == [[[[i] for i in range(8)]]]
     groups = mesh.make_mesh([[0, 2, 4, 6], [1, 3, 5, 7]])
     # Neighbours, whatever their numbers as replicas are.
-    assert ids(groups) == [[[0], [1], [2], [3]], [[4], [5], [6], [7]]]
+    assert ids(groups) == [[[[0], [1], [2], [3]]], [[[4], [5], [6], [7]]]]
     assert (mesh.num_groups(groups), mesh.num_replicas(groups)) == (2, 4)
-    assert ids(mesh.make_mesh([[1, 0], [3, 2]], model=2)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    assert mesh.make_mesh(devices=jax.devices()[:3]).shape == {"group": 1, "replica": 3, "model": 1}
+    two = mesh.make_mesh([[1, 0], [3, 2]], model=2)
+    assert ids(two) == [[[[0, 1], [2, 3]]], [[[4, 5], [6, 7]]]]
+    three = mesh.make_mesh(devices=jax.devices()[:3])
+    assert three.shape == {"group": 1, "slice": 1, "replica": 3, "model": 1}
+    sliced = mesh.make_mesh([[0, 1, 2, 3], [4, 5, 6, 7]], slices=2)
+    assert ids(sliced) == [[[[0], [1]], [[2], [3]]], [[[4], [5]], [[6], [7]]]]
+    assert mesh.num_replicas(sliced) == 4
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Toy(xshard.Experiment):
 
     def optimizer(self):
         opt = xshard.OptaxOptimizer(optax.adam(self.config.optimizer.learning_rate), name="adam")
-        opt = xshard.CrossShardOptimizer(opt)
+        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
         return xshard.MixedPrecisionLossScaleOptimizer(
             opt, xshard.DynamicLossScale(increment_period=5)
         )
@@ -73,9 +73,12 @@ def get_config() -> ml_collections.ConfigDict:
     config.batch_size = 16
     config.eval_batch_size = 8
     config.micro_batches = 1
+    config.aggregation_method = "EXPERIMENTAL_ACCUMULATE_N"
     config.precision = "params=float32,compute=float32,output=float32"
     config.group_assignment = ()
+    config.slices = 1
     config.model_parallel = 1
+    config.reduction = {"reduce_dtype": "float32", "slice_dtype": "float32", "shard_update": False}
     config.examples = 50
     config.overflow_above = 1e9
     config.optimizer = {"learning_rate": 0.1}

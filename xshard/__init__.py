@@ -4,7 +4,7 @@ from xshard.experiment import Experiment
 from xshard.mesh import make_mesh
 from xshard.optimizers.base import Optimizer, OptimizerWrapper
 from xshard.optimizers.cross_shard import CrossShardOptimizer, Reduction
-from xshard.optimizers.gradients import AggregationMethod
+from xshard.optimizers.gradients import AggregationMethod, MicroBatches
 from xshard.optimizers.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -21,6 +21,7 @@ __all__ = [
     "Experiment",
     "FixedLossScale",
     "LossScale",
+    "MicroBatches",
     "MixedPrecisionLossScaleOptimizer",
     "OptaxOptimizer",
     "Optimizer",

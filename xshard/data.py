@@ -53,11 +53,11 @@ class TrainBatches:
         self._batch_size = batch_size
         self._seed = seed
         self._groups = mesh_lib.num_groups(mesh)
-        self._sharding = mesh_lib.sharding(mesh, (mesh_lib.GROUP, mesh_lib.REPLICA))
+        self._sharding = mesh_lib.sharding(mesh, (mesh_lib.GROUP, *mesh_lib.REPLICAS))
         self._epochs: dict[int, tuple[int, np.ndarray]] = {}
 
     def __call__(self, step: int) -> dict[str, jax.Array]:
-        """The batch of a step, of (groups * batch_size) rows along ('group', 'replica')."""
+        """The batch of a step, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
         rows = np.concatenate([self._rows(step, group) for group in range(self._groups)])
         return {
             name: jax.make_array_from_callback(
@@ -93,7 +93,7 @@ class TrainBatches:
 def eval_batches(
     data: Arrays, mesh: jax.sharding.Mesh, batch_size: int
 ) -> Iterator[dict[str, jax.Array]]:
-    """All examples once, in order, along 'replica' and equal for all groups.
+    """All examples once, in order, along ('slice', 'replica') and equal for all groups.
 
     The last batch is filled up; '_mask' is False where a row is no example.
 
@@ -130,7 +130,7 @@ def _take(array: np.ndarray, rows: np.ndarray, index: tuple[slice, ...]) -> np.n
 def _eval_batches(
     data: Arrays, mesh: jax.sharding.Mesh, batch_size: int
 ) -> Iterator[dict[str, jax.Array]]:
-    sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICA)
+    sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
     size = num_examples(data)
     for start in range(0, size, batch_size):
         rows = np.arange(start, start + batch_size)

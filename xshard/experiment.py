@@ -53,7 +53,7 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def optimizer(self) -> base.Optimizer:
-        """The update rule, with a `CrossShardOptimizer` over 'replica' in it.
+        """The update rule, with a `CrossShardOptimizer` over 'replica', and 'slice', in it.
 
         Called inside `hk.transform_with_state`: make its modules here.
         """

@@ -25,6 +25,7 @@ _COUNTS = (
     "batch_size",
     "eval_batch_size",
     "micro_batches",
+    "slices",
     "model_parallel",
     "log_every_steps",
     "eval_every_steps",
@@ -35,6 +36,7 @@ _OTHER_KEYS = (
     "seed",
     "precision",
     "group_assignment",
+    "aggregation_method",
     *(f"checkpoint.{key}" for key in saving.CHECKPOINT_KEYS),
 )
 
@@ -62,7 +64,9 @@ class Run:
         """
         _check_config(config)
         self.config = config
-        self.mesh = mesh_lib.make_mesh(config.group_assignment or None, model=config.model_parallel)
+        self.mesh = mesh_lib.make_mesh(
+            config.group_assignment or None, slices=config.slices, model=config.model_parallel
+        )
         self.experiment = experiment_lib.load(config.experiment)(config)
         train_data = self.experiment.train_data()
         self.batches = data.TrainBatches(
@@ -82,7 +86,7 @@ class Run:
         self._stop: notice_lib.Notice | None = None
         self._save_now = False
         self._init_args = (self.experiment, self.mesh, config.seed, train_data)
-        self._target = step.abstract_state(*self._init_args)
+        self._target = step.abstract_state(*self._init_args, whole=True)
         self._init = init
         self.checkpoints = saving.Checkpoints(config, str(self.workdir.checkpoints), self.batches)
         self.checkpoints.check_init(self._target, init)
@@ -135,9 +139,12 @@ class Run:
         return state, self._stop
 
     def _resume_or_init(self) -> tuple[step.TrainState, bool]:
-        return self.checkpoints.resume_or_init(
-            self._target, lambda: step.init(*self._init_args), self._init
-        )
+        init = lambda: self._whole(step.init(*self._init_args))
+        state, evaluated = self.checkpoints.resume_or_init(self._target, init, self._init)
+        return step.from_whole(self.experiment, self.mesh, state), evaluated
+
+    def _whole(self, state: step.TrainState) -> step.TrainState:
+        return step.to_whole(self.experiment, self.mesh, state)
 
     def evaluate(self, state: step.TrainState) -> dict[str, Any] | None:
         """The means over all evaluation examples; lists where there are several groups.
@@ -242,7 +249,7 @@ class Run:
         due = made % self.config.eval_every_steps == 0
         self.checkpoints.save(
             made,
-            state,
+            self._whole(state),
             values if evaluated == made else {},
             evaluated=evaluated == made or not due,
         )
@@ -261,10 +268,9 @@ class Run:
 
     def _say_start(self, start: int, state: step.TrainState) -> None:
         params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        shape = self.mesh.shape
         print(
             f"{self.config.experiment}: {params:,} parameters, {self.config.precision}, on "
-            f"{shape['group']} group(s) x {shape['replica']} replica(s) x {shape['model']} device(s)"
+            f"{mesh_lib.describe(self.mesh)}"
         )
         for change in self.changes:
             print(f"changed since the run was started: {change}")

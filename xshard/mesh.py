@@ -1,7 +1,8 @@
 """The device mesh of a run, and how its trees lie on it.
 
-The axes `group` and `replica` are for `jax.shard_map`: each replica computes on its part of the batch,
-and gradients are reduced over `replica`. The axis `model` is left to XLA's partitioner.
+The axes `group`, `slice` and `replica` are for `jax.shard_map`: each replica computes on its part of the
+batch, and gradients are reduced over `replica`, and then over `slice`, between whose devices the network is
+slower. The axis `model` is left to XLA's partitioner.
 """
 
 import re
@@ -10,31 +11,36 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 
-GROUP, REPLICA, MODEL = AXES = ("group", "replica", "model")
+GROUP, SLICE, REPLICA, MODEL = AXES = ("group", "slice", "replica", "model")
+# What a batch, and everything that is reduced over a whole group, is along.
+REPLICAS = (SLICE, REPLICA)
 Rules = Sequence[tuple[str, jax.sharding.PartitionSpec]]
 
 
 def make_mesh(
     group_assignment: Sequence[Sequence[int]] | None = None,
     *,
+    slices: int = 1,
     model: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> jax.sharding.Mesh:
     """Lays devices out as groups of replicas.
 
-    `mesh.devices[g, r]` is replica `group_assignment[g][r]`. Which devices that is, is chosen so that a
+    `mesh.devices[g].reshape(-1, model)[r]` is replica `group_assignment[g][r]`. Which devices that is, is chosen so that a
     model's devices are neighbours, and then a group's replicas: gradients are reduced within a group,
-    and nothing goes from one group to another.
+    and nothing goes from one group to another. With several slices each group has as many replicas in each.
 
     Args:
       group_assignment: the replica numbers of each group, such as [[0, 1], [2, 3]]; all replicas are
         one group by default.
+      slices: the number of slices of a pod, or of machines, that a slower network joins.
       model: the number of devices that hold one replica's parameters together.
       devices: all devices by default.
 
     Returns:
-      A mesh of the shape (groups, replicas of a group, model).
+      A mesh of the shape (groups, slices, replicas of a group in a slice, model).
 
     Raises:
       ValueError: if the devices do not divide into these groups.
@@ -53,9 +59,28 @@ def make_mesh(
             f"({len(devices)} devices / model_parallel={model}) once, as "
             f"{np.arange(replicas).reshape(2 - replicas % 2, -1).tolist()} does."
         )
-    shape = (len(groups), len(groups[0]), model)
+    _check_slices(slices, len(groups[0]), devices)
+    shape = (len(groups), slices, len(groups[0]) // slices, model)
     automatic = (jax.sharding.AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(shape, AXES, axis_types=automatic, devices=devices)
+    if slices == 1 or _hardware_slices(devices) == 1:
+        return jax.make_mesh(shape, AXES, axis_types=automatic, devices=devices)
+    inside = (shape[0], 1, *shape[2:])
+    placed = mesh_utils.create_hybrid_device_mesh(inside, (1, slices, 1, 1), devices)
+    return jax.sharding.Mesh(placed, AXES, axis_types=automatic)
+
+
+def _hardware_slices(devices: Sequence[jax.Device]) -> int:
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> None:
+    found = _hardware_slices(devices)
+    if not isinstance(slices, int) or slices < 1 or replicas % slices or found not in (1, slices):
+        good = [n for n in range(1, replicas + 1) if replicas % n == 0 and found in (1, n)]
+        raise ValueError(
+            f"slices={slices!r} must divide the {replicas} replicas of a group, and be the number of slices "
+            f"that the devices are in where these say it ({found}); good values: {good}."
+        )
 
 
 def check_groups(groups: Any) -> list[list[int]] | None:
@@ -96,8 +121,15 @@ def num_groups(mesh: jax.sharding.Mesh) -> int:
 
 
 def num_replicas(mesh: jax.sharding.Mesh) -> int:
-    """The number of replicas of a group."""
-    return mesh.shape[REPLICA]
+    """The number of replicas of a group, on all slices."""
+    return mesh.shape[SLICE] * mesh.shape[REPLICA]
+
+
+def describe(mesh: jax.sharding.Mesh) -> str:
+    """The shape as text."""
+    groups, slices, replicas, model = mesh.devices.shape
+    per_slice = f"{slices} slices x " if slices > 1 else ""
+    return f"{groups} group(s) x {per_slice}{replicas} replica(s) x {model} device(s)"
 
 
 def sharding(mesh: jax.sharding.Mesh, *spec: Any) -> jax.sharding.NamedSharding:

@@ -24,9 +24,10 @@ from xshard import metrics
 # What may change between two parts of a run: how long it is, what it shows, and what it runs on. Anything
 # else would make it another run.
 _MAY_CHANGE = (
-    "steps", "log_every_steps", "eval_every_steps", "eval_batch_size", "model_parallel", "micro_batches",
+    "steps", "log_every_steps", "eval_every_steps", "eval_batch_size", "model_parallel", "slices",
+    "micro_batches", "aggregation_method",
 )  # fmt: skip
-_MAY_CHANGE_BELOW = ("checkpoint.",)
+_MAY_CHANGE_BELOW = ("checkpoint.", "reduction.")
 
 
 class Workdir:

@@ -45,7 +45,7 @@ class Digits(xshard.Experiment):
         rate = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup_steps, steps)
         adamw = optax.adamw(rate, weight_decay=config.weight_decay)
         opt = xshard.OptaxOptimizer(adamw, name="adamw")
-        opt = xshard.CrossShardOptimizer(opt, xshard.Reduction.MEAN)
+        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
         scale = xshard.DynamicLossScale(**self.config.loss_scale)
         return xshard.MixedPrecisionLossScaleOptimizer(opt, scale)
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xshard.optimizers import shards
+
 REPLICAS = 8
 MESH_AXIS = "replica"
 
@@ -96,6 +98,38 @@ def per_replica(step: hk.TransformedWithState, replicas: int = REPLICAS) -> Call
     return jax.shard_map(
         local, mesh=mesh(replicas), in_specs=(spec,) * 4, out_specs=spec, check_vma=False
     )
+
+
+def sharded(
+    step: hk.TransformedWithState, make_optimizer: Callable[[], Any], replicas: int = REPLICAS
+) -> tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any], Any]]:
+    """As `replicated`, each replica with its part of the slots; and what takes a whole state there and back."""
+    partition = shards.Partition(params(), replicas, MESH_AXIS)
+    layouts = hk.transform(lambda: make_optimizer().state_layouts(partition)).apply({}, None)
+    store = lambda state: shards.map_state(
+        lambda lay, x: lay.store(x) if lay else x, layouts, state
+    )
+    whole = lambda state: shards.map_state(
+        lambda lay, x: lay.whole(x) if lay else x, layouts, state
+    )
+
+    def run(p: Any, s: Any, x: Any, n: Any = 0) -> Any:
+        specs = shards.map_state(lambda lay, _: lay.spec(MESH_AXIS) if lay else jax.P(), layouts, s)
+        none, split = jax.P(), jax.P(MESH_AXIS)
+
+        def local(p: Any, s: Any, x: Any, n: Any) -> Any:
+            (value, p, n), s = step.apply({}, s, None, p, x, n)
+            return (jax.lax.pmean(value, MESH_AXIS), p, n), s
+
+        return jax.shard_map(
+            local,
+            mesh=mesh(replicas),
+            in_specs=(none, specs, split, none),
+            out_specs=(none, specs),
+            check_vma=False,
+        )(p, s, x, jnp.asarray(n, jnp.int32))
+
+    return run, store, whole
 
 
 def stack(tree: Any, replicas: int = REPLICAS) -> Any:

@@ -105,14 +105,29 @@ def public_list() -> set[str]:
     return names
 
 
-def make_step(name: str) -> hk.TransformedWithState:
-    """A step of one optimizer of the table under both rules."""
+# What goes neither element by element nor by sums over whole arrays, and by which operation.
+CANNOT_BE_SHARDED = {
+    "adafactor": "reduce_sum",
+    "contrib.galore": "svd",
+    "contrib.muon": "reduce_sum",
+    "lbfgs": "scatter",
+    "sm3": "reduce_max",
+}
+
+
+def make_optimizer(name: str, **options: Any) -> Callable[[], Any]:
+    """One optimizer of the table under both rules, with options of CrossShardOptimizer."""
 
     def make() -> Any:
         opt = optax_optimizer.OptaxOptimizer(OPTIMIZERS[name](), name="opt")
         scale = loss_scale.DynamicLossScale(increment_period=2)
         return loss_scale.MixedPrecisionLossScaleOptimizer(
-            cross_shard.CrossShardOptimizer(opt), scale
+            cross_shard.CrossShardOptimizer(opt, **options), scale
         )
 
-    return harness.transform_step(make)
+    return make
+
+
+def make_step(name: str) -> hk.TransformedWithState:
+    """A step of one optimizer of the table."""
+    return harness.transform_step(make_optimizer(name))

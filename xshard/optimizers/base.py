@@ -7,6 +7,11 @@ An update runs in three phases, and a wrapper may stand between any two of them:
    group decide alike.
 3. `update` turns gradients into new parameters and slots. It is local, and it alone is conditional.
 
+Where the update is sharded, `aggregate` gives each replica its part of the gradients, and `update` its
+part of the parameters; `vote` sees for each gradient a scalar that is finite where all of it is. The
+parts of the new parameters are gathered at the end. The update may then hold reductions over replicas,
+such as a norm; it is not conditional, but its result is selected.
+
 No collective is conditional: groups may skip at different steps, and a collective that only some
 devices reach never ends.
 
@@ -20,7 +25,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from xshard.optimizers import gradients, trees
+from xshard.optimizers import gradients, shards, trees
 
 
 class Optimizer(hk.Module):
@@ -36,6 +41,12 @@ class Optimizer(hk.Module):
     GATE_NONE = gradients.GATE_NONE
     GATE_OP = gradients.GATE_OP
     GATE_GRAPH = gradients.GATE_GRAPH
+
+    # Whether `update` can do with parts of arrays (see `partition`). It counts for the class that says so
+    # and defines `update`: one that overrides it says so itself.
+    takes_parts = False
+    # What `update` is given the parts of; None: whole arrays. Set before each update.
+    given: shards.Partition | None = None
 
     # Transparent, here and where it is overridden: what a loss makes is named as if it stood alone.
     @hk.transparent
@@ -117,9 +128,12 @@ class Optimizer(hk.Module):
         trees.check_params(params)
         trees.check_gradients(grads, params)
         with jax.named_scope(name or self.get_name()):
+            partition = self.partition(params)
             grads = self.aggregate(grads)
-            applied = self.vote(grads)
-            if applied is True or hk.running_init():
+            applied = self.vote(grads if partition is None else partition.ballots(grads))
+            if partition is not None:
+                new_params = self._update_parts(applied, grads, params, partition)
+            elif applied is True or hk.running_init():
                 new_params = self.update(grads, params)
             else:
                 new_params = hk.cond(applied, self.update, lambda _, old: old, grads, params)
@@ -163,6 +177,51 @@ class Optimizer(hk.Module):
             f"{type(self).__name__} does not implement update(grads, params)."
         )
 
+    def partition(self, params: trees.Params) -> shards.Partition | None:
+        """How parameters and slots are cut into a part for each replica; None: they are not."""
+        del params
+        return None
+
+    def state_layouts(self, partition: shards.Partition) -> dict[str, shards.Layouts]:
+        """How the state of this rule, and of those that it wraps, is cut: `{module: {name: layout}}`.
+
+        What is not named there is whole on each replica.
+        """
+        del partition
+        return {}
+
+    def check_takes_parts(self, params: trees.Params) -> None:
+        """Raises ValueError if this rule's update cannot do with parts of arrays."""
+        del params
+        owner = next(cls for cls in type(self).__mro__ if "update" in vars(cls))
+        if not vars(owner).get("takes_parts", False):
+            raise ValueError(
+                f"{type(self).__name__} cannot be sharded: its update may mix the elements of an array, of "
+                "which each replica would hold a part. If it goes element by element, set takes_parts = True "
+                "in its class; else shard_update=False."
+            )
+
+    def _update_parts(
+        self,
+        applied: Any,
+        grads: trees.Gradients,
+        params: trees.Params,
+        partition: shards.Partition,
+    ) -> trees.Params:
+        old_state: dict[str, Any] = {}
+        for rule in unwrap(self):
+            Optimizer.check_takes_parts(rule, params)
+            rule.given = partition
+            old_state.update(rule.state_dict())
+        old = partition.parts(params)
+        with hk.custom_setter(_unless_skipped(applied, old_state)):
+            new = self.update(grads, old)
+        new = jax.tree.map(lambda new, old: _select(applied, new, old), new, old)
+        is_absent = lambda grad: grad is None
+        gather = lambda grad, old, whole: whole if grad is None else old
+        gathered = partition.map(lambda layout, _, new: partition.gather(layout, new), grads, new)
+        return jax.tree.map(gather, grads, gathered, params, is_leaf=is_absent)
+
     def get_name(self) -> str:
         """The module's name."""
         return self.name
@@ -189,6 +248,7 @@ class OptimizerWrapper(Optimizer):
     """A rule around another: hands every phase and every question on to `opt`, which it sets."""
 
     opt: Optimizer
+    takes_parts = True
 
     @hk.transparent
     def compute_gradients(
@@ -209,6 +269,14 @@ class OptimizerWrapper(Optimizer):
         """The wrapped rule's."""
         return self.opt.update(grads, params)
 
+    def partition(self, params: trees.Params) -> shards.Partition | None:
+        """The wrapped rule's."""
+        return self.opt.partition(params)
+
+    def state_layouts(self, partition: shards.Partition) -> dict[str, shards.Layouts]:
+        """The wrapped rule's."""
+        return self.opt.state_layouts(partition)
+
     def get_slot(self, var: str, name: str) -> Any:
         """The wrapped rule's."""
         return self.opt.get_slot(var, name)
@@ -228,3 +296,12 @@ def unwrap(opt: Optimizer) -> list[Optimizer]:
     while isinstance(chain[-1], OptimizerWrapper):
         chain.append(chain[-1].opt)
     return chain
+
+
+def _select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+    return new if applied is True else jnp.where(applied, new, old)
+
+
+def _unless_skipped(applied: Any, old: dict[str, Any]) -> Any:
+    """A setter of state that leaves what was there where the step is not applied."""
+    return lambda store, value, context: store(_select(applied, value, old[context.full_name]))

@@ -1,16 +1,19 @@
 """Gradients reduced across replicas."""
 
+import dataclasses
 import enum
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 from absl import logging
 from jax import lax
 
 from xshard import mesh
-from xshard.optimizers import base, trees
+from xshard.optimizers import base, int8, shards, trees
 from xshard.optimizers import optax as optax_optimizer
 
 
@@ -54,6 +57,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     -0.75
     """
 
+    takes_parts = True
+
     def __init__(
         self,
         opt: Any,
@@ -62,6 +67,11 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         group_assignment: Sequence[Sequence[int]] | None = None,
         *,
         axis_name: str = "replica",
+        slice_axis_name: str | None = None,
+        reduce_dtype: str = "float32",
+        slice_dtype: str = "float32",
+        shard_update: bool = False,
+        sharding_rules: shards.Rules = (),
     ):
         """Wraps an optimizer.
 
@@ -72,61 +82,189 @@ class CrossShardOptimizer(base.OptimizerWrapper):
           group_assignment: the replica numbers of each group, such as [[0, 2], [1, 3]]: each replica
             once, groups of one size. All replicas are one group by default.
           axis_name: the mapped axis that the replicas are along.
+          slice_axis_name: the mapped axis of the slices of a pod, between which the network is slower.
+            Each replica then exchanges its share of a sum only with those of other slices.
+          reduce_dtype: the type in which gradients are summed over `axis_name`: 'float32' (or wider, if
+            a gradient is) or 'bfloat16', which halves the bytes.
+          slice_dtype: the same for `slice_axis_name`; also 'int8', where what is lost to rounding is
+            kept and added to the next step's gradients.
+          shard_update: whether each replica updates its part of each array, and holds the slots of that
+            part only; the parts of the new parameters are then gathered.
+          sharding_rules: what parameters lie along other axes, as `xshard.mesh.tree_shardings` takes them:
+            such dimensions are not cut into parts. In a run those of the experiment.
 
         Raises:
-          ValueError: for a reduction, groups or an opt other than these, or an `opt` that already
-            reduces over this axis.
+          ValueError: for an argument other than these, or an `opt` that already reduces over this axis.
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
         self.axis_name: str = axis_name
+        self.slice_axis_name = slice_axis_name
+        self.shard_update = bool(shard_update)
+        self.sharding_rules = sharding_rules
+        self._errors: dict[str, jax.Array] = {}
         if reduction not in tuple(Reduction):
             raise ValueError(f"reduction must be 'sum' or 'mean'; received {reduction!r}.")
-        if not isinstance(axis_name, str):
-            raise ValueError(f"axis_name must be the name of one axis; received {axis_name!r}.")
+        self.reduction = Reduction(reduction)
+        self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
+        self.slice_dtype = _check_dtype("slice_dtype", slice_dtype, ("float32", "bfloat16", "int8"))
+        self.group_assignment = mesh.check_groups(group_assignment)
+        self._check_axes()
+
+    def _check_axes(self) -> None:
+        for axis in (self.axis_name, self.slice_axis_name):
+            if not isinstance(axis, str) and (axis is not None or self.axis_name is None):
+                raise ValueError(f"axis_name must be the name of one axis; received {axis!r}.")
+        if self.slice_axis_name is None and self.slice_dtype != "float32":
+            raise ValueError(
+                f"slice_dtype={self.slice_dtype!r} is for sums over slices; give slice_axis_name too."
+            )
+        if self.slice_axis_name is not None and self.group_assignment is not None:
+            raise ValueError(
+                "group_assignment and slice_axis_name exclude each other: give groups a mapped axis of "
+                "their own."
+            )
         for inner in base.unwrap(self.opt):
-            if isinstance(inner, CrossShardOptimizer) and inner.axis_name == axis_name:
+            if not isinstance(inner, CrossShardOptimizer):
+                continue
+            if inner.axis_name in (self.axis_name, self.slice_axis_name):
                 raise ValueError(
-                    f"opt already reduces over the axis {axis_name!r} ({inner.name}): the gradients "
+                    f"opt already reduces over the axis {inner.axis_name!r} ({inner.name}): the gradients "
                     "would be summed twice. Use one CrossShardOptimizer for each axis."
                 )
-        self.reduction = Reduction(reduction)
-        self.group_assignment = mesh.check_groups(group_assignment)
+            if inner.shard_update and (self.shard_update or self.slice_axis_name):
+                raise ValueError(
+                    f"opt already shards its update ({inner.name}); set shard_update on one "
+                    "CrossShardOptimizer, and slice_axis_name on the same."
+                )
 
     @hk.transparent
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
         """As `Optimizer.compute_gradients`: per replica, times 1 / group size for 'mean'."""
-        group_size = self._group_size()
+        summands = self._group_size() * self._num_slices()
         value, grads = self.opt.compute_gradients(loss, self._per_replica(params), **kwargs)
-        if self.reduction is Reduction.MEAN and group_size > 1:
-            grads = jax.tree.map(lambda g: trees.widen(g) / group_size, grads)
+        if self.reduction is Reduction.MEAN and summands > 1:
+            grads = jax.tree.map(lambda g: trees.widen(g) / summands, grads)
         return value, grads
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """As `Optimizer.aggregate`: sums over the group, in float32 or wider."""
-        grads = self.opt.aggregate(grads)
-        if self._group_size() == 1:
-            return grads
-        try:
-            return lax.psum(
-                jax.tree.map(trees.widen, grads),
-                self.axis_name,
-                axis_index_groups=self.group_assignment,
+        """As `Optimizer.aggregate`: sums over the group and all slices.
+
+        Returns:
+          The sums in float32 or wider; with `shard_update` this replica's part of each.
+        """
+        grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
+        slices = self._num_slices()
+        if slices == 1 and self.slice_dtype == "int8" and not hk.running_init():
+            raise ValueError(
+                f"slice_dtype='int8' with one slice along {self.slice_axis_name!r}: there is nothing to send "
+                "between slices, and rounding would only lose. Leave it 'float32', or use several slices."
             )
+        if slices == 1 and not self._shards():
+            return self._sum(grads) if self._group_size() > 1 else grads
+        partition = self._partition(grads)
+        parts = partition.map(self._scatter(partition), grads)
+        if self.slice_axis_name is not None and slices > 1:
+            parts = self._sum_over_slices(parts, self.slice_axis_name)
+        return parts if self._shards() else partition.map(self._gather(partition), parts, grads)
+
+    def partition(self, params: trees.Params) -> shards.Partition | None:
+        """As `Optimizer.partition`: with `shard_update`, and more replicas than one."""
+        return self._partition(params) if self._shards() else self.opt.partition(params)
+
+    def state_layouts(self, partition: shards.Partition) -> dict[str, shards.Layouts]:
+        """As `Optimizer.state_layouts`: what rounding has lost differs from slice to slice."""
+        layouts = {
+            f"error/{path}": dataclasses.replace(layout, copies=partition.copies)
+            for path, layout in partition.layouts.items()
+        }
+        own = {self.module_name: layouts} if self.slice_dtype == "int8" else {}
+        # Without shard_update the slots are whole, and only this module's own state is cut.
+        return {**(self.opt.state_layouts(partition) if self.shard_update else {}), **own}
+
+    def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
+        """As `Optimizer.update`."""
+        if hk.running_init():
+            if self.shard_update:
+                for rule in base.unwrap(self.opt):
+                    rule.check_takes_parts(params)
+            if self.slice_dtype == "int8":
+                self._errors = {
+                    path: hk.get_state(f"error/{path}", [1, *leaf.shape], jnp.float32, jnp.zeros)
+                    for path, leaf in trees.leaves_by_path(params).items()
+                }
+        for path, error in self._errors.items():
+            hk.set_state(f"error/{path}", error)
+        return self.opt.update(grads, params)
+
+    def _sum(self, grads: trees.Gradients) -> trees.Gradients:
+        groups = self.group_assignment
+        try:
+            total = lax.psum(self._narrow(grads), self.axis_name, axis_index_groups=groups)
         except NotImplementedError as e:
             raise ValueError(
-                f"group_assignment={self.group_assignment} needs jax.shard_map(..., check_vma=False): "
-                "JAX has no grouped psum where it checks which values vary, nor under vmap."
+                f"group_assignment={groups} needs jax.shard_map(..., check_vma=False): JAX has no grouped "
+                "psum where it checks which values vary, nor under vmap."
             ) from e
+        return jax.tree.map(lambda total, grad: total.astype(grad.dtype), total, grads)
+
+    def _narrow(self, tree: Any) -> Any:
+        """Gradients as they are sent within a slice."""
+        if self.reduce_dtype == "float32":
+            return tree
+        return jax.tree.map(lambda x: x.astype(self.reduce_dtype), tree)
+
+    def _scatter(self, partition: shards.Partition) -> Callable[..., jax.Array]:
+        return lambda layout, x: partition.scatter(layout, self._narrow(x)).astype(x.dtype)
+
+    def _gather(self, partition: shards.Partition) -> Callable[..., jax.Array]:
+        return lambda layout, part, grad: partition.gather(layout, self._narrow(part)).astype(
+            grad.dtype
+        )
+
+    def _sum_over_slices(self, parts: trees.Gradients, axis: str) -> trees.Gradients:
+        if self.slice_dtype != "int8":
+            send = lambda x: x if self.slice_dtype == "float32" else x.astype(self.slice_dtype)
+            return jax.tree.map(lambda x: lax.psum(send(x), axis).astype(x.dtype), parts)
+        total = {}
+        for path, part in trees.leaves_by_path(parts).items():
+            if part is not None:
+                error = hk.get_state(f"error/{path}")[0]
+                total[path], error = int8.all_reduce(part, error, axis)
+                # Kept only if the step is applied: `update` stores it.
+                self._errors[path] = error[None]
+        return trees.replace(parts, total)
 
     def _per_replica(self, params: trees.Params) -> trees.Params:
         # Where JAX tracks which values vary (check_vma=True), the gradient of a parameter that does
         # not vary comes back summed over the axis already, and would then be summed twice.
-        if self._num_replicas() == 1:
-            return params
-        return jax.tree.map(lambda p: _varying(p, self.axis_name), params)
+        for axis in (self.axis_name, self.slice_axis_name):
+            if axis is not None and self._size(axis) > 1:
+                params = jax.tree.map(functools.partial(_varying, axis_name=axis), params)
+        return params
+
+    def _shards(self) -> bool:
+        return self.shard_update and self._group_size() > 1
+
+    def _partition(self, tree: Any) -> shards.Partition:
+        if jax.typeof(lax.axis_index(self.axis_name)).manual_axis_type.varying:
+            raise ValueError(
+                "shard_update and slice_axis_name need jax.shard_map(..., check_vma=False): what is gathered "
+                "is equal on all replicas, but JAX's check does not know it."
+            )
+        return shards.Partition(
+            tree,
+            self._group_size(),
+            self.axis_name,
+            self.group_assignment,
+            self.sharding_rules,
+            copies=self._num_slices(),
+        )
+
+    def _num_slices(self) -> int:
+        return 1 if self.slice_axis_name is None else self._size(self.slice_axis_name)
 
     def _group_size(self) -> int:
         groups = self.group_assignment
@@ -134,32 +272,36 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
     def _num_replicas(self) -> int:
         """The size of the mapped axis; 1 outside of it."""
-        if hk.running_init():
-            return 1
         groups = self.group_assignment
-        replicas = self._axis_size()
-        if groups is not None and replicas != len(groups) * len(groups[0]):
+        replicas = self._size(self.axis_name)
+        if (
+            groups is not None
+            and not hk.running_init()
+            and replicas != len(groups) * len(groups[0])
+        ):
             raise ValueError(
                 f"group_assignment={groups} is for {len(groups) * len(groups[0])} replicas, but the "
                 f"axis {self.axis_name!r} has {replicas}; it must hold each replica once."
             )
         return replicas
 
-    def _axis_size(self) -> int:
+    def _size(self, axis_name: str) -> int:
+        if hk.running_init():
+            return 1
         try:
-            return lax.axis_size(self.axis_name)
+            return lax.axis_size(axis_name)
         except NameError:
             mapped = jax.sharding.get_abstract_mesh().manual_axes
         if mapped:
             raise ValueError(
-                f"CrossShardOptimizer reduces over the axis {self.axis_name!r}, but the mapped axes "
-                f"here are {mapped}; pass axis_name=, or map {self.axis_name!r}."
+                f"CrossShardOptimizer reduces over the axis {axis_name!r}, but the mapped axes "
+                f"here are {mapped}; pass axis_name=, or map {axis_name!r}."
             )
         logging.log_first_n(
             logging.WARNING,
             "CrossShardOptimizer is used where no axis %r is mapped: assuming one replica.",
             1,
-            self.axis_name,
+            axis_name,
         )
         return 1
 
@@ -170,3 +312,9 @@ def _varying(x: Any, axis_name: str) -> Any:
     if not is_manual or axis_name in jax.typeof(x).manual_axis_type.varying:
         return x
     return lax.pcast(x, axis_name, to="varying")
+
+
+def _check_dtype(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{argument} must be one of {', '.join(allowed)}; received {value!r}.")
+    return str(value)

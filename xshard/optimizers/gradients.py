@@ -1,5 +1,6 @@
 """Differentiation of one loss or of several: the body of `Optimizer.compute_gradients`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +15,31 @@ from xshard.optimizers import trees
 
 Loss = Callable[[trees.Params], Any]
 
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """Losses of one function at several inputs, computed one after the other by `lax.scan`.
+
+    The program is as large as for one of them, and the activations of one are alive at once. Gradients
+    are summed in float32 or wider, with AggregationMethod.EXPERIMENTAL_TREE in pairs, which keeps one more
+    gradient alive for each doubling; else into a running sum.
+
+    Attributes:
+      loss: a function of the parameters and one input.
+      inputs: a tree of arrays whose leading dimension is the number of micro-batches.
+    """
+
+    loss: Callable[[trees.Params, Any], Any]
+    inputs: Any
+
+
 GATE_NONE = 0
 GATE_OP = 1
 GATE_GRAPH = 2
 
 
 class AggregationMethod:
-    """How `Optimizer.compute_gradients` sums the gradients of several losses (micro-batches).
+    """How `Optimizer.compute_gradients` sums the gradients of several losses.
 
     Source: `tf.AggregationMethod`. All of them sum in float32 or wider.
 
@@ -35,6 +54,17 @@ class AggregationMethod:
     DEFAULT = ADD_N
     EXPERIMENTAL_TREE = 1
     EXPERIMENTAL_ACCUMULATE_N = 2
+
+
+def method(name: str) -> int:
+    """The constant of `AggregationMethod` of a name; ValueError if there is none."""
+    names = [name for name in vars(AggregationMethod) if name.isupper()]
+    if name not in names:
+        raise ValueError(
+            f"aggregation_method={name!r} must be one of {', '.join(names)}; for micro-batches "
+            "EXPERIMENTAL_TREE adds in pairs, the others to a running sum."
+        )
+    return int(getattr(AggregationMethod, name))
 
 
 def check_options(gate_gradients: Any, aggregation_method: Any) -> None:
@@ -52,7 +82,7 @@ def check_options(gate_gradients: Any, aggregation_method: Any) -> None:
 
 
 def value_and_grad(
-    loss: Loss | Sequence[Loss],
+    loss: Loss | Sequence[Loss] | MicroBatches,
     params: trees.Params,
     trained: dict[str, Any],
     *,
@@ -63,9 +93,14 @@ def value_and_grad(
     """Differentiates with respect to the parameters in `trained`, {path: array}.
 
     Returns:
-      `(value, aux, {path: gradient})`; for several losses the sum of the values and a list of aux.
+      `(value, aux, {path: gradient})`; for several losses the sum of the values and a list of aux, which
+      for micro-batches is stacked.
     """
     evaluate = functools.partial(_one, params=params, trained=trained, has_aux=has_aux)
+    if isinstance(loss, MicroBatches):
+        weight = None if grad_loss is None else trees.widen(grad_loss)
+        pairs = aggregation_method == AggregationMethod.EXPERIMENTAL_TREE
+        return _scan(evaluate, loss, weight, trained, pairs)
     if callable(loss):
         return evaluate(loss, None if grad_loss is None else trees.widen(grad_loss))
     weights = _weights(grad_loss, len(loss))
@@ -149,6 +184,67 @@ def _accumulate(
         total = new if total is None else jax.tree.map(jnp.add, total, new)
         auxes.append(aux)
     return total[0], auxes, total[1]
+
+
+def _scan(
+    evaluate: Callable[..., Any],
+    loss: MicroBatches,
+    weight: jax.Array | None,
+    trained: dict[str, Any],
+    in_pairs: bool,
+) -> tuple[Any, Any, dict[str, Any]]:
+    counts = {jnp.shape(x)[:1] for x in jax.tree.leaves(loss.inputs)}
+    if len(counts) != 1 or counts <= {(), (0,)}:
+        raise ValueError(
+            "The inputs of MicroBatches must be arrays of one leading dimension of at least 1; received "
+            f"{jax.tree.map(jnp.shape, loss.inputs)}."
+        )
+    ((count,),) = counts
+    # Selected from the parameters, so that JAX knows them to vary over mapped axes as gradients do.
+    never = jnp.zeros((), jnp.bool_)
+    zeros = jax.tree.map(lambda p: jnp.where(never, trees.widen(p), 0), trained)
+
+    def one(x: Any) -> tuple[Any, Any]:
+        value, aux, grads = evaluate(lambda params: loss.loss(params, x), weight)
+        return _widen(grads), (trees.widen(value), aux)
+
+    def add(total: Any, x: Any) -> tuple[Any, Any]:
+        grads, out = one(x)
+        return jax.tree.map(jnp.add, total, grads), out
+
+    if in_pairs:
+        total, (values, aux) = _sum_in_pairs(one, zeros, loss.inputs, count)
+    else:
+        total, (values, aux) = hk.scan(add, zeros, loss.inputs)
+    return jnp.sum(values, axis=0), aux, total
+
+
+def _sum_in_pairs(
+    one: Callable[[Any], tuple[Any, Any]], zeros: Any, xs: Any, count: int
+) -> tuple[Any, Any]:
+    """The sum of `one(x)[0]` in pairs, and all `one(x)[1]`, stacked."""
+    if count == 1:
+        total, out = one(jax.tree.map(lambda x: x[0], xs))
+        return total, jax.tree.map(lambda x: jnp.asarray(x)[None], out)
+    first = 1 << (count - 1).bit_length() - 1
+    if count == 2 * first:
+        # Loops in loops, so that the program has `one` in it once.
+        def add(total: Any, half: Any) -> tuple[Any, Any]:
+            part, out = _sum_in_pairs(one, zeros, half, first)
+            return jax.tree.map(jnp.add, total, part), out
+
+        halves = jax.tree.map(lambda x: x.reshape(2, first, *x.shape[1:]), xs)
+        total, out = hk.scan(add, zeros, halves)
+        return total, jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), out)
+    cuts = (slice(first), slice(first, count))
+    sums = [
+        _sum_in_pairs(one, zeros, jax.tree.map(lambda x: x[cut], xs), cut.stop - (cut.start or 0))
+        for cut in cuts
+    ]
+    (total, out), (rest, more) = sums
+    return jax.tree.map(jnp.add, total, rest), jax.tree.map(
+        lambda a, b: jnp.concatenate([a, b]), out, more
+    )
 
 
 def _widen(tree: Any) -> Any:

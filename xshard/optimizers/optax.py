@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from xshard.optimizers import base, trees
+from xshard.optimizers import base, elementwise, shards, trees
 
 
 class OptaxOptimizer(base.Optimizer):
@@ -19,6 +19,9 @@ class OptaxOptimizer(base.Optimizer):
     A state's name is its path in optax's state, such as '0/mu/mlp/linear_0/w'. Parameters narrower
     than float32 are updated in float32 and rounded once; their slots are float32 too, unless the
     transformation asks for another type itself (such as `mu_dtype`).
+
+    Of a sharded update it sees whole arrays, of which each replica computes its part: a transformation
+    may go element by element, and take sums and norms of whole arrays. Others are refused.
 
     >>> def step(params, x):
     ...     opt = OptaxOptimizer(optax.adam(0.1), name='adam')
@@ -32,6 +35,8 @@ class OptaxOptimizer(base.Optimizer):
     >>> print(loss, params['linear']['w'].round(3))
     2.0 [0.1 0.1]
     """
+
+    takes_parts = True
 
     def __init__(self, transformation: Any, name: str | None = None):
         """Wraps a transformation.
@@ -56,19 +61,70 @@ class OptaxOptimizer(base.Optimizer):
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
         """As `Optimizer.update`: one update of the transformation."""
         wide = jax.tree.map(trees.widen, params)
-        old_state = self._get_state(wide)
+        old_state = self._get_state(wide if self.given is None else self.given.whole_shapes(wide))
         if hk.running_init():
             return params
         shown, restored = _absent_hidden(grads, params)
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), shown(grads), shown(wide))
         # optax mixes counts with floats, which JAX's strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = self.transformation.update(
-                gradients, _map_slots(shown, params, old_state), shown(wide)
+            updates, state = self._transform(
+                gradients, _map_slots(shown, params, old_state), shown(wide), self.given
             )
         new = restored(wide, optax.apply_updates(shown(wide), updates))
         self._set_state(_map_slots(restored, params, old_state, state), old_state)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, params)
+
+    def _transform(
+        self, grads: Any, state: Any, params: Any, partition: shards.Partition | None
+    ) -> tuple[Any, Any]:
+        """The transformation's update; of parts, if the leaves are parts of `partition`."""
+        if partition is None:
+            return self.transformation.update(grads, state, params)
+        slots = self._slot_layouts(partition)
+        in_slot = lambda f, tree: jax.tree_util.tree_map_with_path(
+            lambda path, x: f(slots[name], x) if (name := trees.path_name(path)) in slots else x,
+            tree,
+        )
+        of_param = functools.partial(partition.map, lambda layout, x: elementwise.part(layout, x))
+        updates, state = elementwise.evaluate(
+            self.transformation.update,
+            (of_param(grads), in_slot(elementwise.part, state), of_param(params)),
+            partition,
+            f"The update of {self.name} ({type(self.transformation).__name__})",
+        )
+        own = lambda layout, x: elementwise.own(layout, x, partition.index)
+        return partition.map(own, updates), in_slot(own, state)
+
+    def _slot_layouts(self, partition: shards.Partition) -> dict[str, shards.Layout]:
+        """How the slots are cut: each as its parameter, if it has its shape."""
+        params = partition.shapes
+        with jax.numpy_dtype_promotion("standard"):
+            state = jax.eval_shape(self.transformation.init, params)
+        found: dict[str, shards.Layout] = {}
+        for path, slot in _slots(state, params):
+            for name, leaf in trees.leaves_by_path(slot).items():
+                layout = partition.layouts.get(name)
+                if layout and layout.dim is not None and leaf.shape == layout.shape:
+                    found[f"{path}/{name}" if path else name] = layout
+        return found
+
+    def state_layouts(self, partition: shards.Partition) -> dict[str, shards.Layouts]:
+        """As `Optimizer.state_layouts`: a slot of a parameter's shape is cut as its parameter is."""
+        return {self.module_name: self._slot_layouts(partition)}
+
+    def check_takes_parts(self, params: trees.Params) -> None:
+        """As `Optimizer.check_takes_parts`: traces the update as it would go on one of two parts."""
+        rehearsal = shards.Rehearsal(params)
+        with jax.numpy_dtype_promotion("standard"):
+            state = jax.eval_shape(self.transformation.init, rehearsal.shapes)
+            slots = self._slot_layouts(rehearsal)
+            parts = rehearsal.map(_part_shape, rehearsal.shapes)
+            state = jax.tree_util.tree_map_with_path(
+                lambda path, x: _part_shape(slots.get(trees.path_name(path)), x), state
+            )
+            update = functools.partial(self._transform, partition=rehearsal)
+            jax.eval_shape(update, parts, state, parts)
 
     def get_slot(self, var: str, name: str) -> Any:
         """As `Optimizer.get_slot`; where several slots share a name, give its path."""
@@ -92,9 +148,7 @@ class OptaxOptimizer(base.Optimizer):
         init = self.transformation.init
         with jax.numpy_dtype_promotion("standard"):
             state = init(params) if hk.running_init() else jax.eval_shape(init, params)
-        mirrors = functools.partial(_mirrors, params=params)
-        nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=mirrors)
-        self._slot_prefixes = [trees.path_name(path) for path, node in nodes if mirrors(node)]
+        self._slot_prefixes = [path for path, _ in _slots(state, params)]
         return jax.tree_util.tree_map_with_path(_get_leaf, state)
 
     def _set_state(self, state: Any, old_state: Any) -> None:
@@ -137,6 +191,19 @@ def _mirrors(node: Any, params: trees.Params) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _slots(state: Any, params: trees.Params) -> list[tuple[str, Any]]:
+    """The slots in optax's state, by path."""
+    mirrors = functools.partial(_mirrors, params=params)
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=mirrors)
+    return [(trees.path_name(path), node) for path, node in nodes if mirrors(node)]
+
+
+def _part_shape(layout: shards.Layout | None, x: Any) -> Any:
+    if layout is None:
+        return x
+    return jax.ShapeDtypeStruct(layout.part_shape, x.dtype)
 
 
 def _map_slots(f: Callable[..., Any], params: trees.Params, state: Any, *rest: Any) -> Any:

@@ -1,0 +1,134 @@
+"""The pure functions of an experiment: its network, and one update of it by its rules."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jmp
+
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+from xshard.optimizers import base, cross_shard, gradients, loss_scale, shards
+
+Batch = Mapping[str, Any]
+
+
+class Model:
+    """What a replica computes, as functions of trees."""
+
+    def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
+        self.experiment = experiment
+        self._mesh = mesh
+        self.policy = jmp.get_policy(experiment.config.precision)
+        self._micro_batches = experiment.config.micro_batches
+        self._method = gradients.method(experiment.config.aggregation_method)
+        self._network = hk.transform_with_state(experiment.forward)
+        self._rules = hk.transform_with_state(self._update)
+
+    def init(self, key: jax.Array, example: Batch) -> tuple[Any, Any, Any]:
+        """Parameters, network state, and state of the rules, all whole."""
+        example = self.policy.cast_to_param(example)
+        params, net_state = self._network.init(key, example, is_training=True)
+        params = self.policy.cast_to_param(params)
+        _, opt_state = self._rules.init(key, params, net_state, jnp.int32(0), example)
+        return params, net_state, opt_state
+
+    def forward(
+        self, params: Any, net_state: Any, key: Any, batch: Batch, is_training: bool
+    ) -> tuple[Any, Any]:
+        """Outputs in the output type, and the new network state."""
+        params, inputs = self.policy.cast_to_compute((params, batch))
+        outputs, new_state = self._network.apply(
+            params, net_state, key, inputs, is_training=is_training
+        )
+        new_state = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, net_state)
+        return self.policy.cast_to_output(outputs), new_state
+
+    def update(
+        self, params: Any, net_state: Any, opt_state: Any, global_step: Any, key: Any, batch: Batch
+    ) -> tuple[tuple[Any, Any, Any, dict[str, Any], dict[str, Any]], Any]:
+        """One update on a replica's part of the batch.
+
+        Returns:
+          `((params, net_state, global_step, metrics, agreed), opt_state)`: the metrics are the replica's
+          own, those that are agreed are equal on all replicas of a group.
+        """
+        return self._rules.apply({}, opt_state, key, params, net_state, global_step, batch)
+
+    def layouts(self, params: Any) -> Mapping[str, shards.Layouts]:
+        """How the state of the rules is cut over replicas: `{module: {name: layout}}`.
+
+        Args:
+          params: the parameters of one group, or their shapes.
+        """
+        partition = shards.Partition(
+            params,
+            self._mesh.shape[mesh_lib.REPLICA],
+            mesh_lib.REPLICA,
+            rules=self.experiment.sharding_rules(),
+            copies=self._mesh.shape[mesh_lib.SLICE],
+        )
+        layouts = hk.transform(lambda: self._optimizer().state_layouts(partition))
+        return layouts.apply({}, None)
+
+    def _optimizer(self) -> base.Optimizer:
+        opt = self.experiment.optimizer()
+        _check_reduces(base.unwrap(opt), self._mesh)
+        for rule in base.unwrap(opt):
+            if isinstance(rule, cross_shard.CrossShardOptimizer):
+                rule.sharding_rules = self.experiment.sharding_rules()
+        return opt
+
+    def _update(self, params: Any, net_state: Any, global_step: Any, batch: Batch) -> Any:
+        opt = self._optimizer()
+        parts = 1 if hk.running_init() else self._micro_batches
+        keys = jnp.stack([hk.next_rng_key() for _ in range(parts)])
+        value_of = lambda params, x: self._loss(params, net_state, x[0], x[1], parts)
+        if parts == 1:
+            loss: Any = lambda params: value_of(params, (batch, keys[0]))
+        else:
+            split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), dict(batch))
+            loss = gradients.MicroBatches(value_of, (split, keys))
+        (value, aux), grads = opt.compute_gradients(
+            loss,
+            params,
+            gate_gradients=base.Optimizer.GATE_NONE,
+            aggregation_method=self._method,
+            has_aux=True,
+        )
+        grads = self.experiment.clip_gradients(grads)
+        params, new_global_step = opt.apply_gradients(grads, params, global_step)
+        net_state, metrics = aux if parts == 1 else jax.tree.map(_mean_over_parts, aux)
+        metrics, agreed = {**metrics, "loss": value}, {}
+        for rule in base.unwrap(opt):
+            if isinstance(rule, loss_scale.MixedPrecisionLossScaleOptimizer):
+                agreed["loss_scale"] = rule.loss_scale()
+        return params, net_state, new_global_step, metrics, agreed
+
+    def _loss(
+        self, params: Any, net_state: Any, batch: Batch, key: jax.Array, parts: int
+    ) -> tuple[jax.Array, Any]:
+        outputs, new_state = self.forward(params, net_state, key, batch, True)
+        value, metrics = self.experiment.loss(outputs, batch)
+        return value / parts, (new_state, dict(metrics))
+
+
+def _check_reduces(chain: list[base.Optimizer], mesh: jax.sharding.Mesh) -> None:
+    reducing = [rule for rule in chain if isinstance(rule, cross_shard.CrossShardOptimizer)]
+    over = {axis for rule in reducing for axis in (rule.axis_name, rule.slice_axis_name)}
+    wanted = {mesh_lib.REPLICA, *([mesh_lib.SLICE] if mesh.shape[mesh_lib.SLICE] > 1 else [])}
+    missing = sorted(wanted - over)
+    if missing:
+        argument = "axis_name" if mesh_lib.REPLICA in missing else "slice_axis_name"
+        raise ValueError(
+            f"The experiment's optimizer is {' around '.join(rule.name for rule in chain)}, which does not "
+            f"reduce over the axis '{missing[0]}': replicas would drift apart. Wrap it in a "
+            f"CrossShardOptimizer with {argument}='{missing[0]}'."
+        )
+
+
+def _mean_over_parts(x: jax.Array) -> jax.Array:
+    """The mean of floating-point values; of others, such as counts, the last."""
+    return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]
