@@ -211,8 +211,8 @@ def test_a_run_may_go_on_with_another_model_axis(tmp_path, first, then, capsys):
             patch.setattr(
                 loop.mesh_lib,
                 "make_mesh",
-                lambda groups, model, n=devices: make_mesh(
-                    groups, model=model, devices=jax.devices()[:n]
+                lambda groups, n=devices, **sizes: make_mesh(
+                    groups, **sizes, devices=jax.devices()[:n]
                 ),
             )
             assert loop.run(config, str(tmp_path), "") == 0

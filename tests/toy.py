@@ -48,6 +48,23 @@ class Toy(xshard.Experiment):
         return {"error": (outputs - batch["y"]) ** 2}
 
 
+class Wide(Toy):
+    """With a hidden layer, whose arrays can be cut."""
+
+    def forward(self, batch, *, is_training):
+        x = batch["x"]
+        if is_training:
+            x = x + 0.1 * jax.random.normal(hk.next_rng_key(), x.shape, x.dtype)
+        return hk.nets.MLP([self.config.hidden, 1], name="mlp")(x)[:, 0]
+
+
+class OneSlice(Toy):
+    """Reduces within each slice only."""
+
+    def optimizer(self):
+        return xshard.CrossShardOptimizer(optax.sgd(0.1))
+
+
 class Drifting(Toy):
     """Forgets to reduce."""
 
@@ -80,6 +97,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model_parallel = 1
     config.reduction = {"reduce_dtype": "float32", "slice_dtype": "float32", "shard_update": False}
     config.examples = 50
+    config.hidden = 16
     config.overflow_above = 1e9
     config.optimizer = {"learning_rate": 0.1}
     config.log_every_steps = 4

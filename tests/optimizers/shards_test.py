@@ -1,14 +1,18 @@
 """The sharded update: each replica updates its part, and all end where a replicated update ends."""
 
 import functools
+import re
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tests.optimizers import harness, table
-from xshard.optimizers import cross_shard, loss_scale
+from xshard.optimizers import base, cross_shard, loss_scale, shards
+from xshard.optimizers import optax as optax_optimizer
 
 CrossShard = functools.partial(cross_shard.CrossShardOptimizer, shard_update=True)
 LossScaled = loss_scale.MixedPrecisionLossScaleOptimizer
@@ -62,3 +66,243 @@ def test_what_mixes_elements_is_refused_by_name_before_the_first_step(name):
         ValueError, match=rf"update of opt .* its {operation} mixes .*'mlp/linear_0"
     ):
         jax.eval_shape(step.init, None, harness.params(), harness.batch())
+
+
+def run_one(make_optimizer, params, grads_of, replicas=4):
+    """The new parameters where replica i has the gradients `grads_of(i)`; and the state's step counts."""
+    step = hk.transform_with_state(lambda i: make_optimizer().apply_gradients(grads_of(i), params))
+    _, state = step.init(None, 0)
+    partition = shards.Partition(params, replicas, "replica")
+    layouts = hk.transform(lambda: make_optimizer().state_layouts(partition)).apply({}, None)
+    specs = shards.map_state(
+        lambda lay, _: lay.spec("replica") if lay else EVERYWHERE, layouts, state
+    )
+
+    def local(state):
+        return step.apply({}, state, None, jax.lax.axis_index("replica"))
+
+    run = jax.shard_map(
+        local,
+        mesh=harness.mesh(replicas),
+        in_specs=(specs,),
+        out_specs=(EVERYWHERE, specs),
+        check_vma=False,
+    )
+    return jax.jit(run)(shards.map_state(lambda lay, x: lay.store(x) if lay else x, layouts, state))
+
+
+WIDE = {"m": {"w": jnp.zeros(8)}}
+
+
+@pytest.mark.parametrize("errors", [0, 100])
+def test_a_rule_that_skips_by_itself_skips_on_all_replicas_or_none(errors):
+    # apply_if_finite sees one replica's part: where each saw its own, some would skip and some not.
+    finite = lambda: CrossShard(optax.apply_if_finite(optax.sgd(1.0), errors), "sum")
+    bad = lambda i: {"m": {"w": jnp.where(jnp.arange(8) == 5, jnp.inf, 1.0)}}
+    new, state = run_one(finite, WIDE, bad)
+    (counts,) = state.values()
+    assert int(counts["notfinite_count"]) == 1 and int(counts["total_notfinite"]) == 1
+    applied = np.asarray(new["m"]["w"]) != 0
+    assert not applied.any() if errors == 100 else applied.all()
+
+
+def test_a_global_clip_sees_the_norm_of_whole_gradients():
+    clip = lambda: CrossShard(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), "sum")
+    new, _ = run_one(clip, WIDE, lambda i: {"m": {"w": jnp.ones(8)}})
+    # On parts of 2 elements each the norm of all together would be 2.
+    np.testing.assert_allclose(np.linalg.norm(new["m"]["w"]), 1.0, rtol=1e-6)
+
+
+def test_a_replica_clips_its_own_before_it_hurts_the_rest():
+    def step(i):
+        opt = CrossShard(optax.sgd(1.0), "sum")
+        grads = {"m": {"w": jnp.where(i == 2, 1e6, 1.0) * jnp.ones(8)}}
+        clipped, _ = optax.clip_by_global_norm(8**0.5).update(grads, optax.EmptyState())
+        return opt.apply_gradients(clipped, WIDE)
+
+    step = hk.transform_with_state(step)
+    run = jax.shard_map(
+        lambda: step.apply({}, {}, None, jax.lax.axis_index("replica"))[0],
+        mesh=harness.mesh(4),
+        in_specs=(),
+        out_specs=EVERYWHERE,
+        check_vma=False,
+    )
+    np.testing.assert_allclose(jax.jit(run)()["m"]["w"], np.full(8, -4.0), rtol=1e-6)
+
+
+def nest(order):
+    adam = optax_optimizer.OptaxOptimizer(optax.adam(0.1), name="opt")
+    if order == "scale outside":
+        return LossScaled(CrossShard(adam), "dynamic")
+    return CrossShard(LossScaled(adam, "dynamic"))
+
+
+@pytest.mark.parametrize("order", ["scale outside", "scale inside"])
+def test_one_bad_element_anywhere_skips_the_step_on_all_and_changes_no_bit(order):
+    make = functools.partial(nest, order)
+    step = harness.transform_step(make)
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x)
+    run, store, _ = harness.sharded(step, make)
+    run = jax.jit(run)
+    (_, params, n), state = run(params, store(state), x)
+    (_, new, new_n), new_state = run(params, state, x.at[5, 1].set(jnp.inf), n)
+    harness.assert_equal((new, new_n, new_state["opt"]), (params, n, state["opt"]))
+    (scale,) = [m["current_loss_scale"] for m in new_state.values() if "current_loss_scale" in m]
+    assert float(scale) == 2**14
+    (_, _, new_n), _ = run(new, new_state, x, new_n)
+    assert int(new_n) == 2
+
+
+def test_groups_with_parts_of_their_own():
+    groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
+    ends = []
+    for shard_update in (True, False):
+
+        def local(x, shard_update=shard_update):
+            def step(params, x):
+                opt = cross_shard.CrossShardOptimizer(
+                    optax.sgd(0.1), group_assignment=groups, shard_update=shard_update
+                )
+                return LossScaled(opt, "dynamic").minimize(
+                    lambda p: harness.loss(p, x), params, jnp.int32(0)
+                )
+
+            rules = hk.transform_with_state(step)
+            _, state = rules.init(None, harness.params(), x[0])
+            new, _ = rules.apply({}, state, None, harness.params(), x[0])
+            return jax.tree.map(lambda a: a[None], new[1:])
+
+        spec = jax.P("replica")
+        run = jax.shard_map(
+            local, mesh=harness.mesh(), in_specs=spec, out_specs=spec, check_vma=False
+        )
+        x = harness.batch().reshape(8, 2, 3).at[4, 0, 0].set(jnp.nan)
+        ends.append(jax.jit(run)(x))
+    # The sum over four replicas is in another order.
+    harness.assert_close(*ends, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(ends[0][1], [1, 0, 0, 1, 0, 1, 1, 0])
+
+
+def test_what_is_not_trained_stays_and_its_slots_too():
+    def make():
+        return CrossShard(optax_optimizer.OptaxOptimizer(optax.adam(0.1), name="opt"))
+
+    def step(params, x, n):
+        loss = lambda p: harness.loss(p, x)
+        return make().minimize(loss, params, n, var_list=["mlp/linear_0/w"])
+
+    step = hk.transform_with_state(step)
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x, 0)
+    run, store, whole = harness.sharded(step, make)
+    (_, new, _), after = jax.jit(run)(params, store(state), x)
+    frozen = {"mlp/linear_0/b", "mlp/linear_1/w"}
+    before, after = whole(store(state))["opt"], whole(after)["opt"]
+    for path in frozen:
+        module, name = path.rsplit("/", 1)
+        harness.assert_equal(new[module][name], params[module][name])
+        harness.assert_equal(after[f"0/mu/{path}"], before[f"0/mu/{path}"])
+    assert not np.array_equal(new["mlp/linear_0"]["w"], params["mlp/linear_0"]["w"])
+
+
+def test_half_precision_parameters_are_gathered_as_they_are():
+    step = harness.transform_step(lambda: CrossShard(optax.adam(0.1)))
+    params, x = harness.params(np.float16), harness.batch(np.float16)
+    _, state = step.init(None, params, x)
+    run, store, _ = harness.sharded(step, lambda: CrossShard(optax.adam(0.1)))
+    lowered = jax.jit(run).lower(params, store(state), x)
+    gathered = re.findall(r"all_gather.*-> tensor<[\dx]*x(\w+)>", lowered.as_text())
+    assert gathered and set(gathered) == {"f16"}
+
+
+@pytest.mark.parametrize(
+    "shape, count, spec, dim, part, stored",
+    [
+        ((16, 3), 8, (), 0, (2, 3), (16, 3)),
+        ((3, 16), 8, (), 1, (3, 2), (3, 16)),
+        ((16, 16), 8, ("model",), 1, (16, 2), (16, 16)),
+        ((16, 5), 8, ("model", None), None, (16, 5), (16, 5)),
+        ((3, 5), 8, (), 1, (1, 2), (1, 16)),
+        ((1, 9), 4, (), 1, (1, 3), (1, 12)),
+        ((7,), 8, (), None, (7,), (7,)),
+        ((), 8, (), None, (), ()),
+        ((5, 3), 1, (), 0, (5, 3), (5, 3)),
+    ],
+)
+def test_how_arrays_are_cut(shape, count, spec, dim, part, stored):
+    layout = shards.layout("w", shape, count, spec)
+    assert (layout.dim, layout.part_shape, layout.stored_shape) == (dim, part, stored)
+    x = jnp.arange(float(np.prod(shape, dtype=int))).reshape(shape)
+    harness.assert_equal(layout.whole(layout.store(x)), x)
+    parts = [layout.part(x, i) for i in range(count)]
+    joined = parts[0] if dim is None else jnp.concatenate(parts, dim)
+    harness.assert_equal(joined, layout.store(x))
+
+
+@pytest.mark.parametrize("kind", ["sum", "max", "min", "and", "or"])
+def test_reductions_do_not_see_what_arrays_are_filled_up_with(kind):
+    x = {"max": -1.0, "min": 1.0}.get(kind, 2.0) * jnp.ones((3, 5))
+    x = x > 0 if kind in ("and", "or") else x
+    partition = shards.Partition({"w": x}, 8, "replica")
+    reduce = lambda x: partition.reduce(
+        kind, partition.layouts["w"], partition.parts({"w": x})["w"]
+    )
+    run = jax.shard_map(
+        reduce, mesh=harness.mesh(), in_specs=EVERYWHERE, out_specs=EVERYWHERE, check_vma=False
+    )
+    whole = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}[kind]
+    np.testing.assert_array_equal(jax.jit(run)(x), whole(x))
+
+
+class Wrapper(base.OptimizerWrapper):
+    """A user's wrapper with an update of its own."""
+
+    def __init__(self, opt):
+        super().__init__()
+        self.opt = opt
+
+    def update(self, grads, params):
+        return self.opt.update(jax.tree.map(jnp.sort, grads), params)
+
+
+class Rule(base.Optimizer):
+    """A user's rule."""
+
+    def update(self, grads, params):
+        return jax.tree.map(lambda g, p: p - g, grads, params)
+
+
+class ElementwiseRule(Rule):
+    """One that says what it is."""
+
+    takes_parts = True
+
+    def update(self, grads, params):
+        return super().update(grads, params)
+
+
+def test_a_users_rule_says_whether_it_takes_parts():
+    ones = lambda i: {"m": {"w": jnp.ones(8)}}
+    with pytest.raises(ValueError, match="Rule cannot be sharded.*takes_parts = True"):
+        run_one(lambda: CrossShard(Rule(), "sum"), WIDE, ones)
+    with pytest.raises(ValueError, match="Wrapper cannot be sharded"):
+        run_one(lambda: Wrapper(CrossShard(optax.sgd(1.0), "sum")), WIDE, ones)
+    new, _ = run_one(lambda: CrossShard(ElementwiseRule(), "sum"), WIDE, ones)
+    np.testing.assert_array_equal(new["m"]["w"], np.full(8, -4.0))
+
+
+def test_the_check_of_varying_values_is_refused_with_the_mend():
+    step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0)))
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x)
+    with pytest.raises(ValueError, match="check_vma=False"):
+        harness.replicated(step, check_vma=True)(params, state, x)
+
+
+def test_two_sharded_updates_are_refused():
+    with pytest.raises(ValueError, match="already shards its update"):
+        hk.testing.transform_and_run(
+            lambda: CrossShard(CrossShard(optax.sgd(1.0), axis_name="group"))
+        )()

@@ -115,6 +115,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         for axis in (self.axis_name, self.slice_axis_name):
             if not isinstance(axis, str) and (axis is not None or self.axis_name is None):
                 raise ValueError(f"axis_name must be the name of one axis; received {axis!r}.")
+        if self.slice_axis_name == self.axis_name:
+            raise ValueError(
+                f"axis_name and slice_axis_name must be two different axes; received {self.axis_name!r} twice."
+            )
         if self.slice_axis_name is None and self.slice_dtype != "float32":
             raise ValueError(
                 f"slice_dtype={self.slice_dtype!r} is for sums over slices; give slice_axis_name too."
@@ -228,14 +232,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         if self.slice_dtype != "int8":
             send = lambda x: x if self.slice_dtype == "float32" else x.astype(self.slice_dtype)
             return jax.tree.map(lambda x: lax.psum(send(x), axis).astype(x.dtype), parts)
-        total = {}
-        for path, part in trees.leaves_by_path(parts).items():
-            if part is not None:
-                error = hk.get_state(f"error/{path}")[0]
-                total[path], error = int8.all_reduce(part, error, axis)
-                # Kept only if the step is applied: `update` stores it.
-                self._errors[path] = error[None]
-        return trees.replace(parts, total)
+        present = {path: x for path, x in trees.leaves_by_path(parts).items() if x is not None}
+        errors = [hk.get_state(f"error/{path}")[0] for path in present]
+        totals, errors = int8.all_reduce(list(present.values()), errors, axis)
+        # Kept only if the step is applied: `update` stores them.
+        self._errors = {path: x[None] for path, x in zip(present, errors, strict=True)}
+        return trees.replace(parts, dict(zip(present, totals, strict=True)))
 
     def _per_replica(self, params: trees.Params) -> trees.Params:
         # Where JAX tracks which values vary (check_vma=True), the gradient of a parameter that does
@@ -267,8 +269,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return 1 if self.slice_axis_name is None else self._size(self.slice_axis_name)
 
     def _group_size(self) -> int:
-        groups = self.group_assignment
-        return self._num_replicas() if groups is None or hk.running_init() else len(groups[0])
+        groups, replicas = self.group_assignment, self._num_replicas()
+        return replicas if groups is None or hk.running_init() else len(groups[0])
 
     def _num_replicas(self) -> int:
         """The size of the mapped axis; 1 outside of it."""

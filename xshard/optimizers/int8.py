@@ -4,6 +4,9 @@ Sources: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014 (er
 Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016, https://arxiv.org/abs/1511.04561.
 """
 
+import math
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,28 +15,37 @@ from jax import lax
 BLOCK = 256
 
 
-def all_reduce(x: jax.Array, error: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """The sum over an axis of `x + error`, each rounded to int8.
+def all_reduce(
+    arrays: Sequence[jax.Array], errors: Sequence[jax.Array], axis_name: str
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The sums over an axis of `array + error`, each rounded to int8.
 
     Each device sends its numbers once to each other one, in 1 + 4 / BLOCK bytes an element: less than a sum
     in float32 sends where the axis has less than eight devices.
 
     Args:
-      x: what to sum, in float32 or wider. A number that is not finite makes its block of the sum NaN.
-      error: what rounding has lost before, of the same shape in float32.
+      arrays: what to sum, in float32 or wider. A number that is not finite makes its block of the sum not
+        finite.
+      errors: what rounding has lost before, of the same shapes in float32.
       axis_name: the mapped axis.
 
     Returns:
-      The sum in x's type, equal on all devices bit by bit, and what rounding has lost now (at most
-      half a 127th of the largest of a block; 0 where x is not finite).
+      The sums in the arrays' types, equal on all devices bit by bit, and what rounding has lost now (at most
+      half a 127th of the largest of a block; 0 where an array is not finite).
     """
-    wanted = x.astype(jnp.float32) + error
-    codes, scales = quantize(wanted)
-    lost = wanted - dequantize(codes, scales, x.shape)
-    codes, scales = lax.all_gather((codes, scales), axis_name)
+    wanted = [x.astype(jnp.float32) + error for x, error in zip(arrays, errors, strict=True)]
+    pairs = [quantize(x) for x in wanted]
+    lost = [x - dequantize(*pair, x.shape) for x, pair in zip(wanted, pairs, strict=True)]
+    # All arrays in one message.
+    joined = [jnp.concatenate(blocks) for blocks in zip(*pairs, strict=True)]
+    codes, scales = lax.all_gather(joined, axis_name)
     total = jnp.sum(codes.astype(jnp.float32) * scales, axis=0)
-    total = jnp.ravel(total)[: x.size].reshape(x.shape)
-    return total.astype(x.dtype), jnp.where(jnp.isfinite(lost), lost, jnp.zeros_like(lost))
+    ends = [sum(len(codes) for codes, _ in pairs[:i]) for i in range(1, len(pairs))]
+    sums = [
+        jnp.ravel(blocks)[: x.size].reshape(x.shape).astype(x.dtype)
+        for blocks, x in zip(jnp.split(total, ends), arrays, strict=True)
+    ]
+    return sums, [jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in lost]
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -47,8 +59,4 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The array of a shape that was quantized, rounded."""
-    flat = jnp.ravel(codes.astype(jnp.float32) * scales)
-    size = 1
-    for n in shape:
-        size *= n
-    return flat[:size].reshape(shape)
+    return jnp.ravel(codes.astype(jnp.float32) * scales)[: math.prod(shape)].reshape(shape)

@@ -1,0 +1,251 @@
+"""What is sent between replicas and slices, in which type, and what rounding costs."""
+
+import functools
+import re
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.optimizers import harness
+from xshard.optimizers import cross_shard, int8, loss_scale, shards
+
+MESH = (2, 4)
+AXES = ("slice", "replica")
+PARAMS = {"m": {"w": jnp.zeros((24, 10)), "b": jnp.zeros(3)}}
+# One that each replica has: no multiple of a power of two, so that sums round.
+GRADS = jax.random.normal(jax.random.key(0), (8, 24, 10))
+
+
+def make_mesh():
+    return jax.make_mesh(MESH, AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def runner(make_optimizer):
+    """`run(state, grads)` on a mesh of slices, the first state, and the lowered program."""
+
+    def step(w, b):
+        opt = make_optimizer()
+        return opt.apply_gradients({"m": {"w": w, "b": b}}, PARAMS)
+
+    rules = hk.transform_with_state(step)
+    _, state = rules.init(None, GRADS[0], jnp.ones(3))
+    partition = shards.Partition(PARAMS, MESH[1], "replica", copies=MESH[0])
+    layouts = hk.transform(lambda: make_optimizer().state_layouts(partition)).apply({}, None)
+    specs = shards.map_state(
+        lambda lay, _: lay.spec(*AXES[::-1]) if lay else jax.P(), layouts, state
+    )
+
+    def store(layout, x):
+        if layout is None:
+            return x
+        if layout.copies:
+            return jax.vmap(layout.store)(jnp.repeat(x, layout.copies, axis=0))
+        return layout.store(x)
+
+    def local(state, w):
+        new, state = rules.apply({}, state, None, w[0], jnp.ones(3))
+        return jax.tree.map(lambda x: x[None], new), state
+
+    run = jax.shard_map(
+        local,
+        mesh=make_mesh(),
+        in_specs=(specs, jax.P(AXES)),
+        out_specs=(jax.P(AXES), specs),
+        check_vma=False,
+    )
+    return jax.jit(run), shards.map_state(store, layouts, state)
+
+
+def options(**more):
+    return {"slice_axis_name": "slice", **more}
+
+
+def reduced(**more):
+    """The gradients' sum over all replicas, as an update by minus them; equal on all, bit by bit."""
+    run, state = runner(lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **more))
+    new, _ = run(state, GRADS)
+    for leaf in jax.tree.leaves(new):
+        assert all(np.asarray(x).tobytes() == np.asarray(leaf[0]).tobytes() for x in leaf)
+    np.testing.assert_array_equal(new["m"]["b"][0], np.full(3, -8.0))
+    return -np.asarray(new["m"]["w"][0])
+
+
+# The largest error of the sum of 8 numbers, in terms of the largest sum of their sizes. float32 rounds by
+# 2**-24 seven times; bfloat16 by 2**-9 each number and each sum of four or two; int8 by half a 127th of the
+# largest of two numbers.
+LEVELS = [
+    ({}, 7 * 2**-24),
+    ({"reduce_dtype": "bfloat16"}, 8 * 2**-9),
+    ({"slice_dtype": "bfloat16"}, 4 * 2**-9),
+    ({"reduce_dtype": "bfloat16", "slice_dtype": "bfloat16"}, 12 * 2**-9),
+    ({"slice_dtype": "int8"}, 2 * 0.5 / 127),
+]
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+@pytest.mark.parametrize("more, bound", LEVELS)
+def test_the_error_of_each_type_is_what_its_rounding_allows(more, bound, shard_update):
+    wanted = np.sum(np.asarray(GRADS, np.float64), axis=0)
+    error = np.abs(reduced(**options(shard_update=shard_update, **more)) - wanted).max()
+    assert error <= bound * np.abs(GRADS).sum(axis=0).max()
+    # And it is in that type: rounding shows.
+    assert error > 0 and (not more or error > 1e-5)
+
+
+def sent(**more):
+    """What is sent: (operation, elements, type, number of devices that take part)."""
+    run, state = runner(lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **more))
+    text = run.lower(state, GRADS).as_text()
+    pattern = re.compile(
+        r'"stablehlo\.(all_reduce|all_gather|reduce_scatter)".*?tensor<\d+x(\d+)xi64>'
+        r".*?[)>] : \(tensor<((?:\d+x)*)(\w+)>\) ->",
+        re.DOTALL,
+    )
+    return {
+        (kind, int(np.prod([int(n) for n in shape.split("x") if n])), dtype, int(devices))
+        for kind, devices, shape, dtype in pattern.findall(text)
+    }
+
+
+def test_bytes_within_a_slice_and_between_slices():
+    # 240 elements: all of them within a slice of four, a quarter between the two slices. The three of the
+    # bias, less than there are replicas, go whole.
+    assert sent(**options()) == {
+        ("reduce_scatter", 240, "f32", 4),
+        ("all_reduce", 60, "f32", 2),
+        ("all_gather", 60, "f32", 4),
+        ("all_reduce", 3, "f32", 4),
+        ("all_reduce", 3, "f32", 2),
+    }
+    assert sent(**options(reduce_dtype="bfloat16", slice_dtype="bfloat16")) == {
+        ("reduce_scatter", 240, "bf16", 4),
+        ("all_reduce", 60, "bf16", 2),
+        ("all_gather", 60, "bf16", 4),
+        ("all_reduce", 3, "bf16", 4),
+        ("all_reduce", 3, "bf16", 2),
+    }
+    # A block of 256 int8, and a float32 scale, for each of the two arrays, in one message each.
+    assert sent(**options(slice_dtype="int8", shard_update=True)) == {
+        ("reduce_scatter", 240, "f32", 4),
+        ("all_reduce", 3, "f32", 4),
+        ("all_gather", 512, "i8", 2),
+        ("all_gather", 2, "f32", 2),
+        ("all_gather", 60, "f32", 4),
+    }
+
+
+def test_bfloat16_halves_the_bytes_of_a_sum_without_slices():
+    def lowered(dtype):
+        step = harness.transform_step(
+            lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), reduce_dtype=dtype)
+        )
+        params, x = harness.params(), harness.batch()
+        _, state = step.init(None, params, x)
+        text = jax.jit(harness.replicated(step)).lower(params, state, x).as_text()
+        return re.findall(r"\}\) : \(tensor<(?:\d+x)+(\w+)>\) -> ", text)
+
+    assert set(lowered("float32")) == {"f32"} and set(lowered("bfloat16")) == {"bf16"}
+
+
+def test_what_int8_loses_is_made_up_for_in_later_steps():
+    run, state = runner(
+        lambda: cross_shard.CrossShardOptimizer(
+            optax.sgd(1.0), "sum", **options(slice_dtype="int8")
+        )
+    )
+    wanted, total, steps = np.sum(np.asarray(GRADS, np.float64), axis=0), 0, 50
+    for _ in range(steps):
+        new, state = run(state, GRADS)
+        total = total - np.asarray(new["m"]["w"][0], np.float64)
+    one = 0.5 / 127 * np.abs(GRADS).sum(axis=0).max() * 2
+    # The error of the sum of all steps is that of one, not of fifty.
+    assert np.abs(total - steps * wanted).max() <= 1.5 * one
+    # And without what is kept it would be: the same rounding each time.
+    (module,) = state
+    assert np.abs(np.asarray(state[module]["error/m/w"])).max() > 0
+    forgotten = np.abs(steps * (reduced(**options(slice_dtype="int8")) - wanted)).max()
+    assert forgotten > 5 * one
+
+
+def test_a_skipped_step_keeps_what_int8_has_lost():
+    def make():
+        opt = cross_shard.CrossShardOptimizer(optax.sgd(1.0), **options(slice_dtype="int8"))
+        return loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
+
+    run, state = runner(make)
+    _, state = run(state, GRADS)
+    new, after = run(state, GRADS.at[3, 0, 0].set(jnp.inf))
+    np.testing.assert_array_equal(new["m"]["w"], np.zeros((8, 24, 10)))
+    harness.assert_equal(after["CrossShardOptimizer"], state["CrossShardOptimizer"])
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
+def test_int8_does_not_hide_what_is_not_finite(bad):
+    run = jax.shard_map(
+        lambda x: int8.all_reduce([x[0]], [jnp.zeros(600)], "replica"),
+        mesh=harness.mesh(2),
+        in_specs=jax.P("replica"),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    (total,), (lost,) = run(jnp.ones((2, 600)).at[1, 300].set(bad))
+    # Its block, and no other.
+    np.testing.assert_array_equal(
+        ~np.isfinite(total), (np.arange(600) >= 256) & (np.arange(600) < 512)
+    )
+    assert np.isfinite(lost).all()
+
+
+def test_quantized_zeros_are_zeros():
+    codes, scales = int8.quantize(jnp.zeros((3, 5)))
+    np.testing.assert_array_equal(int8.dequantize(codes, scales, (3, 5)), np.zeros((3, 5)))
+
+
+def construct(**more):
+    return hk.testing.transform_and_run(
+        lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), **more)
+    )
+
+
+@pytest.mark.parametrize(
+    "more, match",
+    [
+        (
+            {"reduce_dtype": "float16"},
+            "reduce_dtype must be one of float32, bfloat16; received 'fl",
+        ),
+        ({"reduce_dtype": "int8"}, "reduce_dtype must be one of"),
+        (options(slice_dtype="int4"), "slice_dtype must be one of float32, bfloat16, int8"),
+        ({"slice_dtype": "int8"}, "give slice_axis_name too"),
+        ({"slice_axis_name": 3}, "must be the name of one axis"),
+        (options(group_assignment=[[0], [1]]), "exclude each other"),
+        (options(axis_name="slice"), "two different axes"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_construction(more, match):
+    with pytest.raises(ValueError, match=match):
+        construct(**more)()
+
+
+def test_int8_with_one_slice_is_refused():
+    step = harness.transform_step(
+        functools.partial(
+            cross_shard.CrossShardOptimizer, optax.sgd(1.0), **options(slice_dtype="int8")
+        )
+    )
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x)
+    mesh = jax.make_mesh((1, 8), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    run = jax.shard_map(
+        lambda p, s, x: step.apply({}, s, None, p, x)[0][1],
+        mesh=mesh,
+        in_specs=(jax.P(), jax.P(), jax.P(AXES)),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    with pytest.raises(ValueError, match="'int8' with one slice along 'slice'.*Leave it 'float32'"):
+        run(params, state, x)

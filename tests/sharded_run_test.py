@@ -1,0 +1,176 @@
+"""Runs whose update is sharded: they end where replicated ones end, and go on as these and back."""
+
+import jax
+import pytest
+
+from tests import toy
+from tests.optimizers import harness
+from xshard import collectives, data, loop, mesh, step
+
+HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
+PAIRS = ((0, 1), (2, 3))
+
+
+def config(**changes):
+    made = toy.get_config()
+    made.experiment = "tests.toy.Wide"
+    made.log_every_steps = 100
+    for key in ("shard_update", "slice_dtype", "reduce_dtype"):
+        if key in changes:
+            made.reduction[key] = changes.pop(key)
+    made.group_assignment = changes.pop("group_assignment", ())
+    made.update(changes)
+    return made.lock()
+
+
+def train(directory, **changes):
+    """The run, and its state as a checkpoint has it."""
+    run = loop.Run(config(**changes), str(directory))
+    with run.opened():
+        state, _ = run.train()
+    return run, state, run._whole(state)
+
+
+# 16 hidden units: every array but the last bias has a dimension that 8, 4 or 2 divide; with 20 there are
+# none for 8, and the arrays are flattened and filled up.
+SHAPES = [
+    {},
+    {"hidden": 20},
+    {"hidden": 20, "group_assignment": HALVES},
+    {"slices": 2, "hidden": 20},
+    {"slices": 2, "group_assignment": HALVES, "micro_batches": 2},
+    {"group_assignment": PAIRS, "model_parallel": 2},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sharded_run_ends_where_a_replicated_one_does(tmp_path, shape):
+    ends = [train(tmp_path / str(on), shard_update=on, **shape)[2] for on in (True, False)]
+    (sharded, replicated) = ({"state": end._replace(rng=None)} for end in ends)
+    # The norm of nothing is taken here: only sums over replicas are in another order.
+    harness.assert_close(sharded, replicated, rtol=2e-4, atol=1e-5)
+
+
+def bytes_a_device(tree):
+    device = jax.devices()[0]
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+
+
+@pytest.mark.parametrize("hidden, filling", [(1024, 0), (1025, 6)])
+def test_slots_take_an_nth_of_the_memory(hidden, filling):
+    def state(shard_update):
+        the_config = config(hidden=hidden, shard_update=shard_update)
+        experiment = toy.Wide(the_config)
+        return step.init(experiment, mesh.make_mesh(), 0, experiment.train_data())
+
+    whole, cut = state(False), state(True)
+    # The last bias, the count and the loss scale are whole on each.
+    small = 2 * 4 + 4 + 2 * 4
+    slots = lambda state: bytes_a_device(state.opt_state) - small
+    # Of the six slots that are cut each is filled up by less than an element on each replica.
+    assert slots(cut) <= slots(whole) / 8 + 4 * filling
+    assert bytes_a_device(cut.params) == bytes_a_device(whole.params)
+
+
+@pytest.mark.parametrize("hidden", [16, 20])
+def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden):
+    run, state, whole = train(tmp_path, shard_update=True, hidden=hidden)
+    names = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    replicated = loop.Run(config(hidden=hidden), str(tmp_path / "other"))
+    assert names(replicated._target) == names(run._target) == names(whole)
+    for changes in (
+        {"shard_update": False},
+        {"shard_update": True},
+        {"shard_update": True, "slices": 2},
+        {"shard_update": True, "group_assignment": ((0, 1),), "model_parallel": 4},
+    ):
+        again = loop.Run(config(hidden=hidden, **changes), str(tmp_path))
+        restored, _ = again._resume_or_init()
+        harness.assert_equal(again._whole(restored), whole)
+    harness.assert_equal(run._resume_or_init()[0], state)
+
+
+@pytest.mark.parametrize(
+    "shape", [{"hidden": 20}, {"slices": 2, "slice_dtype": "int8"}, {"aggregation_method": "EXPERIMENTAL_TREE", "micro_batches": 2}],
+    ids=str,
+)  # fmt: skip
+def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path, shape):
+    _, _, whole = train(tmp_path / "one", shard_update=True, **shape)
+    train(tmp_path / "two", shard_update=True, steps=5, **shape)
+    _, _, again = train(tmp_path / "two", shard_update=True, **shape)
+    harness.assert_equal(again, whole)
+
+
+def test_a_run_goes_on_sharded_and_back(tmp_path):
+    _, _, whole = train(tmp_path / "one")
+    for steps, on in ((4, False), (8, True), (12, False)):
+        _, _, again = train(tmp_path / "two", steps=steps, shard_update=on)
+    harness.assert_close(again._replace(rng=None), whole._replace(rng=None), rtol=2e-4, atol=1e-5)
+
+
+def test_what_int8_has_kept_is_of_so_many_slices(tmp_path):
+    train(tmp_path, slices=2, slice_dtype="int8")
+    with pytest.raises(
+        ValueError, match=r"error/mlp.* is float32\[2, .*\[4, .* Restore it with the config"
+    ):
+        loop.Run(config(slices=4, slice_dtype="int8"), str(tmp_path))._resume_or_init()
+
+
+def test_slices_that_the_rule_does_not_reduce_over_are_refused(tmp_path):
+    bad = config(slices=2, experiment="tests.toy.OneSlice")
+    with pytest.raises(
+        ValueError, match="does not reduce over the axis 'slice'.*slice_axis_name='sl"
+    ):
+        loop.Run(bad, str(tmp_path))
+
+
+@pytest.mark.parametrize("slices", [0, 3, 16, True, 2.0])
+def test_slices_that_do_not_fit_are_refused(tmp_path, slices):
+    with pytest.raises((ValueError, TypeError), match="slices"):
+        loop.Run(config(slices=slices), str(tmp_path))
+
+
+def compiled(which, **changes):
+    the_config = config(**changes)
+    the_mesh = mesh.make_mesh(the_config.group_assignment or None, slices=the_config.slices)
+    experiment = toy.Wide(the_config)
+    examples = experiment.train_data()
+    state = step.abstract_state(experiment, the_mesh, 0, examples)
+    if which == "train":
+        batch = data.TrainBatches(examples, the_mesh, batch_size=16, seed=0)(0)
+    else:
+        batch = next(data.eval_batches(examples, the_mesh, 8))
+    make = {"train": step.make_train_step, "eval": step.make_eval_step}[which]
+    found = collectives.of(jax.jit(make(experiment, the_mesh)).lower(state, batch).compile())
+    return the_mesh, found
+
+
+def kinds(the_mesh, found):
+    return sorted({(one.kind, collectives.axes(the_mesh, one)) for one in found})
+
+
+@pytest.mark.parametrize("groups", [(), HALVES])
+def test_the_budget_of_a_sharded_step(groups):
+    found = kinds(*compiled("train", shard_update=True, group_assignment=groups))
+    # Gradients, parameters; what is whole, the vote and the metrics.
+    over = ("replica",)
+    assert found == [("all-gather", over), ("all-reduce", over), ("reduce-scatter", over)]
+
+
+def test_the_budget_over_slices():
+    the_mesh, found = compiled("train", slices=2)
+    between = [one for one in found if "slice" in collectives.axes(the_mesh, one)]
+    # The metrics go over both axes at once; of the gradients a quarter goes between slices.
+    params = 3 * 16 + 16 + 16
+    gradients = sum(one.bytes for one in between if collectives.axes(the_mesh, one) == ("slice",))
+    assert gradients == 4 * (params // 4 + 1)
+
+
+def test_an_evaluation_does_not_gather_slots():
+    the_mesh, found = compiled("eval", shard_update=True)
+    assert kinds(the_mesh, found) == [("all-reduce", ("replica",))]
