@@ -21,16 +21,9 @@ from xshard import notice as notice_lib
 from xshard import watch as watch_lib
 
 _COUNTS = (
-    "steps",
-    "batch_size",
-    "eval_batch_size",
-    "micro_batches",
-    "slices",
-    "model_parallel",
-    "log_every_steps",
-    "eval_every_steps",
-    "checkpoint.every_steps",
-)
+    "steps", "batch_size", "eval_batch_size", "micro_batches", "slices", "model_parallel",
+    "log_every_steps", "eval_every_steps", "checkpoint.every_steps",
+)  # fmt: skip
 _OTHER_KEYS = (
     "experiment",
     "seed",
