@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import haiku as hk
@@ -169,10 +169,14 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         if slices == 1 and not self._shards():
             return self._sum(grads) if self._group_size() > 1 else grads
         partition = self._partition(grads)
-        parts = partition.map(self._scatter(partition), grads)
+        scatter = lambda layout, x: partition.scatter(layout, x, self._sent(self.reduce_dtype))
+        parts = partition.map(scatter, grads)
         if self.slice_axis_name is not None and slices > 1:
             parts = self._sum_over_slices(parts, self.slice_axis_name)
-        return parts if self._shards() else partition.map(self._gather(partition), parts, grads)
+        if self._shards():
+            return parts
+        gather = lambda layout, x: partition.gather(layout, x, self._sent(self.reduce_dtype))
+        return partition.map(gather, parts)
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
         """As `Optimizer.partition`: with `shard_update`, and more replicas than one."""
@@ -204,34 +208,26 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return self.opt.update(grads, params)
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
-        groups = self.group_assignment
+        groups, dtype = self.group_assignment, self._sent(self.reduce_dtype)
+        psum = functools.partial(lax.psum, axis_name=self.axis_name, axis_index_groups=groups)
         try:
-            total = lax.psum(self._narrow(grads), self.axis_name, axis_index_groups=groups)
+            if dtype is None:
+                return psum(grads)
+            return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
         except NotImplementedError as e:
             raise ValueError(
                 f"group_assignment={groups} needs jax.shard_map(..., check_vma=False): JAX has no grouped "
                 "psum where it checks which values vary, nor under vmap."
             ) from e
-        return jax.tree.map(lambda total, grad: total.astype(grad.dtype), total, grads)
 
-    def _narrow(self, tree: Any) -> Any:
-        """Gradients as they are sent within a slice."""
-        if self.reduce_dtype == "float32":
-            return tree
-        return jax.tree.map(lambda x: x.astype(self.reduce_dtype), tree)
-
-    def _scatter(self, partition: shards.Partition) -> Callable[..., jax.Array]:
-        return lambda layout, x: partition.scatter(layout, self._narrow(x)).astype(x.dtype)
-
-    def _gather(self, partition: shards.Partition) -> Callable[..., jax.Array]:
-        return lambda layout, part, grad: partition.gather(layout, self._narrow(part)).astype(
-            grad.dtype
-        )
+    def _sent(self, dtype: str) -> str | None:
+        """The type to send; None for float32, which may also be wider."""
+        return None if dtype == "float32" else dtype
 
     def _sum_over_slices(self, parts: trees.Gradients, axis: str) -> trees.Gradients:
         if self.slice_dtype != "int8":
-            send = lambda x: x if self.slice_dtype == "float32" else x.astype(self.slice_dtype)
-            return jax.tree.map(lambda x: lax.psum(send(x), axis).astype(x.dtype), parts)
+            psum, dtype = functools.partial(lax.psum, axis_name=axis), self._sent(self.slice_dtype)
+            return jax.tree.map(lambda x: shards.summed(psum, x, dtype), parts)
         present = {path: x for path, x in trees.leaves_by_path(parts).items() if x is not None}
         errors = [hk.get_state(f"error/{path}")[0] for path in present]
         totals, errors = int8.all_reduce(list(present.values()), errors, axis)

@@ -5,6 +5,7 @@ https://arxiv.org/abs/2004.13336.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -204,21 +205,30 @@ class Partition:
         """This replica's part of each leaf of a tree that all have whole."""
         return self.map(lambda layout, x: layout.part(x, self.index), tree)
 
-    def scatter(self, layout: Layout, x: jax.Array) -> jax.Array:
-        """This replica's part of the sum over the group; a leaf that is not cut, summed."""
+    def scatter(self, layout: Layout, x: jax.Array, dtype: Any = None) -> jax.Array:
+        """This replica's part of the sum over the group; a leaf that is not cut, summed.
+
+        Args:
+          layout: the leaf's.
+          x: the whole array, each replica's own.
+          dtype: the type to sum in, instead of x's; the result has x's.
+        """
         if self.count == 1:
             return x
         if layout.dim is None:
-            return lax.psum(x, **self._axis)
-        return lax.psum_scatter(
-            layout.store(x), scatter_dimension=layout.dim, tiled=True, **self._axis
+            return summed(functools.partial(lax.psum, **self._axis), x, dtype)
+        scatter = functools.partial(
+            lax.psum_scatter, scatter_dimension=layout.dim, tiled=True, **self._axis
         )
+        return summed(scatter, layout.store(x), dtype)
 
-    def gather(self, layout: Layout, part: jax.Array) -> jax.Array:
-        """The whole of what each replica has a part of."""
+    def gather(self, layout: Layout, part: jax.Array, dtype: Any = None) -> jax.Array:
+        """The whole of what each replica has a part of; sent in a type, if one is given."""
         if self.count == 1 or layout.dim is None:
             return part
-        return layout.whole(lax.all_gather(part, axis=layout.dim, tiled=True, **self._axis))
+        sent = part.astype(dtype or part.dtype)
+        whole = layout.whole(lax.all_gather(sent, axis=layout.dim, tiled=True, **self._axis))
+        return whole.astype(part.dtype)
 
     def reduce(self, kind: str, layout: Layout, part: jax.Array) -> jax.Array:
         """A reduction, such as 'sum', of all elements of a whole array, a scalar on all replicas."""
@@ -281,3 +291,22 @@ def map_state(
         module: {name: f(layouts.get(module, {}).get(name), x) for name, x in arrays.items()}
         for module, arrays in state.items()
     }
+
+
+def summed(
+    collective: Callable[[jax.Array], jax.Array], x: jax.Array, dtype: Any = None
+) -> jax.Array:
+    """A sum over devices in a type, or in x's own; the result has x's type.
+
+    Args:
+      collective: the sum.
+      x: what to sum.
+      dtype: the type.
+    """
+    if dtype is None or jnp.dtype(dtype) == x.dtype:
+        return collective(x)
+    # XLA's CPU compiler sums half precision in float32, and aborts the process over such a sum where
+    # shard_map leaves a mesh axis to it.
+    wide = lambda x: collective(x.astype(jnp.float32)).astype(dtype)
+    total = lax.platform_dependent(x.astype(dtype), cpu=wide, default=collective)
+    return total.astype(x.dtype)
