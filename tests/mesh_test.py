@@ -1,5 +1,7 @@
 """The mesh: which device is which replica, and where leaves lie."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,37 @@ def test_layouts():
 def test_what_does_not_fit(groups, model, match):
     with pytest.raises(ValueError, match=match):
         mesh.make_mesh(groups, model=model)
+
+
+class Torus:
+    """Stands in for a mesh of TPU chips, of which there are none here."""
+
+    def __init__(self, *sizes, order=None, model=1):
+        coords = [tuple(int(i) for i in index) for index in np.ndindex(*sizes)]
+        chips = [types.SimpleNamespace(coords=place) for place in order or coords]
+        self.devices = np.array(chips).reshape(1, 1, -1, model)
+        self.size = len(chips)
+        self.shape = dict(zip(mesh.AXES, self.devices.shape, strict=True))
+
+
+@pytest.mark.parametrize(
+    "the_mesh, steps",
+    [
+        (Torus(16, 16, 1), (16, 16)),
+        (Torus(8, 8, 16), (64, 16)),
+        # A ring that goes there and back.
+        (Torus(order=[(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]), (2, 3)),
+        (Torus(1, 8), ()),
+        (Torus(16, 16, model=2), ()),
+        (Torus(order=[(0, 0), (0, 0), (1, 0), (1, 0)]), ()),
+    ],
+)
+def test_sums_over_a_whole_torus_are_scattered_in_two_steps(the_mesh, steps):
+    assert mesh.scatter_steps(the_mesh) == steps
+
+
+def test_other_devices_need_no_steps():
+    assert mesh.scatter_steps(mesh.make_mesh()) == ()
 
 
 def test_shardings_by_rule():

@@ -217,10 +217,37 @@ def test_half_precision_parameters_are_gathered_as_they_are():
     assert gathered and set(gathered) == {"f16"}
 
 
+@pytest.mark.parametrize("steps", [(2, 4), (4, 2), (2, 2, 2)])
+def test_in_steps_as_in_one(steps):
+    params = {"m": {"w": jnp.zeros((24, 3)), "v": jnp.zeros((5, 3)), "b": jnp.zeros(3)}}
+    grads = lambda i: jax.tree.map(
+        lambda x: jax.random.normal(jax.random.fold_in(jax.random.key(1), i), x.shape), params
+    )
+    make = lambda steps: lambda: CrossShard(optax.adam(0.1), "sum", scatter_steps=steps)
+    ends = [run_one(make(each), params, grads, replicas=8) for each in (steps, ())]
+    # Sums of eight in another order; Adam divides by the size of a gradient.
+    harness.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scatter_steps": (2, 3)},
+        {"scatter_steps": (8,), "group_assignment": [[0, 1, 2, 3], [4, 5, 6, 7]]},
+    ],
+)
+def test_steps_that_do_not_fit_are_refused(options):
+    with pytest.raises(ValueError, match=r"scatter_steps=\(.* must be sizes whose product is the"):
+        run_one(lambda: CrossShard(optax.sgd(1.0), **options), WIDE, lambda i: WIDE, replicas=8)
+
+
 @pytest.mark.parametrize(
     "shape, count, spec, dim, part, stored",
     [
         ((16, 3), 8, (), 0, (2, 3), (16, 3)),
+        # Of two that could be cut the first whose parts fill a TPU's tiles.
+        ((16, 1024), 8, (), 1, (16, 128), (16, 1024)),
+        ((64, 1024), 8, (), 0, (8, 1024), (64, 1024)),
         ((3, 16), 8, (), 1, (3, 2), (3, 16)),
         ((16, 16), 8, ("model",), 1, (16, 2), (16, 16)),
         ((16, 5), 8, ("model", None), None, (16, 5), (16, 5)),

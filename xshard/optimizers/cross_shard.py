@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         reduce_dtype: str = "float32",
         slice_dtype: str = "float32",
         shard_update: bool = False,
+        scatter_steps: Sequence[int] = (),
         sharding_rules: shards.Rules = (),
     ):
         """Wraps an optimizer.
@@ -90,6 +92,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             kept and added to the next step's gradients.
           shard_update: whether each replica updates its part of each array, and holds the slots of that
             part only; the parts of the new parameters are then gathered.
+          scatter_steps: sizes whose product is the number of replicas, to scatter sums and to gather parts
+            in as many steps, each among replicas a step apart. The TPU compiler makes of one step over all
+            chips of a slice an all-reduce, which sends twice the bytes. In a run, as the mesh has it.
           sharding_rules: what parameters lie along other axes, as `xshard.mesh.tree_shardings` takes them:
             such dimensions are not cut into parts. In a run those of the experiment.
 
@@ -101,6 +106,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.axis_name: str = axis_name
         self.slice_axis_name = slice_axis_name
         self.shard_update = bool(shard_update)
+        self.scatter_steps = scatter_steps
         self.sharding_rules = sharding_rules
         self._errors: dict[str, jax.Array] = {}
         if reduction not in tuple(Reduction):
@@ -252,13 +258,20 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "shard_update and slice_axis_name need jax.shard_map(..., check_vma=False): what is gathered "
                 "is equal on all replicas, but JAX's check does not know it."
             )
+        size = self._group_size()
+        if self.scatter_steps and (self.group_assignment or math.prod(self.scatter_steps) != size):
+            raise ValueError(
+                f"scatter_steps={tuple(self.scatter_steps)} must be sizes whose product is the {size} replicas, "
+                "and none where there is a group_assignment."
+            )
         return shards.Partition(
             tree,
-            self._group_size(),
+            size,
             self.axis_name,
             self.group_assignment,
             self.sharding_rules,
             copies=self._num_slices(),
+            steps=self.scatter_steps,
         )
 
     def _num_slices(self) -> int:

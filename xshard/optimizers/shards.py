@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from xshard.optimizers import trees
@@ -127,12 +128,19 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
     free = [dim >= len(along) or along[dim] is None for dim in range(len(shape))]
     if not shape or math.prod(shape) < count:
         return Layout(path, shape, count, None, along=along)
-    for dim, size in enumerate(shape):
-        if free[dim] and size % count == 0:
-            return Layout(path, shape, count, dim, along=along)
+    good = [dim for dim, size in enumerate(shape) if free[dim] and size % count == 0]
+    if good:
+        dim = next((dim for dim in good if _fills_tiles(shape, dim, count)), good[0])
+        return Layout(path, shape, count, dim, along=along)
     if not all(free):
         return Layout(path, shape, count, None, along=along)
     return Layout(path, shape, count, len(shape) - 1, flat=True)
+
+
+def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
+    """Whether a part ends where a tile of a TPU's memory ends, of 8 rows of 128; else it is copied."""
+    tile = {len(shape) - 1: 128, len(shape) - 2: 8}.get(dim, 1)
+    return shape[dim] // count % tile == 0
 
 
 class Partition:
@@ -153,6 +161,7 @@ class Partition:
         groups: Sequence[Sequence[int]] | None = None,
         rules: Rules = (),
         copies: int = 1,
+        steps: Sequence[int] = (),
     ):
         """Decides how each leaf is cut.
 
@@ -163,11 +172,14 @@ class Partition:
           groups: the numbers of each group's replicas along it, if there are several.
           rules: what lies along other axes already.
           copies: the number of slices, in each of which the whole is cut alike.
+          steps: sizes whose product is `count`, to scatter and to gather in so many steps.
         """
         self.count = count
         self.copies = copies
         self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         self._axis: dict[str, Any] = {"axis_name": axis_name, "axis_index_groups": groups}
+        self._steps = [{**self._axis, "axis_index_groups": each} for each in _in_steps(steps)]
+        self._steps = self._steps or [self._axis]
         self.layouts: dict[str, Layout] = {}
         for path, leaf in trees.leaves_by_path(self.shapes).items():
             if leaf is None:
@@ -217,18 +229,22 @@ class Partition:
             return x
         if layout.dim is None:
             return summed(functools.partial(lax.psum, **self._axis), x, dtype)
-        scatter = functools.partial(
-            lax.psum_scatter, scatter_dimension=layout.dim, tiled=True, **self._axis
-        )
-        return summed(scatter, layout.store(x), dtype)
+        x = layout.store(x)
+        for step in self._steps:
+            scatter = functools.partial(
+                lax.psum_scatter, scatter_dimension=layout.dim, tiled=True, **step
+            )
+            x = summed(scatter, x, dtype)
+        return x
 
     def gather(self, layout: Layout, part: jax.Array, dtype: Any = None) -> jax.Array:
         """The whole of what each replica has a part of; sent in a type, if one is given."""
         if self.count == 1 or layout.dim is None:
             return part
-        sent = part.astype(dtype or part.dtype)
-        whole = layout.whole(lax.all_gather(sent, axis=layout.dim, tiled=True, **self._axis))
-        return whole.astype(part.dtype)
+        x = part.astype(dtype or part.dtype)
+        for step in reversed(self._steps):
+            x = lax.all_gather(x, axis=layout.dim, tiled=True, **step)
+        return layout.whole(x).astype(part.dtype)
 
     def reduce(self, kind: str, layout: Layout, part: jax.Array) -> jax.Array:
         """A reduction, such as 'sum', of all elements of a whole array, a scalar on all replicas."""
@@ -275,6 +291,12 @@ class Rehearsal(Partition):
     def _across(self, kind: str, x: jax.Array) -> jax.Array:
         del kind
         return x
+
+
+def _in_steps(sizes: Sequence[int]) -> list[list[list[int]]]:
+    """The groups of each step: replicas whose places differ in one digit, where a place has these digits."""
+    places = np.arange(math.prod(sizes)).reshape(sizes)
+    return [np.moveaxis(places, i, -1).reshape(-1, size).tolist() for i, size in enumerate(sizes)]
 
 
 def map_state(
