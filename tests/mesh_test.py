@@ -67,23 +67,23 @@ class Torus:
 
 
 @pytest.mark.parametrize(
-    "the_mesh, steps",
+    "the_mesh, scatter, gather",
     [
-        (Torus(16, 16, 1), (16, 16)),
-        (Torus(8, 8, 16), (64, 16)),
+        (Torus(16, 16, 1), (16, 16), (16, 16)),
+        (Torus(8, 8, 16), (64, 16), ()),
         # A ring that goes there and back.
-        (Torus(order=[(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]), (2, 3)),
-        (Torus(1, 8), ()),
-        (Torus(16, 16, model=2), ()),
-        (Torus(order=[(0, 0), (0, 0), (1, 0), (1, 0)]), ()),
+        (Torus(order=[(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]), (2, 3), (2, 3)),
+        (Torus(1, 8), (), ()),
+        (Torus(16, 16, model=2), (), ()),
+        (Torus(order=[(0, 0), (0, 0), (1, 0), (1, 0)]), (), ()),
     ],
 )
-def test_sums_over_a_whole_torus_are_scattered_in_two_steps(the_mesh, steps):
-    assert mesh.scatter_steps(the_mesh) == steps
+def test_sums_over_a_whole_torus_are_scattered_in_two_steps(the_mesh, scatter, gather):
+    assert mesh.torus_steps(the_mesh) == (scatter, gather)
 
 
 def test_other_devices_need_no_steps():
-    assert mesh.scatter_steps(mesh.make_mesh()) == ()
+    assert mesh.torus_steps(mesh.make_mesh()) == ((), ())
 
 
 def test_shardings_by_rule():

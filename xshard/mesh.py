@@ -125,21 +125,27 @@ def num_replicas(mesh: jax.sharding.Mesh) -> int:
     return mesh.shape[SLICE] * mesh.shape[REPLICA]
 
 
-def scatter_steps(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
-    """The steps in which to scatter over `replica`: along the last axis of a TPU's torus apart from the rest.
+def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The steps in which to scatter, and to gather, over `replica` where it is a whole TPU slice.
 
-    The TPU compiler (libtpu 0.0.51) makes a reduce-scatter of one over a part of a slice's chips, and an
-    all-reduce and a slice of one over all of them, which sends twice the bytes. Empty: in one step.
+    The TPU compiler (libtpu 0.0.51) leaves a reduce-scatter or an all-gather what it is over a part of a
+    slice's chips; over all of them it makes an all-reduce of it, which sends twice the bytes. The steps are
+    along the last axis of the torus and along the rest. On a torus of three axes a gather in steps reads
+    and writes more memory than it saves on the wire; there it is one step. Empty: in one step.
     """
     places = [getattr(device, "coords", None) or () for device in mesh.devices.flat]
     if num_replicas(mesh) != mesh.size or num_slices(mesh) > 1:
-        return ()
+        return (), ()
     differs = [
         [i for i, (a, b) in enumerate(zip(p, places[0], strict=True)) if a != b] for p in places
     ]
     # The devices after the first that are along one axis with it.
     last = 1 + next((i for i, d in enumerate(differs[1:]) if d != differs[1] or len(d) != 1), 0)
-    return (mesh.size // last, last) if 1 < last < mesh.size and mesh.size % last == 0 else ()
+    if not 1 < last < mesh.size or mesh.size % last:
+        return (), ()
+    axes = {axis for differing in differs for axis in differing}
+    steps = (mesh.size // last, last)
+    return steps, steps if len(axes) == 2 else ()
 
 
 def num_slices(mesh: jax.sharding.Mesh) -> int:

@@ -80,7 +80,7 @@ class Model:
             if isinstance(rule, cross_shard.CrossShardOptimizer):
                 rule.sharding_rules = self.experiment.sharding_rules()
                 if rule.axis_name == mesh_lib.REPLICA:
-                    rule.scatter_steps = mesh_lib.scatter_steps(self._mesh)
+                    rule.scatter_steps, rule.gather_steps = mesh_lib.torus_steps(self._mesh)
         return opt
 
     def _update(self, params: Any, net_state: Any, global_step: Any, batch: Batch) -> Any:

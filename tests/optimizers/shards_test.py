@@ -223,8 +223,9 @@ def test_in_steps_as_in_one(steps):
     grads = lambda i: jax.tree.map(
         lambda x: jax.random.normal(jax.random.fold_in(jax.random.key(1), i), x.shape), params
     )
-    make = lambda steps: lambda: CrossShard(optax.adam(0.1), "sum", scatter_steps=steps)
-    ends = [run_one(make(each), params, grads, replicas=8) for each in (steps, ())]
+    make = lambda **how: lambda: CrossShard(optax.adam(0.1), "sum", **how)
+    hows = ({"scatter_steps": steps, "gather_steps": steps[::-1]}, {})
+    ends = [run_one(make(**how), params, grads, replicas=8) for how in hows]
     # Sums of eight in another order; Adam divides by the size of a gradient.
     harness.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
@@ -232,12 +233,12 @@ def test_in_steps_as_in_one(steps):
 @pytest.mark.parametrize(
     "options",
     [
-        {"scatter_steps": (2, 3)},
+        {"gather_steps": (2, 3)},
         {"scatter_steps": (8,), "group_assignment": [[0, 1, 2, 3], [4, 5, 6, 7]]},
     ],
 )
 def test_steps_that_do_not_fit_are_refused(options):
-    with pytest.raises(ValueError, match=r"scatter_steps=\(.* must be sizes whose product is the"):
+    with pytest.raises(ValueError, match="gather_steps must be sizes whose product is the"):
         run_one(lambda: CrossShard(optax.sgd(1.0), **options), WIDE, lambda i: WIDE, replicas=8)
 
 

@@ -73,6 +73,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         slice_dtype: str = "float32",
         shard_update: bool = False,
         scatter_steps: Sequence[int] = (),
+        gather_steps: Sequence[int] = (),
         sharding_rules: shards.Rules = (),
     ):
         """Wraps an optimizer.
@@ -92,9 +93,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             kept and added to the next step's gradients.
           shard_update: whether each replica updates its part of each array, and holds the slots of that
             part only; the parts of the new parameters are then gathered.
-          scatter_steps: sizes whose product is the number of replicas, to scatter sums and to gather parts
-            in as many steps, each among replicas a step apart. The TPU compiler makes of one step over all
-            chips of a slice an all-reduce, which sends twice the bytes. In a run, as the mesh has it.
+          scatter_steps: sizes whose product is the number of replicas, to scatter sums in as many steps,
+            each among replicas a step apart; see `xshard.mesh.torus_steps`, which a run takes.
+          gather_steps: the same, to gather parts.
           sharding_rules: what parameters lie along other axes, as `xshard.mesh.tree_shardings` takes them:
             such dimensions are not cut into parts. In a run those of the experiment.
 
@@ -107,6 +108,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.slice_axis_name = slice_axis_name
         self.shard_update = bool(shard_update)
         self.scatter_steps = scatter_steps
+        self.gather_steps = gather_steps
         self.sharding_rules = sharding_rules
         self._errors: dict[str, jax.Array] = {}
         if reduction not in tuple(Reduction):
@@ -259,11 +261,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "is equal on all replicas, but JAX's check does not know it."
             )
         size = self._group_size()
-        if self.scatter_steps and (self.group_assignment or math.prod(self.scatter_steps) != size):
-            raise ValueError(
-                f"scatter_steps={tuple(self.scatter_steps)} must be sizes whose product is the {size} replicas, "
-                "and none where there is a group_assignment."
-            )
+        for steps in (self.scatter_steps, self.gather_steps):
+            if steps and (self.group_assignment or math.prod(steps) != size):
+                raise ValueError(
+                    f"scatter_steps and gather_steps must be sizes whose product is the {size} replicas, and "
+                    f"none where there is a group_assignment; received {tuple(steps)}."
+                )
         return shards.Partition(
             tree,
             size,
@@ -271,7 +274,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             self.group_assignment,
             self.sharding_rules,
             copies=self._num_slices(),
-            steps=self.scatter_steps,
+            scatter_steps=self.scatter_steps,
+            gather_steps=self.gather_steps,
         )
 
     def _num_slices(self) -> int:

@@ -161,7 +161,8 @@ class Partition:
         groups: Sequence[Sequence[int]] | None = None,
         rules: Rules = (),
         copies: int = 1,
-        steps: Sequence[int] = (),
+        scatter_steps: Sequence[int] = (),
+        gather_steps: Sequence[int] = (),
     ):
         """Decides how each leaf is cut.
 
@@ -172,14 +173,16 @@ class Partition:
           groups: the numbers of each group's replicas along it, if there are several.
           rules: what lies along other axes already.
           copies: the number of slices, in each of which the whole is cut alike.
-          steps: sizes whose product is `count`, to scatter and to gather in so many steps.
+          scatter_steps: sizes whose product is `count`, to scatter in so many steps.
+          gather_steps: the same, to gather.
         """
         self.count = count
         self.copies = copies
         self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         self._axis: dict[str, Any] = {"axis_name": axis_name, "axis_index_groups": groups}
-        self._steps = [{**self._axis, "axis_index_groups": each} for each in _in_steps(steps)]
-        self._steps = self._steps or [self._axis]
+        in_steps = lambda sizes: [{**self._axis, "axis_index_groups": g} for g in _in_steps(sizes)]
+        self._scatters = in_steps(scatter_steps) if scatter_steps else [self._axis]
+        self._gathers = in_steps(gather_steps) if gather_steps else [self._axis]
         self.layouts: dict[str, Layout] = {}
         for path, leaf in trees.leaves_by_path(self.shapes).items():
             if leaf is None:
@@ -230,7 +233,7 @@ class Partition:
         if layout.dim is None:
             return summed(functools.partial(lax.psum, **self._axis), x, dtype)
         x = layout.store(x)
-        for step in self._steps:
+        for step in self._scatters:
             scatter = functools.partial(
                 lax.psum_scatter, scatter_dimension=layout.dim, tiled=True, **step
             )
@@ -242,7 +245,7 @@ class Partition:
         if self.count == 1 or layout.dim is None:
             return part
         x = part.astype(dtype or part.dtype)
-        for step in reversed(self._steps):
+        for step in reversed(self._gathers):
             x = lax.all_gather(x, axis=layout.dim, tiled=True, **step)
         return layout.whole(x).astype(part.dtype)
 
