@@ -14,7 +14,8 @@ import pytest
 
 import xshard
 
-README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+README, SCALE = ROOT / "README.md", ROOT / "docs" / "scale.md"
 MODULES = [
     "xshard.collectives",
     *(f"xshard.optimizers.{name}" for name in ("optax", "cross_shard", "loss_scale")),
@@ -38,3 +39,9 @@ def test_readme(tmp_path, monkeypatch, capsys):
     assert len([line for line in rules.splitlines() if line]) <= 25
     exec(compile(checkpoints, str(README), "exec"), {})
     assert "[1. 1. 1. 1.]" in capsys.readouterr().out
+
+
+def test_the_sharded_step_of_the_docs(capsys):
+    _, sharded = re.findall(r"```python\n(.*?)```", SCALE.read_text(), flags=re.DOTALL)
+    exec(compile(sharded, str(SCALE), "exec"), {})
+    assert "'replica'" in capsys.readouterr().out

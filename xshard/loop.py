@@ -57,9 +57,8 @@ class Run:
         """
         _check_config(config)
         self.config = config
-        self.mesh = mesh_lib.make_mesh(
-            config.group_assignment or None, slices=config.slices, model=config.model_parallel
-        )
+        groups = config.group_assignment or None
+        self.mesh = mesh_lib.make_mesh(groups, slices=config.slices, model=config.model_parallel)
         self.experiment = experiment_lib.load(config.experiment)(config)
         train_data = self.experiment.train_data()
         self.batches = data.TrainBatches(
