@@ -132,5 +132,5 @@ def test_a_table():
     config = toy.get_config()
     config.group_assignment = HALVES
     shown = metrics.table(collectives.rows(mesh, collectives.of(compile_step(config, mesh))))
-    assert shown.splitlines()[0].split() == ["kind", "over", "types", "count", "arrays", "bytes"]
+    assert shown.splitlines()[0].split()[:6] == ["kind", "over", "types", "count", "arrays", "bytes"]
     assert shown.splitlines()[1].split()[:4] == ["all-reduce", "replica", "f32", "1"]

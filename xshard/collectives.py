@@ -2,29 +2,30 @@
 
 A reduction that is made twice, or over more devices than it should, shows in no value and in no test of
 values: it shows here.
+
+A program for several TPU slices is one slice's: what stays within a slice is written with the numbers of
+that slice's devices, and what goes between slices as a transfer by the hosts.
 """
 
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from xshard import hlo
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# HLO's names of types, by the bits of an element; what is not here is of no size.
-_BITS = {
-    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64,
-    "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f8e4m3fn": 8, "f8e5m2": 8,
-}  # fmt: skip
-# `%name = RESULT kind(`; of an asynchronous pair the start has it all.
-_LINE = re.compile(rf"= (.+?) ({'|'.join(KINDS)})(-start)?\(")
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 # [groups,size]<=[dimensions]T(permutation), as for v2 of the format: an iota, reshaped and transposed.
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# What the hosts are told to do with what a chip hands over, and receives.
+_BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+# A TPU's reduce-scatter is spelt as an all-reduce and a slice in one fusion, whose name says what it is.
+_FUSED_SCATTER = "all-reduce-scatter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +37,10 @@ class Collective:
       dtypes: the types of what it gives, as HLO names them, each once.
       arrays: how many arrays it gives.
       bytes: their size on one device.
-      groups: the devices that take part together, by their place in the mesh; empty: all. For a permutation
-        pairs of source and target.
+      groups: the devices that take part together, by their place in the mesh, or in a slice's part of it;
+        empty: all. For a permutation pairs of source and target.
+      times: how often a run does it: more than once in a loop.
+      between_slices: whether it goes over the network of the hosts, from slice to slice.
     """
 
     kind: str
@@ -45,69 +48,142 @@ class Collective:
     arrays: int
     bytes: int
     groups: tuple[tuple[int, ...], ...]
+    times: int = 1
+    between_slices: bool = False
 
 
 def of(compiled: jax.stages.Compiled) -> list[Collective]:
     """The collectives of a compiled function, in the order of its text.
 
-    One that stands in a loop is counted once, as one in a branch that may not be taken is.
+    One in a branch that may not be taken counts as if it were.
 
     >>> double = jax.jit(lambda x: 2 * x).lower(1.0).compile()
     >>> of(double)
     []
     """
-    text = compiled.as_text()
-    found = ((_LINE.search(line), line) for line in (text or "").splitlines())
-    return [_collective(match, line) for match, line in found if match]
+    return in_program(hlo.parse(compiled.as_text() or ""))
+
+
+def in_program(program: hlo.Program) -> list[Collective]:
+    """The collectives of a program that has been read."""
+    times = program.times()
+    return [
+        dataclasses.replace(one, times=times[name])
+        for name, computation in program.computations.items()
+        if times[name]
+        for one in _in_computation(name, computation)
+    ]
 
 
 def axes(mesh: jax.sharding.Mesh, collective: Collective) -> tuple[str, ...]:
     """The mesh axes that a collective goes over; ('?',) if its groups are those of no axes."""
-    places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+    slices = _slices(mesh)
+    if collective.between_slices:
+        return tuple(
+            name
+            for axis, name in enumerate(mesh.axis_names)
+            if (slices != slices.take([0], axis)).any()
+        )
+    # The places of one slice's devices.
+    chosen = np.ix_(*(np.unique(where) for where in np.nonzero(slices == slices.flat[0])))
+    places = np.arange(slices[chosen].size).reshape(slices[chosen].shape)
     groups = {frozenset(group) for group in collective.groups} or {frozenset(range(places.size))}
     names = mesh.axis_names
     for count in range(len(names) + 1):
-        for chosen in itertools.combinations(range(len(names)), count):
-            if groups == _along(places, chosen):
-                return tuple(names[i] for i in chosen if mesh.devices.shape[i] > 1)
+        for dimensions in itertools.combinations(range(len(names)), count):
+            if groups == _along(places, dimensions):
+                return tuple(names[i] for i in dimensions if mesh.devices.shape[i] > 1)
     return ("?",)
 
 
+def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
+    """The bytes that a device must send at least, each time.
+
+    Of n devices each sends (n - 1) / n of an all-gather's result, of a reduce-scatter's operand and of an
+    all-to-all's, and twice that of an all-reduce's: Patarasuk and Yuan, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations", 2009. Networks that add up on the way could do with less.
+    """
+    size = collective.bytes
+    if collective.kind == "collective-permute":
+        return size
+    count = len(np.unique(_slices(mesh))) if collective.between_slices else mesh.devices.size
+    if not collective.between_slices:
+        count //= len(np.unique(_slices(mesh)))
+        count = len(collective.groups[0]) if collective.groups else count
+    if collective.kind == "reduce-scatter":
+        return (count - 1) * size
+    return (2 if collective.kind == "all-reduce" else 1) * (count - 1) * size // count
+
+
 def rows(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[dict[str, Any]]:
-    """For `metrics.table`: a row for each kind, axes and types."""
-    table: dict[tuple[str, ...], list[Collective]] = {}
+    """For `metrics.table`: a row for each kind, axes and types; what is in a loop counts each time."""
+    table: dict[tuple[Any, ...], list[Collective]] = {}
     for one in collectives:
         over = " x ".join(axes(mesh, one)) or "nothing"
-        table.setdefault((one.kind, over, " ".join(one.dtypes)), []).append(one)
+        key = (one.kind, over, " ".join(one.dtypes), one.between_slices)
+        table.setdefault(key, []).append(one)
     return [
         {
             "kind": kind,
             "over": over,
             "types": dtypes,
-            "count": len(ones),
-            "arrays": sum(one.arrays for one in ones),
-            "bytes": sum(one.bytes for one in ones),
+            "count": sum(one.times for one in ones),
+            "arrays": sum(one.times * one.arrays for one in ones),
+            "bytes": sum(one.times * one.bytes for one in ones),
+            "sent": sum(one.times * sent(mesh, one) for one in ones),
+            "between_slices": between,
         }
-        for (kind, over, dtypes), ones in table.items()
+        for (kind, over, dtypes, between), ones in table.items()
     ]
 
 
-def _collective(match: re.Match[str], line: str) -> Collective:
-    result, kind, asynchronous = match.groups()
-    arrays = _ARRAY.findall(result)
-    if asynchronous and kind != "all-reduce":
-        # Its result holds the operands, too, and for a permutation a context after both.
-        arrays = arrays[len(arrays) // 2 :] if kind != "collective-permute" else arrays[1:2]
-    sizes = [
-        _BITS.get(dtype, 0) * int(np.prod([int(n) for n in shape.split(",") if n]))
-        for dtype, shape in arrays
-    ]
-    dtypes = tuple(dict.fromkeys(dtype for dtype, _ in arrays))
-    return Collective(kind, dtypes, len(arrays), sum(sizes) // 8, _groups(line))
+def _in_computation(name: str, computation: hlo.Computation) -> Iterator[Collective]:
+    fused = name.startswith(_FUSED_SCATTER)
+    for one in computation.instructions.values():
+        start = one.opcode.endswith("-start")
+        kind = one.opcode.removesuffix("-start")
+        between = _BETWEEN.search(one.attributes) if kind == "recv" else None
+        if between:
+            # The transfer itself: its buffer, and what it waits with.
+            kind = between[1].lower().replace("_", "-")
+            kind = kind if kind in KINDS else "collective-permute"
+            yield _collective(kind, one.arrays[:1], one.attributes, between_slices=True)
+        elif kind in KINDS and fused:
+            yield _collective(
+                "reduce-scatter", computation.instructions[computation.root].arrays, one.attributes
+            )
+        elif kind in KINDS:
+            yield _collective(kind, _results(kind, start, one.arrays), one.attributes)
 
 
-def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-    iota = _IOTA.search(line)
+def _results(kind: str, asynchronous: bool, arrays: list[hlo.Array]) -> list[hlo.Array]:
+    if not asynchronous or kind == "all-reduce":
+        return arrays
+    # The result of a start holds the operands, too, and for a permutation a context after both.
+    return arrays[1:2] if kind == "collective-permute" else arrays[len(arrays) // 2 :]
+
+
+def _collective(
+    kind: str, arrays: list[hlo.Array], attributes: str, *, between_slices: bool = False
+) -> Collective:
+    return Collective(
+        kind,
+        tuple(dict.fromkeys(array.dtype for array in arrays)),
+        len(arrays),
+        sum(array.bytes for array in arrays),
+        () if between_slices else _groups(attributes),
+        between_slices=between_slices,
+    )
+
+
+def _slices(mesh: jax.sharding.Mesh) -> np.ndarray:
+    """The number of the slice of each device of a mesh."""
+    numbers = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
+    return np.array(numbers).reshape(mesh.devices.shape)
+
+
+def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
+    iota = _IOTA.search(attributes)
     if iota:
         count, size, shape, order = iota.groups()
         dimensions = [int(n) for n in shape.split(",")]
@@ -115,7 +191,7 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
         if order:
             ids = ids.transpose([int(n) for n in order.split(",")])
         return tuple(map(tuple, ids.reshape(int(count), int(size)).tolist()))
-    listed = _LISTED.search(line)
+    listed = _LISTED.search(attributes)
     groups = re.findall(r"\{([\d, ]*)\}", listed[1]) if listed else []
     return tuple(tuple(int(n) for n in group.split(",")) for group in groups if group)
 

@@ -8,15 +8,11 @@ directory), run the same command again to go on; 130 the same by Ctrl-C; 1 faile
 """
 
 import contextlib
-import difflib
-import itertools
 import os
 import re
-import runpy
 import shlex
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
@@ -25,7 +21,16 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from xshard import checkpoint, fingerprint, loop, notice, rendezvous, watch, workdir
+from xshard import (
+    checkpoint,
+    errors,
+    fingerprint,
+    loop,
+    notice,
+    rendezvous,
+    watch,
+    workdir,
+)
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; --config.key=value changes a value.", lock_config=True
@@ -95,7 +100,7 @@ def main(argv: Sequence[str], config: Any) -> int:
         except Exception as e:
             if hosts:
                 _fail_together(watching, e)
-            watching.end(f"failed: {_message(e).splitlines()[0]}")
+            watching.end(f"failed: {errors.message(e).splitlines()[0]}")
             raise
     # All is done and said. What comes now, as srun's SIGTERM does when the first process has left, would
     # only put another exit code in the place of this one.
@@ -132,13 +137,13 @@ def _join(
 def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
     """Says why this process has failed, and ends the others, which would wait for it."""
     known = isinstance(e, ValueError | OSError)
-    message = _message(e) if known else f"{type(e).__name__}: {_message(e)}"
+    message = errors.message(e) if known else f"{type(e).__name__}: {errors.message(e)}"
     # What breaks in the middle of a computation may be the end of a peer; but not this.
     own = str(e).startswith(("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED"))
     if isinstance(e, jax.errors.JaxRuntimeError) and not own:
         print(f"{message}\nwaiting to hear of the cause", file=sys.stderr, flush=True)
         watching.await_cause()
-    _print_error(message, show_traceback=not known)
+    errors.print_error(message, show_traceback=not known)
     watching.fail(message)
 
 
@@ -175,74 +180,15 @@ def run() -> int:
         # A file that is not there shows only when the config is used.
         _ = config and config.is_locked
     except Exception as e:
-        return _fail(_flag_error(e))
+        return errors.fail(errors.flag_error(e))
     try:
         return main(argv, config)
     except (ValueError, OSError) as e:
-        return _fail(_message(e))
+        return errors.fail(errors.message(e))
     except KeyboardInterrupt:
         # Before there was anything to save.
         print("interrupted", file=sys.stderr)
         return notice.INTERRUPTED
-
-
-def _fail(message: str) -> int:
-    _print_error(message)
-    return notice.FAILED
-
-
-def _print_error(message: str, *, show_traceback: bool = False) -> None:
-    # From the arguments themselves: the flags may be what could not be parsed.
-    debug = show_traceback or "--debug" in sys.argv or "--debug=true" in sys.argv
-    if debug:
-        traceback.print_exc()
-    hint = "" if debug else "\n(--debug shows where)"
-    print(f"error: {message}{hint}", file=sys.stderr, flush=True)
-
-
-def _message(e: Exception) -> str:
-    # JAX adds a line about its own tracebacks.
-    return str(e).split("\n-----")[0] or type(e).__name__
-
-
-def _flag_error(e: Exception) -> str:
-    path = _config_path()
-    if isinstance(e, AttributeError | KeyError):
-        return _unknown_key(path) or f"--config={path} raised {type(e).__name__}: {e}."
-    if isinstance(e, flags.Error):
-        return (
-            f"{e}. --help lists the flags."
-            if isinstance(e, flags.UnrecognizedFlagError)
-            else f"{e}."
-        )
-    if isinstance(e, OSError) and not os.path.isfile(path):
-        return f"--config={path}: there is no such file (seen from {os.getcwd()})."
-    return f"--config={path} raised {type(e).__name__}: {e}."
-
-
-def _config_path() -> str:
-    """The config file, from the arguments themselves: --config=PATH or --config PATH."""
-    path = ""
-    for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
-        name, equals, value = argument.partition("=")
-        if name == "--config":
-            path = value if equals else following
-    return path
-
-
-def _unknown_key(path: str) -> str | None:
-    """The message for an override of a key that the config does not have."""
-    try:
-        keys = list(workdir.flatten(workdir.plain(runpy.run_path(path)["get_config"]())))
-    except Exception:
-        return None
-    for arg in sys.argv[1:]:
-        match = re.match(r"--config\.([^=]+)", arg)
-        if match and not any(key == match[1] or key.startswith(f"{match[1]}.") for key in keys):
-            near = difflib.get_close_matches(match[1], keys, cutoff=0.4)
-            meant = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(keys)}."
-            return f"--config.{match[1]}: {path} has no such key; {meant}"
-    return None
 
 
 def _command() -> str:

@@ -1,0 +1,105 @@
+"""What TPU chips can do at most, as Google publishes it, and the slices that there are of them.
+
+The rates are peaks, to bound times from below. All were read in November 2026; where editions of a page differ,
+as in 819 and 800 GB/s for v5e's memory, the larger is taken, so that the bound holds.
+"""
+
+import dataclasses
+import math
+import re
+
+_PAGE = "https://docs.cloud.google.com/tpu/docs/"
+_GIB, _GB, _TERA = 2**30, 1e9, 1e12
+# The slices of v5e and v6e, by their pages; those of v4 and v5p are cubes of 4x4x4, and parts of one.
+_PLANES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_PARTS = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One chip.
+
+    Attributes:
+      name: as in a topology's name, 'v5e'.
+      flops: floating-point operations a second of bfloat16 matrix products.
+      hbm: bytes of memory.
+      hbm_rate: bytes a second from and to it.
+      ici_rate: bytes a second that it can send to its neighbours, on all links together: half of what is
+        published for both directions, and what a pod's all-reduce bandwidth is for each of its chips.
+      dcn_rate: bytes a second of its share of its host's network cards; None: not published.
+      dimensions: of the torus.
+      largest: the chips of the largest slice.
+      source: where the numbers are from.
+    """
+
+    name: str
+    flops: float
+    hbm: int
+    hbm_rate: float
+    ici_rate: float
+    dcn_rate: float | None
+    dimensions: int
+    largest: int
+    source: str
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        # 275 TFLOPs; 32 GiB, 1200 GBps; all-reduce bandwidth per Pod of 4096 chips 1.1 PB/s.
+        Chip("v4", 275 * _TERA, 32 * _GIB, 1200 * _GB, 1.1e15 / 4096, None, 3, 4096, f"{_PAGE}v4"),
+        # 197 TFLOPs; 16 GB, 819 GBps; bidirectional ICI 400 GBps; 2 x 100 Gbps NIC for 8 chips.
+        Chip(
+            "v5e", 197 * _TERA, 16 * _GIB, 819 * _GB, 200 * _GB, 25 / 8 * _GB, 2, 256, f"{_PAGE}v5e"
+        ),
+        # 459 TFLOPs; 95 GiB, 2765 GBps; bidirectional ICI 1200 GBps; DCN 50 Gbps per chip.
+        Chip(
+            "v5p", 459 * _TERA, 95 * _GIB, 2765 * _GB, 600 * _GB, 50 / 8 * _GB, 3, 6144, f"{_PAGE}v5p"
+        ),
+        # 918 TFLOPs; 32 GB, 1640 GBps (1600 in other editions); bidirectional ICI 800 GBps; 4 x 200 Gbps
+        # NIC for 8 chips.
+        Chip(
+            "v6e", 918 * _TERA, 32 * _GIB, 1640 * _GB, 400 * _GB, 100 / 8 * _GB, 2, 256, f"{_PAGE}v6e"
+        ),
+    )
+}  # fmt: skip
+
+
+def parse_topology(topology: str) -> tuple[Chip, tuple[int, ...]]:
+    """The chip and the shape of a slice that is named as 'v5e:4x8' or 'v5p:4x4x8'.
+
+    Raises:
+      ValueError: if there is no such slice. libtpu is no judge of that: it takes slices that Google does
+        not offer, and ends the process at one of size 0.
+    """
+    found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", topology)
+    if not found:
+        raise ValueError(
+            f"--topology={topology} must be a chip and the shape of a slice, as v5e:16x16 or v5p:4x4x8."
+        )
+    name, sizes = found.groups()
+    if name not in CHIPS:
+        raise ValueError(
+            f"--topology={topology}: there is no chip '{name}' here; it must be one of {', '.join(CHIPS)}."
+        )
+    chip, shape = CHIPS[name], tuple(map(int, sizes.split("x")))
+    if not _exists(chip, shape):
+        raise ValueError(f"--topology={topology}: there is no such slice of {name}; {_rule(chip)}.")
+    return chip, shape
+
+
+def _exists(chip: Chip, shape: tuple[int, ...]) -> bool:
+    if chip.dimensions == 2:
+        return shape in _PLANES
+    cubes = len(shape) == 3 and all(n and n % 4 == 0 for n in shape) and sorted(shape) == [*shape]
+    return shape in _PARTS or (cubes and math.prod(shape) <= chip.largest)
+
+
+def _rule(chip: Chip) -> str:
+    show = lambda shapes: ", ".join("x".join(map(str, shape)) for shape in shapes)
+    if chip.dimensions == 2:
+        return f"there are {show(_PLANES)}"
+    return (
+        f"there are {show(_PARTS)} and AxBxC of multiples of 4 in ascending order, such as 4x4x4 or 4x8x8, "
+        f"of at most {chip.largest} chips"
+    )

@@ -1,0 +1,223 @@
+"""A compiled program as XLA writes it down: computations of instructions, and how often each runs.
+
+The text is that of `compiled.as_text()`, of a CPU or a TPU. The language is described at
+https://openxla.org/xla/operation_semantics; what is read here is its spelling, and no more of it than
+`collectives` and `costs` ask for.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+# HLO's names of types, by the bits of an element; what is not here is of no size.
+_BITS = {
+    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64,
+    "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f8e4m3fn": 8, "f8e5m2": 8,
+}  # fmt: skip
+_HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\) -> .* \{\s*$")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([^\s=]+) = (.+?) ([a-z][\w-]*)\((.*)$")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_NAME = re.compile(r"%([^\s,(){}]+)")
+_BODIES = re.compile(
+    r"(?:calls|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%[^\s,]+)"
+)
+_WHILE = re.compile(r"condition=%([^\s,]+), body=%([^\s,]+)")
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# What hands a number on as it is.
+_SAME = ("copy", "bitcast", "convert", "copy-start", "copy-done")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array that an instruction gives: its type, its dimensions, and the memory that it is in.
+
+    Attributes:
+      dtype: as HLO names it.
+      shape: its dimensions on one device.
+      space: 0 for the device's main memory (HBM); a TPU's others are on the chip, or the host's.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    space: int
+
+    @property
+    def bytes(self) -> int:
+        """Its size, without what tiles add."""
+        return _BITS.get(self.dtype, 0) * math.prod(self.shape) // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line: `name = result opcode(operands), attributes`."""
+
+    name: str
+    opcode: str
+    result: str
+    operands: tuple[str, ...]
+    literal: str
+    attributes: str
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays that it gives, of a tuple all."""
+        return [
+            Array(dtype, tuple(int(n) for n in shape.split(",") if n), _space(layout))
+            for dtype, shape, layout in _ARRAY.findall(self.result)
+        ]
+
+    @property
+    def bodies(self) -> list[str]:
+        """The computations that it calls, without those of a loop."""
+        return [name for group in _BODIES.findall(self.attributes) for name in _NAME.findall(group)]
+
+
+@dataclasses.dataclass
+class Computation:
+    """Instructions by name, in order, and the name of the one that is the result."""
+
+    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+    root: str = ""
+
+    def users(self, name: str) -> Iterator[Instruction]:
+        """The instructions that read another one's result."""
+        return (one for one in self.instructions.values() if name in one.operands)
+
+
+@dataclasses.dataclass
+class Program:
+    """Computations by name. What stands outside of all, as a line for a test does, is in the entry's."""
+
+    computations: dict[str, Computation]
+    entry: str
+
+    def loop(self, name: str, instruction: Instruction) -> tuple[str, int | None] | None:
+        """The body of a loop that stands in the computation `name`, and how often it runs.
+
+        A CPU's compiler says how often. A TPU's does not: there the counter is read, as `lax.scan` and
+        `lax.fori_loop` make it, from its start, its step and the bound that it is compared with.
+
+        Returns:
+          None for what is no loop; the count is None where it cannot be told.
+        """
+        found = _WHILE.search(instruction.attributes) if instruction.opcode == "while" else None
+        if not found:
+            return None
+        condition, body = found.groups()
+        known = _KNOWN.search(instruction.attributes)
+        return body, int(known[1]) if known else self._count(name, instruction, condition, body)
+
+    def times(self) -> dict[str, int]:
+        """How often each computation runs in one run of the program.
+
+        Each branch of a conditional counts as taken, and a loop of unknown count as one round.
+        """
+        times = dict.fromkeys(self.computations, 0)
+
+        def run(name: str, count: int) -> None:
+            if name not in self.computations:
+                return
+            times[name] += count
+            for instruction in self.computations[name].instructions.values():
+                loop = self.loop(name, instruction)
+                if loop:
+                    run(loop[0], count * (1 if loop[1] is None else loop[1]))
+                for body in instruction.bodies:
+                    run(body, count)
+
+        run(self.entry, 1)
+        return times
+
+    def unknown_loops(self) -> int:
+        """The loops of which it cannot be told how often they run."""
+        return sum(
+            loop is not None and loop[1] is None
+            for name, computation in self.computations.items()
+            for loop in (self.loop(name, one) for one in computation.instructions.values())
+        )
+
+    def _count(self, name: str, loop: Instruction, condition: str, body: str) -> int | None:
+        test = self.computations.get(condition, Computation())
+        compared = test.instructions.get(test.root)
+        if (
+            not compared
+            or compared.opcode != "compare"
+            or "direction=LT" not in compared.attributes
+        ):
+            return None
+        counter, bound = (self._origin(condition, one) for one in compared.operands)
+        if not counter or not bound or counter.opcode != "get-tuple-element":
+            return None
+        place = int(counter.attributes.partition("index=")[2].partition(",")[0])
+        start = self._number(name, self._element(name, loop.operands[0], place))
+        step = self._step(body, place)
+        end = int(bound.literal) if bound.literal.lstrip("-").isdigit() else None
+        if start is None or end is None or not step or step < 0:
+            return None
+        return max(0, -(-(end - start) // step))
+
+    def _step(self, body: str, place: int) -> int | None:
+        """What a round adds to the counter."""
+        if body not in self.computations:
+            return None
+        last = self._origin(body, self._element(body, self.computations[body].root, place))
+        if not last or last.opcode != "add":
+            return None
+        added = [self._number(body, operand) for operand in last.operands]
+        return next((number for number in added if number is not None), None)
+
+    def _element(self, name: str, operand: str, place: int) -> str:
+        found = self.computations[name].instructions.get(operand)
+        good = found and found.opcode == "tuple" and place < len(found.operands)
+        return found.operands[place] if found and good else ""
+
+    def _number(self, name: str, operand: str) -> int | None:
+        found = self._origin(name, operand)
+        is_number = found and found.opcode == "constant" and found.literal.lstrip("-").isdigit()
+        return int(found.literal) if found and is_number else None
+
+    def _origin(self, name: str, operand: str) -> Instruction | None:
+        found = self.computations[name].instructions.get(operand)
+        while found and found.opcode in _SAME and found.operands:
+            found = self.computations[name].instructions.get(found.operands[0])
+        return found
+
+
+def parse(text: str) -> Program:
+    """Reads a program."""
+    program = Program({"": Computation()}, "")
+    current = program.computations[""]
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header:
+            current = program.computations.setdefault(header[2], Computation())
+            program.entry = header[2] if header[1] else program.entry
+            continue
+        found = _INSTRUCTION.match(line)
+        if found:
+            root, name, result, opcode, rest = found.groups()
+            end = _closing(rest)
+            inside = rest[:end]
+            operands = tuple(_NAME.findall(inside))
+            current.instructions[name] = Instruction(
+                name, opcode, result, operands, inside, rest[end:]
+            )
+            current.root = name if root else current.root
+    return program
+
+
+def _closing(text: str) -> int:
+    """Where the bracket is closed that was opened before the text."""
+    depth = 1
+    for bracket in re.finditer(r"[()]", text):
+        depth += 1 if bracket[0] == "(" else -1
+        if not depth:
+            return bracket.start()
+    return len(text)
+
+
+def _space(layout: str) -> int:
+    found = _SPACE.search(layout)
+    return int(found[1]) if found else 0
