@@ -1,6 +1,7 @@
 """What the training step sends, and that it sends no more."""
 
 import functools
+import types
 
 import jax
 import numpy as np
@@ -132,5 +133,99 @@ def test_a_table():
     config = toy.get_config()
     config.group_assignment = HALVES
     shown = metrics.table(collectives.rows(mesh, collectives.of(compile_step(config, mesh))))
-    assert shown.splitlines()[0].split()[:6] == ["kind", "over", "types", "count", "arrays", "bytes"]
+    assert shown.splitlines()[0].split()[:6] == [
+        "kind",
+        "over",
+        "types",
+        "count",
+        "arrays",
+        "bytes",
+    ]
     assert shown.splitlines()[1].split()[:4] == ["all-reduce", "replica", "f32", "1"]
+    assert shown.splitlines()[0].split()[6:] == ["sent", "between_slices"]
+
+
+def test_one_in_a_loop_counts_as_often_as_it_is_done():
+    mesh = jax.sharding.Mesh(jax.devices(), ("r",))
+    layer = lambda x, w: (jax.lax.psum(x * w, "r"), None)
+    loop = lambda x: jax.lax.scan(layer, x, np.arange(5, dtype=np.float32))[0]
+    found = collectives.of(compile_map(loop, mesh, jax.P("r"), jax.P(), (16,)))
+    assert [(one.kind, one.bytes, one.times) for one in found] == [("all-reduce", 8, 5)]
+    (row,) = collectives.rows(mesh, found)
+    assert (row["count"], row["bytes"], row["sent"]) == (5, 5 * 8, 5 * 2 * 7 * 8 // 8)
+
+
+def test_a_reduce_scatter_that_a_tpu_spells_as_an_all_reduce():
+    text = """
+%all-reduce-scatter.1 (input: f32[2048,8]) -> f32[528,8] {
+  %input = f32[2048,8]{1,0} parameter(0)
+  %pad = f32[2112,8]{1,0} pad(%input, %zero), padding=0_64x0_0
+  %all-reduce.1 = f32[2112,8]{1,0} all-reduce(%pad), replica_groups={{0,2},{1,3}}, to_apply=%sum
+  ROOT %dynamic-slice.3 = f32[528,8]{1,0:S(1)} dynamic-slice(%all-reduce.1, %i, %j), dynamic_slice_sizes={528,8}
+}
+
+ENTRY %main (x: f32[2048,8]) -> f32[528,8] {
+  %x = f32[2048,8]{1,0} parameter(0)
+  ROOT %fusion = f32[528,8]{1,0:S(1)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+    (one,) = collectives.of(Text(text))
+    assert (one.kind, one.bytes, one.groups) == ("reduce-scatter", 4 * 528 * 8, ((0, 2), (1, 3)))
+
+
+class Slices:
+    """Stands in for a mesh of devices in two slices."""
+
+    axis_names = ("slice", "replica", "model")
+    devices = np.array(
+        [types.SimpleNamespace(slice_index=i // 4) for i in range(8)], dtype=object
+    ).reshape(2, 2, 2)
+
+
+BETWEEN = """
+  %send = (f32[1,8,16]{2,1,0}, u32[], token[]) send(%x, %t), frontend_attributes={_xla_megascale_transfer_type="KIND"}
+  %recv = (f32[1,8,16]{2,1,0}, u32[], token[]) recv(%t), frontend_attributes={_xla_megascale_transfer_type="KIND"}
+  %recv-done = (f32[1,8,16]{2,1,0}, token[]) recv-done(%recv), frontend_attributes={}
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, sent",
+    [("ALL_REDUCE", 512), ("ALL_GATHER", 256), ("REDUCE_SCATTER", 512), ("ONE_TO_ONE", 512)],
+)
+def test_what_goes_between_slices(kind, sent):
+    (one,) = collectives.of(Text(BETWEEN.replace("KIND", kind)))
+    assert one.between_slices and one.bytes == 512
+    assert collectives.axes(Slices, one) == ("slice",)
+    assert collectives.sent(Slices, one) == sent
+
+
+@pytest.mark.parametrize(
+    "groups, axes",
+    [
+        ("{{0,1},{2,3}}", ("model",)),
+        ("{{0,2},{1,3}}", ("replica",)),
+        ("{{0,1,2,3}}", ("replica", "model")),
+    ],
+)
+def test_within_slices_devices_have_the_numbers_of_one_slice(groups, axes):
+    (one,) = collectives.of(Text(f"%a = f32[4]{{0}} all-reduce(%x), replica_groups={groups}"))
+    assert not one.between_slices and collectives.axes(Slices, one) == axes
+    size = len(one.groups[0])
+    assert collectives.sent(Slices, one) == 2 * (size - 1) * 16 // size
+
+
+@pytest.mark.parametrize(
+    "kind, sent",
+    [
+        ("all-reduce", 2 * 7 * 32 // 8),
+        ("all-gather", 7 * 32 // 8),
+        ("reduce-scatter", 7 * 32),
+        ("all-to-all", 7 * 32 // 8),
+        ("collective-permute", 32),
+    ],
+)
+def test_what_a_device_must_send(kind, sent):
+    mesh = jax.sharding.Mesh(jax.devices(), ("r",))
+    (one,) = collectives.of(Text(f"%a = f32[8]{{0}} {kind}(%x)"))
+    assert collectives.sent(mesh, one) == sent

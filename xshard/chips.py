@@ -65,8 +65,8 @@ CHIPS = {
 }  # fmt: skip
 
 
-def parse_topology(topology: str) -> tuple[Chip, tuple[int, ...]]:
-    """The chip and the shape of a slice that is named as 'v5e:4x8' or 'v5p:4x4x8'.
+def parse_topology(topology: str) -> Chip:
+    """The chip of a slice that is named as 'v5e:4x8' or 'v5p:4x4x8'.
 
     Raises:
       ValueError: if there is no such slice. libtpu is no judge of that: it takes slices that Google does
@@ -85,7 +85,7 @@ def parse_topology(topology: str) -> tuple[Chip, tuple[int, ...]]:
     chip, shape = CHIPS[name], tuple(map(int, sizes.split("x")))
     if not _exists(chip, shape):
         raise ValueError(f"--topology={topology}: there is no such slice of {name}; {_rule(chip)}.")
-    return chip, shape
+    return chip
 
 
 def _exists(chip: Chip, shape: tuple[int, ...]) -> bool:

@@ -1,0 +1,163 @@
+"""What a program costs, counted by hand."""
+
+import pytest
+
+from xshard import costs, hlo
+
+# As a TPU's compiler writes a scan over ten layers: it does not say how often the loop runs, and keeps the
+# activations on the chip, in the memory S(1).
+SCAN = """
+%taken (param_0.12: bf16[10,8,8], param_1.13: s32[]) -> bf16[8,8] {
+  %param_0.12 = bf16[10,8,8]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %param_1.13 = s32[]{:T(128)S(6)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %slice.1 = bf16[1,8,8]{2,1,0:T(8,128)(2,1)} dynamic-slice(%param_0.12, %param_1.13, %zero, %zero)
+  ROOT %bitcast.8 = bf16[8,8]{1,0:T(8,128)(2,1)} bitcast(%slice.1)
+}
+
+%layer (param_0.13: bf16[4,8], param_1.14: bf16[10,8,8], param_2.9: s32[]) -> bf16[4,8] {
+  %param_0.13 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %param_1.14 = bf16[10,8,8]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %param_2.9 = s32[]{:T(128)S(6)} parameter(2)
+  %fusion.11 = bf16[8,8]{1,0:T(8,128)(2,1)} fusion(%param_1.14, %param_2.9), kind=kLoop, calls=%taken
+  ROOT %convolution.5 = bf16[4,8]{1,0:T(8,128)(2,1)} convolution(%param_0.13, %fusion.11), dim_labels=bf_io->bf
+}
+
+%body (wide.param.2: (s32[], bf16[4,8], bf16[10,8,8])) -> (s32[], bf16[4,8], bf16[10,8,8]) {
+  %one = s32[]{:T(128)} constant(1)
+  %wide.param.2 = (s32[]{:T(128)}, bf16[4,8]{1,0:T(8,128)(2,1)S(1)}, bf16[10,8,8]{2,1,0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%wide.param.2), index=0
+  %copy.5 = s32[]{:T(128)S(6)} copy(%i)
+  %next = s32[]{:T(128)} add(%copy.5, %one)
+  %w = bf16[10,8,8]{2,1,0:T(8,128)(2,1)} get-tuple-element(%wide.param.2), index=2
+  %x = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%wide.param.2), index=1
+  %fusion.13 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} fusion(%x, %w, %copy.5), kind=kOutput, calls=%layer
+  %all-reduce.2 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} all-reduce(%fusion.13), replica_groups={{0,1}}, to_apply=%sum
+  ROOT %tuple.17 = (s32[], bf16[4,8]{1,0:S(1)}, bf16[10,8,8]{2,1,0}) tuple(%next, %all-reduce.2, %w)
+}
+
+%condition (wide.param.1: (s32[], bf16[4,8], bf16[10,8,8])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(BOUND)
+  %wide.param.1 = (s32[]{:T(128)}, bf16[4,8]{1,0:S(1)}, bf16[10,8,8]{2,1,0}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%wide.param.1), index=0
+  ROOT %lt.3 = pred[]{:T(512)} compare(%j, %bound), direction=LT
+}
+
+ENTRY %main (param.4: bf16[10,8,8], param.5: bf16[4,8]) -> bf16[4,8] {
+  %start = s32[]{:T(128)} constant(START)
+  %param.4 = bf16[10,8,8]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %param.5 = bf16[4,8]{1,0:T(8,128)(2,1)} parameter(1)
+  %copy-start.1 = (bf16[4,8]{1,0:S(1)}, bf16[4,8]{1,0}, u32[]{:S(2)}) copy-start(%param.5)
+  %copy.12 = s32[]{:T(128)S(6)} copy(%start)
+  %copy-done.1 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start.1)
+  %tuple.19 = (s32[], bf16[4,8]{1,0:S(1)}, bf16[10,8,8]{2,1,0}) tuple(%copy.12, %copy-done.1, %param.4)
+  %while.10 = (s32[], bf16[4,8]{1,0:S(1)}, bf16[10,8,8]{2,1,0}) while(%tuple.19), condition=%condition, body=%body
+  ROOT %get-tuple-element.57 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%while.10), index=1
+}
+"""
+
+
+def scan(start="0", bound="10"):
+    return hlo.parse(SCAN.replace("START", start).replace("BOUND", bound))
+
+
+@pytest.mark.parametrize("start, bound, rounds", [("0", "10", 10), ("4", "10", 6), ("9", "3", 0)])
+def test_what_is_in_a_loop_counts_as_often_as_it_runs(start, bound, rounds):
+    program = scan(start, bound)
+    assert program.times()["body"] == rounds and program.unknown_loops() == 0
+    flops, hbm_bytes = costs.of(program)
+    assert flops == rounds * 2 * 4 * 8 * 8
+    # A slice of the weights each time, the counter, and once the batch: the rest is on the chip.
+    counter, weights, batch, start_bytes = 4 + 8, 2 * 8 * 8, 2 * 4 * 8, 4
+    assert hbm_bytes == rounds * (counter + weights) + batch + start_bytes
+
+
+def test_a_loop_of_unknown_length_counts_as_one_round_and_is_told():
+    program = hlo.parse(SCAN.replace("direction=LT", "direction=NE"))
+    assert program.unknown_loops() == 1 and program.times()["body"] == 1
+    assert costs.of(program).flops == 2 * 4 * 8 * 8
+
+
+def test_a_count_that_the_compiler_gives_is_taken():
+    given = 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'
+    program = hlo.parse(SCAN.replace("direction=LT", "direction=NE").replace("body=%body", given))
+    assert program.unknown_loops() == 0 and program.times()["body"] == 7
+
+
+def convolution(attributes, left, right, result):
+    return hlo.parse(
+        f"%x = f32[{left}]{{0}} parameter(0)\n%w = f32[{right}]{{0}} parameter(1)\n"
+        f"%y = f32[{result}]{{0}} convolution(%x, %w), {attributes}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "attributes, left, right, result, products",
+    [
+        ("dim_labels=bf_io->bf", "4,8", "8,16", "4,16", 4 * 8 * 16),
+        # Each place of 3 in a row of 5 meets 5 elements but for the two ends, which meet 4.
+        (
+            "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
+            "1,5,2",
+            "3,2,7",
+            "1,5,7",
+            13 * 2 * 7,
+        ),
+        ("window={size=3 stride=2}, dim_labels=b0f_0io->b0f", "1,5,1", "3,1,1", "1,2,1", 6),
+        # As the gradient of a stride: every second element that the kernel meets is a zero put in between.
+        (
+            "window={size=2 pad=1_1 lhs_dilate=2}, dim_labels=b0f_0io->b0f",
+            "1,3,1",
+            "2,1,1",
+            "1,6,1",
+            6,
+        ),
+        # A product of four pairs of matrices, as a TPU writes it.
+        (
+            "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf",
+            "4,8,5",
+            "4,5,6",
+            "4,8,6",
+            4 * 8 * 5 * 6,
+        ),
+        (
+            "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f, feature_group_count=4",
+            "1,2,2,4",
+            "3,3,1,4",
+            "1,2,2,4",
+            16 * 4,
+        ),
+    ],
+)
+def test_a_convolution_is_two_for_each_product_that_is_not_with_padding(
+    attributes, left, right, result, products
+):
+    assert costs.of(convolution(attributes, left, right, result)).flops == 2 * products
+
+
+def test_a_product_of_matrices():
+    program = hlo.parse(
+        "%x = f32[3,4,8]{2,1,0} parameter(0)\n%w = f32[3,8,5]{2,1,0} parameter(1)\n"
+        "%y = f32[3,4,5]{2,1,0} dot(%x, %w), lhs_batch_dims={0}, lhs_contracting_dims={2}\n"
+    )
+    assert costs.of(program) == (2 * 3 * 4 * 8 * 5, 4 * (3 * 4 * 8 + 3 * 8 * 5 + 3 * 4 * 5))
+
+
+def test_an_update_in_place_moves_the_update():
+    program = hlo.parse(
+        "%x = f32[100,8]{1,0} parameter(0)\n%u = f32[1,8]{1,0} parameter(1)\n%i = s32[] parameter(2)\n"
+        "%y = f32[100,8]{1,0} dynamic-update-slice(%x, %u, %i, %i)\n"
+    )
+    assert costs.of(program).hbm_bytes == 2 * 4 * 8 + 2 * 4
+
+
+def test_of_branches_the_more_expensive_one_counts():
+    branch = "%NAME (p: f32[SIZE]) -> f32[SIZE] {\n  %p = f32[SIZE]{0} parameter(0)\n  ROOT %c = f32[SIZE]{0} copy(%p)\n}\n"
+    branches = "".join(
+        branch.replace("NAME", n).replace("SIZE", s) for n, s in (("a", "3"), ("b", "5"))
+    )
+    program = hlo.parse(
+        branches + "ENTRY %main (i: s32[]) -> f32[5] {\n  %i = s32[] parameter(0)\n"
+        "  ROOT %c = f32[5]{0} conditional(%i, %i, %i), branch_computations={%a, %b}\n}\n"
+    )
+    assert costs.of(program).hbm_bytes == 2 * 4 * 5

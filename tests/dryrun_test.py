@@ -1,0 +1,281 @@
+"""A dry run as a user meets it. The TPU's compiler is large: what needs it is skipped where it is not there."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from tests import toy
+from xshard import chips, costs, dryrun, estimate, mesh, step, summary
+
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+needs_libtpu = pytest.mark.skipif(
+    not HAS_LIBTPU, reason="libtpu is not installed: pip install '.[dryrun]'"
+)
+DIGITS = ("--config=configs/digits.py", "--topology=v5e:4x4")
+TOY = ("--config=tests/toy.py", "--topology=v5e:2x2")
+
+
+def run(*arguments, before=""):
+    """The program's exit code, standard output and standard error."""
+    program = f"import sys; {before}\nfrom xshard import dryrun\nsys.exit(dryrun.run())"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("JAX_PLATFORMS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("chip", chips.CHIPS.values(), ids=chips.CHIPS)
+def test_a_chip_s_numbers_are_of_one_order_and_have_a_source(chip):
+    assert chip.source == f"https://docs.cloud.google.com/tpu/docs/{chip.name}"
+    assert 1e14 < chip.flops < 1e15 and 2**34 <= chip.hbm < 2**37
+    assert chip.flops > 100 * chip.hbm_rate > 100 * chip.ici_rate > 1e13
+    assert chip.dcn_rate is None or chip.dcn_rate < chip.ici_rate / 30
+
+
+@pytest.mark.parametrize(
+    "topology", ["v5e:1x1", "v5e:16x16", "v6e:4x8", "v4:2x2x1", "v5p:4x4x8", "v5p:16x16x24"]
+)
+def test_slices_that_there_are(topology):
+    assert chips.parse_topology(topology).name == topology.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    "topology, rule",
+    [
+        ("v5e", "must be a chip and the shape of a slice, as v5e:16x16"),
+        ("v5e:4", "there is no such slice of v5e; there are 1x1, 2x2"),
+        ("v5e:0x4", "no such slice"),
+        ("v5e:32x32", "no such slice"),
+        ("v5p:8x4x4", "multiples of 4 in ascending order"),
+        ("v5p:16x16x28", "at most 6144 chips"),
+        ("v7x:4x4x4", "must be one of v4, v5e, v5p, v6e"),
+    ],
+)
+def test_slices_that_there_are_not(topology, rule):
+    with pytest.raises(ValueError, match=rule) as e:
+        chips.parse_topology(topology)
+    assert f"--topology={topology}" in str(e.value)
+
+
+def test_bounds():
+    chip = chips.CHIPS["v5e"]
+    limits = estimate.bounds(chip, costs.Cost(197 * 10**12, 819 * 10**9), 10**11, 10**9)
+    assert [limit.name for limit in limits] == ["compute", "memory", "ICI", "DCN"]
+    assert [limit.seconds for limit in limits] == pytest.approx([1, 1, 0.5, 0.32])
+    assert estimate.bounds(chips.CHIPS["v4"], costs.Cost(), 0, 1)[3].seconds is None
+    assert estimate.bounds(chips.CHIPS["v4"], costs.Cost(), 0, 0)[3].seconds == 0
+
+
+def test_a_device_s_part_of_a_tree():
+    places = mesh.make_mesh(None, model=2)
+    rows = mesh.sharding(places, "model")
+    tree = {
+        "w": jax.ShapeDtypeStruct((8, 3), np.float32, sharding=rows),
+        "b": jax.ShapeDtypeStruct((3,), np.float16, sharding=mesh.sharding(places)),
+    }
+    assert estimate.shard_bytes(tree) == 4 * 3 * 4 + 3 * 2
+    assert estimate.largest(tree, 1) == [("w", 48)]
+
+
+HLO = """
+ENTRY %main (x: f32[1024,1024], w: f32[1024,1024]) -> f32[1024,1024] {
+  %x = f32[1024,1024]{1,0} parameter(0)
+  %w = f32[1024,1024]{1,0} parameter(1)
+  %y = f32[1024,1024]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
+  ROOT %all-reduce = f32[1024,1024]{1,0} all-reduce(%y), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
+}
+"""
+
+
+class Compiled:
+    """Stands in for a compiled step."""
+
+    def as_text(self):
+        return HLO
+
+    def memory_analysis(self):
+        return types.SimpleNamespace(
+            temp_size_in_bytes=2**22,
+            generated_code_size_in_bytes=2**10,
+            peak_memory_in_bytes=3 * 2**22,
+        )
+
+
+def described():
+    chip = chips.CHIPS["v5e"]
+    result = {
+        "topology": "v5e:2x4", "slices": 1, "chips": 8, "mesh": {"replica": 8}, "examples": 64,
+        "chip": {"hbm": chip.hbm, "source": chip.source}, "memory": {"parameters": 2**22}, "compile_seconds": 1.0,
+    }  # fmt: skip
+    return dryrun._describe(result, Compiled(), chip, jax.sharding.Mesh(jax.devices(), "replica"))
+
+
+def check(result):
+    """The schema, and what must be so of every result."""
+    json.dumps(result, allow_nan=False)
+    limits = {limit["name"]: limit for limit in result["bounds"]}
+    assert list(limits) == ["compute", "memory", "ICI", "DCN"]
+    assert result["seconds"] == max(limit["seconds"] or 0 for limit in limits.values())
+    assert result["seconds"] == limits[result["dominated_by"]]["seconds"]
+    assert result["examples_per_second"] == pytest.approx(result["examples"] / result["seconds"])
+    assert result["memory"]["fits"] is True
+    assert 0 < result["memory"]["peak"] < result["chip"]["hbm"]
+    sent = {True: "DCN", False: "ICI"}
+    for between, name in sent.items():
+        rows = [row for row in result["collectives"] if row["between_slices"] is between]
+        assert sum(row["sent"] for row in rows) == limits[name]["amount"]
+    return limits
+
+
+def test_what_is_said_of_a_compiled_step():
+    result = described()
+    limits = check(result)
+    array = 4 * 2**20
+    assert limits["compute"]["amount"] == 2**31
+    assert limits["memory"]["amount"] == 5 * array
+    assert limits["ICI"]["amount"] == 2 * 7 * array // 8
+    assert result["dominated_by"] == "ICI"
+    shown = summary.show(result)
+    for line in (
+        "v5e:2x4: 8 chips of 16.00 GiB as 8 replica, 64 examples a step; compiled in 1 s: it fits",
+        "activations and workspace  4 MiB",
+        "all-reduce  replica  ICI      f32    1      1       4 MiB  7 MiB",
+        "compute     2.15 GFLOP   197 TFLOP/s  10.9 us",
+        "ICI         7.34 MB      200 GB/s     36.7 us",
+        "A step takes at least 36.7 us, at most 1.74 M examples a second: ICI dominates.",
+        "Peaks: https://docs.cloud.google.com/tpu/docs/v5e",
+    ):
+        assert line in shown, shown
+    assert "DCN" not in shown
+
+
+def test_what_is_not_published_is_no_bound():
+    result = described()
+    result["bounds"][3] |= {"amount": 10, "rate": None, "seconds": None}
+    assert "DCN         10 B         not published  ?" in summary.show(result)
+
+
+@pytest.mark.parametrize(
+    "needed, first", [("30.00G", "Split the parameters"), ("90.00G", "Make activations smaller")]
+)
+def test_a_step_that_does_not_fit(needed, first):
+    places = mesh.make_mesh()
+    state = step.abstract_state(
+        toy.Toy(toy.get_config()), places, 0, {"x": np.ones((1, 3)), "y": np.ones(1)}
+    )
+    memory = {"parameters": 8 * 2**30, "optimizer_state": 16 * 2**30, "batch": 2**20}
+    result = {"topology": "v5e:4x4", "memory": memory}
+    words = f"the total memory required ({needed}) exceeds available HBM (15.75G)."
+    e = dryrun._does_not_fit(RuntimeError(words), result, state)
+    assert isinstance(e, dryrun.DoesNotFitError) and e.result["memory"]["fits"] is False
+    message = str(e)
+    assert f"needs {needed[:-1]} GiB a chip of the 15.75 GiB" in message
+    assert f"{float(needed[:-1]) - 15.75:.2f} GiB too much" in message
+    assert "parameters 8.00 GiB, optimizer state 16.00 GiB, batch 1 MiB" in message
+    assert "params/linear/w 12 B" in message
+    mend = message.split("12 B. ")[1]
+    assert mend.startswith(first) and "model_parallel" in mend and "micro_batches" in mend
+
+
+def test_another_error_of_the_compiler_s_stays_what_it_is():
+    e = RuntimeError("INTERNAL: no")
+    assert dryrun._does_not_fit(e, {}, None) is e
+
+
+def test_without_libtpu_there_is_one_message():
+    code, out, err = run(*TOY, before="sys.modules['libtpu'] = None")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: libtpu is not installed") and "Traceback" not in err
+    for part in ("pip install '.[dryrun]'", "'xshard[dryrun]'", "200 MB", "no TPU"):
+        assert part in err
+
+
+# The flags, and what is said. None of them comes as far as the compiler.
+BAD = {
+    "no topology": (["--config=tests/toy.py"], ["--config and --topology are needed", "v5e:16x16"]),
+    "topology": ([*TOY, "--topology=v5e:3x5"], ["--topology=v5e:3x5", "no such slice", "4x8"]),
+    "slices": ([*TOY, "--slices=0"], ["--slices=0", "positive"]),
+    "flag": ([*TOY, "--topologie=v5e:2x2"], ["topologie", "topology", "--help"]),
+    "key": ([*TOY, "--config.batch_sise=3"], ["--config.batch_sise", "did you mean batch_size"]),
+    "no flag": ([*TOY, "more"], ["more: arguments begin with '--'"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_message(case):
+    arguments, parts = BAD[case]
+    code, out, err = run(*arguments)
+    assert (code, out) == (1, "") and err.startswith("error: ") and "Traceback" not in err
+    for part in parts:
+        assert part in err, err
+
+
+def test_help():
+    code, out, err = run("--help")
+    assert code == 0 and err == ""
+    for part in ("--config", "--topology", "--slices", "--[no]json", "Exit codes"):
+        assert part in out
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            ["--config.batch_size=10"],
+            "batch_size=10 must be a positive multiple of replicas x micro_batches = 4; the nearest: 8 or 12",
+        ),
+        (
+            ["--config.group_assignment=((0,1),(2,3),(4,5))"],
+            "group_assignment=[[0, 1], [2, 3], [4, 5]] does not fit",
+        ),
+        (["--config.model_parallel=3"], "model_parallel=3 must divide the number of devices, 4"),
+        (["--config.precision=low"], "Unknown dtype 'low'"),
+    ],
+)
+def test_a_config_that_the_pod_does_not_divide(flags, message):
+    code, out, err = run(*TOY, *flags)
+    assert (code, out) == (1, "") and err.startswith(f"error: {message}"), err
+
+
+@needs_libtpu
+@pytest.mark.parametrize("slices", [1, 2])
+def test_the_real_step_of_an_absent_pod(slices):
+    code, out, err = run(*DIGITS, "--json", f"--slices={slices}", "--config.batch_size=4096")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    limits = check(result)
+    assert result["chips"] == 16 * slices == math.prod(result["mesh"].values())
+    # The network of configs/digits.py: 85,450 numbers in float32, and Adam's two of each.
+    assert result["memory"]["parameters"] == 4 * 85450
+    assert 2 * 4 * 85450 <= result["memory"]["optimizer_state"] < 2 * 4 * 85450 + 100
+    assert result["memory"]["batch"] == 4096 // 16 // slices * (64 + 1) * 4
+    over = {row["over"] for row in result["collectives"]}
+    assert over == ({"replica", "slice"} if slices > 1 else {"replica"})
+    assert (limits["DCN"]["amount"] > 0) is (slices > 1)
+    # At least the products of the two convolutions and the two layers, forwards and backwards.
+    products = 22 * 22 * 24 + 22 * 22 * 24 * 48 // 4 + 768 * 96 + 96 * 10
+    assert limits["compute"]["amount"] >= 2 * 2 * products * 256 // slices
+    # The parameters and the moments are read and written.
+    assert limits["memory"]["amount"] >= 2 * 3 * 4 * 85450
+    assert result["unknown_loops"] == 0
+
+
+@needs_libtpu
+def test_a_model_that_does_not_fit_is_one_message():
+    code, out, err = run(*DIGITS, "--json", "--config.model.hidden=3000000")
+    memory = json.loads(out)["memory"]
+    assert code == 1 and memory["fits"] is False and memory["needed"] > memory["available"]
+    for part in ("does not fit on v5e:4x4", "GiB too much", "hidden/w 8.58 GiB", "model_parallel"):
+        assert part in err, err
+    assert err.startswith("error: ") and "Traceback" not in err

@@ -1,0 +1,295 @@
+"""The program: `python -m xshard.dryrun --config=configs/digits.py --topology=v5e:16x16 [--slices=4]`.
+
+Compiles an experiment's training step for TPUs that are not there, by the compiler that would compile it there,
+and says what a chip would hold, send and compute, and how fast a step can be at best. What is compiled is the
+step of `xshard.main`; nothing runs. See docs/dry_run.md.
+
+Exit codes: 0 it fits; 1 it does not, or could not be compiled; 130 interrupted.
+"""
+
+import concurrent.futures
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from absl import flags, logging
+from jax.experimental import topologies
+from ml_collections import config_flags
+
+from xshard import (
+    chips,
+    collectives,
+    costs,
+    data,
+    errors,
+    estimate,
+    hlo,
+    metrics,
+    notice,
+    step,
+    summary,
+)
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+
+# Its own, since the flags of `xshard.main` have the same names.
+_FLAGS = flags.FlagValues()
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "The run's config file; --config.key=value changes a value.",
+    lock_config=True, flag_values=_FLAGS,
+)  # fmt: skip
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "The chip and the shape of a slice: v5e:16x16, v5p:4x4x8.", flag_values=_FLAGS
+)
+_SLICES = flags.DEFINE_integer(
+    "slices", None, "The number of slices, in place of config.slices.", 1, flag_values=_FLAGS
+)
+_JSON = flags.DEFINE_bool("json", False, "One JSON object, for machines.", flag_values=_FLAGS)
+_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.", flag_values=_FLAGS)
+
+# What libtpu would ask the machine for, and complain that it has no answer; it is no TPU's. Several processes
+# may compile at a time, since none of them holds a TPU.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-256",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+_KEYS = (
+    "experiment", "seed", "batch_size", "micro_batches", "group_assignment", "slices", "model_parallel",
+    "precision",
+)  # fmt: skip
+_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
+
+
+class DoesNotFitError(ValueError):
+    """A step that needs more memory than a chip has.
+
+    Attributes:
+      result: what can be said of it all the same, as from `dry_run`.
+    """
+
+    def __init__(self, message: str, result: dict[str, Any]):
+        super().__init__(message)
+        self.result = result
+
+
+def dry_run(config: Any, topology: str) -> dict[str, Any]:
+    """Compiles a config's step for a topology, of `config.slices` slices.
+
+    Returns:
+      What `--json` prints: names, numbers, lists and dictionaries of them. Sizes are in bytes, of one chip;
+      times in seconds.
+
+    Raises:
+      DoesNotFitError: if it needs more memory than a chip has.
+      ValueError: if the topology does not exist, or the config does not fit it; if there is no libtpu.
+    """
+    chip = chips.parse_topology(topology)
+    _check(config)
+    mesh = mesh_lib.make_mesh(
+        config.group_assignment or None,
+        slices=config.slices,
+        model=config.model_parallel,
+        devices=_devices(topology, chip, config.slices),
+    )
+    parts = mesh_lib.num_replicas(mesh) * config.micro_batches
+    what = f"replicas x micro_batches = {parts}"
+    data.check_batch_size("batch_size", config.batch_size, parts, what)
+    experiment = experiment_lib.load(config.experiment)(config)
+    examples = experiment.train_data()
+    state = step.abstract_state(experiment, mesh, config.seed, examples)
+    batch = _batch(examples, mesh, config.batch_size)
+    result = {
+        "topology": topology,
+        "slices": config.slices,
+        "chips": mesh.devices.size,
+        "mesh": dict(mesh.shape),
+        "examples": config.batch_size * mesh_lib.num_groups(mesh),
+        "chip": dataclasses.asdict(chip),
+        "memory": {
+            "parameters": estimate.shard_bytes(state.params),
+            "network_state": estimate.shard_bytes(state.net_state),
+            "optimizer_state": estimate.shard_bytes(state.opt_state),
+            "batch": estimate.shard_bytes(batch),
+        },
+    }
+    begin = time.monotonic()
+    function = jax.jit(step.make_train_step(experiment, mesh), donate_argnums=0)
+    lowered = function.lower(state, batch)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as e:
+        raise _does_not_fit(e, result, state) from e
+    result["compile_seconds"] = time.monotonic() - begin
+    return _describe(result, compiled, chip, mesh)
+
+
+def _check(config: Any) -> None:
+    missing = [key for key in _KEYS if key not in config]
+    if missing:
+        raise ValueError(
+            f"The config lacks {', '.join(missing)}; configs/digits.py shows every key."
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "libtpu is not installed, which holds the TPU's compiler: pip install '.[dryrun]', or "
+            "'xshard[dryrun]', about 200 MB to download. It needs no TPU, and Linux on x86-64."
+        )
+
+
+def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
+    """The devices of a topology, each a chip."""
+    os.environ.update(_ENVIRONMENT)
+    # What this machine has is of no interest, and a TPU of its own would be taken from whoever uses it.
+    jax.config.update("jax_platforms", "cpu")
+    options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    if chip.name == "v4":
+        # Its two cores as the one device that JAX sees on a TPU.
+        options["chip_config_name"] = "megacore"
+    try:
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, **options
+        ).devices
+    except jax.errors.JaxRuntimeError as e:
+        raise ValueError(
+            f"--topology={topology}, --slices={slices}: libtpu knows no such topology ({errors.message(e)})."
+        ) from e
+    return list(found)
+
+
+def _batch(examples: data.Arrays, mesh: jax.sharding.Mesh, size: int) -> dict[str, Any]:
+    """The shapes of a batch of `xshard.data.TrainBatches`, however many examples there are."""
+    data.num_examples(examples)
+    place = mesh_lib.sharding(mesh, (mesh_lib.GROUP, *mesh_lib.REPLICAS))
+    rows = size * mesh_lib.num_groups(mesh)
+    return {
+        name: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype, sharding=place)
+        for name, array in examples.items()
+    }
+
+
+def _describe(
+    result: dict[str, Any], compiled: jax.stages.Compiled, chip: chips.Chip, mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
+    program = hlo.parse(compiled.as_text() or "")
+    found = collectives.in_program(program)
+    sent = [
+        sum(
+            one.times * collectives.sent(mesh, one)
+            for one in found
+            if one.between_slices == between
+        )
+        for between in (False, True)
+    ]
+    limits = estimate.bounds(chip, costs.of(program), *sent)
+    bound = max(limits, key=lambda limit: limit.seconds or 0.0)
+    seconds = bound.seconds or 0.0
+    analysis: Any = compiled.memory_analysis()
+    result["memory"] |= {
+        "workspace": analysis.temp_size_in_bytes,
+        "program": analysis.generated_code_size_in_bytes,
+        "peak": analysis.peak_memory_in_bytes,
+        "fits": True,
+    }
+    return {
+        **result,
+        "collectives": collectives.rows(mesh, found),
+        "bounds": [limit._asdict() for limit in limits],
+        "unknown_loops": program.unknown_loops(),
+        "seconds": seconds,
+        "dominated_by": bound.name,
+        "examples_per_second": result["examples"] / seconds if seconds else None,
+    }
+
+
+def _does_not_fit(e: Exception, result: dict[str, Any], state: Any) -> Exception:
+    """What to raise for an error of the compiler's."""
+    found = _OUT_OF_MEMORY.search(str(e))
+    if not found:
+        return e
+    needed, available = (
+        int(float(number) * 1024 ** " KMGT".index(unit or " "))
+        for number, unit in (found.groups()[:2], found.groups()[2:])
+    )
+    memory = result["memory"]
+    memory |= {"needed": needed, "available": available, "fits": False}
+    held = {name: memory[name] for name in ("parameters", "optimizer_state", "batch")}
+    rest = max(0, needed - sum(held.values()))
+    held["gradients, activations and workspace"] = rest
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {summary.size(size)}" for name, size in held.items()
+    )
+    named = {"params": state.params, "net_state": state.net_state, "opt_state": state.opt_state}
+    arrays = ", ".join(f"{path} {summary.size(size)}" for path, size in estimate.largest(named, 3))
+    mends = [
+        "split the parameters with config.model_parallel, along what the experiment's sharding_rules say, "
+        "and the optimizer's state over the replicas with CrossShardOptimizer(shard_update=True)",
+        "make activations smaller with more config.micro_batches, a smaller config.batch_size or hk.remat",
+    ]
+    first, second = mends if rest < needed / 2 else mends[::-1]
+    return DoesNotFitError(
+        f"The step does not fit on {result['topology']}: it needs {summary.size(needed)} a chip of the "
+        f"{summary.size(available)} that the compiler may use, {summary.size(needed - available)} too much. About: {parts}. "
+        f"The largest arrays: {arrays}. {first[0].upper()}{first[1:]}; or {second}; or choose chips with "
+        "more memory.",
+        result,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Does what the flags say; returns the exit code."""
+    if argv[1:]:
+        raise ValueError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
+    config = _CONFIG.value
+    if config is None or not _TOPOLOGY.value:
+        raise ValueError(
+            "--config and --topology are needed, as in --config=configs/digits.py --topology=v5e:16x16."
+        )
+    if _SLICES.value is not None:
+        with config.unlocked():
+            config.slices = _SLICES.value
+    show_result = metrics.to_json if _JSON.value else summary.show
+    # In a thread, since the compiler does not return for a signal and this thread does.
+    work = concurrent.futures.ThreadPoolExecutor(1).submit(dry_run, config, _TOPOLOGY.value)
+    try:
+        print(show_result(work.result()))
+    except DoesNotFitError as e:
+        print(show_result(e.result))
+        raise
+    return notice.DONE
+
+
+def run() -> int:
+    """Parses the flags and runs; an error of the user's becomes one message."""
+    logging.set_verbosity(logging.WARNING)
+    # From where it is started configs may import one another, and experiments are found.
+    sys.path.insert(0, os.getcwd())
+    if "--help" in sys.argv[1:]:
+        print(f"{__doc__}\n{_FLAGS.module_help(sys.modules[__name__])}")
+        return notice.DONE
+    try:
+        argv = _FLAGS(sys.argv)
+        # A file that is not there shows only when the config is used.
+        _ = _CONFIG.value and _CONFIG.value.is_locked
+    except Exception as e:
+        return errors.fail(errors.flag_error(e))
+    try:
+        return main(argv)
+    except (ValueError, OSError) as e:
+        return errors.fail(errors.message(e))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        # The compiler is still at work in its thread, and is not waited for.
+        os._exit(notice.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

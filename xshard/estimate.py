@@ -1,0 +1,64 @@
+"""What a compiled step asks of each chip of a pod: its memory, and bounds on its time from below."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from xshard import chips, costs
+
+
+class Bound(NamedTuple):
+    """One reason why a step cannot be faster.
+
+    Attributes:
+      name: what limits: 'compute', 'memory', 'ICI' or 'DCN'.
+      amount: what a chip does in a step: floating-point operations, or bytes.
+      rate: what it does in a second at most; None: not published.
+      seconds: the first divided by the second; None: not known.
+    """
+
+    name: str
+    amount: int
+    rate: float | None
+    seconds: float | None
+
+
+def bounds(chip: chips.Chip, cost: costs.Cost, ici: int, dcn: int) -> list[Bound]:
+    """The bounds on a step's time; what bounds it is the largest, since at best all overlap.
+
+    Args:
+      chip: the chip.
+      cost: what it computes and moves in a step.
+      ici: the bytes that it sends to others of its slice.
+      dcn: the bytes that it sends to other slices.
+    """
+    limits = [
+        ("compute", cost.flops, chip.flops),
+        ("memory", cost.hbm_bytes, chip.hbm_rate),
+        ("ICI", ici, chip.ici_rate),
+        ("DCN", dcn, chip.dcn_rate),
+    ]
+    return [
+        Bound(name, amount, rate, amount / rate if rate else None if amount else 0.0)
+        for name, amount, rate in limits
+    ]
+
+
+def shard_bytes(tree: Any) -> int:
+    """The bytes that a device holds of a tree of shapes with shardings."""
+    return sum(map(_leaf_bytes, jax.tree.leaves(tree)))
+
+
+def largest(tree: Any, count: int) -> list[tuple[str, int]]:
+    """The paths of the arrays of which a device holds most, and the bytes."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    sizes = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), _leaf_bytes(leaf))
+        for path, leaf in leaves
+    ]
+    return sorted(sizes, key=lambda pair: -pair[1])[:count]
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -1,0 +1,94 @@
+"""The result of a dry run, for people."""
+
+from typing import Any
+
+from xshard import metrics
+
+_NAMES = {"workspace": "activations and workspace", "program": "the program itself"}
+
+
+def show(result: dict[str, Any]) -> str:
+    """A result for people."""
+    memory, chip = result["memory"], result["chip"]
+    shape = " x ".join(f"{count} {axis}" for axis, count in result["mesh"].items())
+    slices = f"{result['slices']} slices of " if result["slices"] > 1 else ""
+    head = (
+        f"{slices}{result['topology']}: {result['chips']} chips of {size(chip['hbm'])} as {shape}, "
+        f"{result['examples']} examples a step"
+    )
+    if not memory["fits"]:
+        return f"{head}\n\n{metrics.table(_held(memory, chip))}"
+    times = [_show_bound(limit) for limit in result["bounds"] if limit["amount"]]
+    rate = result["examples_per_second"]
+    loops = result["unknown_loops"]
+    return "\n\n".join(
+        [
+            f"{head}; compiled in {result['compile_seconds']:.0f} s: it fits",
+            metrics.table(_held(memory, chip)),
+            f"collectives of a step\n{metrics.table(_sent(result))}",
+            f"a step takes at least\n{metrics.table(times)}",
+            f"A step takes at least {scaled(result['seconds'], 's')}, at most {scaled(rate or 0.0, '')} "
+            f"examples a second: {result['dominated_by']} dominates. Bounds, not predictions.",
+            *([f"{loops} loops of unknown length count as one round."] if loops else []),
+            f"Peaks: {chip['source']}",
+        ]
+    )
+
+
+def _held(memory: dict[str, Any], chip: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "memory a chip": _NAMES.get(name, name.replace("_", " ")),
+            "size": size(held_bytes),
+            "share": f"{100 * held_bytes / chip['hbm']:.2f} %",
+        }
+        for name, held_bytes in memory.items()
+        if name != "fits"
+    ]
+
+
+def _sent(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": row["kind"],
+            "over": row["over"],
+            "network": "DCN" if row["between_slices"] else "ICI",
+            "types": row["types"],
+            "times": row["count"],
+            "arrays": row["arrays"],
+            "gives": size(row["bytes"]),
+            "a chip sends": size(row["sent"]),
+        }
+        for row in result["collectives"]
+    ]
+
+
+def _show_bound(limit: dict[str, Any]) -> dict[str, str]:
+    unit = "FLOP" if limit["name"] == "compute" else "B"
+    rate, seconds = limit["rate"], limit["seconds"]
+    return {
+        "because of": limit["name"],
+        "a chip does": scaled(limit["amount"], unit),
+        "at most": scaled(rate, f"{unit}/s") if rate else "not published",
+        "time": "?" if seconds is None else scaled(seconds, "s"),
+    }
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def scaled(value: float, unit: str) -> str:
+    """A number with a decimal prefix before its unit."""
+    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")):
+        if value >= scale:
+            return f"{value / scale:.3g} {prefix}{unit}".rstrip()
+    small = next(
+        (pair for pair in ((1e-3, "m"), (1e-6, "u"), (1e-9, "n")) if value >= pair[0]), None
+    )
+    return f"{value / small[0]:.3g} {small[1]}{unit}" if small else f"0 {unit}".rstrip()
