@@ -98,6 +98,10 @@ class Text:
             ((0, 4), (1, 5), (2, 6), (3, 7)),
         ),
         ("%a = f32[4]{0} all-reduce(%x), replica_groups={}", ()),
+        (
+            "%a = f32[4]{0} all-reduce(%x), replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}",
+            ((0, 4), (1, 5), (2, 6), (3, 7)),
+        ),
     ],
 )
 def test_groups_as_the_compiler_writes_them(line, groups):
@@ -173,6 +177,34 @@ ENTRY %main (x: f32[2048,8]) -> f32[528,8] {
     assert (one.kind, one.bytes, one.groups) == ("reduce-scatter", 4 * 528 * 8, ((0, 2), (1, 3)))
 
 
+def test_one_that_goes_on_beside_a_tpu_s_computation_counts_once():
+    gather = "= f32[16]{0} all-gather(%x), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+    call = 'custom-call(%g), custom_call_target="AsyncCollective'
+    text = f"""
+%start (x: f32[2]) -> f32[16] {{
+  %g {gather}
+  ROOT %c = (f32[2]{{0}}, f32[16]{{0}}) {call}Start"
+}}
+
+%async_collective_fusion.1 (x: f32[2]) -> f32[16] {{
+  %g {gather}
+}}
+
+%done (x: f32[2]) -> f32[16] {{
+  %g {gather}
+  ROOT %c = f32[16]{{0}} {call}Done"
+}}
+
+ENTRY %main (x: f32[2]) -> f32[16] {{
+  %a = (f32[2]{{0}}, f32[16]{{0}}) fusion(%x), kind=kCustom, calls=%start
+  %b = (f32[2]{{0}}, f32[16]{{0}}) fusion(%a), kind=kOutput, calls=%async_collective_fusion.1
+  ROOT %c = f32[16]{{0}} fusion(%b), kind=kCustom, calls=%done
+}}
+"""
+    (one,) = collectives.of(Text(text))
+    assert (one.kind, one.bytes) == ("all-gather", 64)
+
+
 class Slices:
     """Stands in for a mesh of devices in two slices."""
 
@@ -213,6 +245,22 @@ def test_within_slices_devices_have_the_numbers_of_one_slice(groups, axes):
     assert not one.between_slices and collectives.axes(Slices, one) == axes
     size = len(one.groups[0])
     assert collectives.sent(Slices, one) == 2 * (size - 1) * 16 // size
+
+
+@pytest.mark.parametrize(
+    "groups, over",
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", "model"),
+        ("{{0,4},{1,5}}", "within replica"),
+        ("{{0,3},{1,2}}", "within replica x model"),
+    ],
+)
+def test_a_row_says_what_the_groups_are_part_of(groups, over):
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (4, 2)), ("replica", "model"))
+    (row,) = collectives.rows(
+        mesh, collectives.of(Text(f"%a = f32[4]{{0}} all-reduce(%x), replica_groups={groups}"))
+    )
+    assert row["over"] == over
 
 
 @pytest.mark.parametrize(

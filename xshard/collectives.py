@@ -10,7 +10,7 @@ that slice's devices, and what goes between slices as a transfer by the hosts.
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,14 +18,21 @@ import numpy as np
 
 from xshard import hlo
 
+_Groups = set[frozenset[int]]
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 # [groups,size]<=[dimensions]T(permutation), as for v2 of the format: an iota, reshaped and transposed.
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# mesh['a'=16,'b'=16] {'a'}, as for v3: of the places in a mesh those that differ along 'a' only.
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
 # What the hosts are told to do with what a chip hands over, and receives.
 _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 # A TPU's reduce-scatter is spelt as an all-reduce and a slice in one fusion, whose name says what it is.
 _FUSED_SCATTER = "all-reduce-scatter"
+# What goes on beside a TPU's computation is spelt three times: where it starts, in what is computed meanwhile,
+# and where it is done. The first counts.
+_MEANWHILE, _DONE = "async_collective_fusion", '"AsyncCollectiveDone"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +91,7 @@ def axes(mesh: jax.sharding.Mesh, collective: Collective) -> tuple[str, ...]:
             for axis, name in enumerate(mesh.axis_names)
             if (slices != slices.take([0], axis)).any()
         )
-    # The places of one slice's devices.
-    chosen = np.ix_(*(np.unique(where) for where in np.nonzero(slices == slices.flat[0])))
-    places = np.arange(slices[chosen].size).reshape(slices[chosen].shape)
-    groups = {frozenset(group) for group in collective.groups} or {frozenset(range(places.size))}
-    names = mesh.axis_names
-    for count in range(len(names) + 1):
-        for dimensions in itertools.combinations(range(len(names)), count):
-            if groups == _along(places, dimensions):
-                return tuple(names[i] for i in dimensions if mesh.devices.shape[i] > 1)
-    return ("?",)
+    return _over(mesh, collective, lambda groups, lines: groups == lines) or ("?",)
 
 
 def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
@@ -119,7 +117,7 @@ def rows(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[dic
     """For `metrics.table`: a row for each kind, axes and types; what is in a loop counts each time."""
     table: dict[tuple[Any, ...], list[Collective]] = {}
     for one in collectives:
-        over = " x ".join(axes(mesh, one)) or "nothing"
+        over = _show_axes(mesh, one)
         key = (one.kind, over, " ".join(one.dtypes), one.between_slices)
         table.setdefault(key, []).append(one)
     return [
@@ -138,6 +136,9 @@ def rows(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[dic
 
 
 def _in_computation(name: str, computation: hlo.Computation) -> Iterator[Collective]:
+    again = any(_DONE in one.attributes for one in computation.instructions.values())
+    if again or name.startswith(_MEANWHILE):
+        return
     fused = name.startswith(_FUSED_SCATTER)
     for one in computation.instructions.values():
         start = one.opcode.endswith("-start")
@@ -176,6 +177,30 @@ def _collective(
     )
 
 
+def _show_axes(mesh: jax.sharding.Mesh, collective: Collective) -> str:
+    found = axes(mesh, collective)
+    if found != ("?",):
+        return " x ".join(found) or "nothing"
+    inside = lambda groups, lines: all(any(group <= line for line in lines) for group in groups)
+    return f"within {' x '.join(_over(mesh, collective, inside) or found)}"
+
+
+def _over(
+    mesh: jax.sharding.Mesh, collective: Collective, fits: Callable[[_Groups, _Groups], bool]
+) -> tuple[str, ...] | None:
+    """The fewest axes of which the lines, of devices that differ in these axes only, fit the groups."""
+    # The places of one slice's devices.
+    slices = _slices(mesh)
+    chosen = np.ix_(*(np.unique(where) for where in np.nonzero(slices == slices.flat[0])))
+    places = np.arange(slices[chosen].size).reshape(slices[chosen].shape)
+    groups = {frozenset(group) for group in collective.groups} or {frozenset(range(places.size))}
+    for count in range(len(mesh.axis_names) + 1):
+        for dimensions in itertools.combinations(range(len(mesh.axis_names)), count):
+            if fits(groups, _along(places, dimensions)):
+                return tuple(mesh.axis_names[i] for i in dimensions if mesh.devices.shape[i] > 1)
+    return None
+
+
 def _slices(mesh: jax.sharding.Mesh) -> np.ndarray:
     """The number of the slice of each device of a mesh."""
     numbers = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
@@ -191,12 +216,19 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
         if order:
             ids = ids.transpose([int(n) for n in order.split(",")])
         return tuple(map(tuple, ids.reshape(int(count), int(size)).tolist()))
+    named = _MESH.search(attributes)
+    if named:
+        sizes = dict(entry.split("=") for entry in named[1].split(","))
+        chosen = tuple(list(sizes).index(name) for name in named[2].split(",") if name)
+        shape = [int(size) for size in sizes.values()]
+        along = _along(np.arange(np.prod(shape)).reshape(shape), chosen)
+        return tuple(sorted(tuple(sorted(group)) for group in along))
     listed = _LISTED.search(attributes)
     groups = re.findall(r"\{([\d, ]*)\}", listed[1]) if listed else []
     return tuple(tuple(int(n) for n in group.split(",")) for group in groups if group)
 
 
-def _along(places: np.ndarray, chosen: tuple[int, ...]) -> set[frozenset[int]]:
+def _along(places: np.ndarray, chosen: tuple[int, ...]) -> _Groups:
     """The groups of places that differ in the chosen dimensions only."""
     last = np.moveaxis(places, chosen, range(-len(chosen), 0)) if chosen else places
     size = int(np.prod([places.shape[i] for i in chosen], dtype=int))
