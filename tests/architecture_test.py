@@ -23,10 +23,10 @@ LAYERS = [
     [
         "optimizers/gradients",
         "optimizers/shards",
-        "chips",
+        "dryrun/chips",
         "collectives",
-        "costs",
-        "summary",
+        "dryrun/costs",
+        "dryrun/summary",
         "hooks",
         "workdir",
         "data",
@@ -39,7 +39,7 @@ LAYERS = [
         "optimizers/base",
         "optimizers/elementwise",
         "errors",
-        "estimate",
+        "dryrun/estimate",
         "fingerprint",
         "watch",
         "checkpoint/arrays",
@@ -53,7 +53,7 @@ LAYERS = [
     ["checkpoint/__init__", "checkpoint/__main__"],
     ["saving"],
     ["loop"],
-    ["main", "dryrun"],
+    ["main", "dryrun/__main__"],
 ]
 DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 FILES = sorted((ROOT / "xshard").rglob("*.py"))
@@ -92,7 +92,7 @@ def inner(dotted):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_go_down(path):
     name = name_of(path)
-    if name in ("__init__", "optimizers/__init__"):
+    if name in ("__init__", "dryrun/__init__", "optimizers/__init__"):
         return
     assert name in DEPTH, f"give {name} its place in LAYERS"
     for dotted in imports(path):
@@ -106,7 +106,7 @@ def test_imports_go_down(path):
 def test_each_thing_has_one_place(path):
     name, used = name_of(path), set(imports(path))
     tops = {dotted.split(".")[0] for dotted in used}
-    if name not in ("main", "dryrun", "errors", "checkpoint/__main__"):
+    if name not in ("main", "dryrun/__main__", "errors", "checkpoint/__main__"):
         assert not any(dotted in ("absl.flags", "absl.app", "argparse") for dotted in used)
     if not name.startswith("checkpoint/"):
         assert "tensorstore" not in tops
@@ -117,7 +117,7 @@ def test_each_thing_has_one_place(path):
         made = {called for called in calls(path) if called.split(".")[-1] in makers}
         assert made <= {"mesh_lib.make_mesh", "mesh.make_mesh"}
     # libtpu, the TPU's compiler, is told by the environment only that there is no TPU.
-    if name != "dryrun":
+    if name != "dryrun/__main__":
         assert not re.search(r"\bos\.(environ|getenv)", path.read_text())
 
 

@@ -55,7 +55,7 @@ class Run:
         Raises:
           ValueError: with the key, its value and the mend, if something does not fit.
         """
-        _check_config(config)
+        check_config(config)
         self.config = config
         groups = config.group_assignment or None
         self.mesh = mesh_lib.make_mesh(groups, slices=config.slices, model=config.model_parallel)
@@ -320,7 +320,7 @@ def run(
     return notice_lib.DONE
 
 
-def _check_config(config: ml_collections.ConfigDict) -> None:
+def check_config(config: ml_collections.ConfigDict) -> None:
     """Raises ValueError unless the config has the keys of a run, with numbers that make sense."""
     values = workdir.flatten(workdir.plain(config))
     missing = [key for key in (*_COUNTS, *_OTHER_KEYS) if key not in values]

@@ -22,21 +22,10 @@ from absl import flags, logging
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from xshard import (
-    chips,
-    collectives,
-    costs,
-    data,
-    errors,
-    estimate,
-    hlo,
-    metrics,
-    notice,
-    step,
-    summary,
-)
+from xshard import collectives, data, errors, hlo, loop, metrics, notice, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
+from xshard.dryrun import chips, costs, estimate, summary
 
 # Its own, since the flags of `xshard.main` have the same names.
 _FLAGS = flags.FlagValues()
@@ -62,10 +51,6 @@ _ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
-_KEYS = (
-    "experiment", "seed", "batch_size", "micro_batches", "group_assignment", "slices", "model_parallel",
-    "precision",
-)  # fmt: skip
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 
 
@@ -133,11 +118,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
 
 
 def _check(config: Any) -> None:
-    missing = [key for key in _KEYS if key not in config]
-    if missing:
-        raise ValueError(
-            f"The config lacks {', '.join(missing)}; configs/digits.py shows every key."
-        )
+    loop.check_config(config)
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
             "libtpu is not installed, which holds the TPU's compiler: pip install '.[dryrun]', or "

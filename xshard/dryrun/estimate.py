@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xshard import chips, costs
+from xshard.dryrun import chips, costs
 
 
 class Bound(NamedTuple):

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from tests import toy
-from xshard import chips, costs, dryrun, estimate, mesh, step, summary
+from xshard import mesh, step
+from xshard.dryrun import __main__ as dryrun
+from xshard.dryrun import chips, costs, estimate, summary
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(
@@ -25,7 +27,7 @@ TOY = ("--config=tests/toy.py", "--topology=v5e:2x2")
 
 def run(*arguments, before=""):
     """The program's exit code, standard output and standard error."""
-    program = f"import sys; {before}\nfrom xshard import dryrun\nsys.exit(dryrun.run())"
+    program = f"import sys; {before}\nfrom xshard.dryrun import __main__ as dryrun\nsys.exit(dryrun.run())"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("JAX_PLATFORMS", None)
     done = subprocess.run(

@@ -2,7 +2,8 @@
 
 import pytest
 
-from xshard import costs, hlo
+from xshard import hlo
+from xshard.dryrun import costs
 
 # As a TPU's compiler writes a scan over ten layers: it does not say how often the loop runs, and keeps the
 # activations on the chip, in the memory S(1).
