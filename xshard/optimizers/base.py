@@ -8,9 +8,9 @@ An update runs in three phases, and a wrapper may stand between any two of them:
 3. `update` turns gradients into new parameters and slots. It is local, and it alone is conditional.
 
 Where the update is sharded, `aggregate` gives each replica its part of the gradients, and `update` its
-part of the parameters; `vote` sees for each gradient a scalar that is finite where all of it is. The
-parts of the new parameters are gathered at the end. The update may then hold reductions over replicas,
-such as a norm; it is not conditional, but its result is selected.
+part of the parameters; `vote` sees for each gradient a scalar, finite if all gradients are. The parts of
+the new parameters are gathered at the end. The update may then hold reductions over replicas, such as a
+norm; it is not conditional, but its result is selected.
 
 No collective is conditional: groups may skip at different steps, and a collective that only some
 devices reach never ends.

@@ -270,13 +270,12 @@ class Partition:
         return collective(x, **self._axis)
 
     def ballots(self, grads: Any) -> Any:
-        """For each gradient a scalar, on all replicas alike: 0, or NaN if an element of any part is not finite."""
-        paths = [path for path, grad in trees.leaves_by_path(grads).items() if grad is not None]
-        found = trees.leaves_by_path(grads)
-        bad = jnp.stack([~jnp.all(jnp.isfinite(found[path])) for path in paths])
-        bad = self._across("or", bad) if self.count > 1 else bad
-        flags = dict(zip(paths, bad, strict=True))
-        return self.map(lambda layout, _: jnp.where(flags[layout.path], jnp.nan, 0.0), grads)
+        """For each gradient the same scalar on all replicas: 0, or NaN if an element of any is not finite."""
+        bad = [~jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)]
+        any_bad = jnp.any(jnp.stack(bad))
+        any_bad = self._across("or", any_bad) if self.count > 1 else any_bad
+        ballot = jnp.where(any_bad, jnp.nan, 0.0)
+        return jax.tree.map(lambda _: ballot, grads)
 
 
 class Rehearsal(Partition):
