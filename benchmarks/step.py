@@ -1,182 +1,127 @@
-"""What the rules and the loop cost, against the same written by hand, side by side in one process.
+"""What the rules cost, against the same step written by hand, side by side in one process.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.step [--rounds=15] [--devices=2] [--batch=256]
+    JAX_PLATFORMS=cpu python -m benchmarks.step [--devices=8] [--rounds=41]
 
-Three ratios of times, each the median over rounds in which the sides alternate:
-
-1. a training step with both rules / the step written by hand with optax, psum and a dynamic scale;
-2. a step with a dynamic loss scale / the same without one;
-3. the loop with logging, hooks and checkpoints / a bare `for` over the same jitted step.
+The sides are those of benchmarks/sides.py. A CPU computes in half precision slowly, which would hide what the
+rules cost: float32 is for it, --precision=float16 and bfloat16 for accelerators.
 """
 
-import contextlib
-import io
-import statistics
-import tempfile
+import importlib.util
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
-import haiku as hk
 import jax
-import jax.numpy as jnp
-import optax
+import numpy as np
 from absl import app, flags
 
-import xshard
-from tests import toy
-from xshard import loop
+from benchmarks import measure, models
+from benchmarks import sides as sides_lib
 
-_ROUNDS = flags.DEFINE_integer("rounds", 15, "How often each side is timed.", 3)
-_DEVICES = flags.DEFINE_integer("devices", 2, "Virtual CPU devices.", 1)
-_BATCH = flags.DEFINE_integer("batch", 256, "Examples a device.", 1)
-_WIDTH, _LAYERS = 512, 4
+_ROUNDS = flags.DEFINE_integer("rounds", 41, "How often each side is timed.", 1)
+_DEVICES = flags.DEFINE_integer("devices", 1, "Virtual devices, on a CPU.", 1)
+_PRECISION = flags.DEFINE_enum(
+    "precision", "float32", ["float32", "bfloat16", "float16"], "What the model computes in."
+)
+_SIZES = flags.DEFINE_list("sizes", ["1 ms", "20 ms"], "The models.")
+_MEMORY = flags.DEFINE_string("memory", None, "Makes steps of this side only, for their memory.")
+_JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
-
-def network(x: jax.Array) -> jax.Array:
-    """A multilayer perceptron in the input's type."""
-    return hk.nets.MLP([_WIDTH] * _LAYERS + [1])(x)[:, 0]
-
-
-NETWORK = hk.without_apply_rng(hk.transform(network))
-ADAM = optax.adamw(1e-3)
+# For about so long a side is timed at a time.
+_TURN_SECONDS = 0.05
+_NO_FLAX = "flax is not installed: pip install '.[bench]'"
 
 
-def loss(params: Any, x: jax.Array) -> jax.Array:
-    """Computed in bfloat16, which CPUs have some speed in."""
-    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
-    return jnp.mean((NETWORK.apply(*half).astype(jnp.float32) - 1) ** 2)
+class Side:
+    """A step with its state, compiled and made a few times."""
 
+    def __init__(self, name: str, size: models.Size):
+        """Compiles."""
+        loss, params = models.make(size, _PRECISION.value)
+        init, local = sides_lib.SIDES[name](loss)
+        everywhere = jax.sharding.NamedSharding(sides_lib.mesh(), jax.P())
+        # Made where it belongs: a copy that is moved there would count as the step's memory.
+        self._state = jax.jit(lambda: init(params()), out_shardings=everywhere)()
+        batch = -(-size.batch // jax.device_count()) * jax.device_count()
+        x = jax.random.normal(jax.random.key(1), (batch, size.width))
+        self._x = jax.device_put(x, jax.sharding.NamedSharding(sides_lib.mesh(), jax.P("replica")))
+        # By jit itself, which compiles at the first call: jmp's scale cannot be lowered ahead of that.
+        self._step = sides_lib.jitted(local)
+        self._wait_for_each = jax.default_backend() == "cpu"
+        seconds = min(self.steps(1) for _ in range(3))
+        self.count = max(3, round(_TURN_SECONDS / seconds))
 
-def with_rules(scale: bool) -> tuple[Callable[..., Any], Any]:
-    """The step by the rules, and its state."""
-
-    def step(params: Any, x: jax.Array) -> Any:
-        opt: Any = xshard.CrossShardOptimizer(ADAM)
-        if scale:
-            opt = xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
-        return opt.minimize(lambda p: loss(p, x), params, gate_gradients=xshard.Optimizer.GATE_NONE)
-
-    rules = hk.transform_with_state(step)
-    params = NETWORK.init(jax.random.key(0), jnp.ones((1, _WIDTH)))
-    state = rules.init(None, params, jnp.ones((1, _WIDTH)))[1]
-
-    def local(state: Any, x: jax.Array) -> Any:
-        (value, params), rule_state = rules.apply({}, state[1], None, state[0], x)
-        return (params, rule_state), jax.lax.pmean(value, "replica")
-
-    return local, (params, state)
-
-
-def by_hand(state: Any, x: jax.Array) -> Any:
-    """The same step as one would write it."""
-    params, adam, scale, good = state
-    value, grads = jax.value_and_grad(lambda p: loss(p, x) * scale)(params)
-    grads = jax.tree.map(lambda g: g / scale, jax.lax.pmean(grads, "replica"))
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
-    updates, new_adam = ADAM.update(grads, adam, params)
-    select = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    due = good + 1 >= 2000
-    raised = jnp.where(due, scale * 2, scale)
-    new_scale = jnp.where(finite, raised, jnp.maximum(scale / 2, 1))
-    new_good = jnp.where(finite & ~due, good + 1, 0)
-    params = select(optax.apply_updates(params, updates), params)
-    new = (params, select(new_adam, adam), new_scale, new_good)
-    return new, jax.lax.pmean(value / scale, "replica")
-
-
-def jitted(local: Callable[..., Any]) -> Callable[..., Any]:
-    """The step on all devices."""
-    mesh = jax.sharding.Mesh(jax.devices(), "replica")
-    specs = {"in_specs": (jax.P(), jax.P("replica")), "out_specs": jax.P()}
-    return jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs), donate_argnums=0)
-
-
-def timed_steps(
-    step: Callable[..., Any], state: Any, x: jax.Array, steps: int
-) -> tuple[Any, float]:
-    """The state after some steps, and the seconds of one."""
-    begin = time.perf_counter()
-    for _ in range(steps):
-        state, value = step(state, x)
-        jax.block_until_ready(value)
-    return state, (time.perf_counter() - begin) / steps
-
-
-def compare(name: str, side: Any, peer: Any, x: jax.Array) -> None:
-    """Times two steps in turn, and prints the median ratio."""
-    # Copies, since the first step of each side donates its state.
-    states = [jax.tree.map(jnp.copy, state) for _, state in (side, peer)]
-    steps = [jitted(local) for local, _ in (side, peer)]
-    times: list[list[float]] = [[], []]
-    for number in range(_ROUNDS.value + 1):
-        for which in (0, 1) if number % 2 else (1, 0):
-            states[which], seconds = timed_steps(steps[which], states[which], x, 20)
-            if number:  # The first compiles.
-                times[which].append(seconds)
-    report(name, times)
-
-
-def report(name: str, times: list[list[float]]) -> None:
-    """Prints medians and the ratio of each round's pair."""
-    ratios = sorted(a / b for a, b in zip(*times, strict=True))
-    quarter = len(ratios) // 4
-    print(
-        f"{name}: {statistics.median(ratios):.3f}x "
-        f"(middle half {ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}; "
-        f"{1e3 * statistics.median(times[0]):.2f} ms against {1e3 * statistics.median(times[1]):.2f} ms)",
-        flush=True,
-    )
-
-
-def compare_loop(steps: int = 1500) -> None:
-    """The loop of a small run, and a bare loop over its jitted step, which waits for each step."""
-    config = toy.get_config()
-    config.update({"steps": steps, "log_every_steps": 100, "eval_every_steps": 10 * steps})
-    config.update({"examples": 20_000, "batch_size": 8192})
-    config.checkpoint.every_steps = 500
-    times: list[list[float]] = [[], []]
-    for number in range(max(_ROUNDS.value // 3, 3) + 1):
-        with tempfile.TemporaryDirectory() as directory:
-            run = loop.Run(config, directory)
-            first = run._resume_or_init()
-            run._train_step(jax.tree.map(jnp.copy, first), run.batches(0))
-            sides = [timed_run(run, first), timed_bare(run, first, steps)]
-            if number:
-                for side, seconds in zip(times, sides, strict=True):
-                    side.append(seconds / steps)
-    report("loop with logs and checkpoints / bare for", times)
-
-
-def timed_run(run: Any, first: Any) -> float:
-    """The seconds of the run's own loop from a given state."""
-    state = jax.block_until_ready(jax.tree.map(jnp.copy, first))
-    run._resume_or_init = lambda: state
-    with run.workdir.opened(run.config), contextlib.redirect_stdout(io.StringIO()):
+    def steps(self, count: int) -> float:
+        """The seconds of one of so many steps."""
         begin = time.perf_counter()
-        run.train()
-        return time.perf_counter() - begin
+        for _ in range(count):
+            self._state, self.loss = self._step(self._state, self._x)
+            # XLA's CPU collectives deadlock with many steps in flight; elsewhere a wait would be timed.
+            if self._wait_for_each:
+                jax.block_until_ready(self.loss)
+        jax.block_until_ready((self._state, self.loss))
+        return (time.perf_counter() - begin) / count
+
+    def turn(self) -> float:
+        """As `steps`, after one that finds again what the others have driven out of the caches."""
+        self.steps(1)
+        return self.steps(self.count)
 
 
-def timed_bare(run: Any, first: Any, steps: int) -> float:
-    """The seconds of a bare loop."""
-    state = jax.block_until_ready(jax.tree.map(jnp.copy, first))
-    begin = time.perf_counter()
-    for number in range(steps):
-        state, values = run._train_step(state, run.batches(number))
-        jax.block_until_ready(values)
-    return time.perf_counter() - begin
+def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
+    """The rows of one model."""
+    names = [side for side in sides_lib.SIDES if side != "flax" or importlib.util.find_spec("flax")]
+    sides = {side: Side(side, size) for side in names}
+    for side in names:
+        # The same work, or the times would say nothing.
+        np.testing.assert_allclose(sides[side].loss, sides["hand, unscaled"].loss, rtol=0.02)
+    most = max(side.count for side in sides.values())
+    for side in sides.values():
+        side.count = most
+    turns = {side: sides[side].turn for side in names}
+    seconds = measure.in_turn(turns, _ROUNDS.value)
+    where = _where(name)
+    yield measure.ratio(
+        f"step with both rules{where}", "by hand", seconds["rules"], seconds["hand"], 1.02
+    )
+    ours = seconds["rules"], seconds["rules, unscaled"]
+    yield measure.ratio(f"dynamic loss scale{where}", "none", *ours, 1.02)
+    for peer, title in (("jmp", "jmp's DynamicLossScale"), ("flax", "flax's DynamicScale")):
+        if peer in seconds:
+            pair = seconds[peer], seconds["hand, unscaled"]
+            yield measure.ratio(f"{title}{where}", "none", *pair)
+        else:
+            yield measure.Row(f"{title}{where}", "none", missing=_NO_FLAX)
+    for side, values in seconds.items():
+        yield measure.figure(f"step: {side}{where}", [1e3 * value for value in values], "ms")
 
 
-def main(_: Any) -> None:
-    """Prints the three ratios."""
+def memory(side: str, name: str, size: models.Size) -> measure.Row:
+    """The row of the peak memory of a process that makes steps of one side only."""
+    what = f"peak memory a device: {side}{_where(name)}"
+    Side(side, size).steps(3)
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] / 1e6 for each in stats if "peak_bytes_in_use" in each]
+    if not peaks:
+        return measure.Row(what, missing=f"the {jax.default_backend()} backend does not say")
+    return measure.figure(what, [max(peaks)], "MB")
+
+
+def _where(name: str) -> str:
+    count = jax.device_count()
+    precision = "" if jax.default_backend() == "cpu" else f", {_PRECISION.value}"
+    return f", {name} model{precision}, {count} device{'s' if count > 1 else ''}"
+
+
+def main(argv: list[str]) -> None:
+    """Prints the rows."""
+    del argv
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
-    x = jax.random.normal(jax.random.key(1), (_BATCH.value * _DEVICES.value, _WIDTH))
-    rules, unscaled = with_rules(True), with_rules(False)
-    hand_state = (rules[1][0], ADAM.init(rules[1][0]), jnp.float32(2**15), jnp.int32(0))
-    compare("both rules / by hand", rules, (by_hand, hand_state), x)
-    compare("dynamic loss scale / none", rules, unscaled, x)
-    compare_loop()
+    sizes = {name: models.sizes()[name] for name in _SIZES.value}
+    if _MEMORY.value:
+        rows = [memory(_MEMORY.value, *item) for item in sizes.items()]
+    else:
+        rows = [row for item in sizes.items() for row in compare(*item)]
+    measure.emit(rows, _JSON.value)
 
 
 if __name__ == "__main__":

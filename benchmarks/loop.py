@@ -1,0 +1,124 @@
+"""What the training loop costs, against a bare `for` over the same jitted step.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.loop [--rounds=7] [--steps=1500]
+
+The loop is a run's own, as `python -m xshard.main` makes it: with a watch that hears signals, with a log, with
+hooks and with checkpoints in the background. The bare loops make the same batches and keep no numbers; one waits
+for each step, the other keeps two in flight, as the loop does. None of the times has the first steps in it.
+"""
+
+import collections
+import contextlib
+import functools
+import io
+import pathlib
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from absl import app, flags
+
+from benchmarks import measure, models
+from tests import toy
+from xshard import loop, step, watch
+
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "How often each side is timed.", 1)
+_STEPS = flags.DEFINE_integer("steps", 1500, "Of a turn.", 200)
+_JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
+
+# Compiling and the first steps after it are not timed.
+_UNTIMED = 50
+
+
+class Clock(watch.Watch):
+    """A run's watch, which also notes when the timed steps begin."""
+
+    begin = 0.0
+
+    def doing(self, what: str, **more: int) -> None:
+        """As `Watch.doing`."""
+        if what == "training" and more["step"] == _UNTIMED:
+            self.begin = time.perf_counter()
+        super().doing(what, **more)
+
+
+def make_config() -> Any:
+    """A run of steps of about a millisecond, with a row each hundred and a checkpoint each 500."""
+    config, size = toy.get_config(), models.sizes()["1 ms"]
+    config.experiment = "benchmarks.models.Wide"
+    config.update({"width": size.width, "layers": size.layers, "examples": 4 * size.batch})
+    config.update({"batch_size": size.batch, "steps": _UNTIMED + _STEPS.value})
+    config.update({"log_every_steps": 100, "eval_every_steps": 10**6})
+    config.checkpoint.every_steps = 500
+    return config
+
+
+def of_the_loop(config: Any) -> float:
+    """The seconds of one of the loop's steps."""
+    with tempfile.TemporaryDirectory() as directory, Clock(directory) as clock:
+        run = loop.Run(config, directory, watch=clock)
+        with run.opened(), contextlib.redirect_stdout(io.StringIO()):
+            state, stop = run.train()
+            jax.block_until_ready(state)
+            seconds = time.perf_counter() - clock.begin
+    if stop is not None:
+        # The watch takes signals, and has the run save and return.
+        raise KeyboardInterrupt
+    return seconds / _STEPS.value
+
+
+class Bare:
+    """The same step and batches, in a `for`."""
+
+    def __init__(self, config: Any):
+        """Compiles."""
+        with tempfile.TemporaryDirectory() as directory:
+            self._run = loop.Run(config, str(pathlib.Path(directory) / "unused"))
+        made = step.make_train_step(self._run.experiment, self._run.mesh)
+        self._step = jax.jit(made, donate_argnums=0)
+
+    def seconds(self, in_flight: int) -> float:
+        """Those of a step, when so many may be in flight once one has been dispatched."""
+        run = self._run
+        state = step.init(run.experiment, run.mesh, 0, run.experiment.train_data())
+        pending: collections.deque[Any] = collections.deque()
+        for number in range(_UNTIMED + _STEPS.value):
+            if number == _UNTIMED:
+                jax.block_until_ready(state)
+                begin = time.perf_counter()
+            state, values = self._step(state, run.batches(number))
+            pending.append(values)
+            if len(pending) > in_flight:
+                jax.block_until_ready(pending.popleft())
+        jax.block_until_ready(state)
+        return (time.perf_counter() - begin) / _STEPS.value
+
+
+def compare() -> Iterator[measure.Row]:
+    """The rows."""
+    config = make_config()
+    bare = Bare(config)
+    sides = {
+        "loop": functools.partial(of_the_loop, config),
+        "waits": functools.partial(bare.seconds, 0),
+        "in flight": functools.partial(bare.seconds, 2),
+    }
+    seconds = measure.in_turn(sides, _ROUNDS.value)
+    what = "loop with watch, log, hooks, checkpoints; 1 ms steps"
+    peers = {"waits": "bare for, waits for each step", "in flight": "bare for, two steps in flight"}
+    for side, title in peers.items():
+        yield measure.ratio(what, title, seconds["loop"], seconds[side], 1.05)
+    for side, title in {"loop": "the loop", **peers}.items():
+        yield measure.figure(f"a step in {title}", [1e3 * value for value in seconds[side]], "ms")
+
+
+def main(argv: list[str]) -> None:
+    """Prints the rows."""
+    del argv
+    measure.emit(compare(), _JSON.value)
+
+
+if __name__ == "__main__":
+    app.run(main)

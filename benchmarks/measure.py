@@ -1,0 +1,123 @@
+"""Sides timed in turn, and what comes out of it: rows of a table."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from xshard import metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One thing that was measured, or was to be.
+
+    Attributes:
+      what: the thing, as a phrase.
+      against: the peer whose time this one's was divided by; empty for an absolute figure.
+      median: of the rounds. None if there is none, and `missing` says why.
+      low: where the middle half of the rounds begins.
+      high: where it ends.
+      unit: 'x' for a ratio.
+      at_most: the target; None if there is none.
+      missing: why nothing was measured, and how to mend it.
+    """
+
+    what: str
+    against: str = ""
+    median: float | None = None
+    low: float | None = None
+    high: float | None = None
+    unit: str = "x"
+    at_most: float | None = None
+    missing: str = ""
+
+
+def ratio(
+    what: str,
+    against: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    at_most: float | None = None,
+) -> Row:
+    """The row of a thing beside its peer: of each round, one's time over the other's."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return Row(what, against, *_spread(ratios), at_most=at_most)
+
+
+def figure(what: str, values: Sequence[float], unit: str) -> Row:
+    """The row of an absolute figure, one value a round."""
+    return Row(what, "", *_spread(values), unit=unit)
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median and the ends of the middle half."""
+    ordered = sorted(values)
+    quarter = len(ordered) // 4
+    return statistics.median(ordered), ordered[quarter], ordered[-1 - quarter]
+
+
+def in_turn(
+    sides: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: bool = True
+) -> dict[str, list[Any]]:
+    """What each side returns in each round; before them is one that does not count, to warm up.
+
+    The order changes from round to round, since who comes next finds caches and clocks as the one
+    before has left them.
+    """
+    names, results = list(sides), {name: [] for name in sides}
+    for number in range(0 if warm_up else 1, rounds + 1):
+        first = number % len(names)
+        order = names[first:] + names[:first]
+        for name in reversed(order) if number % 2 else order:
+            result = sides[name]()
+            if number:
+                results[name].append(result)
+    return results
+
+
+def emit(rows: Iterable[Row], as_json: bool) -> None:
+    """Prints what a part has measured: a table, or for `benchmarks.run` one line of JSON."""
+    rows = list(rows)
+    print(json.dumps([dataclasses.asdict(row) for row in rows]) if as_json else show(rows))
+
+
+def parse(output: str) -> list[Row]:
+    """The rows that a part has emitted as JSON, which is the last line of its output."""
+    return [Row(**row) for row in json.loads(output.splitlines()[-1])]
+
+
+def show(rows: Iterable[Row]) -> str:
+    """The ratios with their targets as one table, and under it the absolute figures."""
+    ratios, figures = [], []
+    for row in rows:
+        if row.against:
+            line = {"what": row.what, "against": row.against, "measured": _measured(row)}
+            ratios.append(line | {"target": _target(row), "met": _met(row)})
+        else:
+            figures.append({"absolute": row.what, "measured": _measured(row)})
+    return "\n\n".join(metrics.table(lines) for lines in (ratios, figures) if lines)
+
+
+def _measured(row: Row) -> str:
+    if row.median is None:
+        return f"- ({row.missing})"
+    median, low, high = (_number(value, row.unit) for value in (row.median, row.low, row.high))
+    return f"{median}{'' if row.unit == 'x' else ' '}{row.unit} ({low} to {high})"
+
+
+def _number(value: float, unit: str) -> str:
+    return f"{value:.3f}" if unit == "x" else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _target(row: Row) -> str:
+    return "" if row.at_most is None else f"at most {row.at_most:.3g}x"
+
+
+def _met(row: Row) -> str:
+    if row.at_most is None:
+        return ""
+    if row.median is None:
+        return "not measured"
+    return "yes" if row.median <= row.at_most else "NOT MET"

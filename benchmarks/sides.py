@@ -1,0 +1,150 @@
+"""One training step, by the rules and by hand: AdamW, with the gradients' mean over all devices.
+
+The sides differ in who writes the step, and in the dynamic loss scale: none, by hand, `jmp.DynamicLossScale` and
+flax's `flax.training.dynamic_scale.DynamicScale`, each as its documentation shows. A side is a function of a loss
+that returns two: parameters to the first state; and that and a batch to the next one, on each of the devices.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+
+import xshard
+
+Local = Callable[[Any, jax.Array], Any]
+Loss = Callable[[Any, jax.Array], jax.Array]
+Side = tuple[Callable[[Any], Any], Local]
+
+ADAM = optax.adamw(1e-3)
+# Low enough for float16: a step that is skipped is not the work that is to be timed.
+FIRST_SCALE, PERIOD = 2.0**10, 2000
+
+
+def by_rules(loss: Loss, scale: bool) -> Side:
+    """The step by the rules."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        opt: Any = xshard.CrossShardOptimizer(ADAM)
+        if scale:
+            dynamic = xshard.DynamicLossScale(FIRST_SCALE, PERIOD)
+            opt = xshard.MixedPrecisionLossScaleOptimizer(opt, dynamic)
+        return opt.minimize(lambda p: loss(p, x), params, gate_gradients=xshard.Optimizer.GATE_NONE)
+
+    rules = hk.transform_with_state(step)
+
+    def init(params: Any) -> Any:
+        return params, rules.init(None, params, jnp.ones((1, _width(params))))[1]
+
+    def local(state: Any, x: jax.Array) -> Any:
+        (value, params), rule_state = rules.apply({}, state[1], None, state[0], x)
+        return (params, rule_state), jax.lax.pmean(value, "replica")
+
+    return init, local
+
+
+def unscaled_by_hand(loss: Loss) -> Side:
+    """The step as one would write it without a loss scale."""
+
+    def local(state: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(state[0], x)
+        new = _adam(jax.lax.pmean(grads, "replica"), state)
+        return new, jax.lax.pmean(value, "replica")
+
+    return _with_adam, local
+
+
+def by_hand(loss: Loss) -> Side:
+    """The step as one would write it with a dynamic loss scale."""
+
+    def local(state: Any, x: jax.Array) -> Any:
+        old, scale, good = state
+        value, grads = jax.value_and_grad(lambda p: loss(p, x) * scale)(old[0])
+        grads = jax.tree.map(lambda g: g / scale, jax.lax.pmean(grads, "replica"))
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+        due = good + 1 >= PERIOD
+        raised = jnp.where(due, scale * 2, scale)
+        new_scale = jnp.where(finite, raised, jnp.maximum(scale / 2, 1))
+        new_good = jnp.where(finite & ~due, good + 1, 0)
+        new = jax.tree.map(functools.partial(jnp.where, finite), _adam(grads, old), old)
+        return (new, new_scale, new_good), jax.lax.pmean(value / scale, "replica")
+
+    return lambda params: (_with_adam(params), jnp.float32(FIRST_SCALE), jnp.int32(0)), local
+
+
+def with_jmp(loss: Loss) -> Side:
+    """The step by hand around jmp's loss scale, in the order of its README."""
+
+    def local(state: Any, x: jax.Array) -> Any:
+        old, scale = state
+        value, grads = jax.value_and_grad(lambda p: scale.scale(loss(p, x)))(old[0])
+        grads = scale.unscale(jax.lax.pmean(grads, "replica"))
+        finite = jmp.all_finite(grads)
+        new = jmp.select_tree(finite, _adam(grads, old), old)
+        return (new, scale.adjust(finite)), jax.lax.pmean(scale.unscale(value), "replica")
+
+    def init(params: Any) -> Any:
+        scale = jmp.DynamicLossScale(jnp.float32(FIRST_SCALE), jnp.int32(0), PERIOD)
+        return _with_adam(params), scale
+
+    return init, local
+
+
+def with_flax(loss: Loss) -> Side:
+    """The step by hand around flax's loss scale, as in its examples."""
+    from flax.training import dynamic_scale
+
+    def local(state: Any, x: jax.Array) -> Any:
+        old, scale = state
+        grad = scale.value_and_grad(lambda p: loss(p, x), axis_name="replica")
+        scale, finite, value, grads = grad(old[0])
+        new = jax.tree.map(functools.partial(jnp.where, finite), _adam(grads, old), old)
+        return (new, scale), jax.lax.pmean(value, "replica")
+
+    def init(params: Any) -> Any:
+        scale = dynamic_scale.DynamicScale(
+            fin_steps=jnp.int32(0), scale=jnp.float32(FIRST_SCALE), growth_interval=PERIOD
+        )
+        return _with_adam(params), scale
+
+    return init, local
+
+
+SIDES: dict[str, Callable[[Loss], Side]] = {
+    "rules": functools.partial(by_rules, scale=True),
+    "rules, unscaled": functools.partial(by_rules, scale=False),
+    "hand": by_hand,
+    "hand, unscaled": unscaled_by_hand,
+    "jmp": with_jmp,
+    "flax": with_flax,
+}
+
+
+def _with_adam(params: Any) -> Any:
+    return params, ADAM.init(params)
+
+
+def _adam(grads: Any, state: Any) -> Any:
+    updates, adam = ADAM.update(grads, state[1], state[0])
+    return optax.apply_updates(state[0], updates), adam
+
+
+def _width(params: Any) -> int:
+    return next(iter(params.values()))["w"].shape[0]
+
+
+def jitted(local: Local) -> Any:
+    """The step on all devices; its state is donated."""
+    specs = {"in_specs": (jax.P(), jax.P("replica")), "out_specs": jax.P()}
+    mapped = jax.shard_map(local, mesh=mesh(), check_vma=False, **specs)
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def mesh() -> jax.sharding.Mesh:
+    """All devices as replicas."""
+    return jax.sharding.Mesh(jax.devices(), "replica")

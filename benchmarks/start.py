@@ -1,0 +1,91 @@
+"""How long it takes from the command to the first step, beside the imports that nobody is spared.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.start [--rounds=5]
+
+Each in a fresh process: `python -c "import jax, haiku, optax"`; and `python -m xshard.main` with
+configs/digits.py, until it says that its first step is made, with the instant before in which it says that all
+is checked and the state is there.
+"""
+
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from absl import app, flags
+
+from benchmarks import measure
+
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each side is timed.", 1)
+_JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def of_a_run() -> list[float]:
+    """Seconds from the command to the end of the checks, and to the first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        return seconds_until(
+            ["training from step", "step 1/1"],
+            *("-m", "xshard.main", "--config=configs/digits.py", f"--workdir={folder}/run"),
+            *("--config.steps=1", "--config.log_every_steps=1"),
+        )
+
+
+def seconds_until(texts: list[str], *arguments: str) -> list[float]:
+    """The seconds from the start of a Python to each line with one of these texts, then it may end.
+
+    Raises:
+      RuntimeError: with what it said, if it ends without.
+    """
+    begin, seconds, lines = time.perf_counter(), [], []
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=_ROOT,
+    ) as process:
+        for line in process.stdout:
+            lines.append(line)
+            if len(seconds) < len(texts) and texts[len(seconds)] in line:
+                seconds.append(time.perf_counter() - begin)
+    if process.returncode or len(seconds) < len(texts):
+        raise RuntimeError(f"{' '.join(arguments)} ended with {process.returncode}: {lines[-5:]}")
+    return seconds
+
+
+def of_imports(modules: str) -> list[float]:
+    """Seconds of a Python with these imports."""
+    return seconds_until(["done"], "-c", f"import {modules}; print('done', flush=True)")
+
+
+def compare() -> Iterator[measure.Row]:
+    """The rows."""
+    sides = {
+        "run": of_a_run,
+        "bare": lambda: of_imports("jax, haiku, optax"),
+        "ours": lambda: of_imports("xshard.main"),
+    }
+    seconds = measure.in_turn(sides, _ROUNDS.value, warm_up=False)
+    checked, made = zip(*seconds["run"], strict=True)
+    bare, ours = ([each for (each,) in seconds[side]] for side in ("bare", "ours"))
+    yield measure.ratio("from the command to the first step, digits", "imports alone", made, bare)
+    yield measure.figure("Python, import jax, haiku, optax", bare, "s")
+    yield measure.figure("Python, import xshard.main", ours, "s")
+    yield measure.figure(
+        "from the command until all is checked and the state is made", checked, "s"
+    )
+    yield measure.figure("from the command until the first step is made", made, "s")
+
+
+def main(argv: list[str]) -> None:
+    """Prints the rows."""
+    del argv
+    measure.emit(compare(), _JSON.value)
+
+
+if __name__ == "__main__":
+    app.run(main)
