@@ -9,16 +9,18 @@ Needs orbax-checkpoint, for the comparison only.
 """
 
 import concurrent.futures
+import dataclasses
+import functools
+import importlib.util
 import json
 import os
 import pathlib
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from benchmarks import measure
 from xshard import checkpoint
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each side is timed.", 1)
@@ -34,6 +37,7 @@ _ARRAYS = flags.DEFINE_list("arrays", ["24", "2000"], "In how many arrays.")
 _DIRECTORY = flags.DEFINE_string(
     "directory", None, "Where to write; a temporary folder by default."
 )
+_JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 _CHILD = flags.DEFINE_string("child", None, "For the processes that this one starts.")
 _BUDGET = flags.DEFINE_integer("budget_megabytes", 4096, "xshard's budget of host memory.", 1)
 
@@ -136,9 +140,19 @@ class Raw:
             return dict(zip(target, pool.map(read, target.items()), strict=True))
 
 
+_ORBAX, _RAW = "orbax StandardCheckpointer", "raw fsync by 8 threads"
 SIDES: dict[str, Any] = {
-    "xshard": Xshard, "orbax": Orbax, "orbax uncompressed": OrbaxUncompressed, "raw": Raw,
+    "xshard": Xshard, _ORBAX: Orbax, "orbax uncompressed": OrbaxUncompressed, _RAW: Raw,
 }  # fmt: skip
+# At most so much of a peer's time, for a number of arrays; of a gigabyte, since what is smaller is fixed costs.
+TARGETS = {
+    ("save", _ORBAX, 24): 1 / 2.3, ("save", _ORBAX, 2000): 1 / 2.3,
+    ("save", _RAW, 24): 1.4, ("save", _RAW, 2000): 1.4,
+    ("restore", _ORBAX, 24): 1 / 1.3, ("restore", _ORBAX, 2000): 1 / 1.7,
+}  # fmt: skip
+FIGURES = [("save", "s", 1), ("restore", "s", 1), ("waits", "ms", 1e3), ("copies", "ms", 1e3),
+           ("save memory", "MB", 1), ("restore memory", "MB", 1)]  # fmt: skip
+_NO_ORBAX = "orbax-checkpoint is not installed: pip install '.[dev]'"
 
 
 def child(task: str, side: str, count: int, directory: pathlib.Path) -> dict[str, float]:
@@ -198,36 +212,38 @@ def _memory(key: str, reset: bool = False) -> float:
     return int(status.split(f"{key}:")[1].split()[0]) / 1e3
 
 
-def compare(count: int, directory: pathlib.Path) -> None:
-    """Prints a table for one number of arrays."""
-    results: dict[str, dict[str, list[float]]] = {side: {} for side in SIDES}
-    for _ in range(_ROUNDS.value):
-        for side in SIDES:
-            folder = directory / side.replace(" ", "_")
-            for task in ("save", "restore"):
-                for key, value in _start_child(task, side, count, folder).items():
-                    results[side].setdefault(key, []).append(value)
-            shutil.rmtree(folder)
-    medians = {s: {k: statistics.median(v) for k, v in r.items()} for s, r in results.items()}
-    print(f"\n{_MEGABYTES.value} MiB in {count} arrays; medians of {_ROUNDS.value}, and the range")
-    print(
-        f"{'':20}{'save s':>22}{'restore s':>22}{'waits ms':>10}{'copies ms':>10}{'memory MB':>14}"
-    )
-    for side, row in medians.items():
-        times = [
-            f"{row[k]:.2f} ({min(results[side][k]):.2f}-{max(results[side][k]):.2f})"
-            for k in ("save", "restore")
-        ]
-        print(
-            f"{side:20}{times[0]:>22}{times[1]:>22}{1e3 * row['waits']:10.0f}{1e3 * row['copies']:10.0f}"
-            f"{row['save memory']:7.0f}{row['restore memory']:7.0f}"
-        )
-    ours = medians["xshard"]
-    for side in ("orbax", "orbax uncompressed", "raw"):
-        print(
-            f"{side} / xshard: save {medians[side]['save'] / ours['save']:.2f}x, "
-            f"restore {medians[side]['restore'] / ours['restore']:.2f}x"
-        )
+def compare(count: int, directory: pathlib.Path) -> Iterator[measure.Row]:
+    """The rows of one number of arrays."""
+    # Of "orbax" alone other packages have parts too.
+    found = importlib.util.find_spec("orbax") and importlib.util.find_spec("orbax.checkpoint")
+    tried = [side for side in SIDES if found or "orbax" not in side]
+
+    def saved_and_restored(side: str) -> dict[str, float]:
+        folder = directory / side.replace(" ", "_")
+        children = [_start_child(task, side, count, folder) for task in ("save", "restore")]
+        shutil.rmtree(folder)
+        return children[0] | children[1]
+
+    sides = {side: functools.partial(saved_and_restored, side) for side in tried}
+    rounds = measure.in_turn(sides, _ROUNDS.value, warm_up=False)
+    seen = {
+        side: {key: [each[key] for each in values] for key in values[0]}
+        for side, values in rounds.items()
+    }
+    where = f"{_MEGABYTES.value} MiB in {count} arrays"
+    for task in ("save", "restore"):
+        for side in [name for name in SIDES if name != "xshard"]:
+            target = TARGETS.get((task, side, count)) if _MEGABYTES.value >= 1000 else None
+            row = measure.Row(f"{task} {where}", side, at_most=target)
+            if side in seen:
+                times = seen["xshard"][task], seen[side][task]
+                yield measure.ratio(row.what, side, *times, row.at_most)
+            else:
+                yield dataclasses.replace(row, missing=_NO_ORBAX)
+    for side, values in seen.items():
+        for key, unit, factor in FIGURES:
+            figures = [factor * value for value in values[key]]
+            yield measure.figure(f"{key}, {side}, {where}", figures, unit)
 
 
 def _start_child(task: str, side: str, count: int, folder: pathlib.Path) -> dict[str, float]:
@@ -248,8 +264,9 @@ def main(argv: list[str]) -> None:
         print(json.dumps(child(task, side, int(count), pathlib.Path(_DIRECTORY.value))))
         return
     with tempfile.TemporaryDirectory(dir=_DIRECTORY.value) as folder:
-        for count in _ARRAYS.value:
-            compare(int(count), pathlib.Path(folder))
+        counts = [int(count) for count in _ARRAYS.value]
+        rows = [row for count in counts for row in compare(count, pathlib.Path(folder))]
+    measure.emit(rows, _JSON.value)
 
 
 if __name__ == "__main__":

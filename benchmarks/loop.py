@@ -48,7 +48,7 @@ def make_config() -> Any:
     """A run of steps of about a millisecond, with a row each hundred and a checkpoint each 500."""
     config, size = toy.get_config(), models.sizes()["1 ms"]
     config.experiment = "benchmarks.models.Wide"
-    config.update({"width": size.width, "layers": size.layers, "examples": 4 * size.batch})
+    config.update({"width": size.width, "layers": size.layers, "examples": 100 * size.batch})
     config.update({"batch_size": size.batch, "steps": _UNTIMED + _STEPS.value})
     config.update({"log_every_steps": 100, "eval_every_steps": 10**6})
     config.checkpoint.every_steps = 500

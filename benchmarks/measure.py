@@ -89,20 +89,24 @@ def parse(output: str) -> list[Row]:
 
 
 def show(rows: Iterable[Row]) -> str:
-    """The ratios with their targets as one table, and under it the absolute figures."""
-    ratios, figures = [], []
+    """The ratios with their targets as one table, the absolute figures, and what was not measured."""
+    ratios, figures, missing = [], [], {}
     for row in rows:
+        if row.median is None:
+            missing.setdefault(row.missing, {})[row.what] = None
         if row.against:
             line = {"what": row.what, "against": row.against, "measured": _measured(row)}
             ratios.append(line | {"target": _target(row), "met": _met(row)})
         else:
             figures.append({"absolute": row.what, "measured": _measured(row)})
-    return "\n\n".join(metrics.table(lines) for lines in (ratios, figures) if lines)
+    tables = [metrics.table(lines) for lines in (ratios, figures) if lines]
+    reasons = [f"not measured: {'; '.join(names)}\n  {why}" for why, names in missing.items()]
+    return "\n\n".join(tables + reasons)
 
 
 def _measured(row: Row) -> str:
     if row.median is None:
-        return f"- ({row.missing})"
+        return "not measured"
     median, low, high = (_number(value, row.unit) for value in (row.median, row.low, row.high))
     return f"{median}{'' if row.unit == 'x' else ' '}{row.unit} ({low} to {high})"
 
@@ -116,8 +120,6 @@ def _target(row: Row) -> str:
 
 
 def _met(row: Row) -> str:
-    if row.at_most is None:
+    if row.at_most is None or row.median is None:
         return ""
-    if row.median is None:
-        return "not measured"
     return "yes" if row.median <= row.at_most else "NOT MET"

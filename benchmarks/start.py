@@ -53,7 +53,8 @@ def seconds_until(texts: list[str], *arguments: str) -> list[float]:
             if len(seconds) < len(texts) and texts[len(seconds)] in line:
                 seconds.append(time.perf_counter() - begin)
     if process.returncode or len(seconds) < len(texts):
-        raise RuntimeError(f"{' '.join(arguments)} ended with {process.returncode}: {lines[-5:]}")
+        said = " ".join(map(str.strip, lines[-3:]))
+        raise RuntimeError(f"exit code {process.returncode}: {said}")
     return seconds
 
 

@@ -1,0 +1,218 @@
+"""All that is measured here, as one table: ours beside its peers, the targets, and the machine.
+
+    python -m benchmarks.run [--quick] [--only=step,loop] [--json=FILE]
+
+Each part runs in processes of its own, one at a time. Where JAX finds an accelerator they run on it, in half
+precision, and say what memory they took; else (or with JAX_PLATFORMS=cpu) on the CPU, on 1 and on 8 virtual devices.
+What could not be measured is a row that says why. Exit codes: 0; 1 if a part failed; 130 after Ctrl-C, with the rows
+until then.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from absl import app, flags
+
+from benchmarks import measure
+from xshard import metrics
+
+Commands = list[list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Something to be measured.
+
+    Attributes:
+      commands: what to run, a module and its flags each; given whether it must be quick, and whether there is
+        an accelerator.
+      left_out: what --quick leaves out of it.
+    """
+
+    commands: Callable[[bool, bool], Commands]
+    left_out: str = ""
+
+
+def _step(quick: bool, accelerator: bool) -> Commands:
+    rounds = f"--rounds={5 if quick else 41}"
+    if not accelerator:
+        return [["step", rounds, f"--devices={devices}"] for devices in (1, 8)]
+    # The peak of a process is that of one side if it makes no other steps.
+    return [
+        ["step", f"--precision={precision}", *more]
+        for precision in ("float16", "bfloat16")
+        for more in ([rounds], ["--memory=rules"], ["--memory=hand"])
+    ]
+
+
+def _loop(quick: bool, accelerator: bool) -> Commands:
+    del accelerator
+    return [["loop", *(("--rounds=3", "--steps=600") if quick else ())]]
+
+
+def _start(quick: bool, accelerator: bool) -> Commands:
+    del accelerator
+    return [["start", f"--rounds={2 if quick else 5}"]]
+
+
+def _compile(quick: bool, accelerator: bool) -> Commands:
+    del accelerator
+    return [["compile_time", *(("--rounds=2", "--leaves=10,100") if quick else ())]]
+
+
+def _checkpoint(quick: bool, accelerator: bool) -> Commands:
+    del accelerator
+    small = ("--rounds=2", "--megabytes=256", "--arrays=24")
+    return [["checkpoint", *(small if quick else ())]]
+
+
+PARTS = {
+    "step": Part(_step),
+    "loop": Part(_loop),
+    "start": Part(_start),
+    "compile": Part(_compile, "compilation with 30, 300 and 1000 leaves"),
+    "checkpoint": Part(_checkpoint, "checkpoints of 1 GiB, and in 2000 arrays"),
+}
+
+_QUICK = flags.DEFINE_bool("quick", False, "Fewer rounds and smaller sizes: about three minutes.")
+_ONLY = flags.DEFINE_list("only", [], f"The parts to run, of {', '.join(PARTS)}; all by default.")
+_JSON = flags.DEFINE_string("json", None, "A file for all that is printed, as JSON.")
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Longer than any part takes: XLA's CPU collectives can deadlock, and the other parts are still worth running.
+_LIMIT_SECONDS = 3600
+
+
+def measured(command: Sequence[str], directory: str) -> list[measure.Row]:
+    """The rows of one command.
+
+    Raises:
+      RuntimeError: if it fails; what it said is on stderr then.
+    """
+    return measure.parse(output_of([*command, "--json"], directory))
+
+
+def output_of(command: Sequence[str], directory: str) -> str:
+    """What one of the benchmarks' modules prints; its temporary files are in `directory`.
+
+    Raises:
+      RuntimeError: if it fails.
+    """
+    name, *arguments = command
+    with subprocess.Popen(
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        env={**os.environ, "TMPDIR": directory},
+        # A group of its own, to be ended with all that it has started.
+        start_new_session=True,
+    ) as process:
+        try:
+            output, said = process.communicate(timeout=_LIMIT_SECONDS)
+        except BaseException as e:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(e, subprocess.TimeoutExpired):
+                raise RuntimeError(f"not done after {_LIMIT_SECONDS // 60} minutes") from e
+            raise
+    if process.returncode:
+        print(said, file=sys.stderr)
+        last = (said.strip().splitlines() or ["it said nothing"])[-1]
+        raise RuntimeError(f"exit code {process.returncode}: {last[:400]}")
+    return output
+
+
+def run(names: Sequence[str], quick: bool, accelerator: bool) -> Iterator[measure.Row]:
+    """The rows of the parts, each as soon as its command has ended."""
+    for name in names:
+        for command in PARTS[name].commands(quick, accelerator):
+            begin, shown = time.monotonic(), " ".join(command)
+            print(f"{shown} ...", file=sys.stderr, end=" ", flush=True)
+            try:
+                with tempfile.TemporaryDirectory() as directory:
+                    yield from measured(command, directory)
+            except RuntimeError as e:
+                yield measure.Row(shown, "its peers", missing=f"FAILED: {e}")
+            print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+
+def show(machine: dict[str, Any], rows: Sequence[measure.Row], notes: Sequence[str]) -> str:
+    """The tables, the machine, and what there is to know of this run."""
+    lines = [{"machine": name, "": value} for name, value in machine.items()]
+    judged = [row for row in rows if row.at_most is not None and row.median is not None]
+    met = sum(row.median <= row.at_most for row in judged)
+    summary = (
+        f"{met} of {len(judged)} targets met" if judged else "nothing with a target was measured"
+    )
+    missing = sum(row.median is None for row in rows)
+    if missing:
+        summary += f"; not measured: {missing}"
+    return "\n\n".join(
+        [
+            "Time of the first over time of the second: the median of the rounds, and their middle half."
+        ]
+        + [measure.show(rows)] * bool(rows)
+        + [metrics.table(lines), "\n".join([summary, *notes])]
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Runs the parts and prints what they say."""
+    if argv[1:]:
+        raise app.UsageError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
+    names = _ONLY.value or list(PARTS)
+    rows: list[measure.Row] = []
+    code, load = 0, os.getloadavg()[0]
+    notes = [f"--quick: no {PARTS[name].left_out}" for name in names
+             if _QUICK.value and PARTS[name].left_out]  # fmt: skip
+    machine: dict[str, Any] = {}
+    # As Ctrl-C: the processes that are measured are to end too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            machine = json.loads(output_of(["machine"], directory).splitlines()[-1])
+        for row in run(names, _QUICK.value, machine["backend"] != "cpu"):
+            rows.append(row)
+            code |= row.missing.startswith("FAILED")
+    except RuntimeError as e:
+        print(f"error: JAX does not start here: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        notes.append("interrupted: not all has been measured")
+        code = 130
+    machine["load before, after"] = f"{load:.2f}, {os.getloadavg()[0]:.2f}"
+    if load > 0.3:
+        notes.append(
+            "the machine was not idle: ratios scatter more than they would, times are too long"
+        )
+    print(f"\n{show(machine, rows, notes)}")
+    if _JSON.value:
+        content = {"machine": machine, "rows": list(map(dataclasses.asdict, rows)), "notes": notes}
+        metrics.write_atomically(pathlib.Path(_JSON.value), metrics.to_json(content, 1).encode())
+    return code
+
+
+@flags.validator("only", message=f"there are {', '.join(PARTS)}")
+def _are_parts(names: list[str]) -> bool:
+    return set(names) <= PARTS.keys()
+
+
+@flags.validator("json", message="its directory must be there")
+def _can_be_written(path: str | None) -> bool:
+    return path is None or pathlib.Path(path).absolute().parent.is_dir()
+
+
+if __name__ == "__main__":
+    app.run(main)
