@@ -51,7 +51,10 @@ def _step(quick: bool, accelerator: bool) -> Commands:
     return [
         ["step", f"--precision={precision}", *more]
         for precision in ("float16", "bfloat16")
-        for more in ([rounds], ["--memory=rules"], ["--memory=hand"])
+        for more in (
+            [rounds],
+            *([f"--memory={side}", "--size=20 ms"] for side in ("rules", "hand")),
+        )
     ]
 
 

@@ -1,6 +1,6 @@
 """What the rules cost, against the same step written by hand, side by side in one process.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.step [--devices=8] [--rounds=41]
+    JAX_PLATFORMS=cpu python -m benchmarks.step [--devices=8] [--rounds=41] [--size="1 ms"]
 
 The sides are those of benchmarks/sides.py. A CPU computes in half precision slowly, which would hide what the
 rules cost: float32 is for it, --precision=float16 and bfloat16 for accelerators.
@@ -22,8 +22,13 @@ _DEVICES = flags.DEFINE_integer("devices", 1, "Virtual devices, on a CPU.", 1)
 _PRECISION = flags.DEFINE_enum(
     "precision", "float32", ["float32", "bfloat16", "float16"], "What the model computes in."
 )
-_SIZES = flags.DEFINE_list("sizes", ["1 ms", "20 ms"], "The models.")
-_MEMORY = flags.DEFINE_string("memory", None, "Makes steps of this side only, for their memory.")
+_SIZES = flags.DEFINE_multi_enum(
+    "size", ["1 ms", "20 ms"], ["1 ms", "20 ms"], "The models; again for each."
+)
+_MEMORY = flags.DEFINE_enum(
+    "memory", None, list(sides_lib.SIDES),
+    "Makes steps of this side only, for the peak of the process's memory: give one --size.",
+)  # fmt: skip
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
 # For about so long a side is timed at a time.
@@ -111,7 +116,7 @@ def memory(side: str, name: str, size: models.Size) -> measure.Row:
 
 def _where(name: str) -> str:
     count = jax.device_count()
-    precision = "" if jax.default_backend() == "cpu" else f", {_PRECISION.value}"
+    precision = "" if _PRECISION.value == "float32" else f", {_PRECISION.value}"
     return f", {name} model{precision}, {count} device{'s' if count > 1 else ''}"
 
 
