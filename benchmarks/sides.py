@@ -60,8 +60,8 @@ def unscaled_by_hand(loss: Loss) -> Side:
     return _with_adam, local
 
 
-def by_hand(loss: Loss) -> Side:
-    """The step as one would write it with a dynamic loss scale."""
+def by_hand(loss: Loss, conditional: bool) -> Side:
+    """The step as one would write it with a dynamic loss scale; a step is skipped by `cond` or by `where`."""
 
     def local(state: Any, x: jax.Array) -> Any:
         old, scale, good = state
@@ -72,7 +72,10 @@ def by_hand(loss: Loss) -> Side:
         raised = jnp.where(due, scale * 2, scale)
         new_scale = jnp.where(finite, raised, jnp.maximum(scale / 2, 1))
         new_good = jnp.where(finite & ~due, good + 1, 0)
-        new = jax.tree.map(functools.partial(jnp.where, finite), _adam(grads, old), old)
+        if conditional:
+            new = jax.lax.cond(finite, _adam, lambda _, state: state, grads, old)
+        else:
+            new = jax.tree.map(functools.partial(jnp.where, finite), _adam(grads, old), old)
         return (new, new_scale, new_good), jax.lax.pmean(value / scale, "replica")
 
     return lambda params: (_with_adam(params), jnp.float32(FIRST_SCALE), jnp.int32(0)), local
@@ -119,7 +122,8 @@ def with_flax(loss: Loss) -> Side:
 SIDES: dict[str, Callable[[Loss], Side]] = {
     "rules": functools.partial(by_rules, scale=True),
     "rules, unscaled": functools.partial(by_rules, scale=False),
-    "hand": by_hand,
+    "hand": functools.partial(by_hand, conditional=True),
+    "hand, where": functools.partial(by_hand, conditional=False),
     "hand, unscaled": unscaled_by_hand,
     "jmp": with_jmp,
     "flax": with_flax,

@@ -88,9 +88,9 @@ def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
     turns = {side: sides[side].turn for side in names}
     seconds = measure.in_turn(turns, _ROUNDS.value)
     where = _where(name)
-    yield measure.ratio(
-        f"step with both rules{where}", "by hand", seconds["rules"], seconds["hand"], 1.02
-    )
+    for peer, title in (("hand", "by hand, lax.cond"), ("hand, where", "by hand, jnp.where")):
+        pair = seconds["rules"], seconds[peer]
+        yield measure.ratio(f"step with both rules{where}", title, *pair, 1.02)
     ours = seconds["rules"], seconds["rules, unscaled"]
     yield measure.ratio(f"dynamic loss scale{where}", "none", *ours, 1.02)
     for peer, title in (("jmp", "jmp's DynamicLossScale"), ("flax", "flax's DynamicScale")):
