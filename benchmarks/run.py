@@ -79,11 +79,17 @@ def _checkpoint(quick: bool, accelerator: bool) -> Commands:
     return [["checkpoint", *(small if quick else ())]]
 
 
+def _dry_run(quick: bool, accelerator: bool) -> Commands:
+    del accelerator
+    return [["dry_run", *(("--topology=v5e:16x16",) if quick else ())]]
+
+
 PARTS = {
     "step": Part(_step),
     "loop": Part(_loop),
     "start": Part(_start),
     "compile": Part(_compile, "compilation with 30, 300 and 1000 leaves"),
+    "dry_run": Part(_dry_run, "dry run for a v5p:8x8x16"),
     "checkpoint": Part(
         _checkpoint,
         "checkpoints of 1 GiB or in 2000 arrays, nor a second round of those of 256 MiB",
@@ -167,7 +173,7 @@ def show(machine: dict[str, Any], rows: Sequence[measure.Row], notes: Sequence[s
         summary += f"; not measured: {missing}"
     return "\n\n".join(
         [
-            "Time of the first over time of the second: the median of the rounds, and their middle half."
+            "Time, or bytes, of the first over those of the second: the median of the rounds, and their middle half."
         ]
         + [measure.show(rows)] * bool(rows)
         + [metrics.table(lines), "\n".join([summary, *notes])]
