@@ -23,6 +23,7 @@ from absl import app, flags
 from benchmarks import measure, models
 from tests import toy
 from xshard import loop, step, watch
+from xshard import state as state_lib
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "How often each side is timed.", 1)
 _STEPS = flags.DEFINE_integer("steps", 1500, "Of a turn.", 200)
@@ -82,7 +83,7 @@ class Bare:
     def seconds(self, in_flight: int) -> float:
         """Those of a step, when so many may be in flight once one has been dispatched."""
         run = self._run
-        state = step.init(run.experiment, run.mesh, 0, run.experiment.train_data())
+        state = state_lib.init(run.experiment, run.mesh, 0, run.experiment.train_data())
         pending: collections.deque[Any] = collections.deque()
         for number in range(_UNTIMED + _STEPS.value):
             if number == _UNTIMED:

@@ -11,6 +11,7 @@ from tests import toy
 from xshard import collectives, data, metrics, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
+from xshard import state as state_lib
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -21,7 +22,7 @@ def compile_step(config, mesh):
     batches = data.TrainBatches(
         examples, mesh, batch_size=config.batch_size, seed=0, micro_batches=config.micro_batches
     )
-    state = step.abstract_state(experiment, mesh, 0, examples)
+    state = state_lib.abstract_state(experiment, mesh, 0, examples)
     return jax.jit(step.make_train_step(experiment, mesh)).lower(state, batches(0)).compile()
 
 

@@ -192,7 +192,7 @@ def test_a_new_run_begins_with_the_parameters_of_another(tmp_path, capsys):
     run = loop.Run(make_config(steps=24), str(tmp_path / "second"), init)
     state = run._resume_or_init()[0]
     harness.assert_equal(state.params, first.params)
-    harness.assert_equal(state.opt_state, loop.step.init(*run._init_args).opt_state)
+    harness.assert_equal(state.opt_state, loop.state_lib.init(*run._init_args).opt_state)
     assert "initialised 2 arrays from" in capsys.readouterr().out
     # Once it has a checkpoint of its own, it goes on from that.
     with_checkpoint(run.config, every_steps=3)

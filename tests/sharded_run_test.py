@@ -6,6 +6,7 @@ import pytest
 from tests import toy
 from tests.optimizers import harness
 from xshard import collectives, data, loop, mesh, step
+from xshard import state as state_lib
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 PAIRS = ((0, 1), (2, 3))
@@ -28,7 +29,7 @@ def train(directory, **changes):
     run = loop.Run(config(**changes), str(directory))
     with run.opened():
         state, _ = run.train()
-    return run, state, run._whole(state)
+    return run, state, run._storage.to_whole(state)
 
 
 # 16 hidden units: every array but the last bias has a dimension that 8, 4 or 2 divide; with 20 there are
@@ -66,7 +67,7 @@ def test_slots_take_an_nth_of_the_memory(hidden, filling):
     def state(shard_update):
         the_config = config(hidden=hidden, shard_update=shard_update)
         experiment = toy.Wide(the_config)
-        return step.init(experiment, mesh.make_mesh(), 0, experiment.train_data())
+        return state_lib.init(experiment, mesh.make_mesh(), 0, experiment.train_data())
 
     whole, cut = state(False), state(True)
     # The last bias, the count and the loss scale are whole on each.
@@ -91,7 +92,7 @@ def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden):
     ):
         again = loop.Run(config(hidden=hidden, **changes), str(tmp_path))
         restored, _ = again._resume_or_init()
-        harness.assert_equal(again._whole(restored), whole)
+        harness.assert_equal(again._storage.to_whole(restored), whole)
     harness.assert_equal(run._resume_or_init()[0], state)
 
 
@@ -121,6 +122,31 @@ def test_what_int8_has_kept_is_of_so_many_slices(tmp_path):
         loop.Run(config(slices=4, slice_dtype="int8"), str(tmp_path))._resume_or_init()
 
 
+def test_a_reduction_may_not_change_on_the_way(tmp_path):
+    train(tmp_path)
+    changed = config()
+    with changed.unlocked():
+        changed.reduction.reduction = "sum"
+    with pytest.raises(ValueError, match="reduction.reduction: None -> 'sum'"):
+        loop.Run(changed, str(tmp_path))
+
+
+def test_int8_without_slices_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="slice_dtype='int8' with one slice"):
+        loop.Run(config(slice_dtype="int8"), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_state_is_reshaped_by_one_program(tmp_path):
+    run, state, whole = train(tmp_path, shard_update=True, hidden=20)
+    run._storage.from_whole(whole)
+    count = harness.compile_count()
+    for _ in range(3):
+        harness.assert_equal(run._storage.from_whole(run._storage.to_whole(state)), state)
+    assert harness.compile_count() == count
+    assert run._storage.from_whole(state) is state
+
+
 def test_slices_that_the_rule_does_not_reduce_over_are_refused(tmp_path):
     bad = config(slices=2, experiment="tests.toy.OneSlice")
     with pytest.raises(
@@ -140,7 +166,7 @@ def compiled(which, **changes):
     the_mesh = mesh.make_mesh(the_config.group_assignment or None, slices=the_config.slices)
     experiment = toy.Wide(the_config)
     examples = experiment.train_data()
-    state = step.abstract_state(experiment, the_mesh, 0, examples)
+    state = state_lib.abstract_state(experiment, the_mesh, 0, examples)
     if which == "train":
         batch = data.TrainBatches(examples, the_mesh, batch_size=16, seed=0)(0)
     else:

@@ -11,6 +11,7 @@ import xshard
 from tests import toy
 from tests.optimizers import harness
 from xshard import data, mesh, step
+from xshard import state as state_lib
 
 GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))
 
@@ -34,7 +35,7 @@ def run(experiment, the_mesh, steps, state=None):
         examples, the_mesh, batch_size=config.batch_size, seed=config.seed,
         micro_batches=config.micro_batches,
     )  # fmt: skip
-    state = state or step.init(experiment, the_mesh, config.seed, examples)
+    state = state or state_lib.init(experiment, the_mesh, config.seed, examples)
     apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
     history = []
     for _ in range(steps):
@@ -72,7 +73,7 @@ def test_micro_batches_train_as_the_whole_batch():
 def test_there_is_one_reduction_of_gradients_for_all_micro_batches():
     experiment, the_mesh = make(Quiet, micro_batches=2)
     examples = experiment.train_data()
-    state = step.init(experiment, the_mesh, 0, examples)
+    state = state_lib.init(experiment, the_mesh, 0, examples)
     batch = data.TrainBatches(examples, the_mesh, batch_size=16, seed=0, micro_batches=2)(0)
     text = (
         jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, batch).compile().as_text()
@@ -112,7 +113,7 @@ def test_groups_skip_at_steps_of_their_own():
 
 def test_a_skipped_step_leaves_parameters_and_network_state():
     experiment, the_mesh = make(overflow_above=-1e9)
-    state = step.init(experiment, the_mesh, 0, experiment.train_data())
+    state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
     before = jax.tree.map(np.asarray, state._replace(rng=None))
     after, (metrics,) = run(experiment, the_mesh, 1, state)
     for name in ("params", "net_state", "global_step"):
@@ -157,7 +158,7 @@ def test_the_state_is_donated_and_nothing_compiles_again():
     experiment, the_mesh = make()
     examples = experiment.train_data()
     batches = data.TrainBatches(examples, the_mesh, batch_size=16, seed=0)
-    state = step.init(experiment, the_mesh, 0, examples)
+    state = state_lib.init(experiment, the_mesh, 0, examples)
     apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
     first = state.params["linear"]["w"]
     state, _ = apply(state, batches(0))
@@ -173,7 +174,7 @@ def test_abstract_state_is_what_init_makes():
     for changes in ({}, {"group_assignment": GROUPS}):
         experiment, the_mesh = make(**changes)
         args = (experiment, the_mesh, 0, experiment.train_data())
-        real, abstract = step.init(*args), step.abstract_state(*args)
+        real, abstract = state_lib.init(*args), state_lib.abstract_state(*args)
         assert jax.tree.structure(real) == jax.tree.structure(abstract)
         for a, b in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -204,7 +205,7 @@ def test_the_model_axis_shards_parameters_and_slots_and_changes_no_numbers():
 def test_an_optimizer_that_does_not_reduce_is_refused():
     experiment, the_mesh = make(toy.Drifting)
     with pytest.raises(ValueError, match="does not reduce over the axis 'replica'"):
-        step.init(experiment, the_mesh, 0, experiment.train_data())
+        state_lib.init(experiment, the_mesh, 0, experiment.train_data())
 
 
 def test_evaluation_counts_each_example_once_and_makes_an_ensemble():
@@ -228,7 +229,7 @@ def test_gradients_can_be_clipped_per_replica():
             return jax.tree.map(jnp.zeros_like, grads)
 
     experiment, the_mesh = make(Clipped)
-    before = step.init(experiment, the_mesh, 0, experiment.train_data()).params
+    before = state_lib.init(experiment, the_mesh, 0, experiment.train_data()).params
     after, _ = run(experiment, the_mesh, 1)
     np.testing.assert_array_equal(after.params["linear"]["w"], before["linear"]["w"])
 

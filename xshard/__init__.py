@@ -12,7 +12,8 @@ from xshard.optimizers.loss_scale import (
     MixedPrecisionLossScaleOptimizer,
 )
 from xshard.optimizers.optax import OptaxOptimizer
-from xshard.step import TrainState, abstract_state, init, make_eval_step, make_train_step
+from xshard.state import TrainState, abstract_state, init
+from xshard.step import make_eval_step, make_train_step
 
 __all__ = [
     "AggregationMethod",

@@ -18,6 +18,7 @@ from xshard import experiment as experiment_lib
 from xshard import log as log_lib
 from xshard import mesh as mesh_lib
 from xshard import notice as notice_lib
+from xshard import state as state_lib
 from xshard import watch as watch_lib
 
 _COUNTS = (
@@ -61,13 +62,8 @@ class Run:
         self.mesh = mesh_lib.make_mesh(groups, slices=config.slices, model=config.model_parallel)
         self.experiment = experiment_lib.load(config.experiment)(config)
         train_data = self.experiment.train_data()
-        self.batches = data.TrainBatches(
-            train_data,
-            self.mesh,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            micro_batches=config.micro_batches,
-        )
+        sizes = {key: config[key] for key in ("batch_size", "seed", "micro_batches")}
+        self.batches = data.TrainBatches(train_data, self.mesh, **sizes)
         self._eval_data = self.experiment.eval_data()
         data.eval_batches(self._eval_data, self.mesh, config.eval_batch_size)
         self.workdir = workdir.Workdir(directory)
@@ -78,7 +74,8 @@ class Run:
         self._stop: notice_lib.Notice | None = None
         self._save_now = False
         self._init_args = (self.experiment, self.mesh, config.seed, train_data)
-        self._target = step.abstract_state(*self._init_args, whole=True)
+        self._storage = state_lib.Storage(self.experiment, self.mesh)
+        self._target = state_lib.abstract_state(*self._init_args, whole=True)
         self._init = init
         self.checkpoints = saving.Checkpoints(config, str(self.workdir.checkpoints), self.batches)
         self.checkpoints.check_init(self._target, init)
@@ -93,7 +90,7 @@ class Run:
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
         self._check_best_metric()
 
-    def train(self) -> tuple[step.TrainState, notice_lib.Notice | None]:
+    def train(self) -> tuple[state_lib.TrainState, notice_lib.Notice | None]:
         """Trains from where the run stands to its last step, or until it is told to stop.
 
         Returns:
@@ -130,15 +127,14 @@ class Run:
         log.flush()
         return state, self._stop
 
-    def _resume_or_init(self) -> tuple[step.TrainState, bool]:
-        init = lambda: self._whole(step.init(*self._init_args))
+    def _resume_or_init(self) -> tuple[state_lib.TrainState, bool]:
+        first = lambda: state_lib.init(*self._init_args)
+        # What is taken from another run has a checkpoint's shapes.
+        init = first if self._init is None else lambda: self._storage.to_whole(first())
         state, evaluated = self.checkpoints.resume_or_init(self._target, init, self._init)
-        return step.from_whole(self.experiment, self.mesh, state), evaluated
+        return self._storage.from_whole(state), evaluated
 
-    def _whole(self, state: step.TrainState) -> step.TrainState:
-        return step.to_whole(self.experiment, self.mesh, state)
-
-    def evaluate(self, state: step.TrainState) -> dict[str, Any] | None:
+    def evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
         """The means over all evaluation examples; lists where there are several groups.
 
         None if the run is told to stop meanwhile.
@@ -151,7 +147,7 @@ class Run:
             self._evaluated = made, values
         return self._evaluated[1]
 
-    def _evaluate(self, state: step.TrainState) -> dict[str, Any] | None:
+    def _evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
         self.doing("evaluating")
         totals: dict[str, np.ndarray] = {}
         for batch in data.eval_batches(self._eval_data, self.mesh, self.config.eval_batch_size):
@@ -187,7 +183,9 @@ class Run:
                 self._watch.publish()
             yield
 
-    def finish(self, state: step.TrainState) -> tuple[dict[str, Any], notice_lib.Notice | None]:
+    def finish(
+        self, state: state_lib.TrainState
+    ) -> tuple[dict[str, Any], notice_lib.Notice | None]:
         """Evaluates the last state and writes the results; or what has stopped the run before that."""
         values = self.evaluate(state)
         applied = metrics.to_number(mesh_lib.replicate(self.mesh, state.global_step))
@@ -199,13 +197,13 @@ class Run:
     def _hooks(self, log: log_lib.Log) -> Sequence[hooks.Hook]:
         """The evaluation, and then what saves."""
 
-        def evaluate(made: int, state: step.TrainState) -> None:
+        def evaluate(made: int, state: state_lib.TrainState) -> None:
             log.flush()
             values = self.evaluate(state)
             if values is not None:
                 log.write_evaluation(made, values)
 
-        def save(made: int, state: step.TrainState) -> None:
+        def save(made: int, state: state_lib.TrainState) -> None:
             # What has been logged when a checkpoint counts is what resuming keeps.
             log.flush()
             self._save(made, state)
@@ -227,7 +225,7 @@ class Run:
             actions.append(hooks.EverySeconds(save if alone else self._ask_to_save, seconds))
         return actions
 
-    def _ask_to_save(self, made: int, state: step.TrainState) -> None:
+    def _ask_to_save(self, made: int, state: state_lib.TrainState) -> None:
         # Each process has a clock of its own: one of them counts, and it counts for all.
         del made, state
         if self._watch is not None:
@@ -235,13 +233,13 @@ class Run:
                 notice_lib.Notice(notice_lib.SAVE, "checkpoint.every_minutes have passed")
             )
 
-    def _save(self, made: int, state: step.TrainState) -> None:
+    def _save(self, made: int, state: state_lib.TrainState) -> None:
         self._save_now = False
         evaluated, values = self._evaluated
         due = made % self.config.eval_every_steps == 0
         self.checkpoints.save(
             made,
-            self._whole(state),
+            self._storage.to_whole(state),
             values if evaluated == made else {},
             evaluated=evaluated == made or not due,
         )
@@ -258,7 +256,7 @@ class Run:
                 f"{', '.join(sorted(names))}."
             )
 
-    def _say_start(self, start: int, state: step.TrainState) -> None:
+    def _say_start(self, start: int, state: state_lib.TrainState) -> None:
         params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         print(
             f"{self.config.experiment}: {params:,} parameters, {self.config.precision}, on "

@@ -11,6 +11,7 @@ import jmp
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.optimizers import base, cross_shard, gradients, loss_scale, shards
+from xshard.optimizers import layouts as layouts_lib
 
 Batch = Mapping[str, Any]
 
@@ -57,7 +58,7 @@ class Model:
         """
         return self._rules.apply({}, opt_state, key, params, net_state, global_step, batch)
 
-    def layouts(self, params: Any) -> Mapping[str, shards.Layouts]:
+    def layouts(self, params: Any) -> Mapping[str, layouts_lib.Layouts]:
         """How the state of the rules is cut over replicas: `{module: {name: layout}}`.
 
         Args:
@@ -129,6 +130,14 @@ def _check_reduces(chain: list[base.Optimizer], mesh: jax.sharding.Mesh) -> None
             f"reduce over the axis '{missing[0]}': replicas would drift apart. Wrap it in a "
             f"CrossShardOptimizer with {argument}='{missing[0]}'."
         )
+    for rule in reducing:
+        if rule.shard_update and rule.axis_name != mesh_lib.REPLICA:
+            raise ValueError(
+                f"{rule.name} shards its update over the axis '{rule.axis_name}'; a run's state is cut over "
+                f"'{mesh_lib.REPLICA}'. Set shard_update on the CrossShardOptimizer over that axis."
+            )
+        if rule.slice_dtype == "int8" and mesh.shape[mesh_lib.SLICE] == 1:
+            raise ValueError(cross_shard.NOTHING_BETWEEN_SLICES)
 
 
 def _mean_over_parts(x: jax.Array) -> jax.Array:

@@ -10,7 +10,8 @@ import jax
 import ml_collections
 import numpy as np
 
-from xshard import checkpoint, data, step, workdir
+from xshard import checkpoint, data, workdir
+from xshard import state as state_lib
 
 CHECKPOINT_KEYS = (
     "directory", "every_minutes", "keep_last", "keep_every_steps", "keep_best",
@@ -51,17 +52,17 @@ class Checkpoints:
             say=_say,
         )
 
-    def check_init(self, target: step.TrainState, source: checkpoint.Source | None) -> None:
+    def check_init(self, target: state_lib.TrainState, source: checkpoint.Source | None) -> None:
         """Raises ValueError if a new run cannot begin with what `source` says."""
         if source is not None and self.manager.latest_step() is None:
             checkpoint.check_init(source, target)
 
     def resume_or_init(
         self,
-        target: step.TrainState,
-        init: Callable[[], step.TrainState],
+        target: state_lib.TrainState,
+        init: Callable[[], state_lib.TrainState],
         source: checkpoint.Source | None,
-    ) -> tuple[step.TrainState, bool]:
+    ) -> tuple[state_lib.TrainState, bool]:
         """The newest checkpoint's state; a new one if there is none.
 
         Returns:
@@ -81,7 +82,7 @@ class Checkpoints:
         return restored.state, restored.metadata.get("evaluated", True)
 
     def save(
-        self, made: int, state: step.TrainState, metrics: Mapping[str, Any], *, evaluated: bool
+        self, made: int, state: state_lib.TrainState, metrics: Mapping[str, Any], *, evaluated: bool
     ) -> None:
         """Begins to save, unless it has; returns when the state may be donated.
 

@@ -25,9 +25,10 @@ from xshard import metrics
 # else would make it another run.
 _MAY_CHANGE = (
     "steps", "log_every_steps", "eval_every_steps", "eval_batch_size", "model_parallel", "slices",
-    "micro_batches", "aggregation_method",
+    "micro_batches", "aggregation_method", "reduction.reduce_dtype", "reduction.slice_dtype",
+    "reduction.shard_update",
 )  # fmt: skip
-_MAY_CHANGE_BELOW = ("checkpoint.", "reduction.")
+_MAY_CHANGE_BELOW = ("checkpoint.",)
 
 
 class Workdir:

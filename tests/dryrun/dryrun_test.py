@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from tests import toy
-from xshard import mesh, step
+from xshard import mesh
+from xshard import state as state_lib
 from xshard.dryrun import __main__ as dryrun
 from xshard.dryrun import chips, costs, estimate, summary
 
@@ -172,7 +173,7 @@ def test_what_is_not_published_is_no_bound():
 )
 def test_a_step_that_does_not_fit(needed, first):
     places = mesh.make_mesh()
-    state = step.abstract_state(
+    state = state_lib.abstract_state(
         toy.Toy(toy.get_config()), places, 0, {"x": np.ones((1, 3)), "y": np.ones(1)}
     )
     memory = {"parameters": 8 * 2**30, "optimizer_state": 16 * 2**30, "batch": 2**20}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import shards
 
 REPLICAS = 8
@@ -106,15 +107,17 @@ def sharded(
     """As `replicated`, each replica with its part of the slots; and what takes a whole state there and back."""
     partition = shards.Partition(params(), replicas, MESH_AXIS)
     layouts = hk.transform(lambda: make_optimizer().state_layouts(partition)).apply({}, None)
-    store = lambda state: shards.map_state(
+    store = lambda state: layouts_lib.map_state(
         lambda lay, x: lay.store(x) if lay else x, layouts, state
     )
-    whole = lambda state: shards.map_state(
+    whole = lambda state: layouts_lib.map_state(
         lambda lay, x: lay.whole(x) if lay else x, layouts, state
     )
 
     def run(p: Any, s: Any, x: Any, n: Any = 0) -> Any:
-        specs = shards.map_state(lambda lay, _: lay.spec(MESH_AXIS) if lay else jax.P(), layouts, s)
+        specs = layouts_lib.map_state(
+            lambda lay, _: lay.spec(MESH_AXIS) if lay else jax.P(), layouts, s
+        )
         none, split = jax.P(), jax.P(MESH_AXIS)
 
         def local(p: Any, s: Any, x: Any, n: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.optimizers import harness, table
 from xshard.optimizers import base, cross_shard, loss_scale, shards
+from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
 
 CrossShard = functools.partial(cross_shard.CrossShardOptimizer, shard_update=True)
@@ -63,7 +64,7 @@ def test_what_mixes_elements_is_refused_by_name_before_the_first_step(name):
     step = harness.transform_step(table.make_optimizer(name, shard_update=True))
     operation = table.CANNOT_BE_SHARDED[name]
     with pytest.raises(
-        ValueError, match=rf"update of opt .* its {operation} mixes .*'mlp/linear_0"
+        ValueError, match=rf"update of opt .* its {operation} takes .*'mlp/linear_0"
     ):
         jax.eval_shape(step.init, None, harness.params(), harness.batch())
 
@@ -74,7 +75,7 @@ def run_one(make_optimizer, params, grads_of, replicas=4):
     _, state = step.init(None, 0)
     partition = shards.Partition(params, replicas, "replica")
     layouts = hk.transform(lambda: make_optimizer().state_layouts(partition)).apply({}, None)
-    specs = shards.map_state(
+    specs = layouts_lib.map_state(
         lambda lay, _: lay.spec("replica") if lay else EVERYWHERE, layouts, state
     )
 
@@ -88,7 +89,9 @@ def run_one(make_optimizer, params, grads_of, replicas=4):
         out_specs=(EVERYWHERE, specs),
         check_vma=False,
     )
-    return jax.jit(run)(shards.map_state(lambda lay, x: lay.store(x) if lay else x, layouts, state))
+    return jax.jit(run)(
+        layouts_lib.map_state(lambda lay, x: lay.store(x) if lay else x, layouts, state)
+    )
 
 
 WIDE = {"m": {"w": jnp.zeros(8)}}
@@ -234,6 +237,8 @@ def test_in_steps_as_in_one(steps):
     "options",
     [
         {"gather_steps": (2, 3)},
+        {"scatter_steps": 8},
+        {"scatter_steps": (-2, -4)},
         {"scatter_steps": (8,), "group_assignment": [[0, 1, 2, 3], [4, 5, 6, 7]]},
     ],
 )
@@ -260,7 +265,7 @@ def test_steps_that_do_not_fit_are_refused(options):
     ],
 )
 def test_how_arrays_are_cut(shape, count, spec, dim, part, stored):
-    layout = shards.layout("w", shape, count, spec)
+    layout = layouts_lib.layout("w", shape, count, spec)
     assert (layout.dim, layout.part_shape, layout.stored_shape) == (dim, part, stored)
     x = jnp.arange(float(np.prod(shape, dtype=int))).reshape(shape)
     harness.assert_equal(layout.whole(layout.store(x)), x)
@@ -330,7 +335,194 @@ def test_the_check_of_varying_values_is_refused_with_the_mend():
 
 
 def test_two_sharded_updates_are_refused():
-    with pytest.raises(ValueError, match="already shards its update"):
+    with pytest.raises(ValueError, match="already cuts gradients into parts"):
         hk.testing.transform_and_run(
             lambda: CrossShard(CrossShard(optax.sgd(1.0), axis_name="group"))
         )()
+
+
+def follow(update, params=None, grads=None, replicas=4):
+    """What a stateless transformation of `update(grads, params)` does in parts, and on whole arrays."""
+    params = {"m": {"w": jnp.arange(1.0, 65).reshape(8, 8)}} if params is None else params
+    grads = jax.tree.map(lambda p: 10 - p, params) if grads is None else grads
+    transformation = optax.stateless(update)
+    share = jax.tree.map(lambda g: g / replicas, grads)
+    new, _ = run_one(lambda: CrossShard(transformation), params, lambda i: share, replicas)
+    updates, _ = transformation.update(grads, optax.EmptyState(), params)
+    return new, optax.apply_updates(params, updates)
+
+
+def each(f):
+    """A function of one array's gradient and value, for all."""
+    return lambda grads, params: jax.tree.map(f, grads, params)
+
+
+FOLLOWED = {
+    "vdot": lambda g, p: g * jnp.vdot(g, p),
+    "norm": lambda g, p: g / jnp.linalg.norm(p),
+    "cond": lambda g, p: jax.lax.cond(jnp.sum(p) > 0, lambda: g / jnp.max(jnp.abs(g)), lambda: p),
+    "switch": lambda g, p: jax.lax.switch(2, [lambda: g, lambda: p, lambda: g * jnp.sum(p)]),
+    "barrier": lambda g, p: jnp.add(*jax.lax.optimization_barrier((g, p))),
+    "barrier of numbers": lambda g, p: (
+        g * jnp.add(*jax.lax.optimization_barrier((jnp.ones(2), 1.0)))[0]
+    ),
+    "remat": lambda g, p: jax.checkpoint(lambda x: jnp.tanh(x) * jnp.sum(x))(g),
+    "grad": lambda g, p: jax.grad(lambda x: jnp.sum(jnp.sin(x)))(g),
+    "iota": lambda g, p: g * jnp.arange(64.0).reshape(8, 8),
+    "clip": lambda g, p: jnp.clip(g, -1, 1) + jnp.clip(p, g.min(), g.max()),
+    "any": lambda g, p: jnp.where(jnp.any(g > 5) & jnp.all(p > 0), g, p),
+    "reshape": lambda g, p: (g.reshape(4, 16) * 2).reshape(8, 8),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_a_rule_may_do(name):
+    new, wanted = follow(each(FOLLOWED[name]))
+    harness.assert_close(new, wanted, rtol=1e-5, atol=1e-4)
+
+
+REFUSED = {
+    "trace of a product": (lambda g, p: g * jnp.einsum("ij,ji->", g, p), "dot_general"),
+    "matmul": (lambda g, p: g @ p, "dot_general"),
+    "transpose": (lambda g, p: g.T, "transpose"),
+    "row sums": (lambda g, p: g / jnp.sum(g, axis=1, keepdims=True), "reduce_sum"),
+    "bits": (lambda g, p: g * jax.lax.reduce_or(jnp.int32(p), (0, 1)), "reduce_or"),
+    "loop": (lambda g, p: jax.lax.fori_loop(0, 3, lambda i, x: x * 2, g), "scan|while"),
+    "sort": (lambda g, p: jnp.sort(g), "sort"),
+    "callback": (lambda g, p: (jax.debug.callback(lambda x: None, g), g)[1], "debug_callback"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_rule_may_not_do(name):
+    update, operation = REFUSED[name]
+    with pytest.raises(ValueError, match=f"cannot be sharded: its ({operation}) takes 'm/w'"):
+        follow(each(update))
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 3)])
+def test_a_maximum_hands_nan_on_from_any_replica(shape):
+    params = {"m": {"w": jnp.ones(shape)}}
+    bad = {"m": {"w": jnp.ones(shape).at[-1, -1].set(jnp.nan)}}
+    for limit in (jnp.max, jnp.min):
+        new, _ = follow(each(lambda g, p, limit=limit: p * limit(g)), params, bad)
+        assert np.isnan(new["m"]["w"]).all()
+
+
+def test_booleans_have_a_maximum_too():
+    params = {"m": {"w": jnp.zeros((5, 3))}}
+    for limit, grads in ((jnp.max, 1.0), (jnp.min, -1.0)):
+        found = each(lambda g, p, limit=limit: jnp.where(limit(g < 0), g, 0 * g))
+        new, wanted = follow(found, params, {"m": {"w": jnp.full((5, 3), grads)}})
+        harness.assert_equal(new, wanted)
+
+
+class Between(base.OptimizerWrapper):
+    """A user's wrapper with a phase of its own between two of another."""
+
+    def __init__(self, opt, phase):
+        super().__init__()
+        self.opt = opt
+        setattr(type(self), phase, lambda self, grads: getattr(self.opt, phase)(grads))
+
+
+@pytest.mark.parametrize("phase", ["aggregate", "vote"])
+def test_a_phase_of_a_users_own_is_refused_unless_it_takes_parts(phase):
+    kind = type("Own", (Between,), {})
+    make = lambda: kind(CrossShard(optax.sgd(1.0)), phase)
+    with pytest.raises(ValueError, match=f"Own cannot be sharded: its {phase} may mix"):
+        run_one(make, WIDE, lambda i: WIDE)
+
+
+def test_a_loss_scale_that_looks_at_more_than_finiteness_is_refused():
+    class Norm(loss_scale.FixedLossScale):
+        only_finite = False
+
+    make = lambda: LossScaled(CrossShard(optax.sgd(1.0)), Norm(2))
+    with pytest.raises(
+        ValueError, match="Norm cannot be used with shard_update.*only_finite = True"
+    ):
+        run_one(make, WIDE, lambda i: WIDE)
+
+
+class Momentum(base.Optimizer):
+    """A user's rule with state."""
+
+    takes_parts = True
+    names_state = True
+
+    def update(self, grads, params):
+        like = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+
+        def one(path, g, p):
+            m = hk.get_state(like(path), p.shape, p.dtype, jnp.zeros)
+            hk.set_state(like(path), 0.9 * m + g)
+            return p - (0.9 * m + g)
+
+        return jax.tree_util.tree_map_with_path(one, grads, params)
+
+    def state_layouts(self, partition):
+        return {self.module_name: partition.layouts} if self.names_state else {}
+
+
+class Forgetful(Momentum):
+    """Does not say that its state is to be cut."""
+
+    names_state = False
+
+
+def test_a_users_rule_names_its_state():
+    ones = lambda i: {"m": {"w": jnp.ones(8)}}
+    new, state = run_one(lambda: CrossShard(Momentum(), "sum"), WIDE, ones)
+    np.testing.assert_array_equal(new["m"]["w"], np.full(8, -4.0))
+    np.testing.assert_array_equal(state["momentum"]["m/w"], np.full(8, 4.0))
+    with pytest.raises(ValueError, match="names it in state_layouts"):
+        run_one(lambda: CrossShard(Forgetful(), "sum"), WIDE, ones, replicas=8)
+
+
+def test_state_that_is_not_mapped_as_it_is_cut_is_refused():
+    step = harness.transform_step(lambda: CrossShard(optax.adam(0.1)))
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x)
+    with pytest.raises(
+        ValueError, match="The slot '0/mu/mlp/linear_.*Optimizer.state_layouts says"
+    ):
+        harness.replicated(step, replicas=4)(params, state, x)
+
+
+def test_a_rule_over_another_axis_around_a_sharded_one():
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    the_mesh = jax.make_mesh((2, 4), ("pod", "replica"), axis_types=axes)
+
+    def make():
+        inner = CrossShard(optax_optimizer.OptaxOptimizer(optax.adam(0.1), name="opt"), "sum")
+        return cross_shard.CrossShardOptimizer(inner, "sum", axis_name="pod")
+
+    step = hk.transform_with_state(lambda g: make().apply_gradients({"m": {"w": g}}, WIDE))
+    _, state = step.init(None, jnp.ones(8))
+    partition = shards.Partition(WIDE, 4, "replica")
+    cuts = hk.transform(lambda: make().state_layouts(partition)).apply({}, None)
+    specs = layouts_lib.map_state(lambda c, _: c.spec("replica") if c else EVERYWHERE, cuts, state)
+    run = jax.shard_map(
+        lambda state: step.apply({}, state, None, jnp.ones(8)),
+        mesh=the_mesh,
+        in_specs=(specs,),
+        out_specs=(EVERYWHERE, specs),
+        check_vma=False,
+    )
+    new, state = jax.jit(run)(state)
+    np.testing.assert_allclose(new["m"]["w"], np.full(8, -0.1), rtol=1e-5)
+    np.testing.assert_allclose(state["opt"]["0/mu/m/w"], np.full(8, 0.8), rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", ["False", 1, None])
+def test_shard_update_is_true_or_false(value):
+    with pytest.raises(ValueError, match="shard_update must be True or False; received"):
+        hk.testing.transform_and_run(
+            lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), shard_update=value)
+        )()
+
+
+def test_what_an_index_cannot_reach_is_not_flattened():
+    assert layouts_lib.layout("w", (2**16 + 1, 2**15 + 1), 8).dim is None
+    assert layouts_lib.layout("w", (2**16 + 1, 2**10 + 1), 8).flat

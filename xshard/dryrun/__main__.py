@@ -25,6 +25,7 @@ from ml_collections import config_flags
 from xshard import collectives, data, errors, hlo, loop, metrics, notice, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
+from xshard import state as state_lib
 from xshard.dryrun import chips, costs, estimate, summary
 
 # Its own, since the flags of `xshard.main` have the same names.
@@ -90,7 +91,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
     data.check_batch_size("batch_size", config.batch_size, parts, what)
     experiment = experiment_lib.load(config.experiment)(config)
     examples = experiment.train_data()
-    state = step.abstract_state(experiment, mesh, config.seed, examples)
+    state = state_lib.abstract_state(experiment, mesh, config.seed, examples)
     batch = _batch(examples, mesh, config.batch_size)
     result = {
         "topology": topology,

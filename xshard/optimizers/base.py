@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from xshard.optimizers import gradients, shards, trees
+from xshard.optimizers import layouts as layouts_lib
 
 
 class Optimizer(hk.Module):
@@ -42,8 +43,8 @@ class Optimizer(hk.Module):
     GATE_OP = gradients.GATE_OP
     GATE_GRAPH = gradients.GATE_GRAPH
 
-    # Whether `update` can do with parts of arrays (see `partition`). It counts for the class that says so
-    # and defines `update`: one that overrides it says so itself.
+    # Whether the phases can do with parts of arrays (see `partition`). It counts for the class that says
+    # so and defines them: one that overrides a phase says so itself.
     takes_parts = False
     # What `update` is given the parts of; None: whole arrays. Set before each update.
     given: shards.Partition | None = None
@@ -182,24 +183,31 @@ class Optimizer(hk.Module):
         del params
         return None
 
-    def state_layouts(self, partition: shards.Partition) -> dict[str, shards.Layouts]:
+    def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
         """How the state of this rule, and of those that it wraps, is cut: `{module: {name: layout}}`.
 
-        What is not named there is whole on each replica.
+        What is not named there is whole on each replica. A rule of your own with state of its parameters'
+        shapes names it, each as its parameter: `{self.module_name: {name: partition.layouts[path], ...}}`.
         """
         del partition
         return {}
 
-    def check_takes_parts(self, params: trees.Params) -> None:
-        """Raises ValueError if this rule's update cannot do with parts of arrays."""
+    def rehearse(self, params: trees.Params) -> None:
+        """Raises ValueError if an update of such parameters could not be done on parts of them."""
         del params
-        owner = next(cls for cls in type(self).__mro__ if "update" in vars(cls))
-        if not vars(owner).get("takes_parts", False):
-            raise ValueError(
-                f"{type(self).__name__} cannot be sharded: its update may mix the elements of an array, of "
-                "which each replica would hold a part. If it goes element by element, set takes_parts = True "
-                "in its class; else shard_update=False."
-            )
+        self.check_takes_parts()
+
+    def check_takes_parts(self) -> None:
+        """Raises ValueError if a phase of this rule does not take parts of arrays."""
+        for phase in ("aggregate", "vote", "update"):
+            owner = next(cls for cls in type(self).__mro__ if phase in vars(cls))
+            handed_on = owner is Optimizer and phase != "update"
+            if not (handed_on or vars(owner).get("takes_parts", False)):
+                raise ValueError(
+                    f"{type(self).__name__} cannot be sharded: its {phase} may mix the elements of an array, "
+                    "of which each replica would hold a part. If it goes element by element, set takes_parts "
+                    "= True in its class, and name its state in state_layouts; else shard_update=False."
+                )
 
     def _update_parts(
         self,
@@ -208,26 +216,34 @@ class Optimizer(hk.Module):
         params: trees.Params,
         partition: shards.Partition,
     ) -> trees.Params:
-        old_state: dict[str, Any] = {}
-        for rule in unwrap(self):
-            Optimizer.check_takes_parts(rule, params)
+        rules = unwrap(self)
+        for rule in rules:
+            rule.check_takes_parts()
             rule.given = partition
-            old_state.update(rule.state_dict())
         old = partition.parts(params)
-        with hk.custom_setter(_unless_skipped(applied, old_state)):
+        with hk.custom_setter(_unless_skipped(applied, hk.get_current_state())):
             new = self.update(grads, old)
+        for rule in rules:
+            rule.given = None
+        _check_parts(new, old)
         new = jax.tree.map(lambda new, old: _select(applied, new, old), new, old)
-        is_absent = lambda grad: grad is None
-        gather = lambda grad, old, whole: whole if grad is None else old
         gathered = partition.map(lambda layout, _, new: partition.gather(layout, new), grads, new)
-        return jax.tree.map(gather, grads, gathered, params, is_leaf=is_absent)
+        is_absent = lambda x: x is None
+        return jax.tree.map(
+            lambda grad, new, old: old if grad is None else new,
+            *(grads, gathered, params),
+            is_leaf=is_absent,
+        )
 
     def get_name(self) -> str:
         """The module's name."""
         return self.name
 
     def get_slot(self, var: str, name: str) -> Any:
-        """The slot of a parameter, such as `get_slot('mlp/linear_0/w', 'mu')`, or None."""
+        """The slot of a parameter, such as `get_slot('mlp/linear_0/w', 'mu')`, or None.
+
+        In a step whose update is sharded it is this replica's part.
+        """
         del var, name
         return None
 
@@ -273,7 +289,7 @@ class OptimizerWrapper(Optimizer):
         """The wrapped rule's."""
         return self.opt.partition(params)
 
-    def state_layouts(self, partition: shards.Partition) -> dict[str, shards.Layouts]:
+    def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
         """The wrapped rule's."""
         return self.opt.state_layouts(partition)
 
@@ -302,6 +318,24 @@ def _select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
     return new if applied is True else jnp.where(applied, new, old)
 
 
-def _unless_skipped(applied: Any, old: dict[str, Any]) -> Any:
+def _check_parts(new: trees.Params, old: trees.Params) -> None:
+    for (path, new_part), part in zip(
+        trees.leaves_by_path(new).items(), trees.leaves_by_path(old).values(), strict=True
+    ):
+        if new_part.shape != part.shape:
+            raise ValueError(
+                f"The update of '{path}' has the shape {new_part.shape}, and this replica's part of it "
+                f"{part.shape}. A rule whose state is of its parameters' shapes names it in state_layouts, "
+                "so that it is cut as they are."
+            )
+
+
+def _unless_skipped(applied: Any, state: Any) -> Any:
     """A setter of state that leaves what was there where the step is not applied."""
-    return lambda store, value, context: store(_select(applied, value, old[context.full_name]))
+    old = {
+        f"{module}/{name}": value
+        for module, bundle in state.items()
+        for name, value in bundle.items()
+    }
+    keep = lambda value, name: _select(applied, value, old[name]) if name in old else value
+    return lambda store, value, context: store(keep(value, context.full_name))

@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,13 @@ from jax import lax
 
 from xshard import mesh
 from xshard.optimizers import base, int8, shards, trees
+from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
+
+NOTHING_BETWEEN_SLICES = (
+    "slice_dtype='int8' with one slice: there is nothing to send between slices, and rounding would only "
+    "lose. Leave it 'float32', or use several slices."
+)
 
 
 class Reduction(enum.StrEnum):
@@ -74,7 +79,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         shard_update: bool = False,
         scatter_steps: Sequence[int] = (),
         gather_steps: Sequence[int] = (),
-        sharding_rules: shards.Rules = (),
+        sharding_rules: layouts_lib.Rules = (),
     ):
         """Wraps an optimizer.
 
@@ -106,11 +111,14 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.opt = optax_optimizer.as_optimizer(opt)
         self.axis_name: str = axis_name
         self.slice_axis_name = slice_axis_name
-        self.shard_update = bool(shard_update)
+        if not isinstance(shard_update, bool):
+            raise ValueError(f"shard_update must be True or False; received {shard_update!r}.")
+        self.shard_update = shard_update
         self.scatter_steps = scatter_steps
         self.gather_steps = gather_steps
         self.sharding_rules = sharding_rules
         self._errors: dict[str, jax.Array] = {}
+        self._made: shards.Partition | None = None
         if reduction not in tuple(Reduction):
             raise ValueError(f"reduction must be 'sum' or 'mean'; received {reduction!r}.")
         self.reduction = Reduction(reduction)
@@ -144,11 +152,14 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                     f"opt already reduces over the axis {inner.axis_name!r} ({inner.name}): the gradients "
                     "would be summed twice. Use one CrossShardOptimizer for each axis."
                 )
-            if inner.shard_update and (self.shard_update or self.slice_axis_name):
+            if inner._cuts() and self._cuts():
                 raise ValueError(
-                    f"opt already shards its update ({inner.name}); set shard_update on one "
-                    "CrossShardOptimizer, and slice_axis_name on the same."
+                    f"opt already cuts gradients into parts ({inner.name}); set shard_update and "
+                    "slice_axis_name on one CrossShardOptimizer."
                 )
+
+    def _cuts(self) -> bool:
+        return self.shard_update or self.slice_axis_name is not None
 
     @hk.transparent
     def compute_gradients(
@@ -170,42 +181,50 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
         slices = self._num_slices()
         if slices == 1 and self.slice_dtype == "int8" and not hk.running_init():
+            raise ValueError(NOTHING_BETWEEN_SLICES)
+        try:
+            return self._aggregate(grads, slices)
+        except NotImplementedError as e:
             raise ValueError(
-                f"slice_dtype='int8' with one slice along {self.slice_axis_name!r}: there is nothing to send "
-                "between slices, and rounding would only lose. Leave it 'float32', or use several slices."
-            )
+                f"group_assignment={self.group_assignment} needs jax.shard_map(..., check_vma=False): JAX has "
+                "no sums over groups where it checks which values vary, nor under vmap."
+            ) from e
+
+    def _aggregate(self, grads: trees.Gradients, slices: int) -> trees.Gradients:
         if slices == 1 and not self._shards():
             return self._sum(grads) if self._group_size() > 1 else grads
         partition = self._partition(grads)
-        scatter = lambda layout, x: partition.scatter(layout, x, self._sent(self.reduce_dtype))
+        scatter = lambda layout, x: partition.scatter(layout, x, self.reduce_dtype)
         parts = partition.map(scatter, grads)
         if self.slice_axis_name is not None and slices > 1:
             parts = self._sum_over_slices(parts, self.slice_axis_name)
         if self._shards():
             return parts
-        gather = lambda layout, x: partition.gather(layout, x, self._sent(self.reduce_dtype))
+        gather = lambda layout, x: partition.gather(layout, x, self.reduce_dtype)
         return partition.map(gather, parts)
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
         """As `Optimizer.partition`: with `shard_update`, and more replicas than one."""
         return self._partition(params) if self._shards() else self.opt.partition(params)
 
-    def state_layouts(self, partition: shards.Partition) -> dict[str, shards.Layouts]:
+    def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
         """As `Optimizer.state_layouts`: what rounding has lost differs from slice to slice."""
         layouts = {
             f"error/{path}": dataclasses.replace(layout, copies=partition.copies)
             for path, layout in partition.layouts.items()
         }
         own = {self.module_name: layouts} if self.slice_dtype == "int8" else {}
-        # Without shard_update the slots are whole, and only this module's own state is cut.
-        return {**(self.opt.state_layouts(partition) if self.shard_update else {}), **own}
+        # Where no rule shards its update slots are whole, and only this module's own state is cut.
+        chain = [rule for rule in base.unwrap(self) if isinstance(rule, CrossShardOptimizer)]
+        sharded = any(rule.shard_update for rule in chain)
+        return {**(self.opt.state_layouts(partition) if sharded else {}), **own}
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
         """As `Optimizer.update`."""
         if hk.running_init():
             if self.shard_update:
                 for rule in base.unwrap(self.opt):
-                    rule.check_takes_parts(params)
+                    rule.rehearse(params)
             if self.slice_dtype == "int8":
                 self._errors = {
                     path: hk.get_state(f"error/{path}", [1, *leaf.shape], jnp.float32, jnp.zeros)
@@ -216,25 +235,15 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return self.opt.update(grads, params)
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
-        groups, dtype = self.group_assignment, self._sent(self.reduce_dtype)
+        groups, dtype = self.group_assignment, self.reduce_dtype
         psum = functools.partial(lax.psum, axis_name=self.axis_name, axis_index_groups=groups)
-        try:
-            if dtype is None:
-                return psum(grads)
-            return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
-        except NotImplementedError as e:
-            raise ValueError(
-                f"group_assignment={groups} needs jax.shard_map(..., check_vma=False): JAX has no grouped "
-                "psum where it checks which values vary, nor under vmap."
-            ) from e
-
-    def _sent(self, dtype: str) -> str | None:
-        """The type to send; None for float32, which may also be wider."""
-        return None if dtype == "float32" else dtype
+        if dtype == "float32":
+            return psum(grads)
+        return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
 
     def _sum_over_slices(self, parts: trees.Gradients, axis: str) -> trees.Gradients:
         if self.slice_dtype != "int8":
-            psum, dtype = functools.partial(lax.psum, axis_name=axis), self._sent(self.slice_dtype)
+            psum, dtype = functools.partial(lax.psum, axis_name=axis), self.slice_dtype
             return jax.tree.map(lambda x: shards.summed(psum, x, dtype), parts)
         present = {path: x for path, x in trees.leaves_by_path(parts).items() if x is not None}
         errors = [hk.get_state(f"error/{path}")[0] for path in present]
@@ -255,21 +264,19 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return self.shard_update and self._group_size() > 1
 
     def _partition(self, tree: Any) -> shards.Partition:
+        if self._made is None:
+            self._made = self._make_partition(tree)
+        return self._made
+
+    def _make_partition(self, tree: Any) -> shards.Partition:
         if jax.typeof(lax.axis_index(self.axis_name)).manual_axis_type.varying:
             raise ValueError(
                 "shard_update and slice_axis_name need jax.shard_map(..., check_vma=False): what is gathered "
                 "is equal on all replicas, but JAX's check does not know it."
             )
-        size = self._group_size()
-        for steps in (self.scatter_steps, self.gather_steps):
-            if steps and (self.group_assignment or math.prod(steps) != size):
-                raise ValueError(
-                    f"scatter_steps and gather_steps must be sizes whose product is the {size} replicas, and "
-                    f"none where there is a group_assignment; received {tuple(steps)}."
-                )
         return shards.Partition(
             tree,
-            size,
+            self._group_size(),
             self.axis_name,
             self.group_assignment,
             self.sharding_rules,

@@ -6,23 +6,24 @@ LAMB or in a global clip, becomes one over all replicas; and what mixes elements
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
+from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import shards
 
 # Primitives that make each element of their result from the elements at its place.
 _ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy",
-    "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
+    "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
     "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "pow",
+    "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow",
     "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
     "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
     "stop_gradient", "sub", "tan", "tanh", "xor",
@@ -31,13 +32,10 @@ _REDUCTIONS = {f"reduce_{kind}": kind for kind in ("sum", "max", "min", "and", "
 # Primitives that stand for a function of their own, by the parameter that holds it.
 _CALLS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "remat": "jaxpr",
-    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
 }
 
 
@@ -46,7 +44,7 @@ class Part:
     """This replica's part of an array. Elements that the layout has for filling may be anything."""
 
     array: Any
-    layout: shards.Layout
+    layout: layouts_lib.Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +58,12 @@ class _Filled:
         return jnp.broadcast_to(self.value, self.shape)
 
 
-def part(layout: shards.Layout, x: Any) -> Any:
+def part(layout: layouts_lib.Layout, x: Any) -> Any:
     """A `Part`, or the array itself if its layout does not cut it."""
     return x if layout.dim is None else Part(x, layout)
 
 
-def own(layout: shards.Layout, x: Any, index: Any) -> jax.Array:
+def own(layout: layouts_lib.Layout, x: Any, index: Any) -> jax.Array:
     """The array of a `Part`, or the part of a whole array."""
     return x.array if isinstance(x, Part) else layout.part(x, index)
 
@@ -128,12 +126,15 @@ class _Evaluator:
             return values
         if not parts:
             return _on_whole(eqn, values)
+        if name == "optimization_barrier":
+            arrays = _bind(eqn, [_raw(value) for value in values])
+            return [_like(value, x) for value, x in zip(values, arrays, strict=True)]
         if name == "cond":
             return self._cond(eqn, values)
         if name in _ELEMENTWISE:
             return self._elementwise(eqn, values, parts)
         first = parts[0]
-        if name in _REDUCTIONS and len(eqn.params["axes"]) == eqn.invars[0].aval.ndim:
+        if _reduces_all(eqn):
             return [self._reduce(_REDUCTIONS[name], first)]
         if _contracts_all(eqn) and len(parts) == 2 and first.layout == parts[1].layout:
             product = jnp.multiply(
@@ -153,7 +154,7 @@ class _Evaluator:
         arrays = [self._own(value, layout) for value in values]
         return [Part(x, layout) for x in _bind(eqn, arrays)]
 
-    def _own(self, value: Any, layout: shards.Layout) -> Any:
+    def _own(self, value: Any, layout: layouts_lib.Layout) -> Any:
         """What of a value belongs to this replica's part."""
         if isinstance(value, Part):
             return value.array
@@ -180,17 +181,30 @@ class _Evaluator:
         layout = next((case.layout for case in cases if isinstance(case, Part)), None)
         if layout is None:
             arrays = [case.array() if isinstance(case, _Filled) else case for case in cases]
-            return _select_n(index, arrays)
+            return lax.select_n(index, *arrays)
         arrays = [jnp.broadcast_to(self._own(case, layout), layout.part_shape) for case in cases]
-        return Part(_select_n(index, arrays), layout)
+        return Part(lax.select_n(index, *arrays), layout)
 
     def _refusal(self, operation: str, part: Part) -> ValueError:
         return ValueError(
-            f"{self._what} cannot be sharded: its {operation} mixes the elements of "
-            f"'{part.layout.path}' {part.layout.shape}, of which each replica would hold a part. "
-            "shard_update is for rules that go element by element, but for sums over whole arrays: adamw, "
-            "lamb, clip_by_global_norm and the like. Take one of these, or shard_update=False."
+            f"{self._what} cannot be sharded: its {operation} takes '{part.layout.path}' "
+            f"{part.layout.shape} as a whole, of which each replica would hold a part. shard_update is for "
+            "rules that go element by element, but for sums over whole arrays: adamw, lamb, "
+            "clip_by_global_norm and the like. Take one of these, or shard_update=False."
         )
+
+
+def _raw(value: Any) -> Any:
+    return value.array if isinstance(value, Part) else getattr(value, "value", value)
+
+
+def _like(value: Any, x: Any) -> Any:
+    """`x` as what `value` is."""
+    return (
+        dataclasses.replace(value, array=x)
+        if isinstance(value, Part)
+        else (dataclasses.replace(value, value=x) if isinstance(value, _Filled) else x)
+    )
 
 
 def _as_filled(value: Any) -> Any:
@@ -222,22 +236,28 @@ def _bind(eqn: Any, arrays: list[Any]) -> Sequence[Any]:
     return results if eqn.primitive.multiple_results else [results]
 
 
-def _select_n(index: Any, cases: Sequence[Any]) -> jax.Array:
-    if len(cases) == 2:
-        return jnp.where(jnp.asarray(index, jnp.bool_), cases[1], cases[0])
-    return functools.reduce(
-        lambda rest, i: jnp.where(index == i, cases[i], rest), range(1, len(cases)), cases[0]
-    )
+def _reduces_all(eqn: Any) -> bool:
+    """Whether it is a reduction of a whole array; of integers 'and' and 'or' are of their bits."""
+    name, aval = eqn.primitive.name, eqn.invars[0].aval
+    bitwise = name in ("reduce_and", "reduce_or") and aval.dtype != jnp.bool_
+    return name in _REDUCTIONS and len(eqn.params["axes"]) == aval.ndim and not bitwise
 
 
 def _contracts_all(eqn: Any) -> bool:
-    """Whether it is the scalar product of two arrays."""
-    return eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.shape == ()
+    """Whether it is the scalar product of two arrays of one shape."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (left, right), batch = eqn.params["dimension_numbers"]
+    shapes = {atom.aval.shape for atom in eqn.invars}
+    return len(shapes) == 1 and left == right and len(left) == len(*shapes) and not any(batch)
 
 
 def _keeps_the_order(eqn: Any) -> bool:
     """Whether it only gives an array another shape: the part stays what it is."""
-    name, old, new = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
+    name = eqn.primitive.name
+    if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
+        return False
+    old, new = eqn.invars[0].aval, eqn.outvars[0].aval
     if name == "broadcast_in_dim":
         return old.size == new.size
     return name == "squeeze" or (name == "reshape" and eqn.params["dimensions"] is None)

@@ -4,6 +4,7 @@ Sources: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014 (er
 Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016, https://arxiv.org/abs/1511.04561.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -40,7 +41,7 @@ def all_reduce(
     joined = [jnp.concatenate(blocks) for blocks in zip(*pairs, strict=True)]
     codes, scales = lax.all_gather(joined, axis_name)
     total = jnp.sum(codes.astype(jnp.float32) * scales, axis=0)
-    ends = [sum(len(codes) for codes, _ in pairs[:i]) for i in range(1, len(pairs))]
+    ends = list(itertools.accumulate(len(codes) for codes, _ in pairs))[:-1]
     sums = [
         jnp.ravel(blocks)[: x.size].reshape(x.shape).astype(x.dtype)
         for blocks, x in zip(jnp.split(total, ends), arrays, strict=True)

@@ -23,7 +23,14 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class LossScale(hk.Module):
-    """A loss scale with its state. Source: `tf.mixed_precision.experimental.LossScale`."""
+    """A loss scale with its state. Source: `tf.mixed_precision.experimental.LossScale`.
+
+    Attributes:
+      only_finite: whether `update` looks at nothing but whether gradients are finite. Where an update is
+        sharded it is given, for each, a scalar which is that.
+    """
+
+    only_finite = False
 
     def __call__(self) -> jax.Array:
         """The current scale, a float32 scalar."""
@@ -48,6 +55,8 @@ class FixedLossScale(LossScale):
     >>> print(scale.apply({}, None))
     128.0
     """
+
+    only_finite = True
 
     def __init__(self, loss_scale_value: float, name: str | None = None):
         """Makes a fixed scale.
@@ -82,6 +91,8 @@ class DynamicLossScale(LossScale):
 
     Source: `tf.mixed_precision.experimental.DynamicLossScale`.
     """
+
+    only_finite = True
 
     def __init__(
         self,
@@ -164,6 +175,8 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
     0.0 16384.0
     """
 
+    takes_parts = True
+
     def __init__(self, opt: Any, loss_scale: Any, name: str | None = None):
         """Wraps an optimizer.
 
@@ -197,6 +210,16 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
             loss, params, grad_loss=scaled if several else scaled[0], **kwargs
         )
         return value, jax.tree.map(lambda g: _divide(trees.widen(g), scale), grads)
+
+    def check_takes_parts(self) -> None:
+        """As `Optimizer.check_takes_parts`."""
+        super().check_takes_parts()
+        if not self.loss_scale.only_finite:
+            raise ValueError(
+                f"{type(self.loss_scale).__name__} cannot be used with shard_update=True: its update may look "
+                "at more of the gradients than whether they are finite, and each replica has a part of them. "
+                "If it does not, set only_finite = True in its class."
+            )
 
     def vote(self, grads: trees.Gradients) -> Any:
         """As `Optimizer.vote`: adapts the scale, and refuses gradients that are not finite."""

@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 from xshard.optimizers import base, elementwise, shards, trees
+from xshard.optimizers import layouts as layouts_lib
 
 
 class OptaxOptimizer(base.Optimizer):
@@ -82,6 +83,7 @@ class OptaxOptimizer(base.Optimizer):
         if partition is None:
             return self.transformation.update(grads, state, params)
         slots = self._slot_layouts(partition)
+        _check_slots(state, slots)
         in_slot = lambda f, tree: jax.tree_util.tree_map_with_path(
             lambda path, x: f(slots[name], x) if (name := trees.path_name(path)) in slots else x,
             tree,
@@ -94,14 +96,22 @@ class OptaxOptimizer(base.Optimizer):
             f"The update of {self.name} ({type(self.transformation).__name__})",
         )
         own = lambda layout, x: elementwise.own(layout, x, partition.index)
-        return partition.map(own, updates), in_slot(own, state)
+        state = in_slot(own, state)
+        for path, leaf in trees.leaves_by_path(state).items():
+            if isinstance(leaf, elementwise.Part):
+                raise ValueError(
+                    f"{self.name} cannot be sharded: its state '{path}' is of the shape of "
+                    f"'{leaf.layout.path}', but is no tree with an entry for each parameter, by which it "
+                    "would be known as a slot."
+                )
+        return partition.map(own, updates), state
 
-    def _slot_layouts(self, partition: shards.Partition) -> dict[str, shards.Layout]:
+    def _slot_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layout]:
         """How the slots are cut: each as its parameter, if it has its shape."""
         params = partition.shapes
         with jax.numpy_dtype_promotion("standard"):
             state = jax.eval_shape(self.transformation.init, params)
-        found: dict[str, shards.Layout] = {}
+        found: dict[str, layouts_lib.Layout] = {}
         for path, slot in _slots(state, params):
             for name, leaf in trees.leaves_by_path(slot).items():
                 layout = partition.layouts.get(name)
@@ -109,12 +119,12 @@ class OptaxOptimizer(base.Optimizer):
                     found[f"{path}/{name}" if path else name] = layout
         return found
 
-    def state_layouts(self, partition: shards.Partition) -> dict[str, shards.Layouts]:
+    def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
         """As `Optimizer.state_layouts`: a slot of a parameter's shape is cut as its parameter is."""
         return {self.module_name: self._slot_layouts(partition)}
 
-    def check_takes_parts(self, params: trees.Params) -> None:
-        """As `Optimizer.check_takes_parts`: traces the update as it would go on one of two parts."""
+    def rehearse(self, params: trees.Params) -> None:
+        """As `Optimizer.rehearse`: traces the update as it would go on one of two parts."""
         rehearsal = shards.Rehearsal(params)
         with jax.numpy_dtype_promotion("standard"):
             state = jax.eval_shape(self.transformation.init, rehearsal.shapes)
@@ -200,7 +210,17 @@ def _slots(state: Any, params: trees.Params) -> list[tuple[str, Any]]:
     return [(trees.path_name(path), node) for path, node in nodes if mirrors(node)]
 
 
-def _part_shape(layout: shards.Layout | None, x: Any) -> Any:
+def _check_slots(state: Any, layouts: layouts_lib.Layouts) -> None:
+    for path, leaf in trees.leaves_by_path(state).items():
+        if path in layouts and leaf.shape != layouts[path].part_shape:
+            raise ValueError(
+                f"The slot '{path}' has the shape {leaf.shape}, and this replica's part of it would be "
+                f"{layouts[path].part_shape}. The state of a sharded update is stored, and mapped over the "
+                "replicas, as Optimizer.state_layouts says: docs/scale.md has an example."
+            )
+
+
+def _part_shape(layout: layouts_lib.Layout | None, x: Any) -> Any:
     if layout is None:
         return x
     return jax.ShapeDtypeStruct(layout.part_shape, x.dtype)

@@ -1,0 +1,151 @@
+"""How an array is cut into one part for each replica, and how all parts together are stored."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Pairs of an expression that is searched in paths and a spec, as `xshard.mesh.tree_shardings` takes them.
+Rules = Sequence[tuple[str, Any]]
+Layouts = Mapping[str, "Layout"]
+# What an index in 32 bits can reach.
+_LARGEST_FLAT = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How one array is cut into `count` equal parts.
+
+    An array is cut along a dimension that `count` divides. One that has none is flattened and filled up
+    with zeros to a multiple of `count`; its dimensions but the last are then 1, so that rules which go by
+    the number of dimensions see no other. A scalar, an array of less than `count` elements, and one of 2**31
+    or more that would have to be flattened, is not cut: each replica has it whole.
+
+    Attributes:
+      path: the array's name, for messages.
+      shape: of the whole array.
+      count: the number of parts.
+      dim: the dimension of `stored_shape` that is cut, or None.
+      flat: whether the array is stored flattened.
+      along: the mesh axes that the dimensions of `shape` lie along besides.
+      copies: the size of a leading dimension, for arrays that differ by slice; 0: there is none.
+    """
+
+    path: str = dataclasses.field(compare=False)
+    shape: tuple[int, ...]
+    count: int
+    dim: int | None
+    flat: bool = False
+    along: tuple[Any, ...] = ()
+    copies: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the whole array."""
+        return math.prod(self.shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of all parts together, without the leading dimension of copies."""
+        if not self.flat:
+            return self.shape
+        return (*(1 for _ in self.shape[1:]), -(-self.size // self.count) * self.count)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of one part."""
+        shape = list(self.stored_shape)
+        if self.dim is not None:
+            shape[self.dim] //= self.count
+        return tuple(shape)
+
+    def spec(
+        self, axis_name: str, slice_axis_name: str | None = None, *, manual: bool = False
+    ) -> jax.P:
+        """The mesh axes that the stored array lies along, that of copies first.
+
+        Args:
+          axis_name: the axis of the replicas.
+          slice_axis_name: the axis of the slices.
+          manual: without the axes that it lies along besides, as `jax.shard_map` wants it.
+        """
+        along = () if manual else self.along
+        dims = [*along, *(None for _ in self.shape[len(along) :])]
+        if self.dim is not None:
+            dims[self.dim] = axis_name
+        return jax.P(*([slice_axis_name] if self.copies else []), *dims)
+
+    def store(self, x: Any) -> jax.Array:
+        """All parts together, of `stored_shape`, of a whole array."""
+        if not self.flat:
+            return jnp.asarray(x)
+        rows = jnp.ravel(x)
+        return jnp.pad(rows, (0, self.stored_shape[-1] - self.size)).reshape(self.stored_shape)
+
+    def whole(self, stored: Any) -> jax.Array:
+        """The inverse of `store`."""
+        return jnp.ravel(stored)[: self.size].reshape(self.shape) if self.flat else stored
+
+    def part(self, x: Any, index: Any) -> jax.Array:
+        """The part number `index` of a whole array."""
+        if self.dim is None:
+            return jnp.asarray(x)
+        size = self.part_shape[self.dim]
+        return lax.dynamic_slice_in_dim(self.store(x), index * size, size, self.dim)
+
+    def mask(self, part: jax.Array, index: Any, filling: Any) -> jax.Array:
+        """A part with `filling` where it holds no element of the whole array."""
+        if not self.flat or self.size == self.stored_shape[-1]:
+            return part
+        number = lax.broadcasted_iota(jnp.int32, part.shape, part.ndim - 1)
+        number = number + jnp.int32(index * self.part_shape[-1])
+        return jnp.where(number < self.size, part, jnp.full_like(part, filling))
+
+
+def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = ()) -> Layout:
+    """How to cut an array.
+
+    Args:
+      path: its name.
+      shape: its shape.
+      count: the number of parts.
+      spec: the mesh axis that each dimension lies along already; such a dimension is not cut, nor is an
+        array flattened that has one.
+    """
+    along = tuple(spec)
+    free = [dim >= len(along) or along[dim] is None for dim in range(len(shape))]
+    if not shape or math.prod(shape) < count:
+        return Layout(path, shape, count, None, along=along)
+    good = [dim for dim, size in enumerate(shape) if free[dim] and size % count == 0]
+    if good:
+        dim = next((dim for dim in good if _fills_tiles(shape, dim, count)), good[0])
+        return Layout(path, shape, count, dim, along=along)
+    if not all(free) or math.prod(shape) + count > _LARGEST_FLAT:
+        return Layout(path, shape, count, None, along=along)
+    return Layout(path, shape, count, len(shape) - 1, flat=True)
+
+
+def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
+    """Whether a part ends where a tile of a TPU's memory ends, of 8 rows of 128; else it is copied."""
+    tile = {len(shape) - 1: 128, len(shape) - 2: 8}.get(dim, 1)
+    return shape[dim] // count % tile == 0
+
+
+def map_state(
+    f: Callable[[Layout | None, Any], Any], layouts: Mapping[str, Layouts], state: Any
+) -> Any:
+    """Applies `f(layout, array)` to a Haiku state; the layout is None where none is given.
+
+    Args:
+      f: the function.
+      layouts: what `Optimizer.state_layouts` returns.
+      state: the state of the rules.
+    """
+    return {
+        module: {name: f(layouts.get(module, {}).get(name), x) for name, x in arrays.items()}
+        for module, arrays in state.items()
+    }

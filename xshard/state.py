@@ -1,0 +1,242 @@
+"""The state of a run: all that it needs to go on, how it is made, and how it lies on the mesh.
+
+With several groups all state but `step` and `rng` has a leading dimension of groups, since groups go
+separate ways.
+
+Where the optimizer shards its update, a slot lies along `replica` in the dimension that is cut. A slot
+that has none is stored flattened and filled up, which depends on the number of replicas; `Storage` gives
+it the shape that a checkpoint has, and takes it back.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+from xshard import model as model_lib
+from xshard.optimizers import layouts as layouts_lib
+
+Batch = model_lib.Batch
+_Cuts = Mapping[str, layouts_lib.Layouts]
+# Stands for what is not cut.
+_WHOLE = layouts_lib.layout("", (), 1)
+
+# The position in the root key's stream that belongs to initialisation; no step has this number.
+_INIT = 2**32 - 1
+
+
+class TrainState(NamedTuple):
+    """All that a run needs to go on; what is not here is not resumed.
+
+    Attributes:
+      step: the number of steps made, an int32 scalar. It is also the position in the data.
+      global_step: the number of updates applied, int32: a skipped step does not advance it.
+      params: the network's parameters.
+      net_state: the network's Haiku state.
+      opt_state: the state of the update rules: slots, counts, loss scale.
+      rng: the root key. The keys of a step are folded from it and the step's number.
+    """
+
+    step: Any
+    global_step: Any
+    params: Any
+    net_state: Any
+    opt_state: Any
+    rng: Any
+
+
+def init(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, seed: int, example: Batch
+) -> TrainState:
+    """A run's first state, made where it belongs: no device holds more than its part.
+
+    Args:
+      experiment: the experiment.
+      mesh: a mesh of `xshard.mesh.make_mesh`.
+      seed: the seed of all randomness. Group g of several is initialised as a run of one group is with
+        the key that is folded from the seed and g.
+      example: a few examples, of which only names, types and the shapes of one count.
+    """
+    model = model_lib.Model(experiment, mesh)
+    build = lambda: _build(model, mesh, seed, example, whole=False)
+    shardings = _shardings(model, mesh, jax.eval_shape(build))
+    return jax.jit(build, out_shardings=shardings)()
+
+
+def abstract_state(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    seed: int,
+    example: Batch,
+    *,
+    whole: bool = False,
+) -> TrainState:
+    """Shapes, types and shardings of what `init` returns; or as checkpoints have it: `Storage.to_whole`."""
+    model = model_lib.Model(experiment, mesh)
+    shapes = jax.eval_shape(lambda: _build(model, mesh, seed, example, whole=whole))
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        _shardings(model, mesh, shapes, whole=whole),
+    )
+
+
+class Storage:
+    """Takes a run's state to the shapes of a checkpoint, which no number of replicas shows in, and back."""
+
+    def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
+        self._model = model_lib.Model(experiment, mesh)
+        self._mesh = mesh
+        self._jitted: dict[bool, Any] = {}
+
+    def to_whole(self, state: TrainState) -> TrainState:
+        """The state as a checkpoint has it. Every process calls it alike."""
+        return self._convert(state, whole=True)
+
+    def from_whole(self, state: TrainState) -> TrainState:
+        """The state as a step takes it; one that is so already stays. Every process calls it alike."""
+        return self._convert(state, whole=False)
+
+    def _convert(self, state: TrainState, whole: bool) -> TrainState:
+        cuts = _layouts(self._model, self._mesh, state)
+        is_due = lambda layout, x: (
+            layout.flat and (x.shape[-len(layout.shape) :] == layout.shape) != whole
+        )
+        due = {
+            module: {
+                name: x for name, x in arrays.items() if is_due(cuts[module].get(name, _WHOLE), x)
+            }
+            for module, arrays in state.opt_state.items()
+            if module in cuts
+        }
+        if not any(due.values()):
+            return state
+        if whole not in self._jitted:
+            reshape = functools.partial(_reshape, cuts, self._mesh, whole=whole)
+            specs = _opt_specs(
+                self._model, self._mesh, cuts, jax.eval_shape(reshape, due), whole=whole
+            )
+            places = jax.tree.map(lambda spec: mesh_lib.sharding(self._mesh, *spec), specs)
+            self._jitted[whole] = jax.jit(reshape, out_shardings=places)
+        done = self._jitted[whole](due)
+        opt_state = {
+            module: {**arrays, **done.get(module, {})} for module, arrays in state.opt_state.items()
+        }
+        return state._replace(opt_state=opt_state)
+
+
+def _build(
+    model: model_lib.Model, mesh: jax.sharding.Mesh, seed: int, example: Batch, *, whole: bool
+) -> TrainState:
+    """The first state."""
+    example = {name: jnp.asarray(array[:1]) for name, array in example.items()}
+    root = jax.random.key(seed)
+    init_key = jax.random.fold_in(root, _INIT)
+    groups = mesh_lib.num_groups(mesh)
+    keys = jax.vmap(lambda group: jax.random.fold_in(init_key, group))(jnp.arange(groups))
+    if groups > 1:
+        trees = jax.vmap(lambda key: model.init(key, example))(keys)
+        global_step = jnp.zeros((groups,), jnp.int32)
+    else:
+        trees, global_step = model.init(keys[0], example), jnp.int32(0)
+    state = TrainState(jnp.int32(0), global_step, *trees, root)
+    cuts = _layouts(model, mesh, state)
+    # What differs from slice to slice is made for one.
+    repeat = lambda layout, x: jnp.repeat(x, layout.copies, axis=0) if layout.copies else x
+    opt_state = _map_cut(repeat, cuts, mesh, state.opt_state)
+    if not whole:
+        opt_state = _reshape(cuts, mesh, opt_state, whole=False)
+    return state._replace(opt_state=opt_state)
+
+
+def _reshape(cuts: _Cuts, mesh: jax.sharding.Mesh, opt_state: Any, *, whole: bool) -> Any:
+    """The rules' state with its arrays whole, or as they are stored."""
+
+    def one(layout: layouts_lib.Layout, x: Any) -> Any:
+        change = layout.whole if whole else layout.store
+        return jax.vmap(change)(x) if layout.copies else change(x)
+
+    return _map_cut(one, cuts, mesh, opt_state)
+
+
+def _map_cut(f: Callable[..., Any], cuts: _Cuts, mesh: jax.sharding.Mesh, opt_state: Any) -> Any:
+    """Applies `f(layout, array)` to what of the rules' state is cut, in each group."""
+    grouped = mesh_lib.num_groups(mesh) > 1
+
+    def one(layout: layouts_lib.Layout | None, x: Any) -> Any:
+        if layout is None:
+            return x
+        in_group = functools.partial(f, layout)
+        return jax.vmap(in_group)(x) if grouped else in_group(x)
+
+    return layouts_lib.map_state(one, cuts, opt_state)
+
+
+def _layouts(model: model_lib.Model, mesh: jax.sharding.Mesh, state: TrainState) -> _Cuts:
+    skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
+    return model.layouts(jax.tree.map(shape, state.params))
+
+
+def specs(
+    model: model_lib.Model,
+    mesh: jax.sharding.Mesh,
+    state: TrainState,
+    *,
+    manual: bool = False,
+    whole: bool = False,
+) -> TrainState:
+    """The axes that each leaf lies along; with `manual` without those that XLA sees to."""
+    rules = () if manual else model.experiment.sharding_rules()
+    place = functools.partial(_tree_specs, mesh, rules)
+    cuts = _layouts(model, mesh, state)
+    return TrainState(
+        jax.P(),
+        jax.P(mesh_lib.GROUP) if mesh_lib.num_groups(mesh) > 1 else jax.P(),
+        place(state.params),
+        place(state.net_state, slots=True),
+        _opt_specs(model, mesh, cuts, state.opt_state, manual=manual, whole=whole),
+        jax.P(),
+    )
+
+
+def _opt_specs(
+    model: model_lib.Model,
+    mesh: jax.sharding.Mesh,
+    cuts: _Cuts,
+    opt_state: Any,
+    *,
+    manual: bool = False,
+    whole: bool = False,
+) -> Any:
+    group = (mesh_lib.GROUP,) if mesh_lib.num_groups(mesh) > 1 else ()
+    rules = () if manual else model.experiment.sharding_rules()
+
+    def cut(layout: layouts_lib.Layout | None, spec: jax.P) -> jax.P:
+        if layout is None:
+            return spec
+        if layout.flat and whole:
+            # Its shape does not divide: whole on each replica while it is written or read.
+            layout = dataclasses.replace(layout, dim=None)
+        return jax.P(*group, *layout.spec(mesh_lib.REPLICA, mesh_lib.SLICE, manual=manual))
+
+    return layouts_lib.map_state(cut, cuts, _tree_specs(mesh, rules, opt_state, slots=True))
+
+
+def _tree_specs(
+    mesh: jax.sharding.Mesh, rules: mesh_lib.Rules, tree: Any, slots: bool = False
+) -> Any:
+    places = mesh_lib.tree_shardings(mesh, tree, rules, slots=slots)
+    return jax.tree.map(lambda place: place.spec, places)
+
+
+def _shardings(
+    model: model_lib.Model, mesh: jax.sharding.Mesh, state: TrainState, *, whole: bool = False
+) -> TrainState:
+    found = specs(model, mesh, state, whole=whole)
+    return jax.tree.map(lambda spec: mesh_lib.sharding(mesh, *spec), found)
