@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from configs import digits
 from tests import toy
 from xshard import collectives, data, metrics, step
 from xshard import experiment as experiment_lib
@@ -44,6 +45,20 @@ def test_the_step_reduces_once_and_within_a_group(groups, micro_batches):
     assert collectives.axes(mesh, found) == ("replica",)
     params, net_state, metrics = 4, 1, 2
     assert found.bytes == 4 * (params + net_state + metrics)
+
+
+@pytest.mark.parametrize("groups, micro_batches", [((), 1), ((), 4), (HALVES, 2)])
+def test_the_budget_of_the_digits_step(groups, micro_batches):
+    config = digits.get_config()
+    config.micro_batches = micro_batches
+    config.group_assignment = groups
+    mesh = mesh_lib.make_mesh(groups or None)
+    # The experiment is a user's, who need not be as strict as these tests are.
+    with jax.numpy_dtype_promotion("standard"):
+        (found,) = collectives.of(compile_step(config, mesh))
+    assert (found.kind, collectives.axes(mesh, found)) == ("all-reduce", ("replica",))
+    params, metrics_of_a_replica = 85_450, 2
+    assert found.bytes == 4 * (params + metrics_of_a_replica) and found.times == 1
 
 
 @pytest.mark.parametrize("axes", [("group",), ("replica",), ("model",), ("group", "replica")])

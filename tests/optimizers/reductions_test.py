@@ -186,6 +186,22 @@ def test_a_skipped_step_keeps_what_int8_has_lost():
     harness.assert_equal(after["CrossShardOptimizer"], state["CrossShardOptimizer"])
 
 
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_a_global_clip_sees_the_sum_over_slices_too(shard_update):
+    clipped = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(1.0))
+    run, state = runner(
+        lambda: cross_shard.CrossShardOptimizer(
+            clipped, "sum", **options(shard_update=shard_update)
+        )
+    )
+    new, _ = run(state, GRADS)
+    total = {"w": jnp.sum(GRADS, axis=0), "b": jnp.full(3, 8.0)}
+    wanted, _ = optax.clip_by_global_norm(2.0).update(total, optax.EmptyState())
+    for name, leaf in wanted.items():
+        # Eight numbers in another order.
+        np.testing.assert_allclose(-new["m"][name][0], leaf, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 def test_int8_does_not_hide_what_is_not_finite(bad):
     run = jax.shard_map(
