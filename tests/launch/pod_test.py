@@ -59,6 +59,22 @@ def test_sigterm_to_one_process_stops_all_at_one_step_and_the_next_start_goes_on
     harness.assert_same_end(tmp_path / "run", undisturbed, 150)
 
 
+SHARDED = ["--config.experiment=tests.toy.Wide", "--config.hidden=20", "--config.slices=2",
+           "--config.reduction.shard_update=True", "--config.reduction.slice_dtype=int8"]  # fmt: skip
+
+
+def test_a_pod_with_a_sharded_update_and_int8_between_slices_goes_on_to_the_same_bits(tmp_path):
+    undisturbed = tmp_path / "undisturbed"
+    code, output = harness.finish(start(undisturbed, *SHARDED))
+    assert code == 0, output
+    process = start(tmp_path / "run", *SHARDED)
+    harness.read_until(process, "step  30/150")
+    os.kill(pid_of(tmp_path / "run", 2), signal.SIGTERM)
+    code, output = harness.finish(process)
+    assert code == 0 and "resumed from the checkpoint of step" in output
+    harness.assert_same_end(tmp_path / "run", undisturbed, 150)
+
+
 def test_kill_9_of_one_process_and_the_pod_is_started_again(tmp_path, undisturbed):
     process = start(tmp_path / "run")
     harness.read_until(process, "step  30/150")
