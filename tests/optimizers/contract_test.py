@@ -83,6 +83,32 @@ def test_eight_replicas_follow_the_bare_optimizer_on_the_whole_batch(run):
     assert any(moved)
 
 
+def test_a_sharded_run_is_a_replicated_run_or_is_refused_by_name(run):
+    name, run = run
+    make = table.make_optimizer(name, shard_update=True)
+    step, inputs = harness.transform_step(make), jax.device_get(run.inputs[0])
+    operation = table.CANNOT_BE_SHARDED.get(name)
+    if operation:
+        # Before the first step.
+        with pytest.raises(
+            ValueError, match=rf"update of opt .* its {operation} takes .*'mlp/linear_0"
+        ):
+            jax.eval_shape(step.init, None, inputs[0], inputs[2])
+        return
+    # 4 divides a dimension of each array; of 8 parts that of shape (3, 4) is flattened and filled up, and
+    # the vector of 4 is whole on each replica, which some rules here are enough to see.
+    few = ("adamw", "chain", "contrib.prodigy", "lamb", "noisy_sgd", "novograd")
+    for replicas in (4, 8) if name in few else (4,):
+        sharded, store, whole = harness.sharded(step, make, replicas)
+        params, state, x, n = inputs
+        state, sharded = store(state), jax.jit(sharded)
+        for _ in range(STEPS):
+            (value, params, n), state = sharded(params, state, x, n)
+        expected = jax.device_get(run.outputs[-1])
+        # float64 keeps 16 digits; norms are summed in another order.
+        harness.assert_close(((value, params, n), whole(state)), expected, rtol=1e-8, atol=1e-10)
+
+
 def test_one_device_not_jitted_is_as_eight_jitted(run):
     _, run = run
     eager = harness.one_device(run.step)(*jax.device_put(run.inputs[1], jax.devices()[0]))
