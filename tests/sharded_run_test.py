@@ -97,7 +97,7 @@ def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden):
 
 
 @pytest.mark.parametrize(
-    "shape", [{"hidden": 20}, {"slices": 2, "slice_dtype": "int8"}, {"aggregation_method": "EXPERIMENTAL_TREE", "micro_batches": 2}],
+    "shape", [{"hidden": 20}, {"slices": 2, "slice_dtype": "int8", "hidden": 18}, {"aggregation_method": "EXPERIMENTAL_TREE", "micro_batches": 2}],
     ids=str,
 )  # fmt: skip
 def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path, shape):

@@ -224,6 +224,23 @@ def test_quantized_zeros_are_zeros():
     np.testing.assert_array_equal(int8.dequantize(codes, scales, (3, 5)), np.zeros((3, 5)))
 
 
+def test_a_mean_is_over_the_replicas_of_all_slices():
+    step = harness.transform_step(
+        lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), **options()),
+        lambda params, x: jnp.sum(params["m"]["w"] * x),
+    )
+    params = {"m": {"w": jnp.zeros(())}}
+    _, state = step.init(None, params, 0.0)
+    run = jax.shard_map(
+        lambda x: step.apply({}, state, None, params, x[0])[0][1],
+        mesh=make_mesh(),
+        in_specs=jax.P(AXES),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(jax.jit(run)(jnp.arange(8.0))["m"]["w"], -3.5)
+
+
 def construct(**more):
     return hk.testing.transform_and_run(
         lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), **more)
