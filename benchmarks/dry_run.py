@@ -20,6 +20,9 @@ from benchmarks import measure
 _TOPOLOGIES = flags.DEFINE_multi_string(
     "topology", ["v5e:16x16", "v5p:8x8x16"], "A slice; again for each."
 )
+_LOSS_SCALES = flags.DEFINE_multi_enum(
+    "loss_scale", ["no", "dynamic"], ["no", "dynamic"], "The step's; again for each."
+)
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
 
@@ -34,13 +37,13 @@ def result(topology: str, shard_update: bool, scale: bool) -> dict[str, Any]:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def compare(topology: str, scale: bool) -> Iterator[measure.Row]:
+def compare(topology: str, scale: str) -> Iterator[measure.Row]:
     """The rows of a topology, with a dynamic loss scale or without."""
-    sharded, replicated = (result(topology, on, scale) for on in (True, False))
+    sharded, replicated = (result(topology, on, scale == "dynamic") for on in (True, False))
     memory = lambda name: lambda found: found["memory"][name]
     ici = lambda found: next(each["amount"] for each in found["bounds"] if each["name"] == "ICI")
     hbm = lambda found: next(each["amount"] for each in found["bounds"] if each["name"] == "memory")
-    where = f", {topology}, {'dynamic' if scale else 'no'} loss scale"
+    where = f", {topology}, {scale} loss scale"
     for what, of, at_most in (
         # The counters and the scale, some bytes, are whole.
         ("optimizer state a chip", memory("optimizer_state"), 1.001 / replicated["chips"]),
@@ -63,7 +66,7 @@ def main(argv: list[str]) -> None:
         rows = [
             row
             for topology in _TOPOLOGIES.value
-            for scale in (False, True)
+            for scale in _LOSS_SCALES.value
             for row in compare(topology, scale)
         ]
     measure.emit(rows, _JSON.value)

@@ -46,7 +46,8 @@ class Part:
 def _step(quick: bool, accelerator: bool) -> Commands:
     rounds = f"--rounds={5 if quick else 41}"
     if not accelerator:
-        return [["step", rounds, f"--devices={devices}"] for devices in (1, 8)]
+        small = ["--size=1 ms"] if quick else []
+        return [["step", rounds, "--devices=1"], ["step", rounds, "--devices=8", *small]]
     # The peak of a process is that of one side if it makes no other steps.
     return [
         ["step", f"--precision={precision}", *more]
@@ -60,39 +61,39 @@ def _step(quick: bool, accelerator: bool) -> Commands:
 
 def _loop(quick: bool, accelerator: bool) -> Commands:
     del accelerator
-    return [["loop", *(("--rounds=3", "--steps=600") if quick else ())]]
+    return [["loop", *(("--rounds=3", "--steps=300") if quick else ())]]
 
 
 def _start(quick: bool, accelerator: bool) -> Commands:
     del accelerator
-    return [["start", f"--rounds={2 if quick else 5}"]]
+    return [["start", f"--rounds={1 if quick else 5}"]]
 
 
 def _compile(quick: bool, accelerator: bool) -> Commands:
     del accelerator
-    return [["compile_time", *(("--rounds=2", "--leaves=10,100") if quick else ())]]
+    return [["compile_time", *(("--rounds=1", "--leaves=10,100") if quick else ())]]
 
 
 def _checkpoint(quick: bool, accelerator: bool) -> Commands:
     del accelerator
-    small = ("--rounds=1", "--megabytes=256", "--arrays=24")
+    small = ("--rounds=1", "--megabytes=64", "--arrays=24")
     return [["checkpoint", *(small if quick else ())]]
 
 
 def _dry_run(quick: bool, accelerator: bool) -> Commands:
     del accelerator
-    return [["dry_run", *(("--topology=v5e:16x16",) if quick else ())]]
+    return [["dry_run", *(("--topology=v5e:16x16", "--loss_scale=no") if quick else ())]]
 
 
 PARTS = {
-    "step": Part(_step),
+    "step": Part(_step, "20 ms model on 8 devices"),
     "loop": Part(_loop),
     "start": Part(_start),
     "compile": Part(_compile, "compilation with 30, 300 and 1000 leaves"),
-    "dry_run": Part(_dry_run, "dry run for a v5p:8x8x16"),
+    "dry_run": Part(_dry_run, "dry run for a v5p:8x8x16, nor with a loss scale"),
     "checkpoint": Part(
         _checkpoint,
-        "checkpoints of 1 GiB or in 2000 arrays, nor a second round of those of 256 MiB",
+        "checkpoints of 1 GiB or in 2000 arrays, nor a second round of those of 64 MiB",
     ),
 }
 
