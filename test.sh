@@ -23,7 +23,8 @@ stage format "$python" -m ruff format --check --no-cache .
 stage lint "$python" -m ruff check --no-cache .
 stage types "$python" -m mypy --no-error-summary
 if command -v bazel >/dev/null && [[ $PWD != *" "* ]]; then
-  stage tests "$python" -m pytest -q --cov --cov-report=term-missing \
+  # By file: a file's tests share what is slow to make.
+  stage tests "$python" -m pytest -q -n 2 --dist=loadfile --cov --cov-report=term-missing \
     tests/optimizers tests/architecture_test.py --ignore=tests/optimizers/golden_test.py
   stage bazel env PATH="$PWD/.venv/bin:$PATH" bazel test \
     --test_tag_filters=-measured,-source_tree --test_summary=short //...
