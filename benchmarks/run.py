@@ -44,7 +44,7 @@ class Part:
 
 
 def _step(quick: bool, accelerator: bool) -> Commands:
-    rounds = f"--rounds={5 if quick else 41}"
+    rounds = f"--rounds={3 if quick else 41}"
     if not accelerator:
         small = ["--size=1 ms"] if quick else []
         return [["step", rounds, "--devices=1"], ["step", rounds, "--devices=8", *small]]
@@ -61,7 +61,7 @@ def _step(quick: bool, accelerator: bool) -> Commands:
 
 def _loop(quick: bool, accelerator: bool) -> Commands:
     del accelerator
-    return [["loop", *(("--rounds=3", "--steps=300") if quick else ())]]
+    return [["loop", *(("--rounds=1", "--steps=300") if quick else ())]]
 
 
 def _start(quick: bool, accelerator: bool) -> Commands:
@@ -71,7 +71,7 @@ def _start(quick: bool, accelerator: bool) -> Commands:
 
 def _compile(quick: bool, accelerator: bool) -> Commands:
     del accelerator
-    return [["compile_time", *(("--rounds=1", "--leaves=10,100") if quick else ())]]
+    return [["compile_time", *(("--rounds=1", "--leaves=10,30") if quick else ())]]
 
 
 def _checkpoint(quick: bool, accelerator: bool) -> Commands:
@@ -89,7 +89,7 @@ PARTS = {
     "step": Part(_step, "20 ms model on 8 devices"),
     "loop": Part(_loop),
     "start": Part(_start),
-    "compile": Part(_compile, "compilation with 30, 300 and 1000 leaves"),
+    "compile": Part(_compile, "compilation with 100, 300 and 1000 leaves"),
     "dry_run": Part(_dry_run, "dry run for a v5p:8x8x16, nor with a loss scale"),
     "checkpoint": Part(
         _checkpoint,
