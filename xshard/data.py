@@ -46,14 +46,13 @@ class TrainBatches:
         """
         self._data = dict(data)
         self._size = num_examples(data)
-        parts = mesh_lib.num_replicas(mesh) * micro_batches
-        check_batch_size("batch_size", batch_size, parts, f"replicas x micro_batches = {parts}")
+        check_train_batch(batch_size, mesh, micro_batches)
         if batch_size > self._size:
             raise ValueError(f"batch_size={batch_size} must be at most the {self._size} examples.")
         self._batch_size = batch_size
         self._seed = seed
         self._groups = mesh_lib.num_groups(mesh)
-        self._sharding = mesh_lib.sharding(mesh, (mesh_lib.GROUP, *mesh_lib.REPLICAS))
+        self._sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
         self._epochs: dict[int, tuple[int, np.ndarray]] = {}
 
     def __call__(self, step: int) -> dict[str, jax.Array]:
@@ -111,6 +110,12 @@ def num_examples(data: Arrays) -> int:
     if len(set(sizes.values())) != 1 or 0 in sizes.values():
         raise ValueError(f"All arrays of the data must have as many examples, and some: {sizes}.")
     return next(iter(sizes.values()))
+
+
+def check_train_batch(batch_size: int, mesh: jax.sharding.Mesh, micro_batches: int) -> None:
+    """Raises ValueError unless a batch divides into replicas and micro-batches."""
+    parts = mesh_lib.num_replicas(mesh) * micro_batches
+    check_batch_size("batch_size", batch_size, parts, f"replicas x micro_batches = {parts}")
 
 
 def check_batch_size(key: str, value: int, parts: int, what: str) -> None:

@@ -14,8 +14,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 GROUP, SLICE, REPLICA, MODEL = AXES = ("group", "slice", "replica", "model")
-# What a batch, and everything that is reduced over a whole group, is along.
+# What is reduced over a whole group is along the first, and the rows of a batch along the second.
 REPLICAS = (SLICE, REPLICA)
+BATCH = (GROUP, *REPLICAS)
 Rules = Sequence[tuple[str, jax.sharding.PartitionSpec]]
 
 
@@ -28,9 +29,10 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """Lays devices out as groups of replicas.
 
-    `mesh.devices[g].reshape(-1, model)[r]` is replica `group_assignment[g][r]`. Which devices that is, is chosen so that a
-    model's devices are neighbours, and then a group's replicas: gradients are reduced within a group,
-    and nothing goes from one group to another. With several slices each group has as many replicas in each.
+    `mesh.devices[g].reshape(-1, model)[r]` is replica `group_assignment[g][r]`. Which devices that is, is
+    chosen so that a model's devices are neighbours, and then a group's replicas: gradients are reduced
+    within a group, and nothing goes from one group to another. With several slices each group has as many
+    replicas in each.
 
     Args:
       group_assignment: the replica numbers of each group, such as [[0, 1], [2, 3]]; all replicas are
@@ -195,7 +197,7 @@ def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules, *, slots: b
     def place(path: tuple[Any, ...], leaf: Any) -> jax.sharding.NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         shape = leaf.shape[1:] if grouped else leaf.shape
-        spec = next((spec for pattern, spec in rules if re.search(pattern, name)), ())
+        spec = spec_of(name, rules)
         try:
             _check_spec(mesh, name, shape, spec)
         except ValueError:
@@ -205,6 +207,11 @@ def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules, *, slots: b
         return sharding(mesh, *((GROUP,) if grouped else ()), *spec)
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def spec_of(path: str, rules: Rules) -> tuple[Any, ...]:
+    """The spec of the first rule whose expression is found in a leaf's path; empty if there is none."""
+    return next((tuple(spec) for pattern, spec in rules if re.search(pattern, path)), ())
 
 
 def _check_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...], spec: Any) -> None:

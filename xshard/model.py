@@ -69,7 +69,7 @@ class Model:
             self._mesh.shape[mesh_lib.REPLICA],
             mesh_lib.REPLICA,
             rules=self.experiment.sharding_rules(),
-            copies=self._mesh.shape[mesh_lib.SLICE],
+            copies=mesh_lib.num_slices(self._mesh),
         )
         layouts = hk.transform(lambda: self._optimizer().state_layouts(partition))
         return layouts.apply({}, None)
@@ -121,7 +121,7 @@ class Model:
 def _check_reduces(chain: list[base.Optimizer], mesh: jax.sharding.Mesh) -> None:
     reducing = [rule for rule in chain if isinstance(rule, cross_shard.CrossShardOptimizer)]
     over = {axis for rule in reducing for axis in (rule.axis_name, rule.slice_axis_name)}
-    wanted = {mesh_lib.REPLICA, *([mesh_lib.SLICE] if mesh.shape[mesh_lib.SLICE] > 1 else [])}
+    wanted = {mesh_lib.REPLICA, *([mesh_lib.SLICE] if mesh_lib.num_slices(mesh) > 1 else [])}
     missing = sorted(wanted - over)
     if missing:
         argument = "axis_name" if mesh_lib.REPLICA in missing else "slice_axis_name"
@@ -136,7 +136,7 @@ def _check_reduces(chain: list[base.Optimizer], mesh: jax.sharding.Mesh) -> None
                 f"{rule.name} shards its update over the axis '{rule.axis_name}'; a run's state is cut over "
                 f"'{mesh_lib.REPLICA}'. Set shard_update on the CrossShardOptimizer over that axis."
             )
-        if rule.slice_dtype == "int8" and mesh.shape[mesh_lib.SLICE] == 1:
+        if rule.slice_dtype == "int8" and mesh_lib.num_slices(mesh) == 1:
             raise ValueError(cross_shard.NOTHING_BETWEEN_SLICES)
 
 

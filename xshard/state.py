@@ -92,6 +92,8 @@ class Storage:
     def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
         self._model = model_lib.Model(experiment, mesh)
         self._mesh = mesh
+        # What a save need not find anew: the shapes of a run stay.
+        self._cuts: _Cuts | None = None
         self._jitted: dict[bool, Any] = {}
 
     def to_whole(self, state: TrainState) -> TrainState:
@@ -103,7 +105,9 @@ class Storage:
         return self._convert(state, whole=False)
 
     def _convert(self, state: TrainState, whole: bool) -> TrainState:
-        cuts = _layouts(self._model, self._mesh, state)
+        if self._cuts is None:
+            self._cuts = _layouts(self._model, self._mesh, state)
+        cuts = self._cuts
         is_due = lambda layout, x: (
             layout.flat and (x.shape[-len(layout.shape) :] == layout.shape) != whole
         )

@@ -52,7 +52,7 @@ def make_train_step(
         mapped = _map(
             local_step,
             mesh,
-            in_specs=(state_spec, jax.P((mesh_lib.GROUP, *mesh_lib.REPLICAS))),
+            in_specs=(state_spec, jax.P(mesh_lib.BATCH)),
             out_specs=(state_spec, jax.P(mesh_lib.GROUP) if grouped else jax.P()),
         )
         return mapped(state, batch)

@@ -86,9 +86,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
         model=config.model_parallel,
         devices=_devices(topology, chip, config.slices),
     )
-    parts = mesh_lib.num_replicas(mesh) * config.micro_batches
-    what = f"replicas x micro_batches = {parts}"
-    data.check_batch_size("batch_size", config.batch_size, parts, what)
+    data.check_train_batch(config.batch_size, mesh, config.micro_batches)
     experiment = experiment_lib.load(config.experiment)(config)
     examples = experiment.train_data()
     state = state_lib.abstract_state(experiment, mesh, config.seed, examples)
@@ -150,7 +148,7 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
 def _batch(examples: data.Arrays, mesh: jax.sharding.Mesh, size: int) -> dict[str, Any]:
     """The shapes of a batch of `xshard.data.TrainBatches`, however many examples there are."""
     data.num_examples(examples)
-    place = mesh_lib.sharding(mesh, (mesh_lib.GROUP, *mesh_lib.REPLICAS))
+    place = mesh_lib.sharding(mesh, mesh_lib.BATCH)
     rows = size * mesh_lib.num_groups(mesh)
     return {
         name: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype, sharding=place)

@@ -67,8 +67,8 @@ class Optimizer(hk.Module):
 
         Args:
           loss: a function of the parameters that returns a scalar, or an array when `grad_loss` has
-            its shape. It may use Haiku's state and random keys. A sequence of such functions, such
-            as one for each micro-batch, counts as their sum.
+            its shape. It may use Haiku's state and random keys. A sequence of such functions, or one
+            function at several inputs (`MicroBatches`), counts as their sum.
           params: a Haiku tree of floating-point arrays.
           var_list: what to train: paths such as 'mlp/linear_0/w', or a predicate of module and name.
             All parameters by default. The gradients of the others are None.
@@ -77,7 +77,7 @@ class Optimizer(hk.Module):
           aggregation_method: how the gradients of several losses are summed: `AggregationMethod`.
           colocate_gradients_with_ops: gives each gradient its parameter's sharding.
           grad_loss: the gradient with respect to the loss, 1 by default. For several losses one for
-            all, or a sequence.
+            all, or for a sequence one each.
           has_aux: whether a loss returns `(value, aux)`.
 
         Returns:

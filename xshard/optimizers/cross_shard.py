@@ -79,7 +79,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         shard_update: bool = False,
         scatter_steps: Sequence[int] = (),
         gather_steps: Sequence[int] = (),
-        sharding_rules: layouts_lib.Rules = (),
+        sharding_rules: mesh.Rules = (),
     ):
         """Wraps an optimizer.
 

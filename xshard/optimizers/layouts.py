@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Pairs of an expression that is searched in paths and a spec, as `xshard.mesh.tree_shardings` takes them.
-Rules = Sequence[tuple[str, Any]]
 Layouts = Mapping[str, "Layout"]
 # What an index in 32 bits can reach.
 _LARGEST_FLAT = 2**31 - 1

@@ -6,7 +6,6 @@ https://arxiv.org/abs/2004.13336.
 
 import functools
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xshard import mesh
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import trees
 
@@ -37,7 +37,7 @@ class Partition:
         count: int,
         axis_name: str,
         groups: Sequence[Sequence[int]] | None = None,
-        rules: layouts_lib.Rules = (),
+        rules: mesh.Rules = (),
         copies: int = 1,
         scatter_steps: Sequence[int] = (),
         gather_steps: Sequence[int] = (),
@@ -64,8 +64,8 @@ class Partition:
         for path, leaf in trees.leaves_by_path(self.shapes).items():
             if leaf is None:
                 continue
-            spec = next((spec for pattern, spec in rules if re.search(pattern, path)), ())
-            self.layouts[path] = layouts_lib.layout(path, tuple(leaf.shape), count, tuple(spec))
+            spec = mesh.spec_of(path, rules)
+            self.layouts[path] = layouts_lib.layout(path, tuple(leaf.shape), count, spec)
 
     @property
     def index(self) -> Any:
