@@ -1,7 +1,8 @@
 """What TPUs and GPUs can do at most, as their makers publish it, and the slices that there are of TPUs.
 
-The rates are peaks, to bound times from below, and of dense matrices. Those of TPUs were read in November 2026; where editions of a page differ,
-as in 819 and 800 GB/s for v5e's memory, the larger is taken, so that the bound holds.
+The rates are peaks, to bound times from below, and of dense matrices. Those of TPUs were read in November 2026;
+where editions of a page differ, as in 819 and 800 GB/s for v5e's memory, the larger is taken, so that the bound
+holds.
 """
 
 import dataclasses
@@ -79,7 +80,8 @@ _TPUS = {
 # Of bfloat16 and float16, by the names that NVIDIA's driver has: https://www.nvidia.com/en-us/data-center/a100/
 # and its neighbours h100, h200. What is published for H100 and H200 (1979, NVL 1671, PCIe 1513) is for matrices
 # of which half of each four elements are 0: twice what dense ones can have.
-# Not checked against the datasheets; nor are the names, of which no such device was here.
+# The rates agree with those that TorchTitan divides by (312, 989, 835, 756); the names are as others report them,
+# since no such device was here.
 _GPUS = {
     "NVIDIA A100-SXM4-40GB": 312 * _TERA,
     "NVIDIA A100-SXM4-80GB": 312 * _TERA,

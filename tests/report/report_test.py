@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import urllib.parse
 
 import jax
 import matplotlib.image
@@ -17,7 +18,7 @@ from tests import toy
 from tests.report import samples
 from xshard import checkpoint, loop
 from xshard.report import __main__ as tool
-from xshard.report import runs
+from xshard.report import runs, words
 
 VOID = {"meta", "br", "wbr", "img", "link", "input", "hr"}
 
@@ -235,12 +236,39 @@ def test_what_is_damaged_or_not_finite_is_said(tmp_path):
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 410, "loss"')
     (path / "results.json").write_text("[1]")
+    (path / "status.json").write_text('[{"doing": "training", "time": "noon", "step": "a"}]')
     page, pngs = report(tmp_path, path)
     check(page, pngs)
     assert "The last line of metrics.jsonl is cut off" in page.text
     assert "2 values are not finite: gaps." in page.text
     assert "results.json is not what a run writes" in page.text
     assert facts(page)["step"] == "400 of 400"
+
+
+def test_numbers_of_groups():
+    nan = float("nan")
+    assert words.numbers([1.0, nan]) == "1 · \N{EN DASH}"
+    assert words.numbers([nan, 1.0, 2.0, 3.0]) == "1 to 3 (4 groups, 1 not finite)"
+    assert words.numbers([1.0, nan, 1.0, 1.0]) == "1 (all 4 groups, 1 not finite)"
+    assert words.numbers([nan] * 4) == "\N{EN DASH} (4 groups, 4 not finite)"
+    assert words.numbers([2.0] * 5) == "2 (all 5 groups)"
+
+
+def test_links_of_a_page_with_an_odd_name(tmp_path):
+    path = samples.write(tmp_path / "one", [{"step": 1, "loss": 1.0}])
+    output = tmp_path / 'a"><b>#1%.html'
+    assert tool.main([str(path), f"--output={output}"]) == 0
+    page = Page(output)
+    (link,) = {attributes["href"].rsplit("/", 1)[0] for attributes in page.all("a")}
+    assert urllib.parse.unquote(link) == f"{output.stem}_png" and not page.all("b")
+    assert (tmp_path / urllib.parse.unquote(link) / "loss.png").exists()
+
+
+def test_a_result_without_a_step(tmp_path):
+    path = samples.write(tmp_path / "one", [{"step": 1, "loss": 1.0}], doing=None)
+    (path / "results.json").write_text('{"step": "a", "eval": {"error": 1}}')
+    page, _ = report(tmp_path, path)
+    assert facts(page)["state"] == "done"
 
 
 EVIL = "<script>alert(1)<"

@@ -37,6 +37,11 @@ def test_damaged_lines(tmp_path):
     cut, damaged = read.notes
     assert "last line of metrics.jsonl is cut off" in cut
     assert "3 lines are no rows" in damaged and "(line 2, 3, 4)" in damaged
+    # A row that only lacks its newline is a row, whatever came before it.
+    path.write_text(f"{texts[0]}\nnonsense\n{texts[1]}")
+    read = rows.read(path)
+    np.testing.assert_array_equal(read.training["loss"].steps, [1, 2])
+    assert read.notes == ["metrics.jsonl: 1 lines are no rows and left out (line 2)."]
     # With its newline the last one is no row that is being written.
     path.write_text(f"{texts[0]}\n{texts[1][:9]}\n")
     (note,) = rows.read(path).notes

@@ -4,6 +4,7 @@ import collections
 import shlex
 import string
 import time
+import urllib.parse
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -85,7 +86,8 @@ def build(runs: Sequence[runs_lib.Run], folder: str) -> Report:
         drawn = draw.draw(chart, colours, words.describe(chart))
         pngs[f"{chart.name}.png"] = drawn.png
         thinned |= drawn.thinned
-        sections[chart.section].append(_figure(chart, drawn.svg, f"{folder}/{chart.name}.png"))
+        link = urllib.parse.quote(f"{folder}/{chart.name}.png")
+        sections[chart.section].append(_figure(chart, drawn.svg, link))
     parts = [
         _section(name, f'<div class="charts">{"".join(charts)}</div>')
         for name, charts in sections.items()

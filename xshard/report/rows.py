@@ -85,7 +85,7 @@ def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """The rows one by one: all of a long run's would need a lot of memory."""
     if not path.exists():
         return
-    damaged, whole = [], True
+    damaged, whole, number = [], True, 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             whole = line.endswith(b"\n")
@@ -97,7 +97,7 @@ def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                 damaged.append(number)
             else:
                 yield row
-    if damaged and not whole:
+    if not whole and damaged and damaged[-1] == number:
         damaged.pop()
         notes.append(
             f"The last line of {path.name} is cut off, as by a process that was killed or is writing "

@@ -176,7 +176,7 @@ def _run(
         path=path,
         config=config,
         training=rows.training,
-        evaluation=_with_results(rows.evaluation, final, results.get("step")),
+        evaluation=_with_results(rows.evaluation, final, _number(results.get("step"))),
         separate=separate.evaluation,
         starts=starts,
         state=state,
@@ -189,10 +189,10 @@ def _run(
 
 
 def _with_results(
-    columns: rows_lib.Columns, results: dict[str, list[float]], step: object
+    columns: rows_lib.Columns, results: dict[str, list[float]], step: int | None
 ) -> rows_lib.Columns:
     """Evaluations and the final one, of which there need not be a row."""
-    if not isinstance(step, int):
+    if step is None:
         return columns
     extended = dict(columns)
     for name, numbers in results.items():
@@ -248,7 +248,7 @@ def _state(
     processes: list[dict[str, Any]], results: dict[str, Any], last: int | None
 ) -> tuple[str, str, int | None]:
     """A run's state, the same in words, and its step."""
-    step = results.get("step")
+    step = _number(results.get("step"))
     if not processes:
         if results:
             return "done", "done", step
@@ -257,16 +257,22 @@ def _state(
     said = (failed or processes)[0]
     doing = str(said.get("doing"))
     # Rows may be older than what the process said last, or a result than a run that goes on.
-    steps = [s for s in (processes[0].get("step"), last) if isinstance(s, int)]
+    steps = [s for s in (_number(processes[0].get("step")), last) if s is not None]
     reached = max(steps, default=step)
     for state in status.ENDS:
         if doing.startswith(state):
             words = f"stopped at step {reached}" if state == "stopped" else doing
             return state, words, reached
-    age = time.time() - float(said.get("time") or 0)
+    age = time.time() - (_number(said.get("time")) or 0)
     if age > status.SILENT_SECONDS:
         return "silent", f"gone, or silent for {metrics.age(age)}; was {doing}", reached
     return "running", doing if doing == "training" else f"running: {doing}", reached
+
+
+def _number(value: Any) -> int | None:
+    """A file's number, whole; None if it is none, as where someone else has written the file."""
+    whole = isinstance(value, int | float) and np.isfinite(value)
+    return int(value) if whole else None
 
 
 def _starts(training: rows_lib.Columns) -> list[Start]:

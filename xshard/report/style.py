@@ -113,6 +113,7 @@ tbody th{color:var(--ink);background:none;font-weight:500}
 tr:last-child>td,tbody tr:last-child>th{border-bottom:0}
 td.n,th.n{text-align:right}
 td.n{white-space:nowrap}
+td.n.changed{white-space:normal;overflow-wrap:anywhere;min-width:6rem;max-width:18rem}
 th.n{white-space:normal}
 .scroll th:first-child,.scroll td:first-child{position:sticky;left:0;background:var(--paper)}
 .scroll thead th:first-child{background:var(--panel)}

@@ -30,10 +30,14 @@ def numbers(values: Sequence[float]) -> str:
     """The numbers of several groups; of many their range."""
     if len(values) <= 3:
         return " · ".join(map(number, values))
-    low, high = min(values), max(values)
+    known = [value for value in values if math.isfinite(value)]
+    lost = f", {len(values) - len(known)} not finite" if len(known) < len(values) else ""
+    if not known:
+        return f"{NOTHING} ({len(values)} groups{lost})"
+    low, high = min(known), max(known)
     if low == high:
-        return f"{number(low)} (all {len(values)} groups)"
-    return f"{number(low)} to {number(high)} ({len(values)} groups)"
+        return f"{number(low)} (all {len(values)} groups{lost})"
+    return f"{number(low)} to {number(high)} ({len(values)} groups{lost})"
 
 
 def rate(value: float | None) -> str:
