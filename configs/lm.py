@@ -2,7 +2,7 @@
 
 Text: Python's own sources, wherever this runs; or --config.text.files="('books/*.txt',)".
 
-Cost: 2.5e16 floating-point operations, minutes on one accelerator. Not run: there was none here; what was run is
+Cost: 4.0e16 floating-point operations, minutes on one accelerator. Not run: there was none here; what was run is
 configs/lm_tiny.py, the same at another shape.
 
 Command: python -m xshard.main --config=configs/lm.py --workdir=runs/lm

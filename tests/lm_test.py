@@ -111,7 +111,13 @@ def test_the_standard_library_is_there():
     assert b"class HTTPServer" in bytes(train) + bytes(held)
 
 
-def test_what_cannot_be_read(tmp_path):
+def folder_of(place, name, content):
+    (place / name).mkdir()
+    (place / name / "one.txt").write_text(content)
+    return place / name
+
+
+def test_what_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "gone.txt")
     (tmp_path / "empty").mkdir()
     (tmp_path / "short.txt").write_text("short")
@@ -125,11 +131,31 @@ def test_what_cannot_be_read(tmp_path):
         config = small(str(tmp_path / entry))
         with pytest.raises(ValueError, match=said):
             experiment.LanguageModel(config).train_data()
+    # Files of folders behind links count, and a folder that cannot be read is not an empty one.
+    (tmp_path / "link").symlink_to(folder_of(tmp_path, "target", "x" * 50))
+    assert len(text.read((str(tmp_path / "link"),), 0.1)[0]) == 46
+    (tmp_path / "outer").mkdir()
+    (tmp_path / "outer/inner").symlink_to(tmp_path / "target")
+    assert len(text.read((str(tmp_path / "outer"),), 0.1)[0]) == 46
+    refuse = lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied", path))
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="outer cannot be read"):
+        patch.setattr(os, "scandir", refuse)
+        text.read((str(tmp_path / "outer"),), 0.2)
     # What exists, and cannot be read even by root.
     with pytest.raises(ValueError, match=r"/proc/self/mem cannot be read \(.*leave it out"):
         text.read(("/proc/self/mem",), 0.1)
     with pytest.raises(ValueError, match="must be a tuple of names, as"):
         text.read("book.txt", 0.1)
+
+
+@pytest.mark.parametrize("count, rows", [(0, 5), (3, 3), (5, 5), (9, 5)])
+def test_windows_of_the_held_out_text_are_evenly_spread(tmp_path, count, rows):
+    (tmp_path / "text.txt").write_bytes(bytes(range(1, 101)))
+    changes = {"text.held_out": 0.85, "text.eval_windows": count}
+    found = experiment.LanguageModel(small(str(tmp_path / "text.txt"), **changes)).eval_data()
+    firsts = [row[0] for row in found["text"]]
+    assert firsts == {0: [16, 32, 48, 64, 80], 3: [16, 48, 80]}.get(count, [16, 32, 48, 64, 80])
+    assert len(firsts) == rows
 
 
 def test_too_little_is_held_out(folder):
@@ -155,6 +181,7 @@ def test_too_little_is_held_out(folder):
         ("optimizer.clip_norm", 0.0, "above 0"),
         ("loss_scale.kind", "static", "one of dynamic, fixed, none"),
         ("sample.length", -1, "at least 0"),
+        ("sample.prompts", ("a", 1), "a tuple of texts"),
         ("sample.temperature", -0.5, "at least 0"),
     ],
 )
@@ -345,7 +372,9 @@ def test_a_temperature_of_zero_takes_the_most_likely(folder):
     # A network that says that each byte is followed by the next larger one.
     predict = lambda batch: 5 * np.eye(256)[(batch["text"][:, :-1].astype(int) + 1) % 256]
     said = experiment.LanguageModel(config).samples(predict, jax.random.key(0))
-    assert said.startswith("--- 'one'\nonefghijklmnopq\n--- ''\n\x01\x02")
+    # What would move a terminal's cursor is not shown as it is.
+    assert said.startswith("--- 'one'\nonefghijklmnopq\n--- ''\n\ufffd\ufffd")
+    assert "\t\n" in said
 
 
 @pytest.mark.parametrize("kind, skips", [("dynamic", True), ("fixed", False), ("none", False)])

@@ -25,9 +25,9 @@ class LanguageModel(xshard.Experiment):
 
     def eval_data(self):
         windows, count = self._windows(1, "held-out"), self.config.text.eval_windows
-        # So many of them, evenly spread; 0: all.
-        step = max(1, len(windows) // count) if count else 1
-        return {"text": windows[::step][: count or None]}
+        if 0 < count < len(windows):
+            windows = windows[np.linspace(0, len(windows) - 1, count).astype(np.int64)]
+        return {"text": windows}
 
     def _windows(self, part, what):
         config = self.config.text
@@ -132,8 +132,11 @@ def _decays(params):
 
 
 def _show(written):
-    """Bytes as text, up to the end of a file."""
-    return bytes(written).split(bytes([text.SEPARATOR]))[0].decode("utf8", "replace")
+    """Bytes as text, up to the end of a file, without what would move a terminal's cursor."""
+    shown = bytes(written).split(bytes([text.SEPARATOR]))[0].decode("utf8", "replace")
+    return "".join(
+        c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown
+    )
 
 
 def _check(config):
@@ -160,6 +163,8 @@ def _check(config):
          0 <= optimizer.warmup_fraction < 1, "from 0 to below 1"),
         ("optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm > 0, "above 0"),
         ("loss_scale.kind", scale.kind, scale.kind in kinds, f"one of {', '.join(kinds)}"),
+        ("sample.prompts", sample.prompts, all(isinstance(p, str) for p in sample.prompts),
+         "a tuple of texts"),
         ("sample.length", sample.length, sample.length >= 0, "at least 0"),
         ("sample.temperature", sample.temperature, sample.temperature >= 0, "at least 0"),
     ):  # fmt: skip

@@ -143,9 +143,9 @@ def _weights(name: str, shape: tuple[int, ...], inputs: int, scale: float = 1.0)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """An einsum that is summed in float32, and rounded once; its gradients, too."""
-    # Where what is summed over lies along the axis 'model', the devices' parts are added in float32: no
-    # rounding more than on one device, and XLA's CPU backend aborts on a bfloat16 all-reduce there. A
-    # gradient of its own, since JAX's would multiply in float32 whatever the compute type.
+    # Where what is summed over lies along the axis 'model', CPUs add the devices' parts in float32, too: XLA
+    # aborts there on a bfloat16 all-reduce. The TPU's compiler rounds the parts first, and sends half as much.
+    # A gradient of its own, since JAX's would multiply in float32 whatever the compute type.
     return jnp.einsum(spec, x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 

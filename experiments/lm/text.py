@@ -108,11 +108,17 @@ def _standard_library(root: str) -> dict[str, str]:
 
 def _below(root: str, is_wanted: Callable[[str], bool]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_refuse, followlinks=True):
         folders[:] = filter(is_wanted, folders)
         for path in (os.path.join(folder, name) for name in names if is_wanted(name)):
             found[path] = os.path.relpath(path, root)
     return found
+
+
+def _refuse(e: OSError, path: str = "") -> None:
+    raise ValueError(
+        f"text.files: {path or e.filename} cannot be read ({e.strerror}); make it readable, or leave it out."
+    ) from e
 
 
 def _join(paths: list[str]) -> np.ndarray:
@@ -122,9 +128,7 @@ def _join(paths: list[str]) -> np.ndarray:
             with open(path, "rb") as file:
                 text += file.read()
         except OSError as e:
-            raise ValueError(
-                f"text.files: {path} cannot be read ({e.strerror}); make it readable, or leave it out."
-            ) from e
+            _refuse(e, path)
         text.append(SEPARATOR)
     return np.frombuffer(text, np.uint8)
 
