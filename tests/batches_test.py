@@ -61,22 +61,45 @@ def test_an_example_is_not_used_up():
     np.testing.assert_array_equal(next(train)["x"], next(make())["x"])
 
 
-@pytest.mark.parametrize("iterator", [iterate, Counter])
-def test_a_position_is_where_the_next_batch_is(iterator):
+class Shared(Counter):
+    """One whose state is a place in what all processes read together."""
+
+    state_is_shared = True
+
+
+@pytest.mark.parametrize("iterator, count", [(iterate, 2), (Shared, 2), (Counter, 1)])
+def test_a_position_is_where_the_next_batch_is(iterator, count):
     train = make(iterator=iterator)
     next(train)
     position = train.position(1)
     rest = [np.asarray(next(train)["x"]) for _ in range(3)]
-    # A number of batches is the same on all processes, of which there were two.
     again = make(iterator=iterator)
-    again.restore([position, position])
+    again.restore([position] * count)
     np.testing.assert_array_equal([np.asarray(next(again)["x"]) for _ in range(3)], rest)
 
 
-def test_states_that_differ_need_as_many_processes():
-    positions = [{"step": 5, "iterator": {"file": n}} for n in range(2)]
-    with pytest.raises(ValueError, match="for each of 2 processes, and they differ; there are 1"):
-        make().restore(positions)
+def test_states_that_are_not_shared_need_as_many_processes():
+    differ = [{"step": 5, "iterator": {"file": n}} for n in range(2)]
+    with pytest.raises(ValueError, match="for each of 2 processes; there are 1"):
+        make().restore(differ)
+    # Equal states of an iterator that does not say that they are one place.
+    with pytest.raises(ValueError, match="Go on with 2; or .* state_is_shared = True"):
+        make(iterator=Counter).restore([{"step": 5, "iterator": {"base64": "Mg=="}}] * 2)
+
+
+def test_a_state_of_another_iterator():
+    for state in ({"next_index": 3}, {"base64": "Mg=="}):
+        with pytest.raises(ValueError, match="of another iterator than this one, which counts"):
+            make().restore([{"step": 5, "iterator": state}])
+
+
+def test_a_summary_tells_data_apart():
+    assert make().summary() == make(seed=1).summary() == data.summary(DATA)
+    assert data.summary(DATA).startswith("20 examples, CRC-32 ")
+    assert make(iterator=Counter).summary() == ""
+    others = ({"x": DATA["x"]}, {"x": DATA["x"], "z": DATA["y"]}, {**DATA, "y": DATA["y"] + 1})
+    summaries = {data.summary(other) for other in (DATA, *others)}
+    assert len(summaries) == 4
 
 
 def test_a_checkpoint_of_another_order_of_examples():

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests import rows, toy
-from xshard import checkpoint, follow, loop, notice
+from xshard import checkpoint, follow, loop, notice, terminal
 
 
 def make_config(**options):
@@ -146,6 +146,56 @@ def test_a_pin_of_a_job_that_was_killed_is_taken_back(run, monkeypatch):
     follow.run(config, str(run), "", None)
     assert best(run)["pinned"] == [12]
     assert loop.Run(config, str(run)).checkpoints.manager.pin(3)
+
+
+def test_a_job_that_is_killed_after_a_row_knows_the_best(run, monkeypatch):
+    config = make_config(keep_last=10, best_mode="max")
+
+    class Killed(BaseException):
+        pass
+
+    class Full:
+        def __init__(self, part):
+            pass
+
+        def write(self, row):
+            raise Killed
+
+        def close(self):
+            pass
+
+    with config.unlocked():
+        config.writers = ("jsonl", "tests.follow_test.Full")
+    monkeypatch.setattr(sys.modules[__name__], "Full", Full, raising=False)
+    with pytest.raises(Killed):
+        follow.run(config, str(run), "", None)
+    with config.unlocked():
+        config.writers = ("jsonl",)
+    assert follow.run(config, str(run), "", None) == 0
+    found = judged(run)
+    assert list(found) == [3, 6, 9, 12]
+    assert best(run)["pinned"] == [max(found, key=found.get)] == [3]
+
+
+def test_another_metric_or_none_is_judged_by_from_then_on(run):
+    config = make_config(keep_last=10, best_mode="max")
+    assert follow.run(config, str(run), "", None) == 0
+    assert best(run)["pinned"] == [3] and best(run)["mode"] == "max"
+    # By what has been judged, without judging it again.
+    assert follow.run(make_config(keep_last=10), str(run), "", None) == 0
+    found = judged(run)
+    assert best(run)["best"] == [{"step": 12, "value": min(found.values())}] and len(found) == 4
+    assert best(run)["pinned"] == [12] and best(run)["mode"] == "min"
+    assert follow.run(make_config(keep_last=10, keep_best=0), str(run), "", None) == 0
+    assert best(run)["pinned"] == best(run)["best"] == []
+    assert loop.Run(make_config(), str(run)).checkpoints.manager.pin(12)
+
+
+def test_quiet(run, capsys):
+    show = terminal.Show.QUIET
+    assert follow.run(make_config(keep_last=10), str(run), "", None, show) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("all checkpoints to step 12 have been judged") and len(judged(run)) == 4
 
 
 def test_a_damaged_checkpoint_is_left_out(run, capsys):

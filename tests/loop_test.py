@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 
+import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import rows, toy
 from tests.optimizers import harness
 from xshard import checkpoint, clock, loop, notice, workdir
+from xshard.optimizers import trees
 
 
 def make_config(**changes):
@@ -61,6 +64,49 @@ def test_what_the_trained_network_shows_for_itself(tmp_path, capsys, groups):
     # The mean over groups, of which there may be one; six digits of float32.
     outputs = np.mean((x @ w + b[..., None, :])[..., 0].reshape(-1, 2), axis=0)
     np.testing.assert_allclose([float(said.split()[1]), float(said.split()[3])], outputs, atol=2e-6)
+
+
+class Silent(toy.Toy):
+    """Has a bug in what nobody needs to know."""
+
+    def samples(self, predict, key):
+        raise AttributeError("no such thing")
+
+
+def test_results_do_not_depend_on_samples(tmp_path):
+    config = make_config(experiment="tests.loop_test.Silent", steps=2)
+    with pytest.raises(AttributeError, match="no such thing"):
+        loop.run(config, str(tmp_path), "")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["step"] == 2 and results["eval"]["error"] > 0 and results["samples"] == ""
+
+
+class Columns(toy.Wide):
+    """Its outputs lie along 'model'."""
+
+    def forward(self, batch, *, is_training):
+        return hk.nets.MLP([8, 4], name="mlp")(batch["x"])
+
+    def loss(self, outputs, batch):
+        return jnp.mean(outputs**2), {}
+
+    def evaluate(self, outputs, batch):
+        return {"error": jnp.mean(outputs**2, axis=-1)}
+
+    def sharding_rules(self):
+        return (("linear_1/w$", jax.P(None, "model")), ("linear_1/b$", jax.P("model")))
+
+    def samples(self, predict, key):
+        return str(predict({"x": np.ones((2, 3), np.float32), "y": np.zeros(2, np.float32)}).shape)
+
+
+def test_what_is_predicted_is_whole_on_each_process(tmp_path, monkeypatch):
+    seen, fetch = [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: seen.append(x) or fetch(x))
+    config = make_config(experiment="tests.loop_test.Columns", steps=1, model_parallel=2)
+    assert loop.run(config, str(tmp_path), "") == 0
+    outputs = [x for x in seen if getattr(x, "shape", ()) == (2, 4)]
+    assert outputs and all(x.is_fully_replicated for x in outputs)
 
 
 @pytest.mark.parametrize("groups", [(), ((0, 2, 4, 6), (1, 3, 5, 7))])
@@ -208,6 +254,22 @@ def test_a_new_run_begins_with_the_parameters_of_another(tmp_path, capsys):
     harness.assert_equal(state.params, first.params)
     harness.assert_equal(state.opt_state, loop.state_lib.init(*run._init_args).opt_state)
     assert "initialised 2 arrays from" in capsys.readouterr().out
+    # Averages begin where the parameters that were taken are, however the update is cut.
+    averaged = make_config(experiment="tests.toy.Averaged", hidden=20)
+    with averaged.unlocked():
+        averaged.reduction.shard_update = True
+    wide = make_config(experiment="tests.toy.Wide", hidden=20)
+    assert loop.run(wide, str(tmp_path / "wide"), "") == 0
+    source = checkpoint.Source(str(tmp_path / "wide"))
+    begun = loop.Run(averaged, str(tmp_path / "averaged"), source)
+    state, _ = begun.resume_or_init()
+    whole = begun.checkpoints.storage.to_whole(state)
+    for path, param in trees.leaves_by_path(whole.params).items():
+        np.testing.assert_array_equal(
+            whole.opt_state["MovingAverageOptimizer"][f"average/{path}"], param
+        )
+    values = begun.evaluate(state)
+    assert values["average/error"] == pytest.approx(values["error"], rel=1e-6)
     # Once it has a checkpoint of its own, it goes on from that.
     with_checkpoint(run.config, every_steps=3)
     assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0
@@ -388,30 +450,42 @@ class ScriptedWatch:
         pass
 
 
-def disturbed(directory, config, at, kind):
-    """Runs to the end, with a notice at one poll of the first start; the number of polls."""
+def disturbed(directory, config, at, kind, again=None):
+    """Runs to the end, with a notice at one poll of the first start, and of the next; the number of polls."""
     scripted = ScriptedWatch(at, kind)
     code = loop.run(config, str(directory), "", None, scripted)
     assert code == (42 if at <= scripted.polls and kind == notice.STOP else 0)
+    if code and again:
+        # Unless there are no so many polls left.
+        loop.run(config, str(directory), "", None, ScriptedWatch(again, kind))
     if code:
         assert loop.run(config, str(directory), "") == 0
     return scripted.polls
+
+
+def evaluated(directory):
+    """The metrics that checkpoints are chosen by, of steps that have been evaluated."""
+    entries = checkpoint.read_catalog(directory / "checkpoints").entries
+    return {entry.step: entry.metrics for entry in entries if entry.metrics}
 
 
 @pytest.mark.parametrize("kind", [notice.STOP, notice.SAVE])
 def test_wherever_it_is_told_to_stop_or_save_it_ends_as_if_undisturbed(tmp_path, kind):
     # Evaluations of two batches: a stop may come in the middle of one.
     config = make_config(steps=4, eval_every_steps=2, log_every_steps=1)
-    with_checkpoint(config, every_steps=3)
+    with_checkpoint(config, every_steps=3, keep_best=2, best_metric="error", best_mode="min")
     polls = disturbed(tmp_path / "not", config, 1000, kind)
-    assert polls == 4 + 2 + 2
+    assert polls == 4 + 2 + 2 and list(evaluated(tmp_path / "not")) == [2, 4]
     for at in range(1, polls + 1) if kind == notice.STOP else (1, 3, 8):
-        directory = tmp_path / str(at)
-        disturbed(directory, config, at, kind)
-        harness.assert_equal(final_state(directory, config), final_state(tmp_path / "not", config))
-        assert rows.same_bits(directory) == rows.same_bits(tmp_path / "not"), at
-        results = [(d / "results.json").read_text() for d in (directory, tmp_path / "not")]
-        assert results[0] == results[1], at
+        for again in (None, 1) if kind == notice.STOP else (None,):
+            directory = tmp_path / f"{at} {again}"
+            disturbed(directory, config, at, kind, again)
+            end = final_state(directory, config)
+            harness.assert_equal(end, final_state(tmp_path / "not", config))
+            assert rows.same_bits(directory) == rows.same_bits(tmp_path / "not"), (at, again)
+            assert evaluated(directory) == evaluated(tmp_path / "not"), (at, again)
+            results = [(d / "results.json").read_text() for d in (directory, tmp_path / "not")]
+            assert results[0] == results[1], (at, again)
 
 
 def test_two_processes_do_not_share_a_directory(tmp_path):

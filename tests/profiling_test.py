@@ -24,5 +24,5 @@ def test_the_chosen_steps_are_traced_and_the_run_is_left_alone(tmp_path, capsys)
 
 @pytest.mark.parametrize("steps", ["", "3", "5:5", "5:3", "-1:3", "a:b"])
 def test_steps_that_are_none(tmp_path, steps):
-    with pytest.raises(ValueError, match="--profile_steps=.* must be FIRST:LAST"):
+    with pytest.raises(ValueError, match="--profile_steps=.* must be FIRST:END"):
         profiling.run(toy.get_config().lock(), str(tmp_path), steps, None)

@@ -61,6 +61,11 @@ class TrainBatches:
         # One row, for its names, types and shapes.
         self.example = {name: array[:1] for name, array in first.items()}
 
+    def summary(self) -> str:
+        """What data it is, to be compared between processes; empty if the iterator does not say."""
+        said = getattr(self._iterator, "summary", lambda: "")()
+        return str(said)
+
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and types of a batch."""
         return {
@@ -99,16 +104,18 @@ class TrainBatches:
                 "would repeat some and leave others out. Begin anew in another directory with --init_from."
             )
         states = [position["iterator"] for position in positions]
-        # One that counts batches is at the same place on all processes, however many there are.
-        state = states[0] if all(other == states[0] for other in states) else None
-        if state is None and len(states) != jax.process_count():
+        # Equal states need not be shared: of files that each process has for itself they may be as far on.
+        alike = all(other == states[0] for other in states)
+        if alike and getattr(self._iterator, "state_is_shared", False):
+            states = [states[0]] * jax.process_count()
+        if len(states) != jax.process_count():
             raise ValueError(
-                f"The checkpoint of step {step} has a state of the experiment's iterator for "
-                f"each of {len(states)} processes, and they differ; there are {jax.process_count()} processes "
-                f"now. Go on with {len(states)}, or give the iterator a state that all processes share, such "
-                "as a number of batches."
+                f"The checkpoint of step {step} has a state of the experiment's iterator for each of "
+                f"{len(states)} processes; there are {jax.process_count()} processes now. Go on with "
+                f"{len(states)}; or give the iterator a state that all processes share, such as a number of "
+                "batches, and the attribute state_is_shared = True."
             )
-        self._iterator.set_state(_unplain(states[jax.process_index()] if state is None else state))
+        self._iterator.set_state(_unplain(states[jax.process_index()]))
 
     def _take_next(self) -> data.Arrays:
         try:

@@ -6,6 +6,7 @@ one is in it is a number of batches. So a run goes on with the next example on h
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -13,6 +14,8 @@ import numpy as np
 
 Arrays = Mapping[str, np.ndarray]
 _READ_THREADS, _READ_AHEAD = 4, 8
+# Of so many examples a summary has the checksum.
+_SUMMED = 16
 
 
 class Source(Protocol):
@@ -26,7 +29,12 @@ class Source(Protocol):
 
 
 class BatchIterator(Protocol):
-    """What a process reads, batch by batch, from where its state says: as `grain.DatasetIterator`."""
+    """What a process reads, batch by batch, from where its state says: as `grain.DatasetIterator`.
+
+    Where its state is a place in what all processes read together, such as a number of batches, and the same
+    on all of them, it says so by an attribute `state_is_shared = True`: a run may then go on with more or
+    fewer processes. Else, as where each process has files of its own, it goes on with as many.
+    """
 
     def __next__(self) -> Arrays:
         """This process's rows of the next batch: see `Part`."""
@@ -61,9 +69,15 @@ class Part:
 class _Iterator:
     """An iterator of grain's, whose state says which data it is a place in."""
 
-    def __init__(self, iterator: Any, size: int):
+    state_is_shared = True
+
+    def __init__(self, iterator: Any, examples: Examples):
         self._iterator = iterator
-        self._size = size
+        self._examples = examples
+        self._size = num_examples(examples)
+
+    def summary(self) -> str:
+        return summary(self._examples)
 
     def __next__(self) -> Arrays:
         return next(self._iterator)
@@ -72,6 +86,12 @@ class _Iterator:
         return {"batches": self._iterator.get_state()["next_index"], "examples": self._size}
 
     def set_state(self, state: dict[str, int]) -> None:
+        if not isinstance(state, dict) or state.keys() != {"batches", "examples"}:
+            raise ValueError(
+                f"The checkpoint's place in the training data is {state!r}, of another iterator than this one, "
+                "which counts batches: give the experiment the train_batches that it had, or begin anew in "
+                "another directory with --init_from."
+            )
         if state["examples"] != self._size:
             raise ValueError(
                 f"The checkpoint was made with {state['examples']} training examples, and there are "
@@ -122,7 +142,7 @@ def iterate(examples: Examples, part: Part) -> BatchIterator:
     )
     # More steps than any run makes.
     batches = grain.MapDataset.range(2**48).map(read).to_iter_dataset(options)
-    return _Iterator(iter(batches), size)
+    return _Iterator(iter(batches), examples)
 
 
 def _in_order(
@@ -157,6 +177,17 @@ def take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
             f"Examples cannot be stacked ({e}): each must be a mapping of the same names to arrays of the "
             "same shapes."
         ) from e
+
+
+def summary(examples: Examples) -> str:
+    """How many examples there are, and a checksum of some of them, evenly spread."""
+    size = num_examples(examples)
+    rows = np.unique(np.linspace(0, size - 1, min(size, _SUMMED)).astype(np.int64))
+    checksum = 0
+    for name, array in sorted(take(examples, rows).items()):
+        text = f"{name} {array.dtype} {array.shape}".encode()
+        checksum = zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(text, checksum))
+    return f"{size} examples, CRC-32 {checksum:08x} of {len(rows)} of them"
 
 
 def num_examples(examples: Examples) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import batches, metrics, step
+from xshard import batches, data, metrics, processes, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -33,9 +33,14 @@ class Evaluation:
         self._batch_size = batch_size
         self._batches()
         # Replicated, so that each process has those of all groups.
-        self._step = jax.jit(
+        self._jitted = jax.jit(
             step.make_eval_step(experiment, mesh), out_shardings=mesh_lib.sharding(mesh)
         )
+        self._step = processes.compiled_by_all(self._jitted, "the evaluation")
+
+    def summary(self) -> str:
+        """What data it is, to be compared between processes."""
+        return data.summary(self._examples)
 
     def check_name(self, name: str, state: state_lib.TrainState) -> None:
         """Raises ValueError unless the best checkpoint can be told by this value.
@@ -44,7 +49,7 @@ class Evaluation:
           name: as in `checkpoint.best_metric`.
           state: a state, or its shapes.
         """
-        names = jax.eval_shape(self._step, state, next(self._batches())).keys() - {"count"}
+        names = jax.eval_shape(self._jitted, state, next(self._batches())).keys() - {"count"}
         if name not in names:
             raise ValueError(
                 f"checkpoint.best_metric={name!r} must be a metric of the evaluation: "

@@ -36,7 +36,8 @@ class EventFiles:
         Args:
           directory: the folder, which need not exist.
           step: the step that the run goes on from.
-          history: the rows until then: written first if there is no file yet.
+          history: the rows until then: written first if there is no file yet. What a part of the run without
+            this writer has made between two with it is not in the files.
 
         Raises:
           ValueError: if the file cannot be written.

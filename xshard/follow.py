@@ -1,8 +1,8 @@
 """A job that judges a run's checkpoints as they come, beside the run or after it: `--mode=eval`.
 
 It only reads the run's directory. What it writes is in the folder `eval` of it: a row for each checkpoint in
-metrics.jsonl, and where else `config.writers` has rows go; and best.json, which names the best ones. Where the config keeps best checkpoints, those that
-this job finds are pinned, so that the run does not delete them.
+metrics.jsonl, and where else `config.writers` has rows go; and best.json, which names the best ones. Where the
+config keeps best checkpoints, those that this job finds are pinned, so that the run does not delete them.
 """
 
 import contextlib
@@ -15,7 +15,17 @@ from typing import Any
 import jax
 import ml_collections
 
-from xshard import checkpoint, evaluation, metrics, notice, saving, workdir, writers
+from xshard import (
+    checkpoint,
+    evaluation,
+    metrics,
+    notice,
+    processes,
+    saving,
+    terminal,
+    workdir,
+    writers,
+)
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
@@ -35,6 +45,7 @@ class Follower:
         directory: str,
         watch: watch_lib.Watch | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        show: terminal.Show = terminal.Show.NORMAL,
     ):
         """Makes what judges; the run need not be there yet.
 
@@ -43,6 +54,7 @@ class Follower:
           directory: the run's work directory.
           watch: what may stop the job.
           sleep: waits for so many seconds.
+          show: how much is printed.
 
         Raises:
           ValueError: with the key, its value and the mend, if something does not fit.
@@ -55,6 +67,7 @@ class Follower:
         self._target = state_lib.abstract_state(*args, whole=True)
         self._storage = state_lib.Storage(experiment, mesh)
         self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
+        processes.check_equal("the data", {"evaluation": self._evaluation.summary})
         if config.checkpoint.keep_best:
             self._evaluation.check_name(config.checkpoint.best_metric, self._target)
         self._run = workdir.Workdir(directory)
@@ -62,6 +75,7 @@ class Follower:
         self._checkpoints = saving.manager(config, str(self._run.checkpoints))
         self._watch = watch
         self._sleep = sleep
+        self._terminal = terminal.Terminal(config.steps, show)
         self._stop: notice.Notice | None = None
         self._said = ""
         self._judged = -1
@@ -119,9 +133,10 @@ class Follower:
         config, rows = workdir.plain(self._config), self._own.metrics
         part = writers.Part(self._own.path, self._judged, config, lambda: writers.read(rows))
         self._writers = writers.open_all(self._config.writers, part)
-        if self._config.checkpoint.keep_best:
-            path = self._own.path / "best.json"
-            self._best = _Best(path, saving.keep(self._config.checkpoint), self._checkpoints)
+        path, keep = self._own.path / "best.json", saving.keep(self._config.checkpoint)
+        # Also where no best ones are kept any more, to leave those of before to the run's rules.
+        if keep.best or path.exists():
+            self._best = _Best(path, keep, self._checkpoints, rows)
 
     def _judge(self, step: int) -> None:
         try:
@@ -139,28 +154,45 @@ class Follower:
         if values is None:
             return
         self._judged = step
+        # Before the row, after which nobody judges it again.
+        if self._best is not None:
+            self._best.judged(step, values)
         numbers = "  ".join(f"{name} {metrics.show(value)}" for name, value in values.items())
         self._say(f"step {step}  evaluation: {numbers}")
         row = {"step": step, **{f"eval/{name}": value for name, value in values.items()}}
         for writer in self._writers or []:
             writer.write(row | {"perf/time": round(time.time(), 3)})
-        if self._best is not None:
-            self._best.judged(step, values)
 
     def _say(self, message: str) -> None:
         if message != self._said:
-            print(message, flush=True)
+            self._terminal.say(message)
         self._said = message
 
 
 class _Best:
     """The best checkpoints, which survive a restart of the job and the rules of the run."""
 
-    def __init__(self, path: pathlib.Path, keep: checkpoint.Keep, manager: checkpoint.Manager):
+    def __init__(
+        self,
+        path: pathlib.Path,
+        keep: checkpoint.Keep,
+        manager: checkpoint.Manager,
+        rows: pathlib.Path,
+    ):
         self._path, self._keep, self._manager = path, keep, manager
         found = json.loads(path.read_bytes()) if path.exists() else {}
-        self._values = {one["step"]: one["value"] for one in found.get("best", [])}
         self._pinned = set(found.get("pinned", []))
+        self._values: dict[int, float] = {}
+        same = (found.get("metric"), found.get("mode")) == (keep.metric, keep.mode)
+        if same:
+            self._values = {one["step"]: one["value"] for one in found["best"]}
+        elif keep.best:
+            # By another metric than before: of what has been judged, and is there.
+            name, there = f"eval/{keep.metric}", set(manager.all_steps())
+            judged = {row["step"]: row[name] for row in writers.read(rows) if name in row}
+            self._rank({s: saving.number(v) for s, v in judged.items() if s in there})
+            self._pinned |= {step for step in self._values if manager.pin(step)}
+        self._rank(self._values)
         self.release()
 
     def hold(self, step: int) -> bool:
@@ -178,11 +210,13 @@ class _Best:
 
     def judged(self, step: int, values: dict[str, Any]) -> None:
         """Keeps the best, and leaves the others to the run's rules."""
-        self._values[step] = saving.number(values[self._keep.metric])
-        there = [checkpoint.Saved(one, value) for one, value in self._values.items()]
-        best = self._keep.best_steps(there)
-        self._values = {one: self._values[one] for one in best}
+        if self._keep.best:
+            self._rank({**self._values, step: saving.number(values[self._keep.metric])})
         self.release()
+
+    def _rank(self, values: dict[int, float]) -> None:
+        there = [checkpoint.Saved(step, value) for step, value in values.items()]
+        self._values = {step: values[step] for step in self._keep.best_steps(there)}
 
     def release(self) -> None:
         """Leaves what is not among the best to the run's rules."""
@@ -201,10 +235,14 @@ class _Best:
 
 
 def run(
-    config: ml_collections.ConfigDict, directory: str, command: str, watch: watch_lib.Watch | None
+    config: ml_collections.ConfigDict,
+    directory: str,
+    command: str,
+    watch: watch_lib.Watch | None,
+    show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
     """Follows a run to its end, or until the job is told to stop; returns the exit code."""
-    stop = Follower(config, directory, watch).follow()
+    stop = Follower(config, directory, watch, show=show).follow()
     own = workdir.Workdir(directory).path / FOLDER
     if stop is not None:
         print(f"{stop.why}: stopped; what has been judged is in {own}\nto go on: {command}")

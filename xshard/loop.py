@@ -20,6 +20,7 @@ from xshard import (
     hooks,
     metrics,
     overview,
+    processes,
     saving,
     step,
     workdir,
@@ -68,6 +69,8 @@ class Run:
         sizes = {key: config[key] for key in ("batch_size", "seed", "micro_batches")}
         self.batches = batches.TrainBatches(self.experiment.train_batches, self.mesh, **sizes)
         self._evaluation = evaluation.Evaluation(self.experiment, self.mesh, config.eval_batch_size)
+        said = {"training": self.batches.summary, "evaluation": self._evaluation.summary}
+        processes.check_equal("the data", said)
         self.workdir = workdir.Workdir(directory)
         # The directory is process 0's: the others need not even see it.
         self._first = jax.process_index() == 0
@@ -76,16 +79,15 @@ class Run:
         self._stop: notice_lib.Notice | None = None
         self._save_now = False
         self._init_args = (self.experiment, self.mesh, config.seed, self.batches.example)
-        self._storage = state_lib.Storage(self.experiment, self.mesh)
         self._target = state_lib.abstract_state(*self._init_args, whole=True)
         self._init = init
+        storage, place = state_lib.Storage(self.experiment, self.mesh), self.workdir.checkpoints
         self.checkpoints = saving.Checkpoints(
-            config, str(self.workdir.checkpoints), self.batches, self.terminal.say
+            config, str(place), self.batches, storage, self.terminal.say
         )
         self.checkpoints.check_init(self._target, init)
-        self.train_step = jax.jit(
-            step.make_train_step(self.experiment, self.mesh), donate_argnums=0
-        )
+        train_step = jax.jit(step.make_train_step(self.experiment, self.mesh), donate_argnums=0)
+        self.train_step = processes.compiled_by_all(train_step, "the training step")
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
         if config.checkpoint.keep_best:
             self._evaluation.check_name(config.checkpoint.best_metric, self._target)
@@ -104,11 +106,13 @@ class Run:
         # 2. Rows after the checkpoint are dropped: their steps will be made again.
         with self._log(start) as log:
             evaluate, *others = self._hooks(log)
-            # 3. An evaluation that a stop has cut short is made up for.
+            # 3. An evaluation that a stop has cut short is made up for, if no other stop does the same.
             self.doing("compiling", step=start, steps=self.config.steps)
             if start and not evaluated:
                 evaluate(start, state)
-            for number in range(start, self.config.steps):
+                if self._stop is None:
+                    self.checkpoints.made_up_for(start, self._evaluated[1])
+            for number in range(start, start if self._stop else self.config.steps):
                 with self.clock.waiting(log.newest):
                     batch = next(self.batches)
                 state, values = self.train_step(state, batch)
@@ -156,11 +160,8 @@ class Run:
 
     def resume_or_init(self) -> tuple[state_lib.TrainState, bool]:
         """The newest checkpoint's state or a new one, and whether its evaluation, if due, has been made."""
-        first = lambda: state_lib.init(*self._init_args)
-        # What is taken from another run has a checkpoint's shapes.
-        init = first if self._init is None else lambda: self._storage.to_whole(first())
-        state, evaluated = self.checkpoints.resume_or_init(self._target, init, self._init)
-        return self._storage.from_whole(state), evaluated
+        init = lambda: state_lib.init(*self._init_args)
+        return self.checkpoints.resume_or_init(self._target, init, self._init)
 
     def evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
         """The means over all evaluation examples; lists where there are several groups.
@@ -217,16 +218,23 @@ class Run:
         applied = metrics.to_number(mesh_lib.replicate(self.mesh, state.global_step))
         results = {"step": int(state.step), "global_step": applied, "eval": values}
         if self._stop is None:
+            self._write_results({**results, "samples": ""})
             results["samples"] = self._samples(state)
-        if self._stop is None and self._first:
-            metrics.write_atomically(self.workdir.results, workdir.to_json(results))
+            self._write_results(results)
         return results, self._stop
 
+    def _write_results(self, results: dict[str, Any]) -> None:
+        if self._first:
+            metrics.write_atomically(self.workdir.results, workdir.to_json(results))
+
     def _samples(self, state: state_lib.TrainState) -> str:
-        compiled = jax.jit(step.make_predict(self.experiment, self.mesh))
+        # Replicated, so that each process has them all.
+        place = mesh_lib.sharding(self.mesh)
+        jitted = jax.jit(step.make_predict(self.experiment, self.mesh), out_shardings=place)
+        outputs = processes.compiled_by_all(jitted, "the prediction")
 
         def predict(batch: Mapping[str, Any]) -> Any:
-            return jax.device_get(compiled(state, mesh_lib.put_whole(self.mesh, batch)))
+            return jax.device_get(outputs(state, mesh_lib.put_whole(self.mesh, batch)))
 
         return self.experiment.samples(predict, jax.random.key(self.config.seed))
 
@@ -271,15 +279,10 @@ class Run:
 
     def _save(self, made: int, state: state_lib.TrainState) -> None:
         self._save_now = False
-        evaluated, values = self._evaluated
-        due = made % self.config.eval_every_steps == 0
+        evaluated, due = self._evaluated[0] == made, made % self.config.eval_every_steps == 0
+        values = self._evaluated[1] if evaluated else {}
         with self.clock.phase(clock_lib.CHECKPOINT):
-            self.checkpoints.save(
-                made,
-                self._storage.to_whole(state),
-                values if evaluated == made else {},
-                evaluated=evaluated == made or not due,
-            )
+            self.checkpoints.save(made, state, values, evaluated=evaluated or not due)
 
     def _say_start(self, start: int, state: state_lib.TrainState) -> None:
         say, steps = self.terminal.say, self.config.steps

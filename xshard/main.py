@@ -51,7 +51,9 @@ _MODE = flags.DEFINE_enum(
     "train; eval: judge the run's checkpoints as they come; profile: trace some steps for xprof.",
 )  # fmt: skip
 _PROFILE_STEPS = flags.DEFINE_string(
-    "profile_steps", "10:13", "With --mode=profile, which steps after the start: FIRST:LAST."
+    "profile_steps",
+    "10:13",
+    "With --mode=profile, which steps after the start: FIRST:END, without END.",
 )
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
 _QUIET = flags.DEFINE_bool(
@@ -133,15 +135,15 @@ def main(argv: Sequence[str], config: Any) -> int:
 
 def _run_mode(config: Any, directory: str, watching: watch.Watch) -> int:
     command = _command()
+    show = terminal.Show.QUIET if _QUIET.value else terminal.Show.NORMAL
+    show = terminal.Show.VERBOSE if _VERBOSE.value else show
     if _MODE.value == "eval":
-        return follow.run(config, directory, command, watching)
+        return follow.run(config, directory, command, watching, show)
     if _MODE.value == "profile":
-        return profiling.run(config, directory, _PROFILE_STEPS.value, watching)
+        return profiling.run(config, directory, _PROFILE_STEPS.value, watching, show)
     init = None
     if _INIT_FROM.value is not None:
         init = checkpoint.Source(_INIT_FROM.value, _INIT_SELECT.value, _INIT_GROUP.value)
-    show = terminal.Show.QUIET if _QUIET.value else terminal.Show.NORMAL
-    show = terminal.Show.VERBOSE if _VERBOSE.value else show
     return loop.run(config, directory, command, init, watching, show)
 
 

@@ -2,9 +2,10 @@
 
 import contextlib
 import itertools
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +13,10 @@ from jax._src import distributed
 
 _SERIES = itertools.count()
 _POLL_SECONDS = 0.05
+# Beyond all compiling: whether a peer is still there, the watch finds out.
+_COMPILE_SECONDS = 7200.0
+# Beyond all reading of data before a run.
+_COMPARE_SECONDS = 3600.0
 
 
 class LostError(OSError):
@@ -126,6 +131,55 @@ class Board:
             meanwhile()
             time.sleep(_POLL_SECONDS)
         return [said[i] for i in range(self._count)]
+
+
+def check_equal(what: str, facts: Mapping[str, Callable[[], str]]) -> None:
+    """Raises ValueError, on all processes, unless all say the same.
+
+    Args:
+      what: what is compared, for the message.
+      facts: by name what says a fact, shortly; not called where there is but one process.
+    """
+    if jax.process_count() == 1:
+        return
+    meet = Exchange(f"comparing {what}", _COMPARE_SECONDS)
+    mine = {name: say() for name, say in facts.items()}
+    said = [json.loads(one) for one in meet(json.dumps(mine))]
+    for name, value in said[0].items():
+        others = {i: one[name] for i, one in enumerate(said) if one[name] != value}
+        if others:
+            listed = "; ".join(f"process {i}: {other}" for i, other in others.items())
+            raise ValueError(
+                f"{what}: {name} differs between the processes, which would not train one model. Process 0: "
+                f"{value}; {listed}. Give all hosts the same files."
+            )
+
+
+def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
+    """A jitted function that no process runs before all have compiled it.
+
+    They may be far apart: where one finds its program in a cache, or has other work to do. But gloo, by which
+    CPUs reduce, waits 30 s for a peer in a collective, and then fails.
+
+    Args:
+      function: of `jax.jit`; called with arguments of the same shapes on all processes.
+      what: what it is, for the message if one does not come.
+    """
+    if jax.process_count() == 1:
+        return function
+    meet = Exchange(f"compiling {what}", _COMPILE_SECONDS)
+    met = False
+
+    def call(*args: Any) -> Any:
+        nonlocal met
+        if not met:
+            # JAX keeps it for the call.
+            function.lower(*args).compile()
+            meet()
+            met = True
+        return function(*args)
+
+    return call
 
 
 def bounded(action: Callable[[], Any], seconds: float) -> Any:

@@ -3,14 +3,18 @@
 import jax
 import ml_collections
 
-from xshard import loop, notice
+from xshard import loop, notice, terminal
 from xshard import watch as watch_lib
 
 FOLDER = "profile"
 
 
 def run(
-    config: ml_collections.ConfigDict, directory: str, steps: str, watch: watch_lib.Watch | None
+    config: ml_collections.ConfigDict,
+    directory: str,
+    steps: str,
+    watch: watch_lib.Watch | None,
+    show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
     """Goes on from the newest checkpoint, or begins, and traces some steps; nothing else is written.
 
@@ -19,6 +23,7 @@ def run(
       directory: its work directory, in which the folder `profile` is made.
       steps: as '10:13', the steps after the start that are traced, the last one not; the first compiles.
       watch: what may stop it.
+      show: how much is printed.
 
     Returns:
       The exit code.
@@ -27,11 +32,13 @@ def run(
       ValueError: if there are no such steps, or something does not fit.
     """
     first, last = _range(steps)
-    current = loop.Run(config, directory, watch=watch)
+    current = loop.Run(config, directory, watch=watch, show=show)
     traces = current.workdir.path / FOLDER
     state, _ = current.resume_or_init()
     start = int(state.step)
-    print(f"steps {start + first} to {start + last - 1} will be traced into {traces}", flush=True)
+    current.terminal.say(
+        f"steps {start + first} to {start + last - 1} will be traced into {traces}"
+    )
     values = None
     for number in range(last):
         if number == first:
@@ -55,6 +62,6 @@ def _range(steps: str) -> tuple[int, int]:
     first, colon, last = steps.partition(":")
     if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
         raise ValueError(
-            f"--profile_steps={steps} must be FIRST:LAST with FIRST below LAST, as 10:13 is."
+            f"--profile_steps={steps} must be FIRST:END with FIRST below END, as 10:13 is, which traces 10, 11 and 12."
         )
     return int(first), int(last)

@@ -29,6 +29,7 @@ class Checkpoints:
         config: ml_collections.ConfigDict,
         default: str,
         batches: batches_lib.TrainBatches,
+        storage: state_lib.Storage,
         notify: Callable[[str], None],
     ):
         """Opens them; nothing is written.
@@ -37,6 +38,7 @@ class Checkpoints:
           config: the run's config.
           default: where they are if `checkpoint.directory` is empty.
           batches: whose position is saved.
+          storage: what takes a state to the shapes of a checkpoint.
           notify: takes a line on each checkpoint that counts, from another thread.
 
         Raises:
@@ -45,6 +47,7 @@ class Checkpoints:
         options = config.checkpoint
         self._metadata = {"experiment": config.experiment, "config": workdir.plain(config)}
         self._batches = batches
+        self.storage = storage
         self._go_on = options.on_failure == "go_on"
         self._last: int | None = None
         self._notify = notify
@@ -70,13 +73,32 @@ class Checkpoints:
           ValueError: if what is there does not fit.
         """
         if self.manager.agreed_latest_step() is None:
-            state = init()
-            return (state if source is None else checkpoint.init_from(source, state)), True
+            return (init() if source is None else self._init_from(source, init())), True
         if source is not None:
             _say(f"--init_from={source.place} is for a new run; this one goes on from its own")
         restored = self.manager.restore(target)
         self._batches.restore(restored.data)
-        return restored.state, restored.metadata.get("evaluated", True)
+        metrics = self.manager.agree(lambda: self.manager.metrics(restored.step))
+        state = self.storage.from_whole(restored.state)
+        return state, bool(metrics) or restored.metadata.get("evaluated", True)
+
+    def _init_from(
+        self, source: checkpoint.Source, state: state_lib.TrainState
+    ) -> state_lib.TrainState:
+        # What is taken has a checkpoint's shapes.
+        whole = self.storage.to_whole(state)
+        taken = checkpoint.init_from(source, whole)
+        return self.storage.from_whole(self.storage.begin_averages(taken, whole))
+
+    def made_up_for(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Takes the metrics of an evaluation that came after its step was saved.
+
+        Args:
+          step: the step.
+          metrics: those of the evaluation.
+        """
+        numbers = {name: number(value) for name, value in metrics.items()}
+        self._tolerate(lambda: self.manager.add_metrics(step, numbers))
 
     def save(
         self, made: int, state: state_lib.TrainState, metrics: Mapping[str, Any], *, evaluated: bool
@@ -96,7 +118,9 @@ class Checkpoints:
         metadata = {**self._metadata, "evaluated": evaluated}
         position = self._batches.position(made)
         self._tolerate(
-            lambda: self.manager.save(made, state, metadata, data=position, metrics=numbers)
+            lambda: self.manager.save(
+                made, self.storage.to_whole(state), metadata, data=position, metrics=numbers
+            )
         )
 
     def check(self) -> None:

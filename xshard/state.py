@@ -20,6 +20,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import model as model_lib
 from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import moving_average, trees
 
 Batch = model_lib.Batch
 _Cuts = Mapping[str, layouts_lib.Layouts]
@@ -126,6 +127,25 @@ class Storage:
     def from_whole(self, state: TrainState) -> TrainState:
         """The state as a step takes it; one that is so already stays. Every process calls it alike."""
         return self._convert(state, whole=False)
+
+    def begin_averages(self, state: TrainState, before: TrainState) -> TrainState:
+        """Begins averages of parameters anew, as they are where parameters were taken from elsewhere.
+
+        Args:
+          state: as a checkpoint has it.
+          before: what it was before some of its arrays were replaced: averages that were, too, stay.
+        """
+        name = self._model.averages_module()
+        if name is None:
+            return state
+        slots, old = dict(state.opt_state[name]), before.opt_state[name]
+        for path, param in trees.leaves_by_path(state.params).items():
+            key = f"{moving_average.SLOT}/{path}"
+            if slots[key] is old[key]:
+                # A copy: what holds both may be donated.
+                copy = lambda x, dtype=old[key].dtype: jnp.array(x, dtype, copy=True)
+                slots[key] = jax.jit(copy, out_shardings=old[key].sharding)(param)
+        return state._replace(opt_state={**state.opt_state, name: slots})
 
     def _convert(self, state: TrainState, whole: bool) -> TrainState:
         if self._cuts is None:

@@ -6,6 +6,7 @@
         meta.json               the tree: paths, shapes, types; the run's metadata; versions
         COMMIT                  created last and only if absent: with it the checkpoint counts
         PINNED, DAMAGED         marks: never deleted by a rule; set aside, with the reason
+        METRICS                 those of an evaluation that was made after the save
 
 Each array of the tree is a zarr3 array under its path (see arrays.py). COMMIT holds its own checksum and
 those of meta.json and of the manifest, the number of keys, and the metrics that the best checkpoint is
@@ -22,7 +23,8 @@ from xshard.checkpoint import store as store_lib
 
 VERSION = 2
 COMMIT, META, MANIFEST = "COMMIT", "meta.json", "manifest.ocdbt"
-PINNED, DAMAGED = "PINNED", "DAMAGED"
+PINNED, DAMAGED, METRICS = "PINNED", "DAMAGED", "METRICS"
+_MARKS = {COMMIT, PINNED, DAMAGED, METRICS}
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{8})")
 
 CheckpointError = store_lib.CheckpointError
@@ -36,7 +38,7 @@ class Attempt:
       store: where it is.
       step: the step's number.
       nonce: what tells it from other attempts.
-      marks: which of COMMIT, PINNED and DAMAGED are in it.
+      marks: which of COMMIT, PINNED, DAMAGED and METRICS are in it.
     """
 
     store: store_lib.Store
@@ -70,7 +72,7 @@ def attempts(store: store_lib.Store) -> list[Attempt]:
         if _NAME.fullmatch(folder):
             marks.setdefault(folder, set()).add(rest)
     found = [
-        Attempt(store, int(match[1]), match[2], frozenset(inside & {COMMIT, PINNED, DAMAGED}))
+        Attempt(store, int(match[1]), match[2], frozenset(inside & _MARKS))
         for folder, inside in marks.items()
         if (match := _NAME.fullmatch(folder))
     ]
@@ -116,6 +118,12 @@ def pin(attempt: Attempt) -> bool:
 def unpin(attempt: Attempt) -> None:
     """Leaves a checkpoint to the rules again."""
     attempt.store.delete(attempt.prefix + PINNED)
+
+
+def add_metrics(attempt: Attempt, metrics: dict[str, float]) -> None:
+    """Gives a checkpoint metrics that it was saved without; those that it has been given stay."""
+    if METRICS not in attempt.marks:
+        attempt.store.create(attempt.prefix + METRICS, seal(metrics))
 
 
 def checksum(content: bytes) -> str:

@@ -107,6 +107,25 @@ class Manager:
         """Leaves a step to the rules again."""
         format_lib.unpin(format_lib.find(self.store, step))
 
+    def metrics(self, step: int) -> dict[str, float]:
+        """The metrics of a step, as this process sees them; none if it has none.
+
+        Raises:
+          CheckpointError: if there is no such step.
+        """
+        return dict(source.read_commit(format_lib.find(self.store, step))["metrics"])
+
+    def add_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Gives a step that was saved without metrics those that it is chosen by as the best.
+
+        Raises:
+          CheckpointError: on all processes, if there is no such step, or it cannot be written.
+        """
+        self.wait()
+        self._saver.first(
+            lambda: format_lib.add_metrics(format_lib.find(self.store, step), metrics)
+        )
+
     def acquire(self) -> None:
         """Makes the folder this run's until `close`; a save does so too.
 

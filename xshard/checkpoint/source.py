@@ -1,6 +1,7 @@
 """Reads parts of arrays from a checkpoint, and names what is damaged."""
 
 import collections
+import contextlib
 import json
 import math
 import mmap
@@ -53,7 +54,7 @@ def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
 
 
 def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
-    """The content of COMMIT; DamagedError if it is not this attempt's."""
+    """The content of COMMIT, with the metrics of METRICS; DamagedError if it is not this attempt's."""
     content = _read_file(attempt, format_lib.COMMIT)
     try:
         commit = format_lib.unseal(content)
@@ -61,6 +62,10 @@ def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
         raise DamagedError(f"{attempt}/{format_lib.COMMIT} is not what was written: {e}.") from e
     if (commit["step"], commit["attempt"]) != (attempt.step, attempt.nonce):
         raise DamagedError(f"{attempt}/{format_lib.COMMIT} is another checkpoint's.")
+    if format_lib.METRICS in attempt.marks:
+        # Damage here is none of the state.
+        with contextlib.suppress(DamagedError, ValueError):
+            commit["metrics"] |= format_lib.unseal(_read_file(attempt, format_lib.METRICS))
     return commit
 
 
