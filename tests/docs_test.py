@@ -23,12 +23,12 @@ import pytest
 from absl import flags
 
 import xshard
-from configs import digits
+from configs import digits, lm
 from xshard import workdir
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "first_experiment.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("experiments/*/README.md"))]
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted(ROOT.joinpath("xshard").rglob("*.py"))
@@ -84,7 +84,8 @@ def test_links_and_keys(page):
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert link.startswith("https://") or (page.parent / link).exists(), link
-    keys = list(workdir.flatten(workdir.plain(digits.get_config())))
+    configs = (digits.get_config(), lm.get_config())
+    keys = [key for config in configs for key in workdir.flatten(workdir.plain(config))]
     for key in re.findall(r"`(?:--)?config\.(?!json|py|experiment_kwargs)([a-z_.]+)", text):
         assert any(f"{known}.".startswith(f"{key.rstrip('.')}.") for known in keys), key
 

@@ -1,5 +1,6 @@
 """The language model at a tiny shape, its text, and the config files."""
 
+import functools
 import math
 import os
 
@@ -406,3 +407,30 @@ def test_the_configs_are_whole(get_config):
 def test_sources_are_not_copied(folder):
     examples = experiment.LanguageModel(small(folder)).train_data()["text"]
     assert examples.base is not None and not examples.flags.owndata and os.path.isdir(folder)
+
+
+def test_without_a_scale_the_gradient_of_a_large_batchs_mean_is_lost_in_float16(network):
+    apply, params = transformer().apply, dict(network[1])
+    # As small as it is after some steps of training.
+    params["transformer"] = {**params["transformer"], "head": params["transformer"]["head"] / 20}
+    rows = jax.random.randint(jax.random.key(5), (128, 17), 0, 256).astype(jnp.uint8)
+    # The first of so many micro-batches, of 2,048 bytes each.
+    parts = 32
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def grads(dtype, scale):
+        def loss(params):
+            outputs = apply(jax.tree.map(lambda p: p.astype(dtype), params), rows[:, :-1])
+            return scale * jnp.mean(experiment._losses(outputs, {"text": rows})) / parts
+
+        return jax.tree.map(lambda g: g / scale, jax.grad(loss)(params))
+
+    exact = grads(jnp.float32, 1.0)
+
+    def error(scale):
+        """The largest relative error among the gradients of all arrays, by their norms."""
+        pairs = zip(*map(jax.tree.leaves, (grads(jnp.float16, scale), exact)), strict=True)
+        return max(float(jnp.linalg.norm(g - e) / jnp.linalg.norm(e)) for g, e in pairs)
+
+    # A float16 product has 11 bits; below 6e-5 each halving costs one of them.
+    assert error(2.0**15) < 0.01 and error(1.0) > 0.05
