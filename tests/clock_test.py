@@ -129,6 +129,18 @@ def test_a_wait_that_outlasts_the_step_counts_from_the_step_s_end(now):
     assert made.seconds()["data"] == 6
 
 
+def test_of_short_waits_that_outlast_the_step_half_counts(now):
+    made = started(now)
+    for _ in range(4):
+        step = Step(now)
+        with made.waiting(step):
+            now.pass_(2**-11)
+            step.end()
+        assert made._waiting._ended is None and not step.waited_for
+    # When the first ended is not known.
+    assert made.seconds()["data"] == 3 * 2**-12
+
+
 def test_arrays_are_what_can_be_waited_for(now):
     made = started(now)
     array = jnp.ones(3).block_until_ready()

@@ -30,6 +30,10 @@ START, DATA, CHECKPOINT, EVALUATION, TRAINING = PHASES = (
 )
 
 
+# Some times as long as it takes to hand something to a thread and back.
+_SHORT_SECONDS = 1e-3
+
+
 class Clock:
     """Counts the seconds of each phase, from the begin of the process on; for one thread."""
 
@@ -86,20 +90,23 @@ class _Waiting:
 
     They have been for none of it if they still compute when it ends. While that is so, as it should be, no more
     is asked, and it costs a microsecond or two. Else the next wait looks closer: it counts whole if the devices
-    are idle when it begins, and if not, a thread beside it waits for the instant in which they are.
+    are idle when it begins, and if not, a thread beside it waits for the instant in which they are. Where the
+    wait before was a short one, which a thread would make longer, it counts half instead.
     """
 
     newest: Any = None
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._closer = False
+        self._closer = self._busy = False
+        self._last = 0.0
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
 
     def __enter__(self) -> None:
         self._begin = self._clock._now()
         self._ended: concurrent.futures.Future[float] | None = None
-        if self._closer and not self.newest.is_ready():
+        self._busy = self._closer and not self.newest.is_ready()
+        if self._busy and self._last > _SHORT_SECONDS:
             if self._thread is None:
                 self._thread = concurrent.futures.ThreadPoolExecutor(1, "idle")
             self._ended = self._thread.submit(self._wait, self.newest)
@@ -109,12 +116,16 @@ class _Waiting:
             return
         now, idle = self._clock._now(), self.newest.is_ready()
         if idle and self._closer:
-            begin = self._begin if self._ended is None else self._ended.result()
-            wait, seconds = max(now - begin, 0.0), self._clock._seconds
+            wait, seconds = max(now - self._idle_since(now), 0.0), self._clock._seconds
             # It will be counted as part of the present phase, too.
             seconds[self._clock._phase] -= wait
             seconds[DATA] += wait
-        self._closer = idle
+        self._closer, self._last = idle, now - self._begin
+
+    def _idle_since(self, now: float) -> float:
+        if not self._busy:
+            return self._begin
+        return (self._begin + now) / 2 if self._ended is None else self._ended.result()
 
     def _wait(self, newest: Any) -> float:
         newest.block_until_ready()
