@@ -73,6 +73,15 @@ def test_one_run_goes_on_and_gets_each_row(tmp_path, sent):
     assert sent.options[0]["resume"] == "allow" and sent.options[0]["config"] == {"a": 1}
 
 
+def test_a_first_part_that_is_killed_is_of_the_same_run(tmp_path, sent):
+    part(tmp_path, 0, [training(1)], killed=True)
+    part(tmp_path, 0, [training(1), training(2)])
+    first, second = sent.options
+    assert first["id"] == second["id"]
+    # Nobody knows what of the first part has arrived.
+    assert [row[0] for row in sent.rows if row != "finished"] == [1, 1, 2]
+
+
 def test_what_weights_and_biases_refuses_is_a_message(tmp_path, sent):
     sent.error = "no key."
     with pytest.raises(ValueError, match="does not begin: no key. .*WANDB_MODE=offline"):
