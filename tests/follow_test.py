@@ -177,6 +177,35 @@ def test_a_job_that_is_killed_after_a_row_knows_the_best(run, monkeypatch):
     assert best(run)["pinned"] == [max(found, key=found.get)] == [3]
 
 
+def test_a_job_that_is_killed_before_a_row_takes_its_pins_back(run, monkeypatch):
+    config = make_config(keep_last=10)
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(follow.writers.JsonLines, "write", die)
+        with pytest.raises(Killed):
+            follow.run(config, str(run), "", None)
+    assert best(run)["pinned"] == [3] and not (run / "eval/metrics.jsonl").exists()
+    assert follow.run(config, str(run), "", None) == 0
+    marks = (run / "checkpoints").glob("*/PINNED")
+    assert [path.parent.name[:13] for path in marks] == ["step_00000012"]
+
+
+def test_values_that_were_not_finite_are_no_ground_for_another_metric(run):
+    assert follow.run(make_config(keep_last=10), str(run), "", None) == 0
+    made = rows.read(run / "eval")
+    made[-1]["eval/error"], made[0]["eval/error"] = None, [0.25, None]
+    (run / "eval/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    assert follow.run(make_config(keep_last=10, best_mode="max"), str(run), "", None) == 0
+    largest = max(made[1:3], key=lambda row: row["eval/error"])
+    assert best(run)["pinned"] == [largest["step"]]
+
+
 def test_another_metric_or_none_is_judged_by_from_then_on(run):
     config = make_config(keep_last=10, best_mode="max")
     assert follow.run(config, str(run), "", None) == 0

@@ -472,10 +472,10 @@ def evaluated(directory):
 @pytest.mark.parametrize("kind", [notice.STOP, notice.SAVE])
 def test_wherever_it_is_told_to_stop_or_save_it_ends_as_if_undisturbed(tmp_path, kind):
     # Evaluations of two batches: a stop may come in the middle of one.
-    config = make_config(steps=4, eval_every_steps=2, log_every_steps=1)
-    with_checkpoint(config, every_steps=3, keep_best=2, best_metric="error", best_mode="min")
+    config = make_config(steps=5, eval_every_steps=2, log_every_steps=1)
+    with_checkpoint(config, every_steps=3, keep_best=3, best_metric="error", best_mode="min")
     polls = disturbed(tmp_path / "not", config, 1000, kind)
-    assert polls == 4 + 2 + 2 and list(evaluated(tmp_path / "not")) == [2, 4]
+    assert polls == 5 + 2 + 2 + 2 and list(evaluated(tmp_path / "not")) == [2, 4, 5]
     for at in range(1, polls + 1) if kind == notice.STOP else (1, 3, 8):
         for again in (None, 1) if kind == notice.STOP else (None,):
             directory = tmp_path / f"{at} {again}"

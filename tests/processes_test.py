@@ -1,4 +1,4 @@
-"""What processes do together; how they meet is in tests/checkpoint/pod_test.py, by real ones."""
+"""What processes do together, but for the meeting itself: that is done by real ones in tests/launch."""
 
 import json
 
@@ -65,7 +65,9 @@ def test_a_program_is_compiled_once(monkeypatch):
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.parametrize("others, rule", [(["10 rows", "9 rows"], "process 2: 9 rows"), ([], "")])
+@pytest.mark.parametrize(
+    "others, rule", [(["10 rows", "9 rows"], "process 2: 9 rows"), (["10 rows"] * 2, "")]
+)
 def test_all_processes_have_the_same_data(monkeypatch, others, rule):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     heard = lambda _, mine: [mine, *(json.dumps({"held-out": other}) for other in others)]

@@ -34,6 +34,9 @@ class BatchIterator(Protocol):
     Where its state is a place in what all processes read together, such as a number of batches, and the same
     on all of them, it says so by an attribute `state_is_shared = True`: a run may then go on with more or
     fewer processes. Else, as where each process has files of its own, it goes on with as many.
+
+    One that has a method `summary`, which says in a few words what data all processes read, has these compared
+    between them before a run.
     """
 
     def __next__(self) -> Arrays:

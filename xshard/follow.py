@@ -188,20 +188,19 @@ class _Best:
             self._values = {one["step"]: one["value"] for one in found["best"]}
         elif keep.best:
             # By another metric than before: of what has been judged, and is there.
-            name, there = f"eval/{keep.metric}", set(manager.all_steps())
-            judged = {row["step"]: row[name] for row in writers.read(rows) if name in row}
-            self._rank({s: saving.number(v) for s, v in judged.items() if s in there})
-            self._pinned |= {step for step in self._values if manager.pin(step)}
+            self._rank(_judged(rows, f"eval/{keep.metric}", manager.all_steps()))
+            self._values = {step: v for step, v in self._values.items() if self.hold(step)}
         self._rank(self._values)
         self.release()
 
     def hold(self, step: int) -> bool:
         """Pins a step while it is judged; False if it is there no more."""
         # Noted first: a pin that nobody remembers would stay for ever.
+        known = step in self._pinned
         self._pinned.add(step)
         self._write()
         try:
-            mine = self._manager.pin(step)
+            mine = self._manager.pin(step) or known
         except checkpoint.CheckpointError:
             mine = False
         if not mine:
@@ -249,6 +248,14 @@ def run(
         return stop.code
     print(f"all checkpoints to step {config.steps} have been judged; in {own}")
     return notice.DONE
+
+
+def _judged(path: pathlib.Path, name: str, there: list[int]) -> dict[int, float]:
+    """The values of a metric in rows of these steps, but for those that are not finite: rows have no such."""
+    found = {row["step"]: row[name] for row in writers.read(path) if name in row}
+    each = lambda value: value if isinstance(value, list) else [value]
+    known = {step: value for step, value in found.items() if None not in each(value)}
+    return {step: saving.number(value) for step, value in known.items() if step in there}
 
 
 def _last_step(path: pathlib.Path) -> int:

@@ -218,14 +218,14 @@ class Run:
         applied = metrics.to_number(mesh_lib.replicate(self.mesh, state.global_step))
         results = {"step": int(state.step), "global_step": applied, "eval": values}
         if self._stop is None:
-            self._write_results({**results, "samples": ""})
-            results["samples"] = self._samples(state)
-            self._write_results(results)
+            try:
+                results["samples"] = self._samples(state)
+            finally:
+                # Of which samples are the least.
+                content = workdir.to_json({"samples": "", **results})
+                if self._first:
+                    metrics.write_atomically(self.workdir.results, content)
         return results, self._stop
-
-    def _write_results(self, results: dict[str, Any]) -> None:
-        if self._first:
-            metrics.write_atomically(self.workdir.results, workdir.to_json(results))
 
     def _samples(self, state: state_lib.TrainState) -> str:
         # Replicated, so that each process has them all.
@@ -279,7 +279,9 @@ class Run:
 
     def _save(self, made: int, state: state_lib.TrainState) -> None:
         self._save_now = False
-        evaluated, due = self._evaluated[0] == made, made % self.config.eval_every_steps == 0
+        evaluated, last = self._evaluated[0] == made, made == self.config.steps
+        due = made % self.config.eval_every_steps == 0
+        due |= last and self.config.checkpoint.keep_best > 0
         values = self._evaluated[1] if evaluated else {}
         with self.clock.phase(clock_lib.CHECKPOINT):
             self.checkpoints.save(made, state, values, evaluated=evaluated or not due)

@@ -32,7 +32,8 @@ def read(files: tuple[str, ...], held_out: float) -> tuple[np.ndarray, np.ndarra
 
     Args:
       files: files, patterns as of `glob` with `**`, and folders, of which all files count that are not
-        hidden. Empty: the standard library's sources.
+        hidden, but nothing in folders that they only link to: a text may have one name. Empty: the standard
+        library's sources.
       held_out: about which part of the files is held out.
 
     Raises:
@@ -108,7 +109,7 @@ def _standard_library(root: str) -> dict[str, str]:
 
 def _below(root: str, is_wanted: Callable[[str], bool]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for folder, folders, names in os.walk(root, onerror=_refuse, followlinks=True):
+    for folder, folders, names in os.walk(root, onerror=_refuse):
         folders[:] = filter(is_wanted, folders)
         for path in (os.path.join(folder, name) for name in names if is_wanted(name)):
             found[path] = os.path.relpath(path, root)

@@ -19,7 +19,9 @@ import tensorstore as ts
 from tests.checkpoint.harness import DTYPES, damage, environment, make_manager, make_tree, save
 from tests.optimizers import harness
 from xshard import checkpoint, mesh
+from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import arrays as arrays_lib
+from xshard.checkpoint import store as store_lib
 
 
 def files_of(manager, step):
@@ -111,6 +113,39 @@ def test_what_is_kept(tmp_path):
     assert manager.restore(target)[0]["a"][0] == 30 and manager.restore(target, 3)[0]["a"][0] == 3
     with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of step 4 .* \[3, 30\]"):
         manager.restore(target, 4)
+
+
+def test_metrics_that_come_after_a_save_count_for_the_best(tmp_path, monkeypatch):
+    keep = checkpoint.Keep(1, best=1, metric="error", mode="min")
+    said = []
+    manager = checkpoint.Manager(tmp_path / "run", keep, say=said.append)
+    tree = {"a": jnp.arange(3.0)}
+    save(manager, 1, tree)
+    manager.add_metrics(1, {"error": 0.5})
+    assert manager.metrics(1) == {"error": 0.5} and manager.metrics(7) == {}
+    save(manager, 2, tree)
+    assert manager.all_steps() == [1, 2]
+    (path,) = manager.store.path.glob("step_00000001.*/METRICS")
+    # What does not answer now is not lost: nothing is deleted.
+    whole, read = path.read_bytes(), store_lib.Store.read
+
+    def unavailable(self, name):
+        if name.endswith("METRICS"):
+            raise checkpoint.CheckpointError("UNAVAILABLE: not now")
+        return read(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_lib.Store, "read", unavailable)
+        save(manager, 3, tree)
+    assert manager.all_steps() == [1, 2, 3] and "METRICS cannot be read now" in said[-1]
+    # Damage is found, costs no more than the metrics, and is mended by the next that are given.
+    path.write_bytes(whole[:-3])
+    assert manager.metrics(1) == {} and manager.restore(tree, 1).step == 1
+    assert tool.main(["verify", str(manager.store.path), "1"]) == 1
+    manager.add_metrics(1, {"error": 0.25})
+    assert manager.metrics(1) == {"error": 0.25}
+    assert tool.main(["verify", str(manager.store.path), "1"]) == 0
+    manager.close()
 
 
 def test_attempts_that_died_do_not_count_and_are_collected(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import time
 
@@ -142,6 +143,14 @@ def test_what_fails_on_one_process_ends_all_and_is_said_last(tmp_path):
     last = output.strip().splitlines()[-1]
     assert last.startswith("launch: giving up after failure 1")
     assert "error: process 1 on" in last and "no data on process 1" in last
+
+
+def test_other_data_on_one_process_is_refused_before_it_is_used(tmp_path):
+    options = ("--config.experiment=tests.toy.Uneven",)
+    code, output = harness.finish(start(tmp_path / "run", *options, flags=["--max_failures=1"]))
+    assert code == 1 and "the data: evaluation differs between the processes" in output
+    assert re.search(r"Process 0: 10 examples.*; process 1: 9 examples, .*same files", output)
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_all_save_when_the_clock_of_one_says_so(tmp_path):

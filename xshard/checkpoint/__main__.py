@@ -213,6 +213,7 @@ def _damage(attempt: format_lib.Attempt) -> str:
     try:
         for _ in _read_all(attempt):
             pass
+        source_lib.added_metrics(attempt)
     except format_lib.CheckpointError as e:
         return str(e)
     return ""

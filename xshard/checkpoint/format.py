@@ -121,9 +121,9 @@ def unpin(attempt: Attempt) -> None:
 
 
 def add_metrics(attempt: Attempt, metrics: dict[str, float]) -> None:
-    """Gives a checkpoint metrics that it was saved without; those that it has been given stay."""
-    if METRICS not in attempt.marks:
-        attempt.store.create(attempt.prefix + METRICS, seal(metrics))
+    """Gives a checkpoint metrics that it was saved without, in the place of those it has been given before."""
+    attempt.store.delete(attempt.prefix + METRICS)
+    attempt.store.create(attempt.prefix + METRICS, seal(metrics))
 
 
 def checksum(content: bytes) -> str:

@@ -108,12 +108,9 @@ class Manager:
         format_lib.unpin(format_lib.find(self.store, step))
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The metrics of a step, as this process sees them; none if it has none.
-
-        Raises:
-          CheckpointError: if there is no such step.
-        """
-        return dict(source.read_commit(format_lib.find(self.store, step))["metrics"])
+        """The metrics of a step, as this process sees them; none if it has none, or is there no more."""
+        found = [attempt for attempt in self._committed() if attempt.step == step]
+        return dict(source.read_commit(found[-1])["metrics"]) if found else {}
 
     def add_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Gives a step that was saved without metrics those that it is chosen by as the best.

@@ -62,11 +62,21 @@ def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
         raise DamagedError(f"{attempt}/{format_lib.COMMIT} is not what was written: {e}.") from e
     if (commit["step"], commit["attempt"]) != (attempt.step, attempt.nonce):
         raise DamagedError(f"{attempt}/{format_lib.COMMIT} is another checkpoint's.")
-    if format_lib.METRICS in attempt.marks:
-        # Damage here is none of the state.
-        with contextlib.suppress(DamagedError, ValueError):
-            commit["metrics"] |= format_lib.unseal(_read_file(attempt, format_lib.METRICS))
+    # Damage there is none of the state.
+    with contextlib.suppress(DamagedError):
+        commit["metrics"] |= added_metrics(attempt)
     return commit
+
+
+def added_metrics(attempt: format_lib.Attempt) -> dict[str, float]:
+    """The content of METRICS, which need not be there; DamagedError if it is not what was written."""
+    if format_lib.METRICS not in attempt.marks:
+        return {}
+    content = _read_file(attempt, format_lib.METRICS)
+    try:
+        return format_lib.unseal(content)
+    except ValueError as e:
+        raise DamagedError(f"{attempt}/{format_lib.METRICS} is not what was written: {e}.") from e
 
 
 def array_metas(meta: dict[str, Any]) -> dict[str, arrays_lib.ArrayMeta]:
