@@ -129,19 +129,25 @@ def test_what_a_person_has_pinned_stays_pinned(run):
     assert not manager.pin(3) and manager.pin(6)
 
 
-def test_a_pin_of_a_job_that_was_killed_is_taken_back(run, monkeypatch):
-    config = make_config(keep_last=10)
+class Killed(BaseException):
+    """The job's end by SIGKILL."""
 
-    class Killed(BaseException):
-        pass
+
+def killed(monkeypatch, config, directory, owner, name):
+    """Runs the job until it calls this for the first time."""
 
     def die(*_):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(follow.evaluation.Evaluation, "__call__", die)
+        patch.setattr(owner, name, die)
         with pytest.raises(Killed):
-            follow.run(config, str(run), "", None)
+            follow.run(config, str(directory), "", None)
+
+
+def test_a_pin_of_a_job_that_was_killed_is_taken_back(run, monkeypatch):
+    config = make_config(keep_last=10)
+    killed(monkeypatch, config, run, follow.evaluation.Evaluation, "__call__")
     assert best(run)["pinned"] == [3]
     follow.run(config, str(run), "", None)
     assert best(run)["pinned"] == [12]
@@ -150,27 +156,9 @@ def test_a_pin_of_a_job_that_was_killed_is_taken_back(run, monkeypatch):
 
 def test_a_job_that_is_killed_after_a_row_knows_the_best(run, monkeypatch):
     config = make_config(keep_last=10, best_mode="max")
-
-    class Killed(BaseException):
-        pass
-
-    class Full:
-        def __init__(self, part):
-            pass
-
-        def write(self, row):
-            raise Killed
-
-        def close(self):
-            pass
-
-    with config.unlocked():
-        config.writers = ("jsonl", "tests.follow_test.Full")
-    monkeypatch.setattr(sys.modules[__name__], "Full", Full, raising=False)
-    with pytest.raises(Killed):
-        follow.run(config, str(run), "", None)
-    with config.unlocked():
-        config.writers = ("jsonl",)
+    # The second writer; the first has the row.
+    killed(monkeypatch, config, run, follow.writers.Csv, "write")
+    assert list(judged(run)) == [3]
     assert follow.run(config, str(run), "", None) == 0
     found = judged(run)
     assert list(found) == [3, 6, 9, 12]
@@ -179,17 +167,7 @@ def test_a_job_that_is_killed_after_a_row_knows_the_best(run, monkeypatch):
 
 def test_a_job_that_is_killed_before_a_row_takes_its_pins_back(run, monkeypatch):
     config = make_config(keep_last=10)
-
-    class Killed(BaseException):
-        pass
-
-    def die(*_):
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(follow.writers.JsonLines, "write", die)
-        with pytest.raises(Killed):
-            follow.run(config, str(run), "", None)
+    killed(monkeypatch, config, run, follow.writers.JsonLines, "write")
     assert best(run)["pinned"] == [3] and not (run / "eval/metrics.jsonl").exists()
     assert follow.run(config, str(run), "", None) == 0
     marks = (run / "checkpoints").glob("*/PINNED")
