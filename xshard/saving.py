@@ -78,9 +78,11 @@ class Checkpoints:
             _say(f"--init_from={source.place} is for a new run; this one goes on from its own")
         restored = self.manager.restore(target)
         self._batches.restore(restored.data)
-        metrics = self.manager.agree(lambda: self.manager.metrics(restored.step))
-        state = self.storage.from_whole(restored.state)
-        return state, bool(metrics) or restored.metadata.get("evaluated", True)
+        evaluated = restored.metadata.get("evaluated", True)
+        if not evaluated:
+            # It may have been made up for since.
+            evaluated = bool(self.manager.agree(lambda: self.manager.metrics(restored.step)))
+        return self.storage.from_whole(restored.state), evaluated
 
     def _init_from(
         self, source: checkpoint.Source, state: state_lib.TrainState

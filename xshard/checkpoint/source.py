@@ -55,11 +55,7 @@ def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
 
 def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
     """The content of COMMIT, with the metrics of METRICS; DamagedError if it is not this attempt's."""
-    content = _read_file(attempt, format_lib.COMMIT)
-    try:
-        commit = format_lib.unseal(content)
-    except ValueError as e:
-        raise DamagedError(f"{attempt}/{format_lib.COMMIT} is not what was written: {e}.") from e
+    commit = _read_sealed(attempt, format_lib.COMMIT)
     if (commit["step"], commit["attempt"]) != (attempt.step, attempt.nonce):
         raise DamagedError(f"{attempt}/{format_lib.COMMIT} is another checkpoint's.")
     # Damage there is none of the state.
@@ -72,11 +68,7 @@ def added_metrics(attempt: format_lib.Attempt) -> dict[str, float]:
     """The content of METRICS, which need not be there; DamagedError if it is not what was written."""
     if format_lib.METRICS not in attempt.marks:
         return {}
-    content = _read_file(attempt, format_lib.METRICS)
-    try:
-        return format_lib.unseal(content)
-    except ValueError as e:
-        raise DamagedError(f"{attempt}/{format_lib.METRICS} is not what was written: {e}.") from e
+    return _read_sealed(attempt, format_lib.METRICS)
 
 
 def array_metas(meta: dict[str, Any]) -> dict[str, arrays_lib.ArrayMeta]:
@@ -199,6 +191,14 @@ def _read_file(attempt: format_lib.Attempt, name: str) -> bytes:
     if content is None:
         raise DamagedError(f"{attempt}/{name} is missing.")
     return content
+
+
+def _read_sealed(attempt: format_lib.Attempt, name: str) -> dict[str, Any]:
+    content = _read_file(attempt, name)
+    try:
+        return format_lib.unseal(content)
+    except ValueError as e:
+        raise DamagedError(f"{attempt}/{name} is not what was written: {e}.") from e
 
 
 def _raise_unreadable(what: str, e: Exception) -> Any:
