@@ -51,6 +51,7 @@ def supervise(tmp_path, monkeypatch):
 
     def make(*ends, processes=1, max_failures=3, grace=harness.FOREVER, settle=harness.FOREVER):
         monkeypatch.setattr(local, "_SETTLE_SECONDS", settle)
+        monkeypatch.setattr(local, "_HEAR_SECONDS", settle)
         command = (sys.executable, str(tmp_path / "program.py"), str(tmp_path), ",".join(ends))
         job = engine.Job("job", (*command, f"--workdir={tmp_path}"), processes)
         supervisor = local.Supervisor(job, local.Local(max_failures, grace), out)
