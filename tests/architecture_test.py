@@ -26,7 +26,8 @@ LAYERS = [
         "clock",
     ],
     [
-        "optimizers/gradients",
+        "optimizers/axes",
+        "optimizers/dependence",
         "optimizers/layouts",
         "collectives",
         "dryrun/costs",
@@ -46,6 +47,7 @@ LAYERS = [
         "report/style",
     ],
     [
+        "optimizers/gradients",
         "optimizers/shards",
         "cli",
         "dryrun/estimate",

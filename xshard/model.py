@@ -173,7 +173,7 @@ class Model:
         return value / parts, (new_state, dict(metrics))
 
 
-def _norms(applied: base.Applied | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _norms(applied: shards.Applied | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """`shares` and `squares` of the gradients of an update, and of the parameters that it has made."""
     if applied is None:  # A rule whose apply_gradients is its own.
         return {}, {}
