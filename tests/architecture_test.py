@@ -27,6 +27,7 @@ LAYERS = [
     [
         "optimizers/gradients",
         "optimizers/layouts",
+        "optimizers/slots",
         "collectives",
         "dryrun/costs",
         "dryrun/summary",

@@ -111,7 +111,7 @@ class Model:
         """The averages of the parameters, a tree of their structure; None if the rules keep none.
 
         Args:
-          params: the parameters, of which only the structure counts.
+          params: the parameters; what is not trained is its own average.
           opt_state: the state of the rules, its arrays whole.
         """
         name = self.averages_module()

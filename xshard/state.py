@@ -141,7 +141,7 @@ class Storage:
         slots, old = dict(state.opt_state[name]), before.opt_state[name]
         for path, param in trees.leaves_by_path(state.params).items():
             key = f"{moving_average.SLOT}/{path}"
-            if slots[key] is old[key]:
+            if key in slots and slots[key] is old[key]:
                 # A copy: what holds both may be donated.
                 copy = lambda x, dtype=old[key].dtype: jnp.array(x, dtype, copy=True)
                 slots[key] = jax.jit(copy, out_shardings=old[key].sharding)(param)
