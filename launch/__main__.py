@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from absl import flags, logging
 
 from launch import engine, gke, local, mpi, slurm, status, sweep, tpu_vm, xmanager
+from xshard import errors
 
 _ENGINE = flags.DEFINE_enum(
     "engine", "local", ["local", "slurm", "mpi", "tpu_vm", "gke", "xmanager"], "Where to."
@@ -166,7 +167,7 @@ def run() -> int:
         return main(sys.argv)
     except flags.Error as e:
         print(f"error: {e}. --help lists the flags.", file=sys.stderr)
-    except (ValueError, OSError) as e:
+    except (errors.UserError, OSError) as e:
         if _DEBUG.value:
             raise
         print(f"error: {e}\n(--debug shows where)", file=sys.stderr)

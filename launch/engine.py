@@ -8,8 +8,10 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from xshard import errors
 
-class LaunchError(ValueError):
+
+class LaunchError(errors.UserError):
     """What was asked for cannot be launched. The message says why, and what to do."""
 
 

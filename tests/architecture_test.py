@@ -9,6 +9,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A file imports from layers below its own, or from its own package where that is one layer.
 LAYERS = [
+    ["errors"],
     [
         "optimizers/int8",
         "optimizers/skips",
@@ -47,7 +48,7 @@ LAYERS = [
     ],
     [
         "optimizers/shards",
-        "errors",
+        "cli",
         "dryrun/estimate",
         "fingerprint",
         "watch",
@@ -132,7 +133,7 @@ def test_each_thing_has_one_place(path):
     programs = (
         "main",
         "dryrun/__main__",
-        "errors",
+        "cli",
         "checkpoint/__main__",
         "new",
         "report/__main__",

@@ -1,5 +1,6 @@
 """xshard trains Haiku models on accelerator pods: update rules that reduce, vote and skip as one."""
 
+from xshard.errors import UserError
 from xshard.experiment import Experiment
 from xshard.mesh import make_mesh
 from xshard.optimizers.base import Optimizer, OptimizerWrapper
@@ -31,6 +32,7 @@ __all__ = [
     "OptimizerWrapper",
     "Reduction",
     "TrainState",
+    "UserError",
     "abstract_state",
     "init",
     "make_eval_step",

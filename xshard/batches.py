@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import data
+from xshard import data, errors
 from xshard import mesh as mesh_lib
 
 # Under this name a state of bytes is kept in JSON.
@@ -99,7 +99,7 @@ class TrainBatches:
         """
         step = positions[0]["step"]
         if any("iterator" not in position for position in positions):
-            raise ValueError(
+            raise errors.UserError(
                 f"The checkpoint of step {step} is of a version whose examples came in another order: going on "
                 "would repeat some and leave others out. Begin anew in another directory with --init_from."
             )
@@ -109,7 +109,7 @@ class TrainBatches:
         if alike and getattr(self._iterator, "state_is_shared", False):
             states = [states[0]] * jax.process_count()
         if len(states) != jax.process_count():
-            raise ValueError(
+            raise errors.UserError(
                 f"The checkpoint of step {step} has a state of the experiment's iterator for each of "
                 f"{len(states)} processes; there are {jax.process_count()} processes now. Go on with "
                 f"{len(states)}; or give the iterator a state that all processes share, such as a number of "
@@ -121,13 +121,13 @@ class TrainBatches:
         try:
             batch = next(self._iterator)
         except StopIteration as e:
-            raise ValueError(
+            raise errors.UserError(
                 "The training data has ended before the run; give an iterator that begins again, as "
                 "grain's repeat() does, or fewer steps."
             ) from e
         sizes = {name: len(array) for name, array in batch.items()}
         if set(sizes.values()) != {len(self._mine)}:
-            raise ValueError(
+            raise errors.UserError(
                 f"The experiment's iterator gave arrays of {sizes} rows; this process needs the "
                 f"{len(self._mine)} rows of its Part, in each of at least one array."
             )
@@ -140,7 +140,7 @@ class TrainBatches:
             if not callable(getattr(self._iterator, name, None))
         ]
         if lacking:
-            raise ValueError(
+            raise errors.UserError(
                 f"train_batches returned {type(self._iterator).__name__}, which has no {', '.join(lacking)}; an "
                 "iterator of training data has __next__, get_state and set_state, as iter() of a "
                 "grain.IterDataset has."
@@ -148,7 +148,7 @@ class TrainBatches:
         try:
             json.dumps(_plain(self._iterator.get_state()))
         except TypeError as e:
-            raise ValueError(
+            raise errors.UserError(
                 f"get_state of {type(self._iterator).__name__} returned what JSON cannot hold ({e}); it must be of "
                 "numbers, texts, lists and dictionaries, or bytes."
             ) from e
@@ -179,7 +179,7 @@ def check_batch_size(key: str, value: int, parts: int, what: str) -> None:
     """Raises ValueError, with the nearest good values, unless `parts` divides `value`."""
     if value < 1 or value % parts:
         near = sorted({max(value // parts, 1) * parts, (max(value, 0) // parts + 1) * parts})
-        raise ValueError(
+        raise errors.UserError(
             f"{key}={value} must be a positive multiple of {what}; the nearest: "
             f"{' or '.join(map(str, near))}."
         )

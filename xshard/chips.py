@@ -9,6 +9,8 @@ import dataclasses
 import math
 import re
 
+from xshard import errors
+
 _PAGE = "https://docs.cloud.google.com/tpu/docs/"
 _GIB, _GB, _TERA = 2**30, 1e9, 1e12
 # The slices of v5e and v6e, by their pages; those of v4 and v5p are cubes of 4x4x4, and parts of one.
@@ -118,17 +120,19 @@ def parse_topology(topology: str) -> Chip:
     """
     found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", topology)
     if not found:
-        raise ValueError(
+        raise errors.UserError(
             f"--topology={topology} must be a chip and the shape of a slice, as v5e:16x16 or v5p:4x4x8."
         )
     name, sizes = found.groups()
     if name not in CHIPS:
-        raise ValueError(
+        raise errors.UserError(
             f"--topology={topology}: there is no chip '{name}' here; it must be one of {', '.join(CHIPS)}."
         )
     chip, shape = CHIPS[name], tuple(map(int, sizes.split("x")))
     if not _exists(chip, shape):
-        raise ValueError(f"--topology={topology}: there is no such slice of {name}; {_rule(chip)}.")
+        raise errors.UserError(
+            f"--topology={topology}: there is no such slice of {name}; {_rule(chip)}."
+        )
     return chip
 
 

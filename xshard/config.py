@@ -3,7 +3,7 @@
 import jmp
 import ml_collections
 
-from xshard import saving, workdir
+from xshard import errors, saving, workdir
 from xshard import writers as writers_lib
 
 _COUNTS = (
@@ -26,21 +26,21 @@ def check(config: ml_collections.ConfigDict) -> None:
     values = workdir.flatten(workdir.plain(config))
     missing = [key for key in (*_COUNTS, *_OTHER_KEYS) if key not in values]
     if missing:
-        raise ValueError(
+        raise errors.UserError(
             f"The config lacks {', '.join(missing)}; configs/digits.py, and the config that `python -m "
             "xshard.new` writes, show every key."
         )
     for key in _COUNTS:
         value = values[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{key}={value!r} must be an integer of at least 1.")
+            raise errors.UserError(f"{key}={value!r} must be an integer of at least 1.")
     if not isinstance(config.seed, int) or not 0 <= config.seed < 2**32:
-        raise ValueError(f"seed={config.seed!r} must be an integer from 0 to 2**32 - 1.")
+        raise errors.UserError(f"seed={config.seed!r} must be an integer from 0 to 2**32 - 1.")
     writers_lib.check(config.writers)
     try:
         jmp.get_policy(config.precision)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(
+        raise errors.UserError(
             f"precision={config.precision!r} is no policy of jmp ({e}); an example: "
             "'params=float32,compute=float16,output=float32'."
         ) from e

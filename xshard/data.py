@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from xshard import errors
+
 Arrays = Mapping[str, np.ndarray]
 _READ_THREADS, _READ_AHEAD = 4, 8
 # Of so many examples a summary has the checksum.
@@ -90,13 +92,13 @@ class _Iterator:
 
     def set_state(self, state: dict[str, int]) -> None:
         if not isinstance(state, dict) or state.keys() != {"batches", "examples"}:
-            raise ValueError(
+            raise errors.UserError(
                 f"The checkpoint's place in the training data is {state!r}, of another iterator than this one, "
                 "which counts batches: give the experiment the train_batches that it had, or begin anew in "
                 "another directory with --init_from."
             )
         if state["examples"] != self._size:
-            raise ValueError(
+            raise errors.UserError(
                 f"The checkpoint was made with {state['examples']} training examples, and there are "
                 f"{self._size} now: going on would not be the same run. Give it its data back, or begin anew "
                 "in another directory with --init_from."
@@ -127,7 +129,7 @@ def iterate(examples: Examples, part: Part) -> BatchIterator:
 
     size = num_examples(examples)
     if part.batch_size > size:
-        raise ValueError(f"batch_size={part.batch_size} must be at most the {size} examples.")
+        raise errors.UserError(f"batch_size={part.batch_size} must be at most the {size} examples.")
     order = functools.lru_cache(maxsize=2 * len(part.rows))(
         lambda group, epoch: np.random.default_rng([part.seed, group, epoch]).permutation(size)
     )
@@ -176,7 +178,7 @@ def take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
     try:
         return {name: np.stack([one[name] for one in found]) for name in found[0]}
     except (KeyError, ValueError, TypeError) as e:
-        raise ValueError(
+        raise errors.UserError(
             f"Examples cannot be stacked ({e}): each must be a mapping of the same names to arrays of the "
             "same shapes."
         ) from e
@@ -197,14 +199,16 @@ def num_examples(examples: Examples) -> int:
     """The number of examples; ValueError if there is none, or arrays do not agree on it."""
     if not isinstance(examples, Mapping):
         if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
-            raise ValueError(
+            raise errors.UserError(
                 f"Data must be a mapping of arrays or have __len__ and __getitem__; received "
                 f"{type(examples).__name__}."
             )
         if not len(examples):
-            raise ValueError(f"There is no example in {type(examples).__name__}.")
+            raise errors.UserError(f"There is no example in {type(examples).__name__}.")
         return len(examples)
     sizes = {name: len(array) for name, array in examples.items()}
     if len(set(sizes.values())) != 1 or 0 in sizes.values():
-        raise ValueError(f"All arrays of the data must have as many examples, and some: {sizes}.")
+        raise errors.UserError(
+            f"All arrays of the data must have as many examples, and some: {sizes}."
+        )
     return next(iter(sizes.values()))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import batches, data, metrics, processes, step
+from xshard import batches, data, errors, metrics, processes, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -51,7 +51,7 @@ class Evaluation:
         """
         names = jax.eval_shape(self._jitted, state, next(self._batches())).keys() - {"count"}
         if name not in names:
-            raise ValueError(
+            raise errors.UserError(
                 f"checkpoint.best_metric={name!r} must be a metric of the evaluation: "
                 f"{', '.join(sorted(names))}."
             )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from xshard import data
+from xshard import data, errors
 from xshard import mesh as mesh_lib
 from xshard.optimizers import base
 
@@ -150,9 +150,11 @@ def load(path: str) -> type[Experiment]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as e:
-        raise ValueError(
+        raise errors.UserError(
             f"experiment={path!r} must be the dotted path of a class that can be imported from here: {e}."
         ) from e
     if not (isinstance(found, type) and issubclass(found, Experiment)):
-        raise ValueError(f"experiment={path!r} is {found!r}, which is no xshard Experiment class.")
+        raise errors.UserError(
+            f"experiment={path!r} is {found!r}, which is no xshard Experiment class."
+        )
     return found

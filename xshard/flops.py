@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from xshard import chips
+from xshard import chips, errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import model as model_lib
@@ -114,7 +114,7 @@ def _of_equation(eqn: Any) -> int:
     if name == "cond":
         return max(inner)
     if name == "while":
-        raise ValueError(
+        raise errors.UserError(
             "There is a matrix product in a while loop, and nothing says how often it is done: its model FLOPs "
             "cannot be counted. Use jax.lax.scan, or jax.lax.fori_loop with numbers that are known to Python."
         )

@@ -23,6 +23,7 @@ from ml_collections import config_flags
 
 from xshard import (
     checkpoint,
+    cli,
     errors,
     fingerprint,
     follow,
@@ -89,21 +90,21 @@ _SHUTDOWN = flags.DEFINE_integer(
 def main(argv: Sequence[str], config: Any) -> int:
     """Runs a config as the flags say; returns the exit code."""
     if argv[1:]:
-        raise ValueError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
+        raise errors.UserError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
     if config is None or _WORKDIR.value is None:
-        raise ValueError(
+        raise errors.UserError(
             "--config and --workdir are needed, as in --config=configs/digits.py --workdir=runs/digits."
         )
     if not _WORKDIR.value:
-        raise ValueError("--workdir= is empty; give a directory (--workdir=. for this one).")
+        raise errors.UserError("--workdir= is empty; give a directory (--workdir=. for this one).")
     if _QUIET.value and _VERBOSE.value:
-        raise ValueError("--quiet and --verbose exclude each other; give one of them.")
+        raise errors.UserError("--quiet and --verbose exclude each other; give one of them.")
     if _CPU_DEVICES.value:
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
     # Haiku then refuses what would leak tracers into its state.
     hk.config.set(check_jax_usage=True)
     if _MODE.value != "train" and _INIT_FROM.value is not None:
-        raise ValueError("--init_from is for --mode=train, which begins runs.")
+        raise errors.UserError("--init_from is for --mode=train, which begins runs.")
     # What a job beside the run says of itself is not the run's.
     directory = _WORKDIR.value
     if _MODE.value == "eval":
@@ -123,7 +124,7 @@ def main(argv: Sequence[str], config: Any) -> int:
         except Exception as e:
             if hosts:
                 _fail_together(watching, e)
-            watching.end(f"failed: {errors.message(e).splitlines()[0]}")
+            watching.end(f"failed: {cli.message(e).splitlines()[0]}")
             raise
     # All is done and said. What comes now, as srun's SIGTERM does when the first process has left, would
     # only put another exit code in the place of this one.
@@ -173,14 +174,14 @@ def _join(
 
 def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
     """Says why this process has failed, and ends the others, which would wait for it."""
-    known = isinstance(e, ValueError | OSError)
-    message = errors.message(e) if known else f"{type(e).__name__}: {errors.message(e)}"
+    known = isinstance(e, errors.UserError | OSError)
+    message = cli.message(e) if known else f"{type(e).__name__}: {cli.message(e)}"
     # What breaks in the middle of a computation may be the end of a peer; but not this.
     own = str(e).startswith(("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED"))
     if isinstance(e, jax.errors.JaxRuntimeError) and not own:
         print(f"{message}\nwaiting to hear of the cause", file=sys.stderr, flush=True)
         watching.await_cause()
-    errors.print_error(message, show_traceback=not known)
+    cli.print_error(message, show_traceback=not known)
     watching.fail(message)
 
 
@@ -217,11 +218,11 @@ def run() -> int:
         # A file that is not there shows only when the config is used.
         _ = config and config.is_locked
     except Exception as e:
-        return errors.fail(errors.flag_error(e))
+        return cli.fail(cli.flag_error(e))
     try:
         return main(argv, config)
-    except (ValueError, OSError) as e:
-        return errors.fail(errors.message(e))
+    except (errors.UserError, OSError) as e:
+        return cli.fail(cli.message(e))
     except KeyboardInterrupt:
         # Before there was anything to save.
         print("interrupted", file=sys.stderr)

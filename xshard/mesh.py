@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
+from xshard import errors
+
 GROUP, SLICE, REPLICA, MODEL = AXES = ("group", "slice", "replica", "model")
 # What is reduced over a whole group is along the first, and the rows of a batch along the second.
 REPLICAS = (SLICE, REPLICA)
@@ -53,14 +55,14 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     if not isinstance(model, int) or model < 1 or len(devices) % model:
-        raise ValueError(
+        raise errors.UserError(
             f"model_parallel={model!r} must divide the number of devices, {len(devices)}; good values: "
             f"{[n for n in range(1, len(devices) + 1) if len(devices) % n == 0]}."
         )
     replicas = len(devices) // model
     groups = check_groups(group_assignment) or [list(range(replicas))]
     if len(groups) * len(groups[0]) != replicas:
-        raise ValueError(
+        raise errors.UserError(
             f"group_assignment={groups} does not fit: it must hold each of the {replicas} replicas "
             f"({len(devices)} devices / model_parallel={model}) once, as "
             f"{np.arange(replicas).reshape(2 - replicas % 2, -1).tolist()} does."
@@ -83,7 +85,7 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
     found = _hardware_slices(devices)
     if not isinstance(slices, int) or slices < 1 or replicas % slices or found not in (1, slices):
         good = [n for n in range(1, replicas + 1) if replicas % n == 0 and found in (1, n)]
-        raise ValueError(
+        raise errors.UserError(
             f"slices={slices!r} must divide the {replicas} replicas of a group, and be the number of slices "
             f"that the devices are in where these say it ({found}); good values: {good}."
         )
@@ -101,12 +103,12 @@ def check_groups(groups: Any) -> list[list[int]] | None:
     if not (
         isinstance(groups, sequence) and groups and all(isinstance(g, sequence) for g in groups)
     ):
-        raise ValueError(
+        raise errors.UserError(
             "group_assignment must be a list of lists of replica numbers, as [[0, 1], [2, 3]] is; "
             f"received {groups!r}."
         )
     if len({len(group) for group in groups}) > 1 or not groups[0]:
-        raise ValueError(
+        raise errors.UserError(
             f"The groups of group_assignment must be of one size; received {groups!r}, of sizes "
             f"{[len(group) for group in groups]}."
         )
@@ -114,7 +116,7 @@ def check_groups(groups: Any) -> list[list[int]] | None:
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids) or sorted(ids) != list(
         range(len(ids))
     ):
-        raise ValueError(
+        raise errors.UserError(
             "group_assignment must hold each replica number once, that is a permutation of "
             f"range({len(ids)}); received {groups!r}."
         )
@@ -228,13 +230,13 @@ def spec_of(path: str, rules: Rules) -> tuple[Any, ...]:
 def _check_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...], spec: Any) -> None:
     axes = [axis for axis in spec if axis is not None]
     if len(spec) > len(shape) or any(axis != MODEL for axis in axes):
-        raise ValueError(
+        raise errors.UserError(
             f"The sharding rule {tuple(spec)} for '{name}' of shape {shape} must have at most one entry "
             "for each dimension, None or 'model'."
         )
     for size, axis in zip(shape, spec, strict=False):
         if axis is not None and size % mesh.shape[MODEL]:
-            raise ValueError(
+            raise errors.UserError(
                 f"The sharding rule {tuple(spec)} for '{name}' splits a dimension of {size} over "
                 f"model_parallel={mesh.shape[MODEL]} devices, which does not divide it."
             )

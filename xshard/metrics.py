@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from xshard import errors
+
 Row = dict[str, Any]
 
 
@@ -140,7 +142,7 @@ def writing(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise ValueError(
+        raise errors.UserError(
             f"{path} could not be written: {e.strerror or e}. What has been saved counts; the same command "
             "goes on from it when there is room."
         ) from e

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 
+from xshard import errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.optimizers import (
@@ -214,19 +215,19 @@ def _check_reduces(chain: list[base.Optimizer], mesh: jax.sharding.Mesh) -> None
     missing = sorted(wanted - over)
     if missing:
         argument = "axis_name" if mesh_lib.REPLICA in missing else "slice_axis_name"
-        raise ValueError(
+        raise errors.UserError(
             f"The experiment's optimizer is {' around '.join(rule.name for rule in chain)}, which does not "
             f"reduce over the axis '{missing[0]}': replicas would drift apart. Wrap it in a "
             f"CrossShardOptimizer with {argument}='{missing[0]}'."
         )
     for rule in reducing:
         if rule.shard_update and rule.axis_name != mesh_lib.REPLICA:
-            raise ValueError(
+            raise errors.UserError(
                 f"{rule.name} shards its update over the axis '{rule.axis_name}'; a run's state is cut over "
                 f"'{mesh_lib.REPLICA}'. Set shard_update on the CrossShardOptimizer over that axis."
             )
         if rule.slice_dtype == "int8" and mesh_lib.num_slices(mesh) == 1:
-            raise ValueError(cross_shard.NOTHING_BETWEEN_SLICES)
+            raise errors.UserError(cross_shard.NOTHING_BETWEEN_SLICES)
 
 
 def _mean_over_parts(x: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from xshard import errors
+
 TEMPLATE = pathlib.Path(__file__).parent / "template"
 FILES = ("README.md", "config.py", "experiment.py", "experiment_test.py")
 
@@ -30,7 +32,7 @@ def write(directory: pathlib.Path) -> None:
         found = sorted(path.name for path in directory.iterdir())
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            raise ValueError(
+            raise errors.UserError(
                 f"{directory} is not empty: it holds {', '.join(found[:3])}{more}. Nothing is overwritten; "
                 "give a new directory."
             )
@@ -42,7 +44,7 @@ def write(directory: pathlib.Path) -> None:
             reason = f"{e.filename} is a file"
         else:
             reason = e.strerror or str(e)
-        raise ValueError(
+        raise errors.UserError(
             f"{directory} cannot be made or written: {reason}. Give another directory."
         ) from e
 
@@ -58,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     directory = parser.parse_args(argv).directory
     try:
         write(directory)
-    except ValueError as e:
+    except errors.UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     print(f"{directory} holds an experiment: {', '.join(FILES)}. Next:\n")

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from jax._src import distributed
 
+from xshard import errors
+
 _SERIES = itertools.count()
 _POLL_SECONDS = 0.05
 # Beyond all compiling: whether a peer is still there, the watch finds out.
@@ -149,7 +151,7 @@ def check_equal(what: str, facts: Mapping[str, Callable[[], str]]) -> None:
         others = {i: one[name] for i, one in enumerate(said) if one[name] != value}
         if others:
             listed = "; ".join(f"process {i}: {other}" for i, other in others.items())
-            raise ValueError(
+            raise errors.UserError(
                 f"{what}: {name} differs between the processes, which would not train one model. Process 0: "
                 f"{value}; {listed}. Give all hosts the same files."
             )

@@ -3,7 +3,7 @@
 import jax
 import ml_collections
 
-from xshard import loop, notice, terminal
+from xshard import errors, loop, notice, terminal
 from xshard import watch as watch_lib
 
 FOLDER = "profile"
@@ -61,7 +61,7 @@ def run(
 def _range(steps: str) -> tuple[int, int]:
     first, colon, last = steps.partition(":")
     if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
-        raise ValueError(
+        raise errors.UserError(
             f"--profile_steps={steps} must be FIRST:END with FIRST below END, as 10:13 is, which traces 10, 11 and 12."
         )
     return int(first), int(last)

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 from jax._src import clusters
 
+from xshard import errors
+
 # How long a single connection may take; the meeting as a whole has its own limit.
 _ANSWER_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
@@ -27,7 +29,7 @@ _LONGEST = 1 << 20
 _SHOWN = 5
 
 
-class StartError(ValueError):
+class StartError(errors.UserError):
     """The processes cannot begin together. The message says which one it is, and what to do."""
 
 

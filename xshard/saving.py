@@ -11,7 +11,7 @@ import ml_collections
 import numpy as np
 
 from xshard import batches as batches_lib
-from xshard import checkpoint, workdir
+from xshard import checkpoint, errors, workdir
 from xshard import metrics as metrics_lib
 from xshard import state as state_lib
 
@@ -216,16 +216,16 @@ def _check_options(options: ml_collections.ConfigDict) -> None:
     """What `checkpoint.Keep` does not check."""
     for name in ("directory", "best_metric"):
         if not isinstance(options[name], str):
-            raise ValueError(f"checkpoint.{name}={options[name]!r} must be a string.")
+            raise errors.UserError(f"checkpoint.{name}={options[name]!r} must be a string.")
     minutes, gigabytes = options.every_minutes, options.budget_gb
     if not isinstance(minutes, int | float) or not minutes >= 0:
-        raise ValueError(
+        raise errors.UserError(
             f"checkpoint.every_minutes={minutes!r} must be a number from 0, which is never."
         )
     if not isinstance(gigabytes, int | float) or not 0 < gigabytes < math.inf:
-        raise ValueError(f"checkpoint.budget_gb={gigabytes!r} must be a number above 0.")
+        raise errors.UserError(f"checkpoint.budget_gb={gigabytes!r} must be a number above 0.")
     if options.on_failure not in ("stop", "go_on"):
-        raise ValueError(
+        raise errors.UserError(
             f"checkpoint.on_failure={options.on_failure!r} must be 'stop' or 'go_on', which trains on "
             "without the checkpoint."
         )

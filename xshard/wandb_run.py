@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xshard import metrics
+from xshard import errors, metrics
 
 
 class WandbRun:
@@ -58,7 +58,7 @@ class WandbRun:
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as e:
-            raise ValueError(
+            raise errors.UserError(
                 f"writers has 'wandb', and Weights & Biases does not begin: {e} `wandb login` gives it a key; "
                 "WANDB_MODE=offline does without."
             ) from e

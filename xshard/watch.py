@@ -20,8 +20,8 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 
+from xshard import errors, processes, rendezvous, status, terminal
 from xshard import notice as notice_lib
-from xshard import processes, rendezvous, status, terminal
 
 _TICK_SECONDS = 0.5
 # How long a process that leaves waits to see that the others have heard why.
@@ -142,7 +142,7 @@ class Watch:
         try:
             self._end()
         except processes.LostError as e:
-            raise ValueError(str(e)) from e
+            raise errors.UserError(str(e)) from e
         self._write_status()
 
     def await_cause(self) -> None:

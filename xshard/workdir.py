@@ -23,7 +23,7 @@ from typing import Any
 
 import ml_collections
 
-from xshard import metrics
+from xshard import errors, metrics
 
 # What may change between two parts of a run: how long it is, what it shows, and what it runs on. Anything
 # else would make it another run.
@@ -55,15 +55,15 @@ class Workdir:
           ValueError: if the directory is another run's, or a change would make it another run.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"--workdir={self.path} is a file; give a directory.")
+            raise errors.UserError(f"--workdir={self.path} is a file; give a directory.")
         if self.checkpoints.exists() and not self.checkpoints.is_dir():
-            raise ValueError(
+            raise errors.UserError(
                 f"{self.checkpoints} is a file; move it away, or give a new --workdir."
             )
         if not self.config.exists():
             found = [p.name for p in (self.checkpoints, self.metrics, self.results) if p.exists()]
             if found:
-                raise ValueError(
+                raise errors.UserError(
                     f"--workdir={self.path} holds {', '.join(found)} but no {self.config.name}, so that "
                     "it cannot be told whose they are; give a new directory."
                 )
@@ -71,9 +71,11 @@ class Workdir:
         try:
             old = json.loads(self.config.read_bytes())
         except (ValueError, OSError) as e:
-            raise ValueError(f"{self.config} cannot be read ({e}); give a new --workdir.") from e
+            raise errors.UserError(
+                f"{self.config} cannot be read ({e}); give a new --workdir."
+            ) from e
         if not isinstance(old, dict):
-            raise ValueError(f"{self.config} is not a run's config; give a new --workdir.")
+            raise errors.UserError(f"{self.config} is not a run's config; give a new --workdir.")
         return self._compare(flatten(old), flatten(plain(config)))
 
     @contextlib.contextmanager
@@ -87,13 +89,15 @@ class Workdir:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / ".lock").open("w")
         except OSError as e:
-            raise ValueError(f"--workdir={self.path} cannot be written: {e.strerror}.") from e
+            raise errors.UserError(f"--workdir={self.path} cannot be written: {e.strerror}.") from e
         # The kernel drops the lock when the process ends, however it ends.
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:
-                raise ValueError(f"--workdir={self.path} is in use by another process.") from e
+                raise errors.UserError(
+                    f"--workdir={self.path} is in use by another process."
+                ) from e
             # Again: another process may have made it its own since the first check.
             self.check(config)
             metrics.write_atomically(self.config, to_json(plain(config)))
@@ -110,11 +114,11 @@ class Workdir:
             path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as e:
-            raise ValueError(f"{path} cannot be written: {e.strerror}.") from e
+            raise errors.UserError(f"{path} cannot be written: {e.strerror}.") from e
 
     def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if old.get("experiment") != new.get("experiment"):
-            raise ValueError(
+            raise errors.UserError(
                 f"--workdir={self.path} holds a run of experiment={old.get('experiment')!r}, not of "
                 f"{new.get('experiment')!r}; give another directory."
             )
@@ -128,7 +132,7 @@ class Workdir:
             and not (key == "group_assignment" and _same_count(old.get(key), new.get(key)))
         ]
         if fatal:
-            raise ValueError(
+            raise errors.UserError(
                 f"--workdir={self.path} holds a run with another config ({'; '.join(fatal)}). Going on "
                 "would make it neither the one nor the other: give its own values, or a new directory."
             )

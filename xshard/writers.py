@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from xshard import metrics
+from xshard import errors, metrics
 
 Row = metrics.Row
 
@@ -66,17 +66,17 @@ def check(names: Any) -> None:
     or a function, that is called with a `Part` and returns a `Writer`.
     """
     if not isinstance(names, Sequence) or isinstance(names, str) or len(set(names)) < len(names):
-        raise ValueError(
+        raise errors.UserError(
             f"writers={names!r} must be a list of names, each once, as {('jsonl', 'csv')} is."
         )
     for name in names:
         _find(name)
     if "jsonl" not in names:
-        raise ValueError(
+        raise errors.UserError(
             f"writers={tuple(names)} must have 'jsonl': a run's status and reports are made of it."
         )
     if "wandb" in names and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
+        raise errors.UserError(
             "writers has 'wandb', which is not installed: pip install 'xshard[wandb]', or pip install wandb."
         )
 
@@ -215,12 +215,12 @@ def _find(name: Any) -> Callable[[Part], Writer]:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as e:
         reason = f": {e}" if module else ""
-        raise ValueError(
+        raise errors.UserError(
             f"writers has {name!r}, which is none of {', '.join(KNOWN)}, nor the dotted path of a class that "
             f"can be imported from here{reason}."
         ) from e
     if not callable(found):
-        raise ValueError(f"writers has {name!r}, which is {found!r}, and cannot be called.")
+        raise errors.UserError(f"writers has {name!r}, which is {found!r}, and cannot be called.")
     return found
 
 

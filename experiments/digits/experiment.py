@@ -73,7 +73,7 @@ def _check(config):
         ("optimizer.average_decay", decay, 0 <= decay < 1, "from 0 to below 1"),
     ):
         if not fits:
-            raise ValueError(f"{key}={value!r} must be {rule}.")
+            raise xshard.UserError(f"{key}={value!r} must be {rule}.")
 
 
 @functools.cache

@@ -169,4 +169,4 @@ def _check(config):
         ("sample.temperature", sample.temperature, sample.temperature >= 0, "at least 0"),
     ):  # fmt: skip
         if not fits:
-            raise ValueError(f"{key}={value!r} must be {rule}.")
+            raise xshard.UserError(f"{key}={value!r} must be {rule}.")

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from xshard import errors
+
 # Ends each file.
 SEPARATOR = 0
 # Of the standard library: what is installed beside it, its tests, generated tables, and what some versions
@@ -40,7 +42,9 @@ def read(files: tuple[str, ...], held_out: float) -> tuple[np.ndarray, np.ndarra
       ValueError: if there is nothing that an entry names, or it cannot be read.
     """
     if isinstance(files, str):
-        raise ValueError(f"text.files={files!r} must be a tuple of names, as ({files!r},) is.")
+        raise errors.UserError(
+            f"text.files={files!r} must be a tuple of names, as ({files!r},) is."
+        )
     found: dict[str, str] = {}
     for entry in files:
         found |= _find(entry)
@@ -71,7 +75,7 @@ def windows(text: np.ndarray, length: int, what: str) -> np.ndarray:
       ValueError: if there is not one whole window.
     """
     if len(text) <= length:
-        raise ValueError(
+        raise errors.UserError(
             f"The {what} text has {len(text)} bytes, and text.length={length} needs at least {length + 1}: "
             "give text.files more, choose a smaller text.length, or another text.held_out."
         )
@@ -84,7 +88,7 @@ def _find(entry: str) -> dict[str, str]:
     if os.path.isdir(entry):
         found = _below(entry, lambda name: not name.startswith("."))
         if not found:
-            raise ValueError(
+            raise errors.UserError(
                 f"text.files has {entry!r}: this folder holds no file but hidden ones."
             )
         return found
@@ -93,7 +97,7 @@ def _find(entry: str) -> dict[str, str]:
     matches = [path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path)]
     if not matches:
         kind = "pattern matches no file" if glob.has_magic(entry) else "file does not exist"
-        raise ValueError(
+        raise errors.UserError(
             f"text.files has {entry!r}: this {kind}. It must name files, folders or patterns such as "
             f"'books/**/*.txt', from the folder {os.getcwd()} or absolute; empty: Python's own sources."
         )
@@ -117,7 +121,7 @@ def _below(root: str, is_wanted: Callable[[str], bool]) -> dict[str, str]:
 
 
 def _refuse(e: OSError, path: str = "") -> None:
-    raise ValueError(
+    raise errors.UserError(
         f"text.files: {path or e.filename} cannot be read ({e.strerror}); make it readable, or leave it out."
     ) from e
 

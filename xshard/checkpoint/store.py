@@ -18,12 +18,14 @@ from typing import Any
 
 import tensorstore as ts
 
+from xshard import errors
+
 # For object stores; tensorstore waits longer and longer between tries, up to 32 s.
 RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}
 _S3_OPTIONS = {"endpoint": "endpoint", "region": "aws_region"}
 
 
-class CheckpointError(ValueError):
+class CheckpointError(errors.UserError):
     """A checkpoint that could not be written, or cannot be read as asked. The message says why."""
 
 

@@ -22,7 +22,7 @@ from absl import flags, logging
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from xshard import batches, chips, collectives, data, errors, hlo, metrics, notice, step
+from xshard import batches, chips, cli, collectives, data, errors, hlo, metrics, notice, step
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -56,7 +56,7 @@ _ENVIRONMENT = {
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 
 
-class DoesNotFitError(ValueError):
+class DoesNotFitError(errors.UserError):
     """A step that needs more memory than a chip has.
 
     Attributes:
@@ -115,7 +115,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
 def _check(config: Any) -> None:
     config_lib.check(config)
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
+        raise errors.UserError(
             "libtpu is not installed, which holds the TPU's compiler: pip install '.[dryrun]', or "
             "'xshard[dryrun]', about 200 MB to download. It needs no TPU, and Linux on x86-64."
         )
@@ -135,8 +135,8 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
             platform="tpu", topology_name=topology, **options
         ).devices
     except jax.errors.JaxRuntimeError as e:
-        raise ValueError(
-            f"--topology={topology}, --slices={slices}: libtpu knows no such topology ({errors.message(e)})."
+        raise errors.UserError(
+            f"--topology={topology}, --slices={slices}: libtpu knows no such topology ({cli.message(e)})."
         ) from e
     return list(found)
 
@@ -225,10 +225,10 @@ def _does_not_fit(e: Exception, result: dict[str, Any], state: Any) -> Exception
 def main(argv: Sequence[str]) -> int:
     """Does what the flags say; returns the exit code."""
     if argv[1:]:
-        raise ValueError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
+        raise errors.UserError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
     config = _CONFIG.value
     if config is None or not _TOPOLOGY.value:
-        raise ValueError(
+        raise errors.UserError(
             "--config and --topology are needed, as in --config=configs/digits.py --topology=v5e:16x16."
         )
     if _SLICES.value is not None:
@@ -258,11 +258,11 @@ def run() -> int:
         # A file that is not there shows only when the config is used.
         _ = _CONFIG.value and _CONFIG.value.is_locked
     except Exception as e:
-        return errors.fail(errors.flag_error(e))
+        return cli.fail(cli.flag_error(e))
     try:
         return main(argv)
-    except (ValueError, OSError) as e:
-        return errors.fail(errors.message(e))
+    except (errors.UserError, OSError) as e:
+        return cli.fail(cli.message(e))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         # The compiler is still at work in its thread, and is not waited for.

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from xshard import metrics
+from xshard import errors, metrics
 from xshard.report import runs as runs_lib
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
         print(make(arguments.workdir, pathlib.Path(arguments.output)))
-    except (ValueError, OSError) as e:
+    except (errors.UserError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     return 0
@@ -38,7 +38,7 @@ def make(workdirs: Sequence[str], output: pathlib.Path) -> str:
         nothing has been written then, or not all of it if the disk is full.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
+        raise errors.UserError(
             "matplotlib is not installed, which draws the charts: pip install '.[report]', or "
             "'xshard[report]'."
         )
@@ -46,16 +46,18 @@ def make(workdirs: Sequence[str], output: pathlib.Path) -> str:
     from xshard.report import page
 
     if output.suffix != ".html" or output.is_dir():
-        raise ValueError(f"--output={output} must be a file that ends in .html, as report.html.")
+        raise errors.UserError(
+            f"--output={output} must be a file that ends in .html, as report.html."
+        )
     if any(not path for path in workdirs):
-        raise ValueError("a work directory is empty; give paths, as runs/digits.")
+        raise errors.UserError("a work directory is empty; give paths, as runs/digits.")
     runs = runs_lib.read(workdirs)
     folder = output.with_name(f"{output.stem}_png")
     report = page.build(runs, folder.name)
     try:
         _write(output, folder, report.html, report.pngs)
     except OSError as e:
-        raise ValueError(
+        raise errors.UserError(
             f"--output={output} cannot be written: {e.strerror} ({e.filename})."
         ) from e
     of = "1 run" if len(runs) == 1 else f"{len(runs)} runs"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from xshard import checkpoint, metrics, status, workdir
+from xshard import checkpoint, errors, metrics, status, workdir
 from xshard.report import rows as rows_lib
 
 # Parts of a process's seconds, in the order in which they are shown; what is in none of them comes last.
@@ -145,10 +145,10 @@ def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) 
     for directory in directories:
         try:
             configs.append(_config(directory))
-        except (ValueError, OSError) as e:
+        except (errors.UserError, OSError) as e:
             problems.append(str(e))
     if problems:
-        raise ValueError("\n".join(problems))
+        raise errors.UserError("\n".join(problems))
     deadline = time.monotonic() + checkpoint_seconds
     looks = []
     for directory, config in zip(directories, configs, strict=True):
@@ -208,9 +208,9 @@ def _with_results(
 def _config(path: pathlib.Path) -> dict[str, Any]:
     """A run's config, flat; ValueError if there is no run."""
     if not path.exists():
-        raise ValueError(f"{path}: there is no such directory.")
+        raise errors.UserError(f"{path}: there is no such directory.")
     if not path.is_dir():
-        raise ValueError(
+        raise errors.UserError(
             f"{path} is a file; give the work directories of runs, as in runs/sweep/*/."
         )
     file = path / "config.json"
@@ -219,13 +219,13 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
         hint = (
             f" Those below it are: give {path}/*/, or some of {', '.join(below)}." if below else ""
         )
-        raise ValueError(f"{path} is no run's work directory: it has no {file.name}.{hint}")
+        raise errors.UserError(f"{path} is no run's work directory: it has no {file.name}.{hint}")
     try:
         config = json.loads(file.read_bytes())
     except ValueError as e:
-        raise ValueError(f"{file} cannot be read ({e}); leave this run out.") from e
+        raise errors.UserError(f"{file} cannot be read ({e}); leave this run out.") from e
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is not a run's config; leave this run out.")
+        raise errors.UserError(f"{file} is not a run's config; leave this run out.")
     return workdir.flatten(config)
 
 
