@@ -29,6 +29,7 @@ LAYERS = [
         "optimizers/axes",
         "optimizers/dependence",
         "optimizers/layouts",
+        "optimizers/slots",
         "collectives",
         "dryrun/costs",
         "dryrun/summary",

@@ -15,7 +15,7 @@ import pytest
 
 from tests import pace, rows, toy
 from tests.optimizers import harness
-from xshard import checkpoint, clock, loop, notice, workdir
+from xshard import checkpoint, clock, follow, loop, notice, workdir
 from xshard.optimizers import trees
 
 
@@ -275,6 +275,55 @@ def test_a_new_run_begins_with_the_parameters_of_another(tmp_path, capsys):
     assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0
     assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0
     assert "is for a new run; this one goes on from its own" in capsys.readouterr().err
+
+
+def with_frozen_slots(state, layer="linear_0"):
+    """A state as one was when all parameters had slots, of those that are not trained too."""
+    slots = {}
+    for name, param in state.params["mlp/~/linear_0"].items():
+        for slot in ("0/mu", "0/nu", "average"):
+            slots[f"{slot}/mlp/~/{layer}/{name}"] = jnp.full_like(param, 7)
+    of = lambda average: {k: x for k, x in slots.items() if k.startswith("average/") == average}
+    modules = {"adam": False, "MovingAverageOptimizer": True}
+    added = {name: {**state.opt_state[name], **of(average)} for name, average in modules.items()}
+    return state._replace(opt_state={**state.opt_state, **added})
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_slots_of_what_is_not_trained_are_left_out_of_older_checkpoints(
+    tmp_path, shard_update, capsys
+):
+    def config(**changes):
+        made = make_config(experiment="tests.toy.Frozen", hidden=20, **changes)
+        with made.unlocked():
+            made.reduction.shard_update = shard_update
+            made.checkpoint.update({"every_steps": 3, "keep_last": 10})
+        return made
+
+    def begin(directory, add):
+        to_whole = loop.state_lib.Storage.to_whole
+        with pytest.MonkeyPatch.context() as patch:
+            older = lambda storage, state: add(to_whole(storage, state))
+            patch.setattr(loop.state_lib.Storage, "to_whole", older)
+            assert loop.run(config(steps=5), str(tmp_path / directory), "") == 0
+
+    assert loop.run(config(), str(tmp_path / "whole"), "") == 0
+    begin("older", with_frozen_slots)
+    assert loop.run(config(), str(tmp_path / "older"), "") == 0
+    assert "holds what is not used here: opt_state/" in capsys.readouterr().err
+    states = [final_state(tmp_path / name, config()) for name in ("whole", "older")]
+    harness.assert_equal(*states)
+    assert "0/mu/mlp/~/linear_1/w" in states[0].opt_state["adam"]
+    assert not any("linear_0" in name for name in states[0].opt_state["adam"])
+    # The job of --mode=eval reads them, and a run may begin with them.
+    assert follow.run(config(), str(tmp_path / "older"), "", None) == 0
+    assert [row["step"] for row in rows.read(tmp_path / "older/eval")] == [3, 5, 6, 9, 12]
+    init = checkpoint.Source(f"{tmp_path}/older@5", "^(params|opt_state)/")
+    assert loop.run(config(), str(tmp_path / "new"), "", init) == 0
+    # What no rule has ever had is what it was: another optimizer's.
+    begin("other", lambda state: with_frozen_slots(state, "linear_2"))
+    with pytest.raises(ValueError, match="0/mu/mlp/~/linear_2/b' is only in it"):
+        loop.run(config(), str(tmp_path / "other"), "")
 
 
 @pytest.mark.parametrize("first,then", [(1, 2), (2, 1)])

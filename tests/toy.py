@@ -78,6 +78,14 @@ class Averaged(Wide):
         return xshard.MovingAverageOptimizer(super().optimizer(), 0.5)
 
 
+class Frozen(Averaged):
+    """Trains its last layer alone."""
+
+    def clip_gradients(self, grads):
+        first = "mlp/~/linear_0"
+        return {**grads, first: dict.fromkeys(grads[first])}
+
+
 class OneSlice(Toy):
     """Reduces within each slice only."""
 

@@ -65,6 +65,7 @@ class Follower:
         experiment = experiment_lib.load(config.experiment)(config)
         args = (experiment, mesh, config.seed, experiment_lib.example(experiment))
         self._target = state_lib.abstract_state(*args, whole=True)
+        self._older = lambda: state_lib.abstract_state(*args, whole=True, all_slots=True)
         self._storage = state_lib.Storage(experiment, mesh)
         self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
         processes.check_equal("the data", {"evaluation": self._evaluation.summary})
@@ -140,7 +141,7 @@ class Follower:
 
     def _judge(self, step: int) -> None:
         try:
-            restored = self._checkpoints.restore(self._target, step)
+            restored = self._checkpoints.restore(self._target, step, may_hold=self._older)
         except checkpoint.CheckpointError as e:
             if step in self._checkpoints.agree(self._checkpoints.all_steps):
                 raise

@@ -161,7 +161,8 @@ class Run:
     def resume_or_init(self) -> tuple[state_lib.TrainState, bool]:
         """The newest checkpoint's state or a new one, and whether its evaluation, if due, has been made."""
         init = lambda: state_lib.init(*self._init_args)
-        return self.checkpoints.resume_or_init(self._target, init, self._init)
+        older = lambda: state_lib.abstract_state(*self._init_args, whole=True, all_slots=True)
+        return self.checkpoints.resume_or_init(self._target, init, self._init, older)
 
     def evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
         """The means over all evaluation examples; lists where there are several groups.

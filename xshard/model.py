@@ -1,6 +1,6 @@
 """The pure functions of an experiment: its network, and one update of it by its rules."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -62,11 +62,20 @@ class Model:
         self._network = hk.transform_with_state(experiment.forward)
         self._rules = hk.transform_with_state(self._update)
 
-    def init(self, key: jax.Array, example: Batch) -> tuple[Any, Any, Any]:
-        """Parameters, network state, and state of the rules, all whole."""
+    def init(
+        self, key: jax.Array, example: Batch, *, all_slots: bool = False
+    ) -> tuple[Any, Any, Any]:
+        """Parameters, network state, and state of the rules, all whole.
+
+        Args:
+          key: the key of all randomness.
+          example: an example, of which only names, types and shapes count.
+          all_slots: makes slots for what is not trained, too.
+        """
         params, net_state = self.init_network(key, example)
         example = self.policy.cast_to_param(example)
-        _, opt_state = self._rules.init(key, params, net_state, jnp.int32(0), example)
+        rules = hk.transform_with_state(self._update_all) if all_slots else self._rules
+        _, opt_state = rules.init(key, params, net_state, jnp.int32(0), example)
         return params, net_state, opt_state
 
     def init_network(self, key: jax.Array, example: Batch) -> tuple[Any, Any]:
@@ -112,7 +121,7 @@ class Model:
         """The averages of the parameters, a tree of their structure; None if the rules keep none.
 
         Args:
-          params: the parameters, of which only the structure counts.
+          params: the parameters; what is not trained is its own average.
           opt_state: the state of the rules, its arrays whole.
         """
         name = self.averages_module()
@@ -165,12 +174,27 @@ class Model:
                 agreed["loss_scale"] = rule.loss_scale()
         return Update(params, net_state, new_global_step, metrics, shares, squares, agreed)
 
+    def _update_all(self, *args: Any) -> Update:
+        """As `_update`, with a gradient for each parameter in the update of each rule."""
+        with hk.intercept_methods(_with_all_gradients):
+            return self._update(*args)
+
     def _loss(
         self, params: Any, net_state: Any, batch: Batch, key: jax.Array, parts: int
     ) -> tuple[jax.Array, Any]:
         outputs, new_state = self.forward(params, net_state, key, batch, True)
         value, metrics = self.experiment.loss(outputs, batch)
         return value / parts, (new_state, dict(metrics))
+
+
+def _with_all_gradients(
+    method: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
+) -> Any:
+    """Calls a method; for an update, the parameters stand for their gradients: only shapes count."""
+    if not isinstance(context.module, base.Optimizer) or context.method_name != "update":
+        return method(*args, **kwargs)
+    params = kwargs["params"] if "params" in kwargs else args[-1]
+    return method(params, params)
 
 
 def _norms(applied: shards.Applied | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -63,8 +63,15 @@ class Checkpoints:
         target: state_lib.TrainState,
         init: Callable[[], state_lib.TrainState],
         source: checkpoint.Source | None,
+        may_hold: Callable[[], state_lib.TrainState],
     ) -> tuple[state_lib.TrainState, bool]:
         """The newest checkpoint's state; a new one if there is none.
+
+        Args:
+          target: shapes, types and shardings of the state, as a checkpoint has it.
+          init: makes a new state.
+          source: what a new run begins with, if not with a new state alone.
+          may_hold: makes a target with what else a checkpoint may hold.
 
         Returns:
           The state, and whether the evaluation that was due at its step has been made.
@@ -76,7 +83,7 @@ class Checkpoints:
             return (init() if source is None else self._init_from(source, init())), True
         if source is not None:
             _say(f"--init_from={source.place} is for a new run; this one goes on from its own")
-        restored = self.manager.restore(target)
+        restored = self.manager.restore(target, may_hold=may_hold)
         self._batches.restore(restored.data)
         evaluated = restored.metadata.get("evaluated", True)
         if not evaluated:

@@ -111,6 +111,21 @@ def test_a_target_that_differs_is_refused_and_the_leaf_named(tmp_path, change, m
         manager.restore(target)
 
 
+def test_what_a_checkpoint_may_hold_besides_is_left_out(tmp_path):
+    said = []
+    manager = make_manager(tmp_path, say=said.append)
+    kept, old = {"a": jnp.arange(3.0)}, {"a": jnp.arange(3.0), "b": jnp.ones(2)}
+    save(manager, 1, old)
+    harness.assert_equal(manager.restore(kept, may_hold=lambda: old).state, kept)
+    assert any("holds what is not used here: b" in line for line in said)
+    # Only that, and nothing in its place; what is not there need not be made.
+    for other in ({**old, "b": jnp.ones(3)}, {"a": old["a"], "c": old["b"]}, kept):
+        with pytest.raises(checkpoint.CheckpointError, match="'b' is only in it"):
+            manager.restore(kept, may_hold=lambda other=other: other)
+    with pytest.raises(checkpoint.CheckpointError, match="'c' is missing in it"):
+        manager.restore({**old, "c": old["b"]}, may_hold=pytest.fail)
+
+
 def test_what_is_kept(tmp_path):
     manager = make_manager(tmp_path, keep_last=2)
     for step in (1, 2, 3, 30):

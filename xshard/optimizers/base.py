@@ -277,7 +277,7 @@ class Optimizer(hk.Module):
         return None
 
     def get_slot_names(self) -> list[str]:
-        """The names that `get_slot` knows, sorted. Empty before the first `apply_gradients`."""
+        """The names of the slots in the state, sorted: those that `get_slot` knows. None before it is made."""
         return []
 
     def state_by_name(self) -> dict[str, Any]:
