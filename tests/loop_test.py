@@ -70,6 +70,7 @@ class Silent(toy.Toy):
     """Has a bug in what nobody needs to know."""
 
     def samples(self, predict, key):
+        predict({"x": np.ones((2, 3), np.float32)})
         raise AttributeError("no such thing")
 
 

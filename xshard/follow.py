@@ -69,8 +69,10 @@ class Follower:
         self._storage = state_lib.Storage(experiment, mesh)
         self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
         processes.check_equal("the data", {"evaluation": self._evaluation.summary})
-        if config.checkpoint.keep_best:
-            self._evaluation.check_name(config.checkpoint.best_metric, self._target)
+        options = config.checkpoint
+        best_metric = options.best_metric if options.keep_best else None
+        stored = state_lib.as_stored(experiment, mesh, self._target)
+        self._evaluation.check(stored, best_metric)
         self._run = workdir.Workdir(directory)
         self._own = workdir.Workdir(self._run.path / FOLDER)
         self._checkpoints = saving.manager(config, str(self._run.checkpoints))

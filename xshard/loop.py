@@ -20,9 +20,9 @@ from xshard import (
     hooks,
     metrics,
     overview,
+    preflight,
     processes,
     saving,
-    step,
     workdir,
 )
 from xshard import clock as clock_lib
@@ -86,11 +86,14 @@ class Run:
             config, str(place), self.batches, storage, self.terminal.say
         )
         self.checkpoints.check_init(self._target, init)
-        train_step = jax.jit(step.make_train_step(self.experiment, self.mesh), donate_argnums=0)
-        self.train_step = processes.compiled_by_all(train_step, "the training step")
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
-        if config.checkpoint.keep_best:
-            self._evaluation.check_name(config.checkpoint.best_metric, self._target)
+        stored = state_lib.as_stored(self.experiment, self.mesh, self._target)
+        train_step, self._predict = preflight.programs(
+            self.experiment, self.mesh, stored, self.batches.shapes()
+        )
+        self.train_step = processes.compiled_by_all(train_step, "the training step")
+        best_metric = config.checkpoint.best_metric if config.checkpoint.keep_best else None
+        self._evaluation.check(stored, best_metric)
 
     def train(self) -> tuple[state_lib.TrainState, notice_lib.Notice | None]:
         """Trains from where the run stands to its last step, or until it is told to stop.
@@ -148,7 +151,8 @@ class Run:
     def _flops_per_step(self) -> int | None:
         try:
             return flops.step(self.experiment, self.mesh, self.batches.shapes())
-        except ValueError as e:
+        except Exception as e:
+            # The step has been traced, so that this is no mistake in the experiment.
             self.terminal.say(f"model FLOPs are not logged: {e}")
             return None
 
@@ -229,15 +233,12 @@ class Run:
         return results, self._stop
 
     def _samples(self, state: state_lib.TrainState) -> str:
-        # Replicated, so that each process has them all.
-        place = mesh_lib.sharding(self.mesh)
-        jitted = jax.jit(step.make_predict(self.experiment, self.mesh), out_shardings=place)
-        outputs = processes.compiled_by_all(jitted, "the prediction")
+        outputs = processes.compiled_by_all(self._predict, "the prediction")
 
         def predict(batch: Mapping[str, Any]) -> Any:
             return jax.device_get(outputs(state, mesh_lib.put_whole(self.mesh, batch)))
 
-        return self.experiment.samples(predict, jax.random.key(self.config.seed))
+        return self.experiment.samples(predict, preflight.samples_key(self.experiment))
 
     def _hooks(self, log: log_lib.Log) -> Sequence[hooks.Hook]:
         """The evaluation, and then what saves."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 
-from xshard import errors
+from xshard import contract, errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.optimizers import (
@@ -75,13 +75,16 @@ class Model:
         params, net_state = self.init_network(key, example)
         example = self.policy.cast_to_param(example)
         rules = hk.transform_with_state(self._update_all) if all_slots else self._rules
-        _, opt_state = rules.init(key, params, net_state, jnp.int32(0), example)
+        with contract.rules(self.experiment):
+            _, opt_state = rules.init(key, params, net_state, jnp.int32(0), example)
         return params, net_state, opt_state
 
     def init_network(self, key: jax.Array, example: Batch) -> tuple[Any, Any]:
         """Parameters, and network state."""
         example = self.policy.cast_to_param(example)
-        params, net_state = self._network.init(key, example, is_training=True)
+        with contract.network(self.experiment, is_training=True):
+            params, net_state = self._network.init(key, example, is_training=True)
+        contract.parameters(self.experiment, params)
         return self.policy.cast_to_param(params), net_state
 
     def forward(
@@ -89,9 +92,12 @@ class Model:
     ) -> tuple[Any, Any]:
         """Outputs in the output type, and the new network state."""
         params, inputs = self.policy.cast_to_compute((params, batch))
-        outputs, new_state = self._network.apply(
-            params, net_state, key, inputs, is_training=is_training
-        )
+        with contract.network(self.experiment, is_training=is_training):
+            outputs, new_state = self._network.apply(
+                params, net_state, key, inputs, is_training=is_training
+            )
+        outputs = contract.outputs(self.experiment, outputs)
+        contract.network_state(self.experiment, net_state, new_state)
         new_state = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, net_state)
         return self.policy.cast_to_output(outputs), new_state
 
@@ -99,7 +105,16 @@ class Model:
         self, params: Any, net_state: Any, opt_state: Any, global_step: Any, key: Any, batch: Batch
     ) -> tuple[Update, Any]:
         """One update on a replica's part of the batch: what it makes, and the new state of the rules."""
-        return self._rules.apply({}, opt_state, key, params, net_state, global_step, batch)
+        with contract.rules(self.experiment):
+            return self._rules.apply({}, opt_state, key, params, net_state, global_step, batch)
+
+    def loss(
+        self, params: Any, net_state: Any, key: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, Any]:
+        """The loss of a replica's part of a batch, and the new network state."""
+        loss = lambda: self._loss(params, net_state, batch, hk.next_rng_key(), 1)
+        value, (new_state, _) = hk.transform(loss).apply({}, key)
+        return value, new_state
 
     def layouts(self, params: Any) -> Mapping[str, layouts_lib.Layouts]:
         """How the state of the rules is cut over replicas: `{module: {name: layout}}`.
@@ -137,7 +152,7 @@ class Model:
         return next(iter(hk.transform(find).apply({}, None)), None)
 
     def _optimizer(self) -> base.Optimizer:
-        opt = self.experiment.optimizer()
+        opt = contract.optimizer(self.experiment)
         _check_reduces(base.unwrap(opt), self._mesh)
         for rule in base.unwrap(opt):
             if isinstance(rule, cross_shard.CrossShardOptimizer):
@@ -183,8 +198,8 @@ class Model:
         self, params: Any, net_state: Any, batch: Batch, key: jax.Array, parts: int
     ) -> tuple[jax.Array, Any]:
         outputs, new_state = self.forward(params, net_state, key, batch, True)
-        value, metrics = self.experiment.loss(outputs, batch)
-        return value / parts, (new_state, dict(metrics))
+        value, metrics = contract.loss(self.experiment, outputs, batch)
+        return value / parts, (new_state, metrics)
 
 
 def _with_all_gradients(

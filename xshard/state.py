@@ -98,11 +98,23 @@ def abstract_state(
     model = model_lib.Model(experiment, mesh)
     build = functools.partial(_build, model, mesh, seed, example, whole=whole, all_slots=all_slots)
     shapes = jax.eval_shape(build)
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes,
-        _shardings(model, mesh, shapes, whole=whole),
-    )
+    return _placed(shapes, _shardings(model, mesh, shapes, whole=whole))
+
+
+def _placed(shapes: TrainState, shardings: TrainState) -> TrainState:
+    place = lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
+    return jax.tree.map(place, shapes, shardings)
+
+
+def as_stored(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, whole: TrainState
+) -> TrainState:
+    """Shapes, types and shardings of what `init` returns, from those of `abstract_state(..., whole=True)`."""
+    model = model_lib.Model(experiment, mesh)
+    cuts = _layouts(model, mesh, whole)
+    store = lambda opt_state: _reshape(cuts, mesh, opt_state, whole=False)
+    shapes = whole._replace(opt_state=jax.eval_shape(store, whole.opt_state))
+    return _placed(shapes, _shardings(model, mesh, shapes))
 
 
 def averaged(model: model_lib.Model, mesh: jax.sharding.Mesh, state: TrainState) -> Any | None:
