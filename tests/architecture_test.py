@@ -46,16 +46,16 @@ LAYERS = [
     ],
     [
         "optimizers/shards",
+        "ends",
         "errors",
         "dryrun/estimate",
         "fingerprint",
-        "watch",
         "writers",
         "checkpoint/arrays",
         "checkpoint/format",
         "checkpoint/lock",
     ],
-    ["optimizers/base", "optimizers/elementwise", "log"],
+    ["optimizers/base", "optimizers/elementwise", "log", "watch"],
     ["optimizers/optax", "experiment", "checkpoint/ownership", "checkpoint/source"],
     [
         "optimizers/cross_shard",
