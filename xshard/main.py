@@ -41,10 +41,12 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory: the same one again resumes.")
 _INIT_FROM = flags.DEFINE_string(
-    "init_from", None, "A new run begins with parameters of this checkpoint: DIR or DIR@STEP."
+    "init_from", None, "A new run begins with the network of this checkpoint: DIR or DIR@STEP."
 )
 _INIT_SELECT = flags.DEFINE_string(
-    "init_select", checkpoint.PARAMS, "What it takes: a regular expression of paths."
+    "init_select",
+    checkpoint.BY_DEFAULT,
+    "What it takes: a regular expression of paths; by default parameters and the network's state.",
 )
 _INIT_GROUP = flags.DEFINE_integer("init_group", 0, "Of which group, if it has several.", 0)
 _MODE = flags.DEFINE_enum(
