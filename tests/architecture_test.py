@@ -32,6 +32,7 @@ LAYERS = [
         "dryrun/costs",
         "dryrun/summary",
         "hooks",
+        "nonfinite",
         "workdir",
         "batches",
         "event_files",

@@ -1,6 +1,6 @@
 """How a state is judged: the means over all evaluation examples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -79,3 +79,28 @@ class Evaluation:
 
     def _batches(self) -> Any:
         return batches.eval_batches(self._examples, self._mesh, self._batch_size)
+
+
+def samples(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: state_lib.TrainState,
+    seed: int,
+) -> str:
+    """What the trained network shows for itself; with several processes, all of them call this.
+
+    Args:
+      experiment: the experiment.
+      mesh: the run's mesh.
+      state: the trained state.
+      seed: the seed of what is random in it.
+    """
+    # Replicated, so that each process has them all.
+    place = mesh_lib.sharding(mesh)
+    jitted = jax.jit(step.make_predict(experiment, mesh), out_shardings=place)
+    outputs = processes.compiled_by_all(jitted, "the prediction")
+
+    def predict(batch: Mapping[str, Any]) -> Any:
+        return jax.device_get(outputs(state, mesh_lib.put_whole(mesh, batch)))
+
+    return experiment.samples(predict, jax.random.key(seed))

@@ -4,7 +4,8 @@ On a pod, one process a host: each is given its place by --coordinator_address, 
 --process_id, or JAX detects it (Slurm, Open MPI, GKE, GCE). `python -m launch` starts them.
 
 Exit codes: 0 done; 42 stopped with the state saved (SIGTERM, --stop_after, a file STOP in the work
-directory), run the same command again to go on; 130 the same by Ctrl-C; 1 failed.
+directory), run the same command again to go on; 130 the same by Ctrl-C; 3 ended with a loss, gradients or
+parameters that are not finite, as it would again (config.on_nonfinite); 1 failed.
 """
 
 import contextlib
@@ -122,7 +123,7 @@ def main(argv: Sequence[str], config: Any) -> int:
     ) as watching:
         try:
             code = _run_mode(config, _WORKDIR.value, watching)
-            watching.end("done" if code == notice.DONE else "stopped")
+            watching.end(notice.ENDS.get(code, "stopped"))
         except Exception as e:
             if hosts:
                 _fail_together(watching, e)
