@@ -81,13 +81,17 @@ class Supervisor:
         """Runs the job to its end.
 
         Returns:
-          0 when it is done; 42 or 130 if it was told to stop; else the code of its last failure.
+          0 when it is done; 3 if it is not finite, which it would be again; 42 or 130 if it was told to stop; else
+          the code of its last failure.
         """
         failures, best = 0, self._step()
         while True:
             pod = _Pod(self._job, self._out, self._options.grace_seconds)
             code = pod.wait(self._asked)
             if code in (notice.DONE, notice.INTERRUPTED) or self._stopped:
+                return code
+            if code == notice.NONFINITE:
+                self._say(f"not started again, since it would end so again: {pod.cause}")
                 return code
             if code == notice.PREEMPTED and (self._job.workdir / notice.STOP_FILE).exists():
                 self._say(f"not started again: {self._job.workdir / notice.STOP_FILE} is there")

@@ -246,15 +246,15 @@ def test_other_data_is_not_the_same_run(tmp_path, monkeypatch):
         loop.run(make_config(), str(tmp_path), "")
 
 
-def test_a_new_run_begins_with_the_parameters_of_another(tmp_path, capsys):
+def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
     assert loop.run(make_config(), str(tmp_path / "first"), "") == 0
     first = final_state(tmp_path / "first")
     init = checkpoint.Source(str(tmp_path / "first"))
     run = loop.Run(make_config(steps=24), str(tmp_path / "second"), init)
     state = run.resume_or_init()[0]
-    harness.assert_equal(state.params, first.params)
+    harness.assert_equal((state.params, state.net_state), (first.params, first.net_state))
     harness.assert_equal(state.opt_state, loop.state_lib.init(*run._init_args).opt_state)
-    assert "initialised 2 arrays from" in capsys.readouterr().out
+    assert "initialised 4 arrays from" in capsys.readouterr().out
     # Averages begin where the parameters that were taken are, however the update is cut.
     averaged = make_config(experiment="tests.toy.Averaged", hidden=20)
     with averaged.unlocked():

@@ -1,12 +1,12 @@
 """How a state is judged: the means over all evaluation examples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from xshard import batches, data, errors, metrics, processes, step
+from xshard import batches, data, errors, metrics, preflight, processes, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -83,3 +83,25 @@ class Evaluation:
 
     def _batches(self) -> Any:
         return batches.eval_batches(self._examples, self._mesh, self._batch_size)
+
+
+def samples(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    program: Any,
+    state: state_lib.TrainState,
+) -> str:
+    """What the trained network shows for itself; with several processes, all of them call this.
+
+    Args:
+      experiment: the experiment.
+      mesh: the run's mesh.
+      program: the jitted prediction, of `xshard.preflight.programs`.
+      state: the trained state.
+    """
+    outputs = processes.compiled_by_all(program, "the prediction")
+
+    def predict(batch: Mapping[str, Any]) -> Any:
+        return jax.device_get(outputs(state, mesh_lib.put_whole(mesh, batch)))
+
+    return experiment.samples(predict, preflight.samples_key(experiment))

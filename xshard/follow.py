@@ -102,11 +102,18 @@ class Follower:
             step = self._checkpoints.agree(self._next_step)
             if step is not None:
                 self._judge(step)
-            elif self._checkpoints.agree(lambda: self._judged >= self._config.steps):
+            elif self._checkpoints.agree(self._is_over):
                 break
             else:
                 local = self._checkpoints.store.path is not None
                 self._sleep(_POLL_SECONDS if local else _REMOTE_POLL_SECONDS)
+
+    def _is_over(self) -> bool:
+        """Whether there will be no more: the last step has been judged, or the run has ended before it."""
+        why = workdir.not_finite(self._run.path)
+        if why:
+            self._say(f"the run has ended, since it is not finite: {why}")
+        return bool(why) or self._judged >= self._config.steps
 
     def _go_on(self) -> bool:
         heard = None if self._watch is None else self._watch.poll()

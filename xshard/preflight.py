@@ -27,19 +27,23 @@ def programs(
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
     batch: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    skip_nonfinite: bool = False,
 ) -> tuple[Any, Any]:
-    """The training step and the prediction, jitted and traced; the prediction, if `samples` needs it.
+    """The watched training step and the prediction, jitted and traced; the prediction, if `samples` needs it.
 
     Args:
       experiment: the experiment.
       mesh: the run's mesh.
       state: the shapes of the run's state, as a step takes it.
       batch: the shapes of a batch, of all groups.
+      skip_nonfinite: as for `step.make_watched_step`.
 
     Raises:
       UserError: if a method of the experiment does not fit.
     """
-    train_step = jax.jit(step.make_train_step(experiment, mesh), donate_argnums=0)
+    watched_step = step.make_watched_step(experiment, mesh, skip_nonfinite=skip_nonfinite)
+    train_step = jax.jit(watched_step, donate_argnums=0)
     train_step.trace(state, batch)
     _check_network_state(experiment, mesh, state, batch)
     # Replicated, so that each process has all of it.

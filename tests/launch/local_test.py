@@ -90,6 +90,14 @@ def test_failures_without_progress_are_bounded_and_the_cause_comes_last(supervis
     assert supervisor.back_offs == [1, 2]
 
 
+def test_what_would_end_so_again_is_not_started_again(supervise, monkeypatch):
+    monkeypatch.setenv("STEP", "1")
+    supervisor = supervise("42", "3", "0", processes=2)
+    assert supervisor.run() == 3 and supervisor.back_offs == []
+    last = supervisor.out.getvalue().strip().splitlines()[-1]
+    assert last.startswith("launch: not started again") and "ended with exit code 3" in last
+
+
 def test_a_failure_after_new_steps_is_counted_anew(supervise, monkeypatch):
     monkeypatch.setenv("STEP", "1")
     assert supervise("1", "1", "1", "1", "1", "0").run() == 0

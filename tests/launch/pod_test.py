@@ -177,6 +177,30 @@ def test_what_fails_on_one_process_ends_all_and_is_said_last(tmp_path):
     assert "error: process 1 on" in last and "no data on process 1" in last
 
 
+@pytest.mark.parametrize(
+    "options, where",
+    [
+        # Process 0 has the only example that is not a number, or the group that has none.
+        (["--config.poisoned=((0,31),)"], ""),
+        (["--config.poisoned=((1,31),)", "--config.group_assignment=((0,1),(2,3))"], "in group 1 of 2 "),
+    ],
+    ids=["one replica", "one group"],
+)  # fmt: skip
+def test_what_is_not_finite_on_one_process_ends_all_and_starts_none_again(tmp_path, options, where):
+    experiment = "--config.experiment=tests.toy.Poisoned"
+    code, output = harness.finish(start(tmp_path / "run", experiment, *options, count=2))
+    assert code == 3, output
+    assert f"[0] error: step 31: {where}the loss is nan" in output
+    assert "newest checkpoint of finite parameters is step 20" in output
+    assert output.strip().splitlines()[-1].startswith("launch: not started again")
+    doing = [row["doing"] for row in harness.status(tmp_path / "run")]
+    assert doing == ["failed: not finite"] * 2
+    log = (tmp_path / "run/logs/process_1.log").read_text()
+    assert f"error: step 31: {where}the loss is nan" in log
+    shown = harness.finish(harness.launch("status", tmp_path / "run"))[1]
+    assert f"not finite: step 31: {where}the loss is nan" in shown
+
+
 def test_other_data_on_one_process_is_refused_before_it_is_used(tmp_path):
     options = ("--config.experiment=tests.toy.Uneven",)
     code, output = harness.finish(start(tmp_path / "run", *options, flags=["--max_failures=1"]))

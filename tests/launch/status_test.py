@@ -3,8 +3,11 @@
 import json
 import time
 
+import numpy as np
+
 from launch import status
 from tests.launch import harness
+from xshard import checkpoint
 
 
 def write(directory, *rows, ago=0.0):
@@ -31,6 +34,24 @@ def test_of_a_run_that_is_gone_and_one_that_has_ended(tmp_path, capsys):
     status.show([str(tmp_path / "done")], True)
     (row,) = json.loads(capsys.readouterr().out)["processes"]
     assert row["doing"] == "done" and row["silent"] is None and row["left"] is None
+
+
+def test_of_a_run_that_is_not_finite(tmp_path, capsys):
+    write(tmp_path, {"doing": "failed: not finite"})
+    why = "step 5: the loss is nan"
+    (tmp_path / "results.json").write_text(json.dumps({"finite": False, "why": why}))
+    (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"directory": ""}}))
+    keep = checkpoint.Keep(1)
+    manager = checkpoint.Manager(tmp_path / "checkpoints", keep, finite="w")
+    manager.save(4, {"w": np.array([1.0, np.inf])}, {})
+    manager.close()
+    assert status.show([str(tmp_path)], False) == 0
+    out = capsys.readouterr().out
+    assert "failed: not finite" in out and "newest checkpoint: step 4" in out
+    assert ", NOT FINITE\n" in out and f"not finite: {why}\n" in out
+    status.show([str(tmp_path)], True)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["checkpoint"]["finite"] is False and shown["not_finite"] == why
 
 
 def test_of_a_real_run_with_a_checkpoint(tmp_path):

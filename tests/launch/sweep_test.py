@@ -49,6 +49,20 @@ def test_a_sweep_runs_each_point_once_and_shows_what_came_out(tmp_path):
     assert shown.strip().splitlines() == lines
 
 
+def test_a_point_that_is_not_finite_has_ended_and_is_not_done(tmp_path):
+    points = [{"poisoned": "((0,3),)"}, {"poisoned": "()"}]
+    option = "--config.experiment=tests.toy.Poisoned"
+    code, output = harness.finish(start(tmp_path, points, option))
+    assert code == 3, output
+    failed, done = output.strip().splitlines()[-2:]
+    assert failed.split()[0] == "000" and "exit code 3" in failed
+    assert done.split()[0] == "001" and "done" in done
+    code, again = harness.finish(start(tmp_path, points, option))
+    assert code == 3 and "1 of 2 jobs are done" in again and "started" not in again
+    assert "not finite, and not run again while their results.json are there: " in again
+    assert "failed: not finite" in again.strip().splitlines()[-2]
+
+
 def test_a_point_that_fails_does_not_stop_the_others(tmp_path):
     code, output = harness.finish(start(tmp_path, [{"batch_size": 7}, {"seed": 1}], parallel=1))
     assert code == 1

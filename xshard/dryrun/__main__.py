@@ -22,7 +22,20 @@ from absl import flags, logging
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from xshard import batches, chips, cli, collectives, data, errors, hlo, metrics, notice, step, torus
+from xshard import (
+    batches,
+    chips,
+    cli,
+    collectives,
+    data,
+    errors,
+    hlo,
+    metrics,
+    nonfinite,
+    notice,
+    step,
+    torus,
+)
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -102,7 +115,9 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
         },
     }
     begin = time.monotonic()
-    function = jax.jit(step.make_train_step(experiment, mesh), donate_argnums=0)
+    skip = config.on_nonfinite == nonfinite.SKIP
+    watched_step = step.make_watched_step(experiment, mesh, skip_nonfinite=skip)
+    function = jax.jit(watched_step, donate_argnums=0)
     lowered = function.lower(state, batch)
     try:
         compiled = lowered.compile()
