@@ -18,8 +18,12 @@ from launch import engine
 from xshard import notice, status
 
 _STEP_SECONDS = 0.1
-# A process that has heard of another's failure leaves by itself.
+# A process that hears of another's failure says so and leaves by itself.
+_HEAR_SECONDS = 15.0
+# One that is told to leave does so, unless it waits for a peer that was killed.
 _SETTLE_SECONDS = 3.0
+# All that a process has printed is there when it has ended, but for what a child of it keeps open.
+_READ_SECONDS = 15.0
 _MOST_BACKOFF_SECONDS = 60.0
 
 
@@ -161,15 +165,15 @@ class _Pod:
                 self._first = [i for i, code in enumerate(codes) if _failed(code)]
                 # Without a peer that was killed the others can neither train nor save.
                 told = any((codes[i] or 0) < 0 for i in self._first)
-                deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
+                patience = _SETTLE_SECONDS if told else _HEAR_SECONDS
+                deadline = min(deadline, time.monotonic() + patience)
             if time.monotonic() >= deadline:
                 # What did not leave at SIGTERM is killed.
                 self._send(signal.SIGKILL if told else signal.SIGTERM)
                 told, deadline = True, time.monotonic() + _SETTLE_SECONDS
             time.sleep(_STEP_SECONDS)
         for reader in self._readers:
-            # Not for ever: a child of a process that is gone may still have its output open.
-            reader.join(_SETTLE_SECONDS)
+            reader.join(_READ_SECONDS)
         # As a shell has it where a signal has ended a process.
         ends = [128 - code if code < 0 else code for code in codes if code is not None]
         if any(_failed(code) for code in ends):

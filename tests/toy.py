@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import xshard
+from tests import pace
 
 
 class Toy(xshard.Experiment):
@@ -17,6 +18,9 @@ class Toy(xshard.Experiment):
         rng = np.random.default_rng(0)
         x = rng.normal(size=(self.config.examples, 3)).astype(np.float32)
         return {"x": x, "y": x @ np.array([1.0, -2.0, 0.5], np.float32)}
+
+    def train_batches(self, part):
+        return pace.batches(super().train_batches(part))
 
     def eval_data(self):
         return {name: array[:10] for name, array in self.train_data().items()}
@@ -123,6 +127,14 @@ class Averaged(Wide):
 
     def optimizer(self):
         return xshard.MovingAverageOptimizer(super().optimizer(), 0.5)
+
+
+class Frozen(Averaged):
+    """Trains its last layer alone."""
+
+    def clip_gradients(self, grads):
+        first = "mlp/~/linear_0"
+        return {**grads, first: dict.fromkeys(grads[first])}
 
 
 class OneSlice(Toy):

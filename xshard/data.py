@@ -127,6 +127,7 @@ def iterate(examples: Examples, part: Part) -> BatchIterator:
     # It takes half a second, and only runs need it.
     import grain
 
+    check(examples)
     size = num_examples(examples)
     if part.batch_size > size:
         raise errors.UserError(f"batch_size={part.batch_size} must be at most the {size} examples.")
@@ -195,20 +196,89 @@ def summary(examples: Examples) -> str:
     return f"{size} examples, CRC-32 {checksum:08x} of {len(rows)} of them"
 
 
-def num_examples(examples: Examples) -> int:
+def check(examples: Examples, what: str = "The data") -> None:
+    """Sees that examples are what a run can read; nothing but the first of a source is read.
+
+    Args:
+      examples: a mapping of arrays, or a source.
+      what: what they are, for the message, such as 'Digits.train_data (experiment.py:31)'.
+
+    Raises:
+      UserError: with what to give instead.
+    """
+    kind = type(examples).__name__
+    form = "{'image': images, 'label': labels}, NumPy arrays with an example in each row"
+    if isinstance(examples, tuple):
+        raise errors.UserError(
+            f"{what} is a tuple of {len(examples)}; it must be a dictionary of arrays: {form}."
+        )
+    if not isinstance(examples, Mapping):
+        _check_source(examples, what, form)
+        return
+    if not examples:
+        raise errors.UserError(f"{what} is an empty {kind}; it must have arrays: {form}.")
+    for name, array in examples.items():
+        if isinstance(array, Mapping):
+            raise errors.UserError(
+                f"{what} has a dictionary under {name!r}. There is one level of arrays, and one split: return "
+                f"that of {name!r} alone, or give its arrays names of their own."
+            )
+        _check_array(array, f"{what} has {{}} under {name!r}", form)
+    num_examples(examples, what)
+
+
+def _check_source(examples: Any, what: str, form: str) -> None:
+    kind = type(examples).__name__
+    if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
+        raise errors.UserError(
+            f"{what} is of type {kind}, without __len__ and __getitem__. It must be a dictionary of arrays, "
+            f"{form}; or a source of examples by number. For an iterator define train_batches."
+        )
+    num_examples(examples, what)
+    example = examples[0]
+    if not isinstance(example, Mapping):
+        raise errors.UserError(
+            f"{what} is of type {kind}, whose first example is of type {type(example).__name__}. An example must "
+            f"be a dictionary of arrays; or all examples together {form}."
+        )
+    for name, array in example.items():
+        _check_type(np.asarray(array).dtype, f"{what} has examples with {{}} under {name!r}")
+
+
+def _check_array(array: Any, has: str, form: str) -> None:
+    kind = type(array).__name__
+    if not np.ndim(array):
+        raise errors.UserError(
+            f"{has.format(f'the scalar {array!r}')}: each array must have a row for every example. Put a constant "
+            "into the config, or repeat it with np.full."
+        )
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise errors.UserError(
+            f"{has.format(f'a {kind}')}. It must be an array: np.asarray(...); all together {form}."
+        )
+    _check_type(array.dtype, has)
+
+
+def _check_type(dtype: Any, has: str) -> None:
+    if np.dtype(dtype).kind in "OSUMm":
+        raise errors.UserError(
+            f"{has.format(f'an array of type {np.dtype(dtype)}')}, which cannot go to a device: give numbers, such "
+            "as indices of a list of names, or leave it out."
+        )
+
+
+def num_examples(examples: Examples, what: str = "The data") -> int:
     """The number of examples; ValueError if there is none, or arrays do not agree on it."""
     if not isinstance(examples, Mapping):
-        if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
-            raise errors.UserError(
-                f"Data must be a mapping of arrays or have __len__ and __getitem__; received "
-                f"{type(examples).__name__}."
-            )
         if not len(examples):
-            raise errors.UserError(f"There is no example in {type(examples).__name__}.")
+            raise errors.UserError(
+                f"{what} is of type {type(examples).__name__}, without any example."
+            )
         return len(examples)
     sizes = {name: len(array) for name, array in examples.items()}
     if len(set(sizes.values())) != 1 or 0 in sizes.values():
         raise errors.UserError(
-            f"All arrays of the data must have as many examples, and some: {sizes}."
+            f"{what} has arrays of different numbers of rows, or of none: {sizes}. All of them must have one row "
+            "for each example."
         )
     return next(iter(sizes.values()))

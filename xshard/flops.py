@@ -58,11 +58,11 @@ def forward(
     parts = experiment.config.micro_batches
     shape = lambda x, rows: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
     example = {name: shape(x, 1) for name, x in batch.items()}
-    params, net_state = jax.eval_shape(model.init_network, jax.random.key(0), example)
+    key = jax.random.key(0)
+    params, net_state = jax.eval_shape(model.init_network, key, example)
 
     def local(params: Any, net_state: Any, batch: Mapping[str, Any]) -> jax.Array:
-        outputs, _ = model.forward(params, net_state, jax.random.key(0), batch, True)
-        return experiment.loss(outputs, batch)[0][None]
+        return model.loss(params, net_state, key, batch)[0][None]
 
     everywhere, split = jax.P(), jax.P(mesh_lib.BATCH)
     mapped = jax.shard_map(
@@ -93,7 +93,8 @@ def if_known(
     """As `step`; None where they cannot be counted, which is said."""
     try:
         return step(experiment, mesh, batch)
-    except ValueError as e:
+    except Exception as e:
+        # The step has been traced, so that this is no mistake in the experiment.
         say(f"model FLOPs are not logged: {e}")
         return None
 

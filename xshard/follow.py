@@ -65,11 +65,14 @@ class Follower:
         experiment = experiment_lib.load(config.experiment)(config)
         args = (experiment, mesh, config.seed, experiment_lib.example(experiment))
         self._target = state_lib.abstract_state(*args, whole=True)
+        self._older = lambda: state_lib.abstract_state(*args, whole=True, all_slots=True)
         self._storage = state_lib.Storage(experiment, mesh)
         self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
         processes.check_equal("the data", {"evaluation": self._evaluation.summary})
-        if config.checkpoint.keep_best:
-            self._evaluation.check_name(config.checkpoint.best_metric, self._target)
+        options = config.checkpoint
+        best_metric = options.best_metric if options.keep_best else None
+        stored = state_lib.as_stored(experiment, mesh, self._target)
+        self._evaluation.check(stored, best_metric)
         self._run = workdir.Workdir(directory)
         self._own = workdir.Workdir(self._run.path / FOLDER)
         self._checkpoints = saving.manager(config, str(self._run.checkpoints))
@@ -147,7 +150,7 @@ class Follower:
 
     def _judge(self, step: int) -> None:
         try:
-            restored = self._checkpoints.restore(self._target, step)
+            restored = self._checkpoints.restore(self._target, step, may_hold=self._older)
         except checkpoint.CheckpointError as e:
             if step in self._checkpoints.agree(self._checkpoints.all_steps):
                 raise

@@ -22,9 +22,9 @@ from xshard import (
     metrics,
     nonfinite,
     overview,
+    preflight,
     processes,
     saving,
-    step,
     workdir,
 )
 from xshard import clock as clock_lib
@@ -88,15 +88,15 @@ class Run:
             config, str(place), self.batches, storage, self.terminal.say
         )
         self.checkpoints.check_init(self._target, init)
-        skip = config.on_nonfinite == nonfinite.SKIP
-        watched_step = step.make_watched_step(self.experiment, self.mesh, skip_nonfinite=skip)
-        train_step = jax.jit(watched_step, donate_argnums=0)
-        self.train_step = processes.compiled_by_all(train_step, "the training step")
-        params, say = self._target.params, self.terminal.say
-        self._finite = nonfinite.Watch(config, self.mesh, params, say)
+        self._finite = nonfinite.Watch(config, self.mesh, self._target.params, self.terminal.say)
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
-        if config.checkpoint.keep_best:
-            self._evaluation.check_name(config.checkpoint.best_metric, self._target)
+        stored = state_lib.as_stored(self.experiment, self.mesh, self._target)
+        train_step, self._predict = preflight.programs(
+            self.experiment, self.mesh, stored, self.batches.shapes()
+        )
+        self.train_step = processes.compiled_by_all(train_step, "the training step")
+        best_metric = config.checkpoint.best_metric if config.checkpoint.keep_best else None
+        self._evaluation.check(stored, best_metric)
 
     def train(self) -> tuple[state_lib.TrainState, notice_lib.Notice | None]:
         """Trains from where the run stands to its last step, or until it is told to stop.
@@ -112,7 +112,8 @@ class Run:
         state, evaluated = self.resume_or_init()
         start = int(state.step)
         self._say_start(start, state)
-        self._made, self._failure = start, self._failure_before(start)
+        self._made, goes_on = start, start < self.config.steps
+        self._failure = self.checkpoints.manager.agree(lambda: self.workdir.failure(goes_on))
         # 2. Rows after the checkpoint are dropped: their steps will be made again.
         with self._log(start) as log:
             evaluate, *others = self._hooks(log)
@@ -143,14 +144,6 @@ class Run:
             self._flush(log)
         return state, self._stop
 
-    def _failure_before(self, start: int) -> str:
-        """Why the run has not ended finite before, if there are no more steps to make; else that is forgotten."""
-        if start >= self.config.steps:
-            return self.checkpoints.manager.agree(lambda: workdir.not_finite(self.workdir.path))
-        if self._first:
-            self.workdir.forget_failure()
-        return ""
-
     def _flush(self, log: log_lib.Log) -> None:
         """Writes the rows of all steps so far, and checks that the steps were finite."""
         log.flush()
@@ -179,7 +172,8 @@ class Run:
     def resume_or_init(self) -> tuple[state_lib.TrainState, bool]:
         """The newest checkpoint's state or a new one, and whether its evaluation, if due, has been made."""
         init = lambda: state_lib.init(*self._init_args)
-        return self.checkpoints.resume_or_init(self._target, init, self._init)
+        older = lambda: state_lib.abstract_state(*self._init_args, whole=True, all_slots=True)
+        return self.checkpoints.resume_or_init(self._target, init, self._init, older)
 
     def evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
         """The means over all evaluation examples; lists where there are several groups.
@@ -241,8 +235,7 @@ class Run:
             why = self.checkpoints.nonfinite(self._made) or self._finite.at_end() or self._failure
             results |= {"finite": not why, "why": why}
             try:
-                of = (self.experiment, self.mesh, state, self.config.seed)
-                results["samples"] = "" if why else evaluation.samples(*of)
+                results["samples"] = "" if why else self._samples(state)
             finally:
                 # Of which samples are the least.
                 if self._first:
@@ -256,6 +249,10 @@ class Run:
         if self._first:
             self.workdir.write_results(results)
         print(message, file=sys.stderr, flush=True)
+
+    def _samples(self, state: state_lib.TrainState) -> str:
+        predict = evaluation.predictor(self._predict, self.mesh, state)
+        return self.experiment.samples(predict, preflight.samples_key(self.experiment))
 
     def _hooks(self, log: log_lib.Log) -> Sequence[hooks.Hook]:
         """The evaluation, and then what saves."""

@@ -127,7 +127,7 @@ def main(argv: Sequence[str], config: Any) -> int:
         except Exception as e:
             if hosts:
                 _fail_together(watching, e)
-            watching.end(f"failed: {cli.message(e).splitlines()[0]}")
+            watching.end(f"failed: {cli.summary(e).splitlines()[0]}")
             raise
     # All is done and said. What comes now, as srun's SIGTERM does when the first process has left, would
     # only put another exit code in the place of this one.
@@ -177,15 +177,13 @@ def _join(
 
 def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
     """Says why this process has failed, and ends the others, which would wait for it."""
-    known = isinstance(e, errors.UserError | OSError)
-    message = cli.message(e) if known else f"{type(e).__name__}: {cli.message(e)}"
     # What breaks in the middle of a computation may be the end of a peer; but not this.
     own = str(e).startswith(("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED"))
     if isinstance(e, jax.errors.JaxRuntimeError) and not own:
-        print(f"{message}\nwaiting to hear of the cause", file=sys.stderr, flush=True)
+        print(f"{cli.summary(e)}\nwaiting to hear of the cause", file=sys.stderr, flush=True)
         watching.await_cause()
-    cli.print_error(message, show_traceback=not known)
-    watching.fail(message)
+    cli.print_error(e, has_debug_flag=True)
+    watching.fail(cli.summary(e))
 
 
 class _Lasting:
@@ -208,28 +206,14 @@ class _Lasting:
 
 
 def run() -> int:
-    """Parses the flags and runs; an error of the user's becomes one message."""
+    """Parses the flags and runs; returns the exit code."""
     logging.set_verbosity(logging.WARNING)
     # From where it is started configs may import one another, and experiments are found.
     sys.path.insert(0, os.getcwd())
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")
         return notice.DONE
-    try:
-        argv = flags.FLAGS(sys.argv)
-        config = _CONFIG.value
-        # A file that is not there shows only when the config is used.
-        _ = config and config.is_locked
-    except Exception as e:
-        return cli.fail(cli.flag_error(e))
-    try:
-        return main(argv, config)
-    except (errors.UserError, OSError) as e:
-        return cli.fail(cli.message(e))
-    except KeyboardInterrupt:
-        # Before there was anything to save.
-        print("interrupted", file=sys.stderr)
-        return notice.INTERRUPTED
+    return cli.run(lambda: main(cli.parse(_CONFIG), _CONFIG.value), has_debug_flag=True)
 
 
 def _command() -> str:

@@ -1,6 +1,6 @@
 """The pure functions of an experiment: its network, and one update of it by its rules."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 
-from xshard import errors
+from xshard import contract, errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.optimizers import (
@@ -100,17 +100,29 @@ class Model:
         self._network = hk.transform_with_state(experiment.forward)
         self._rules = hk.transform_with_state(self._update)
 
-    def init(self, key: jax.Array, example: Batch) -> tuple[Any, Any, Any]:
-        """Parameters, network state, and state of the rules, all whole."""
+    def init(
+        self, key: jax.Array, example: Batch, *, all_slots: bool = False
+    ) -> tuple[Any, Any, Any]:
+        """Parameters, network state, and state of the rules, all whole.
+
+        Args:
+          key: the key of all randomness.
+          example: an example, of which only names, types and shapes count.
+          all_slots: makes slots for what is not trained, too.
+        """
         params, net_state = self.init_network(key, example)
         example = self.policy.cast_to_param(example)
-        _, opt_state = self._rules.init(key, params, net_state, jnp.int32(0), example)
+        rules = hk.transform_with_state(self._update_all) if all_slots else self._rules
+        with contract.rules(self.experiment):
+            _, opt_state = rules.init(key, params, net_state, jnp.int32(0), example)
         return params, net_state, opt_state
 
     def init_network(self, key: jax.Array, example: Batch) -> tuple[Any, Any]:
         """Parameters, and network state."""
         example = self.policy.cast_to_param(example)
-        params, net_state = self._network.init(key, example, is_training=True)
+        with contract.network(self.experiment, is_training=True):
+            params, net_state = self._network.init(key, example, is_training=True)
+        contract.parameters(self.experiment, params)
         return self.policy.cast_to_param(params), net_state
 
     def forward(
@@ -118,9 +130,12 @@ class Model:
     ) -> tuple[Any, Any]:
         """Outputs in the output type, and the new network state."""
         params, inputs = self.policy.cast_to_compute((params, batch))
-        outputs, new_state = self._network.apply(
-            params, net_state, key, inputs, is_training=is_training
-        )
+        with contract.network(self.experiment, is_training=is_training):
+            outputs, new_state = self._network.apply(
+                params, net_state, key, inputs, is_training=is_training
+            )
+        outputs = contract.outputs(self.experiment, outputs)
+        contract.network_state(self.experiment, net_state, new_state)
         new_state = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, net_state)
         return self.policy.cast_to_output(outputs), new_state
 
@@ -128,7 +143,16 @@ class Model:
         self, params: Any, net_state: Any, opt_state: Any, global_step: Any, key: Any, batch: Batch
     ) -> tuple[Update, Any]:
         """One update on a replica's part of the batch: what it makes, and the new state of the rules."""
-        return self._rules.apply({}, opt_state, key, params, net_state, global_step, batch)
+        with contract.rules(self.experiment):
+            return self._rules.apply({}, opt_state, key, params, net_state, global_step, batch)
+
+    def loss(
+        self, params: Any, net_state: Any, key: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, Any]:
+        """The loss of a replica's part of a batch, and the new network state."""
+        loss = lambda: self._loss(params, net_state, batch, hk.next_rng_key(), 1)
+        value, (new_state, _) = hk.transform(loss).apply({}, key)
+        return value, new_state
 
     def layouts(self, params: Any) -> Mapping[str, layouts_lib.Layouts]:
         """How the state of the rules is cut over replicas: `{module: {name: layout}}`.
@@ -150,7 +174,7 @@ class Model:
         """The averages of the parameters, a tree of their structure; None if the rules keep none.
 
         Args:
-          params: the parameters, of which only the structure counts.
+          params: the parameters; what is not trained is its own average.
           opt_state: the state of the rules, its arrays whole.
         """
         name = self.averages_module()
@@ -166,7 +190,7 @@ class Model:
         return next(iter(hk.transform(find).apply({}, None)), None)
 
     def _optimizer(self) -> base.Optimizer:
-        opt = self.experiment.optimizer()
+        opt = contract.optimizer(self.experiment)
         _check_reduces(base.unwrap(opt), self._mesh)
         for rule in base.unwrap(opt):
             if isinstance(rule, cross_shard.CrossShardOptimizer):
@@ -219,12 +243,17 @@ class Model:
             lowered,
         )
 
+    def _update_all(self, *args: Any) -> Update:
+        """As `_update`, with a gradient for each parameter in the update of each rule."""
+        with hk.intercept_methods(_with_all_gradients):
+            return self._update(*args)
+
     def _loss(
         self, params: Any, net_state: Any, batch: Batch, key: jax.Array, parts: int
     ) -> tuple[jax.Array, Any]:
         outputs, new_state = self.forward(params, net_state, key, batch, True)
-        value, metrics = self.experiment.loss(outputs, batch)
-        return value / parts, (new_state, dict(metrics))
+        value, metrics = contract.loss(self.experiment, outputs, batch)
+        return value / parts, (new_state, metrics)
 
 
 def _loss_scales(opt: base.Optimizer) -> list[jax.Array]:
@@ -235,7 +264,7 @@ def _loss_scales(opt: base.Optimizer) -> list[jax.Array]:
     ]
 
 
-def _count_nonfinite(applied: base.Applied | None) -> jax.Array:
+def _count_nonfinite(applied: shards.Applied | None) -> jax.Array:
     """How many elements of each gradient are not finite, of a parameter without a gradient none, in float32.
 
     In the type of the norms, which come of the same arrays: what is summed of both goes in one reduction.
@@ -251,7 +280,17 @@ def _number_nonfinite(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), jnp.float32(1)))
 
 
-def _norms(applied: base.Applied | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _with_all_gradients(
+    method: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
+) -> Any:
+    """Calls a method; for an update, the parameters stand for their gradients: only shapes count."""
+    if not isinstance(context.module, base.Optimizer) or context.method_name != "update":
+        return method(*args, **kwargs)
+    params = kwargs["params"] if "params" in kwargs else args[-1]
+    return method(params, params)
+
+
+def _norms(applied: shards.Applied | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """`shares` and `squares` of the gradients of an update, and of the parameters that it has made."""
     if applied is None:  # A rule whose apply_gradients is its own.
         return {}, {}

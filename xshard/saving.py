@@ -64,8 +64,15 @@ class Checkpoints:
         target: state_lib.TrainState,
         init: Callable[[], state_lib.TrainState],
         source: checkpoint.Source | None,
+        may_hold: Callable[[], state_lib.TrainState],
     ) -> tuple[state_lib.TrainState, bool]:
         """The newest checkpoint's state; a new one if there is none.
+
+        Args:
+          target: shapes, types and shardings of the state, as a checkpoint has it.
+          init: makes a new state.
+          source: what a new run begins with, if not with a new state alone.
+          may_hold: makes a target with what else a checkpoint may hold.
 
         Returns:
           The state, and whether the evaluation that was due at its step has been made.
@@ -79,7 +86,7 @@ class Checkpoints:
         if source is not None:
             _say(f"--init_from={source.place} is for a new run; this one goes on from its own")
         self._check_finite(latest)
-        restored = self.manager.restore(target)
+        restored = self.manager.restore(target, may_hold=may_hold)
         if restored.step != latest:
             self._check_finite(restored.step)
         self._batches.restore(restored.data)

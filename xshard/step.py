@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xshard import contract, nonfinite
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import model as model_lib
-from xshard import nonfinite
 from xshard import state as state_lib
 
 Batch = model_lib.Batch
@@ -131,15 +131,16 @@ def make_eval_step(
         mask = batch.pop("_mask")
         forward = lambda params: model.forward(params, net_state, None, batch, False)[0]
         outputs = forward(params)
-        values = {**experiment.evaluate(outputs, batch), "count": mask}
+        evaluate = lambda outputs: contract.evaluate(experiment, outputs, batch, len(mask))
+        values = {**evaluate(outputs), "count": mask}
         if averages is not None:
-            of_averages = experiment.evaluate(forward(averages), batch)
+            of_averages = evaluate(forward(averages))
             values |= {f"average/{name}": value for name, value in of_averages.items()}
         sums = _masked_sums(values, mask)
         if not grouped:
             return sums, {}
         together = experiment.ensemble(lax.all_gather(outputs, mesh_lib.GROUP))
-        ensemble = _masked_sums(experiment.evaluate(together, batch), mask)
+        ensemble = _masked_sums(evaluate(together), mask)
         return _add_dim(sums), {f"ensemble/{name}": value for name, value in ensemble.items()}
 
     per_group = jax.P(mesh_lib.GROUP) if grouped else jax.P()

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from launch import engine, sweep
+from tests import pace
 from tests.launch import harness
 
 
@@ -15,7 +16,7 @@ def points_file(tmp_path, points):
     return path
 
 
-def start(tmp_path, points, *options, parallel=2, flags=()):
+def start(tmp_path, points, *options, parallel=2, flags=(), **variables):
     path = points_file(tmp_path, points)
     flags = [
         *flags,
@@ -24,9 +25,8 @@ def start(tmp_path, points, *options, parallel=2, flags=()):
         "--cpu_devices=2",
         "--max_failures=1",
     ]
-    return harness.launch(
-        *flags, command=[*harness.TOY, f"--workdir={tmp_path / 'runs'}", *options]
-    )
+    command = [*harness.TOY, f"--workdir={tmp_path / 'runs'}", *options]
+    return harness.launch(*flags, command=command, env=harness.environment(**variables))
 
 
 def test_a_sweep_runs_each_point_once_and_shows_what_came_out(tmp_path):
@@ -74,13 +74,14 @@ def test_a_point_that_fails_does_not_stop_the_others(tmp_path):
 
 def test_a_sweep_that_is_stopped_goes_on(tmp_path):
     points = [{"seed": 0}, {"seed": 1}]
-    process = start(tmp_path, points, "--config.steps=1000", parallel=1)
     log = tmp_path / "runs" / "000" / "launch.log"
-    harness.wait_until(lambda: log.exists() and "step    8/1000" in log.read_text())
-    process.send_signal(signal.SIGTERM)
-    code, output = harness.finish(process)
+    with pace.slow(tmp_path / "slow", 8) as variables:
+        process = start(tmp_path, points, "--config.steps=100", parallel=1, **variables)
+        harness.wait_until(lambda: log.exists() and "step   8/100" in log.read_text())
+        process.send_signal(signal.SIGTERM)
+        code, output = harness.finish(process)
     assert code == 42 and not (tmp_path / "runs" / "001").exists(), output
-    code, output = harness.finish(start(tmp_path, points, "--config.steps=1000", parallel=2))
+    code, output = harness.finish(start(tmp_path, points, "--config.steps=100", parallel=2))
     assert code == 0 and "resumed from the checkpoint" in log.read_text(), output
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from xshard import metrics
+from xshard import cli, metrics
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import catalog, manager, orbax, retention, writer
 from xshard.checkpoint import format as format_lib
@@ -159,18 +159,18 @@ def from_orbax(source: store_lib.Store, store: store_lib.Store) -> Rows:
 
 def main(argv: Sequence[str]) -> int:
     """Runs a command; returns the exit code."""
+    return cli.run(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
     arguments = vars(_parser().parse_args(argv))
     command: Callable[..., Rows] = arguments.pop("command")
     as_json, _ = arguments.pop("json"), arguments.pop("name")
-    try:
-        for key in arguments.keys() & {"store", "source"}:
-            arguments[key] = place = store_lib.Store(arguments[key])
-            if place.path is not None and not place.path.is_dir() and command is not from_orbax:
-                raise format_lib.CheckpointError(f"{place} is no directory.")
-        rows = command(**arguments)
-    except (format_lib.CheckpointError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
+    for key in arguments.keys() & {"store", "source"}:
+        arguments[key] = place = store_lib.Store(arguments[key])
+        if place.path is not None and not place.path.is_dir() and command is not from_orbax:
+            raise format_lib.CheckpointError(f"{place} is no directory.")
+    rows = command(**arguments)
     print(json.dumps(rows, indent=1) if as_json else metrics.table(rows))
     return int(command is verify and any(row["state"] != "whole" for row in rows))
 

@@ -194,12 +194,20 @@ class Manager:
             if lock is not None:
                 lock.release()
 
-    def restore(self, target: Any, step: int | None = None) -> Restored:
+    def restore(
+        self,
+        target: Any,
+        step: int | None = None,
+        *,
+        may_hold: Callable[[], Any] | None = None,
+    ) -> Restored:
         """Reads a checkpoint: on every process its part, of the same one.
 
         Args:
           target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
           step: the step; the newest by default, or the newest before it that is not damaged.
+          may_hold: makes a tree such as `target`, of all that a checkpoint may hold: what of it is not in
+            the target is left out. Anything else that is not in the target is an error.
 
         Raises:
           CheckpointError: if there is none, if all are damaged, or if it does not fit the target.
@@ -207,7 +215,7 @@ class Manager:
         self.wait()
         damage = []
         for attempt in self._candidates(step):
-            restored, damaged = self._read(attempt, target)
+            restored, damaged = self._read(attempt, target, may_hold)
             if restored is not None:
                 return restored
             damage.append(damaged)
@@ -225,12 +233,14 @@ class Manager:
         found = self._saver.first(find)
         return [format_lib.Attempt(self.store, number, nonce) for number, nonce in found]
 
-    def _read(self, attempt: format_lib.Attempt, target: Any) -> tuple[Restored | None, str]:
+    def _read(
+        self, attempt: format_lib.Attempt, target: Any, may_hold: Callable[[], Any] | None
+    ) -> tuple[Restored | None, str]:
         """A checkpoint, or what is damaged in it on any process."""
         said, restored = {}, None
         try:
             meta = source.read_meta(attempt)
-            state = reader.read(attempt, target, meta, self._budget_bytes, self._say)
+            state = reader.read(attempt, target, meta, self._budget_bytes, self._say, may_hold)
             restored = Restored(state, meta["metadata"], meta["data"], attempt.step)
         except source.DamagedError as e:
             said = {"damaged": str(e)}

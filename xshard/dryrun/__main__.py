@@ -267,20 +267,11 @@ def run() -> int:
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{_FLAGS.module_help(sys.modules[__name__])}")
         return notice.DONE
-    try:
-        argv = _FLAGS(sys.argv)
-        # A file that is not there shows only when the config is used.
-        _ = _CONFIG.value and _CONFIG.value.is_locked
-    except Exception as e:
-        return cli.fail(cli.flag_error(e))
-    try:
-        return main(argv)
-    except (errors.UserError, OSError) as e:
-        return cli.fail(cli.message(e))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+    code = cli.run(lambda: main(cli.parse(_CONFIG, _FLAGS)), has_debug_flag=True)
+    if code == notice.INTERRUPTED:
         # The compiler is still at work in its thread, and is not waited for.
-        os._exit(notice.INTERRUPTED)
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":
