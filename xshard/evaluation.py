@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import batches, data, errors, metrics, preflight, processes, step
+from xshard import batches, data, errors, metrics, processes, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -85,23 +85,15 @@ class Evaluation:
         return batches.eval_batches(self._examples, self._mesh, self._batch_size)
 
 
-def samples(
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    program: Any,
-    state: state_lib.TrainState,
-) -> str:
-    """What the trained network shows for itself; with several processes, all of them call this.
+def predictor(
+    jitted: Any, mesh: jax.sharding.Mesh, state: state_lib.TrainState
+) -> Callable[[Mapping[str, Any]], Any]:
+    """The function that takes a batch on the host to a network's outputs there.
 
     Args:
-      experiment: the experiment.
+      jitted: `xshard.step.make_predict`'s, its outputs replicated, so that each process has all of them.
       mesh: the run's mesh.
-      program: the jitted prediction, of `xshard.preflight.programs`.
-      state: the trained state.
+      state: a state.
     """
-    outputs = processes.compiled_by_all(program, "the prediction")
-
-    def predict(batch: Mapping[str, Any]) -> Any:
-        return jax.device_get(outputs(state, mesh_lib.put_whole(mesh, batch)))
-
-    return experiment.samples(predict, preflight.samples_key(experiment))
+    outputs = processes.compiled_by_all(jitted, "the prediction")
+    return lambda batch: jax.device_get(outputs(state, mesh_lib.put_whole(mesh, batch)))

@@ -84,15 +84,15 @@ class Run:
         self._target = state_lib.abstract_state(*self._init_args, whole=True)
         self._init = init
         storage, place = state_lib.Storage(self.experiment, self.mesh), self.workdir.checkpoints
-        say = self.terminal.say
-        self.checkpoints = saving.Checkpoints(config, str(place), self.batches, storage, say)
+        self.checkpoints = saving.Checkpoints(
+            config, str(place), self.batches, storage, self.terminal.say
+        )
         self.checkpoints.check_init(self._target, init)
-        self._finite = nonfinite.Watch(config, self.mesh, self._target.params, say)
+        self._finite = nonfinite.Watch(config, self.mesh, self._target.params, self.terminal.say)
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
         stored = state_lib.as_stored(self.experiment, self.mesh, self._target)
-        skip = config.on_nonfinite == nonfinite.SKIP
         train_step, self._predict = preflight.programs(
-            self.experiment, self.mesh, stored, self.batches.shapes(), skip_nonfinite=skip
+            self.experiment, self.mesh, stored, self.batches.shapes()
         )
         self.train_step = processes.compiled_by_all(train_step, "the training step")
         best_metric = config.checkpoint.best_metric if config.checkpoint.keep_best else None
@@ -112,7 +112,8 @@ class Run:
         state, evaluated = self.resume_or_init()
         start = int(state.step)
         self._say_start(start, state)
-        self._made, self._failure = start, self._failure_before(start)
+        self._made, goes_on = start, start < self.config.steps
+        self._failure = self.checkpoints.manager.agree(lambda: self.workdir.failure(goes_on))
         # 2. Rows after the checkpoint are dropped: their steps will be made again.
         with self._log(start) as log:
             evaluate, *others = self._hooks(log)
@@ -142,14 +143,6 @@ class Run:
                 self.checkpoints.check()
             self._flush(log)
         return state, self._stop
-
-    def _failure_before(self, start: int) -> str:
-        """Why the run has not ended finite before, if there are no more steps to make; else that is forgotten."""
-        if start >= self.config.steps:
-            return self.checkpoints.manager.agree(lambda: workdir.not_finite(self.workdir.path))
-        if self._first:
-            self.workdir.forget_failure()
-        return ""
 
     def _flush(self, log: log_lib.Log) -> None:
         """Writes the rows of all steps so far, and checks that the steps were finite."""
@@ -235,14 +228,14 @@ class Run:
         """Evaluates the last state and writes the results; or what has stopped the run before that."""
         values = self.evaluate(state)
         applied = metrics.to_number(mesh_lib.replicate(self.mesh, state.global_step))
-        results = {"step": self._made, "global_step": applied, "eval": values, "samples": ""}
+        results: dict[str, Any] = {"step": self._made, "global_step": applied, "eval": values}
+        results["samples"] = ""
         if self._stop is None:
             self.checkpoints.wait()
             why = self.checkpoints.nonfinite(self._made) or self._finite.at_end() or self._failure
             results |= {"finite": not why, "why": why}
             try:
-                of = (self.experiment, self.mesh, self._predict, state)
-                results["samples"] = "" if why else evaluation.samples(*of)
+                results["samples"] = "" if why else self._samples(state)
             finally:
                 # Of which samples are the least.
                 if self._first:
@@ -256,6 +249,10 @@ class Run:
         if self._first:
             self.workdir.write_results(results)
         print(message, file=sys.stderr, flush=True)
+
+    def _samples(self, state: state_lib.TrainState) -> str:
+        predict = evaluation.predictor(self._predict, self.mesh, state)
+        return self.experiment.samples(predict, preflight.samples_key(self.experiment))
 
     def _hooks(self, log: log_lib.Log) -> Sequence[hooks.Hook]:
         """The evaluation, and then what saves."""

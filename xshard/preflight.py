@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from xshard import contract, errors, step
+from xshard import contract, errors, nonfinite, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import model as model_lib
@@ -27,22 +27,20 @@ def programs(
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
     batch: Mapping[str, jax.ShapeDtypeStruct],
-    *,
-    skip_nonfinite: bool = False,
 ) -> tuple[Any, Any]:
-    """The watched training step and the prediction, jitted and traced; the prediction, if `samples` needs it.
+    """The training step and the prediction, jitted and traced; the prediction, if `samples` needs it.
 
     Args:
       experiment: the experiment.
       mesh: the run's mesh.
       state: the shapes of the run's state, as a step takes it.
       batch: the shapes of a batch, of all groups.
-      skip_nonfinite: as for `step.make_watched_step`.
 
     Raises:
       UserError: if a method of the experiment does not fit.
     """
-    watched_step = step.make_watched_step(experiment, mesh, skip_nonfinite=skip_nonfinite)
+    skip = experiment.config.on_nonfinite == nonfinite.SKIP
+    watched_step = step.make_watched_step(experiment, mesh, skip_nonfinite=skip)
     train_step = jax.jit(watched_step, donate_argnums=0)
     train_step.trace(state, batch)
     _check_network_state(experiment, mesh, state, batch)

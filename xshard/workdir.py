@@ -121,10 +121,12 @@ class Workdir:
         """Writes how the run has ended."""
         metrics.write_atomically(self.results, to_json(results))
 
-    def forget_failure(self) -> None:
-        """Removes results that say that the run has not ended finite, for one that goes on."""
-        if not_finite(self.path):
+    def failure(self, goes_on: bool) -> str:
+        """Why the run has not ended finite before; of one that goes on it is forgotten."""
+        why = not_finite(self.path)
+        if why and goes_on:
             self.results.unlink()
+        return "" if goes_on else why
 
     def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if old.get("experiment") != new.get("experiment"):
