@@ -15,6 +15,7 @@ import ml_collections
 from xshard import (
     batches,
     checkpoint,
+    cli,
     evaluation,
     flops,
     hooks,
@@ -254,10 +255,9 @@ class Run:
             self._save(made, state)
 
         config, last = self.config, self.config.steps
-        # The best is chosen among what has been evaluated, the last step included.
         best = config.checkpoint.keep_best > 0
         actions: list[hooks.Hook] = [
-            hooks.EverySteps(evaluate, config.eval_every_steps, last=last, at_last=best),
+            hooks.EverySteps(evaluate, config.eval_every_steps, last=last, at_last=True),
             hooks.EverySteps(save, config.checkpoint.every_steps, last=last, at_last=True),
         ]
         if best:
@@ -280,9 +280,8 @@ class Run:
 
     def _save(self, made: int, state: state_lib.TrainState) -> None:
         self._save_now = False
-        evaluated, last = self._evaluated[0] == made, made == self.config.steps
-        due = made % self.config.eval_every_steps == 0
-        due |= last and self.config.checkpoint.keep_best > 0
+        evaluated = self._evaluated[0] == made
+        due = made == self.config.steps or made % self.config.eval_every_steps == 0
         values = self._evaluated[1] if evaluated else {}
         with self.clock.phase(clock_lib.CHECKPOINT):
             self.checkpoints.save(made, state, values, evaluated=evaluated or not due)
@@ -344,5 +343,6 @@ def run(
         print(f"\nsamples:\n{results['samples']}\n")
     print(f"  in {where.results}; metrics of the run in {where.metrics}")
     print(f"checkpoints: {saved}")
-    print(f"to train on{each}: {command} --config.steps={2 * max(config.steps, results['step'])}")
+    more = cli.with_flag(command, "config.steps", 2 * max(config.steps, results["step"]))
+    print(f"to train on{each}: {more}")
     return notice_lib.DONE
