@@ -100,11 +100,11 @@ class Uneven(Files):
     "examples, match",
     [
         ({"x": np.ones(7)}, "batch_size=8 must be at most the 7 examples"),
-        ({"x": np.ones(20), "y": np.ones(3)}, "as many examples"),
-        ({"x": np.ones(0)}, "as many examples"),
-        ({}, "as many examples"),
-        ([], "no example in list"),
-        (iter([1]), "__len__ and __getitem__; received list_iterator"),
+        ({"x": np.ones(20), "y": np.ones(3)}, "one row for each example"),
+        ({"x": np.ones(0)}, "different numbers of rows, or of none"),
+        ({}, "is an empty dict"),
+        ([], "of type list, without any example"),
+        (iter([1]), "of type list_iterator, without __len__ and __getitem__"),
     ],
 )
 def test_bad_data(examples, match):

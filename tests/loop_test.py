@@ -42,14 +42,16 @@ def test_a_run_and_what_it_leaves(tmp_path, capsys):
     ):
         assert part in out
     logged = rows.read(tmp_path / "run")
-    assert [row["step"] for row in logged] == [4, 6, 8, 12]
+    assert [row["step"] for row in logged] == [4, 6, 8, 12, 12]
     assert {"loss", "error", "loss_scale", "global_step", "skipped"} <= logged[0].keys()
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert results["step"] == 12 and results["eval"]["error"] < logged[0]["error"]
+    assert logged[-1]["eval/error"] == results["eval"]["error"]
     # Once more: nothing to train, the same results.
     assert loop.run(make_config(), str(tmp_path / "run"), "again") == 0
     assert "all 12 steps have been made" in capsys.readouterr().out
     assert json.loads((tmp_path / "run/results.json").read_text()) == results
+    assert rows.read(tmp_path / "run") == logged
 
 
 @pytest.mark.parametrize("groups", [(), ((0, 2, 4, 6), (1, 3, 5, 7))])

@@ -16,6 +16,7 @@ import ml_collections
 from xshard import (
     batches,
     checkpoint,
+    cli,
     evaluation,
     flops,
     hooks,
@@ -280,9 +281,8 @@ class Run:
 
     def _save(self, made: int, state: state_lib.TrainState) -> None:
         self._save_now = False
-        evaluated, last = self._evaluated[0] == made, made == self.config.steps
-        due = made % self.config.eval_every_steps == 0
-        due |= last and self.config.checkpoint.keep_best > 0
+        evaluated = self._evaluated[0] == made
+        due = made == self.config.steps or made % self.config.eval_every_steps == 0
         values = self._evaluated[1] if evaluated else {}
         with self.clock.phase(clock_lib.CHECKPOINT):
             self.checkpoints.save(made, state, values, evaluated=evaluated or not due)
@@ -343,5 +343,6 @@ def run(
     if not results["finite"]:
         print(nonfinite.message(results["why"]), file=sys.stderr, flush=True)
         return notice_lib.NONFINITE
-    print(f"to train on{each}: {command} --config.steps={2 * max(config.steps, results['step'])}")
+    more = cli.with_flag(command, "config.steps", 2 * max(config.steps, results["step"]))
+    print(f"to train on{each}: {more}")
     return notice_lib.DONE
