@@ -17,6 +17,7 @@ from tests.optimizers import harness
 from xshard import batches, checkpoint, loop, mesh, metrics, model, nonfinite, notice, step
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
+from xshard.optimizers import shards
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 PARAMS = ["mlp/~/linear_0/b", "mlp/~/linear_0/w", "mlp/~/linear_1/b", "mlp/~/linear_1/w"]
@@ -233,6 +234,34 @@ def test_gradients_that_are_not_finite_where_the_loss_is(shard_update):
     assert observed.gradients.tolist() == [False, False, True, True]
 
 
+class OneElement(toy.Poisoned):
+    """A last element that is not a number, in the gradient of one array."""
+
+    def clip_gradients(self, grads):
+        last = "mlp/~/linear_0"
+        return {**grads, last: {**grads[last], "w": grads[last]["w"].at[-1, -1].set(jnp.nan)}}
+
+
+class Apart(toy.Poisoned):
+    """A loss that is infinite where its gradients are not."""
+
+    def loss(self, outputs, batch):
+        loss, metrics = super().loss(outputs, batch)
+        return loss + jnp.inf, metrics
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+@pytest.mark.parametrize(
+    "name, bad", [("OneElement", [False, True, False, False]), ("Apart", [False] * 4)]
+)
+def test_one_element_or_the_loss_alone(name, bad, shard_update):
+    config = make_config(
+        experiment=f"tests.nonfinite_test.{name}", poisoned=(), shard_update=shard_update
+    )
+    observed = observe(config)
+    assert observed.verdict == nonfinite.TROUBLE and observed.gradients.tolist() == bad
+
+
 @pytest.mark.parametrize("shard_update", [False, True])
 @pytest.mark.parametrize(
     "changes, skip, verdict",
@@ -253,6 +282,22 @@ def test_what_a_step_says_of_itself(changes, skip, verdict, shard_update):
     observed = observe(config, skip_nonfinite=skip)
     assert observed.verdict == verdict
     assert observed.gradients.tolist() == [bool(config.poisoned)] * 4
+
+
+def test_gradients_of_any_type_are_counted():
+    nan, inf = jnp.nan, jnp.inf
+    grads = {
+        "m": {
+            "complex": jnp.array([1j, complex(0, nan), complex(inf, 0)], jnp.complex64),
+            "large": jnp.full(3, 3e38),
+            "half": jnp.array([inf, 1.0], jnp.float16),
+            "none": None,
+            "scalar": jnp.asarray(-inf, jnp.bfloat16),
+        }
+    }
+    applied = shards.Applied(grads, {}, None)
+    counted = dict(zip(sorted(grads["m"]), model._count_nonfinite(applied).tolist(), strict=True))
+    assert counted == {"complex": 2, "half": 1, "large": 0, "none": 0, "scalar": 1}
 
 
 class OwnApply(xshard.CrossShardOptimizer):

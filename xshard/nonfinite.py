@@ -90,9 +90,10 @@ class Watch:
         Raises:
           NonfiniteError: if the run is not to go on.
         """
-        observed = mesh_lib.replicate(self._mesh, observed)
-        observed.verdict.copy_to_host_async()
-        self._pending.append((step, observed))
+        # What is replicated already is left as it is: all but the verdicts of groups on other processes.
+        verdict = mesh_lib.replicate(self._mesh, observed.verdict)
+        verdict.copy_to_host_async()
+        self._pending.append((step, observed._replace(verdict=verdict)))
         self._look(self._in_flight)
 
     def flush(self) -> None:
@@ -150,10 +151,11 @@ class Watch:
         )
 
     def _describe(self) -> str:
-        """The last step that was not as it should be. Its numbers come to the host for that only."""
+        """The last step that was not as it should be, whose numbers come to the host now; on all processes alike."""
         if self._bad is None:
             return ""
         step, verdicts, observed = self._bad
+        observed = mesh_lib.replicate(self._mesh, observed)
         losses = np.asarray(observed.loss).reshape(len(verdicts))
         bad = np.asarray(observed.gradients).reshape(len(verdicts), -1)
         said = []

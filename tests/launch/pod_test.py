@@ -187,8 +187,8 @@ def test_what_fails_on_one_process_ends_all_and_is_said_last(tmp_path):
     ids=["one replica", "one group"],
 )  # fmt: skip
 def test_what_is_not_finite_on_one_process_ends_all_and_starts_none_again(tmp_path, options, where):
-    experiment = "--config.experiment=tests.toy.Poisoned"
-    code, output = harness.finish(start(tmp_path / "run", experiment, *options, count=2))
+    experiment = ["--config.experiment=tests.toy.Poisoned", "--config.overflow_above=1e9"]
+    code, output = harness.finish(start(tmp_path / "run", *experiment, *options, count=2))
     assert code == 3, output
     assert f"[0] error: step 31: {where}the loss is nan" in output
     assert "newest checkpoint of finite parameters is step 20" in output
