@@ -84,6 +84,21 @@ def step(
     return 3 * forward(experiment, mesh, batch)
 
 
+def if_known(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    batch: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> int | None:
+    """The model FLOPs of a training step that can be traced; None, and the reason said, if they cannot be counted."""
+    try:
+        return step(experiment, mesh, batch)
+    except Exception as e:
+        # Not a mistake in the experiment, whose step has been traced.
+        say(f"model FLOPs are not logged: {e}")
+        return None
+
+
 def peak(mesh: jax.sharding.Mesh, dtype: Any) -> float | None:
     """The FLOPs a second that all devices together can do at most, which MFU is a share of.
 
