@@ -91,6 +91,40 @@ def test_other_data_than_the_checkpoints():
         iterator.set_state({"batches": 3, "examples": 21})
 
 
+class Random(Files):
+    """Its examples differ from one reading to the next."""
+
+    def __init__(self, seed):
+        self._random = np.random.default_rng(seed)
+
+    def __getitem__(self, index):
+        return {"x": self._random.normal(size=3)}
+
+
+def test_a_summary_is_of_every_byte_of_arrays():
+    x = np.arange(100_000, dtype=np.float32).reshape(50_000, 2)
+    before = data.summary({"x": x})
+    assert before == data.summary({"x": x.copy()}) == data.summary({"x": np.asfortranarray(x)})
+    for place in ((0, 0), (31_337, 1), (-1, 1)):
+        changed = x.copy()
+        changed[place] += 1
+        assert data.summary({"x": changed}) != before
+
+
+def test_a_summary_of_large_arrays_is_of_some_rows(monkeypatch):
+    monkeypatch.setattr(data, "_SUMMED_BYTES", 1000)
+    x = np.arange(100_000, dtype=np.float32).reshape(50_000, 2)
+    assert data.summary({"x": x}).endswith(" of 4096 of them")
+    assert data.summary({"x": x}) != data.summary({"x": x + 1})
+
+
+def test_a_summary_of_a_source():
+    assert data.summary(Files()) == data.summary(Files())
+    assert data.summary(Files()).endswith(" of 16 of them")
+    assert data.summary(Random(0)) == data.summary(Random(1))
+    assert data.summary(Random(0)).endswith(" of their types")
+
+
 class Uneven(Files):
     def __getitem__(self, index):
         return {"x": np.zeros(index)}
