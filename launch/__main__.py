@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from absl import flags, logging
 
 from launch import engine, gke, local, mpi, slurm, status, sweep, tpu_vm, xmanager
-from xshard import errors
+from xshard import cli
 
 _ENGINE = flags.DEFINE_enum(
     "engine", "local", ["local", "slurm", "mpi", "tpu_vm", "gke", "xmanager"], "Where to."
@@ -100,7 +100,10 @@ def main(argv: Sequence[str]) -> int:
     """Does what the arguments say; returns the exit code."""
     before, command = split(argv)
     flags.FLAGS.set_gnu_getopt(True)
-    words = flags.FLAGS(before)[1:]
+    try:
+        words = flags.FLAGS(before)[1:]
+    except flags.Error as e:
+        raise engine.LaunchError(f"{e}. --help lists the flags.") from e
     if command and words:
         raise engine.LaunchError(f"{' '.join(words)}: the command begins after ' -- '.")
     if words[:1] == ["status"]:
@@ -163,15 +166,7 @@ def run() -> int:
     if set(sys.argv[1:]) & {"--help", "-h"} and "--" not in sys.argv:
         print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")
         return 0
-    try:
-        return main(sys.argv)
-    except flags.Error as e:
-        print(f"error: {e}. --help lists the flags.", file=sys.stderr)
-    except (errors.UserError, OSError) as e:
-        if _DEBUG.value:
-            raise
-        print(f"error: {e}\n(--debug shows where)", file=sys.stderr)
-    return 1
+    return cli.run(lambda: main(sys.argv), has_debug_flag=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ def compile_step(config, mesh):
         micro_batches=config.micro_batches,
     )
     state = state_lib.abstract_state(experiment, mesh, 0, train.example)
-    return jax.jit(step.make_train_step(experiment, mesh)).lower(state, next(train)).compile()
+    # As a run has it, which also looks at whether the step is finite.
+    return jax.jit(step.make_watched_step(experiment, mesh)).lower(state, next(train)).compile()
 
 
 def compile_map(f, mesh, in_spec, out_spec, shape, dtype=np.float32):
@@ -71,9 +72,10 @@ def test_the_norms_of_a_sharded_step_go_with_its_metrics():
     with jax.numpy_dtype_promotion("standard"):
         found = collectives.of(compile_step(config, mesh))
     reduced = {one.dtypes: one for one in found if one.kind == "all-reduce"}
-    # The vote, of integers; and two metrics with two shares of norms. Nothing is left that is not cut.
+    # The vote, of integers; and two metrics with two shares of norms, and for each gradient how much of it is not
+    # finite. Nothing is left that is not cut.
     assert reduced.keys() == {("s32",), ("f32",)} and reduced["s32",].bytes == 4
-    assert reduced["f32",].bytes == 4 * (2 + 2)
+    assert reduced["f32",].bytes == 4 * (2 + 2 + 8)
     assert len(reduced) == sum(one.kind == "all-reduce" for one in found)
 
 

@@ -19,5 +19,5 @@ def test_paths_that_lead_nowhere(path):
 
 
 def test_what_is_no_experiment():
-    with pytest.raises(ValueError, match="is no xshard Experiment class"):
+    with pytest.raises(ValueError, match="not a class that derives from xshard.Experiment"):
         experiment.load("tests.toy.get_config")

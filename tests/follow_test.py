@@ -44,6 +44,16 @@ def steps(directory):
     return loop.Run(make_config(), str(directory)).checkpoints.manager.all_steps()
 
 
+def test_it_ends_with_a_run_that_has_not_ended_finite(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"experiment": "tests.toy.Poisoned", "poisoned": ((0, 5),)})
+    config.checkpoint.every_steps = 2
+    assert loop.run(config.lock(), str(tmp_path), "") == notice.NONFINITE
+    assert follow.run(config, str(tmp_path), "", None) == 0
+    assert list(judged(tmp_path)) == [2, 4]
+    assert "the run has ended, since it is not finite: step 5" in capsys.readouterr().out
+
+
 def test_it_judges_what_the_run_judges(tmp_path, capsys):
     config = make_config(keep_last=10)
     assert loop.run(config, str(tmp_path), "") == 0
@@ -203,6 +213,16 @@ def test_quiet(run, capsys):
     assert follow.run(make_config(keep_last=10), str(run), "", None, show) == 0
     out = capsys.readouterr().out
     assert out.startswith("all checkpoints to step 12 have been judged") and len(judged(run)) == 4
+
+
+def test_it_says_to_which_step_it_has_judged(run, capsys):
+    config = make_config(keep_last=10)
+    with config.unlocked():
+        config.steps = 5
+    assert follow.run(config, str(run), "", None) == 0
+    last = max(judged(run))
+    assert f"all checkpoints to step {last} have been judged" in capsys.readouterr().out
+    assert last != 5
 
 
 def test_a_damaged_checkpoint_is_left_out(run, capsys):

@@ -67,11 +67,8 @@ class TrainBatches:
         return str(said)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes and types of a batch."""
-        return {
-            name: jax.ShapeDtypeStruct((self._rows, *array.shape[1:]), array.dtype)
-            for name, array in self.example.items()
-        }
+        """The shapes, types and shardings of a batch."""
+        return shapes(self.example, self._rows, self._sharding)
 
     def __next__(self) -> dict[str, jax.Array]:
         """The next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
@@ -167,6 +164,29 @@ def eval_batches(
     replicas = mesh_lib.num_replicas(mesh)
     check_batch_size("eval_batch_size", batch_size, replicas, f"replicas = {replicas}")
     return _eval_batches(examples, mesh, batch_size)
+
+
+def eval_shapes(
+    examples: data.Examples, mesh: jax.sharding.Mesh, batch_size: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes, types and shardings of what `eval_batches` gives."""
+    sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
+    example = {**data.take(examples, np.arange(1)), "_mask": np.ones(1, bool)}
+    return shapes(example, batch_size, sharding)
+
+
+def shapes(
+    example: data.Arrays, rows: int, sharding: jax.sharding.Sharding
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes, types and shardings of so many rows like those of an example, on devices."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            (rows, *array.shape[1:]),
+            jax.dtypes.canonicalize_dtype(array.dtype),
+            sharding=sharding,
+        )
+        for name, array in example.items()
+    }
 
 
 def check_train_batch(batch_size: int, mesh: jax.sharding.Mesh, micro_batches: int) -> None:

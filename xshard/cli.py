@@ -1,54 +1,140 @@
-"""What a program says of an error: one message, of what was received, the rule and the mend."""
+"""The end of a program that has failed: one message for a mistake, a traceback for a bug."""
 
 import difflib
 import itertools
 import os
 import re
 import runpy
+import shlex
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from xshard import notice, workdir
+from xshard import errors, notice, workdir
 
 
-def fail(text: str) -> int:
-    """Says an error of the user's; returns the exit code."""
-    print_error(text)
-    return notice.FAILED
+def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
+    """Runs a program, and says what has ended it before its time.
+
+    A `UserError`, or an error of the disk or the network that the framework has met, is one message. Any
+    other exception is a bug: it shows where, from the first line of the user's code on if it came from there.
+
+    Args:
+      program: returns its exit code.
+      has_debug_flag: whether it has the flag --debug, which the message then names.
+
+    Returns:
+      The exit code.
+    """
+    try:
+        return program()
+    except KeyboardInterrupt:
+        # Before there was anything to save.
+        print("interrupted", file=sys.stderr, flush=True)
+        return notice.INTERRUPTED
+    except Exception as e:
+        print_error(e, has_debug_flag=has_debug_flag)
+        return notice.FAILED
 
 
-def print_error(text: str, *, show_traceback: bool = False) -> None:
-    """Prints a message, and the traceback of the current exception where --debug asks for it."""
+def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """Parses the flags and loads the config file that they name; returns the arguments that are no flags.
+
+    Args:
+      config: of `config_flags.DEFINE_config_file`.
+      values: the program's flags.
+
+    Raises:
+      UserError: if there is no such flag, key or file, or if the file cannot be run.
+    """
+    try:
+        words = values(sys.argv)
+        # A file that is not there shows only when the config is used.
+        _ = config.value and config.value.is_locked
+        return words
+    except Exception as e:
+        raise errors.UserError(_flag_error(e)) from e
+
+
+def is_bug(e: Exception) -> bool:
+    """Whether an exception is to be shown with its traceback: it is neither the user's input nor the disk's."""
+    return not (isinstance(e, errors.UserError) or (isinstance(e, OSError) and errors.is_own_io(e)))
+
+
+def summary(e: Exception) -> str:
+    """What is said of an exception: a bug in one line, with where it is in the user's code."""
+    if not is_bug(e):
+        return message(e)
+    where = errors.location(e)
+    first_line = message(e).splitlines()[0]
+    named = first_line if first_line == type(e).__name__ else f"{type(e).__name__}: {first_line}"
+    return f"{where}: {named}" if where else named
+
+
+def print_error(e: Exception, *, has_debug_flag: bool) -> None:
+    """Prints an exception: a bug, and whatever --debug asks about, with its traceback."""
     # From the arguments themselves: the flags may be what could not be parsed.
-    debug = show_traceback or "--debug" in sys.argv or "--debug=true" in sys.argv
+    debug = "--debug" in sys.argv or "--debug=true" in sys.argv
     if debug:
-        traceback.print_exc()
-    hint = "" if debug else "\n(--debug shows where)"
-    print(f"error: {text}{hint}", file=sys.stderr, flush=True)
+        traceback.print_exception(e)
+    elif is_bug(e):
+        _print_bug(e)
+    shows_less = has_debug_flag and not debug and not is_bug(e)
+    hint = "\n(--debug shows where)" if shows_less else ""
+    print(f"error: {summary(e)}{hint}", file=sys.stderr, flush=True)
+
+
+def _print_bug(e: Exception) -> None:
+    """Prints the traceback, without how the framework has come to call the user's code."""
+    begin = errors.from_users_code(e)
+    if begin is None and not isinstance(e, SyntaxError):
+        begin = e.__traceback__
+    traceback.TracebackException(type(e), e, begin).print()
+
+
+def with_flag(command: str, name: str, value: object) -> str:
+    """A command with this value of a flag, in the place of any that it has."""
+    words = without_flags(shlex.split(command), [name])
+    return shlex.join([*words, f"--{name}={value}"])
+
+
+def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Arguments without some flags, each of them given as --name=value or as --name value."""
+    left: list[str] = []
+    value_follows = False
+    for word in words:
+        name, equals, _ = word.removeprefix("-").removeprefix("-").partition("=")
+        is_one = word.startswith("-") and name in names
+        if not is_one and not value_follows:
+            left.append(word)
+        value_follows = is_one and not equals
+    return left
 
 
 def message(e: Exception) -> str:
     """An exception's own words."""
+    if isinstance(e, SyntaxError):
+        return e.msg
     # JAX adds a line about its own tracebacks.
     return str(e).split("\n-----")[0] or type(e).__name__
 
 
-def flag_error(e: Exception) -> str:
+def _flag_error(e: Exception) -> str:
     """The message for what parsing the flags, or loading the config that they name, has raised."""
     path = _config_path()
-    if isinstance(e, AttributeError | KeyError):
-        return _unknown_key(path) or f"--config={path} raised {type(e).__name__}: {e}."
+    if isinstance(e, flags.UnrecognizedFlagError):
+        return f"{e}. --help lists the flags."
     if isinstance(e, flags.Error):
-        return (
-            f"{e}. --help lists the flags."
-            if isinstance(e, flags.UnrecognizedFlagError)
-            else f"{e}."
-        )
+        return f"{e}."
     if isinstance(e, OSError) and not os.path.isfile(path):
         return f"--config={path}: there is no such file (seen from {os.getcwd()})."
-    return f"--config={path} raised {type(e).__name__}: {e}."
+    unknown = _unknown_key(path) if isinstance(e, AttributeError | KeyError) else None
+    if unknown:
+        return unknown
+    where = errors.location(e)
+    return f"--config={path} raised {type(e).__name__}: {e}{f' ({where})' if where else ''}."
 
 
 def _config_path() -> str:

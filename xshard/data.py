@@ -16,8 +16,9 @@ from xshard import errors
 
 Arrays = Mapping[str, np.ndarray]
 _READ_THREADS, _READ_AHEAD = 4, 8
-# Of so many examples a summary has the checksum.
-_SUMMED = 16
+# The most that a summary hashes: bytes of arrays; rows of larger ones; examples of a source.
+_SUMMED_BYTES, _SUMMED_ROWS, _SUMMED_EXAMPLES = 1 << 30, 4096, 16
+_BLOCK_BYTES = 1 << 24
 
 
 class Source(Protocol):
@@ -127,6 +128,7 @@ def iterate(examples: Examples, part: Part) -> BatchIterator:
     # It takes half a second, and only runs need it.
     import grain
 
+    check(examples)
     size = num_examples(examples)
     if part.batch_size > size:
         raise errors.UserError(f"batch_size={part.batch_size} must be at most the {size} examples.")
@@ -185,30 +187,130 @@ def take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def summary(examples: Examples) -> str:
-    """How many examples there are, and a checksum of some of them, evenly spread."""
+    """The number of examples and a checksum, by which other data is told.
+
+    Arrays of at most 1 GiB together are hashed whole. Of larger ones, and of a source, which may be slow to
+    read, some examples are, evenly spread. A source whose examples differ from one reading to the next is told
+    by their number, names, types and shapes.
+    """
     size = num_examples(examples)
-    rows = np.unique(np.linspace(0, size - 1, min(size, _SUMMED)).astype(np.int64))
+    if isinstance(examples, Mapping):
+        whole = sum(array.nbytes for array in examples.values()) <= _SUMMED_BYTES
+        chosen = None if whole else _spread(size, _SUMMED_ROWS)
+        checksum = _checksum(examples, chosen)
+        return f"{size} examples, CRC-32 {checksum:08x}" + (
+            "" if chosen is None else f" of {len(chosen)} of them"
+        )
+    chosen = _spread(size, _SUMMED_EXAMPLES)
+    sample = take(examples, chosen)
+    checksum = _checksum(sample)
+    if checksum != _checksum(take(examples, chosen)):
+        kinds = {name: array[:0] for name, array in sample.items()}
+        return f"{size} examples, CRC-32 {_checksum(kinds):08x} of their types"
+    return f"{size} examples, CRC-32 {checksum:08x} of {len(chosen)} of them"
+
+
+def _spread(size: int, count: int) -> np.ndarray:
+    return np.unique(np.linspace(0, size - 1, min(size, count)).astype(np.int64))
+
+
+def _checksum(arrays: Arrays, rows: np.ndarray | None = None) -> int:
+    """The checksum of names, types, shapes and contents; of some rows, or of all."""
     checksum = 0
-    for name, array in sorted(take(examples, rows).items()):
-        text = f"{name} {array.dtype} {array.shape}".encode()
-        checksum = zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(text, checksum))
-    return f"{size} examples, CRC-32 {checksum:08x} of {len(rows)} of them"
+    for name, array in sorted(arrays.items()):
+        chosen = array if rows is None else array[rows]
+        checksum = zlib.crc32(f"{name} {chosen.dtype} {chosen.shape}".encode(), checksum)
+        # In blocks: what is not contiguous is copied for it.
+        block = max(1, _BLOCK_BYTES * len(chosen) // max(1, chosen.nbytes))
+        for start in range(0, len(chosen), block):
+            content = np.ascontiguousarray(chosen[start : start + block])
+            checksum = zlib.crc32(content.tobytes(), checksum)
+    return checksum
 
 
-def num_examples(examples: Examples) -> int:
+def check(examples: Examples, what: str = "The data") -> None:
+    """Sees that examples are what a run can read; nothing but the first of a source is read.
+
+    Args:
+      examples: a mapping of arrays, or a source.
+      what: what they are, for the message, such as 'Digits.train_data (experiment.py:31)'.
+
+    Raises:
+      UserError: with what to give instead.
+    """
+    kind = type(examples).__name__
+    form = "{'image': images, 'label': labels}, NumPy arrays with an example in each row"
+    if isinstance(examples, tuple):
+        raise errors.UserError(
+            f"{what} is a tuple of {len(examples)}; it must be a dictionary of arrays: {form}."
+        )
+    if not isinstance(examples, Mapping):
+        _check_source(examples, what, form)
+        return
+    if not examples:
+        raise errors.UserError(f"{what} is an empty {kind}; it must have arrays: {form}.")
+    for name, array in examples.items():
+        if isinstance(array, Mapping):
+            raise errors.UserError(
+                f"{what} has a dictionary under {name!r}. There is one level of arrays, and one split: return "
+                f"that of {name!r} alone, or give its arrays names of their own."
+            )
+        _check_array(array, f"{what} has {{}} under {name!r}", form)
+    num_examples(examples, what)
+
+
+def _check_source(examples: Any, what: str, form: str) -> None:
+    kind = type(examples).__name__
+    if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
+        raise errors.UserError(
+            f"{what} is of type {kind}, without __len__ and __getitem__. It must be a dictionary of arrays, "
+            f"{form}; or a source of examples by number. For an iterator define train_batches."
+        )
+    num_examples(examples, what)
+    example = examples[0]
+    if not isinstance(example, Mapping):
+        raise errors.UserError(
+            f"{what} is of type {kind}, whose first example is of type {type(example).__name__}. An example must "
+            f"be a dictionary of arrays; or all examples together {form}."
+        )
+    for name, array in example.items():
+        _check_type(np.asarray(array).dtype, f"{what} has examples with {{}} under {name!r}")
+
+
+def _check_array(array: Any, has: str, form: str) -> None:
+    kind = type(array).__name__
+    if not np.ndim(array):
+        raise errors.UserError(
+            f"{has.format(f'the scalar {array!r}')}: each array must have a row for every example. Put a constant "
+            "into the config, or repeat it with np.full."
+        )
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise errors.UserError(
+            f"{has.format(f'a {kind}')}. It must be an array: np.asarray(...); all together {form}."
+        )
+    _check_type(array.dtype, has)
+
+
+def _check_type(dtype: Any, has: str) -> None:
+    if np.dtype(dtype).kind in "OSUMm":
+        raise errors.UserError(
+            f"{has.format(f'an array of type {np.dtype(dtype)}')}, which cannot go to a device: give numbers, such "
+            "as indices of a list of names, or leave it out."
+        )
+
+
+def num_examples(examples: Examples, what: str = "The data") -> int:
     """The number of examples; ValueError if there is none, or arrays do not agree on it."""
     if not isinstance(examples, Mapping):
-        if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
-            raise errors.UserError(
-                f"Data must be a mapping of arrays or have __len__ and __getitem__; received "
-                f"{type(examples).__name__}."
-            )
         if not len(examples):
-            raise errors.UserError(f"There is no example in {type(examples).__name__}.")
+            raise errors.UserError(
+                f"{what} is of type {type(examples).__name__}, without any example."
+            )
         return len(examples)
     sizes = {name: len(array) for name, array in examples.items()}
     if len(set(sizes.values())) != 1 or 0 in sizes.values():
         raise errors.UserError(
-            f"All arrays of the data must have as many examples, and some: {sizes}."
+            f"{what} has arrays of different numbers of rows, or of none: {sizes}. All of them must have one row "
+            "for each example."
         )
     return next(iter(sizes.values()))

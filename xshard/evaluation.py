@@ -1,6 +1,6 @@
 """How a state is judged: the means over all evaluation examples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ class Evaluation:
         Raises:
           ValueError: if there are none, or the batch does not divide into replicas.
         """
-        self._examples = experiment.eval_data()
+        self._examples = experiment_lib.checked_eval_data(experiment)
         self._mesh = mesh
         self._batch_size = batch_size
         self._batches()
@@ -42,17 +42,21 @@ class Evaluation:
         """What data it is, to be compared between processes."""
         return data.summary(self._examples)
 
-    def check_name(self, name: str, state: state_lib.TrainState) -> None:
-        """Raises ValueError unless the best checkpoint can be told by this value.
+    def check(self, state: state_lib.TrainState, best_metric: str | None) -> None:
+        """Traces the evaluation.
 
         Args:
-          name: as in `checkpoint.best_metric`.
-          state: a state, or its shapes.
+          state: the shapes of a state.
+          best_metric: what the best checkpoint is to be told by, if that is wanted.
+
+        Raises:
+          UserError: if the experiment's methods do not fit, or nothing is called so.
         """
-        names = jax.eval_shape(self._jitted, state, next(self._batches())).keys() - {"count"}
-        if name not in names:
+        shapes = batches.eval_shapes(self._examples, self._mesh, self._batch_size)
+        names = self._jitted.trace(state, shapes).out_info.keys() - {"count"}
+        if best_metric is not None and best_metric not in names:
             raise errors.UserError(
-                f"checkpoint.best_metric={name!r} must be a metric of the evaluation: "
+                f"checkpoint.best_metric={best_metric!r} must be a metric of the evaluation: "
                 f"{', '.join(sorted(names))}."
             )
 
@@ -79,3 +83,17 @@ class Evaluation:
 
     def _batches(self) -> Any:
         return batches.eval_batches(self._examples, self._mesh, self._batch_size)
+
+
+def predictor(
+    jitted: Any, mesh: jax.sharding.Mesh, state: state_lib.TrainState
+) -> Callable[[Mapping[str, Any]], Any]:
+    """The function that takes a batch on the host to a network's outputs there.
+
+    Args:
+      jitted: `xshard.step.make_predict`'s, its outputs replicated, so that each process has all of them.
+      mesh: the run's mesh.
+      state: a state.
+    """
+    outputs = processes.compiled_by_all(jitted, "the prediction")
+    return lambda batch: jax.device_get(outputs(state, mesh_lib.put_whole(mesh, batch)))

@@ -6,7 +6,10 @@ file runs on one CPU, on eight virtual devices and on a pod.
 """
 
 import abc
+import difflib
 import importlib
+import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +72,9 @@ class Experiment(abc.ABC):
 
         Any iterator with `get_state` and `set_state` will do: its state is in the checkpoint.
         """
-        return data.iterate(self.train_data(), part)
+        examples = self.train_data()
+        data.check(examples, f"What {described(self.train_data)} returned")
+        return data.iterate(examples, part)
 
     @abc.abstractmethod
     def forward(self, batch: Mapping[str, jax.Array], *, is_training: bool) -> Any:
@@ -144,17 +149,62 @@ def load(path: str) -> type[Experiment]:
     """The experiment class of a dotted path, such as 'experiments.digits.experiment.Digits'.
 
     Raises:
-      ValueError: if there is none, with the reason.
+      UserError: if there is none, or if it lacks a method, with the reason.
     """
-    module, _, name = path.rpartition(".")
+    module_name, _, name = path.rpartition(".")
+    rule = f"experiment={path!r} must be the dotted path of a class that can be imported from here"
+    if not all(path.split(".")) or not module_name:
+        raise errors.UserError(f"{rule}, such as 'experiments.digits.experiment.Digits'.")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise errors.UserError(
-            f"experiment={path!r} must be the dotted path of a class that can be imported from here: {e}."
-        ) from e
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as e:
+        # One that the file itself imports is its bug.
+        if e.name is None or not f"{module_name}.".startswith(f"{e.name}."):
+            raise
+        raise errors.UserError(f"{rule}: {e} (seen from {os.getcwd()}).") from e
+    found = getattr(module, name, None)
+    if found is None:
+        near = difflib.get_close_matches(name, vars(module))
+        meant = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise errors.UserError(f"{rule}: {module.__file__} has no {name!r}{meant}")
     if not (isinstance(found, type) and issubclass(found, Experiment)):
         raise errors.UserError(
-            f"experiment={path!r} is {found!r}, which is no xshard Experiment class."
+            f"experiment={path!r} is {found!r}, which is not a class that derives from xshard.Experiment."
         )
+    _check_methods(found)
     return found
+
+
+def _check_methods(experiment: type[Experiment]) -> None:
+    """Raises UserError if a class lacks a method that it must have."""
+    lacking = sorted(experiment.__abstractmethods__)
+    own = {
+        name for base in experiment.__mro__ for name in vars(base) if base.__module__ != __name__
+    }
+    if not own & {"train_data", "train_batches"}:
+        lacking.append("train_data")
+    if not lacking:
+        return
+    texts = []
+    for name in lacking:
+        near = difflib.get_close_matches(name, own, n=1, cutoff=0.7)
+        meant = f" (is it {near[0]!r}, misspelt?)" if near else ""
+        arguments = ", ".join(inspect.signature(getattr(experiment, name)).parameters)
+        texts.append(f"{name}({arguments}){meant}")
+    raise errors.UserError(
+        f"The class {experiment.__module__}.{experiment.__qualname__} lacks {'; '.join(texts)}. An Experiment "
+        "defines train_data or train_batches, eval_data, forward, loss, optimizer and evaluate."
+    )
+
+
+def described(method: Callable[..., Any]) -> str:
+    """A method and its place, such as 'Digits.train_data (experiment.py:31)'."""
+    place = errors.place_of(method)
+    return f"{method.__qualname__}{f' ({place})' if place else ''}"
+
+
+def checked_eval_data(experiment: Experiment) -> data.Examples:
+    """The examples to judge the network on, if they can be read."""
+    examples = experiment.eval_data()
+    data.check(examples, f"What {described(experiment.eval_data)} returned")
+    return examples

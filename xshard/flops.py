@@ -58,11 +58,11 @@ def forward(
     parts = experiment.config.micro_batches
     shape = lambda x, rows: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
     example = {name: shape(x, 1) for name, x in batch.items()}
-    params, net_state = jax.eval_shape(model.init_network, jax.random.key(0), example)
+    key = jax.random.key(0)
+    params, net_state = jax.eval_shape(model.init_network, key, example)
 
     def local(params: Any, net_state: Any, batch: Mapping[str, Any]) -> jax.Array:
-        outputs, _ = model.forward(params, net_state, jax.random.key(0), batch, True)
-        return experiment.loss(outputs, batch)[0][None]
+        return model.loss(params, net_state, key, batch)[0][None]
 
     everywhere, split = jax.P(), jax.P(mesh_lib.BATCH)
     mapped = jax.shard_map(
@@ -82,6 +82,21 @@ def step(
 ) -> int:
     """The model FLOPs of a training step, three times those of `forward`, which has the arguments and errors."""
     return 3 * forward(experiment, mesh, batch)
+
+
+def if_known(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    batch: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> int | None:
+    """The model FLOPs of a training step that can be traced; None, and the reason said, if they cannot be counted."""
+    try:
+        return step(experiment, mesh, batch)
+    except Exception as e:
+        # Not a mistake in the experiment, whose step has been traced.
+        say(f"model FLOPs are not logged: {e}")
+        return None
 
 
 def peak(mesh: jax.sharding.Mesh, dtype: Any) -> float | None:

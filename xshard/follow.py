@@ -65,11 +65,14 @@ class Follower:
         experiment = experiment_lib.load(config.experiment)(config)
         args = (experiment, mesh, config.seed, experiment_lib.example(experiment))
         self._target = state_lib.abstract_state(*args, whole=True)
+        self._older = lambda: state_lib.abstract_state(*args, whole=True, all_slots=True)
         self._storage = state_lib.Storage(experiment, mesh)
         self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
         processes.check_equal("the data", {"evaluation": self._evaluation.summary})
-        if config.checkpoint.keep_best:
-            self._evaluation.check_name(config.checkpoint.best_metric, self._target)
+        options = config.checkpoint
+        best_metric = options.best_metric if options.keep_best else None
+        stored = state_lib.as_stored(experiment, mesh, self._target)
+        self._evaluation.check(stored, best_metric)
         self._run = workdir.Workdir(directory)
         self._own = workdir.Workdir(self._run.path / FOLDER)
         self._checkpoints = saving.manager(config, str(self._run.checkpoints))
@@ -81,6 +84,10 @@ class Follower:
         self._judged = -1
         self._writers: list[writers.Writer] | None = None
         self._best: _Best | None = None
+
+    def last_step(self) -> int:
+        """The last step that has been judged, -1 if there is none; every process calls it alike."""
+        return self._checkpoints.agree(lambda: self._judged)
 
     def follow(self) -> notice.Notice | None:
         """Judges checkpoints, the oldest first, until the run's last; or what has stopped the job."""
@@ -99,11 +106,18 @@ class Follower:
             step = self._checkpoints.agree(self._next_step)
             if step is not None:
                 self._judge(step)
-            elif self._checkpoints.agree(lambda: self._judged >= self._config.steps):
+            elif self._checkpoints.agree(self._is_over):
                 break
             else:
                 local = self._checkpoints.store.path is not None
                 self._sleep(_POLL_SECONDS if local else _REMOTE_POLL_SECONDS)
+
+    def _is_over(self) -> bool:
+        """Whether there will be no more: the last step has been judged, or the run has ended before it."""
+        why = workdir.not_finite(self._run.path)
+        if why:
+            self._say(f"the run has ended, since it is not finite: {why}")
+        return bool(why) or self._judged >= self._config.steps
 
     def _go_on(self) -> bool:
         heard = None if self._watch is None else self._watch.poll()
@@ -140,7 +154,7 @@ class Follower:
 
     def _judge(self, step: int) -> None:
         try:
-            restored = self._checkpoints.restore(self._target, step)
+            restored = self._checkpoints.restore(self._target, step, may_hold=self._older)
         except checkpoint.CheckpointError as e:
             if step in self._checkpoints.agree(self._checkpoints.all_steps):
                 raise
@@ -241,12 +255,13 @@ def run(
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
     """Follows a run to its end, or until the job is told to stop; returns the exit code."""
-    stop = Follower(config, directory, watch, show=show).follow()
+    follower = Follower(config, directory, watch, show=show)
+    stop = follower.follow()
     own = workdir.Workdir(directory).path / FOLDER
     if stop is not None:
         print(f"{stop.why}: stopped; what has been judged is in {own}\nto go on: {command}")
         return stop.code
-    print(f"all checkpoints to step {config.steps} have been judged; in {own}")
+    print(f"all checkpoints to step {follower.last_step()} have been judged; in {own}")
     return notice.DONE
 
 

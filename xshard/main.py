@@ -4,12 +4,12 @@ On a pod, one process a host: each is given its place by --coordinator_address, 
 --process_id, or JAX detects it (Slurm, Open MPI, GKE, GCE). `python -m launch` starts them.
 
 Exit codes: 0 done; 42 stopped with the state saved (SIGTERM, --stop_after, a file STOP in the work
-directory), run the same command again to go on; 130 the same by Ctrl-C; 1 failed.
+directory), run the same command again to go on; 130 the same by Ctrl-C; 3 ended with a loss, gradients or
+parameters that are not finite, as it would again (config.on_nonfinite); 1 failed.
 """
 
 import contextlib
 import os
-import re
 import shlex
 import signal
 import sys
@@ -41,10 +41,12 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory: the same one again resumes.")
 _INIT_FROM = flags.DEFINE_string(
-    "init_from", None, "A new run begins with parameters of this checkpoint: DIR or DIR@STEP."
+    "init_from", None, "A new run begins with the network of this checkpoint: DIR or DIR@STEP."
 )
 _INIT_SELECT = flags.DEFINE_string(
-    "init_select", checkpoint.PARAMS, "What it takes: a regular expression of paths."
+    "init_select",
+    checkpoint.BY_DEFAULT,
+    "What it takes: a regular expression of paths; by default parameters and the network's state.",
 )
 _INIT_GROUP = flags.DEFINE_integer("init_group", 0, "Of which group, if it has several.", 0)
 _MODE = flags.DEFINE_enum(
@@ -120,11 +122,11 @@ def main(argv: Sequence[str], config: Any) -> int:
     ) as watching:
         try:
             code = _run_mode(config, _WORKDIR.value, watching)
-            watching.end("done" if code == notice.DONE else "stopped")
+            watching.end(notice.ENDS.get(code, "stopped"))
         except Exception as e:
             if hosts:
                 _fail_together(watching, e)
-            watching.end(f"failed: {cli.message(e).splitlines()[0]}")
+            watching.end(f"failed: {cli.summary(e).splitlines()[0]}")
             raise
     # All is done and said. What comes now, as srun's SIGTERM does when the first process has left, would
     # only put another exit code in the place of this one.
@@ -174,15 +176,13 @@ def _join(
 
 def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
     """Says why this process has failed, and ends the others, which would wait for it."""
-    known = isinstance(e, errors.UserError | OSError)
-    message = cli.message(e) if known else f"{type(e).__name__}: {cli.message(e)}"
     # What breaks in the middle of a computation may be the end of a peer; but not this.
     own = str(e).startswith(("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED"))
     if isinstance(e, jax.errors.JaxRuntimeError) and not own:
-        print(f"{message}\nwaiting to hear of the cause", file=sys.stderr, flush=True)
+        print(f"{cli.summary(e)}\nwaiting to hear of the cause", file=sys.stderr, flush=True)
         watching.await_cause()
-    cli.print_error(message, show_traceback=not known)
-    watching.fail(message)
+    cli.print_error(e, has_debug_flag=True)
+    watching.fail(cli.summary(e))
 
 
 class _Lasting:
@@ -205,47 +205,23 @@ class _Lasting:
 
 
 def run() -> int:
-    """Parses the flags and runs; an error of the user's becomes one message."""
+    """Parses the flags and runs; returns the exit code."""
     logging.set_verbosity(logging.WARNING)
     # From where it is started configs may import one another, and experiments are found.
     sys.path.insert(0, os.getcwd())
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")
         return notice.DONE
-    try:
-        argv = flags.FLAGS(sys.argv)
-        config = _CONFIG.value
-        # A file that is not there shows only when the config is used.
-        _ = config and config.is_locked
-    except Exception as e:
-        return cli.fail(cli.flag_error(e))
-    try:
-        return main(argv, config)
-    except (errors.UserError, OSError) as e:
-        return cli.fail(cli.message(e))
-    except KeyboardInterrupt:
-        # Before there was anything to save.
-        print("interrupted", file=sys.stderr)
-        return notice.INTERRUPTED
+    return cli.run(lambda: main(cli.parse(_CONFIG), _CONFIG.value), has_debug_flag=True)
 
 
 def _command() -> str:
     python = sys.executable
     if python.startswith(f"{os.getcwd()}/"):
         python = os.path.relpath(python)
-    return shlex.join([python, "-m", "xshard.main", *_without_place(sys.argv[1:])])
-
-
-def _without_place(arguments: Sequence[str]) -> list[str]:
-    """The arguments without a process's place, which is for whoever starts the pod to give."""
-    left: list[str] = []
-    following = False
-    for argument in arguments:
-        place = re.fullmatch("--?(coordinator_address|num_processes|process_id)(=.*)?", argument)
-        if not place and not following:
-            left.append(argument)
-        following = bool(place and place[2] is None)
-    return left
+    # A process's place is for whoever starts the pod to give.
+    place = ("coordinator_address", "num_processes", "process_id")
+    return shlex.join([python, "-m", "xshard.main", *cli.without_flags(sys.argv[1:], place)])
 
 
 if __name__ == "__main__":

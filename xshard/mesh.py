@@ -5,6 +5,7 @@ batch, and gradients are reduced over `replica`, and then over `slice`, between 
 slower. The axis `model` is left to XLA's partitioner.
 """
 
+import numbers
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -136,14 +137,13 @@ def check_groups(groups: Any) -> list[list[int]] | None:
             f"sizes {_shortened([len(group) for group in groups])}."
         )
     ids = [i for group in groups for i in group]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids) or sorted(ids) != list(
-        range(len(ids))
-    ):
+    are_numbers = all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in ids)
+    if not are_numbers or sorted(ids) != list(range(len(ids))):
         raise errors.UserError(
             "group_assignment must hold each replica number once, that is a permutation of "
             f"range({len(ids)}); received {_shortened(groups)}."
         )
-    return [list(group) for group in groups]
+    return [[int(i) for i in group] for group in groups]
 
 
 def num_groups(mesh: jax.sharding.Mesh) -> int:

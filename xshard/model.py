@@ -1,6 +1,6 @@
 """The pure functions of an experiment: its network, and one update of it by its rules."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 
-from xshard import errors
+from xshard import contract, errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.optimizers import (
@@ -39,6 +39,9 @@ class Update(NamedTuple):
         square is the mean over the replicas and what is in `squares`.
       squares: the squares of norms, or the rest of them; equal on all replicas of a group, as are `agreed`.
       agreed: further metrics.
+      nonfinite: for each parameter how many elements of its gradient are not finite; where replicas have parts of
+        the gradients, of the replica's own.
+      lowered: whether the update has lowered a loss scale.
     """
 
     params: Any
@@ -48,31 +51,78 @@ class Update(NamedTuple):
     shares: dict[str, Any]
     squares: dict[str, Any]
     agreed: dict[str, Any]
+    nonfinite: Any
+    lowered: Any
+
+
+class _SkipNonfinite(base.OptimizerWrapper):
+    """Leaves out each step with a gradient that is not finite, as a dynamic loss scale does; has no state."""
+
+    takes_parts = True
+
+    def __init__(self, opt: base.Optimizer):
+        super().__init__()
+        self.opt = opt
+
+    def vote(self, grads: trees.Gradients) -> Any:
+        """As `Optimizer.vote`."""
+        finite, opt_vote = loss_scale.all_finite(grads), self.opt.vote(grads)
+        return finite if opt_vote is True else jnp.logical_and(finite, opt_vote)
+
+    def get_name(self) -> str:
+        """The wrapped rule's."""
+        return self.opt.get_name()
 
 
 class Model:
     """What a replica computes, as functions of trees."""
 
-    def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
+    def __init__(
+        self,
+        experiment: experiment_lib.Experiment,
+        mesh: jax.sharding.Mesh,
+        *,
+        skip_nonfinite: bool = False,
+    ):
+        """Keeps what an experiment provides.
+
+        Args:
+          experiment: the experiment.
+          mesh: a mesh of `xshard.mesh.make_mesh`.
+          skip_nonfinite: whether an update leaves out gradients that are not finite, whatever the rule does.
+        """
         self.experiment = experiment
         self._mesh = mesh
+        self._skip_nonfinite = skip_nonfinite
         self.policy = jmp.get_policy(experiment.config.precision)
         self._micro_batches = experiment.config.micro_batches
         self._method = gradients.method(experiment.config.aggregation_method)
         self._network = hk.transform_with_state(experiment.forward)
         self._rules = hk.transform_with_state(self._update)
 
-    def init(self, key: jax.Array, example: Batch) -> tuple[Any, Any, Any]:
-        """Parameters, network state, and state of the rules, all whole."""
+    def init(
+        self, key: jax.Array, example: Batch, *, all_slots: bool = False
+    ) -> tuple[Any, Any, Any]:
+        """Parameters, network state, and state of the rules, all whole.
+
+        Args:
+          key: the key of all randomness.
+          example: an example, of which only names, types and shapes count.
+          all_slots: makes slots for what is not trained, too.
+        """
         params, net_state = self.init_network(key, example)
         example = self.policy.cast_to_param(example)
-        _, opt_state = self._rules.init(key, params, net_state, jnp.int32(0), example)
+        rules = hk.transform_with_state(self._update_all) if all_slots else self._rules
+        with contract.rules(self.experiment):
+            _, opt_state = rules.init(key, params, net_state, jnp.int32(0), example)
         return params, net_state, opt_state
 
     def init_network(self, key: jax.Array, example: Batch) -> tuple[Any, Any]:
         """Parameters, and network state."""
         example = self.policy.cast_to_param(example)
-        params, net_state = self._network.init(key, example, is_training=True)
+        with contract.network(self.experiment, is_training=True):
+            params, net_state = self._network.init(key, example, is_training=True)
+        contract.parameters(self.experiment, params)
         return self.policy.cast_to_param(params), net_state
 
     def forward(
@@ -80,9 +130,12 @@ class Model:
     ) -> tuple[Any, Any]:
         """Outputs in the output type, and the new network state."""
         params, inputs = self.policy.cast_to_compute((params, batch))
-        outputs, new_state = self._network.apply(
-            params, net_state, key, inputs, is_training=is_training
-        )
+        with contract.network(self.experiment, is_training=is_training):
+            outputs, new_state = self._network.apply(
+                params, net_state, key, inputs, is_training=is_training
+            )
+        outputs = contract.outputs(self.experiment, outputs)
+        contract.network_state(self.experiment, net_state, new_state)
         new_state = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, net_state)
         return self.policy.cast_to_output(outputs), new_state
 
@@ -90,7 +143,16 @@ class Model:
         self, params: Any, net_state: Any, opt_state: Any, global_step: Any, key: Any, batch: Batch
     ) -> tuple[Update, Any]:
         """One update on a replica's part of the batch: what it makes, and the new state of the rules."""
-        return self._rules.apply({}, opt_state, key, params, net_state, global_step, batch)
+        with contract.rules(self.experiment):
+            return self._rules.apply({}, opt_state, key, params, net_state, global_step, batch)
+
+    def loss(
+        self, params: Any, net_state: Any, key: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, Any]:
+        """The loss of a replica's part of a batch, and the new network state."""
+        loss = lambda: self._loss(params, net_state, batch, hk.next_rng_key(), 1)
+        value, (new_state, _) = hk.transform(loss).apply({}, key)
+        return value, new_state
 
     def layouts(self, params: Any) -> Mapping[str, layouts_lib.Layouts]:
         """How the state of the rules is cut over replicas: `{module: {name: layout}}`.
@@ -112,7 +174,7 @@ class Model:
         """The averages of the parameters, a tree of their structure; None if the rules keep none.
 
         Args:
-          params: the parameters, of which only the structure counts.
+          params: the parameters; what is not trained is its own average.
           opt_state: the state of the rules, its arrays whole.
         """
         name = self.averages_module()
@@ -128,13 +190,16 @@ class Model:
         return next(iter(hk.transform(find).apply({}, None)), None)
 
     def _optimizer(self) -> base.Optimizer:
-        opt = self.experiment.optimizer()
+        opt = contract.optimizer(self.experiment)
         _check_reduces(base.unwrap(opt), self._mesh)
         for rule in base.unwrap(opt):
             if isinstance(rule, cross_shard.CrossShardOptimizer):
                 rule.sharding_rules = self.experiment.sharding_rules()
                 if rule.axis_name == mesh_lib.REPLICA:
                     rule.scatter_steps, rule.gather_steps = mesh_lib.torus_steps(self._mesh)
+        if self._skip_nonfinite:
+            _check_skips(opt)
+            opt = _SkipNonfinite(opt)
         return opt
 
     def _update(self, params: Any, net_state: Any, global_step: Any, batch: Batch) -> Update:
@@ -155,25 +220,77 @@ class Model:
             has_aux=True,
         )
         grads = self.experiment.clip_gradients(grads)
+        scales = _loss_scales(opt)
         params, new_global_step = opt.apply_gradients(grads, params, global_step)
         net_state, metrics = aux if parts == 1 else jax.tree.map(_mean_over_parts, aux)
         metrics = {**metrics, "loss": value}
         shares, squares = _norms(opt.applied)
-        agreed = {}
-        for rule in base.unwrap(opt):
-            if isinstance(rule, loss_scale.MixedPrecisionLossScaleOptimizer):
-                agreed["loss_scale"] = rule.loss_scale()
-        return Update(params, net_state, new_global_step, metrics, shares, squares, agreed)
+        new_scales = _loss_scales(opt)
+        agreed = {"loss_scale": new_scales[0]} if new_scales else {}
+        lowered = jnp.asarray(False)
+        for old, new in zip(scales, new_scales, strict=True):
+            lowered |= new < old
+        nonfinite = _count_nonfinite(opt.applied)
+        return Update(
+            params,
+            net_state,
+            new_global_step,
+            metrics,
+            shares,
+            squares,
+            agreed,
+            nonfinite,
+            lowered,
+        )
+
+    def _update_all(self, *args: Any) -> Update:
+        """As `_update`, with a gradient for each parameter in the update of each rule."""
+        with hk.intercept_methods(_with_all_gradients):
+            return self._update(*args)
 
     def _loss(
         self, params: Any, net_state: Any, batch: Batch, key: jax.Array, parts: int
     ) -> tuple[jax.Array, Any]:
         outputs, new_state = self.forward(params, net_state, key, batch, True)
-        value, metrics = self.experiment.loss(outputs, batch)
-        return value / parts, (new_state, dict(metrics))
+        value, metrics = contract.loss(self.experiment, outputs, batch)
+        return value / parts, (new_state, metrics)
 
 
-def _norms(applied: base.Applied | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _with_all_gradients(
+    method: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
+) -> Any:
+    """Calls a method; for an update, the parameters stand for their gradients: only shapes count."""
+    if not isinstance(context.module, base.Optimizer) or context.method_name != "update":
+        return method(*args, **kwargs)
+    params = kwargs["params"] if "params" in kwargs else args[-1]
+    return method(params, params)
+
+
+def _loss_scales(opt: base.Optimizer) -> list[jax.Array]:
+    return [
+        rule.loss_scale()
+        for rule in base.unwrap(opt)
+        if isinstance(rule, loss_scale.MixedPrecisionLossScaleOptimizer)
+    ]
+
+
+def _count_nonfinite(applied: shards.Applied | None) -> jax.Array:
+    """How many elements of each gradient are not finite, of a parameter without a gradient none, in float32.
+
+    In the type of the norms, which come of the same arrays: what is summed of both goes in one reduction.
+    """
+    if applied is None:  # A rule whose apply_gradients is its own.
+        return jnp.zeros((0,), jnp.float32)
+    grads = trees.leaves_by_path(applied.grads).values()
+    none = jnp.zeros((), jnp.float32)
+    return jnp.stack([none if grad is None else _number_nonfinite(grad) for grad in grads])
+
+
+def _number_nonfinite(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), jnp.float32(1)))
+
+
+def _norms(applied: shards.Applied | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """`shares` and `squares` of the gradients of an update, and of the parameters that it has made."""
     if applied is None:  # A rule whose apply_gradients is its own.
         return {}, {}
@@ -204,6 +321,15 @@ def _check_reduces(chain: list[base.Optimizer], mesh: jax.sharding.Mesh) -> None
             )
         if rule.slice_dtype == "int8" and mesh_lib.num_slices(mesh) == 1:
             raise errors.UserError(cross_shard.NOTHING_BETWEEN_SLICES)
+
+
+def _check_skips(opt: base.Optimizer) -> None:
+    if type(opt).apply_gradients is not base.Optimizer.apply_gradients:
+        raise errors.UserError(
+            f"on_nonfinite='skip' cannot be used with {type(opt).__name__}, whose apply_gradients is its own and "
+            "would not be called: it votes as `Optimizer.apply_gradients` has it. Implement vote and update "
+            "instead, or set on_nonfinite to 'stop' or 'warn'."
+        )
 
 
 def _mean_over_parts(x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from xshard import errors
+from xshard import cli, errors
 
 TEMPLATE = pathlib.Path(__file__).parent / "template"
 FILES = ("README.md", "config.py", "experiment.py", "experiment_test.py")
@@ -51,6 +51,10 @@ def write(directory: pathlib.Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Writes an experiment, and says what to do next; returns the exit code."""
+    return cli.run(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m xshard.new",
         description=__doc__,
@@ -58,11 +62,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("directory", metavar="DIR", type=pathlib.Path)
     directory = parser.parse_args(argv).directory
-    try:
-        write(directory)
-    except errors.UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
+    write(directory)
     print(f"{directory} holds an experiment: {', '.join(FILES)}. Next:\n")
     if not os.path.samefile(directory, os.curdir):
         print(f"  cd {shlex.quote(str(directory))}")

@@ -1,12 +1,13 @@
 """A run's directory: whose it is, and what is in it.
 
 config.json      the config that the run was started with
+origin.json      a checksum of the data, and the commit of the experiment's code
 checkpoints/     see `xshard.checkpoint`
 metrics.jsonl    a row for each logged step and each evaluation
 metrics.csv      the same as a table, and
 tensorboard/     as event files, and
 wandb/           as Weights & Biases keeps them, if config.writers has them; see `xshard.writers`
-results.json     the final evaluation
+results.json     the final evaluation, and whether the run has ended finite
 status.json      what each process is doing; see `xshard.watch`
 eval/            what `--mode=eval` writes; see `xshard.follow`
 logs/            what the processes but the first print, a file each
@@ -19,20 +20,35 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_collections
 
 from xshard import errors, metrics
 
+RESULTS = "results.json"
 # What may change between two parts of a run: how long it is, what it shows, and what it runs on. Anything
 # else would make it another run.
 _MAY_CHANGE = (
     "steps", "log_every_steps", "eval_every_steps", "eval_batch_size", "writers", "model_parallel", "slices",
     "micro_batches", "aggregation_method", "reduction.reduce_dtype", "reduction.slice_dtype",
-    "reduction.shard_update",
+    "reduction.shard_update", "on_nonfinite", "max_skips_in_a_row",
 )  # fmt: skip
 _MAY_CHANGE_BELOW = ("checkpoint.",)
+
+
+class Origin(NamedTuple):
+    """What a run comes from beside its config; empty texts where that is not known.
+
+    Attributes:
+      training: the training data, as `xshard.data.summary` has it.
+      evaluation: the data that it is judged on.
+      commit: the git commit of the experiment's code.
+    """
+
+    training: str
+    evaluation: str
+    commit: str
 
 
 class Workdir:
@@ -42,8 +58,9 @@ class Workdir:
         self.path = pathlib.Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
-        self.results = self.path / "results.json"
+        self.results = self.path / RESULTS
         self.config = self.path / "config.json"
+        self.origin = self.path / "origin.json"
 
     def check(self, config: ml_collections.ConfigDict) -> list[str]:
         """Sees whether a config may run here; writes nothing.
@@ -68,19 +85,46 @@ class Workdir:
                     "it cannot be told whose they are; give a new directory."
                 )
             return []
-        try:
-            old = json.loads(self.config.read_bytes())
-        except (ValueError, OSError) as e:
-            raise errors.UserError(
-                f"{self.config} cannot be read ({e}); give a new --workdir."
-            ) from e
-        if not isinstance(old, dict):
-            raise errors.UserError(f"{self.config} is not a run's config; give a new --workdir.")
+        old = _read(self.config, "config")
         return self._compare(flatten(old), flatten(plain(config)))
 
+    def check_origin(self, origin: Origin) -> list[str]:
+        """Sees whether a run of this data may go on here; writes nothing.
+
+        Returns:
+          What else has changed since the run was started, one text for each.
+
+        Raises:
+          UserError: if the run here was trained on other data.
+        """
+        # A directory of a version that kept none gets it.
+        if not self.origin.exists():
+            return []
+        content = _read(self.origin, "origin")
+        old = Origin(*(str(content.get(name, "")) for name in Origin._fields))
+        if old.training and origin.training and old.training != origin.training:
+            raise errors.UserError(
+                f"--workdir={self.path} holds a run with other training data: {old.training}; now there are "
+                f"{origin.training}. Going on would make it neither the one nor the other: give it its data back, "
+                "or begin a new run in a new directory, with the parameters of this one by "
+                f"--init_from={self.path}."
+            )
+        changes = []
+        if old.evaluation and old.evaluation != origin.evaluation:
+            changes.append(f"evaluation data: {old.evaluation} -> {origin.evaluation}")
+        if old.commit and old.commit != origin.commit:
+            changes.append(f"commit: {old.commit} -> {origin.commit or 'none'}")
+        return changes
+
     @contextlib.contextmanager
-    def opened(self, config: ml_collections.ConfigDict) -> Iterator[None]:
+    def opened(
+        self, config: ml_collections.ConfigDict, origin: Origin | None = None
+    ) -> Iterator[None]:
         """Makes the directory this run's, and nobody else's meanwhile.
+
+        Args:
+          config: the run's config.
+          origin: what it is trained on, if it is.
 
         Raises:
           ValueError: if it cannot be written, or another process runs in it.
@@ -100,7 +144,12 @@ class Workdir:
                 ) from e
             # Again: another process may have made it its own since the first check.
             self.check(config)
-            metrics.write_atomically(self.config, to_json(plain(config)))
+            if origin is not None:
+                self.check_origin(origin)
+            with metrics.writing(self.config):
+                metrics.write_atomically(self.config, to_json(plain(config)))
+                if origin is not None:
+                    metrics.write_atomically(self.origin, to_json(origin._asdict()))
             yield
 
     def open_log(self, index: int) -> int:
@@ -115,6 +164,17 @@ class Workdir:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as e:
             raise errors.UserError(f"{path} cannot be written: {e.strerror}.") from e
+
+    def write_results(self, results: dict[str, Any]) -> None:
+        """Writes how the run has ended."""
+        metrics.write_atomically(self.results, to_json(results))
+
+    def failure(self, goes_on: bool) -> str:
+        """Why the run has not ended finite before; of one that goes on it is forgotten."""
+        why = not_finite(self.path)
+        if why and goes_on:
+            self.results.unlink()
+        return "" if goes_on else why
 
     def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if old.get("experiment") != new.get("experiment"):
@@ -139,9 +199,31 @@ class Workdir:
         return texts
 
 
+def _read(path: pathlib.Path, what: str) -> dict[str, Any]:
+    """A file of the directory that holds a dictionary."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, OSError) as e:
+        raise errors.UserError(f"{path} cannot be read ({e}); give a new --workdir.") from e
+    if not isinstance(content, dict):
+        raise errors.UserError(f"{path} is not a run's {what}; give a new --workdir.")
+    return content
+
+
 def _same_count(old: Any, new: Any) -> bool:
     """Whether two group assignments are of as many groups: of more or fewer replicas each."""
     return isinstance(old, list) and isinstance(new, list) and len(old or [1]) == len(new or [1])
+
+
+def not_finite(directory: pathlib.Path) -> str:
+    """Why the run in a work directory has not ended finite; empty if it has, or has not ended."""
+    try:
+        results = json.loads((directory / RESULTS).read_bytes())
+    except (OSError, ValueError):
+        return ""
+    if not isinstance(results, dict) or results.get("finite") is not False:
+        return ""
+    return str(results.get("why", "not finite"))
 
 
 def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:

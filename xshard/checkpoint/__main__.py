@@ -2,7 +2,7 @@
 
 DIR is a folder of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
 
-    ls DIR                   the steps: age, size, whether they count, are pinned, or are the best
+    ls DIR                   the steps: age, size, whether they count, are finite, pinned, or the best
     show DIR STEP            the tree: types, shapes, shardings, the loss scale; the run's metadata
     verify DIR [STEP]        reads every byte of one step or of all; exit code 1 if any is damaged
     diff DIR STEP STEP       the largest difference of each array
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from xshard import metrics
+from xshard import cli, metrics
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import catalog, manager, orbax, retention, writer
 from xshard.checkpoint import format as format_lib
@@ -72,6 +72,9 @@ def show(store: store_lib.Store, step: int) -> Rows:
         for name, array in arrays.items()
     ]
     extra = {"step": meta["step"], **meta["metadata"], "data": meta["data"], **meta["written_with"]}
+    nonfinite = source_lib.read_commit(attempt).get(format_lib.NONFINITE)
+    if nonfinite:
+        extra["not finite"] = nonfinite
     for key, value in extra.items():
         rows.append({"path": key, "type": "", "shape": "", "sharding": "", "value": value})
     return rows
@@ -156,18 +159,18 @@ def from_orbax(source: store_lib.Store, store: store_lib.Store) -> Rows:
 
 def main(argv: Sequence[str]) -> int:
     """Runs a command; returns the exit code."""
+    return cli.run(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
     arguments = vars(_parser().parse_args(argv))
     command: Callable[..., Rows] = arguments.pop("command")
     as_json, _ = arguments.pop("json"), arguments.pop("name")
-    try:
-        for key in arguments.keys() & {"store", "source"}:
-            arguments[key] = place = store_lib.Store(arguments[key])
-            if place.path is not None and not place.path.is_dir() and command is not from_orbax:
-                raise format_lib.CheckpointError(f"{place} is no directory.")
-        rows = command(**arguments)
-    except (format_lib.CheckpointError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
+    for key in arguments.keys() & {"store", "source"}:
+        arguments[key] = place = store_lib.Store(arguments[key])
+        if place.path is not None and not place.path.is_dir() and command is not from_orbax:
+            raise format_lib.CheckpointError(f"{place} is no directory.")
+    rows = command(**arguments)
     print(json.dumps(rows, indent=1) if as_json else metrics.table(rows))
     return int(command is verify and any(row["state"] != "whole" for row in rows))
 

@@ -23,7 +23,20 @@ from absl import flags, logging
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from xshard import batches, chips, cli, collectives, data, errors, hlo, metrics, notice, step, torus
+from xshard import (
+    batches,
+    chips,
+    cli,
+    collectives,
+    data,
+    errors,
+    hlo,
+    metrics,
+    nonfinite,
+    notice,
+    step,
+    torus,
+)
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -115,7 +128,9 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
         },
     }
     begin = time.monotonic()
-    function = jax.jit(step.make_train_step(experiment, mesh), donate_argnums=0)
+    skip = config.on_nonfinite == nonfinite.SKIP
+    watched_step = step.make_watched_step(experiment, mesh, skip_nonfinite=skip)
+    function = jax.jit(watched_step, donate_argnums=0)
     lowered = function.lower(state, batch)
     try:
         compiled = lowered.compile()
@@ -328,20 +343,11 @@ def run() -> int:
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{_FLAGS.module_help(sys.modules[__name__])}")
         return notice.DONE
-    try:
-        argv = _FLAGS(sys.argv)
-        # A file that is not there shows only when the config is used.
-        _ = _CONFIG.value and _CONFIG.value.is_locked
-    except Exception as e:
-        return cli.fail(cli.flag_error(e))
-    try:
-        return main(argv)
-    except (errors.UserError, OSError) as e:
-        return cli.fail(cli.message(e))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+    code = cli.run(lambda: main(cli.parse(_CONFIG, _FLAGS)), has_debug_flag=True)
+    if code == notice.INTERRUPTED:
         # The compiler is still at work in its thread, and is not waited for.
-        os._exit(notice.INTERRUPTED)
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -15,18 +15,18 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from xshard import errors, metrics
+from xshard import cli, errors, metrics
 from xshard.report import runs as runs_lib
 
 
 def main(argv: Sequence[str]) -> int:
     """Makes the report that the arguments ask for; returns the exit code."""
+    return cli.run(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        print(make(arguments.workdir, pathlib.Path(arguments.output)))
-    except (errors.UserError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
+    print(make(arguments.workdir, pathlib.Path(arguments.output)))
     return 0
 
 

@@ -25,10 +25,9 @@ class Spirals(xshard.Experiment):
         return _spirals(np.arange(96) + 0.5)
 
     # Yours: the network, a Haiku function. It sees one replica's part of a batch, already in the compute
-    # type of config.precision; keys come from hk.next_rng_key().
+    # type of config.precision. While is_training it may draw keys with hk.next_rng_key(), for dropout or noise.
     def forward(self, batch, *, is_training):
         """Logits of shape (batch, 2)."""
-        del is_training  # For dropout, or noise.
         network = hk.nets.MLP([*self.config.model.hidden, 2], activation=jax.nn.silu)
         return network(batch["point"])
 

@@ -1,0 +1,307 @@
+"""Mistakes in an experiment: each is named, with its place and what to write instead, before anything is taken."""
+
+import itertools
+import sys
+
+import jax
+import pytest
+
+from xshard import cli, errors, loop, new
+
+FORWARD = '        return network(batch["point"])'
+LOSS = '        return jnp.mean(_cross_entropy(outputs, batch)), {"accuracy": accuracy}'
+EVALUATE = (
+    '        return {"loss": _cross_entropy(outputs, batch), "accuracy": _hits(outputs, batch)}'
+)
+TRAIN = "        return _spirals(np.arange(97))"
+EVAL = "        return _spirals(np.arange(96) + 0.5)"
+CROSS = '        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)\n'
+RETURN = "        return xshard.MixedPrecisionLossScaleOptimizer(opt, scale)"
+ADAM = '        opt = xshard.OptaxOptimizer(optax.adam(rate), name="adam")\n'
+
+
+def before(line, text):
+    """The edit that puts text before a line."""
+    return (line, f"{text}\n{line}")
+
+
+def train(text):
+    """The edit of what `train_data` returns; d is what it was."""
+    return (TRAIN, f"        d = _spirals(np.arange(97))\n        return {text}")
+
+
+def in_loss(old, text):
+    return (LOSS, LOSS.replace(old, text))
+
+
+def in_evaluate(text):
+    return (EVALUATE, EVALUATE.replace("_hits(outputs, batch)", text))
+
+
+NORM = "        hk.BatchNorm(True, True, 0.9{})(batch['point'], is_training=is_training)"
+STATE = "        x = hk.get_state('x', {}, init=jnp.zeros); hk.set_state('x', {})"
+# The edit of what `python -m xshard.new` writes, and what is to be said.
+MISTAKES = {
+    "loss alone": (
+        in_loss(', {"accuracy": accuracy}', ""),
+        ["Spirals.loss (experiment_", "must return two things", "return loss, {}"],
+    ),
+    "loss for each example": (
+        in_loss("jnp.mean(_cross_entropy(outputs, batch))", "_cross_entropy(outputs, batch)"),
+        ["a loss of shape (1,)", "return jnp.mean(loss)"],
+    ),
+    "loss of Python's": ((LOSS, "        return 1.0, {}"), ["1.0 as the loss", "computed from"]),
+    "loss of an integer": (
+        (LOSS, '        return jnp.sum(batch["label"]), {}'),
+        ["a int32 array of shape () as the loss", "floating-point"],
+    ),
+    "no scalars": (in_loss('{"accuracy": accuracy}', "None"), ["None beside the loss", "{} for"]),
+    "nested scalars": (
+        in_loss('{"accuracy": accuracy}', '{"a": {"b": accuracy}}'),
+        ["a dictionary called 'a'", "call it 'a/b'"],
+    ),
+    "a scalar for each example": (
+        in_loss("accuracy}", "_hits(outputs, batch)}"),
+        ["'accuracy' of shape (1,)", "jnp.mean(accuracy)"],
+    ),
+    "a scalar of text": (in_loss("accuracy}", "'high'}"), ["'high' called 'accuracy'", "numbers"]),
+    "a scalar that is there": (in_loss('"accuracy"', '"loss"'), ["'loss', which every run logs"]),
+    "a name that is none": (in_loss('"accuracy"', "1"), ["under 1; names must be strings"]),
+    "parameters in loss": (
+        before(LOSS, "        hk.get_parameter('w', (), init=jnp.ones)"),
+        ["in Spirals.loss: Unable to retrieve parameter 'w'", "made in forward alone"],
+    ),
+    "evaluation of nothing": (
+        (EVALUATE, "        pass"),
+        ["Spirals.evaluate (experiment_", "returned None", "{'accuracy': hits}"],
+    ),
+    "evaluation of means": (
+        in_evaluate("jnp.mean(_hits(outputs, batch))"),
+        ["'accuracy' of shape ()", "last batch is not full", "without jnp.mean"],
+    ),
+    "evaluation of logits": (
+        in_evaluate("outputs"),
+        ["'accuracy' of shape (24, 2)", "jnp.mean(accuracy, axis=(1,))"],
+    ),
+    "evaluation of a part": (
+        in_evaluate("_hits(outputs, batch)[:3]"),
+        ["of shape (3,)", "has 24 examples"],
+    ),
+    "evaluation that counts": (in_evaluate("_hits(outputs, batch), 'count': 1"), ["'count', which"]),
+    "evaluation of other text": (in_evaluate("'high'"), ["'high' as 'accuracy'", "a value for each"]),
+    "keys in an evaluation": (
+        before(FORWARD, "        hk.next_rng_key()"),
+        ["in Spirals.forward: hk.next_rng_key() was called in an evaluation", "if is_training:"],
+    ),
+    "a layer in evaluation alone": (
+        before(FORWARD, "        is_training or hk.Linear(2, name='more')(batch['point'])"),
+        ["in Spirals.forward: Unable to retrieve parameter 'w' for module 'more'", "whether"],
+    ),
+    "nothing from the network": (
+        (FORWARD, "        network(batch['point'])"),
+        ["Spirals.forward (experiment_", "returned None", "return outputs"],
+    ),
+    "no parameters": (
+        (FORWARD, "        return batch['point'] @ jnp.ones((2, 2))"),
+        ["made no parameters", "hk.Linear"],
+    ),
+    "a rule of optax": (
+        before(ADAM, "        return optax.adam(rate)"),
+        ["Spirals.optimizer (experiment_", "an optax transformation", "xshard.CrossShardOptimizer("],
+    ),
+    "no rule": ((RETURN, ""), ["returned None", "return opt?"]),
+    "a rule that does not reduce": ((CROSS, ""), ["does not reduce over the axis 'replica'"]),
+    "a tuple of arrays": (
+        train("(d['point'], d['label'])"),
+        ["What Spirals.train_data (experiment_", "is a tuple of 2", "{'image': images"],
+    ),
+    "lists": (train("{k: v.tolist() for k, v in d.items()}"), ["a list under 'point'", "np.asarray"]),
+    "text": (train("d | {'name': np.array(['x'] * 194)}"), ["type <U1 under 'name'", "indices of"]),
+    "a scalar among arrays": (train("d | {'t': 0.5}"), ["the scalar 0.5 under 't'", "np.full"]),
+    "a generator": (train("iter([d])"), ["list_iterator, without __len__", "define train_batches"]),
+    "a list of tuples": (train("[(1, 2)] * 200"), ["whose first example is of type tuple"]),
+    "no arrays": (train("{}"), ["is an empty dict"]),
+    "other lengths": (
+        train("d | {'label': d['label'][:-1]}"),
+        ["Spirals.train_data (experiment_", "{'point': 194, 'label': 193}", "one row for each"],
+    ),
+    "no examples": (train("{k: v[:0] for k, v in d.items()}"), ["different numbers of rows, or of"]),
+    "several splits": (
+        (EVAL, "        return {'valid': _spirals(np.arange(96)), 'test': _spirals(np.arange(9))}"),
+        ["What Spirals.eval_data (experiment_", "a dictionary under 'valid'", "one split"],
+    ),
+    "loss misspelt": (("    def loss(", "    def losss("), ["lacks loss(self, outputs, batch) (is it 'losss'"]),
+    "optimizer misspelt": (("    def optimizer(", "    def optimiser("), ["is it 'optimiser'"]),
+    "no training data": (
+        ("    def train_data(", "    def training_data("),
+        ["lacks train_data(self) (is it 'training_data', misspelt?)"],
+    ),
+    "a network over replicas": (
+        before(FORWARD, NORM.format(", cross_replica_axis='replica'")),
+        ["in Spirals.forward: the network reduces over the axis 'replica'", "Leave the axis out"],
+    ),
+    "a network over another axis": (
+        before(FORWARD, NORM.format(", cross_replica_axis='i'")),
+        ["there is no axis 'i'", "group, slice, replica"],
+    ),
+    "state of the batch's shape": (
+        before(FORWARD, STATE.format("batch['point'].shape", "x + batch['point']")),
+        ["state 'x' of '~' to shape (24, 2)", "made with (1, 2)", "Network state has one shape"],
+    ),
+    "state of a replica's examples": (
+        before(FORWARD, STATE.format("(), jnp.int32", "x + jnp.sum(batch['label'])")),
+        ["state 'x' of '~', of type int32, which differs between the replicas"],
+    ),
+    "state of a replica's keys": (
+        before(
+            FORWARD,
+            "        if is_training:\n    "
+            + STATE.format("(), jnp.int32", "x + jax.random.randint(hk.next_rng_key(), (), 0, 9)"),
+        ),
+        ["of type int32, which differs between the replicas"],
+    ),
+    "state of a replica's number": (
+        before(
+            FORWARD,
+            "        try: r = jax.lax.axis_index('replica').astype(jnp.float32)\n"
+            f"        except NameError: r = jnp.float32(0)\n{STATE.format('()', 'r')}",
+        ),
+        ["of type float32, which differs between the replicas"],
+    ),
+}  # fmt: skip
+# Bugs of the user's code, which show where, and with which words they end.
+BUGS = {
+    "a shape": (
+        (FORWARD, '        return network(batch["point"].reshape(-1))'),
+        [", in _cross_entropy, called by Spirals.loss: ValueError: indices and arr must"],
+    ),
+    "a name in a batch": (
+        (FORWARD, '        return network(batch["points"])'),
+        [":{FORWARD}, in Spirals.forward: KeyError: 'points'"],
+    ),
+    "a name in the config": (
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ["in Spirals.optimizer: AttributeError"],
+    ),
+    "data that is not there": (
+        before(TRAIN, "        open('/nowhere/x.npz')"),
+        [
+            ":{TRAIN}, in Spirals.train_data: FileNotFoundError: [Errno 2]",
+            "'/nowhere/x.npz'",
+        ],
+    ),
+    "labels of another type": (
+        ("dtype=np.int32", "dtype=np.float32"),
+        ["in _cross_entropy, called by Spirals.loss: TypeError: Expected"],
+    ),
+    "a branch on an array": (
+        before(FORWARD, "        if batch['point'].sum() > 0: pass"),
+        [":{FORWARD}, in Spirals.forward: TracerBoolConversionError"],
+    ),
+    "a number of an array": (
+        in_evaluate("float(jnp.mean(_hits(outputs, batch)))"),
+        [":{EVALUATE}, in Spirals.evaluate: ConcretizationTypeError"],
+    ),
+    "no labels in the evaluation": (
+        (EVAL, f"{EVAL}.copy() | {{'label': None}}".replace("return", "d =") + "\n        del d['label']\n        return d"),
+        ["in _cross_entropy, called by Spirals.evaluate: KeyError: 'label'"],
+    ),
+    "a config that is changed": (
+        before(FORWARD, "        self.config.model.hidden = (1,)"),
+        ["in Spirals.forward: "],
+    ),
+    "samples before they predict": (
+        ("    def evaluate(", "    def samples(self, predict, key):\n        return 1 / 0\n\n    def evaluate("),
+        ["in Spirals.samples: ZeroDivisionError"],
+    ),
+    "samples' batch": (
+        ("    def evaluate(", "    def samples(self, predict, key):\n        return predict({'x': 1})\n\n    def evaluate("),
+        ["in Spirals.forward, called by Spirals.samples: KeyError: 'point'"],
+    ),
+    "a file that cannot be parsed": ((FORWARD, f"{FORWARD})"), [":{FORWARD}: SyntaxError: unmatched"]),
+    "an import": (("import optax", "import optx"), ["ModuleNotFoundError: No module named 'optx'"]),
+}  # fmt: skip
+# What looks odd, and works.
+WORKS = {
+    "a print": before(FORWARD, "        print('in forward')"),
+    "keys in loss": before(LOSS, "        hk.next_rng_key()"),
+    "a norm": before(FORWARD, NORM.format("")),
+    "a count of steps": before(FORWARD, STATE.format("(), jnp.int32", "x + 1")),
+    "a scalar of Python's": in_loss("accuracy}", "1}"),
+    "numbers of double precision": (".astype(np.float32)", ""),
+    "hits as they are compared": in_evaluate("outputs[:, 0] > 0"),
+    "samples that predict": (
+        "    def evaluate(",
+        "    def samples(self, predict, key):\n        return str(predict(self.eval_data()))\n\n    def evaluate(",
+    ),
+}
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """Checks a run of the edited experiment; its file's name."""
+    name = f"experiment_{next(_NUMBERS)}"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def checked(edit, **config_values):
+        old, new_text = edit
+        text = (new.TEMPLATE / "experiment.py").read_text()
+        assert old in text
+        (tmp_path / f"{name}.py").write_text(text.replace(old, new_text))
+        namespace = {}
+        exec((new.TEMPLATE / "config.py").read_text(), namespace)
+        config = namespace["get_config"]()
+        config.update(experiment=f"{name}.Spirals", **config_values)
+        # As it is outside of these tests.
+        with jax.numpy_dtype_promotion("standard"):
+            return loop.Run(config.lock(), str(tmp_path / "run"))
+
+    yield checked
+    sys.modules.pop(name, None)
+    # Neither made nor taken.
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_named(check, case):
+    edit, parts = MISTAKES[case]
+    with pytest.raises(errors.UserError) as caught:
+        check(edit)
+    assert not cli.is_bug(caught.value)
+    for part in parts:
+        assert part in cli.summary(caught.value), cli.summary(caught.value)
+
+
+def line_of(text):
+    lines = (new.TEMPLATE / "experiment.py").read_text().splitlines()
+    return lines.index(text) + 1
+
+
+@pytest.mark.parametrize("case", BUGS)
+def test_a_bug_shows_where(check, case, capsys):
+    edit, parts = BUGS[case]
+    with pytest.raises(Exception) as caught:
+        check(edit)
+    assert cli.is_bug(caught.value)
+    for part in parts:
+        for name, text in (("FORWARD", FORWARD), ("TRAIN", TRAIN), ("EVALUATE", EVALUATE)):
+            part = part.replace(f"{{{name}}}", str(line_of(text)))
+        assert part in cli.summary(caught.value), cli.summary(caught.value)
+    cli.print_error(caught.value, has_debug_flag=True)
+    # Nothing of how the framework came to call it.
+    printed = capsys.readouterr().err
+    assert "xshard/loop.py" not in printed or "optx" in printed
+    assert printed.endswith(f"error: {cli.summary(caught.value)}\n")
+
+
+@pytest.mark.parametrize("case", WORKS)
+def test_what_works(check, case):
+    check(WORKS[case])
+
+
+def test_a_metric_of_the_best_that_is_none(check):
+    checkpoint = {"keep_best": 1, "best_metric": "acc"}
+    with pytest.raises(errors.UserError, match="best_metric='acc' must be a metric .* accuracy, l"):
+        check((FORWARD, FORWARD), checkpoint=checkpoint)
