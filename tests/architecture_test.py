@@ -1,6 +1,7 @@
 """The house rules that a machine can check."""
 
 import ast
+import importlib.metadata
 import pathlib
 import re
 
@@ -191,3 +192,12 @@ def test_the_lock_is_anyones():
     lock = (ROOT / "requirements_lock.txt").read_text()
     assert not re.search(r"://|--(extra-)?index-url|--find-links| @ ", lock)
     assert "--hash=sha256:" in lock
+
+
+def test_the_compiler_is_the_one_that_jax_is_made_for():
+    (named,) = (line for line in importlib.metadata.requires("jax") if line.startswith("libtpu"))
+    wanted = named.split(";")[0].strip()
+    assert (ROOT / "requirements_dryrun.in").read_text().startswith(f"{wanted} ;")
+    locked = (ROOT / "requirements_dryrun_lock.txt").read_text()
+    assert locked.startswith(wanted.removesuffix("*"))
+    assert "linux" in locked.splitlines()[0] and locked.count("--hash=sha256:") >= 3

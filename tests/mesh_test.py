@@ -191,6 +191,18 @@ def test_other_devices_stay_in_their_order():
     assert ids(mesh.make_mesh(model=2, devices=order)) == [[[[3, 1], [2, 0]]]]
 
 
+def test_a_group_needs_replicas_in_each_slice():
+    chips = pods.make("v5e:2x2", 2)
+    with pytest.raises(errors.UserError, match="good values: none: each group needs as many"):
+        mesh.make_mesh(number_off(8, 8), slices=2, devices=chips)
+
+
+def test_the_groups_of_a_pod_do_not_fill_the_screen():
+    with pytest.raises(errors.UserError, match=r"=\[\[0\], \[1\], .*255\]\] does") as e:
+        mesh.make_mesh(number_off(128, 128), devices=pods.make("v5e:16x16"))
+    assert len(str(e.value)) < 700
+
+
 def test_slices_of_different_sizes_are_refused():
     chips = pods.make("v5e:2x2", 2)
     with pytest.raises(errors.UserError, match=r"slices of different sizes, \[4, 2\]"):

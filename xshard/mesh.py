@@ -66,14 +66,20 @@ def make_mesh(
     groups = check_groups(group_assignment) or [list(range(replicas))]
     if len(groups) * len(groups[0]) != replicas:
         raise errors.UserError(
-            f"group_assignment={groups} does not fit: it must hold each of the {replicas} replicas "
+            f"group_assignment={_shortened(groups)} does not fit: it must hold each of the {replicas} replicas "
             f"({len(devices)} devices / model_parallel={model}) once, as "
-            f"{np.arange(replicas).reshape(2 - replicas % 2, -1).tolist()} does."
+            f"{_shortened(np.arange(replicas).reshape(2 - replicas % 2, -1).tolist())} does."
         )
     _check_slices(slices, len(groups[0]), devices)
     shape = (len(groups), slices, len(groups[0]) // slices, model)
     placed = _lay_out(devices, shape)
     return jax.sharding.Mesh(placed, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+
+
+def _shortened(groups: Any) -> str:
+    """Groups as text, of which the middle is left out where a pod's would fill the screen."""
+    text = repr(groups)
+    return text if len(text) <= 200 else f"{text[:80]} ... {text[-80:]}"
 
 
 def _lay_out(devices: Sequence[jax.Device], shape: tuple[int, int, int, int]) -> np.ndarray:
@@ -104,7 +110,8 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
         good = [n for n in range(1, replicas + 1) if replicas % n == 0 and found in (1, n)]
         raise errors.UserError(
             f"slices={slices!r} must divide the {replicas} replicas of a group, and be the number of slices "
-            f"that the devices are in where these say it ({found}); good values: {good}."
+            f"that the devices are in where these say it ({found}); good values: "
+            f"{good or 'none: each group needs as many replicas in each slice'}."
         )
 
 
@@ -122,19 +129,19 @@ def check_groups(groups: Any) -> list[list[int]] | None:
     ):
         raise errors.UserError(
             "group_assignment must be a list of lists of replica numbers, as [[0, 1], [2, 3]] is; "
-            f"received {groups!r}."
+            f"received {_shortened(groups)}."
         )
     if len({len(group) for group in groups}) > 1 or not groups[0]:
         raise errors.UserError(
-            f"The groups of group_assignment must be of one size; received {groups!r}, of sizes "
-            f"{[len(group) for group in groups]}."
+            f"The groups of group_assignment must be of one size; received {_shortened(groups)}, of "
+            f"sizes {_shortened([len(group) for group in groups])}."
         )
     ids = [i for group in groups for i in group]
     are_numbers = all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in ids)
     if not are_numbers or sorted(ids) != list(range(len(ids))):
         raise errors.UserError(
             "group_assignment must hold each replica number once, that is a permutation of "
-            f"range({len(ids)}); received {groups!r}."
+            f"range({len(ids)}); received {_shortened(groups)}."
         )
     return [[int(i) for i in group] for group in groups]
 

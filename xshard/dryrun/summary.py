@@ -16,7 +16,7 @@ def show(result: dict[str, Any]) -> str:
         f"{slices}{result['topology']}: {result['chips']} chips of {size(chip['hbm'])} as {shape}, "
         f"{result['examples']} examples a step"
     )
-    if not memory["fits"]:
+    if "collectives" not in result:
         return f"{head}\n\n{metrics.table(_held(memory, chip))}"
     times = [_show_bound(limit) for limit in result["bounds"] if limit["amount"]]
     rate = result["examples_per_second"]
