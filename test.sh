@@ -29,7 +29,7 @@ stage types "$python" -m mypy --no-error-summary
 if command -v bazel >/dev/null && [[ $PWD != *" "* ]]; then
   # By file: a file's tests share what is slow to make.
   stage tests "$python" -m pytest -q -n 2 --dist=loadfile --cov --cov-report=term-missing \
-    tests/optimizers tests/architecture_test.py tests/docs_test.py tests/reference_test.py \
+    tests/optimizers tests/architecture_test.py tests/docs_test.py tests/package_test.py tests/reference_test.py \
     --ignore=tests/optimizers/golden_test.py
   stage bazel env PATH="$PWD/.venv/bin:$PATH" bazel test \
     "--sandbox_writable_path=$JAX_COMPILATION_CACHE_DIR" --test_env=JAX_COMPILATION_CACHE_DIR \

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import os
+import random
 import shutil
 import signal
 import socket
@@ -139,9 +140,7 @@ class _Pod:
         self._grace = grace_seconds
         self._first: list[int] = []
         self._errors: dict[int, str] = {}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = _free_port()
         self._processes = [_start(command) for command in commands(job, port)]
         self._readers = [
             threading.Thread(target=self._copy, args=(index, process.stdout), daemon=True)
@@ -209,6 +208,14 @@ class _Pod:
                     self._errors[index] = line.strip()
                 self._out.write(prefix + line)
                 self._out.flush()
+
+
+def _free_port() -> int:
+    # Below those that the system gives away: process 0 takes it only when it has imported its libraries.
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def _start(command: Sequence[str]) -> "subprocess.Popen[str]":

@@ -9,7 +9,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A file imports from layers below its own, or from its own package where that is one layer.
 LAYERS = [
-    ["errors"],
+    ["errors", "torus"],
     [
         "optimizers/int8",
         "optimizers/skips",
@@ -52,15 +52,15 @@ LAYERS = [
         "optimizers/gradients",
         "optimizers/shards",
         "cli",
+        "ends",
         "dryrun/estimate",
         "fingerprint",
-        "watch",
         "writers",
         "checkpoint/arrays",
         "checkpoint/format",
         "checkpoint/lock",
     ],
-    ["optimizers/base", "optimizers/elementwise", "log"],
+    ["optimizers/base", "optimizers/elementwise", "log", "watch"],
     ["optimizers/optax", "experiment", "checkpoint/ownership", "checkpoint/source"],
     [
         "optimizers/cross_shard",
@@ -74,7 +74,8 @@ LAYERS = [
     ["model", "checkpoint/saver", "checkpoint/transfer", "checkpoint/orbax"],
     ["state", "flops", "checkpoint/manager"],
     ["step", "checkpoint/__init__", "checkpoint/__main__"],
-    ["evaluation", "preflight", "saving", "report/runs"],
+    ["preflight"],
+    ["evaluation", "saving", "report/runs"],
     ["config"],
     ["loop", "report/figures"],
     ["follow", "profiling", "report/words"],

@@ -91,6 +91,40 @@ def test_other_data_than_the_checkpoints():
         iterator.set_state({"batches": 3, "examples": 21})
 
 
+class Random(Files):
+    """Its examples differ from one reading to the next."""
+
+    def __init__(self, seed):
+        self._random = np.random.default_rng(seed)
+
+    def __getitem__(self, index):
+        return {"x": self._random.normal(size=3)}
+
+
+def test_a_summary_is_of_every_byte_of_arrays():
+    x = np.arange(100_000, dtype=np.float32).reshape(50_000, 2)
+    before = data.summary({"x": x})
+    assert before == data.summary({"x": x.copy()}) == data.summary({"x": np.asfortranarray(x)})
+    for place in ((0, 0), (31_337, 1), (-1, 1)):
+        changed = x.copy()
+        changed[place] += 1
+        assert data.summary({"x": changed}) != before
+
+
+def test_a_summary_of_large_arrays_is_of_some_rows(monkeypatch):
+    monkeypatch.setattr(data, "_SUMMED_BYTES", 1000)
+    x = np.arange(100_000, dtype=np.float32).reshape(50_000, 2)
+    assert data.summary({"x": x}).endswith(" of 4096 of them")
+    assert data.summary({"x": x}) != data.summary({"x": x + 1})
+
+
+def test_a_summary_of_a_source():
+    assert data.summary(Files()) == data.summary(Files())
+    assert data.summary(Files()).endswith(" of 16 of them")
+    assert data.summary(Random(0)) == data.summary(Random(1))
+    assert data.summary(Random(0)).endswith(" of their types")
+
+
 class Uneven(Files):
     def __getitem__(self, index):
         return {"x": np.zeros(index)}
@@ -100,11 +134,11 @@ class Uneven(Files):
     "examples, match",
     [
         ({"x": np.ones(7)}, "batch_size=8 must be at most the 7 examples"),
-        ({"x": np.ones(20), "y": np.ones(3)}, "as many examples"),
-        ({"x": np.ones(0)}, "as many examples"),
-        ({}, "as many examples"),
-        ([], "no example in list"),
-        (iter([1]), "__len__ and __getitem__; received list_iterator"),
+        ({"x": np.ones(20), "y": np.ones(3)}, "one row for each example"),
+        ({"x": np.ones(0)}, "different numbers of rows, or of none"),
+        ({}, "is an empty dict"),
+        ([], "of type list, without any example"),
+        (iter([1]), "of type list_iterator, without __len__ and __getitem__"),
     ],
 )
 def test_bad_data(examples, match):

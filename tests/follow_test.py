@@ -215,6 +215,16 @@ def test_quiet(run, capsys):
     assert out.startswith("all checkpoints to step 12 have been judged") and len(judged(run)) == 4
 
 
+def test_it_says_to_which_step_it_has_judged(run, capsys):
+    config = make_config(keep_last=10)
+    with config.unlocked():
+        config.steps = 5
+    assert follow.run(config, str(run), "", None) == 0
+    last = max(judged(run))
+    assert f"all checkpoints to step {last} have been judged" in capsys.readouterr().out
+    assert last != 5
+
+
 def test_a_damaged_checkpoint_is_left_out(run, capsys):
     config = make_config(keep_last=10)
     (folder,) = (run / "checkpoints").glob("*6.*")

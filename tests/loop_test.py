@@ -42,14 +42,16 @@ def test_a_run_and_what_it_leaves(tmp_path, capsys):
     ):
         assert part in out
     logged = rows.read(tmp_path / "run")
-    assert [row["step"] for row in logged] == [4, 6, 8, 12]
+    assert [row["step"] for row in logged] == [4, 6, 8, 12, 12]
     assert {"loss", "error", "loss_scale", "global_step", "skipped"} <= logged[0].keys()
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert results["step"] == 12 and results["eval"]["error"] < logged[0]["error"]
+    assert logged[-1]["eval/error"] == results["eval"]["error"]
     # Once more: nothing to train, the same results.
     assert loop.run(make_config(), str(tmp_path / "run"), "again") == 0
     assert "all 12 steps have been made" in capsys.readouterr().out
     assert json.loads((tmp_path / "run/results.json").read_text()) == results
+    assert rows.read(tmp_path / "run") == logged
 
 
 @pytest.mark.parametrize("groups", [(), ((0, 2, 4, 6), (1, 3, 5, 7))])
@@ -242,8 +244,64 @@ def test_other_data_is_not_the_same_run(tmp_path, monkeypatch):
     all_examples = toy.Toy.train_data
     fewer = lambda self: {name: array[1:] for name, array in all_examples(self).items()}
     monkeypatch.setattr(toy.Toy, "train_data", fewer)
+    with pytest.raises(
+        ValueError, match="other training data: 50 examples, .* 49 examples, CRC-32"
+    ):
+        loop.run(make_config(), str(tmp_path), "")
+    # A directory of a version that did not keep what the data was.
+    (tmp_path / "origin.json").unlink()
     with pytest.raises(ValueError, match="made with 50 training examples, and there are 49 now"):
         loop.run(make_config(), str(tmp_path), "")
+
+
+def origin(directory):
+    return json.loads((directory / "origin.json").read_text())
+
+
+def test_changed_data_is_not_the_same_run(tmp_path, monkeypatch, capsys):
+    assert loop.run(make_config(steps=5), str(tmp_path / "run"), "") == 0
+    manager = loop.Run(make_config(), str(tmp_path / "run")).checkpoints.manager
+    kept = manager.restore(loop.Run(make_config(), str(tmp_path / "run"))._target).metadata[
+        "origin"
+    ]
+    assert kept == origin(tmp_path / "run") and kept["training"].startswith("50 examples, CRC-32 ")
+    train_data = toy.Toy.train_data
+
+    def changed(self):
+        examples = train_data(self)
+        # As many, and one bit of another value, in none of the examples that are judged.
+        examples["x"][31, 1] = np.nextafter(examples["x"][31, 1], np.float32(9))
+        return examples
+
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    with monkeypatch.context() as patch:
+        patch.setattr(toy.Toy, "train_data", changed)
+        with pytest.raises(ValueError, match="give it its data back, or begin .* --init_from="):
+            loop.run(make_config(), str(tmp_path / "run"), "")
+        assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+        # What the message says.
+        source = checkpoint.Source(str(tmp_path / "run"))
+        assert loop.run(make_config(steps=5), str(tmp_path / "other"), "", source) == 0
+    assert origin(tmp_path / "other")["training"] != kept["training"]
+    # A directory of a version before goes on, and gets it.
+    (tmp_path / "run/origin.json").unlink()
+    assert loop.run(make_config(steps=6), str(tmp_path / "run"), "") == 0
+    assert origin(tmp_path / "run") == kept
+
+
+def test_data_to_judge_by_and_code_may_change_and_it_is_said(tmp_path, monkeypatch, capsys):
+    assert loop.run(make_config(steps=5), str(tmp_path), "") == 0
+    eval_data = toy.Toy.eval_data
+    fewer = lambda self: {name: array[1:] for name, array in eval_data(self).items()}
+    monkeypatch.setattr(toy.Toy, "eval_data", fewer)
+    monkeypatch.setattr(loop.fingerprint, "commit", lambda file: "0123")
+    (tmp_path / "origin.json").write_text(json.dumps(origin(tmp_path) | {"commit": "4567-dirty"}))
+    capsys.readouterr()
+    assert loop.run(make_config(steps=6), str(tmp_path), "") == 0
+    out = capsys.readouterr().out
+    assert "changed since the run was started: evaluation data: 10 examples, " in out
+    assert "changed since the run was started: commit: 4567-dirty -> 0123" in out
+    assert origin(tmp_path)["commit"] == "0123"
 
 
 def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):

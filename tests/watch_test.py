@@ -8,6 +8,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 import types
 
@@ -168,6 +170,36 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
         harness.wait_until(lambda: len(tried) > 1)
         watching.ask(notice.Notice(notice.STOP, "enough"))
         assert poll(watching).why == "enough"
+
+
+@pytest.mark.parametrize(
+    "action, code", [("lambda: ends.leave(7)", 7), ("lambda: print('heard')", -signal.SIGABRT)]
+)
+def test_an_abort_of_any_thread_is_announced(action, code):
+    # The main thread stands still meanwhile, as one that computes does.
+    program = f"""
+import ctypes, threading
+from xshard import ends
+abort = ctypes.CDLL(None).abort
+with ends.before_abort({action}):
+    thread = threading.Thread(target=abort)
+    thread.start()
+    thread.join()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], env=harness.environment())
+    assert ended.returncode == code
+
+
+def test_after_the_watch_an_abort_is_as_before():
+    program = """
+import ctypes
+from xshard import ends
+with ends.before_abort(lambda: ends.leave(7)):
+    pass
+ctypes.CDLL(None).abort()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], env=harness.environment())
+    assert ended.returncode == -signal.SIGABRT
 
 
 class LossyBoard:

@@ -5,9 +5,10 @@ import itertools
 import os
 import re
 import runpy
+import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from absl import flags
 
@@ -91,6 +92,25 @@ def _print_bug(e: Exception) -> None:
     if begin is None and not isinstance(e, SyntaxError):
         begin = e.__traceback__
     traceback.TracebackException(type(e), e, begin).print()
+
+
+def with_flag(command: str, name: str, value: object) -> str:
+    """A command with this value of a flag, in the place of any that it has."""
+    words = without_flags(shlex.split(command), [name])
+    return shlex.join([*words, f"--{name}={value}"])
+
+
+def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Arguments without some flags, each of them given as --name=value or as --name value."""
+    left: list[str] = []
+    value_follows = False
+    for word in words:
+        name, equals, _ = word.removeprefix("-").removeprefix("-").partition("=")
+        is_one = word.startswith("-") and name in names
+        if not is_one and not value_follows:
+            left.append(word)
+        value_follows = is_one and not equals
+    return left
 
 
 def message(e: Exception) -> str:

@@ -16,8 +16,9 @@ from xshard import errors
 
 Arrays = Mapping[str, np.ndarray]
 _READ_THREADS, _READ_AHEAD = 4, 8
-# Of so many examples a summary has the checksum.
-_SUMMED = 16
+# The most that a summary hashes: bytes of arrays; rows of larger ones; examples of a source.
+_SUMMED_BYTES, _SUMMED_ROWS, _SUMMED_EXAMPLES = 1 << 30, 4096, 16
+_BLOCK_BYTES = 1 << 24
 
 
 class Source(Protocol):
@@ -186,14 +187,45 @@ def take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def summary(examples: Examples) -> str:
-    """How many examples there are, and a checksum of some of them, evenly spread."""
+    """The number of examples and a checksum, by which other data is told.
+
+    Arrays of at most 1 GiB together are hashed whole. Of larger ones, and of a source, which may be slow to
+    read, some examples are, evenly spread. A source whose examples differ from one reading to the next is told
+    by their number, names, types and shapes.
+    """
     size = num_examples(examples)
-    rows = np.unique(np.linspace(0, size - 1, min(size, _SUMMED)).astype(np.int64))
+    if isinstance(examples, Mapping):
+        whole = sum(array.nbytes for array in examples.values()) <= _SUMMED_BYTES
+        chosen = None if whole else _spread(size, _SUMMED_ROWS)
+        checksum = _checksum(examples, chosen)
+        return f"{size} examples, CRC-32 {checksum:08x}" + (
+            "" if chosen is None else f" of {len(chosen)} of them"
+        )
+    chosen = _spread(size, _SUMMED_EXAMPLES)
+    sample = take(examples, chosen)
+    checksum = _checksum(sample)
+    if checksum != _checksum(take(examples, chosen)):
+        kinds = {name: array[:0] for name, array in sample.items()}
+        return f"{size} examples, CRC-32 {_checksum(kinds):08x} of their types"
+    return f"{size} examples, CRC-32 {checksum:08x} of {len(chosen)} of them"
+
+
+def _spread(size: int, count: int) -> np.ndarray:
+    return np.unique(np.linspace(0, size - 1, min(size, count)).astype(np.int64))
+
+
+def _checksum(arrays: Arrays, rows: np.ndarray | None = None) -> int:
+    """The checksum of names, types, shapes and contents; of some rows, or of all."""
     checksum = 0
-    for name, array in sorted(take(examples, rows).items()):
-        text = f"{name} {array.dtype} {array.shape}".encode()
-        checksum = zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(text, checksum))
-    return f"{size} examples, CRC-32 {checksum:08x} of {len(rows)} of them"
+    for name, array in sorted(arrays.items()):
+        chosen = array if rows is None else array[rows]
+        checksum = zlib.crc32(f"{name} {chosen.dtype} {chosen.shape}".encode(), checksum)
+        # In blocks: what is not contiguous is copied for it.
+        block = max(1, _BLOCK_BYTES * len(chosen) // max(1, chosen.nbytes))
+        for start in range(0, len(chosen), block):
+            content = np.ascontiguousarray(chosen[start : start + block])
+            checksum = zlib.crc32(content.tobytes(), checksum)
+    return checksum
 
 
 def check(examples: Examples, what: str = "The data") -> None:

@@ -1,16 +1,21 @@
-"""What must be equal on all processes of a run: the code, the libraries, the config."""
+"""The code of a run: what must be equal on all of its processes, and the commit that it is of."""
 
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
 import platform
+import subprocess
+import sys
 import zlib
 
 import ml_collections
 
-from xshard import workdir
+from xshard import processes, workdir
 
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
+# A repository on a slow disk is not waited for.
+_GIT_SECONDS = 10.0
 
 
 def of(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
@@ -29,6 +34,47 @@ def of(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
     ):
         facts |= _files(package)
     return facts
+
+
+def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
+    """What a run comes from, beside its config. All processes call it.
+
+    Args:
+      module: the experiment's.
+      training: a summary of the training data.
+      evaluation: one of the evaluation data.
+
+    Raises:
+      UserError: if the processes have other data than one another.
+    """
+    facts = {"training": lambda: training, "evaluation": lambda: evaluation}
+    processes.check_equal("the data", facts)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return workdir.Origin(training, evaluation, commit(file) if file else "")
+
+
+def commit(file: str) -> str:
+    """The git commit that a source file is of, with '-dirty' if what is there differs; empty if it is in none.
+
+    Nothing fails for want of git, or of its leave to read the repository.
+    """
+    folder, name = os.path.split(os.path.abspath(file))
+    described = _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    if not described or described.endswith("-dirty"):
+        return described
+    tracked = _git(folder, "ls-files", "--", name)
+    return described if tracked else f"{described}-dirty"
+
+
+def _git(folder: str, *arguments: str) -> str:
+    """What git prints on one line; empty if it cannot say."""
+    # A container's user is often another one than who owns the repository.
+    command = ["git", "-c", "safe.directory=*", "-C", folder, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _files(package: str) -> dict[str, str]:

@@ -90,11 +90,11 @@ def if_known(
     batch: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> int | None:
-    """As `step`; None where they cannot be counted, which is said."""
+    """The model FLOPs of a training step that can be traced; None, and the reason said, if they cannot be counted."""
     try:
         return step(experiment, mesh, batch)
     except Exception as e:
-        # The step has been traced, so that this is no mistake in the experiment.
+        # Not a mistake in the experiment, whose step has been traced.
         say(f"model FLOPs are not logged: {e}")
         return None
 

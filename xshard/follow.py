@@ -85,6 +85,10 @@ class Follower:
         self._writers: list[writers.Writer] | None = None
         self._best: _Best | None = None
 
+    def last_step(self) -> int:
+        """The last step that has been judged, -1 if there is none; every process calls it alike."""
+        return self._checkpoints.agree(lambda: self._judged)
+
     def follow(self) -> notice.Notice | None:
         """Judges checkpoints, the oldest first, until the run's last; or what has stopped the job."""
         # The files are process 0's: the others need not even see them.
@@ -251,12 +255,13 @@ def run(
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
     """Follows a run to its end, or until the job is told to stop; returns the exit code."""
-    stop = Follower(config, directory, watch, show=show).follow()
+    follower = Follower(config, directory, watch, show=show)
+    stop = follower.follow()
     own = workdir.Workdir(directory).path / FOLDER
     if stop is not None:
         print(f"{stop.why}: stopped; what has been judged is in {own}\nto go on: {command}")
         return stop.code
-    print(f"all checkpoints to step {config.steps} have been judged; in {own}")
+    print(f"all checkpoints to step {follower.last_step()} have been judged; in {own}")
     return notice.DONE
 
 

@@ -62,10 +62,9 @@ def schedule(
       by_clock: is called every `checkpoint.every_minutes`; None where that is another process's.
     """
     last, options = config.steps, config.checkpoint
-    # The best is chosen among what has been evaluated, the last step included.
     best = options.keep_best > 0
     hooks: list[Hook] = [
-        EverySteps(evaluate, config.eval_every_steps, last=last, at_last=best),
+        EverySteps(evaluate, config.eval_every_steps, last=last, at_last=True),
         EverySteps(save, options.every_steps, last=last, at_last=True),
     ]
     if best:

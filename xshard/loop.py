@@ -16,7 +16,9 @@ import ml_collections
 from xshard import (
     batches,
     checkpoint,
+    cli,
     evaluation,
+    fingerprint,
     flops,
     hooks,
     metrics,
@@ -60,7 +62,7 @@ class Run:
           show: how much is printed.
 
         Raises:
-          ValueError: with the key, its value and the mend, if something does not fit.
+          ValueError: with the key, its value and the fix, if something does not fit.
         """
         config_lib.check(config)
         self.config = config
@@ -71,12 +73,13 @@ class Run:
         sizes = {key: config[key] for key in ("batch_size", "seed", "micro_batches")}
         self.batches = batches.TrainBatches(self.experiment.train_batches, self.mesh, **sizes)
         self._evaluation = evaluation.Evaluation(self.experiment, self.mesh, config.eval_batch_size)
-        said = {"training": self.batches.summary, "evaluation": self._evaluation.summary}
-        processes.check_equal("the data", said)
         self.workdir = workdir.Workdir(directory)
         # The directory is process 0's: the others need not even see it.
         self._first = jax.process_index() == 0
         self.changes = self.workdir.check(config) if self._first else []
+        summaries = self.batches.summary(), self._evaluation.summary()
+        self.origin = fingerprint.origin(type(self.experiment).__module__, *summaries)
+        self.changes += self.workdir.check_origin(self.origin) if self._first else []
         self._watch = watch
         self._stop: notice_lib.Notice | None = None
         self._save_now = False
@@ -85,7 +88,7 @@ class Run:
         self._init = init
         storage, place = state_lib.Storage(self.experiment, self.mesh), self.workdir.checkpoints
         self.checkpoints = saving.Checkpoints(
-            config, str(place), self.batches, storage, self.terminal.say
+            config, str(place), self.batches, storage, self.terminal.say, self.origin
         )
         self.checkpoints.check_init(self._target, init)
         self._finite = nonfinite.Watch(config, self.mesh, self._target.params, self.terminal.say)
@@ -151,7 +154,7 @@ class Run:
 
     def _log(self, start: int) -> log_lib.Log:
         dtype = jmp.get_policy(self.config.precision).compute_dtype
-        counted = (self.experiment, self.mesh, self.batches.shapes())
+        shapes = self.batches.shapes()
         return log_lib.Log(
             self._writers(start) if self._first else [],
             start,
@@ -159,7 +162,7 @@ class Run:
             self.mesh,
             self.clock,
             self.terminal,
-            flops_per_step=flops.if_known(*counted, self.terminal.say),
+            flops_per_step=flops.if_known(self.experiment, self.mesh, shapes, self.terminal.say),
             peak=flops.peak(self.mesh, dtype),
         )
 
@@ -216,7 +219,11 @@ class Run:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Makes the directories this run's meanwhile, and waits for the last save at the end."""
-        mine = self.workdir.opened(self.config) if self._first else contextlib.nullcontext()
+        mine = (
+            self.workdir.opened(self.config, self.origin)
+            if self._first
+            else contextlib.nullcontext()
+        )
         with mine, self.checkpoints.opened():
             if self._watch is not None:
                 self._watch.publish()
@@ -280,9 +287,8 @@ class Run:
 
     def _save(self, made: int, state: state_lib.TrainState) -> None:
         self._save_now = False
-        evaluated, last = self._evaluated[0] == made, made == self.config.steps
-        due = made % self.config.eval_every_steps == 0
-        due |= last and self.config.checkpoint.keep_best > 0
+        evaluated = self._evaluated[0] == made
+        due = made == self.config.steps or made % self.config.eval_every_steps == 0
         values = self._evaluated[1] if evaluated else {}
         with self.clock.phase(clock_lib.CHECKPOINT):
             self.checkpoints.save(made, state, values, evaluated=evaluated or not due)
@@ -343,5 +349,6 @@ def run(
     if not results["finite"]:
         print(nonfinite.message(results["why"]), file=sys.stderr, flush=True)
         return notice_lib.NONFINITE
-    print(f"to train on{each}: {command} --config.steps={2 * max(config.steps, results['step'])}")
+    more = cli.with_flag(command, "config.steps", 2 * max(config.steps, results["step"]))
+    print(f"to train on{each}: {more}")
     return notice_lib.DONE

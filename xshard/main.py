@@ -10,7 +10,6 @@ parameters that are not finite, as it would again (config.on_nonfinite); 1 faile
 
 import contextlib
 import os
-import re
 import shlex
 import signal
 import sys
@@ -220,19 +219,9 @@ def _command() -> str:
     python = sys.executable
     if python.startswith(f"{os.getcwd()}/"):
         python = os.path.relpath(python)
-    return shlex.join([python, "-m", "xshard.main", *_without_place(sys.argv[1:])])
-
-
-def _without_place(arguments: Sequence[str]) -> list[str]:
-    """The arguments without a process's place, which is for whoever starts the pod to give."""
-    left: list[str] = []
-    following = False
-    for argument in arguments:
-        place = re.fullmatch("--?(coordinator_address|num_processes|process_id)(=.*)?", argument)
-        if not place and not following:
-            left.append(argument)
-        following = bool(place and place[2] is None)
-    return left
+    # A process's place is for whoever starts the pod to give.
+    place = ("coordinator_address", "num_processes", "process_id")
+    return shlex.join([python, "-m", "xshard.main", *cli.without_flags(sys.argv[1:], place)])
 
 
 if __name__ == "__main__":

@@ -256,6 +256,16 @@ class Model:
         return value / parts, (new_state, metrics)
 
 
+def _with_all_gradients(
+    method: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
+) -> Any:
+    """Calls a method; for an update, the parameters stand for their gradients: only shapes count."""
+    if not isinstance(context.module, base.Optimizer) or context.method_name != "update":
+        return method(*args, **kwargs)
+    params = kwargs["params"] if "params" in kwargs else args[-1]
+    return method(params, params)
+
+
 def _loss_scales(opt: base.Optimizer) -> list[jax.Array]:
     return [
         rule.loss_scale()
@@ -278,16 +288,6 @@ def _count_nonfinite(applied: shards.Applied | None) -> jax.Array:
 
 def _number_nonfinite(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), jnp.float32(1)))
-
-
-def _with_all_gradients(
-    method: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
-) -> Any:
-    """Calls a method; for an update, the parameters stand for their gradients: only shapes count."""
-    if not isinstance(context.module, base.Optimizer) or context.method_name != "update":
-        return method(*args, **kwargs)
-    params = kwargs["params"] if "params" in kwargs else args[-1]
-    return method(params, params)
 
 
 def _norms(applied: shards.Applied | None) -> tuple[dict[str, Any], dict[str, Any]]:

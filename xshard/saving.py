@@ -31,6 +31,7 @@ class Checkpoints:
         batches: batches_lib.TrainBatches,
         storage: state_lib.Storage,
         notify: Callable[[str], None],
+        origin: workdir.Origin,
     ):
         """Opens them; nothing is written.
 
@@ -40,12 +41,17 @@ class Checkpoints:
           batches: whose position is saved.
           storage: what takes a state to the shapes of a checkpoint.
           notify: takes a line on each checkpoint that counts, from another thread.
+          origin: of the run; process 0's counts.
 
         Raises:
           ValueError: if a value of the config does not make sense.
         """
         options = config.checkpoint
-        self._metadata = {"experiment": config.experiment, "config": workdir.plain(config)}
+        self._metadata = {
+            "experiment": config.experiment,
+            "config": workdir.plain(config),
+            "origin": origin._asdict(),
+        }
         self._batches = batches
         self.storage = storage
         self._go_on = options.on_failure == "go_on"

@@ -1,6 +1,7 @@
 """A run's directory: whose it is, and what is in it.
 
 config.json      the config that the run was started with
+origin.json      a checksum of the data, and the commit of the experiment's code
 checkpoints/     see `xshard.checkpoint`
 metrics.jsonl    a row for each logged step and each evaluation
 metrics.csv      the same as a table, and
@@ -19,7 +20,7 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_collections
 
@@ -36,6 +37,20 @@ _MAY_CHANGE = (
 _MAY_CHANGE_BELOW = ("checkpoint.",)
 
 
+class Origin(NamedTuple):
+    """What a run comes from beside its config; empty texts where that is not known.
+
+    Attributes:
+      training: the training data, as `xshard.data.summary` has it.
+      evaluation: the data that it is judged on.
+      commit: the git commit of the experiment's code.
+    """
+
+    training: str
+    evaluation: str
+    commit: str
+
+
 class Workdir:
     """The directory of one run."""
 
@@ -45,6 +60,7 @@ class Workdir:
         self.metrics = self.path / "metrics.jsonl"
         self.results = self.path / RESULTS
         self.config = self.path / "config.json"
+        self.origin = self.path / "origin.json"
 
     def check(self, config: ml_collections.ConfigDict) -> list[str]:
         """Sees whether a config may run here; writes nothing.
@@ -69,19 +85,46 @@ class Workdir:
                     "it cannot be told whose they are; give a new directory."
                 )
             return []
-        try:
-            old = json.loads(self.config.read_bytes())
-        except (ValueError, OSError) as e:
-            raise errors.UserError(
-                f"{self.config} cannot be read ({e}); give a new --workdir."
-            ) from e
-        if not isinstance(old, dict):
-            raise errors.UserError(f"{self.config} is not a run's config; give a new --workdir.")
+        old = _read(self.config, "config")
         return self._compare(flatten(old), flatten(plain(config)))
 
+    def check_origin(self, origin: Origin) -> list[str]:
+        """Sees whether a run of this data may go on here; writes nothing.
+
+        Returns:
+          What else has changed since the run was started, one text for each.
+
+        Raises:
+          UserError: if the run here was trained on other data.
+        """
+        # A directory of a version that kept none gets it.
+        if not self.origin.exists():
+            return []
+        content = _read(self.origin, "origin")
+        old = Origin(*(str(content.get(name, "")) for name in Origin._fields))
+        if old.training and origin.training and old.training != origin.training:
+            raise errors.UserError(
+                f"--workdir={self.path} holds a run with other training data: {old.training}; now there are "
+                f"{origin.training}. Going on would make it neither the one nor the other: give it its data back, "
+                "or begin a new run in a new directory, with the parameters of this one by "
+                f"--init_from={self.path}."
+            )
+        changes = []
+        if old.evaluation and old.evaluation != origin.evaluation:
+            changes.append(f"evaluation data: {old.evaluation} -> {origin.evaluation}")
+        if old.commit and old.commit != origin.commit:
+            changes.append(f"commit: {old.commit} -> {origin.commit or 'none'}")
+        return changes
+
     @contextlib.contextmanager
-    def opened(self, config: ml_collections.ConfigDict) -> Iterator[None]:
+    def opened(
+        self, config: ml_collections.ConfigDict, origin: Origin | None = None
+    ) -> Iterator[None]:
         """Makes the directory this run's, and nobody else's meanwhile.
+
+        Args:
+          config: the run's config.
+          origin: what it is trained on, if it is.
 
         Raises:
           ValueError: if it cannot be written, or another process runs in it.
@@ -101,7 +144,12 @@ class Workdir:
                 ) from e
             # Again: another process may have made it its own since the first check.
             self.check(config)
-            metrics.write_atomically(self.config, to_json(plain(config)))
+            if origin is not None:
+                self.check_origin(origin)
+            with metrics.writing(self.config):
+                metrics.write_atomically(self.config, to_json(plain(config)))
+                if origin is not None:
+                    metrics.write_atomically(self.origin, to_json(origin._asdict()))
             yield
 
     def open_log(self, index: int) -> int:
@@ -149,6 +197,17 @@ class Workdir:
                 "would make it neither the one nor the other: give its own values, or a new directory."
             )
         return texts
+
+
+def _read(path: pathlib.Path, what: str) -> dict[str, Any]:
+    """A file of the directory that holds a dictionary."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, OSError) as e:
+        raise errors.UserError(f"{path} cannot be read ({e}); give a new --workdir.") from e
+    if not isinstance(content, dict):
+        raise errors.UserError(f"{path} is not a run's {what}; give a new --workdir.")
+    return content
 
 
 def _same_count(old: Any, new: Any) -> bool:

@@ -72,9 +72,11 @@ def environment(**more):
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port below those that the system gives away: it must be free still when a program comes to use it."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 @contextlib.contextmanager

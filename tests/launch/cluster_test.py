@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import random
 import re
 import shutil
 import socket
@@ -43,6 +44,7 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+FirstJobId={first}
 BatchStartTimeout=600
 MessageTimeout=600
 TCPTimeout=600
@@ -76,7 +78,10 @@ def slurm(tmp_path_factory):
         folder.chmod(0o755)
     ports = [harness.free_port(), harness.free_port()]
     conf = state / "slurm.conf"
-    conf.write_text(CONF.format(host=socket.gethostname(), ports=ports, state=state, user="root"))
+    # From a job's number comes the port where its processes meet.
+    first = random.SystemRandom().randrange(1, 4000)
+    values = {"host": socket.gethostname(), "ports": ports, "state": state, "first": first}
+    conf.write_text(CONF.format(user="root", **values))
     variables = {"SLURM_CONF": str(conf)}
     munge = [f"--{n}={state}/munge/{f}" for n, f in
              (("socket", "socket"), ("key-file", "key"), ("pid-file", "pid"), ("log-file", "log"),

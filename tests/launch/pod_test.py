@@ -100,6 +100,28 @@ def test_kill_9_of_one_process_and_the_pod_is_started_again(tmp_path, undisturbe
     harness.assert_same_end(tmp_path / "run", undisturbed, 150)
 
 
+def test_the_others_say_that_the_process_that_coordinates_is_gone(tmp_path):
+    address = f"127.0.0.1:{harness.free_port()}"
+    place = [f"--coordinator_address={address}", f"--num_processes={COUNT}", "--cpu_devices=2"]
+    command = [*harness.TOY, *OPTIONS, "--config.steps=1000000", *place]
+    directory = tmp_path / "run"
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                harness.running(
+                    harness.start([*command, f"--workdir={directory}", f"--process_id={index}"])
+                )
+            )
+            for index in range(COUNT)
+        ]
+        harness.read_until(processes[0], "step      30/1000000")
+        processes[0].kill()
+        for process in processes[1:]:
+            code, output = harness.finish(process)
+            said = r"^error: process 0 on \S+, which coordinates, is gone"
+            assert code == 1 and re.search(said, output, re.MULTILINE), output
+
+
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
 def test_the_launcher_passes_signals_on_and_starts_no_more(tmp_path, undisturbed, numbers):
     with disturbed(tmp_path) as process:

@@ -267,6 +267,26 @@ def test_a_module_may_be_called_as_a_slot_is():
         assert step.apply({}, state, None, params, update)[0] == wanted
 
 
+def test_slots_that_go_by_the_names_of_modules_are_known_after_an_update():
+    labels = lambda p: {module: "sgd" if p[module] else "adam" for module in p}
+    params, x = harness.params(), harness.batch()
+
+    def step(params, early):
+        opt = by_optax(partitioned(labels))
+        if early:
+            opt.get_slot_names()
+        opt.minimize(lambda p: harness.loss(p, x), params)
+        return opt.get_slot_names(), opt.get_slot(W0, "trace")
+
+    step = hk.transform_with_state(step)
+    # Nothing is there yet.
+    _, state = step.init(None, params, True)
+    (names, slot), _ = step.apply({}, state, None, params, False)
+    assert names == ["trace"] and slot.shape == (3, 4)
+    with pytest.raises(ValueError, match="slots of opt are known once it has updated"):
+        step.apply({}, state, None, params, True)
+
+
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", sorted(table.OPTIMIZERS))
 def test_each_array_of_a_first_state_is_a_buffer_of_its_own(name, jitted):

@@ -34,6 +34,7 @@ from xshard import (
     nonfinite,
     notice,
     step,
+    torus,
 )
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
@@ -189,9 +190,11 @@ def _describe(
         "peak": analysis.peak_memory_in_bytes,
         "fits": True,
     }
+    rows = collectives.rows(mesh, found)
     return {
         **result,
-        "collectives": collectives.rows(mesh, found),
+        "collectives": rows,
+        "warnings": _warnings(rows, result["topology"]),
         "bounds": [limit._asdict() for limit in limits],
         "unknown_loops": program.unknown_loops(),
         # For comparisons only: it counts loops once, and the chip's own memory as main memory.
@@ -200,6 +203,24 @@ def _describe(
         "dominated_by": bound.name,
         "examples_per_second": result["examples"] / seconds if seconds else None,
     }
+
+
+def _warnings(rows: Sequence[dict[str, Any]], topology: str) -> list[str]:
+    """The lines about collectives between chips that are not next to one another."""
+    far = [row for row in rows if row["hops"] and row["hops"] > 1]
+    if not far:
+        return []
+    named = ", ".join(
+        f"{row['kind']} over {row['over']} ({row['hops']} hops, {summary.size(row['sent'])} a chip)"
+        for row in far
+    )
+    shape = [int(size) for size in topology.split(":")[1].split("x")]
+    good = ", ".join(map(str, torus.whole_axes(shape)))
+    return [
+        f"Warning: not between neighbours on the torus: {named}. What goes over several links shares them with "
+        "others, and takes longer than the bound of ICI says. Replicas and the devices of a model are "
+        f"neighbours where model_parallel fills whole axes of the torus: {good}."
+    ]
 
 
 def _does_not_fit(e: Exception, result: dict[str, Any], state: Any) -> Exception:

@@ -34,12 +34,13 @@ class Optimizer(hk.Module):
     Call it inside `hk.transform_with_state`: all its state is Haiku state. A rule of your own
     implements `update`; a wrapper hands the phases on to the rule that it wraps.
 
-    Parameters and gradients are Haiku trees, `{module: {name: array}}`. In a tree of gradients None
-    stands for "not trained": that parameter and its slots stay as they are.
+    Parameters and gradients are Haiku trees, `{module: {name: array}}`. A gradient of None, of what is not
+    trained or what the loss does not depend on, leaves that parameter and its slots as they are.
 
     >>> class SignDescent(xshard.Optimizer):
     ...     def update(self, grads, params):
-    ...         return jax.tree.map(lambda w, g: w - 0.5 * jnp.sign(g), params, grads)
+    ...         move = lambda w, g: w if g is None else w - 0.5 * jnp.sign(g)
+    ...         return jax.tree.map(move, params, grads)
     >>> step = lambda params: SignDescent().minimize(lambda p: jnp.sum(p['m']['w'] ** 2), params)
     >>> params = {'m': {'w': jnp.array([2.0, -3.0])}}
     >>> (loss, params), _ = hk.transform_with_state(step).apply({}, {}, None, params)
@@ -88,7 +89,8 @@ class Optimizer(hk.Module):
             function at several inputs (`MicroBatches`), counts as their sum.
           params: a Haiku tree of floating-point arrays.
           var_list: what to train: paths such as 'mlp/linear_0/w', or a predicate of module and name.
-            All parameters by default. The gradients of the others are None.
+            All parameters by default. The gradients of the others are None, as are those of parameters
+            that no loss depends on; but while `hk.running_init()` the latter are zeros.
           gate_gradients: an optimization barrier over no gradient (GATE_NONE), each (GATE_OP) or all
             of them together (GATE_GRAPH).
           aggregation_method: how the gradients of several losses are summed: `AggregationMethod`.
@@ -132,14 +134,15 @@ class Optimizer(hk.Module):
         """Aggregates, votes and updates.
 
         Args:
-          grads: a tree as `params`, as `compute_gradients` returned it; None leaves are not trained.
+          grads: a tree as `params`, as `compute_gradients` and `jax.grad` return it, or with None leaves.
           params: a Haiku tree of floating-point arrays.
           global_step: an integer scalar that counts the updates applied.
           name: a scope's name for profiles; the optimizer's name by default.
 
         Returns:
           The new parameters, or `(params, global_step)` when a `global_step` was given. After a vote
-          against the step both are what they were, bit by bit, and so is all state of the rules.
+          against the step both are what they were, bit by bit, and so is all state of the rules, and what
+          losses have written since the last step, in this trace and through this rule.
 
         Raises:
           ValueError: if the gradients do not have the parameters' structure and shapes.

@@ -39,8 +39,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     differentiation, so that half precision neither overflows in the sum nor loses small gradients to
     the factor. The value that `compute_gradients` returns is the replica's own loss.
 
+    Gradients from elsewhere must be each replica's own, too. With `jax.shard_map(check_vma=True)` `jax.grad`
+    has summed those of parameters that do not vary: they are refused. With check_vma=False it has not, and
+    nothing could tell.
+
     Call it where `axis_name` is mapped, such as in `jax.shard_map`; while `hk.running_init()` that is
-    not needed. Elsewhere there is one replica, which is logged once. Replicas of a group stay equal bit
+    not needed. Elsewhere there is one replica, which is logged once, with the axes that are mapped. Replicas of a group stay equal bit
     by bit. Groups go separate ways, so that their parameters and states must not be returned from
     shard_map as replicated: give them a leading dimension.
 
@@ -282,7 +286,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return self.shard_update and self._group_size() > 1
 
     def _partition(self, tree: Any) -> shards.Partition:
-        if self._made is None:
+        present = {path for path, x in trees.leaves_by_path(tree).items() if x is not None}
+        if self._made is None or not present <= self._made.layouts.keys():
             self._made = self._make_partition(tree)
         return self._made
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from xshard.optimizers import base, shards, trees
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
+from xshard.optimizers import slots as slots_lib
 
 SLOT = "average"
 
@@ -89,7 +90,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
             if present[path] is None:
                 continue
             if not hk.running_init() and not self._has(path):
-                raise optax_optimizer.no_slot_error(self, path)
+                raise slots_lib.missing_error(self.name, path)
             average = self._get(path, trees.widen(old[path]))
             if hk.running_init():
                 continue

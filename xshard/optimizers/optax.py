@@ -170,11 +170,17 @@ class OptaxOptimizer(base.Optimizer):
 
     def _slot_paths(self) -> list[str]:
         """The paths, in optax's state, of the slots that the state has arrays of."""
-        if self._known_slots is None:
-            self._known_slots = slots_lib.of_any(self.transformation)
         names = self._state_names()
+        if self._known_slots is None and names:
+            self._known_slots = slots_lib.of_any(self.transformation)
+            if self._known_slots is None:
+                raise ValueError(
+                    f"The slots of {self.name} are known once it has updated in this step: how its "
+                    "transformation begins depends on the parameters. Ask after apply_gradients."
+                )
         begins = lambda path, name: not path or name.startswith(f"{path}/")
-        return [path for path in self._known_slots if any(begins(path, name) for name in names)]
+        known = self._known_slots or []
+        return [path for path in known if any(begins(path, name) for name in names)]
 
     def _state_names(self) -> list[str]:
         return [name.removeprefix(f"{self.module_name}/") for name in self.state_dict()]
@@ -262,7 +268,7 @@ class OptaxOptimizer(base.Optimizer):
             if not made:
                 # Haiku says that there is no state.
                 hk.get_state(needed[path][0])
-            raise no_slot_error(self, path)
+            raise slots_lib.missing_error(self.name, path)
         return {path for path in trained if needed[path] or path in present}
 
     def _state_shapes(self, params: trees.Params) -> Any:
@@ -290,15 +296,6 @@ def as_optimizer(opt: Any) -> base.Optimizer:
             f"received {opt!r}."
         )
     return OptaxOptimizer(opt)
-
-
-def no_slot_error(rule: base.Optimizer, path: str) -> ValueError:
-    """The error for a parameter that has a gradient, and had none when its rule's state was made."""
-    return ValueError(
-        f"The parameter '{path}' has a gradient, but {rule.name} has no slot for it: its gradient was None "
-        "when the state was made, so that it was not to be trained. If it is, name it in var_list while "
-        "hk.running_init() too, and make the state anew; if not, give it the gradient None."
-    )
 
 
 def _make_leaf(path: tuple[Any, ...], leaf: Any) -> None:

@@ -28,8 +28,8 @@ def find(state: Any, params: trees.Params) -> list[tuple[str, Any]]:
     return [(trees.path_name(path), node) for path, node in nodes if mirrors(node)]
 
 
-def of_any(transformation: Any) -> list[str]:
-    """The paths of the slots in a transformation's state, whatever the parameters; none if it needs these."""
+def of_any(transformation: Any) -> list[str] | None:
+    """The paths of the slots in a transformation's state, whatever the parameters; None if it needs these."""
     found: list[str] = []
 
     def init(params: Any) -> tuple[()]:
@@ -45,8 +45,8 @@ def of_any(transformation: Any) -> list[str]:
     try:
         optax.tree_utils.tree_map_params(init, lambda x: x, ())
     except Exception:
-        # It is not for every transformation, and what it says of parameters would be of none.
-        return []
+        # Such as a KeyError of one that looks up the names of modules.
+        return None
     return found
 
 
@@ -95,3 +95,12 @@ def hidden(params: trees.Params, shown: set[str]) -> tuple[Any, Any]:
 def join(*parts: str) -> str:
     """The path of these paths one after the other; empty ones do not count."""
     return "/".join(filter(None, parts))
+
+
+def missing_error(rule: str, path: str) -> ValueError:
+    """The error for a parameter that has a gradient, and had none when the state of a rule was made."""
+    return ValueError(
+        f"The parameter '{path}' has a gradient, but {rule} has no slot for it: its gradient was None "
+        "when the state was made, so that it was not to be trained. If it is, name it in var_list while "
+        "hk.running_init() too, and make the state anew; if not, give it the gradient None."
+    )

@@ -1,0 +1,45 @@
+"""What `pip install .` brings."""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGES = ("xshard", "launch")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The names of the files in the wheel, which is built of a copy, without a network."""
+    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for package in PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, source / package, ignore=ignored)
+    for path in [*ROOT.glob("requirements*.in"), ROOT / "README.md", ROOT / "LICENSE"]:
+        shutil.copy(path, source)
+    shutil.copy(ROOT / "pyproject.toml", source)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(output)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = output.glob("*.whl")
+    return set(zipfile.ZipFile(path).namelist())
+
+
+def test_the_wheel_has_every_file_that_runs(wheel):
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*")]
+    wanted = {
+        path.relative_to(ROOT).as_posix()
+        for path in paths
+        if path.suffix in (".py", ".md") and "__pycache__" not in path.parts
+    }
+    assert "launch/__main__.py" in wanted and "xshard/template/README.md" in wanted
+    assert not wanted - wheel
+
+
+def test_the_wheel_has_nothing_else(wheel):
+    tops = {name.partition("/")[0] for name in wheel}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
