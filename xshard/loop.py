@@ -77,8 +77,8 @@ class Run:
         # The directory is process 0's: the others need not even see it.
         self._first = jax.process_index() == 0
         self.changes = self.workdir.check(config) if self._first else []
-        summaries = self.batches.summary(), self._evaluation.summary()
-        self.origin = fingerprint.origin(type(self.experiment).__module__, *summaries)
+        data = self.batches.summary(), self._evaluation.summary()
+        self.origin = fingerprint.origin(type(self.experiment).__module__, *data)
         self.changes += self.workdir.check_origin(self.origin) if self._first else []
         self._watch = watch
         self._stop: notice_lib.Notice | None = None
@@ -94,9 +94,8 @@ class Run:
         self._finite = nonfinite.Watch(config, self.mesh, self._target.params, self.terminal.say)
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
         stored = state_lib.as_stored(self.experiment, self.mesh, self._target)
-        train_step, self._predict = preflight.programs(
-            self.experiment, self.mesh, stored, self.batches.shapes()
-        )
+        inputs = stored, self.batches.shapes()
+        train_step, self._predict = preflight.programs(self.experiment, self.mesh, *inputs)
         self.train_step = processes.compiled_by_all(train_step, "the training step")
         best_metric = config.checkpoint.best_metric if config.checkpoint.keep_best else None
         self._evaluation.check(stored, best_metric)
@@ -154,7 +153,7 @@ class Run:
 
     def _log(self, start: int) -> log_lib.Log:
         dtype = jmp.get_policy(self.config.precision).compute_dtype
-        shapes = self.batches.shapes()
+        data = self.experiment, self.mesh, self.batches.shapes()
         return log_lib.Log(
             self._writers(start) if self._first else [],
             start,
@@ -162,7 +161,7 @@ class Run:
             self.mesh,
             self.clock,
             self.terminal,
-            flops_per_step=flops.if_known(self.experiment, self.mesh, shapes, self.terminal.say),
+            flops_per_step=flops.if_known(*data, self.terminal.say),
             peak=flops.peak(self.mesh, dtype),
         )
 
@@ -219,12 +218,10 @@ class Run:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Makes the directories this run's meanwhile, and waits for the last save at the end."""
-        mine = (
-            self.workdir.opened(self.config, self.origin)
-            if self._first
-            else contextlib.nullcontext()
-        )
-        with mine, self.checkpoints.opened():
+        with contextlib.ExitStack() as held:
+            if self._first:
+                held.enter_context(self.workdir.opened(self.config, self.origin))
+            held.enter_context(self.checkpoints.opened())
             if self._watch is not None:
                 self._watch.publish()
             yield
@@ -235,8 +232,7 @@ class Run:
         """Evaluates the last state and writes the results; or what has stopped the run before that."""
         values = self.evaluate(state)
         applied = metrics.to_number(mesh_lib.replicate(self.mesh, state.global_step))
-        results: dict[str, Any] = {"step": self._made, "global_step": applied, "eval": values}
-        results["samples"] = ""
+        results = {"step": self._made, "global_step": applied, "eval": values, "samples": ""}
         if self._stop is None:
             self.checkpoints.wait()
             why = self.checkpoints.nonfinite(self._made) or self._finite.at_end() or self._failure
