@@ -108,6 +108,13 @@ def test_warn_goes_on_says_so_once_and_does_not_end_well(tmp_path, capsys, shard
     assert command.startswith(f"python -m xshard.checkpoint rm {tmp_path}/checkpoints 8.")
 
 
+def test_a_step_is_looked_at_before_it_is_saved(tmp_path, capsys):
+    # The last one, which no later one follows.
+    assert loop.run(make_config(poisoned=((0, 8),)), str(tmp_path), "") == notice.NONFINITE
+    assert "error: step 8: the loss is nan, and 4 of 4 gradients" in capsys.readouterr().err
+    assert saved(tmp_path) == {6: "complete"}
+
+
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_last_update_that_leaves_what_is_not_finite(tmp_path, capsys, policy):
     config = make_config(experiment="tests.toy.Overflowing", on_nonfinite=policy, overflow_at=8)
