@@ -99,7 +99,7 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def evaluate(self, outputs: Any, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """A value for each example, of shape (batch,); the framework reports their means."""
+        """A value for each example, of shape (batch,); the framework reports their means over all examples."""
 
     def clip_gradients(self, grads: Any) -> Any:
         """Acts on a replica's gradients before they are reduced. By default leaves them."""
@@ -112,7 +112,8 @@ class Experiment(abc.ABC):
     def samples(self, predict: Callable[[Mapping[str, Any]], Any], key: jax.Array) -> str:
         """What the trained network can show for itself, such as text it writes. By default nothing.
 
-        Called after the last evaluation, on all processes alike, and printed.
+        Called after the last evaluation, on all processes alike, and printed. Before the run begins it is
+        called up to its first prediction, which finds mistakes.
 
         Args:
           predict: outputs, on the host, of a batch on the host, of any number of rows: those of the
