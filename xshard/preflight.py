@@ -39,9 +39,7 @@ def programs(
     Raises:
       UserError: if a method of the experiment does not fit.
     """
-    skip = experiment.config.on_nonfinite == nonfinite.SKIP
-    watched_step = step.make_watched_step(experiment, mesh, skip_nonfinite=skip)
-    train_step = jax.jit(watched_step, donate_argnums=0)
+    train_step = jitted_step(experiment, mesh)
     train_step.trace(state, batch)
     _check_network_state(experiment, mesh, state, batch)
     # Replicated, so that each process has all of it.
@@ -49,6 +47,13 @@ def programs(
     predict = jax.jit(step.make_predict(experiment, mesh), out_shardings=place)
     _check_samples(experiment, mesh, predict, state)
     return train_step, predict
+
+
+def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
+    """The training step of a run, `step.make_watched_step`, jitted; it donates the state."""
+    skip = experiment.config.on_nonfinite == nonfinite.SKIP
+    watched_step = step.make_watched_step(experiment, mesh, skip_nonfinite=skip)
+    return jax.jit(watched_step, donate_argnums=0)
 
 
 def samples_key(experiment: experiment_lib.Experiment) -> jax.Array:

@@ -32,9 +32,8 @@ from xshard import (
     errors,
     hlo,
     metrics,
-    nonfinite,
     notice,
-    step,
+    preflight,
     torus,
 )
 from xshard import config as config_lib
@@ -128,10 +127,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
         },
     }
     begin = time.monotonic()
-    skip = config.on_nonfinite == nonfinite.SKIP
-    watched_step = step.make_watched_step(experiment, mesh, skip_nonfinite=skip)
-    function = jax.jit(watched_step, donate_argnums=0)
-    lowered = function.lower(state, batch)
+    lowered = preflight.jitted_step(experiment, mesh).lower(state, batch)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
