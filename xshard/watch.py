@@ -253,19 +253,22 @@ class Watch:
         self._board.write("alive", json.dumps(self._status.row()))
 
     def _count_heads(self) -> None:
-        lost = []
+        silence, over = {0: 0.0}, False
         said = self._board.read("alive")
         for index, (heard, ticks) in self._heard.items():
             text = said.get(index, "")
             self._heard[index] = (text, 0) if text != heard else (heard, ticks + 1)
             starting = not text or json.loads(text)["doing"] == status.STARTING
             limit = self._timeouts.start if starting else self._timeouts.heartbeat
-            if index and ticks * _TICK_SECONDS > limit:
-                self._lost.add(index)
-                lost.append(f"{self._name(index)} has not been heard of for {limit:g} s")
+            silence[index] = ticks * _TICK_SECONDS
+            over |= bool(index and silence[index] > limit)
         self._write_status()
-        if lost:
-            message = f"{', '.join(lost)}: gone, or the host or the network is. {_GO_ON}"
+        if over:
+            # What cuts off one may cut off others, of whom a tick more was heard.
+            longest = max(silence.values())
+            self._lost = {i for i, seconds in silence.items() if i and seconds > longest / 2}
+            names = ", ".join(map(self._name, sorted(self._lost)))
+            message = f"{names}: not heard of for {longest:.0f} s; gone, or the host or the network is. {_GO_ON}"
             with self._leaving:
                 self._fail_all(message)
                 self._leave(notice_lib.FAILED, f"error: {message}")
@@ -299,16 +302,12 @@ class Watch:
     # Leaving.
 
     def _before_abort(self) -> None:
-        # JAX aborts with its client locked. A board that answers shows that the abort is of something else.
+        # JAX aborts with its client locked: where the board answers, the abort is of something else.
         if processes.bounded(lambda: self._board.read("failed"), ends.SHORT_SECONDS) is not None:
             return
-        silent = [self._name(index) for index, (_, ticks) in self._heard.items() if ticks > 1]
-        who = f"{self._name(0)}, which coordinates," if self._index else ", ".join(silent)
+        who = f"{self._name(0)}, which coordinates," if self._index else "another process"
         with self._leaving:
-            self._say(
-                f"error: {who or 'another process'} is gone, or its host or the network is: JAX says above "
-                f"what it has seen. {_GO_ON}"
-            )
+            self._say(f"error: {who} is gone, or its host or network: see JAX above. {_GO_ON}")
             ends.leave(notice_lib.FAILED)
 
     def _fail_all(self, message: str) -> None:
