@@ -34,7 +34,6 @@ from xshard import (
     metrics,
     notice,
     preflight,
-    torus,
 )
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
@@ -158,13 +157,16 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
     if chip.name == "v4":
         # Its two cores as the one device that JAX sees on a TPU.
         options["chip_config_name"] = "megacore"
+    if topology.endswith(":1x1"):
+        # Some versions of libtpu ask for a host of four.
+        options["chips_per_host_bounds"] = [1, 1, 1]
     try:
         found = topologies.get_topology_desc(
             platform="tpu", topology_name=topology, **options
         ).devices
     except jax.errors.JaxRuntimeError as e:
         raise errors.UserError(
-            f"--topology={topology}, --slices={slices}: libtpu knows no such topology ({cli.message(e)})."
+            f"--topology={topology}, --slices={slices}: libtpu cannot be loaded, or knows no such topology ({cli.message(e)})."
         ) from e
     return list(found)
 
@@ -204,7 +206,7 @@ def _describe(
     return {
         **result,
         "collectives": rows,
-        "warnings": _warnings(rows, result["topology"]),
+        "warnings": summary.warnings(rows, result["topology"]),
         "bounds": [limit._asdict() for limit in limits],
         "unknown_loops": program.unknown_loops(),
         # For comparisons only: it counts loops once, and the chip's own memory as main memory.
@@ -213,24 +215,6 @@ def _describe(
         "dominated_by": bound.name,
         "examples_per_second": result["examples"] / seconds if seconds else None,
     }
-
-
-def _warnings(rows: Sequence[dict[str, Any]], topology: str) -> list[str]:
-    """The lines about collectives between chips that are not next to one another."""
-    far = [row for row in rows if row["hops"] and row["hops"] > 1]
-    if not far:
-        return []
-    named = ", ".join(
-        f"{row['kind']} over {row['over']} ({row['hops']} hops, {summary.size(row['sent'])} a chip)"
-        for row in far
-    )
-    shape = [int(size) for size in topology.split(":")[1].split("x")]
-    good = ", ".join(map(str, torus.whole_axes(shape)))
-    return [
-        f"Warning: not between neighbours on the torus: {named}. What goes over several links shares them with "
-        "others, and takes longer than the bound of ICI says. Replicas and the devices of a model are "
-        f"neighbours where model_parallel fills whole axes of the torus: {good}."
-    ]
 
 
 def _describe_memory(result: dict[str, Any], compiled: jax.stages.Compiled) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from xshard import metrics
+from xshard import metrics, torus
 
 _NAMES = {"workspace": "activations and workspace", "program": "the program itself"}
 
@@ -34,6 +34,24 @@ def show(result: dict[str, Any]) -> str:
             f"Peaks: {chip['source']}",
         ]
     )
+
+
+def warnings(rows: list[dict[str, Any]], topology: str) -> list[str]:
+    """The lines about collectives between chips that are not next to one another."""
+    far = [row for row in rows if row["hops"] and row["hops"] > 1]
+    if not far:
+        return []
+    named = ", ".join(
+        f"{row['kind']} over {row['over']} ({row['hops']} hops, {size(row['sent'])} a chip)"
+        for row in far
+    )
+    shape = [int(size) for size in topology.split(":")[1].split("x")]
+    good = ", ".join(map(str, torus.whole_axes(shape)))
+    return [
+        f"Warning: not between neighbours on the torus: {named}. What goes over several links shares them with "
+        "others, and takes longer than the bound of ICI says. Replicas and the devices of a model are "
+        f"neighbours where model_parallel fills whole axes of the torus: {good}."
+    ]
 
 
 def _held(memory: dict[str, Any], chip: dict[str, Any]) -> list[dict[str, Any]]:
