@@ -228,7 +228,8 @@ class Run:
                 # Of which samples are the least.
                 content = workdir.to_json({"samples": "", **results})
                 if self._first:
-                    metrics.write_atomically(self.workdir.results, content)
+                    with metrics.writing(self.workdir.results):
+                        metrics.write_atomically(self.workdir.results, content)
         return results, self._stop
 
     def _samples(self, state: state_lib.TrainState) -> str:
