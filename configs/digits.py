@@ -24,6 +24,11 @@ def get_config() -> ml_collections.ConfigDict:
     # How their gradients are summed: a running sum, or 'EXPERIMENTAL_TREE', in pairs.
     config.aggregation_method = "EXPERIMENTAL_ACCUMULATE_N"
     config.precision = "params=float32,compute=float16,output=float32"
+    # At a loss or gradients that are not finite: 'stop'; 'skip', which leaves out steps with such gradients,
+    # whatever the rule; or 'warn', which says so and goes on.
+    config.on_nonfinite = "stop"
+    # So many steps skipped in a row, with no loss scale left to be lowered, end the run.
+    config.max_skips_in_a_row = 100
 
     # The replicas of each group, as [[0, 1, 2, 3], [4, 5, 6, 7]]; empty: all in one.
     config.group_assignment = ()

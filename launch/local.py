@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import os
+import random
 import shutil
 import signal
 import socket
@@ -18,8 +19,12 @@ from launch import engine
 from xshard import notice, status
 
 _STEP_SECONDS = 0.1
-# A process that has heard of another's failure leaves by itself.
+# A process that hears of another's failure says so and leaves by itself.
+_HEAR_SECONDS = 15.0
+# One that is told to leave does so, unless it waits for a peer that was killed.
 _SETTLE_SECONDS = 3.0
+# All that a process has printed is there when it has ended, but for what a child of it keeps open.
+_READ_SECONDS = 15.0
 _MOST_BACKOFF_SECONDS = 60.0
 
 
@@ -77,13 +82,17 @@ class Supervisor:
         """Runs the job to its end.
 
         Returns:
-          0 when it is done; 42 or 130 if it was told to stop; else the code of its last failure.
+          0 when it is done; 3 if it is not finite, which it would be again; 42 or 130 if it was told to stop; else
+          the code of its last failure.
         """
         failures, best = 0, self._step()
         while True:
             pod = _Pod(self._job, self._out, self._options.grace_seconds)
             code = pod.wait(self._asked)
             if code in (notice.DONE, notice.INTERRUPTED) or self._stopped:
+                return code
+            if code == notice.NONFINITE:
+                self._say(f"not started again, since it would end so again: {pod.cause}")
                 return code
             if code == notice.PREEMPTED and (self._job.workdir / notice.STOP_FILE).exists():
                 self._say(f"not started again: {self._job.workdir / notice.STOP_FILE} is there")
@@ -131,9 +140,7 @@ class _Pod:
         self._grace = grace_seconds
         self._first: list[int] = []
         self._errors: dict[int, str] = {}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = _free_port()
         self._processes = [_start(command) for command in commands(job, port)]
         self._readers = [
             threading.Thread(target=self._copy, args=(index, process.stdout), daemon=True)
@@ -157,15 +164,15 @@ class _Pod:
                 self._first = [i for i, code in enumerate(codes) if _failed(code)]
                 # Without a peer that was killed the others can neither train nor save.
                 told = any((codes[i] or 0) < 0 for i in self._first)
-                deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
+                patience = _SETTLE_SECONDS if told else _HEAR_SECONDS
+                deadline = min(deadline, time.monotonic() + patience)
             if time.monotonic() >= deadline:
                 # What did not leave at SIGTERM is killed.
                 self._send(signal.SIGKILL if told else signal.SIGTERM)
                 told, deadline = True, time.monotonic() + _SETTLE_SECONDS
             time.sleep(_STEP_SECONDS)
         for reader in self._readers:
-            # Not for ever: a child of a process that is gone may still have its output open.
-            reader.join(_SETTLE_SECONDS)
+            reader.join(_READ_SECONDS)
         # As a shell has it where a signal has ended a process.
         ends = [128 - code if code < 0 else code for code in codes if code is not None]
         if any(_failed(code) for code in ends):
@@ -201,6 +208,14 @@ class _Pod:
                     self._errors[index] = line.strip()
                 self._out.write(prefix + line)
                 self._out.flush()
+
+
+def _free_port() -> int:
+    # Below those that the system gives away: process 0 takes it only when it has imported its libraries.
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def _start(command: Sequence[str]) -> "subprocess.Popen[str]":

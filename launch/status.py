@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch import engine, sweep
-from xshard import metrics
+from xshard import metrics, workdir
 from xshard import status as status_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source
@@ -24,14 +24,19 @@ def show(words: Sequence[str], as_json: bool) -> int:
         print(metrics.to_json(points, indent=2) if as_json else metrics.table(points))
         return 0
     processes, latest = rows(directory), latest_checkpoint(directory)
+    why = workdir.not_finite(directory)
     if as_json:
-        print(metrics.to_json({"processes": processes, "checkpoint": latest}, indent=2))
+        said = {"processes": processes, "checkpoint": latest, "not_finite": why}
+        print(metrics.to_json(said, indent=2))
         return 0
     print(metrics.table([_for_people(row) for row in processes]))
     if latest is None:
         print("no checkpoint yet")
     else:
-        print(f"newest checkpoint: step {latest['step']}, {metrics.age(latest['age'])} old")
+        finite = "" if latest["finite"] else ", NOT FINITE"
+        print(f"newest checkpoint: step {latest['step']}, {metrics.age(latest['age'])} old{finite}")
+    if why:
+        print(f"not finite: {why}")
     return 0
 
 
@@ -49,7 +54,7 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
-    """The newest checkpoint's step and age in seconds, or None."""
+    """The newest checkpoint's step, its age in seconds, and whether it is finite as far as is known; or None."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -59,7 +64,9 @@ def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
     if not there:
         return None
     newest = max(there, key=lambda attempt: attempt.step)
-    return {"step": newest.step, "age": time.time() - source.read_commit(newest)["time"]}
+    commit = source.read_commit(newest)
+    finite = not commit.get(format_lib.NONFINITE)
+    return {"step": newest.step, "age": time.time() - commit["time"], "finite": finite}
 
 
 def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch import engine, local
-from xshard import metrics, notice, status
+from xshard import metrics, notice, status, workdir
 
 Point = Mapping[str, Any]
 POINTS_FILE = "sweep.json"
@@ -74,16 +74,20 @@ def claim(directory: pathlib.Path, points: Sequence[Point]) -> None:
 
 
 def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> int:
-    """Runs them here, some at a time, and prints the table. Those that are done are not run again.
+    """Runs them here, some at a time, and prints the table. Those that have ended are not run again.
 
     Returns:
       0 if all are done; else the code of the first that is not.
     """
-    todo = [job for job in all_jobs if not _read(job.workdir / "results.json")]
-    print(
-        f"{len(all_jobs) - len(todo)} of {len(all_jobs)} jobs are done; {parallel} at a time",
-        flush=True,
-    )
+    todo = [job for job in all_jobs if not _read(job.workdir / workdir.RESULTS)]
+    failed = [job.name for job in all_jobs if job not in todo and workdir.not_finite(job.workdir)]
+    count = len(all_jobs) - len(todo) - len(failed)
+    print(f"{count} of {len(all_jobs)} jobs are done; {parallel} at a time", flush=True)
+    if failed:
+        print(
+            f"not finite, and not run again while their {workdir.RESULTS} are there: {', '.join(failed)}",
+            flush=True,
+        )
     supervisors: list[local.Supervisor] = []
     stopped: list[int] = []
 
@@ -113,7 +117,8 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
         if codes.get(row["run"]):
             row["doing"] = f"exit code {codes[row['run']]}"
     print(f"\n{metrics.table(table)}")
-    return next((code for code in codes.values() if code), 0)
+    codes |= dict.fromkeys(failed, notice.NONFINITE)
+    return next((code for code in codes.values() if code), notice.DONE)
 
 
 def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
@@ -129,14 +134,17 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     return [_row(directory / f"{index:03}", point) for index, point in enumerate(points)]
 
 
-def _row(workdir: pathlib.Path, point: Point) -> dict[str, Any]:
-    results = _read(workdir / "results.json") or {}
-    (process, *_) = _read(workdir / status.FILE) or [{"doing": "not started", "step": ""}]
+def _row(directory: pathlib.Path, point: Point) -> dict[str, Any]:
+    results = _read(directory / workdir.RESULTS) or {}
+    (process, *_) = _read(directory / status.FILE) or [{"doing": "not started", "step": ""}]
     step = results.get("step", process["step"])
+    doing = "done" if results else process["doing"]
+    if results.get("finite") is False:
+        doing = notice.ENDS[notice.NONFINITE]
     return {
-        "run": workdir.name,
+        "run": directory.name,
         **point,
-        "doing": "done" if results else process["doing"],
+        "doing": doing,
         "step": "" if step is None else step,
         **results.get("eval", {}),
     }

@@ -1,6 +1,7 @@
 """The house rules that a machine can check."""
 
 import ast
+import importlib.metadata
 import pathlib
 import re
 
@@ -9,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A file imports from layers below its own, or from its own package where that is one layer.
 LAYERS = [
-    ["errors"],
+    ["errors", "torus"],
     [
         "optimizers/int8",
         "optimizers/skips",
@@ -26,12 +27,15 @@ LAYERS = [
         "clock",
     ],
     [
-        "optimizers/gradients",
+        "optimizers/axes",
+        "optimizers/dependence",
         "optimizers/layouts",
+        "optimizers/slots",
         "collectives",
         "dryrun/costs",
         "dryrun/summary",
         "hooks",
+        "nonfinite",
         "workdir",
         "batches",
         "event_files",
@@ -46,17 +50,18 @@ LAYERS = [
         "report/style",
     ],
     [
+        "optimizers/gradients",
         "optimizers/shards",
         "cli",
+        "ends",
         "dryrun/estimate",
         "fingerprint",
-        "watch",
         "writers",
         "checkpoint/arrays",
         "checkpoint/format",
         "checkpoint/lock",
     ],
-    ["optimizers/base", "optimizers/elementwise", "log"],
+    ["optimizers/base", "optimizers/elementwise", "log", "watch"],
     ["optimizers/optax", "experiment", "checkpoint/ownership", "checkpoint/source"],
     [
         "optimizers/cross_shard",
@@ -70,7 +75,8 @@ LAYERS = [
     ["model", "checkpoint/saver", "checkpoint/transfer", "checkpoint/orbax"],
     ["state", "flops", "checkpoint/manager"],
     ["step", "checkpoint/__init__", "checkpoint/__main__"],
-    ["evaluation", "preflight", "saving", "report/runs"],
+    ["preflight"],
+    ["evaluation", "saving", "report/runs"],
     ["config"],
     ["loop", "report/figures"],
     ["follow", "profiling", "report/words"],
@@ -186,3 +192,12 @@ def test_the_lock_is_anyones():
     lock = (ROOT / "requirements_lock.txt").read_text()
     assert not re.search(r"://|--(extra-)?index-url|--find-links| @ ", lock)
     assert "--hash=sha256:" in lock
+
+
+def test_the_compiler_is_the_one_that_jax_is_made_for():
+    (named,) = (line for line in importlib.metadata.requires("jax") if line.startswith("libtpu"))
+    wanted = named.split(";")[0].strip()
+    assert (ROOT / "requirements_dryrun.in").read_text().startswith(f"{wanted} ;")
+    locked = (ROOT / "requirements_dryrun_lock.txt").read_text()
+    assert locked.startswith(wanted.removesuffix("*"))
+    assert "linux" in locked.splitlines()[0] and locked.count("--hash=sha256:") >= 3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import digits
-from tests import toy
+from tests import pods, toy
 from xshard import batches, collectives, metrics, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -27,7 +27,8 @@ def compile_step(config, mesh):
         micro_batches=config.micro_batches,
     )
     state = state_lib.abstract_state(experiment, mesh, 0, train.example)
-    return jax.jit(step.make_train_step(experiment, mesh)).lower(state, next(train)).compile()
+    # As a run has it, which also looks at whether the step is finite.
+    return jax.jit(step.make_watched_step(experiment, mesh)).lower(state, next(train)).compile()
 
 
 def compile_map(f, mesh, in_spec, out_spec, shape, dtype=np.float32):
@@ -71,9 +72,10 @@ def test_the_norms_of_a_sharded_step_go_with_its_metrics():
     with jax.numpy_dtype_promotion("standard"):
         found = collectives.of(compile_step(config, mesh))
     reduced = {one.dtypes: one for one in found if one.kind == "all-reduce"}
-    # The vote, of integers; and two metrics with two shares of norms. Nothing is left that is not cut.
+    # The vote, of integers; and two metrics with two shares of norms, and for each gradient how much of it is not
+    # finite. Nothing is left that is not cut.
     assert reduced.keys() == {("s32",), ("f32",)} and reduced["s32",].bytes == 4
-    assert reduced["f32",].bytes == 4 * (2 + 2)
+    assert reduced["f32",].bytes == 4 * (2 + 2 + 8)
     assert len(reduced) == sum(one.kind == "all-reduce" for one in found)
 
 
@@ -178,7 +180,8 @@ def test_a_table():
         "bytes",
     ]
     assert shown.splitlines()[1].split()[:4] == ["all-reduce", "replica", "f32", "1"]
-    assert shown.splitlines()[0].split()[6:] == ["sent", "between_slices"]
+    names = shown.splitlines()[0].split()[6:]
+    assert names == ["sent", "between_slices", "hops", "mean_hops"]
 
 
 def test_one_in_a_loop_counts_as_often_as_it_is_done():
@@ -309,3 +312,34 @@ def test_what_a_device_must_send(kind, sent):
     mesh = jax.sharding.Mesh(jax.devices(), ("r",))
     (one,) = collectives.of(Text(f"%a = f32[8]{{0}} {kind}(%x)"))
     assert collectives.sent(mesh, one) == sent
+
+
+@pytest.mark.parametrize(
+    "groups, hops, mean",
+    [
+        # Of eight chips as 2x4, numbered along the longer side: rows, columns, every second of a row.
+        ("{{0,1,2,3},{4,5,6,7}}", 1, 1.0),
+        ("{{0,4},{1,5},{2,6},{3,7}}", 1, 1.0),
+        ("{{0,2},{1,3},{4,6},{5,7}}", 2, 2.0),
+        # In whatever order, since the compiler orders them.
+        ("{{3,0,2,1},{4,7,5,6}}", 1, 1.0),
+        ("{{0,1,3},{4,5,7}}", 2, 1.5),
+        ("{{0,7}}", 4, 4.0),
+        ("{}", 1, 1.0),
+    ],
+)
+def test_how_many_links_apart_the_chips_of_a_group_are(groups, hops, mean):
+    line = f"%a = f32[4]{{0}} all-reduce(%x), replica_groups={groups}"
+    for slices in (1, 2):
+        mesh = mesh_lib.make_mesh(slices=slices, devices=pods.make("v5e:2x4", slices))
+        (row,) = collectives.rows(mesh, collectives.of(Text(line)))
+        assert (row["hops"], row["mean_hops"]) == (hops, mean)
+
+
+def test_where_links_are_not_known_none_are_told():
+    between = Text(BETWEEN.replace("KIND", "ALL_REDUCE"))
+    slices = mesh_lib.make_mesh(slices=2, devices=pods.make("v5e:2x4", 2))
+    everywhere = Text("%a = f32[4]{0} all-reduce(%x), replica_groups={}")
+    for mesh, program in ((slices, between), (mesh_lib.make_mesh(), everywhere)):
+        (row,) = collectives.rows(mesh, collectives.of(program))
+        assert row["hops"] is None and row["mean_hops"] is None

@@ -44,6 +44,16 @@ def steps(directory):
     return loop.Run(make_config(), str(directory)).checkpoints.manager.all_steps()
 
 
+def test_it_ends_with_a_run_that_has_not_ended_finite(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"experiment": "tests.toy.Poisoned", "poisoned": ((0, 5),)})
+    config.checkpoint.every_steps = 2
+    assert loop.run(config.lock(), str(tmp_path), "") == notice.NONFINITE
+    assert follow.run(config, str(tmp_path), "", None) == 0
+    assert list(judged(tmp_path)) == [2, 4]
+    assert "the run has ended, since it is not finite: step 5" in capsys.readouterr().out
+
+
 def test_it_judges_what_the_run_judges(tmp_path, capsys):
     config = make_config(keep_last=10)
     assert loop.run(config, str(tmp_path), "") == 0

@@ -158,7 +158,7 @@ def test_a_new_run_begins_with_another_one_s_parameters(finished, tmp_path, run)
         "--cpu_devices=4",
         f"--init_from={finished}",
     )
-    assert code == 0 and "initialised 2 arrays from" in out, out + err
+    assert code == 0 and "initialised 4 arrays from" in out, out + err
 
 
 def write(path, text):

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import socket
+import time
+import types
 
 import pytest
 
@@ -11,7 +13,7 @@ from xshard import rendezvous
 FACTS = {"config.steps": "12", "xshard/loop.py": "0a1b2c3d"}
 
 
-def meet(places, seconds=20.0, facts=None):
+def meet(places, seconds=harness.FOREVER, facts=None):
     """What each of some processes hears: the hosts, or the error."""
 
     def one(item):
@@ -35,8 +37,15 @@ def test_all_hear_who_has_come(count):
     assert meet(places(count)) == [[socket.gethostname()] * count] * count
 
 
-def test_who_does_not_come_is_named():
-    said = meet(places(5)[:3], seconds=1.0)
+def test_who_does_not_come_is_named(monkeypatch):
+    came = []
+    # The time is up when those have come who will.
+    monotonic = lambda: time.monotonic() + (harness.FOREVER if len(came) == 2 else 0)
+    monkeypatch.setattr(
+        rendezvous, "time", types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+    )
+    monkeypatch.setattr(rendezvous, "_mismatch", lambda own, other, _: came.append(other) or "")
+    said = meet(places(5)[:3])
     assert len(set(said)) == 1 and said[0].startswith(
         "process 3, 4 of 5 did not come to 127.0.0.1:"
     )
@@ -96,16 +105,16 @@ def test_a_stranger_at_the_port_does_no_harm():
     def strange():
         while True:
             try:
-                with socket.create_connection((host, int(port)), 10) as connection:
+                with socket.create_connection((host, int(port)), harness.FOREVER) as connection:
                     connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
                     return connection.recv(1)
             except ConnectionRefusedError:
                 continue
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        first = pool.submit(rendezvous.meet, all_places[0], 20.0, FACTS)
+        first = pool.submit(rendezvous.meet, all_places[0], harness.FOREVER, FACTS)
         assert strange() == b""
-        rendezvous.meet(all_places[1], 20.0, FACTS)
+        rendezvous.meet(all_places[1], harness.FOREVER, FACTS)
         assert len(first.result()) == 2
 
 

@@ -216,9 +216,9 @@ def test_a_run_on_a_real_terminal_that_ctrl_c_stops(tmp_path):
 def test_what_comes_after_a_process_that_leaves_at_once_is_on_a_line_of_its_own():
     code, lines = run_on_a_terminal(
         "-c",
-        "from xshard import terminal, watch\n"
+        "from xshard import ends, terminal\n"
         "terminal.Terminal(100, terminal.Show.NORMAL).start(7)\n"
-        "watch._exit(130)\n",
+        "ends.leave(130)\n",
     )
     assert code == 130 and "step 7/100" in lines[-2] and lines[-1] == ""
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import xshard
+from tests import pace
 
 
 class Toy(xshard.Experiment):
@@ -17,6 +18,9 @@ class Toy(xshard.Experiment):
         rng = np.random.default_rng(0)
         x = rng.normal(size=(self.config.examples, 3)).astype(np.float32)
         return {"x": x, "y": x @ np.array([1.0, -2.0, 0.5], np.float32)}
+
+    def train_batches(self, part):
+        return pace.batches(super().train_batches(part))
 
     def eval_data(self):
         return {name: array[:10] for name, array in self.train_data().items()}
@@ -58,6 +62,57 @@ class Wide(Toy):
         return hk.nets.MLP([self.config.hidden, 1], name="mlp")(x)[:, 0]
 
 
+class Poisoned(Wide):
+    """With NaN in one example of the batches of some steps; in float32, with a loss scale or without."""
+
+    def train_batches(self, part):
+        return _Poisoned(super().train_batches(part), part, self.config.poisoned)
+
+    def optimizer(self):
+        scaled = super().optimizer()
+        if self.config.loss_scale == "dynamic":
+            return scaled
+        if self.config.loss_scale == "fixed":
+            return xshard.MixedPrecisionLossScaleOptimizer(scaled.opt, 128.0)
+        return scaled.opt
+
+
+class _Poisoned:
+    """Batches of which the first example of a group is not a number at some steps."""
+
+    state_is_shared = True
+
+    def __init__(self, batches, part, poisoned):
+        self._batches = batches
+        self._part = part
+        self._poisoned = {tuple(one) for one in poisoned}
+
+    def __next__(self):
+        step = self._batches.get_state()["batches"] + 1
+        batch = dict(next(self._batches))
+        batch["y"] = np.array(batch["y"])
+        begin = 0
+        for group, rows in enumerate(self._part.rows):
+            if (group, step) in self._poisoned:
+                batch["y"][begin : begin + len(rows)][rows == 0] = np.nan
+            begin += len(rows)
+        return batch
+
+    def get_state(self):
+        return self._batches.get_state()
+
+    def set_state(self, state):
+        self._batches.set_state(state)
+
+
+class Overflowing(Toy):
+    """Its last update takes the parameters beyond all bounds, where no loss and no gradient was."""
+
+    def optimizer(self):
+        rate = lambda count: jnp.where(count == self.config.overflow_at - 1, jnp.inf, 0.0)
+        return xshard.CrossShardOptimizer(optax.scale_by_schedule(rate))
+
+
 class Talking(Toy):
     """Says what it has learnt."""
 
@@ -72,6 +127,14 @@ class Averaged(Wide):
 
     def optimizer(self):
         return xshard.MovingAverageOptimizer(super().optimizer(), 0.5)
+
+
+class Frozen(Averaged):
+    """Trains its last layer alone."""
+
+    def clip_gradients(self, grads):
+        first = "mlp/~/linear_0"
+        return {**grads, first: dict.fromkeys(grads[first])}
 
 
 class OneSlice(Toy):
@@ -116,6 +179,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.micro_batches = 1
     config.aggregation_method = "EXPERIMENTAL_ACCUMULATE_N"
     config.precision = "params=float32,compute=float32,output=float32"
+    config.on_nonfinite = "stop"
+    config.max_skips_in_a_row = 100
     config.group_assignment = ()
     config.slices = 1
     config.model_parallel = 1
@@ -123,6 +188,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.examples = 50
     config.hidden = 16
     config.overflow_above = 1e9
+    config.poisoned = ()
+    config.loss_scale = "none"
+    config.overflow_at = 12
     config.optimizer = {"learning_rate": 0.1}
     config.log_every_steps = 4
     config.writers = ("jsonl", "csv")

@@ -2,13 +2,16 @@
 
 import concurrent.futures
 import contextlib
-import hashlib
+import ctypes
+import itertools
 import json
 import os
 import random
 import signal
-import threading
+import subprocess
+import sys
 import time
+import types
 
 import jax
 import pytest
@@ -19,12 +22,27 @@ from xshard import notice, watch
 
 def poll(watching):
     """Polls as the steps of a run do, until there is something to be done."""
-    return harness.wait_until(watching.poll, 20)
+    return harness.wait_until(watching.poll)
+
+
+def calls_of(monkeypatch, watching, name):
+    """A list that grows each time that a method of the watch has come to its end."""
+    ended = []
+    original = getattr(watching, name)
+
+    def call(*args):
+        original(*args)
+        ended.append(args)
+
+    monkeypatch.setattr(watching, name, call)
+    return ended
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 42), (signal.SIGINT, 130)])
-def test_a_signal_becomes_a_notice_and_only_one(tmp_path, capfd, number, code):
-    with watch.Watch(tmp_path) as watching:
+def test_a_signal_becomes_a_notice_and_only_one(tmp_path, capfd, monkeypatch, number, code):
+    watching = watch.Watch(tmp_path)
+    signalled = calls_of(monkeypatch, watching, "_signalled")
+    with watching:
         assert watching.poll() is None
         os.kill(os.getpid(), number)
         heard = poll(watching)
@@ -32,29 +50,48 @@ def test_a_signal_becomes_a_notice_and_only_one(tmp_path, capfd, number, code):
         if number == signal.SIGTERM:
             # As those come that stop a job on many hosts: several times over.
             os.kill(os.getpid(), number)
-            time.sleep(2 * watch._TICK_SECONDS)
-            assert watching.poll() is None
+            harness.wait_until(lambda: len(signalled) == 2)
+            assert watching._asked is None and watching.poll() is None
     assert f"{signal.Signals(number).name}: saving after this step" in capfd.readouterr().err
 
 
 def test_a_signal_while_python_stands_still(tmp_path):
-    with watch.Watch(tmp_path) as watching:
+    # What waits at it waits in C, as in a compilation: no handler of Python's can run.
+    libc, barrier = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    assert libc.pthread_barrier_init(barrier, None, 2) == 0
+
+    def stop():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            harness.wait_until(lambda: watching._stopping)
+        finally:
+            libc.pthread_barrier_wait(barrier)
+
+    with watch.Watch(tmp_path) as watching, concurrent.futures.ThreadPoolExecutor() as pool:
         watching.poll()
-        # In C, as a compilation is, and longer than a tick: no handler of Python's can run.
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 8_000_000)
-        assert watching._stopping
+        stopping = pool.submit(stop)
+        libc.pthread_barrier_wait(barrier)
+        stopping.result()
         assert poll(watching).why == "SIGTERM"
 
 
 def test_the_handlers_are_given_back(tmp_path):
-    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    with watch.Watch(tmp_path):
-        pass
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(5)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    heard = []
+    # Of this test's own: whoever starts the tests in the background has them ignore SIGINT.
+    own = {number: lambda got, _: heard.append(got) for number in numbers}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    try:
+        with watch.Watch(tmp_path):
+            pass
+        assert {number: signal.getsignal(number) for number in numbers} == own
+        assert signal.set_wakeup_fd(-1) == -1
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        harness.wait_until(lambda: heard == list(numbers))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_stop_file(tmp_path):
@@ -64,9 +101,13 @@ def test_a_stop_file(tmp_path):
         assert poll(watching) == (notice.STOP, f"there is a file {tmp_path / 'STOP'}", 42)
 
 
-def test_stop_after(tmp_path):
-    with watch.Watch(tmp_path, stop_after_seconds=0.5) as watching:
+def test_stop_after(tmp_path, monkeypatch):
+    passed = 0.0
+    now = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
+    monkeypatch.setattr(watch, "time", now)
+    with watch.Watch(tmp_path, stop_after_seconds=5000) as watching:
         assert watching.poll() is None
+        passed = 5000.0
         assert poll(watching) == (notice.STOP, "the time of --stop_after has passed", 42)
 
 
@@ -90,15 +131,17 @@ def test_a_save_for_the_same_point_does_not_undo_a_stop(tmp_path):
         assert watching.poll().kind == notice.STOP
 
 
-def test_the_status_is_there_while_it_runs(tmp_path):
+def test_the_status_is_there_while_it_runs(tmp_path, monkeypatch):
     def read():
         rows = json.loads((tmp_path / "status.json").read_bytes())
         return rows if rows[0]["rate"] else None
 
-    with watch.Watch(tmp_path) as watching:
+    watching = watch.Watch(tmp_path)
+    written = calls_of(monkeypatch, watching, "_write_status")
+    with watching:
         watching.doing("compiling", step=0, steps=100)
         # Not before the directory is known to be this run's.
-        time.sleep(2 * watch._TICK_SECONDS)
+        harness.wait_until(lambda: len(written) > 1)
         assert not (tmp_path / "status.json").exists()
         watching.publish()
         harness.wait_until((tmp_path / "status.json").exists)
@@ -127,6 +170,36 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
         harness.wait_until(lambda: len(tried) > 1)
         watching.ask(notice.Notice(notice.STOP, "enough"))
         assert poll(watching).why == "enough"
+
+
+@pytest.mark.parametrize(
+    "action, code", [("lambda: ends.leave(7)", 7), ("lambda: print('heard')", -signal.SIGABRT)]
+)
+def test_an_abort_of_any_thread_is_announced(action, code):
+    # The main thread stands still meanwhile, as one that computes does.
+    program = f"""
+import ctypes, threading
+from xshard import ends
+abort = ctypes.CDLL(None).abort
+with ends.before_abort({action}):
+    thread = threading.Thread(target=abort)
+    thread.start()
+    thread.join()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], env=harness.environment())
+    assert ended.returncode == code
+
+
+def test_after_the_watch_an_abort_is_as_before():
+    program = """
+import ctypes
+from xshard import ends
+with ends.before_abort(lambda: ends.leave(7)):
+    pass
+ctypes.CDLL(None).abort()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], env=harness.environment())
+    assert ended.returncode == -signal.SIGABRT
 
 
 class LossyBoard:
@@ -164,7 +237,7 @@ def test_two_agree_over_a_network_that_loses_calls(tmp_path, monkeypatch, seed):
         """Steps at a pace of its own; the polls at which there was something to be done."""
         choose = random.Random(seed * 2 + asks)
         found = []
-        for step in range(1, 2000):
+        for step in itertools.count(1):
             time.sleep(choose.random() * 0.002)
             if asks and step in (20, 60, 110):
                 watching.ask(notice.Notice(notice.SAVE, f"at {step}"))
@@ -175,7 +248,6 @@ def test_two_agree_over_a_network_that_loses_calls(tmp_path, monkeypatch, seed):
                 return found
             if asks and len(found) >= 2 and step > 150:
                 watching.ask(notice.Notice(notice.STOP, "enough"))
-        return found
 
     monkeypatch.setattr(watch, "_TICK_SECONDS", 0.01)
     shared, both = {}, []

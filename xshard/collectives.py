@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import hlo
+from xshard import hlo, torus
 
 _Groups = set[frozenset[int]]
 
@@ -113,6 +113,19 @@ def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
     return (2 if collective.kind == "all-reduce" else 1) * (count - 1) * size // count
 
 
+def hops(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[int]:
+    """The links from chip to chip within the groups of collectives, as `xshard.torus.hops` counts them.
+
+    None between slices, and none of devices that are no TPUs.
+    """
+    slices = _slices(mesh)
+    devices = list(mesh.devices[slices == slices.flat[0]].flat)
+    found: list[int] = []
+    for groups in {one.groups for one in collectives if not one.between_slices}:
+        found += torus.hops(devices, groups or [range(len(devices))])
+    return found
+
+
 def rows(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[dict[str, Any]]:
     """For `metrics.table`: a row for each kind, axes and types; what is in a loop counts each time."""
     table: dict[tuple[Any, ...], list[Collective]] = {}
@@ -120,8 +133,10 @@ def rows(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[dic
         over = _show_axes(mesh, one)
         key = (one.kind, over, " ".join(one.dtypes), one.between_slices)
         table.setdefault(key, []).append(one)
-    return [
-        {
+    found = []
+    for (kind, over, dtypes, between), ones in table.items():
+        links = hops(mesh, ones)
+        row = {
             "kind": kind,
             "over": over,
             "types": dtypes,
@@ -130,9 +145,11 @@ def rows(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[dic
             "bytes": sum(one.times * one.bytes for one in ones),
             "sent": sum(one.times * sent(mesh, one) for one in ones),
             "between_slices": between,
+            "hops": max(links, default=None),
+            "mean_hops": sum(links) / len(links) if links else None,
         }
-        for (kind, over, dtypes, between), ones in table.items()
-    ]
+        found.append(row)
+    return found
 
 
 def _in_computation(name: str, computation: hlo.Computation) -> Iterator[Collective]:

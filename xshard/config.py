@@ -3,12 +3,12 @@
 import jmp
 import ml_collections
 
-from xshard import errors, saving, workdir
+from xshard import errors, nonfinite, saving, workdir
 from xshard import writers as writers_lib
 
 _COUNTS = (
     "steps", "batch_size", "eval_batch_size", "micro_batches", "slices", "model_parallel",
-    "log_every_steps", "eval_every_steps", "checkpoint.every_steps",
+    "log_every_steps", "eval_every_steps", "checkpoint.every_steps", "max_skips_in_a_row",
 )  # fmt: skip
 _OTHER_KEYS = (
     "experiment",
@@ -17,6 +17,7 @@ _OTHER_KEYS = (
     "group_assignment",
     "aggregation_method",
     "writers",
+    "on_nonfinite",
     *(f"checkpoint.{key}" for key in saving.CHECKPOINT_KEYS),
 )
 
@@ -36,6 +37,11 @@ def check(config: ml_collections.ConfigDict) -> None:
             raise errors.UserError(f"{key}={value!r} must be an integer of at least 1.")
     if not isinstance(config.seed, int) or not 0 <= config.seed < 2**32:
         raise errors.UserError(f"seed={config.seed!r} must be an integer from 0 to 2**32 - 1.")
+    if config.on_nonfinite not in nonfinite.POLICIES:
+        raise errors.UserError(
+            f"on_nonfinite={config.on_nonfinite!r} must be 'stop', 'skip', which leaves out steps whose gradients "
+            "are not finite, or 'warn', which says so and goes on."
+        )
     writers_lib.check(config.writers)
     try:
         jmp.get_policy(config.precision)

@@ -1,6 +1,6 @@
 """How a state is judged: the means over all evaluation examples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -83,3 +83,17 @@ class Evaluation:
 
     def _batches(self) -> Any:
         return batches.eval_batches(self._examples, self._mesh, self._batch_size)
+
+
+def predictor(
+    jitted: Any, mesh: jax.sharding.Mesh, state: state_lib.TrainState
+) -> Callable[[Mapping[str, Any]], Any]:
+    """The function that takes a batch on the host to a network's outputs there.
+
+    Args:
+      jitted: `xshard.step.make_predict`'s, its outputs replicated, so that each process has all of them.
+      mesh: the run's mesh.
+      state: a state.
+    """
+    outputs = processes.compiled_by_all(jitted, "the prediction")
+    return lambda batch: jax.device_get(outputs(state, mesh_lib.put_whole(mesh, batch)))

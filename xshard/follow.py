@@ -65,6 +65,7 @@ class Follower:
         experiment = experiment_lib.load(config.experiment)(config)
         args = (experiment, mesh, config.seed, experiment_lib.example(experiment))
         self._target = state_lib.abstract_state(*args, whole=True)
+        self._older = lambda: state_lib.abstract_state(*args, whole=True, all_slots=True)
         self._storage = state_lib.Storage(experiment, mesh)
         self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
         processes.check_equal("the data", {"evaluation": self._evaluation.summary})
@@ -105,11 +106,18 @@ class Follower:
             step = self._checkpoints.agree(self._next_step)
             if step is not None:
                 self._judge(step)
-            elif self._checkpoints.agree(lambda: self._judged >= self._config.steps):
+            elif self._checkpoints.agree(self._is_over):
                 break
             else:
                 local = self._checkpoints.store.path is not None
                 self._sleep(_POLL_SECONDS if local else _REMOTE_POLL_SECONDS)
+
+    def _is_over(self) -> bool:
+        """Whether there will be no more: the last step has been judged, or the run has ended before it."""
+        why = workdir.not_finite(self._run.path)
+        if why:
+            self._say(f"the run has ended, since it is not finite: {why}")
+        return bool(why) or self._judged >= self._config.steps
 
     def _go_on(self) -> bool:
         heard = None if self._watch is None else self._watch.poll()
@@ -146,7 +154,7 @@ class Follower:
 
     def _judge(self, step: int) -> None:
         try:
-            restored = self._checkpoints.restore(self._target, step)
+            restored = self._checkpoints.restore(self._target, step, may_hold=self._older)
         except checkpoint.CheckpointError as e:
             if step in self._checkpoints.agree(self._checkpoints.all_steps):
                 raise

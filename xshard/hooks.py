@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import ml_collections
+
 
 class Hook(Protocol):
     """Called after every step, in the order of the list."""
@@ -46,3 +48,27 @@ class EverySeconds:
         if self._clock() >= self._due:
             self._due = self._clock() + self._every
             self._action(step, state)
+
+
+def schedule(
+    config: ml_collections.ConfigDict, evaluate: Hook, save: Hook, by_clock: Hook | None
+) -> list[Hook]:
+    """The hooks that a run's config asks for: the evaluation, and then what saves.
+
+    Args:
+      config: the run's config.
+      evaluate: judges a state.
+      save: saves it.
+      by_clock: is called every `checkpoint.every_minutes`; None where that is another process's.
+    """
+    last, options = config.steps, config.checkpoint
+    best = options.keep_best > 0
+    hooks: list[Hook] = [
+        EverySteps(evaluate, config.eval_every_steps, last=last, at_last=True),
+        EverySteps(save, options.every_steps, last=last, at_last=True),
+    ]
+    if best:
+        hooks.append(EverySteps(save, config.eval_every_steps, last=last, at_last=False))
+    if options.every_minutes and by_clock is not None:
+        hooks.append(EverySeconds(by_clock, 60 * options.every_minutes))
+    return hooks

@@ -5,7 +5,8 @@ everything that decides the next step is in the checkpointed `TrainState`, or a 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from xshard import (
     flops,
     hooks,
     metrics,
+    nonfinite,
     overview,
     preflight,
     processes,
@@ -60,7 +62,7 @@ class Run:
           show: how much is printed.
 
         Raises:
-          ValueError: with the key, its value and the mend, if something does not fit.
+          ValueError: with the key, its value and the fix, if something does not fit.
         """
         config_lib.check(config)
         self.config = config
@@ -75,8 +77,8 @@ class Run:
         # The directory is process 0's: the others need not even see it.
         self._first = jax.process_index() == 0
         self.changes = self.workdir.check(config) if self._first else []
-        summaries = self.batches.summary(), self._evaluation.summary()
-        self.origin = fingerprint.origin(type(self.experiment).__module__, *summaries)
+        data = self.batches.summary(), self._evaluation.summary()
+        self.origin = fingerprint.origin(type(self.experiment).__module__, *data)
         self.changes += self.workdir.check_origin(self.origin) if self._first else []
         self._watch = watch
         self._stop: notice_lib.Notice | None = None
@@ -89,11 +91,11 @@ class Run:
             config, str(place), self.batches, storage, self.terminal.say, self.origin
         )
         self.checkpoints.check_init(self._target, init)
+        self._finite = nonfinite.Watch(config, self.mesh, self._target.params, self.terminal.say)
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
         stored = state_lib.as_stored(self.experiment, self.mesh, self._target)
-        train_step, self._predict = preflight.programs(
-            self.experiment, self.mesh, stored, self.batches.shapes()
-        )
+        inputs = stored, self.batches.shapes()
+        train_step, self._predict = preflight.programs(self.experiment, self.mesh, *inputs)
         self.train_step = processes.compiled_by_all(train_step, "the training step")
         best_metric = config.checkpoint.best_metric if config.checkpoint.keep_best else None
         self._evaluation.check(stored, best_metric)
@@ -103,12 +105,17 @@ class Run:
 
         Returns:
           The state, and what has stopped the run before its end.
+
+        Raises:
+          NonfiniteError: of `nonfinite` or of `checkpoint`, if the run ends with what is not finite.
         """
         # 1. The state decides the step, and with it the batches and keys that follow.
         self.doing("restoring")
         state, evaluated = self.resume_or_init()
         start = int(state.step)
         self._say_start(start, state)
+        self._made, goes_on = start, start < self.config.steps
+        self._failure = self.checkpoints.manager.agree(lambda: self.workdir.failure(goes_on))
         # 2. Rows after the checkpoint are dropped: their steps will be made again.
         with self._log(start) as log:
             evaluate, *others = self._hooks(log)
@@ -121,26 +128,32 @@ class Run:
             for number in range(start, start if self._stop else self.config.steps):
                 with self.clock.waiting(log.newest):
                     batch = next(self.batches)
-                state, values = self.train_step(state, batch)
-                made = number + 1
+                state, values, observed = self.train_step(state, batch)
+                self._made = made = number + 1
                 log.push(made, values)
+                self._finite.push(made, observed)
                 self.doing("training", step=made)
                 self._poll()
                 for hook in (evaluate, *others):
                     if self._stop is None:
                         hook(made, state)
                 if self._stop is not None or self._save_now:
-                    log.flush()
+                    self._flush(log)
                     self._save(made, state)
                 if self._stop is not None:
                     break
                 self.checkpoints.check()
-            log.flush()
+            self._flush(log)
         return state, self._stop
+
+    def _flush(self, log: log_lib.Log) -> None:
+        """Writes the rows of all steps so far, and checks that the steps were finite."""
+        log.flush()
+        self._finite.flush()
 
     def _log(self, start: int) -> log_lib.Log:
         dtype = jmp.get_policy(self.config.precision).compute_dtype
-        shapes = self.batches.shapes()
+        data = self.experiment, self.mesh, self.batches.shapes()
         return log_lib.Log(
             self._writers(start) if self._first else [],
             start,
@@ -148,7 +161,7 @@ class Run:
             self.mesh,
             self.clock,
             self.terminal,
-            flops_per_step=flops.if_known(self.experiment, self.mesh, shapes, self.terminal.say),
+            flops_per_step=flops.if_known(*data, self.terminal.say),
             peak=flops.peak(self.mesh, dtype),
         )
 
@@ -161,7 +174,8 @@ class Run:
     def resume_or_init(self) -> tuple[state_lib.TrainState, bool]:
         """The newest checkpoint's state or a new one, and whether its evaluation, if due, has been made."""
         init = lambda: state_lib.init(*self._init_args)
-        return self.checkpoints.resume_or_init(self._target, init, self._init)
+        older = lambda: state_lib.abstract_state(*self._init_args, whole=True, all_slots=True)
+        return self.checkpoints.resume_or_init(self._target, init, self._init, older)
 
     def evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
         """The means over all evaluation examples; lists where there are several groups.
@@ -204,12 +218,10 @@ class Run:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Makes the directories this run's meanwhile, and waits for the last save at the end."""
-        mine = (
-            self.workdir.opened(self.config, self.origin)
-            if self._first
-            else contextlib.nullcontext()
-        )
-        with mine, self.checkpoints.opened():
+        with contextlib.ExitStack() as held:
+            if self._first:
+                held.enter_context(self.workdir.opened(self.config, self.origin))
+            held.enter_context(self.checkpoints.opened())
             if self._watch is not None:
                 self._watch.publish()
             yield
@@ -220,63 +232,54 @@ class Run:
         """Evaluates the last state and writes the results; or what has stopped the run before that."""
         values = self.evaluate(state)
         applied = metrics.to_number(mesh_lib.replicate(self.mesh, state.global_step))
-        results = {"step": int(state.step), "global_step": applied, "eval": values}
+        results = {"step": self._made, "global_step": applied, "eval": values, "samples": ""}
         if self._stop is None:
+            self.checkpoints.wait()
+            why = self.checkpoints.nonfinite(self._made) or self._finite.at_end() or self._failure
+            results |= {"finite": not why, "why": why}
             try:
-                results["samples"] = self._samples(state)
+                results["samples"] = "" if why else self._samples(state)
             finally:
                 # Of which samples are the least.
-                content = workdir.to_json({"samples": "", **results})
                 if self._first:
-                    with metrics.writing(self.workdir.results):
-                        metrics.write_atomically(self.workdir.results, content)
+                    self.workdir.write_results(results)
         return results, self._stop
 
+    def fail(self, why: str) -> None:
+        """Ends a run of which a step was not finite: says so, in the results too."""
+        message = f"{nonfinite.message(why)} {self.checkpoints.kept()}"
+        results = {"step": self._made, "eval": {}, "samples": "", "finite": False, "why": why}
+        if self._first:
+            self.workdir.write_results(results)
+        print(message, file=sys.stderr, flush=True)
+
     def _samples(self, state: state_lib.TrainState) -> str:
-        outputs = processes.compiled_by_all(self._predict, "the prediction")
-
-        def predict(batch: Mapping[str, Any]) -> Any:
-            return jax.device_get(outputs(state, mesh_lib.put_whole(self.mesh, batch)))
-
+        predict = evaluation.predictor(self._predict, self.mesh, state)
         return self.experiment.samples(predict, preflight.samples_key(self.experiment))
 
     def _hooks(self, log: log_lib.Log) -> Sequence[hooks.Hook]:
         """The evaluation, and then what saves."""
 
         def evaluate(made: int, state: state_lib.TrainState) -> None:
-            log.flush()
+            self._flush(log)
             values = self.evaluate(state)
             if values is not None:
                 log.write_evaluation(made, values)
 
         def save(made: int, state: state_lib.TrainState) -> None:
             # What has been logged when a checkpoint counts is what resuming keeps.
-            log.flush()
+            self._flush(log)
             self._save(made, state)
 
-        config, last = self.config, self.config.steps
-        best = config.checkpoint.keep_best > 0
-        actions: list[hooks.Hook] = [
-            hooks.EverySteps(evaluate, config.eval_every_steps, last=last, at_last=True),
-            hooks.EverySteps(save, config.checkpoint.every_steps, last=last, at_last=True),
-        ]
-        if best:
-            actions.append(
-                hooks.EverySteps(save, config.eval_every_steps, last=last, at_last=False)
-            )
-        if config.checkpoint.every_minutes and self._first:
-            seconds = 60 * config.checkpoint.every_minutes
-            alone = jax.process_count() == 1
-            actions.append(hooks.EverySeconds(save if alone else self._ask_to_save, seconds))
-        return actions
+        # Each process has a clock of its own: one of them counts, and it counts for all.
+        alone = jax.process_count() == 1
+        by_clock = (save if alone else self._ask_to_save) if self._first else None
+        return hooks.schedule(self.config, evaluate, save, by_clock)
 
     def _ask_to_save(self, made: int, state: state_lib.TrainState) -> None:
-        # Each process has a clock of its own: one of them counts, and it counts for all.
         del made, state
         if self._watch is not None:
-            self._watch.ask(
-                notice_lib.Notice(notice_lib.SAVE, "checkpoint.every_minutes have passed")
-            )
+            self._watch.ask(notice_lib.BY_CLOCK)
 
     def _save(self, made: int, state: state_lib.TrainState) -> None:
         self._save_now = False
@@ -287,17 +290,13 @@ class Run:
             self.checkpoints.save(made, state, values, evaluated=evaluated or not due)
 
     def _say_start(self, start: int, state: state_lib.TrainState) -> None:
-        say, steps = self.terminal.say, self.config.steps
-        say(overview.model(self.config, self.mesh, state.params, whole=self.terminal.verbose))
+        say, whole = self.terminal.say, self.terminal.verbose
+        say(overview.model(self.config, self.mesh, state.params, whole=whole))
         for change in self.changes:
             say(f"changed since the run was started: {change}")
         if start:
             say(f"resumed from the checkpoint of step {start} in {self.checkpoints.manager.store}")
-        plan = f"training from step {start} to {steps}; the first step compiles"
-        done = f"all {steps} steps have been made"
-        if start > steps:
-            done = f"nothing to train: steps={steps}, and {start} have been made"
-        say(plan if start < steps else done)
+        say(overview.plan(start, self.config.steps))
 
 
 def run(
@@ -319,30 +318,33 @@ def run(
       show: how much is printed.
 
     Returns:
-      The process's exit code: 0 done; else that of the notice that has stopped it, the state saved.
+      The process's exit code: 0 done; 3 not finite; else that of the notice that has stopped it, the state saved.
     """
     current = Run(config, directory, init, watch, show)
     results: dict[str, Any] = {}
     with current.opened():
-        state, stop = current.train()
-        if stop is None:
-            # While the last checkpoint is written.
-            results, stop = current.finish(state)
-        current.doing("saving")
+        try:
+            state, stop = current.train()
+            if stop is None:
+                # While the last checkpoint is written.
+                results, stop = current.finish(state)
+            current.doing("saving")
+            current.checkpoints.wait()
+        except (nonfinite.NonfiniteError, checkpoint.NonfiniteError) as e:
+            current.fail(str(e))
+            return notice_lib.NONFINITE
     saved, count = current.checkpoints.manager.store, jax.process_count()
     each = f", by each of {count} processes" if count > 1 else ""
     if stop is not None:
         print(f"{stop.why}: stopped at step {int(state.step)}, state saved in {saved}")
         print(f"to go on{each}: {command}")
         return stop.code
-    where = current.workdir
-    print("\nresults:")
-    for name, value in results["eval"].items():
-        print(f"  {name:<20} {metrics.show(value)}")
-    if results["samples"]:
-        print(f"\nsamples:\n{results['samples']}\n")
-    print(f"  in {where.results}; metrics of the run in {where.metrics}")
+    print(overview.results(results))
+    print(f"  in {current.workdir.results}; metrics of the run in {current.workdir.metrics}")
     print(f"checkpoints: {saved}")
+    if not results["finite"]:
+        print(nonfinite.message(results["why"]), file=sys.stderr, flush=True)
+        return notice_lib.NONFINITE
     more = cli.with_flag(command, "config.steps", 2 * max(config.steps, results["step"]))
     print(f"to train on{each}: {more}")
     return notice_lib.DONE

@@ -4,7 +4,8 @@ On a pod, one process a host: each is given its place by --coordinator_address, 
 --process_id, or JAX detects it (Slurm, Open MPI, GKE, GCE). `python -m launch` starts them.
 
 Exit codes: 0 done; 42 stopped with the state saved (SIGTERM, --stop_after, a file STOP in the work
-directory), run the same command again to go on; 130 the same by Ctrl-C; 1 failed.
+directory), run the same command again to go on; 130 the same by Ctrl-C; 3 ended with a loss, gradients or
+parameters that are not finite, as it would again (config.on_nonfinite); 1 failed.
 """
 
 import contextlib
@@ -40,10 +41,12 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory: the same one again resumes.")
 _INIT_FROM = flags.DEFINE_string(
-    "init_from", None, "A new run begins with parameters of this checkpoint: DIR or DIR@STEP."
+    "init_from", None, "A new run begins with the network of this checkpoint: DIR or DIR@STEP."
 )
 _INIT_SELECT = flags.DEFINE_string(
-    "init_select", checkpoint.PARAMS, "What it takes: a regular expression of paths."
+    "init_select",
+    checkpoint.BY_DEFAULT,
+    "What it takes: a regular expression of paths; by default parameters and the network's state.",
 )
 _INIT_GROUP = flags.DEFINE_integer("init_group", 0, "Of which group, if it has several.", 0)
 _MODE = flags.DEFINE_enum(
@@ -119,7 +122,7 @@ def main(argv: Sequence[str], config: Any) -> int:
     ) as watching:
         try:
             code = _run_mode(config, _WORKDIR.value, watching)
-            watching.end("done" if code == notice.DONE else "stopped")
+            watching.end(notice.ENDS.get(code, "stopped"))
         except Exception as e:
             if hosts:
                 _fail_together(watching, e)

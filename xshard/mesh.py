@@ -5,15 +5,15 @@ batch, and gradients are reduced over `replica`, and then over `slice`, between 
 slower. The axis `model` is left to XLA's partitioner.
 """
 
+import numbers
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 
-from xshard import errors
+from xshard import errors, torus
 
 GROUP, SLICE, REPLICA, MODEL = AXES = ("group", "slice", "replica", "model")
 # What is reduced over a whole group is along the first, and the rows of a batch along the second.
@@ -41,7 +41,7 @@ def make_mesh(
         one group by default.
       slices: the number of slices of a pod, or of machines, that a slower network joins.
       model: the number of devices that hold one replica's parameters together.
-      devices: all devices by default.
+      devices: all devices by default. Those of TPUs are laid out by where they are, others in this order.
 
     Returns:
       A mesh of the shape (groups, slices, replicas of a group in a slice, model).
@@ -53,7 +53,10 @@ def make_mesh(
     >>> print(dict(mesh.shape))
     {'group': 2, 'slice': 1, 'replica': 2, 'model': 1}
     """
-    devices = jax.devices() if devices is None else list(devices)
+    if devices is None:
+        # By number, since the order of `jax.devices()` is that of processes.
+        devices = sorted(jax.devices(), key=lambda device: device.id)
+    devices = list(devices)
     if not isinstance(model, int) or model < 1 or len(devices) % model:
         raise errors.UserError(
             f"model_parallel={model!r} must divide the number of devices, {len(devices)}; good values: "
@@ -63,31 +66,52 @@ def make_mesh(
     groups = check_groups(group_assignment) or [list(range(replicas))]
     if len(groups) * len(groups[0]) != replicas:
         raise errors.UserError(
-            f"group_assignment={groups} does not fit: it must hold each of the {replicas} replicas "
+            f"group_assignment={_shortened(groups)} does not fit: it must hold each of the {replicas} replicas "
             f"({len(devices)} devices / model_parallel={model}) once, as "
-            f"{np.arange(replicas).reshape(2 - replicas % 2, -1).tolist()} does."
+            f"{_shortened(np.arange(replicas).reshape(2 - replicas % 2, -1).tolist())} does."
         )
     _check_slices(slices, len(groups[0]), devices)
     shape = (len(groups), slices, len(groups[0]) // slices, model)
-    automatic = (jax.sharding.AxisType.Auto,) * len(AXES)
-    if slices == 1 or _hardware_slices(devices) == 1:
-        return jax.make_mesh(shape, AXES, axis_types=automatic, devices=devices)
+    placed = _lay_out(devices, shape)
+    return jax.sharding.Mesh(placed, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+
+
+def _shortened(groups: Any) -> str:
+    """Groups as text, of which the middle is left out where a pod's would fill the screen."""
+    text = repr(groups)
+    return text if len(text) <= 200 else f"{text[:80]} ... {text[-80:]}"
+
+
+def _lay_out(devices: Sequence[jax.Device], shape: tuple[int, int, int, int]) -> np.ndarray:
+    """The devices of a mesh, each hardware slice by itself where the devices are in several."""
+    slices = _hardware_slices(devices)
+    if len(slices) == 1:
+        return torus.lay_out(devices, shape)
     inside = (shape[0], 1, *shape[2:])
-    placed = mesh_utils.create_hybrid_device_mesh(inside, (1, slices, 1, 1), devices)
-    return jax.sharding.Mesh(placed, AXES, axis_types=automatic)
+    return np.concatenate([torus.lay_out(part, inside) for part in slices], axis=1)
 
 
-def _hardware_slices(devices: Sequence[jax.Device]) -> int:
-    return len({getattr(device, "slice_index", 0) for device in devices})
+def _hardware_slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each slice, in the order of the slices' numbers."""
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    return [slices[number] for number in sorted(slices)]
 
 
 def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> None:
-    found = _hardware_slices(devices)
+    sizes = [len(part) for part in _hardware_slices(devices)]
+    if len(set(sizes)) > 1:
+        raise errors.UserError(
+            f"The devices are in slices of different sizes, {sizes}; give `devices` as many of each slice."
+        )
+    found = len(sizes)
     if not isinstance(slices, int) or slices < 1 or replicas % slices or found not in (1, slices):
         good = [n for n in range(1, replicas + 1) if replicas % n == 0 and found in (1, n)]
         raise errors.UserError(
             f"slices={slices!r} must divide the {replicas} replicas of a group, and be the number of slices "
-            f"that the devices are in where these say it ({found}); good values: {good}."
+            f"that the devices are in where these say it ({found}); good values: "
+            f"{good or 'none: each group needs as many replicas in each slice'}."
         )
 
 
@@ -105,22 +129,21 @@ def check_groups(groups: Any) -> list[list[int]] | None:
     ):
         raise errors.UserError(
             "group_assignment must be a list of lists of replica numbers, as [[0, 1], [2, 3]] is; "
-            f"received {groups!r}."
+            f"received {_shortened(groups)}."
         )
     if len({len(group) for group in groups}) > 1 or not groups[0]:
         raise errors.UserError(
-            f"The groups of group_assignment must be of one size; received {groups!r}, of sizes "
-            f"{[len(group) for group in groups]}."
+            f"The groups of group_assignment must be of one size; received {_shortened(groups)}, of "
+            f"sizes {_shortened([len(group) for group in groups])}."
         )
     ids = [i for group in groups for i in group]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids) or sorted(ids) != list(
-        range(len(ids))
-    ):
+    are_numbers = all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in ids)
+    if not are_numbers or sorted(ids) != list(range(len(ids))):
         raise errors.UserError(
             "group_assignment must hold each replica number once, that is a permutation of "
-            f"range({len(ids)}); received {groups!r}."
+            f"range({len(ids)}); received {_shortened(groups)}."
         )
-    return [list(group) for group in groups]
+    return [[int(i) for i in group] for group in groups]
 
 
 def num_groups(mesh: jax.sharding.Mesh) -> int:
@@ -137,23 +160,26 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
     """The steps in which to scatter, and to gather, over `replica` where it is a whole TPU slice.
 
     The TPU compiler (libtpu 0.0.51) leaves a reduce-scatter or an all-gather what it is over a part of a
-    slice's chips; over all of them it makes an all-reduce of it, which sends twice the bytes. The steps are
+    slice's chips; over all of them it makes an all-reduce of most, which sends twice the bytes. The steps are
     along the last axis of the torus and along the rest. On a torus of three axes a gather in steps reads
-    and writes more memory than it saves on the wire; there it is one step. Empty: in one step.
+    and writes more memory than it saves on the wire; there it is one step. Empty: in one step, as it is where
+    a slice's order is not that of its torus, since a step's replicas would not be neighbours.
     """
-    places = [getattr(device, "coords", None) or () for device in mesh.devices.flat]
-    if num_replicas(mesh) != mesh.size or num_slices(mesh) > 1:
-        return (), ()
-    differs = [
-        [i for i, (a, b) in enumerate(zip(p, places[0], strict=True)) if a != b] for p in places
-    ]
-    # The devices after the first that are along one axis with it.
-    last = 1 + next((i for i, d in enumerate(differs[1:]) if d != differs[1] or len(d) != 1), 0)
-    if not 1 < last < mesh.size or mesh.size % last:
-        return (), ()
-    axes = {axis for differing in differs for axis in differing}
-    steps = (mesh.size // last, last)
-    return steps, steps if len(axes) == 2 else ()
+    whole = (), ()
+    slices = _hardware_slices(list(mesh.devices.flat))
+    if mesh.shape[REPLICA] * num_slices(mesh) != mesh.devices.size or len(slices) != num_slices(
+        mesh
+    ):
+        return whole
+    # All slices are of one shape, and laid out alike.
+    chips = torus.box(slices[0])
+    if chips is None or list(chips.flat) != list(mesh.devices[0, 0].flat):
+        return whole
+    sides = [size for size in chips.shape if size > 1]
+    if len(sides) < 2:
+        return whole
+    steps = (chips.size // sides[-1], sides[-1])
+    return steps, steps if len(sides) == 2 else ()
 
 
 def num_slices(mesh: jax.sharding.Mesh) -> int:

@@ -15,6 +15,8 @@ import numpy as np
 from xshard import errors
 
 Row = dict[str, Any]
+# Steps that may have been dispatched and not yet looked at.
+IN_FLIGHT = 2
 
 
 class Deferred:
@@ -25,7 +27,7 @@ class Deferred:
     XLA's CPU collectives deadlock when many steps compete for few threads.
     """
 
-    def __init__(self, in_flight: int = 2):
+    def __init__(self, in_flight: int = IN_FLIGHT):
         self._in_flight = in_flight
         self._pending: collections.deque[tuple[int, Mapping[str, jax.Array], bool]] = (
             collections.deque()

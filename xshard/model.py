@@ -1,6 +1,6 @@
 """The pure functions of an experiment: its network, and one update of it by its rules."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -39,6 +39,9 @@ class Update(NamedTuple):
         square is the mean over the replicas and what is in `squares`.
       squares: the squares of norms, or the rest of them; equal on all replicas of a group, as are `agreed`.
       agreed: further metrics.
+      nonfinite: for each parameter how many elements of its gradient are not finite; where replicas have parts of
+        the gradients, of the replica's own.
+      lowered: whether the update has lowered a loss scale.
     """
 
     params: Any
@@ -48,26 +51,70 @@ class Update(NamedTuple):
     shares: dict[str, Any]
     squares: dict[str, Any]
     agreed: dict[str, Any]
+    nonfinite: Any
+    lowered: Any
+
+
+class _SkipNonfinite(base.OptimizerWrapper):
+    """Leaves out each step with a gradient that is not finite, as a dynamic loss scale does; has no state."""
+
+    takes_parts = True
+
+    def __init__(self, opt: base.Optimizer):
+        super().__init__()
+        self.opt = opt
+
+    def vote(self, grads: trees.Gradients) -> Any:
+        """As `Optimizer.vote`."""
+        finite, opt_vote = loss_scale.all_finite(grads), self.opt.vote(grads)
+        return finite if opt_vote is True else jnp.logical_and(finite, opt_vote)
+
+    def get_name(self) -> str:
+        """The wrapped rule's."""
+        return self.opt.get_name()
 
 
 class Model:
     """What a replica computes, as functions of trees."""
 
-    def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
+    def __init__(
+        self,
+        experiment: experiment_lib.Experiment,
+        mesh: jax.sharding.Mesh,
+        *,
+        skip_nonfinite: bool = False,
+    ):
+        """Keeps what an experiment provides.
+
+        Args:
+          experiment: the experiment.
+          mesh: a mesh of `xshard.mesh.make_mesh`.
+          skip_nonfinite: whether an update leaves out gradients that are not finite, whatever the rule does.
+        """
         self.experiment = experiment
         self._mesh = mesh
+        self._skip_nonfinite = skip_nonfinite
         self.policy = jmp.get_policy(experiment.config.precision)
         self._micro_batches = experiment.config.micro_batches
         self._method = gradients.method(experiment.config.aggregation_method)
         self._network = hk.transform_with_state(experiment.forward)
         self._rules = hk.transform_with_state(self._update)
 
-    def init(self, key: jax.Array, example: Batch) -> tuple[Any, Any, Any]:
-        """Parameters, network state, and state of the rules, all whole."""
+    def init(
+        self, key: jax.Array, example: Batch, *, all_slots: bool = False
+    ) -> tuple[Any, Any, Any]:
+        """Parameters, network state, and state of the rules, all whole.
+
+        Args:
+          key: the key of all randomness.
+          example: an example, of which only names, types and shapes count.
+          all_slots: makes slots for what is not trained, too.
+        """
         params, net_state = self.init_network(key, example)
         example = self.policy.cast_to_param(example)
+        rules = hk.transform_with_state(self._update_all) if all_slots else self._rules
         with contract.rules(self.experiment):
-            _, opt_state = self._rules.init(key, params, net_state, jnp.int32(0), example)
+            _, opt_state = rules.init(key, params, net_state, jnp.int32(0), example)
         return params, net_state, opt_state
 
     def init_network(self, key: jax.Array, example: Batch) -> tuple[Any, Any]:
@@ -127,7 +174,7 @@ class Model:
         """The averages of the parameters, a tree of their structure; None if the rules keep none.
 
         Args:
-          params: the parameters, of which only the structure counts.
+          params: the parameters; what is not trained is its own average.
           opt_state: the state of the rules, its arrays whole.
         """
         name = self.averages_module()
@@ -151,6 +198,9 @@ class Model:
                 rule.sharding_rules = self.experiment.sharding_rules()
                 if rule.axis_name == mesh_lib.REPLICA:
                     rule.scatter_steps, rule.gather_steps = mesh_lib.torus_steps(self._mesh)
+        if self._skip_nonfinite:
+            _check_skips(opt)
+            opt = _SkipNonfinite(opt)
         return opt
 
     def _update(self, params: Any, net_state: Any, global_step: Any, batch: Batch) -> Update:
@@ -171,15 +221,33 @@ class Model:
             has_aux=True,
         )
         grads = self.experiment.clip_gradients(grads)
+        scales = _loss_scales(opt)
         params, new_global_step = opt.apply_gradients(grads, params, global_step)
         net_state, metrics = aux if parts == 1 else jax.tree.map(_mean_over_parts, aux)
         metrics = {**metrics, "loss": value}
         shares, squares = _norms(opt.applied)
-        agreed = {}
-        for rule in base.unwrap(opt):
-            if isinstance(rule, loss_scale.MixedPrecisionLossScaleOptimizer):
-                agreed["loss_scale"] = rule.loss_scale()
-        return Update(params, net_state, new_global_step, metrics, shares, squares, agreed)
+        new_scales = _loss_scales(opt)
+        agreed = {"loss_scale": new_scales[0]} if new_scales else {}
+        lowered = jnp.asarray(False)
+        for old, new in zip(scales, new_scales, strict=True):
+            lowered |= new < old
+        nonfinite = _count_nonfinite(opt.applied)
+        return Update(
+            params,
+            net_state,
+            new_global_step,
+            metrics,
+            shares,
+            squares,
+            agreed,
+            nonfinite,
+            lowered,
+        )
+
+    def _update_all(self, *args: Any) -> Update:
+        """As `_update`, with a gradient for each parameter in the update of each rule."""
+        with hk.intercept_methods(_with_all_gradients):
+            return self._update(*args)
 
     def _loss(
         self, params: Any, net_state: Any, batch: Batch, key: jax.Array, parts: int
@@ -189,7 +257,41 @@ class Model:
         return value / parts, (new_state, metrics)
 
 
-def _norms(applied: base.Applied | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _with_all_gradients(
+    method: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
+) -> Any:
+    """Calls a method; for an update, the parameters stand for their gradients: only shapes count."""
+    if not isinstance(context.module, base.Optimizer) or context.method_name != "update":
+        return method(*args, **kwargs)
+    params = kwargs["params"] if "params" in kwargs else args[-1]
+    return method(params, params)
+
+
+def _loss_scales(opt: base.Optimizer) -> list[jax.Array]:
+    return [
+        rule.loss_scale()
+        for rule in base.unwrap(opt)
+        if isinstance(rule, loss_scale.MixedPrecisionLossScaleOptimizer)
+    ]
+
+
+def _count_nonfinite(applied: shards.Applied | None) -> jax.Array:
+    """How many elements of each gradient are not finite, of a parameter without a gradient none, in float32.
+
+    In the type of the norms, which come of the same arrays: what is summed of both goes in one reduction.
+    """
+    if applied is None:  # A rule whose apply_gradients is its own.
+        return jnp.zeros((0,), jnp.float32)
+    grads = trees.leaves_by_path(applied.grads).values()
+    none = jnp.zeros((), jnp.float32)
+    return jnp.stack([none if grad is None else _number_nonfinite(grad) for grad in grads])
+
+
+def _number_nonfinite(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), jnp.float32(1)))
+
+
+def _norms(applied: shards.Applied | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """`shares` and `squares` of the gradients of an update, and of the parameters that it has made."""
     if applied is None:  # A rule whose apply_gradients is its own.
         return {}, {}
@@ -220,6 +322,15 @@ def _check_reduces(where: str, chain: list[base.Optimizer], mesh: jax.sharding.M
             )
         if rule.slice_dtype == "int8" and mesh_lib.num_slices(mesh) == 1:
             raise errors.UserError(cross_shard.NOTHING_BETWEEN_SLICES)
+
+
+def _check_skips(opt: base.Optimizer) -> None:
+    if type(opt).apply_gradients is not base.Optimizer.apply_gradients:
+        raise errors.UserError(
+            f"on_nonfinite='skip' cannot be used with {type(opt).__name__}, whose apply_gradients is its own and "
+            "would not be called: it votes as `Optimizer.apply_gradients` has it. Implement vote and update "
+            "instead, or set on_nonfinite to 'stop' or 'warn'."
+        )
 
 
 def _mean_over_parts(x: jax.Array) -> jax.Array:

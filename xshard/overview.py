@@ -1,6 +1,7 @@
-"""What is to be trained, for people: the model, and how its parameters lie on the devices."""
+"""What is to be trained, for people: the model, how its parameters lie on the devices, and the steps."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,6 +35,26 @@ def model(
     last = f"{total:,} parameters in {len(leaves)} arrays, {nbytes}; {device} on each device"
     shown = lines if whole else metrics.shortened(lines, _LINES)
     return "\n".join([title + mesh_lib.describe(mesh), head, *shown, last])
+
+
+def plan(start: int, steps: int) -> str:
+    """A line on the steps that are to be made."""
+    if start < steps:
+        return f"training from step {start} to {steps}; the first step compiles"
+    if start > steps:
+        return f"nothing to train: steps={steps}, and {start} have been made"
+    return f"all {steps} steps have been made"
+
+
+def results(found: Mapping[str, Any]) -> str:
+    """How a run has ended.
+
+    Args:
+      found: as they are in results.json.
+    """
+    lines = [f"  {name:<20} {metrics.show(value)}" for name, value in found["eval"].items()]
+    samples = [f"\nsamples:\n{found['samples']}\n"] if found["samples"] else []
+    return "\n".join(["\nresults:", *lines, *samples])
 
 
 def _row(path: str, leaf: jax.Array) -> dict[str, Any]:

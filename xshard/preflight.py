@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from xshard import contract, errors, step
+from xshard import contract, errors, nonfinite, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import model as model_lib
@@ -39,7 +39,9 @@ def programs(
     Raises:
       UserError: if a method of the experiment does not fit.
     """
-    train_step = jax.jit(step.make_train_step(experiment, mesh), donate_argnums=0)
+    skip = experiment.config.on_nonfinite == nonfinite.SKIP
+    watched_step = step.make_watched_step(experiment, mesh, skip_nonfinite=skip)
+    train_step = jax.jit(watched_step, donate_argnums=0)
     train_step.trace(state, batch)
     _check_network_state(experiment, mesh, state, batch)
     # Replicated, so that each process has all of it.

@@ -45,7 +45,7 @@ def run(
             jax.block_until_ready((state, values))
             jax.profiler.start_trace(str(traces))
         with jax.profiler.StepTraceAnnotation("train", step_num=start + number):
-            state, values = current.train_step(state, next(current.batches))
+            state, values, _ = current.train_step(state, next(current.batches))
         # As the loop does: some steps in flight, and not many.
         jax.block_until_ready(values if number % 2 else None)
         heard = None if watch is None else watch.poll()

@@ -141,9 +141,9 @@ def join(at: Place, timeouts: Timeouts, facts: Mapping[str, str]) -> list[str]:
         at.devices,
         cluster_detection_method="deactivate",
         initialization_timeout=timeouts.start,
-        # xshard notices first, and says who it is. This is for when it cannot: JAX counts from the last
-        # of its heartbeats, which come every half of the timeout.
-        heartbeat_timeout_seconds=2 * timeouts.heartbeat + 5,
+        # xshard notices first, and says who it is. This is for when it cannot. JAX counts seconds, and
+        # xshard ticks, which pass slowly on a machine that has other work to do.
+        heartbeat_timeout_seconds=10 * timeouts.heartbeat + 60,
         shutdown_timeout_seconds=timeouts.shutdown,
     )
     return hosts

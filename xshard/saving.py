@@ -11,7 +11,7 @@ import ml_collections
 import numpy as np
 
 from xshard import batches as batches_lib
-from xshard import checkpoint, errors, workdir
+from xshard import checkpoint, errors, nonfinite, workdir
 from xshard import metrics as metrics_lib
 from xshard import state as state_lib
 
@@ -55,6 +55,7 @@ class Checkpoints:
         self._batches = batches
         self.storage = storage
         self._go_on = options.on_failure == "go_on"
+        self._must_be_finite = _must_be_finite(config)
         self._last: int | None = None
         self._notify = notify
         self.manager = manager(config, default, self._say_saved)
@@ -69,8 +70,15 @@ class Checkpoints:
         target: state_lib.TrainState,
         init: Callable[[], state_lib.TrainState],
         source: checkpoint.Source | None,
+        may_hold: Callable[[], state_lib.TrainState],
     ) -> tuple[state_lib.TrainState, bool]:
         """The newest checkpoint's state; a new one if there is none.
+
+        Args:
+          target: shapes, types and shardings of the state, as a checkpoint has it.
+          init: makes a new state.
+          source: what a new run begins with, if not with a new state alone.
+          may_hold: makes a target with what else a checkpoint may hold.
 
         Returns:
           The state, and whether the evaluation that was due at its step has been made.
@@ -78,17 +86,62 @@ class Checkpoints:
         Raises:
           ValueError: if what is there does not fit.
         """
-        if self.manager.agreed_latest_step() is None:
+        latest = self.manager.agreed_latest_step()
+        if latest is None:
             return (init() if source is None else self._init_from(source, init())), True
         if source is not None:
             _say(f"--init_from={source.place} is for a new run; this one goes on from its own")
-        restored = self.manager.restore(target)
+        self._check_finite(latest)
+        restored = self.manager.restore(target, may_hold=may_hold)
+        if restored.step != latest:
+            self._check_finite(restored.step)
         self._batches.restore(restored.data)
         evaluated = restored.metadata.get("evaluated", True)
         if not evaluated:
             # It may have been made up for since.
             evaluated = bool(self.manager.agree(lambda: self.manager.metrics(restored.step)))
         return self.storage.from_whole(restored.state), evaluated
+
+    def wait(self) -> None:
+        """Waits for the last save; CheckpointError if it has failed, whatever the config says."""
+        self.manager.wait()
+
+    def nonfinite(self, step: int) -> str:
+        """Says which parameters of a saved step are not finite, if any, on all processes alike."""
+        bad = self.manager.agree(lambda: self.manager.nonfinite(step))
+        return nonfinite.of_state(step, bad) if bad else ""
+
+    def kept(self) -> str:
+        """The newest checkpoint of finite parameters, for people; on all processes alike."""
+        with contextlib.suppress(checkpoint.CheckpointError):
+            # One failure is being told already.
+            self.manager.wait()
+        newest = self.manager.agree(self.manager.newest_finite_step)
+        if newest is None:
+            return f"There is no checkpoint of finite parameters in {self.manager.store}."
+        return (
+            f"The newest checkpoint of finite parameters is step {newest}, in {self.manager.store}."
+        )
+
+    def _check_finite(self, step: int) -> None:
+        """Raises UserError if a run that stops where it is not finite would go on from what is not."""
+        bad = self.manager.agree(lambda: self.manager.nonfinite(step))
+        if not bad or not self._must_be_finite:
+            return
+        store = self.manager.store
+        newest = self.manager.agree(self.manager.newest_finite_step)
+        way = "No checkpoint there is finite: give a new --workdir."
+        if newest is not None:
+            later = [one for one in self.manager.agree(self.manager.all_steps) if one > newest]
+            commands = [f"python -m xshard.checkpoint rm {store} {one}" for one in later]
+            way = (
+                f"The newest of finite parameters is step {newest}; to go on from it delete those after it: "
+                f"{'; '.join(commands)}."
+            )
+        raise errors.UserError(
+            f"The checkpoint of step {step} in {store} is not finite ({nonfinite.listed(bad)}), and the run could "
+            f"only fail again. {way} --config.on_nonfinite=warn goes on as it is."
+        )
 
     def _init_from(
         self, source: checkpoint.Source, state: state_lib.TrainState
@@ -157,13 +210,14 @@ class Checkpoints:
 
     def _say_saved(self, saved: checkpoint.Committed) -> None:
         size, seconds = metrics_lib.scaled(saved.nbytes, "B"), f"{saved.seconds:.2g} s"
-        self._notify(f"step {saved.step}: saved {size} in {seconds}, in {self.manager.store}")
+        bad = f"; NOT FINITE: {nonfinite.listed(saved.nonfinite)}" if saved.nonfinite else ""
+        self._notify(f"step {saved.step}: saved {size} in {seconds}, in {self.manager.store}{bad}")
 
     def _tolerate(self, action: Callable[[], None]) -> None:
         try:
             action()
         except checkpoint.CheckpointError as e:
-            if not self._go_on:
+            if not self._go_on or isinstance(e, checkpoint.NonfiniteError):
                 raise
             self._last = None
             _say(f"NOT SAVED: {e} Training goes on, as checkpoint.on_failure=go_on says.")
@@ -190,9 +244,15 @@ def manager(
         options.directory or default,
         keep(options),
         budget_bytes=int(options.budget_gb * 1e9),
+        finite=checkpoint.PARAMS,
+        refuse_nonfinite=_must_be_finite(config),
         say=_say,
         committed=committed,
     )
+
+
+def _must_be_finite(config: ml_collections.ConfigDict) -> bool:
+    return config.on_nonfinite != nonfinite.WARN
 
 
 def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:

@@ -83,10 +83,21 @@ def abstract_state(
     example: Batch,
     *,
     whole: bool = False,
+    all_slots: bool = False,
 ) -> TrainState:
-    """Shapes, types and shardings of what `init` returns; or as checkpoints have it: `Storage.to_whole`."""
+    """Shapes, types and shardings of what `init` returns.
+
+    Args:
+      experiment: the experiment.
+      mesh: of the run.
+      seed: the seed of all randomness.
+      example: a few examples.
+      whole: as checkpoints have it: `Storage.to_whole`.
+      all_slots: with slots for what is not trained, which checkpoints had once.
+    """
     model = model_lib.Model(experiment, mesh)
-    shapes = jax.eval_shape(lambda: _build(model, mesh, seed, example, whole=whole))
+    build = functools.partial(_build, model, mesh, seed, example, whole=whole, all_slots=all_slots)
+    shapes = jax.eval_shape(build)
     return _placed(shapes, _shardings(model, mesh, shapes, whole=whole))
 
 
@@ -153,7 +164,7 @@ class Storage:
         slots, old = dict(state.opt_state[name]), before.opt_state[name]
         for path, param in trees.leaves_by_path(state.params).items():
             key = f"{moving_average.SLOT}/{path}"
-            if slots[key] is old[key]:
+            if key in slots and slots[key] is old[key]:
                 # A copy: what holds both may be donated.
                 copy = lambda x, dtype=old[key].dtype: jnp.array(x, dtype, copy=True)
                 slots[key] = jax.jit(copy, out_shardings=old[key].sharding)(param)
@@ -190,19 +201,26 @@ class Storage:
 
 
 def _build(
-    model: model_lib.Model, mesh: jax.sharding.Mesh, seed: int, example: Batch, *, whole: bool
+    model: model_lib.Model,
+    mesh: jax.sharding.Mesh,
+    seed: int,
+    example: Batch,
+    *,
+    whole: bool,
+    all_slots: bool = False,
 ) -> TrainState:
     """The first state."""
+    init = functools.partial(model.init, all_slots=all_slots)
     example = {name: jnp.asarray(array[:1]) for name, array in example.items()}
     root = jax.random.key(seed)
     init_key = jax.random.fold_in(root, _INIT)
     groups = mesh_lib.num_groups(mesh)
     keys = jax.vmap(lambda group: jax.random.fold_in(init_key, group))(jnp.arange(groups))
     if groups > 1:
-        trees = jax.vmap(lambda key: model.init(key, example))(keys)
+        trees = jax.vmap(lambda key: init(key, example))(keys)
         global_step = jnp.zeros((groups,), jnp.int32)
     else:
-        trees, global_step = model.init(keys[0], example), jnp.int32(0)
+        trees, global_step = init(keys[0], example), jnp.int32(0)
     state = TrainState(jnp.int32(0), global_step, *trees, root)
     cuts = _layouts(model, mesh, state)
     # What differs from slice to slice is made for one.

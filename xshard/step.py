@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import contract
+from xshard import contract, nonfinite
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import model as model_lib
@@ -49,32 +49,54 @@ def make_train_step(
     >>> print(int(state.step), metrics['loss'] < 1e-3, state.params['linear']['w'].round(1))
     50 True [[3.]]
     """
-    grouped = mesh_lib.num_groups(mesh) > 1
-    model = model_lib.Model(experiment, mesh)
+    watched_step = make_watched_step(experiment, mesh)
+    return lambda state, batch: watched_step(state, batch)[:2]
 
-    def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+
+def make_watched_step(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, *, skip_nonfinite: bool = False
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array], nonfinite.Observed]]:
+    """As `make_train_step`; the function also returns whether the step was finite.
+
+    Args:
+      experiment: the experiment.
+      mesh: a mesh of `xshard.mesh.make_mesh`.
+      skip_nonfinite: whether a step with a gradient that is not finite is left out, whatever the rule does.
+    """
+    grouped = mesh_lib.num_groups(mesh) > 1
+    model = model_lib.Model(experiment, mesh, skip_nonfinite=skip_nonfinite)
+
+    def local_step(
+        state: TrainState, batch: Batch
+    ) -> tuple[TrainState, dict[str, jax.Array], nonfinite.Observed]:
         old = _one_group(state) if grouped else state
         made, opt_state = model.update(
             old.params, old.net_state, old.opt_state, old.global_step, _step_key(old), batch
         )
         applied = made.global_step != old.global_step
         # All in one collective.
-        net_state, metrics, shares = _mean_over_replicas(
-            (made.net_state, made.metrics, made.shares)
+        net_state, metrics, shares, bad = _mean_over_replicas(
+            (made.net_state, made.metrics, made.shares, made.nonfinite if made.shares else None)
         )
+        observed = _observe(applied, metrics["loss"], bad if made.shares else made.nonfinite, made)
         net_state = jax.tree.map(functools.partial(jnp.where, applied), net_state, old.net_state)
         metrics |= {name: _norm(x, shares.get(name)) for name, x in made.squares.items()}
         metrics |= {**made.agreed, "skipped": jnp.int32(~applied), "global_step": made.global_step}
         new = TrainState(old.step + 1, made.global_step, made.params, net_state, opt_state, old.rng)
-        return (_with_group(new), _add_dim(metrics)) if grouped else (new, metrics)
+        if grouped:
+            return _with_group(new), _add_dim(metrics), _add_dim(observed)
+        return new, metrics, observed
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def train_step(
+        state: TrainState, batch: Batch
+    ) -> tuple[TrainState, dict[str, jax.Array], nonfinite.Observed]:
         state_spec = state_lib.specs(model, mesh, state, manual=True)
+        per_group = jax.P(mesh_lib.GROUP) if grouped else jax.P()
         mapped = _map(
             local_step,
             mesh,
             in_specs=(state_spec, jax.P(mesh_lib.BATCH)),
-            out_specs=(state_spec, jax.P(mesh_lib.GROUP) if grouped else jax.P()),
+            out_specs=(state_spec, per_group, per_group),
         )
         return mapped(state, batch)
 
@@ -170,6 +192,17 @@ def _mean_over_replicas(tree: Any) -> Any:
         lambda x: lax.pmean(x, mesh_lib.REPLICAS) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
         tree,
     )
+
+
+def _observe(
+    applied: jax.Array, loss: jax.Array, bad: jax.Array, made: model_lib.Update
+) -> nonfinite.Observed:
+    bad = bad > 0
+    trouble = jnp.any(bad) | ~jnp.isfinite(loss)
+    of_applied = jnp.where(trouble, nonfinite.TROUBLE, nonfinite.FINE)
+    of_skipped = jnp.where(made.lowered, nonfinite.FINE, nonfinite.STUCK)
+    verdict = jnp.where(applied, of_applied, of_skipped).astype(jnp.int32)
+    return nonfinite.Observed(verdict, loss, bad)
 
 
 def _norm(square: jax.Array, share: jax.Array | None) -> jax.Array:

@@ -20,13 +20,13 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 
-from xshard import errors, processes, rendezvous, status, terminal
+from xshard import ends, errors, processes, rendezvous, status
 from xshard import notice as notice_lib
 
 _TICK_SECONDS = 0.5
 # How long a process that leaves waits to see that the others have heard why.
 _LEAVE_SECONDS = 5.0
-_FLUSH_SECONDS = 1.0
+_GO_ON = "The last checkpoint counts; the same command goes on from it."
 _TIMEOUTS = rendezvous.Timeouts()
 
 
@@ -83,10 +83,13 @@ class Watch:
         self._lost: set[int] = set()
         self._leaving = threading.Lock()
         self._interrupts = 0
+        self._taken = contextlib.ExitStack()
 
     def __enter__(self) -> "Watch":
         self._heard = {i: ("", 0) for i in range(len(self._hosts))}
-        self._wake, self._woken = socket.socketpair()
+        if len(self._hosts) > 1:
+            self._taken.enter_context(ends.before_abort(self._before_abort))
+        self._wake, self._woken = map(self._taken.enter_context, socket.socketpair())
         self._wake.setblocking(False)
         # The handler in C writes there at once, also while Python's own cannot run: in a long compilation.
         self._previous_fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
@@ -109,8 +112,7 @@ class Watch:
             signal.signal(number, handler)
         for thread in self._threads:
             thread.join(_LEAVE_SECONDS)
-        self._wake.close()
-        self._woken.close()
+        self._taken.close()
 
     def poll(self) -> notice_lib.Notice | None:
         """What is to be done now, if anything: the same on all processes, which poll at the same points."""
@@ -173,7 +175,7 @@ class Watch:
             self._interrupts += 1
             if self._interrupts > 1:
                 self._say("interrupted; what was saved before is in the work directory")
-                _exit(notice_lib.INTERRUPTED)
+                ends.leave(notice_lib.INTERRUPTED)
             self.ask(notice_lib.Notice(notice_lib.STOP, f"SIGINT{where}", notice_lib.INTERRUPTED))
             self._say("SIGINT: saving after this step; once more leaves at once.")
         elif number == signal.SIGTERM and not self._stopping:
@@ -187,9 +189,9 @@ class Watch:
         if silent > self._timeouts.heartbeat and self._index:
             self._say(
                 f"error: {self._name(0)}, which coordinates, has not answered for {silent:.0f} s: it, its "
-                "host or the network is gone. The last checkpoint counts; the same command goes on."
+                f"host or the network is gone. {_GO_ON}"
             )
-            _exit(notice_lib.FAILED)
+            ends.leave(notice_lib.FAILED)
 
     # The thread that talks.
 
@@ -263,10 +265,7 @@ class Watch:
                 lost.append(f"{self._name(index)} has not been heard of for {limit:g} s")
         self._write_status()
         if lost:
-            message = (
-                f"{', '.join(lost)}: gone, or the host or the network is. The last checkpoint counts; the "
-                "same command goes on from it."
-            )
+            message = f"{', '.join(lost)}: gone, or the host or the network is. {_GO_ON}"
             with self._leaving:
                 self._fail_all(message)
                 self._leave(notice_lib.FAILED, f"error: {message}")
@@ -299,6 +298,19 @@ class Watch:
 
     # Leaving.
 
+    def _before_abort(self) -> None:
+        # JAX aborts with its client locked. A board that answers shows that the abort is of something else.
+        if processes.bounded(lambda: self._board.read("failed"), ends.SHORT_SECONDS) is not None:
+            return
+        silent = [self._name(index) for index, (_, ticks) in self._heard.items() if ticks > 1]
+        who = f"{self._name(0)}, which coordinates," if self._index else ", ".join(silent)
+        with self._leaving:
+            self._say(
+                f"error: {who or 'another process'} is gone, or its host or the network is: JAX says above "
+                f"what it has seen. {_GO_ON}"
+            )
+            ends.leave(notice_lib.FAILED)
+
     def _fail_all(self, message: str) -> None:
         processes.bounded(lambda: self._board.append("failed", message), _LEAVE_SECONDS)
 
@@ -306,9 +318,11 @@ class Watch:
         """Leaves; process 0 last, since with it goes the board that the others read."""
         if message:
             self._say(message)
-        processes.bounded(self._say_goodbye, _LEAVE_SECONDS)
+        # JAX aborts whom process 0 leaves behind.
+        patience = _LEAVE_SECONDS if self._index else self._timeouts.heartbeat
+        processes.bounded(self._say_goodbye, patience)
         processes.bounded(self._write_status, _LEAVE_SECONDS)
-        _exit(code)
+        ends.leave(code)
 
     def _say_goodbye(self) -> None:
         self._tell()
@@ -334,12 +348,3 @@ class Watch:
             with contextlib.suppress(OSError, ValueError):
                 if stream is not None:
                     print(message, file=stream, flush=True)
-
-
-def _exit(code: int) -> NoReturn:
-    # The training thread may stand still in the middle of a line.
-    processes.bounded(terminal.leave, _FLUSH_SECONDS)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)

@@ -7,7 +7,7 @@ metrics.jsonl    a row for each logged step and each evaluation
 metrics.csv      the same as a table, and
 tensorboard/     as event files, and
 wandb/           as Weights & Biases keeps them, if config.writers has them; see `xshard.writers`
-results.json     the final evaluation
+results.json     the final evaluation, and whether the run has ended finite
 status.json      what each process is doing; see `xshard.watch`
 eval/            what `--mode=eval` writes; see `xshard.follow`
 logs/            what the processes but the first print, a file each
@@ -26,12 +26,13 @@ import ml_collections
 
 from xshard import errors, metrics
 
+RESULTS = "results.json"
 # What may change between two parts of a run: how long it is, what it shows, and what it runs on. Anything
 # else would make it another run.
 _MAY_CHANGE = (
     "steps", "log_every_steps", "eval_every_steps", "eval_batch_size", "writers", "model_parallel", "slices",
     "micro_batches", "aggregation_method", "reduction.reduce_dtype", "reduction.slice_dtype",
-    "reduction.shard_update",
+    "reduction.shard_update", "on_nonfinite", "max_skips_in_a_row",
 )  # fmt: skip
 _MAY_CHANGE_BELOW = ("checkpoint.",)
 
@@ -57,7 +58,7 @@ class Workdir:
         self.path = pathlib.Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
-        self.results = self.path / "results.json"
+        self.results = self.path / RESULTS
         self.config = self.path / "config.json"
         self.origin = self.path / "origin.json"
 
@@ -164,6 +165,18 @@ class Workdir:
         except OSError as e:
             raise errors.UserError(f"{path} cannot be written: {e.strerror}.") from e
 
+    def write_results(self, results: dict[str, Any]) -> None:
+        """Writes how the run has ended."""
+        with metrics.writing(self.results):
+            metrics.write_atomically(self.results, to_json(results))
+
+    def failure(self, goes_on: bool) -> str:
+        """Why the run has not ended finite before; of one that goes on it is forgotten."""
+        why = not_finite(self.path)
+        if why and goes_on:
+            self.results.unlink()
+        return "" if goes_on else why
+
     def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if old.get("experiment") != new.get("experiment"):
             raise errors.UserError(
@@ -201,6 +214,17 @@ def _read(path: pathlib.Path, what: str) -> dict[str, Any]:
 def _same_count(old: Any, new: Any) -> bool:
     """Whether two group assignments are of as many groups: of more or fewer replicas each."""
     return isinstance(old, list) and isinstance(new, list) and len(old or [1]) == len(new or [1])
+
+
+def not_finite(directory: pathlib.Path) -> str:
+    """Why the run in a work directory has not ended finite; empty if it has, or has not ended."""
+    try:
+        results = json.loads((directory / RESULTS).read_bytes())
+    except (OSError, ValueError):
+        return ""
+    if not isinstance(results, dict) or results.get("finite") is not False:
+        return ""
+    return str(results.get("why", "not finite"))
 
 
 def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:

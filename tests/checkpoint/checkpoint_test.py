@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from tests.checkpoint.harness import DTYPES, damage, environment, make_manager, make_tree, save
+from tests.checkpoint.harness import (
+    DTYPES,
+    FOREVER,
+    damage,
+    environment,
+    make_manager,
+    make_tree,
+    save,
+)
 from tests.optimizers import harness
 from xshard import checkpoint, mesh
 from xshard.checkpoint import __main__ as tool
@@ -101,6 +109,21 @@ def test_a_target_that_differs_is_refused_and_the_leaf_named(tmp_path, change, m
     change(target)
     with pytest.raises(checkpoint.CheckpointError, match=match):
         manager.restore(target)
+
+
+def test_what_a_checkpoint_may_hold_besides_is_left_out(tmp_path):
+    said = []
+    manager = make_manager(tmp_path, say=said.append)
+    kept, old = {"a": jnp.arange(3.0)}, {"a": jnp.arange(3.0), "b": jnp.ones(2)}
+    save(manager, 1, old)
+    harness.assert_equal(manager.restore(kept, may_hold=lambda: old).state, kept)
+    assert any("holds what is not used here: b" in line for line in said)
+    # Only that, and nothing in its place; what is not there need not be made.
+    for other in ({**old, "b": jnp.ones(3)}, {"a": old["a"], "c": old["b"]}, kept):
+        with pytest.raises(checkpoint.CheckpointError, match="'b' is only in it"):
+            manager.restore(kept, may_hold=lambda other=other: other)
+    with pytest.raises(checkpoint.CheckpointError, match="'c' is missing in it"):
+        manager.restore({**old, "c": old["b"]}, may_hold=pytest.fail)
 
 
 def test_what_is_kept(tmp_path):
@@ -310,13 +333,16 @@ def test_kill_at_any_instant_leaves_nothing_that_counts_and_is_wrong(tmp_path):
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
     ) as parent:
-        for _ in range(30):
+        for trial in range(30):
             before = manager.latest_step() or 0
             parent.stdin.write("go\n")
             parent.stdin.flush()
             child = int(parent.stdout.readline())
-            # Not to wait for anything: the instant of the kill is what is tried.
-            time.sleep(rng.random() * 0.15)
+            # The instant of the kill is what is tried: during the first save, or after one.
+            end = time.monotonic() + FOREVER
+            while trial % 2 and (manager.latest_step() or 0) == before:
+                assert time.monotonic() < end
+            time.sleep(rng.random() * 0.05)
             os.kill(child, signal.SIGKILL)
             assert parent.stdout.readline() == "killed\n"
             assert (manager.latest_step() or 0) >= before
@@ -333,12 +359,12 @@ def save_until_killed(directory):
     for _ in sys.stdin:
         child = os.fork()
         if child:
-            print(child, flush=True)
             os.waitpid(child, 0)
             print("killed", flush=True)
             continue
         manager = make_manager(directory, keep_last=2)
         step = manager.latest_step() or 0
+        print(os.getpid(), flush=True)
         while True:
             step += 1
             save(manager, step, saver_state(step))

@@ -125,7 +125,8 @@ def run(task, index):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             f"127.0.0.1:{task.port}", task.count, index,
-            heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20,
+            initialization_timeout=harness.FOREVER,
+            heartbeat_timeout_seconds=harness.FOREVER, shutdown_timeout_seconds=harness.FOREVER,
         )  # fmt: skip
     # So that the arrays of a test are cut into as many chunks as those of a large model.
     arrays_lib.SHARED_CHUNK_BYTES = 4 << 10
@@ -134,7 +135,7 @@ def run(task, index):
     # A killed run's lease would keep the next one waiting, and a fault its retry.
     lock.RENEW_SECONDS, lock.WATCH_SECONDS = 0.1, 0.5
     store.RETRIES.update(initial_delay="1ms", max_delay="20ms")
-    manager = harness.make_manager(task.folder, keep_last=2, deadline_seconds=60)
+    manager = harness.make_manager(task.folder, keep_last=2, deadline_seconds=harness.FOREVER)
     action = {"restore": restore, "verify": verify}.get(task.action, save)
     try:
         report = action(task, index, manager)
@@ -155,12 +156,19 @@ def make_mesh(task):
 def save(task, index, manager):
     devices_mesh = make_mesh(task)
     saves = itertools.count() if task.action == "save until killed" else range(task.saves)
-    for step in (task.step + i for i in saves):
+    for number in saves:
+        step = task.step + number
         state = device_state(step, devices_mesh)
+        saved_path(task.report, index).write_text(str(number))
         harness.save(manager, step, state, {"note": step}, data={"at": [step, index]})
     plan = manager._saver._plan[1]
     own = sum(plan.arrays[piece.path].chunk_bytes for piece in plan.pieces)
     return {"loads": plan.loads, "own": own}
+
+
+def saved_path(report, index):
+    """The file with the number of steps that a process has saved; there is none before it begins to."""
+    return pathlib.Path(f"{report}.{index}.saved")
 
 
 def restore(task, index, manager):
@@ -242,6 +250,12 @@ class Pods:
     def wait(self):
         """The exit codes of its processes."""
         return self._ask("wait")
+
+    def saved(self):
+        """How many steps the first process has saved; -1 before it begins to."""
+        path = saved_path(self._report, 0)
+        text = path.read_text() if path.exists() else ""
+        return int(text or -1)
 
     def run(self, *args, **kwargs):
         """Runs a pod to its end; what its processes report."""

@@ -71,4 +71,5 @@ def test_what_is_wrong_on_one_process_is_said_on_all(pods, tmp_path):
 @pytest.mark.parametrize("store", torture.STORES)
 def test_kill_9_at_any_instant_leaves_nothing_that_counts_and_is_wrong(tmp_path, store):
     counts = torture.run(tmp_path, 10, seed=0, names=(store,))
-    assert counts.trials == 10 and counts.verified > 10 and counts.bad == {}
+    # Of ten pods some have saved at least once before they were killed: what they have left is read whole.
+    assert counts.trials == 10 and counts.verified >= 5 and counts.bad == {}

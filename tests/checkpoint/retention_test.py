@@ -1,6 +1,7 @@
 """Which checkpoints are kept, and what a Manager does about it."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.checkpoint.harness import damage, save
@@ -36,6 +37,88 @@ def test_rules(keep, kept):
 def test_pinned_ones_stay():
     there = [retention.Saved(1, pinned=True), *saved(s2=1.0, s3=1.0)]
     assert checkpoint.Keep(1).kept(there) == {1, 3}
+
+
+@pytest.mark.parametrize(
+    "keep,kept",
+    [
+        (checkpoint.Keep(1), {3, 7}),
+        (checkpoint.Keep(2, every_steps=2), {2, 3, 4, 6, 7}),
+        (checkpoint.Keep(1, best=1, metric="m"), {1, 3, 7}),
+    ],
+)
+def test_the_newest_that_is_finite_stays_beside_those_that_are_not(keep, kept):
+    metrics = {1: 0.9, 2: 0.5, 3: 0.1}
+    there = [retention.Saved(i, metrics.get(i, float("nan")), finite=i <= 3) for i in range(1, 8)]
+    assert keep.kept(there) == kept
+
+
+NOT_FINITE = {"params": {"w": jnp.array([1.0, jnp.nan]), "n": jnp.ones(2)}, "slot": jnp.ones(1)}
+FINITE = {"params": {"w": jnp.ones(2), "n": jnp.ones(2)}, "slot": jnp.array([jnp.inf])}
+
+
+def test_what_is_watched_is_said_and_the_newest_that_is_finite_stays(tmp_path):
+    told = []
+    options = {"finite": "^params/", "committed": told.append}
+    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), **options)
+    for step, state in enumerate([FINITE, FINITE, NOT_FINITE, NOT_FINITE]):
+        save(manager, step, state)
+    manager.close()
+    # Of one that a process finds there, too.
+    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), **options)
+    save(manager, 4, NOT_FINITE)
+    assert manager.all_steps() == [1, 4] and manager.newest_finite_step() == 1
+    assert manager.nonfinite(1) == [] and manager.nonfinite(4) == ["params/w"]
+    assert [one.nonfinite for one in told] == [(), (), *[("params/w",)] * 3]
+    entries = checkpoint.read_catalog(tmp_path).entries
+    assert [(e.step, e.state) for e in entries] == [(1, "complete"), (4, "not finite")]
+    save(manager, 5, FINITE)
+    assert manager.all_steps() == [5]
+    manager.close()
+
+
+def test_those_that_do_not_say_count_as_finite(tmp_path):
+    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1))
+    save(manager, 1, NOT_FINITE)
+    manager.close()
+    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), finite="^params/")
+    assert manager.nonfinite(1) == [] and manager.newest_finite_step() == 1
+    save(manager, 2, NOT_FINITE)
+    assert manager.all_steps() == [1, 2]
+    manager.close()
+
+
+def test_what_must_be_finite_and_is_not_does_not_count(tmp_path):
+    options = {"finite": "^params/", "refuse_nonfinite": True}
+    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), **options)
+    save(manager, 1, FINITE)
+    manager.save(2, NOT_FINITE, {})
+    while manager._saver._thread.is_alive():
+        # Heard of where all processes hear of it: not here.
+        manager.check()
+    manager.check()
+    with pytest.raises(checkpoint.NonfiniteError, match="^step 2: .* not finite: params/w$"):
+        manager.wait()
+    assert manager.all_steps() == [1] and len(list(tmp_path.glob("step_*"))) == 1
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn", "int32"]
+)
+@pytest.mark.parametrize("size", [0, 1, 5, 200_000])
+def test_every_type_is_looked_at(dtype, size):
+    value = np.ones((size,), jnp.dtype(dtype))
+    assert writer.is_finite(value) and writer.is_finite(value.reshape(-1, 1)[::2])
+    if not size or dtype == "int32":
+        return
+    largest = np.full(3, jnp.finfo(dtype).max)
+    assert writer.is_finite(largest) and writer.is_finite(-largest)
+    bad = [np.nan] if dtype == "float8_e4m3fn" else [np.nan, np.inf, -np.inf]
+    for one in bad:
+        value[-1] = one
+        assert not writer.is_finite(value)
+        assert not writer.is_finite(value.reshape(1, -1))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.checkpoint.harness import environment, make_manager, make_tree
+from tests.checkpoint.harness import FOREVER, environment, make_manager, make_tree
 from tests.optimizers import harness
 from xshard import checkpoint, mesh
 from xshard.checkpoint import arrays as arrays_lib
@@ -187,7 +187,7 @@ def test_a_caller_that_waits_for_bytes_is_let_go_when_they_will_not_be_written(
     tree = {str(i): jnp.ones(3) for i in range(20)}
     caller = threading.Thread(target=manager.save, args=(1, tree, {}), daemon=True)
     caller.start()
-    caller.join(60)
+    caller.join(FOREVER)
     assert not caller.is_alive()
     with pytest.raises(checkpoint.CheckpointError, match="No space left"):
         manager.wait()

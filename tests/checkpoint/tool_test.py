@@ -60,6 +60,18 @@ def test_ls(directory, capsys):
     assert len(lines) == 4
 
 
+def test_what_is_not_finite_is_said(tmp_path, capsys):
+    manager = make_manager(tmp_path, finite="^params/")
+    save(manager, 1, {"params": {"w": jnp.array([jnp.inf]), "v": jnp.ones(1)}})
+    manager.close()
+    _, (row,) = run(capsys, "ls", tmp_path)
+    assert row["state"] == "not finite"
+    _, shown = run(capsys, "show", tmp_path, 1)
+    assert {row["path"]: row["value"] for row in shown}["not finite"] == ["params/w"]
+    _, (row,) = run(capsys, "verify", tmp_path)
+    assert row["state"] == "whole"
+
+
 def test_show(directory, capsys):
     _, rows = run(capsys, "show", directory, 2)
     by_path = {row["path"]: row for row in rows}

@@ -68,8 +68,12 @@ def trial(place, rng, counts):
     count = rng.randint(1, 4)
     children = place.pods.start("save until killed", place.folder, count, step=place.newest + 1)
     victim = rng.choice(children)
-    # Not to wait for anything: the instant of the kill is what is tried.
-    time.sleep(rng.uniform(0.3, 2.5))
+    # The instant of the kill is what is tried: during the first save, or some saves later.
+    saves, end = rng.randint(0, 2), time.monotonic() + harness.FOREVER
+    while place.pods.saved() < saves:
+        assert time.monotonic() < end, place.pods.logs()
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0, 0.7))
     os.kill(victim, signal.SIGKILL)
     time.sleep(rng.uniform(0, 0.1))
     for child in children:

@@ -40,7 +40,7 @@ def take(source, state, **options):
     return checkpoint.init_from(chosen, state, said.append), said
 
 
-def test_parameters_only_by_default(tmp_path):
+def test_neither_slots_nor_steps_by_default(tmp_path):
     state, said = take(save_state(tmp_path), make_state(value=-1.0))
     wanted = make_state(value=2.0)["params"]
     jax.tree.map(np.testing.assert_array_equal, state["params"], wanted)
@@ -48,6 +48,30 @@ def test_parameters_only_by_default(tmp_path):
         state["opt_state"]["mu"], make_state(value=-1.0)["opt_state"]["mu"]
     )
     assert int(state["step"]) == -9 and "initialised 3 arrays" in said[-1]
+
+
+def with_averages(state, names, value):
+    averages = {name: jnp.full(3, value) for name in names}
+    return {**state, "net_state": {"batch_norm": averages}}
+
+
+def test_the_network_s_state_goes_with_its_parameters(tmp_path):
+    manager = make_manager(tmp_path)
+    save(manager, 1, with_averages(make_state(), ["mean", "var"], 2.0))
+    manager.close()
+    new = with_averages(make_state(value=-1.0), ["mean", "scale"], -1.0)
+    state, said = take(str(tmp_path), new)
+    averages = state["net_state"]["batch_norm"]
+    np.testing.assert_array_equal(averages["mean"], np.full(3, 2.0))
+    # What the checkpoint lacks is no error where nobody has asked for it by name.
+    np.testing.assert_array_equal(averages["scale"], np.full(3, -1.0))
+    assert "initialised 4 arrays" in said[-1]
+    assert "not used: net_state/batch_norm/var" in said[-1]
+    assert "left as new: net_state/batch_norm/scale" in said[-1]
+    with pytest.raises(checkpoint.CheckpointError, match="'net_state/batch_norm/scale' is missing"):
+        take(str(tmp_path), new, select="^net_state/")
+    state, _ = take(str(tmp_path), new, select=checkpoint.PARAMS)
+    np.testing.assert_array_equal(state["net_state"]["batch_norm"]["mean"], np.full(3, -1.0))
 
 
 def test_an_older_step_and_a_run_s_directory(tmp_path):

@@ -12,15 +12,16 @@ import jax
 import numpy as np
 import pytest
 
-from tests import toy
-from xshard import chips, mesh
+from tests import pods, toy
+from xshard import chips, errors, mesh
 from xshard import state as state_lib
 from xshard.dryrun import __main__ as dryrun
 from xshard.dryrun import costs, estimate, summary
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(
-    not HAS_LIBTPU, reason="libtpu is not installed: pip install '.[dryrun]'"
+    not HAS_LIBTPU,
+    reason="libtpu is not installed: python -m pip install -r requirements_dryrun_lock.txt",
 )
 DIGITS = ("--config=configs/digits.py", "--topology=v5e:4x4")
 TOY = ("--config=tests/toy.py", "--topology=v5e:2x2")
@@ -117,13 +118,18 @@ class Compiled:
         )
 
 
-def described():
+def described(compiled=None, the_mesh=None):
     chip = chips.CHIPS["v5e"]
     result = {
         "topology": "v5e:2x4", "slices": 1, "chips": 8, "mesh": {"replica": 8}, "examples": 64,
         "chip": {"hbm": chip.hbm, "source": chip.source}, "memory": {"parameters": 2**22}, "compile_seconds": 1.0,
     }  # fmt: skip
-    return dryrun._describe(result, Compiled(), chip, jax.sharding.Mesh(jax.devices(), "replica"))
+    return dryrun._describe(result, compiled or Compiled(), chip, the_mesh or replicas())
+
+
+def replicas():
+    chips_of_a_slice = np.array(pods.make("v5e:2x4"))
+    return jax.sharding.Mesh(chips_of_a_slice, "replica")
 
 
 def check(result):
@@ -155,14 +161,54 @@ def test_what_is_said_of_a_compiled_step():
     for line in (
         "v5e:2x4: 8 chips of 16.00 GiB as 8 replica, 64 examples a step; compiled in 1 s: it fits",
         "activations and workspace  4 MiB",
-        "all-reduce  replica  ICI      f32    1      1       4 MiB  7 MiB",
+        "kind        over     network  hops  types  times  arrays  gives  a chip sends",
+        "all-reduce  replica  ICI      1     f32    1      1       4 MiB  7 MiB",
         "compute     2.15 GFLOP   197 TFLOP/s  10.9 us",
         "ICI         7.34 MB      200 GB/s     36.7 us",
         "A step takes at least 36.7 us, at most 1.74 M examples a second: ICI dominates.",
         "Peaks: https://docs.cloud.google.com/tpu/docs/v5e",
     ):
         assert line in shown, shown
-    assert "DCN" not in shown
+    assert "DCN" not in shown and "Warning" not in shown and result["warnings"] == []
+
+
+def test_a_collective_that_is_not_between_neighbours_is_warned_of():
+    class Apart(Compiled):
+        def as_text(self):
+            return HLO.replace("{{0,1,2,3,4,5,6,7}}", "{{0,2},{1,3},{4,6},{5,7}}")
+
+    # Devices are numbered by hosts, so that each second one is a row further.
+    places = jax.sharding.Mesh(np.reshape(pods.make("v5e:2x4"), (4, 2)), ("replica", "model"))
+    result = described(Apart(), places)
+    (row,) = result["collectives"]
+    assert (row["over"], row["hops"], row["mean_hops"]) == ("within replica", 1, 1.0)
+    places = jax.sharding.Mesh(
+        mesh.make_mesh(devices=pods.make("v5e:2x4")).devices.reshape(4, 2), ("replica", "model")
+    )
+    result = described(Apart(), places)
+    (row,) = result["collectives"]
+    assert (row["hops"], row["mean_hops"]) == (2, 2.0)
+    (warning,) = result["warnings"]
+    for part in (
+        "all-reduce over within replica (2 hops, 4 MiB a chip)",
+        "model_parallel",
+        "1, 2, 4, 8.",
+    ):
+        assert part in warning, warning
+    assert warning in summary.show(result) and "within replica  ICI      2 " in summary.show(result)
+
+
+def test_a_program_that_jax_cannot_read_is_one_message_and_its_memory():
+    class Newer(Compiled):
+        def as_text(self):
+            raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure (hlo_instruction.cc:463)")
+
+    with pytest.raises(dryrun.UnreadableError, match="RET_CHECK") as e:
+        described(Newer())
+    for part in ("compiles and fits on v5e:2x4", f"jax {jax.__version__} cannot read", "[dryrun]"):
+        assert part in str(e.value)
+    assert e.value.result["memory"]["peak"] == 3 * 2**22
+    assert "peak                       12 MiB" in summary.show(e.value.result)
 
 
 def test_what_is_not_published_is_no_bound():
@@ -193,9 +239,16 @@ def test_a_step_that_does_not_fit(needed, first):
     assert mend.startswith(first) and "model_parallel" in mend and "micro_batches" in mend
 
 
-def test_another_error_of_the_compiler_s_stays_what_it_is():
-    e = RuntimeError("INTERNAL: no")
-    assert dryrun._does_not_fit(e, {}, None) is e
+def test_what_the_compiler_refuses_is_one_message_with_its_words():
+    refused = RuntimeError("UNIMPLEMENTED: no such collective")
+    e = dryrun._compiler_error(refused, {"topology": "v5e:2x2", "slices": 2}, None)
+    assert isinstance(e, errors.UserError)
+    for part in (
+        "cannot compile the step for v5e:2x2, slices=2",
+        "UNIMPLEMENTED: no such",
+        "[dryrun]",
+    ):
+        assert part in str(e)
 
 
 def test_without_libtpu_there_is_one_message():
@@ -211,6 +264,7 @@ BAD = {
     "no topology": (["--config=tests/toy.py"], ["--config and --topology are needed", "v5e:16x16"]),
     "topology": ([*TOY, "--topology=v5e:3x5"], ["--topology=v5e:3x5", "no such slice", "4x8"]),
     "slices": ([*TOY, "--slices=0"], ["--slices=0", "positive"]),
+    "many slices": ([*TOY, "--slices=512"], ["--slices=512", "at most 511 slices"]),
     "flag": ([*TOY, "--topologie=v5e:2x2"], ["topologie", "topology", "--help"]),
     "key": ([*TOY, "--config.batch_sise=3"], ["--config.batch_sise", "did you mean batch_size"]),
     "no flag": ([*TOY, "more"], ["more: arguments begin with '--'"]),
@@ -285,3 +339,95 @@ def test_a_model_that_does_not_fit_is_one_message():
     for part in ("does not fit on v5e:4x4", "GiB too much", "hidden/w 8.58 GiB", "model_parallel"):
         assert part in err, err
     assert err.startswith("error: ") and "Traceback" not in err
+
+
+TOPOLOGIES = (
+    *(
+        ("v4:2x2x1", 1),
+        ("v4:4x4x4", 1),
+        ("v4:8x8x8", 1),
+        ("v5e:1x1", 1),
+        ("v5e:2x4", 1),
+        ("v5e:16x16", 2),
+    ),
+    *(("v5p:2x2x2", 1), ("v5p:4x4x8", 4), ("v5p:8x8x16", 1), ("v6e:4x4", 1), ("v6e:8x16", 4)),
+)
+# What each device says of itself, of one slice without its number.
+DEVICES = """
+import json
+from xshard import chips
+from xshard.dryrun import __main__ as dryrun
+for topology, slices in json.loads(sys.argv[1]):
+    devices = dryrun._devices(topology, chips.parse_topology(topology), slices)
+    names = ("id", "device_kind", "process_index", "core_on_chip", "platform")
+    say = lambda one: [*(getattr(one, n) for n in names), *one.coords, getattr(one, "slice_index", 0)]
+    print(json.dumps([say(one) for one in devices]))
+"""
+
+
+def run_program(program, *arguments):
+    """What a program prints, a line each, with libtpu in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{program}", *arguments],
+        capture_output=True, text=True, env=environment, check=True,
+    )  # fmt: skip
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@needs_libtpu
+def test_the_stand_ins_are_as_libtpu_describes_the_chips():
+    for (topology, slices), found in zip(
+        TOPOLOGIES, run_program(DEVICES, json.dumps(TOPOLOGIES)), strict=True
+    ):
+        expected = [
+            [
+                chip.id,
+                chip.device_kind,
+                chip.process_index,
+                chip.core_on_chip,
+                chip.platform,
+                *chip.coords,
+                chip.slice_index,
+            ]
+            for chip in pods.make(topology, slices)
+        ]
+        assert found == expected, topology
+
+
+SCATTERED = """
+import jax, json
+from xshard import chips, collectives, mesh as mesh_lib
+from xshard.dryrun import __main__ as dryrun
+from xshard.optimizers import shards
+for topology, slices in json.loads(sys.argv[1]):
+    devices = dryrun._devices(topology, chips.parse_topology(topology), slices)
+    mesh = mesh_lib.make_mesh(slices=slices, devices=devices)
+    scatter, gather = mesh_lib.torus_steps(mesh)
+
+    def update(x):
+        steps = {"scatter_steps": scatter, "gather_steps": gather}
+        parts = shards.Partition({"m": {"w": x}}, mesh.shape["replica"], "replica", **steps)
+        layout = parts.layouts["m/w"]
+        part = jax.lax.psum(parts.scatter(layout, x + 1), "slice")
+        return parts.gather(layout, 2 * part)
+
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    compiled = jax.jit(mapped).lower(jax.ShapeDtypeStruct((2048, 2048), "float32")).compile()
+    print(json.dumps(collectives.rows(mesh, collectives.of(compiled))))
+"""
+PLACES = (("v5e:4x4", 1), ("v5e:16x16", 2), ("v6e:8x8", 1), ("v5p:4x4x8", 2), ("v4:4x4x4", 1))
+
+
+@needs_libtpu
+def test_what_is_scattered_over_whole_slices_goes_between_neighbours_and_is_never_summed_whole():
+    whole = 4 * 2048 * 2048
+    for place, rows in zip(PLACES, run_program(SCATTERED, json.dumps(PLACES)), strict=True):
+        inside = [row for row in rows if not row["between_slices"]]
+        assert {row["hops"] for row in inside} == {1}, (place, rows)
+        scattered = sum(row["sent"] for row in inside if row["kind"] == "reduce-scatter")
+        assert 0.9 * whole < scattered < whole, (place, rows)
+        # Gathered in as many steps on a plane; on a torus of three axes in one, which is an all-reduce.
+        is_plane = place[0].startswith(("v5e", "v6e"))
+        summed = [row["bytes"] for row in inside if row["kind"] == "all-reduce"]
+        assert sum(summed) == (0 if is_plane else whole), (place, rows)

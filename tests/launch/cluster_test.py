@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import random
 import re
 import shutil
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import numpy as np
 import pytest
 
+from tests import pace
 from tests.launch import harness
 
 COUNT = 4
@@ -42,6 +44,10 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+FirstJobId={first}
+BatchStartTimeout=600
+MessageTimeout=600
+TCPTimeout=600
 ReturnToService=2
 MailProg=/bin/true
 NodeName={host} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
@@ -72,7 +78,10 @@ def slurm(tmp_path_factory):
         folder.chmod(0o755)
     ports = [harness.free_port(), harness.free_port()]
     conf = state / "slurm.conf"
-    conf.write_text(CONF.format(host=socket.gethostname(), ports=ports, state=state, user="root"))
+    # From a job's number comes the port where its processes meet.
+    first = random.SystemRandom().randrange(1, 4000)
+    values = {"host": socket.gethostname(), "ports": ports, "state": state, "first": first}
+    conf.write_text(CONF.format(user="root", **values))
     variables = {"SLURM_CONF": str(conf)}
     munge = [f"--{n}={state}/munge/{f}" for n, f in
              (("socket", "socket"), ("key-file", "key"), ("pid-file", "pid"), ("log-file", "log"),
@@ -121,7 +130,7 @@ def submit(directory, variables, *options, flags=()):
     return re.search(r"Submitted batch job (\d+)", output)[1]
 
 
-def wait_for(job, variables, state="COMPLETED", seconds=180):
+def wait_for(job, variables, state="COMPLETED"):
     """Waits until Slurm says that a job, or each task of an array, is in a state."""
 
     def states():
@@ -130,7 +139,7 @@ def wait_for(job, variables, state="COMPLETED", seconds=180):
         assert found <= {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", state}, shown
         return found == {state}
 
-    harness.wait_until(states, seconds)
+    harness.wait_until(states)
 
 
 @pytest.fixture(scope="module")
@@ -171,11 +180,12 @@ def test_slurm_requeues_a_job_that_is_told_to_stop_and_it_ends_in_the_same_bits(
     tmp_path, reference, slurm
 ):
     directory = tmp_path / "run"
-    job = submit(directory, slurm)
-    harness.wait_until(lambda: "step  20/400" in read(directory / "launch.log"))
-    # What Slurm sends at the time limit, too: a signal to the processes, not to the script.
-    ask(slurm, "scancel", "--signal=TERM", job)
-    harness.wait_until(lambda: "Restarts=1" in ask(slurm, "scontrol", "show", "job", job))
+    with pace.slow(tmp_path / "slow", 20) as variables:
+        job = submit(directory, {**slurm, **variables})
+        harness.wait_until(lambda: "step  20/400" in read(directory / "launch.log"))
+        # What Slurm sends at the time limit, too: a signal to the processes, not to the script.
+        ask(slurm, "scancel", "--signal=TERM", job)
+        harness.wait_until(lambda: "Restarts=1" in ask(slurm, "scontrol", "show", "job", job))
     harness.wait_until(lambda: "JobState=PENDING" in ask(slurm, "scontrol", "show", "job", job))
     # Slurm itself would wait two minutes; not at all it cannot, while the node still cleans up.
     harness.wait_until(lambda: ask(slurm, *IDLE) == "1")

@@ -14,36 +14,46 @@ from tests import rows
 from tests.checkpoint import harness as system
 from xshard.checkpoint import __main__ as tool
 
-environment, free_port = system.environment, system.free_port
+environment, free_port, FOREVER = system.environment, system.free_port, system.FOREVER
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+# The same, for a run: where nobody is to be missed nobody is to seem lost.
+PATIENT = [
+    f"--start_timeout_seconds={FOREVER}", f"--heartbeat_timeout_seconds={FOREVER}",
+    f"--shutdown_timeout_seconds={FOREVER}",
+]  # fmt: skip
 # Divided by the replicas of 1 to 4 processes of two devices each.
 TOY = [
     sys.executable, "-m", "xshard.main", "--config=tests/toy.py", "--config.batch_size=48",
-    "--config.eval_batch_size=24", "--heartbeat_timeout_seconds=20", "--start_timeout_seconds=60",
+    "--config.eval_batch_size=24", *PATIENT,
 ]  # fmt: skip
+
+
+def start(command, env=None, **options):
+    """Starts a program; its output is a pipe."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env or environment(),
+        **options,
+    )
 
 
 def launch(*arguments, command=(), **options):
     """Starts the launcher; its output is a pipe."""
     words = [*arguments, "--", *command] if command else arguments
-    return subprocess.Popen(
-        [sys.executable, "-m", "launch", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=options.pop("env", None) or environment(),
-        **options,
-    )
+    return start([sys.executable, "-m", "launch", *map(str, words)], **options)
 
 
-def finish(process, timeout=240):
+def finish(process):
     """The exit code and what was printed."""
     try:
-        output = process.communicate(timeout=timeout)[0]
+        output = process.communicate(timeout=FOREVER)[0]
     except subprocess.TimeoutExpired:
         process.kill()
-        raise AssertionError(f"not ended after {timeout} s: {process.communicate()[0]}") from None
+        raise AssertionError(f"not ended after {FOREVER} s: {process.communicate()[0]}") from None
     return process.returncode, output
 
 
@@ -57,11 +67,11 @@ def read_until(process, text):
     raise AssertionError(f"{text!r} was not printed; exit code {process.wait()}: {''.join(lines)}")
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition):
     """Waits for something that has no event to wait for."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + FOREVER
     while not (found := condition()):
-        assert time.monotonic() < end, f"not within {seconds} s"
+        assert time.monotonic() < end, f"not within {FOREVER} s"
         time.sleep(0.05)
     return found
 

@@ -8,10 +8,21 @@ import sys
 
 import pytest
 
+from experiments.lm import experiment
+from tests import pace
 from tests.launch import harness
+
+
+class Model(experiment.LanguageModel):
+    """At the pace that a test asks for."""
+
+    def train_batches(self, part):
+        return pace.batches(super().train_batches(part))
+
 
 # The config as it is, but for the shape, so that a step is short, and the numbers of steps.
 OPTIONS = [
+    "--config.experiment=tests.launch.lm_test.Model",
     "--config.steps=30", "--config.eval_every_steps=15", "--config.log_every_steps=5",
     "--config.checkpoint.every_steps=5", "--config.text.eval_windows=16",
     "--config.text.length=32", "--config.eval_batch_size=16",
@@ -19,15 +30,15 @@ OPTIONS = [
     "--config.sample.length=6", "--config.loss_scale.increment_period=7",
 ]  # fmt: skip
 COMMAND = [
-    sys.executable, "-m", "xshard.main", "--config=configs/lm_tiny.py", *OPTIONS,
-    "--heartbeat_timeout_seconds=20", "--start_timeout_seconds=60",
+    sys.executable, "-m", "xshard.main", "--config=configs/lm_tiny.py", *OPTIONS, *harness.PATIENT,
 ]  # fmt: skip
 
 
-def start(directory, *options, count=1, devices=8):
+def start(directory, *options, count=1, devices=8, **variables):
     command = [*COMMAND, f"--workdir={directory}", *options]
     flags = (f"--num_processes={count}", f"--cpu_devices={devices}")
-    return harness.launch(*flags, command=command, cwd=harness.ROOT)
+    environment = harness.environment(**variables)
+    return harness.launch(*flags, command=command, cwd=harness.ROOT, env=environment)
 
 
 def finish(process):
@@ -42,12 +53,13 @@ def test_killed_and_started_again_it_ends_in_the_same_bits_and_text(tmp_path, co
     output = finish(start(tmp_path / "whole", **shape))
     text = json.loads((tmp_path / "whole/results.json").read_text())["samples"]
     assert "--- 'def '" in text and "samples:" in output
-    process = start(tmp_path / "killed", **shape)
     # Of a step that is saved, the save before has come to its end.
     step = random.Random().choice(range(15, 30, 5))
-    harness.read_until(process, f"step {step:>2}/30")
-    pid = random.choice(harness.status(tmp_path / "killed"))["pid"]
-    os.kill(pid, signal.SIGKILL)
+    with pace.slow(tmp_path / "slow", step) as variables:
+        process = start(tmp_path / "killed", **shape, **variables)
+        harness.read_until(process, f"step {step:>2}/30")
+        pid = random.choice(harness.status(tmp_path / "killed"))["pid"]
+        os.kill(pid, signal.SIGKILL)
     assert "resumed from the checkpoint of step" in finish(process), f"killed at {step}"
     harness.assert_same_end(tmp_path / "killed", tmp_path / "whole", 30)
 

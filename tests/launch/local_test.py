@@ -6,7 +6,6 @@ import pathlib
 import signal
 import sys
 import threading
-import time
 
 import pytest
 
@@ -25,17 +24,17 @@ with open(starts, "a") as file:
 with open(os.path.join(place, "pid" + index), "w") as file:
     file.write(str(os.getpid()))
 end = ends[min(os.path.getsize(starts), len(ends)) - 1]
-print("start", os.path.getsize(starts), end, flush=True)
 if "STEP" in os.environ:
     with open(os.path.join(workdir, "status.json"), "w") as file:
         json.dump([{"step": os.path.getsize(starts)}], file)
 if end == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    time.sleep(600)
 if end == "saves":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+print("start", os.path.getsize(starts), end, flush=True)
+while end in ("stubborn", "saves"):
     time.sleep(600)
 if end == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -48,10 +47,11 @@ sys.exit(int(end))
 @pytest.fixture
 def supervise(tmp_path, monkeypatch):
     (tmp_path / "program.py").write_text(PROGRAM)
-    monkeypatch.setattr(local, "_SETTLE_SECONDS", 0.3)
     out = io.StringIO()
 
-    def make(*ends, processes=1, max_failures=3, grace=5.0):
+    def make(*ends, processes=1, max_failures=3, grace=harness.FOREVER, settle=harness.FOREVER):
+        monkeypatch.setattr(local, "_SETTLE_SECONDS", settle)
+        monkeypatch.setattr(local, "_HEAR_SECONDS", settle)
         command = (sys.executable, str(tmp_path / "program.py"), str(tmp_path), ",".join(ends))
         job = engine.Job("job", (*command, f"--workdir={tmp_path}"), processes)
         supervisor = local.Supervisor(job, local.Local(max_failures, grace), out)
@@ -90,6 +90,14 @@ def test_failures_without_progress_are_bounded_and_the_cause_comes_last(supervis
     assert supervisor.back_offs == [1, 2]
 
 
+def test_what_would_end_so_again_is_not_started_again(supervise, monkeypatch):
+    monkeypatch.setenv("STEP", "1")
+    supervisor = supervise("42", "3", "0", processes=2)
+    assert supervisor.run() == 3 and supervisor.back_offs == []
+    last = supervisor.out.getvalue().strip().splitlines()[-1]
+    assert last.startswith("launch: not started again") and "ended with exit code 3" in last
+
+
 def test_a_failure_after_new_steps_is_counted_anew(supervise, monkeypatch):
     monkeypatch.setenv("STEP", "1")
     assert supervise("1", "1", "1", "1", "1", "0").run() == 0
@@ -112,16 +120,18 @@ def test_one_that_is_killed_is_a_failure(supervise):
     assert supervisor.run() == 137 and "it was ended by SIGKILL" in supervisor.out.getvalue()
 
 
-@pytest.mark.parametrize("end, codes", [("saves", (42, 130)), ("stubborn", (137, 137))])
+@pytest.mark.parametrize(
+    "end, codes, grace", [("saves", (42, 130), harness.FOREVER), ("stubborn", (137, 137), 0.1)]
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_goes_to_all_and_nothing_is_started_again(supervise, end, codes, number):
-    supervisor = supervise(end, processes=3, grace=0.3)
+def test_a_signal_goes_to_all_and_nothing_is_started_again(supervise, end, codes, grace, number):
+    supervisor = supervise(end, processes=3, grace=grace, settle=0.1)
     ended = []
     thread = threading.Thread(target=lambda: ended.append(supervisor.run()))
     thread.start()
     harness.wait_until(lambda: supervisor.out.getvalue().count("start 1") == 3)
     supervisor.signal(number)
-    thread.join(30)
+    thread.join(harness.FOREVER)
     assert ended == [codes[number == signal.SIGINT]]
     assert "start 2" not in supervisor.out.getvalue()
 
@@ -135,9 +145,8 @@ def test_survivors_of_a_process_that_is_gone_do_not_linger(tmp_path, supervise, 
             [*job.command[:3], "1", "--process_id=1"],
         ],
     )
-    supervisor = supervise("stubborn", processes=2, max_failures=1)
-    begin = time.monotonic()
-    assert supervisor.run() == 1 and time.monotonic() - begin < 30
+    supervisor = supervise("stubborn", processes=2, max_failures=1, settle=0.1)
+    assert supervisor.run() == 1
     assert "process 1 of 2 ended with exit code 1: error" in supervisor.out.getvalue()
 
 

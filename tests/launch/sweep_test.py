@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from launch import engine, sweep
+from tests import pace
 from tests.launch import harness
 
 
@@ -15,7 +16,7 @@ def points_file(tmp_path, points):
     return path
 
 
-def start(tmp_path, points, *options, parallel=2, flags=()):
+def start(tmp_path, points, *options, parallel=2, flags=(), **variables):
     path = points_file(tmp_path, points)
     flags = [
         *flags,
@@ -24,9 +25,8 @@ def start(tmp_path, points, *options, parallel=2, flags=()):
         "--cpu_devices=2",
         "--max_failures=1",
     ]
-    return harness.launch(
-        *flags, command=[*harness.TOY, f"--workdir={tmp_path / 'runs'}", *options]
-    )
+    command = [*harness.TOY, f"--workdir={tmp_path / 'runs'}", *options]
+    return harness.launch(*flags, command=command, env=harness.environment(**variables))
 
 
 def test_a_sweep_runs_each_point_once_and_shows_what_came_out(tmp_path):
@@ -49,6 +49,20 @@ def test_a_sweep_runs_each_point_once_and_shows_what_came_out(tmp_path):
     assert shown.strip().splitlines() == lines
 
 
+def test_a_point_that_is_not_finite_has_ended_and_is_not_done(tmp_path):
+    points = [{"poisoned": "((0,3),)"}, {"poisoned": "()"}]
+    option = "--config.experiment=tests.toy.Poisoned"
+    code, output = harness.finish(start(tmp_path, points, option))
+    assert code == 3, output
+    failed, done = output.strip().splitlines()[-2:]
+    assert failed.split()[0] == "000" and "exit code 3" in failed
+    assert done.split()[0] == "001" and "done" in done
+    code, again = harness.finish(start(tmp_path, points, option))
+    assert code == 3 and "1 of 2 jobs are done" in again and "started" not in again
+    assert "not finite, and not run again while their results.json are there: " in again
+    assert "failed: not finite" in again.strip().splitlines()[-2]
+
+
 def test_a_point_that_fails_does_not_stop_the_others(tmp_path):
     code, output = harness.finish(start(tmp_path, [{"batch_size": 7}, {"seed": 1}], parallel=1))
     assert code == 1
@@ -60,13 +74,14 @@ def test_a_point_that_fails_does_not_stop_the_others(tmp_path):
 
 def test_a_sweep_that_is_stopped_goes_on(tmp_path):
     points = [{"seed": 0}, {"seed": 1}]
-    process = start(tmp_path, points, "--config.steps=1000", parallel=1)
     log = tmp_path / "runs" / "000" / "launch.log"
-    harness.wait_until(lambda: log.exists() and "step    8/1000" in log.read_text())
-    process.send_signal(signal.SIGTERM)
-    code, output = harness.finish(process)
+    with pace.slow(tmp_path / "slow", 8) as variables:
+        process = start(tmp_path, points, "--config.steps=100", parallel=1, **variables)
+        harness.wait_until(lambda: log.exists() and "step   8/100" in log.read_text())
+        process.send_signal(signal.SIGTERM)
+        code, output = harness.finish(process)
     assert code == 42 and not (tmp_path / "runs" / "001").exists(), output
-    code, output = harness.finish(start(tmp_path, points, "--config.steps=1000", parallel=2))
+    code, output = harness.finish(start(tmp_path, points, "--config.steps=100", parallel=2))
     assert code == 0 and "resumed from the checkpoint" in log.read_text(), output
 
 

@@ -1,5 +1,7 @@
 """The contract of Optimizer: gradients, gates, subsets, names, bad input."""
 
+import collections
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import optax
 import pytest
 
 from tests.optimizers import harness
-from xshard.optimizers import base, cross_shard, loss_scale
+from xshard.optimizers import base, cross_shard, gradients, loss_scale
 from xshard.optimizers import optax as optax_optimizer
 
 W0, B0, W1 = "mlp/linear_0/w", "mlp/linear_0/b", "mlp/linear_1/w"
@@ -79,7 +81,7 @@ def test_grad_loss(opt):
     assert value.shape == (16, 4)
     params, x = harness.params(), harness.batch()
     expected = jax.grad(lambda p: jnp.sum(per_example(p, x) * weight))(params)
-    harness.assert_equal(grads, expected)
+    harness.assert_equal(grads["mlp/linear_0"], expected["mlp/linear_0"])
 
 
 @pytest.mark.parametrize(
@@ -411,3 +413,300 @@ def test_a_bare_optimizer_says_what_it_lacks():
         run(
             lambda: base.Optimizer(name="empty").apply_gradients(harness.params(), harness.params())
         )
+
+
+def test_grad_loss_of_a_loss_of_fewer_parameters():
+    per_example = lambda p, x: jnp.tanh(x @ p["mlp/linear_0"]["w"])
+    _, grads = compute(per_example, both_rules, grad_loss=jnp.ones((16, 4)))
+    assert grads["mlp/linear_1"]["w"] is None and grads["mlp/linear_0"]["b"] is None
+    assert np.any(grads["mlp/linear_0"]["w"])
+
+
+def first_layer(p, x):
+    return jnp.mean((x @ p["mlp/linear_0"]["w"] + p["mlp/linear_0"]["b"]) ** 2)
+
+
+def second_layer(p):
+    return jnp.sum(p["mlp/linear_1"]["w"] ** 2)
+
+
+def scanned(p, x):
+    body = lambda total, _: (total + first_layer(p, x), None)
+    return jax.lax.scan(body, jnp.zeros(()), None, length=2)[0]
+
+
+def chosen(p, x):
+    twice = lambda p: 2 * first_layer(p, x)
+    return jax.lax.cond(p["mlp/linear_1"]["w"][0, 0] > 0, lambda p: first_layer(p, x), twice, p)
+
+
+def beside(p, x):
+    return jax.jit(lambda p: (first_layer(p, x), second_layer(p)))(p)[0]
+
+
+def stopped(p, x):
+    return first_layer(p, x) + second_layer(jax.lax.stop_gradient(p))
+
+
+@pytest.mark.parametrize(
+    "loss", [first_layer, scanned, chosen, beside, stopped, jax.checkpoint(beside)]
+)
+def test_a_parameter_that_the_loss_does_not_depend_on_has_no_gradient(loss):
+    _, grads = compute(loss, both_rules)
+    assert grads["mlp/linear_1"]["w"] is None
+    expected = jax.grad(loss)(harness.params(), harness.batch())
+    harness.assert_equal(grads["mlp/linear_0"], expected["mlp/linear_0"])
+
+
+def test_a_gradient_that_happens_to_be_zero_is_one():
+    _, grads = compute(lambda p, x: first_layer(p, x) + 0 * second_layer(p))
+    np.testing.assert_array_equal(grads["mlp/linear_1"]["w"], np.zeros((4, 2)))
+
+
+@pytest.mark.parametrize("method", [0, 1, 2])
+def test_of_several_losses_one_that_depends_on_it_is_enough(method):
+    options = {"aggregation_method": method}
+    assert compute([first_layer] * 3, **options)[1]["mlp/linear_1"]["w"] is None
+    _, grads = compute([first_layer, lambda p, x: second_layer(p), first_layer], **options)
+    np.testing.assert_allclose(
+        grads["mlp/linear_1"]["w"], 2 * harness.params()["mlp/linear_1"]["w"], rtol=1e-6
+    )
+    with_aux = lambda p, x: (first_layer(p, x), second_layer(p))
+    _, grads = compute([with_aux] * 2, has_aux=True, **options)
+    assert grads["mlp/linear_1"]["w"] is None
+    batches = gradients.MicroBatches(with_aux, harness.batch().reshape(4, 4, 3))
+    rule = lambda: adam().compute_gradients(batches, harness.params(), has_aux=True, **options)
+    assert run(rule)[1]["mlp/linear_1"]["w"] is None
+
+
+def decaying():
+    return optax_optimizer.OptaxOptimizer(optax.adamw(0.1, weight_decay=0.5), name="adam")
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_it_keeps_its_value_and_slots_which_it_has(shard_update):
+    def make():
+        cross = cross_shard.CrossShardOptimizer(decaying(), shard_update=shard_update)
+        return loss_scale.MixedPrecisionLossScaleOptimizer(cross, "dynamic")
+
+    step = harness.transform_step(make, first_layer)
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x)
+    assert state["adam"][f"0/mu/{W1}"].shape == (4, 2)
+    sharded, store, whole = harness.sharded(step, make, 4)
+    (_, new, n), after = jax.jit(sharded)(params, store(state), x)
+    after = whole(after)
+    assert int(n) == 1
+    harness.assert_equal(new["mlp/linear_1"], params["mlp/linear_1"])
+    assert np.any(np.asarray(new["mlp/linear_0"]["w"]) != params["mlp/linear_0"]["w"])
+    for slot in ("0/mu", "0/nu"):
+        harness.assert_equal(after["adam"][f"{slot}/{W1}"], state["adam"][f"{slot}/{W1}"])
+        assert np.any(after["adam"][f"{slot}/{W0}"])
+
+
+def test_a_loss_is_traced_once():
+    calls = []
+
+    def step(params):
+        def loss(p):
+            calls.append(hk.running_init())
+            return jnp.sum(p["m"]["w"]) * jax.random.uniform(hk.next_rng_key())
+
+        return both_rules().compute_gradients(loss, params)
+
+    step = hk.transform_with_state(step)
+    params, key = {"m": {"w": jnp.ones(2)}}, jax.random.key(1)
+    _, state = step.init(key, params)
+    (value, _), _ = step.apply({}, state, key, params)
+    assert calls == [True, False]
+    drawn = hk.transform(lambda: jax.random.uniform(hk.next_rng_key())).apply({}, key)
+    np.testing.assert_array_equal(value, 2 * drawn)
+
+
+def test_a_loss_that_depends_on_nothing_is_refused():
+    with pytest.raises(ValueError, match="There is no gradient for any of .* loss depends on"):
+        run(lambda: adam().minimize(lambda p: jnp.float32(1), harness.params()))
+
+
+def complex_params():
+    rng = np.random.default_rng(5)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) + 1j * rng.normal(size=shape))
+    return {"m": {"w": draw(3).astype(jnp.complex64), "b": jnp.ones(2)}}
+
+
+def complex_loss(p, x):
+    distance = jnp.abs(p["m"]["w"] * x.astype(jnp.complex64) - 1j)
+    return jnp.sum(distance**2) + jnp.sum(p["m"]["b"] ** 2)
+
+
+def in_pairs(params):
+    """The same parameters as real and imaginary parts."""
+    w = params["m"]["w"]
+    return {"m": {"u": jnp.real(w), "v": jnp.imag(w), "b": params["m"]["b"]}}
+
+
+def pair_loss(p, x):
+    return complex_loss(
+        {"m": {"w": jax.lax.complex(p["m"]["u"], p["m"]["v"]), "b": p["m"]["b"]}}, x
+    )
+
+
+@pytest.mark.parametrize("micro", [False, True])
+def test_a_complex_parameter_goes_as_its_real_and_imaginary_part(micro):
+    def make():
+        clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+        cross = cross_shard.CrossShardOptimizer(clipped)
+        return loss_scale.MixedPrecisionLossScaleOptimizer(cross, "dynamic")
+
+    def train(loss, params):
+        def step(p, x, n):
+            parts = gradients.MicroBatches(loss, jnp.stack([x, x + 1])) if micro else None
+            opt = make()
+            value, grads = opt.compute_gradients(parts or (lambda p: loss(p, x)), p)
+            return value, *opt.apply_gradients(grads, p, n)
+
+        step = hk.transform_with_state(step)
+        _, state = step.init(None, params, jnp.ones(3), 0)
+        values, n = [], jnp.int32(0)
+        for scale in (1.0, 1.0, np.nan, 1.0):
+            x = jnp.full(3, scale)
+            (value, params, n), state = step.apply({}, state, None, params, x, n)
+            values.append(float(value))
+        assert int(n) == 3
+        return params, values
+
+    params = complex_params()
+    new, values = train(complex_loss, params)
+    pairs, expected = train(pair_loss, in_pairs(params))
+    # The same sums of other terms, each rounded in float32.
+    harness.assert_close(in_pairs(new), pairs, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(values, expected, rtol=1e-5)
+    assert values[3] < values[1] < values[0]
+
+
+def test_gradients_of_complex_parameters_are_those_of_jax():
+    params = complex_params()
+    loss = lambda p: complex_loss(p, jnp.full(3, 2.0))
+    _, grads = run(lambda: both_rules().compute_gradients(loss, params))
+    harness.assert_close(grads, jax.grad(loss)(params), rtol=1e-6)
+    with pytest.raises(ValueError, match="'m/b' is complex64 and its parameter float32"):
+        bad = {"m": {**grads["m"], "b": jnp.ones(2, jnp.complex64)}}
+        run(lambda: adam().apply_gradients(bad, params))
+
+
+def test_haikus_own_mapping_is_as_a_dict():
+    plain = harness.params()
+    flat = hk.data_structures.to_immutable_dict(plain)
+    make = lambda: loss_scale.MixedPrecisionLossScaleOptimizer(
+        cross_shard.CrossShardOptimizer(decaying()), "dynamic"
+    )
+
+    def step(params, x):
+        opt = make()
+        subset = [W0, W1]
+        value, grads = opt.compute_gradients(lambda p: harness.loss(p, x), params, var_list=subset)
+        assert type(grads) is type(params)
+        return value, opt.apply_gradients(grads, params), opt.get_slot(W0, "mu")
+
+    step = hk.transform_with_state(step)
+    results = []
+    for params in (plain, flat):
+        _, state = step.init(None, params, harness.batch())
+        (value, new, slot), after = step.apply({}, state, None, params, harness.batch())
+        assert type(new) is type(params)
+        results.append((value, hk.data_structures.to_mutable_dict(new), slot, state, after))
+    harness.assert_equal(results[1], results[0])
+
+
+def test_gradients_may_be_in_other_mappings_than_parameters():
+    params = harness.params()
+    ordered = collections.OrderedDict(
+        (module, collections.OrderedDict(reversed(arrays.items())))
+        for module, arrays in reversed(params.items())
+    )
+    expected = run(lambda: both_rules().apply_gradients(params, params))
+    harness.assert_equal(run(lambda: both_rules().apply_gradients(ordered, params)), expected)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"a/b": {"c": jnp.ones(2)}, "a": {"b/c": jnp.ones(2)}},
+        {"a": {"b": {"c": jnp.ones(2)}, "b/c": jnp.ones(2)}},
+    ],
+)
+def test_parameters_of_one_path_are_refused(params):
+    match = r"Two parameters have the path 'a/b/c': \['a.*\] and \['a.*rename"
+    with pytest.raises(ValueError, match=match):
+        compute(lambda p, x: 0.0, params=params)
+    with pytest.raises(ValueError, match=match):
+        run(lambda: adam().apply_gradients(params, params))
+    one = {"a/b": {"c": jnp.ones(2)}}
+    with pytest.raises(ValueError, match="Two gradients have the path 'a/b/c'"):
+        run(lambda: adam().apply_gradients(params, one))
+
+
+def test_a_parameter_may_have_a_slash_in_its_name():
+    params = {"a": {"b/c": jnp.ones(2)}, "a/b": {"d": jnp.ones(2)}}
+    new = run(lambda: adam().minimize(lambda p: jnp.sum(p["a"]["b/c"] ** 2), params)[1])
+    assert np.all(np.asarray(new["a"]["b/c"]) < 1)
+    harness.assert_equal(new["a/b"], params["a/b"])
+
+
+def test_a_number_of_pythons_is_a_parameter():
+    params = {"m": {"w": 1.0}}
+    new = run(lambda: both_rules().minimize(lambda p: p["m"]["w"] ** 2, params)[1])
+    assert new["m"]["w"].dtype == jnp.float32 and not jax.typeof(new["m"]["w"]).weak_type
+    np.testing.assert_allclose(new["m"]["w"], 0.9, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [0.0, True, jnp.zeros(3, jnp.int32), jnp.float32(1), "1", [1]])
+def test_a_global_step_that_counts_nothing_is_refused(bad):
+    with pytest.raises(ValueError, match="global_step must be an integer scalar.*received"):
+        run(lambda: adam().minimize(lambda p: second_layer(p), harness.params(), bad))
+
+
+@pytest.mark.parametrize(
+    "loss,options,match",
+    [
+        (jnp.float32(3), {}, r"must be a function.*received an array of the shape \(\).*lambda"),
+        (3.0, {}, "must be a function.*received float: 3.0"),
+        ([second_layer, 3.0], {}, "must be a function.*received float"),
+        (gradients.MicroBatches(3.0, jnp.ones(2)), {}, "must be a function.*received float"),
+        (second_layer, {"has_aux": True}, r"has_aux=True a loss must return \(value, aux\)"),
+        (lambda p: (second_layer(p), 1), {}, "returned tuple.*pass has_aux=True"),
+        (lambda p: None, {}, "must return an array; it returned NoneType"),
+        (lambda p: second_layer(p) > 0, {}, "floating-point number; it is bool"),
+        (lambda p: second_layer(p).astype(jnp.complex64), {}, "it is complex64.*real part"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss, options, match):
+    for opt in (adam, both_rules):
+        with pytest.raises(ValueError, match=match):
+            run(lambda: opt().minimize(loss, harness.params(), **options))
+
+
+class Halved(base.OptimizerWrapper):
+    """Halves gradients, in a compute_gradients that is not marked as transparent."""
+
+    def __init__(self, opt):
+        super().__init__(name="halved")
+        self.opt = opt
+
+    def compute_gradients(self, loss, params, **kwargs):
+        value, grads = self.opt.compute_gradients(loss, params, **kwargs)
+        return value, jax.tree.map(lambda g: g / 2, grads)
+
+
+def test_a_compute_gradients_of_ones_own_renames_no_state():
+    def names(make):
+        def loss(p):
+            hk.set_state("calls", hk.get_state("calls", [], jnp.int32, jnp.zeros) + 1)
+            return jnp.sum(hk.Linear(1, name="head", w_init=jnp.ones)(p["m"]["w"]))
+
+        step = hk.transform_with_state(lambda p: make().minimize(loss, p))
+        made = step.init(jax.random.key(0), {"m": {"w": jnp.ones((1, 2))}})
+        return [sorted(tree) for tree in made]
+
+    params, state = names(lambda: Halved(adam()))
+    assert [params, state] == names(adam) == [["head"], ["adam", "~"]]

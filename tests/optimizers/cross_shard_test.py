@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from tests.optimizers import harness
-from xshard.optimizers import cross_shard, loss_scale
+from xshard.optimizers import axes, cross_shard, loss_scale
 from xshard.optimizers import optax as optax_optimizer
 
 CrossShard = cross_shard.CrossShardOptimizer
@@ -275,7 +275,7 @@ def test_the_same_axis_twice_is_refused():
 
 
 def test_outside_of_any_axis_there_is_one_replica_and_one_warning(caplog):
-    cross_shard.logging._log_counter_per_token.clear()
+    axes.logging._log_counter_per_token.clear()
     step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0)), linear_loss)
     params = {"m": {"w": jnp.zeros(())}}
     _, state = step.init(None, params, 2.0)
@@ -285,3 +285,125 @@ def test_outside_of_any_axis_there_is_one_replica_and_one_warning(caplog):
     np.testing.assert_array_equal(new["m"]["w"], -2.0)
     warnings = [r for r in caplog.records if "assuming one replica" in r.getMessage()]
     assert len(warnings) == 1
+
+
+def plain_gradients(reduction, mark, check_vma):
+    """Parameters after a step whose gradients are from jax.grad, and after one with compute_gradients."""
+
+    def step(params, x):
+        opt = CrossShard(optax.sgd(1.0), reduction)
+        loss = lambda p: p["m"]["a"] * x + p["m"]["b"] * x**2
+        own = opt.apply_gradients(jax.grad(loss)(mark(params)), params)
+        return own, opt.minimize(loss, params)[1]
+
+    step = hk.transform_with_state(step)
+    params = {"m": {"a": jnp.zeros(()), "b": jnp.zeros(())}}
+    run = jax.shard_map(
+        lambda x: step.apply({}, {}, None, params, x[0])[0],
+        mesh=harness.mesh(),
+        in_specs=jax.P("replica"),
+        out_specs=jax.P(),
+        check_vma=check_vma,
+    )
+    return jax.jit(run)(jnp.arange(8.0))
+
+
+def as_varying(x):
+    return jax.lax.pcast(x, "replica", to="varying")
+
+
+def test_gradients_of_jax_grad_are_summed_once():
+    mark = functools.partial(jax.tree.map, as_varying)
+    for own, computed in (
+        plain_gradients("sum", mark, True),
+        plain_gradients("sum", lambda params: params, False),
+    ):
+        harness.assert_equal(own, computed)
+        np.testing.assert_array_equal(own["m"]["a"], -28.0)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_gradients_that_jax_has_summed_are_refused(reduction):
+    with pytest.raises(ValueError, match=r"'m/a' does not vary over the axis 'replica'.*pcast"):
+        plain_gradients(reduction, lambda params: params, True)
+    some = lambda params: {"m": {**params["m"], "a": as_varying(params["m"]["a"])}}
+    with pytest.raises(ValueError, match="'m/b' does not vary"):
+        plain_gradients(reduction, some, True)
+
+
+@pytest.mark.parametrize("marked,missing", [("slice", "replica"), ("replica", "slice")])
+def test_gradients_that_jax_has_summed_over_one_of_two_axes_are_refused(marked, missing):
+    axes_of = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("slice", "replica"), axis_types=axes_of)
+    params = {"m": {"w": jnp.zeros(())}}
+
+    def step(x):
+        opt = CrossShard(optax.sgd(1.0), slice_axis_name="slice")
+        varying = jax.lax.pcast(params["m"]["w"], marked, to="varying")
+        grads = jax.grad(lambda p: linear_loss(p, x))({"m": {"w": varying}})
+        return opt.apply_gradients(grads, params)
+
+    step = hk.transform_with_state(step)
+    local = lambda x: step.apply({}, {}, None, x[0, 0])[0]
+    run = jax.shard_map(local, mesh=mesh, in_specs=jax.P("slice", "replica"), out_specs=jax.P())
+    with pytest.raises(ValueError, match=f"does not vary over the axis '{missing}'"):
+        jax.eval_shape(run, jnp.ones((2, 4)))
+
+
+def test_groups_of_one_take_no_sum_of_all():
+    def step(x):
+        opt = CrossShard(optax.sgd(1.0), group_assignment=[[i] for i in range(8)])
+        params = {"m": {"w": jnp.zeros(())}}
+        return opt.apply_gradients(jax.grad(lambda p: linear_loss(p, x))(params), params)
+
+    step = hk.transform_with_state(step)
+    local = lambda x: step.apply({}, {}, None, x[0])[0]
+    run = jax.shard_map(
+        local, mesh=harness.mesh(), in_specs=jax.P("replica"), out_specs=jax.P("replica")
+    )
+    with pytest.raises(ValueError, match="does not vary"):
+        jax.eval_shape(run, jnp.ones(8))
+
+
+@pytest.mark.parametrize("options", [{"reduce_dtype": "bfloat16"}, {"shard_update": True}])
+def test_complex_gradients_are_summed_whole_or_refused(options):
+    def step(params, x):
+        loss = lambda p: jnp.sum(jnp.abs(p["m"]["w"] - x) ** 2)
+        return CrossShard(optax.sgd(0.5), **options).minimize(loss, params)[1]
+
+    step = hk.transform_with_state(step)
+    params = {"m": {"w": jnp.zeros(4, jnp.complex64)}}
+    run = jax.shard_map(
+        lambda x: step.apply({}, {}, None, params, x[0])[0],
+        mesh=harness.mesh(4),
+        in_specs=jax.P("replica"),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    x = jnp.arange(4.0) * (1 + 2j)
+    if "reduce_dtype" in options:
+        with pytest.raises(ValueError, match="'m/w' is complex; reduce_dtype='bfloat16'"):
+            jax.eval_shape(run, x)
+    else:
+        # A step of 0.5 ends in the mean, of 0 to 3.
+        np.testing.assert_allclose(jax.jit(run)(x)["m"]["w"], np.full(4, 1.5 + 3j), rtol=1e-6)
+
+
+def test_numbers_of_numpy_are_replica_numbers():
+    groups = [list(group) for group in np.arange(8).reshape(2, 4)]
+    assert isinstance(groups[0][0], np.int64)
+    make = lambda: CrossShard(optax.sgd(1.0), "sum", group_assignment=groups)
+    (_, w, _), _ = run_replicas(make, jnp.arange(8.0))
+    np.testing.assert_array_equal(w, [-6.0] * 4 + [-22.0] * 4)
+
+
+def test_a_vmapped_axis_of_another_name_is_named(caplog):
+    axes.logging._log_counter_per_token.clear()
+    step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0)), linear_loss)
+    params = {"m": {"w": jnp.zeros(())}}
+    run = lambda x: step.apply({}, {}, None, params, x)[0][1]["m"]["w"]
+    with caplog.at_level("WARNING"):
+        seeds = jax.vmap(run, axis_name="seed")(jnp.arange(3.0))
+    np.testing.assert_array_equal(seeds, [0.0, -1.0, -2.0])
+    (message,) = [r.getMessage() for r in caplog.records if "one replica" in r.getMessage()]
+    assert "'replica', which is not mapped here" in message and "['seed']" in message

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 from tests.optimizers import harness
-from xshard.optimizers import base, cross_shard, gradients, loss_scale
+from xshard.optimizers import base, cross_shard, gradients, loss_scale, shards
+from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
 
 MAX = float(np.finfo(np.float32).max)
@@ -270,3 +271,153 @@ def test_several_losses_share_the_scale_and_a_vote():
     (_, new, n), _ = step.apply({}, state, None, params, x.at[0, 0].set(jnp.inf))
     harness.assert_equal(new, params)
     assert int(n) == 0
+
+
+def counting_loss(p, x):
+    """A loss that keeps the sum of all that it has seen in Haiku's state, and a count in a module's."""
+    seen = hk.get_state("seen", [], jnp.float32, jnp.zeros)
+    hk.set_state("seen", seen + jnp.sum(x))
+    with jax.numpy_dtype_promotion("standard"):
+        hk.ExponentialMovingAverage(0.9, name="ema")(jnp.mean(x))
+    return harness.loss(p, x)
+
+
+def scale_outside(**kwargs):
+    adam = optax_optimizer.OptaxOptimizer(optax.adam(0.1), name="adam")
+    return dynamic_around(cross_shard.CrossShardOptimizer(adam, **kwargs))
+
+
+def scale_inside(**kwargs):
+    adam = optax_optimizer.OptaxOptimizer(optax.adam(0.1), name="adam")
+    return cross_shard.CrossShardOptimizer(dynamic_around(adam), **kwargs)
+
+
+def dynamic_around(opt):
+    return loss_scale.MixedPrecisionLossScaleOptimizer(opt, loss_scale.DynamicLossScale())
+
+
+def own_calls(opt, x, params, n):
+    value, grads = opt.compute_gradients(lambda p: counting_loss(p, x), params)
+    grads = jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads)
+    return value, *opt.apply_gradients(grads, params, n)
+
+
+def minimized(opt, x, params, n):
+    return opt.minimize(lambda p: counting_loss(p, x), params, n)
+
+
+def in_micro_batches(opt, x, params, n):
+    parts = gradients.MicroBatches(counting_loss, x.reshape(2, -1, 3))
+    return opt.minimize(parts, params, n)
+
+
+def in_two_losses(opt, x, params, n):
+    losses = [lambda p, part=part: counting_loss(p, part) for part in (x[:1], x[1:])]
+    return opt.minimize(losses, params, n)
+
+
+def of_losses(state):
+    return {name: state[name] for name in ("~", "ema")}
+
+
+@pytest.mark.parametrize("make", [scale_outside, scale_inside])
+@pytest.mark.parametrize("way", [minimized, own_calls, in_micro_batches, in_two_losses])
+def test_a_skipped_step_leaves_what_the_loss_has_written_as_it_was(make, way):
+    step = hk.transform_with_state(lambda p, x, n: way(make(), x, p, n))
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x, 0)
+    run = jax.jit(lambda p, s, x, n: step.apply({}, s, None, p, x, n))
+    (_, params, n), state = run(params, state, x, jnp.int32(0))
+    assert float(state["~"]["seen"]) != 0 and int(n) == 1
+    (_, new, new_n), after = run(params, state, x.at[0, 0].set(jnp.inf), n)
+    harness.assert_equal((new, new_n, of_losses(after)), (params, n, of_losses(state)))
+    (_, _, new_n), after = run(params, state, x, n)
+    assert int(new_n) == 2 and int(after["ema"]["counter"]) > int(state["ema"]["counter"])
+
+
+def test_each_group_keeps_what_its_losses_have_written():
+    make = lambda: scale_outside(group_assignment=[[0, 2], [1, 3]])
+    step = hk.transform_with_state(lambda p, x, n: minimized(make(), x, p, n))
+    params, x = harness.params(), harness.batch().reshape(4, 4, 3)
+    _, state = step.init(None, params, x[0], 0)
+    run = jax.jit(harness.per_replica(step, 4))
+    stacked = harness.stack((params, state), 4)
+    (_, _, n), after = run(*stacked, x.at[2, 0, 0].set(jnp.nan), jnp.zeros(4, jnp.int32))
+    np.testing.assert_array_equal(n, [0, 1, 0, 1])
+    np.testing.assert_array_equal(after["ema"]["counter"], [0, 1, 0, 1])
+    np.testing.assert_array_equal(np.asarray(after["~"]["seen"]) == 0, [True, False, True, False])
+
+
+def many_steps(way, **kwargs):
+    """Several steps in one, by hk.scan: `(params, numbers of updates applied after each)`."""
+
+    def many(params, xs):
+        opt = scale_outside(**kwargs)
+
+        def body(carry, x):
+            _, params, n = way(opt, x, *carry)
+            return (params, n), n
+
+        (params, _), ns = hk.scan(body, (params, jnp.int32(0)), xs)
+        return params, ns
+
+    return hk.transform_with_state(many)
+
+
+@pytest.mark.parametrize("way", [minimized, in_micro_batches])
+def test_steps_in_a_loop_each_leave_it_as_it_was_before_them(way):
+    params, x = harness.params(), harness.batch()
+    xs = jnp.stack([x, x.at[0, 0].set(jnp.inf), 2 * x])
+    many = many_steps(way)
+    _, state = many.init(None, params, xs)
+    (new, ns), after = jax.jit(many.apply)({}, state, None, params, xs)
+    np.testing.assert_array_equal(ns, [1, 1, 2])
+    (expected, _), expected_state = jax.jit(many.apply)({}, state, None, params, xs[::2])
+    for tree in (after, expected_state):
+        # The skipped step has lowered it.
+        del tree["dynamic_loss_scale"]
+    # The scale is a power of 2, which rounds nothing.
+    harness.assert_close((new, after), (expected, expected_state), rtol=1e-6)
+
+
+def test_steps_in_a_loop_with_a_sharded_update_leave_slots_as_they_were_before_them():
+    params, x = harness.params(), harness.batch()
+    xs = jnp.stack([x, x.at[0, 0].set(jnp.inf), 2 * x])
+    many = many_steps(minimized, shard_update=True)
+    _, state = many.init(None, params, xs)
+    make = lambda: scale_outside(shard_update=True)
+    partition = shards.Partition(params, 4, "replica")
+    layouts = hk.transform(lambda: make().state_layouts(partition)).apply({}, None)
+    cut = lambda f, other: layouts_lib.map_state(
+        lambda layout, leaf: f(layout, leaf) if layout else other(leaf), layouts, state
+    )
+    specs = cut(lambda layout, _: layout.spec("replica"), lambda _: jax.P())
+    stored = cut(lambda layout, leaf: layout.store(leaf), lambda leaf: leaf)
+    run = jax.jit(
+        jax.shard_map(
+            lambda s, xs: (lambda out, s: (out, s["adam"]))(*many.apply({}, s, None, params, xs)),
+            mesh=harness.mesh(4),
+            in_specs=(specs, jax.P(None, "replica")),
+            out_specs=(jax.P(), specs["adam"]),
+            check_vma=False,
+        )
+    )
+    (new, ns), slots = run(stored, xs)
+    np.testing.assert_array_equal(ns, [1, 1, 2])
+    (expected, _), expected_slots = run(stored, xs[::2])
+    harness.assert_close((new, slots), (expected, expected_slots), rtol=1e-6)
+
+
+def test_what_is_written_after_the_loss_stays():
+    def step(p, x):
+        opt = scale_outside()
+        _, grads = opt.compute_gradients(lambda p: counting_loss(p, x), p)
+        hk.set_state("seen", jnp.float32(7))
+        return opt.apply_gradients(grads, p, 0)[1]
+
+    step = hk.transform_with_state(step)
+    params, x = harness.params(), harness.batch()
+    _, state = step.init(None, params, x)
+    n, after = step.apply({}, state, None, params, x * jnp.inf)
+    assert int(n) == 0 and float(after["~"]["seen"]) == 7
+    harness.assert_equal(after["ema"], state["ema"])

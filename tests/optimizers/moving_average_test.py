@@ -99,13 +99,21 @@ def test_the_parameters_are_what_they_are_without():
     harness.assert_equal(averaged[1][-1]["opt"], bare[1][-1]["opt"])
 
 
-def test_what_is_not_trained_keeps_its_average():
+def test_what_is_not_trained_has_itself_for_an_average():
     history, states = follow(lambda: Averaged(adam(), DECAY), var_list=[W0])
-    before, after = averages_of(states[0]), averages_of(states[-1])
-    for path in (B0, W1):
-        harness.assert_equal(after[path], before[path])
-        np.testing.assert_array_equal(after[path], by_path(history[-1])[path])
-    assert not np.array_equal(before[W0], after[W0])
+    assert all(list(state[NAME]) == [f"average/{W0}"] for state in states)
+    averages = moving_average.averages(states[-1][NAME], history[-1])
+    assert averages["mlp/linear_0"]["w"] is states[-1][NAME][f"average/{W0}"]
+    for module, name in (("mlp/linear_0", "b"), ("mlp/linear_1", "w")):
+        harness.assert_equal(averages[module][name], history[-1][module][name])
+    assert not np.array_equal(*(state[NAME][f"average/{W0}"] for state in (states[0], states[-1])))
+
+
+def test_what_has_no_average_may_have_no_gradient():
+    _, states = follow(lambda: Averaged(optax.sgd(0.1), DECAY), steps=0, var_list=[W0])
+    step = harness.transform_step(lambda: Averaged(optax.sgd(0.1), DECAY))
+    with pytest.raises(ValueError, match=f"'{B0}' has a gradient, but {NAME} has no slot for it"):
+        step.apply({}, states[0], None, harness.params(), harness.batch())
 
 
 def test_what_is_no_longer_trained_keeps_its_average_too():
@@ -225,7 +233,8 @@ def test_slots():
         opt.minimize(lambda p: harness.loss(p, x), params)
         found = {name: opt.get_slot(W0, name) for name in ("average", "mu", "nothing")}
         assert found["nothing"] is None and opt.get_slot("mlp/none", "average") is None
-        assert names == [] and opt.get_slot_names() == ["average", "mu", "nu"]
+        assert opt.get_slot_names() == ["average", "mu", "nu"]
+        assert names == ([] if hk.running_init() else opt.get_slot_names())
         return found["average"], len(opt.variables())
 
     step = hk.transform_with_state(step)

@@ -285,3 +285,35 @@ def test_int8_with_one_slice_is_refused():
     )
     with pytest.raises(ValueError, match="'int8' with one slice.*Leave it 'float32'"):
         run(params, state, x)
+
+
+@pytest.mark.parametrize("more", [{}, {"slice_dtype": "int8"}, {"shard_update": True}])
+def test_what_has_no_gradient_is_not_sent(more):
+    make = lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **options(**more))
+
+    def step(x):
+        opt = make()
+        first = opt.minimize(lambda p: jnp.sum(p["m"]["w"]) * x, PARAMS)[1]
+        return opt.minimize(lambda p: jnp.sum(p["m"]["b"]) * x, first)[1]
+
+    rules = hk.transform_with_state(step)
+    _, state = rules.init(None, jnp.ones(()))
+    partition = shards.Partition(PARAMS, MESH[1], "replica", copies=MESH[0])
+    layouts = hk.transform(lambda: make().state_layouts(partition)).apply({}, None)
+    # On each device what rounding has lost.
+    own = lambda layout, x: jnp.full((1, *layout.part_shape), 0.25) if layout else x
+    state = layouts_lib.map_state(own, layouts, state)
+    run = jax.shard_map(
+        lambda x: jax.tree.map(lambda x: x[None], rules.apply({}, state, None, x[0])),
+        mesh=make_mesh(),
+        in_specs=jax.P(AXES),
+        out_specs=jax.P(AXES),
+        check_vma=False,
+    )
+    new, after = jax.jit(run)(jnp.ones(8))
+    # It is added on each of two slices, once.
+    lost = 0.5 if "slice_dtype" in more else 0.0
+    for leaf in jax.tree.leaves(new):
+        # int8 rounds by half a 127th.
+        np.testing.assert_allclose(leaf, np.full(leaf.shape, -8.0 - lost), rtol=1 / 127)
+    assert jax.tree.structure(after) == jax.tree.structure(state)

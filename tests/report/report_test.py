@@ -245,6 +245,16 @@ def test_what_is_damaged_or_not_finite_is_said(tmp_path):
     assert facts(page)["step"] == "400 of 400"
 
 
+@pytest.mark.parametrize("doing", ["failed: not finite", "done", None])
+def test_a_run_that_has_not_ended_finite_is_not_done(tmp_path, doing):
+    path = samples.write(tmp_path / "one", [{"step": 400, "loss": 1.0}], doing=doing)
+    results = {"step": 400, "eval": {}, "finite": False, "why": "step 400: the loss is nan"}
+    (path / "results.json").write_text(json.dumps(results))
+    page, _ = report(tmp_path, path)
+    assert facts(page)["state"] == "not finite: step 400: the loss is nan"
+    assert 'class="state failed"' in page.source and 'class="state done"' not in page.source
+
+
 def test_numbers_of_groups():
     nan = float("nan")
     assert words.numbers([1.0, nan]) == "1 · \N{EN DASH}"

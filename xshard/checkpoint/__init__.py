@@ -3,11 +3,12 @@
 from xshard.checkpoint.catalog import Catalog, Entry, read_catalog
 from xshard.checkpoint.manager import Manager, Restored
 from xshard.checkpoint.retention import Keep, Saved
-from xshard.checkpoint.saver import Committed
+from xshard.checkpoint.saver import Committed, NonfiniteError
 from xshard.checkpoint.store import CheckpointError
-from xshard.checkpoint.transfer import PARAMS, Source, check_init, init_from
+from xshard.checkpoint.transfer import BY_DEFAULT, PARAMS, Source, check_init, init_from
 
 __all__ = [
+    "BY_DEFAULT",
     "PARAMS",
     "Catalog",
     "CheckpointError",
@@ -15,6 +16,7 @@ __all__ = [
     "Entry",
     "Keep",
     "Manager",
+    "NonfiniteError",
     "Restored",
     "Saved",
     "Source",

@@ -2,7 +2,7 @@
 
 DIR is a folder of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
 
-    ls DIR                   the steps: age, size, whether they count, are pinned, or are the best
+    ls DIR                   the steps: age, size, whether they count, are finite, pinned, or the best
     show DIR STEP            the tree: types, shapes, shardings, the loss scale; the run's metadata
     verify DIR [STEP]        reads every byte of one step or of all; exit code 1 if any is damaged
     diff DIR STEP STEP       the largest difference of each array
@@ -72,6 +72,9 @@ def show(store: store_lib.Store, step: int) -> Rows:
         for name, array in arrays.items()
     ]
     extra = {"step": meta["step"], **meta["metadata"], "data": meta["data"], **meta["written_with"]}
+    nonfinite = source_lib.read_commit(attempt).get(format_lib.NONFINITE)
+    if nonfinite:
+        extra["not finite"] = nonfinite
     for key, value in extra.items():
         rows.append({"path": key, "type": "", "shape": "", "sharding": "", "value": value})
     return rows

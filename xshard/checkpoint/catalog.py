@@ -13,7 +13,8 @@ class Entry(NamedTuple):
 
     Attributes:
       step: its step.
-      state: 'complete'; 'incomplete', which is being written or was cut off; or 'damaged'.
+      state: 'complete'; 'not finite', which is complete but for its parameters, of which some are infinite or NaN;
+        'incomplete', which is being written or was cut off; or 'damaged'.
       folder: its name in the store.
       time: when it was committed, in seconds of the epoch; None if it is not complete.
       nbytes: its size; None if it is not complete.
@@ -82,6 +83,8 @@ def _entry(
     state = "complete" if commit else "incomplete"
     if format_lib.COMMIT in attempt.marks and not commit:
         state = "damaged"
+    if commit.get(format_lib.NONFINITE):
+        state = "not finite"
     place, metric = best.get(attempt, (None, ""))
     return Entry(
         attempt.step,

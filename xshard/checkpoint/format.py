@@ -10,7 +10,7 @@
 
 Each array of the tree is a zarr3 array under its path (see arrays.py). COMMIT holds its own checksum and
 those of meta.json and of the manifest, the number of keys, and the metrics that the best checkpoint is
-chosen by.
+chosen by; and where the parameters have been looked at, the names of those that are not finite.
 """
 
 import dataclasses
@@ -24,6 +24,8 @@ from xshard.checkpoint import store as store_lib
 VERSION = 2
 COMMIT, META, MANIFEST = "COMMIT", "meta.json", "manifest.ocdbt"
 PINNED, DAMAGED, METRICS = "PINNED", "DAMAGED", "METRICS"
+# In COMMIT, and not in those of before.
+NONFINITE = "nonfinite"
 _MARKS = {COMMIT, PINNED, DAMAGED, METRICS}
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{8})")
 

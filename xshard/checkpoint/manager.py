@@ -41,6 +41,8 @@ class Manager:
         keep: retention.Keep,
         *,
         budget_bytes: int = 4 << 30,
+        finite: str = "",
+        refuse_nonfinite: bool = False,
         deadline_seconds: float = 1800.0,
         say: Callable[[str], None] = logging.info,
         committed: Callable[[saver.Committed], None] = lambda committed: None,
@@ -51,6 +53,9 @@ class Manager:
           folder: a path that all processes see, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
           keep: which checkpoints are kept.
           budget_bytes: how many bytes of the state may be in host memory at a time, beside the state.
+          finite: a regular expression of paths, such as '^params/': each checkpoint says whether these arrays are
+            finite, and the newest in which they are is never deleted for one in which they are not.
+          refuse_nonfinite: whether one in which they are not does not count.
           deadline_seconds: how long processes wait for one another.
           say: takes messages on progress.
           committed: called on process 0, from another thread, when a checkpoint counts.
@@ -64,11 +69,16 @@ class Manager:
         self._say, self._tell = say, committed
         self._lock: lock_lib.FileLock | lock_lib.Lease | None = None
         self._damaged: set[format_lib.Attempt] = set()
+        self._finite = finite
+        # Of attempts that count, what they say of themselves.
+        self._nonfinite: dict[format_lib.Attempt, list[str]] = {}
         self._exchange = processes.Exchange(f"checkpoints in {self.store}", deadline_seconds)
         self._saver = saver.Saver(
             self.store,
             self._exchange,
             budget_bytes=budget_bytes,
+            finite=finite,
+            refuse_nonfinite=refuse_nonfinite,
             say=say,
             before=self._before,
             guard=self._guard,
@@ -111,6 +121,15 @@ class Manager:
         """The metrics of a step, as this process sees them; none if it has none, or is there no more."""
         found = [attempt for attempt in self._committed() if attempt.step == step]
         return dict(source.read_commit(found[-1])["metrics"]) if found else {}
+
+    def nonfinite(self, step: int) -> list[str]:
+        """The paths in a step of what is to be finite and is not; none if nobody has looked."""
+        return self._nonfinite_of(format_lib.choose(self.store, self._committed(), step)[0])
+
+    def newest_finite_step(self) -> int | None:
+        """The newest step in which everything is finite that is to be, as far as it was looked at."""
+        there = reversed(self._committed())
+        return next((attempt.step for attempt in there if not self._nonfinite_of(attempt)), None)
 
     def add_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Gives a step that was saved without metrics those that it is chosen by as the best.
@@ -175,12 +194,20 @@ class Manager:
             if lock is not None:
                 lock.release()
 
-    def restore(self, target: Any, step: int | None = None) -> Restored:
+    def restore(
+        self,
+        target: Any,
+        step: int | None = None,
+        *,
+        may_hold: Callable[[], Any] | None = None,
+    ) -> Restored:
         """Reads a checkpoint: on every process its part, of the same one.
 
         Args:
           target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
           step: the step; the newest by default, or the newest before it that is not damaged.
+          may_hold: makes a tree such as `target`, of all that a checkpoint may hold: what of it is not in
+            the target is left out. Anything else that is not in the target is an error.
 
         Raises:
           CheckpointError: if there is none, if all are damaged, or if it does not fit the target.
@@ -188,7 +215,7 @@ class Manager:
         self.wait()
         damage = []
         for attempt in self._candidates(step):
-            restored, damaged = self._read(attempt, target)
+            restored, damaged = self._read(attempt, target, may_hold)
             if restored is not None:
                 return restored
             damage.append(damaged)
@@ -206,12 +233,14 @@ class Manager:
         found = self._saver.first(find)
         return [format_lib.Attempt(self.store, number, nonce) for number, nonce in found]
 
-    def _read(self, attempt: format_lib.Attempt, target: Any) -> tuple[Restored | None, str]:
+    def _read(
+        self, attempt: format_lib.Attempt, target: Any, may_hold: Callable[[], Any] | None
+    ) -> tuple[Restored | None, str]:
         """A checkpoint, or what is damaged in it on any process."""
         said, restored = {}, None
         try:
             meta = source.read_meta(attempt)
-            state = reader.read(attempt, target, meta, self._budget_bytes, self._say)
+            state = reader.read(attempt, target, meta, self._budget_bytes, self._say, may_hold)
             restored = Restored(state, meta["metadata"], meta["data"], attempt.step)
         except source.DamagedError as e:
             said = {"damaged": str(e)}
@@ -275,4 +304,16 @@ class Manager:
         if self._keep.best:
             with contextlib.suppress(source.DamagedError):
                 metric = source.read_commit(attempt)["metrics"].get(self._keep.metric)
-        return retention.Saved(attempt.step, metric, format_lib.PINNED in attempt.marks)
+        pinned = format_lib.PINNED in attempt.marks
+        finite = not (self._finite and self._nonfinite_of(attempt))
+        return retention.Saved(attempt.step, metric, pinned, finite)
+
+    def _nonfinite_of(self, attempt: format_lib.Attempt) -> list[str]:
+        if attempt not in self._nonfinite:
+            try:
+                commit = source.read_commit(attempt)
+            except source.DamagedError as e:
+                # As good as not finite: it is nothing to go on from.
+                return [str(e)]
+            self._nonfinite[attempt] = commit.get(format_lib.NONFINITE, [])
+        return self._nonfinite[attempt]

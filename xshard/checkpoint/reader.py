@@ -57,6 +57,7 @@ def read(
     meta: dict[str, Any],
     budget_bytes: int,
     say: Callable[[str], None],
+    may_hold: Callable[[], Any] | None = None,
 ) -> Any:
     """Reads a checkpoint into the structure, types and shardings of `target`.
 
@@ -66,6 +67,8 @@ def read(
       meta: its description.
       budget_bytes: how much may be read at a time, beyond the arrays themselves.
       say: takes messages on progress.
+      may_hold: makes a tree such as `target`, of all that the checkpoint may hold: what of it is not in the
+        target is not read. It is called only if there is more than in the target.
 
     Raises:
       DamagedError: if something is not what was written.
@@ -73,7 +76,11 @@ def read(
     """
     stored = source.array_metas(meta)
     wanted = arrays_lib.flatten(target)
-    _check_same(attempt, stored, {path: arrays_lib.describe(leaf) for path, leaf in wanted.items()})
+    described = {path: arrays_lib.describe(leaf) for path, leaf in wanted.items()}
+    unread = _unread(stored, described, may_hold)
+    if unread:
+        say(f"{attempt} holds what is not used here: {arrays_lib.listed(sorted(unread))}")
+    _check_same(attempt, {p: meta for p, meta in stored.items() if p not in unread}, described)
     leaves = [
         Leaf(path, stored[path], stored[path].shape, leaf.sharding) for path, leaf in wanted.items()
     ]
@@ -157,6 +164,23 @@ def _place(done: list[_Boxes]) -> dict[str, jax.Array]:
     jax.block_until_ready(list(arrays.values()))
     done.clear()
     return arrays
+
+
+def _unread(
+    stored: dict[str, arrays_lib.ArrayMeta],
+    wanted: dict[str, arrays_lib.ArrayMeta],
+    may_hold: Callable[[], Any] | None,
+) -> set[str]:
+    """The paths of what is stored and not wanted, and may be so."""
+    more = stored.keys() - wanted.keys()
+    if not more or may_hold is None:
+        return set()
+    allowed = arrays_lib.flatten(may_hold())
+    return {
+        path
+        for path in more & allowed.keys()
+        if stored[path].kind == arrays_lib.describe(allowed[path]).kind
+    }
 
 
 def _check_same(

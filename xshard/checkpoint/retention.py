@@ -15,16 +15,18 @@ class Saved:
       step: its step.
       metric: what the best is chosen by; None if it was saved without.
       pinned: whether someone has said that it stays.
+      finite: whether all in it is finite that is to be, as far as it was looked at.
     """
 
     step: int
     metric: float | None = None
     pinned: bool = False
+    finite: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """The rules: what any of them keeps is kept. The newest one and pinned ones always are.
+    """The rules: what any of them keeps is kept. The newest, the newest that is finite, and pinned ones always are.
 
     Attributes:
       last: how many of the newest.
@@ -58,6 +60,9 @@ class Keep:
         """The steps that are kept."""
         steps = sorted(one.step for one in saved)
         kept = {*steps[-self.last :], *(one.step for one in saved if one.pinned)}
+        finite = [one.step for one in saved if one.finite]
+        if finite:
+            kept.add(max(finite))
         if self.every_steps:
             kept |= {step for step in steps if step % self.every_steps == 0}
         return kept | set(self.best_steps(saved))

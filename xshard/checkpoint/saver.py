@@ -4,6 +4,7 @@ import atexit
 import dataclasses
 import json
 import queue
+import re
 import secrets
 import sys
 import threading
@@ -23,6 +24,7 @@ from xshard.checkpoint import store as store_lib
 _IDLE_SECONDS = 0.05
 # What a process says to all others is short.
 _SHOWN = 1000
+_NAMED = 8
 _SAVERS: "weakref.WeakSet[Saver]" = weakref.WeakSet()
 
 
@@ -48,11 +50,17 @@ class Committed(NamedTuple):
       step: its step.
       nbytes: the size of its arrays, before compression.
       seconds: from the call to save it until it counted.
+      nonfinite: paths of arrays that are to be finite and are not, not necessarily all.
     """
 
     step: int
     nbytes: int
     seconds: float
+    nonfinite: tuple[str, ...] = ()
+
+
+class NonfiniteError(store_lib.CheckpointError):
+    """A state that is to be finite and is not: its checkpoint does not count."""
 
 
 class Saver:
@@ -64,6 +72,8 @@ class Saver:
         exchange: processes.Exchange,
         *,
         budget_bytes: int,
+        finite: str,
+        refuse_nonfinite: bool,
         say: Callable[[str], None],
         before: Callable[[int], bool],
         guard: Callable[[], None],
@@ -75,6 +85,8 @@ class Saver:
           store: where to.
           exchange: how the processes agree.
           budget_bytes: how much of the state may be in host memory at a time.
+          finite: a regular expression of the paths of what is looked at whether it is finite; empty: nothing.
+          refuse_nonfinite: whether a checkpoint in which that is not finite does not count.
           say: takes messages on progress.
           before: called on process 0 with the step, before anything is written; whether to save it.
           guard: called on process 0 when all is written; raises if it may not count.
@@ -83,6 +95,7 @@ class Saver:
         self._store = store
         self._exchange = exchange
         self._budget_bytes = budget_bytes
+        self._finite, self._refuse_nonfinite = finite, refuse_nonfinite
         self._say = say
         self._before, self._guard, self._after = before, guard, after
         self._plan: tuple[Any, ownership.Plan] | None = None
@@ -118,8 +131,13 @@ class Saver:
             raise before
 
     def check(self) -> None:
-        """Raises what has made the last save fail, if it is known by now."""
-        if self._thread is None or not self._thread.is_alive():
+        """Raises what has made the last save fail, if it is known by now.
+
+        A NonfiniteError is left to `start` and `wait`, which raise it on all processes at the same step.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return
+        if not isinstance(self._failure, NonfiniteError):
             self.wait()
 
     def wait(self) -> None:
@@ -168,6 +186,8 @@ class Saver:
     def _run(self, job: "_Job") -> None:
         try:
             self._save(job)
+        except NonfiniteError as e:
+            self._failure = e
         except Exception as e:
             self._failure = store_lib.CheckpointError(
                 f"Step {job.step} could not be saved in {self._store}: {store_lib.reason(e)}. Earlier "
@@ -184,17 +204,33 @@ class Saver:
             return
         attempt = format_lib.Attempt(self._store, job.step, nonce)
         said: dict[str, Any] = {"data": job.extra.data}
+        bad: set[str] = set()
+        chunks = job.received()
+        if self._finite:
+            chunks = writer.noting_nonfinite(chunks, re.compile(self._finite).search, bad)
         try:
             said["keys"] = writer.write_part(
-                attempt, self._exchange.index, job.plan.arrays, job.received(), job.written
+                attempt, self._exchange.index, job.plan.arrays, chunks, job.written
             )
         except Exception as e:
             said["error"] = store_lib.reason(e)[:_SHOWN]
+        said["nonfinite"] = sorted(bad)[:_NAMED]
         parts = [json.loads(part) for part in self._exchange(json.dumps(said))]
-        self.first(lambda: self._finish(attempt, job, parts))
+        nonfinite = sorted({path for part in parts for path in part["nonfinite"]})[:_NAMED]
+        whole = all("error" not in part for part in parts)
+        if nonfinite and whole and self._refuse_nonfinite:
+            self.first(lambda: self._remove_failed(attempt))
+            raise NonfiniteError(
+                f"step {job.step}: what it leaves is not finite: {', '.join(nonfinite)}"
+            )
+        self.first(lambda: self._finish(attempt, job, parts, nonfinite))
 
     def _finish(
-        self, attempt: format_lib.Attempt, job: "_Job", parts: list[dict[str, Any]]
+        self,
+        attempt: format_lib.Attempt,
+        job: "_Job",
+        parts: list[dict[str, Any]],
+        nonfinite: list[str],
     ) -> None:
         """What process 0 does when all have written."""
         one = len(parts) == 1
@@ -210,11 +246,13 @@ class Saver:
             keys = writer.merge(attempt, [i for i, p in enumerate(parts) if p["keys"]], arrays)
             writer.describe(attempt, arrays, job.extra.metadata, [part["data"] for part in parts])
             self._guard()
-            writer.commit(attempt, keys, sum(job.plan.loads), job.extra.metrics)
+            looked_at = nonfinite if self._finite else None
+            writer.commit(attempt, keys, sum(job.plan.loads), job.extra.metrics, looked_at)
         except BaseException:
             self._remove_failed(attempt)
             raise
-        self._after(Committed(job.step, sum(job.plan.loads), time.monotonic() - job.begin))
+        seconds = time.monotonic() - job.begin
+        self._after(Committed(job.step, sum(job.plan.loads), seconds, tuple(nonfinite)))
 
     def _remove_failed(self, attempt: format_lib.Attempt) -> None:
         try:

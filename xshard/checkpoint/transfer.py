@@ -16,6 +16,9 @@ from xshard.checkpoint import source as source_lib
 from xshard.checkpoint import store as store_lib
 
 PARAMS = "^params/"
+_NET_STATE = "net_state/"
+# Of the network's state what is there: averages that a batch norm keeps go with the parameters.
+BY_DEFAULT = "^(params|net_state)/"
 _BUDGET_BYTES = 1 << 30
 _SHOWN = 5
 
@@ -29,12 +32,13 @@ class Source:
 
     Attributes:
       place: a run's directory or a folder of checkpoints, with @STEP for another than the newest.
-      select: a regular expression, searched for in the leaves' paths.
+      select: a regular expression, searched for in the leaves' paths. By default that of parameters and the
+        network's state, and of the latter what does not fit is left as the state has it.
       group: the group that is taken of a checkpoint with several.
     """
 
     place: str
-    select: str = PARAMS
+    select: str = BY_DEFAULT
     group: int = 0
 
 
@@ -72,8 +76,10 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
         leaves[request.path] = value if key else value.astype(leaves[request.path].dtype)
     taken = {request.path for request in requests}
     unused = sorted(path for path in stored if _search(source.select, path) and path not in taken)
-    left = f"; not used: {', '.join(unused[:_SHOWN])}" if unused else ""
-    say(f"initialised {len(requests)} arrays from {attempt}{left}")
+    lacking = sorted(path for path in leaves if _search(source.select, path) and path not in taken)
+    notes = f"; not used: {', '.join(unused[:_SHOWN])}" if unused else ""
+    notes += f"; not in it, and left as new: {', '.join(lacking[:_SHOWN])}" if lacking else ""
+    say(f"initialised {len(requests)} arrays from {attempt}{notes}")
     return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
 
 
@@ -91,9 +97,11 @@ def _requests(
         )
     wanted = {path: arrays_lib.describe(leaves[path]) for path in paths}
     groups = _Groups(_count(stored), _count(leaves), source.group)
-    problems = [
-        p for path in paths if (p := _problem(path, stored.get(path), wanted[path], groups))
-    ]
+    found = {path: _problem(path, stored.get(path), wanted[path], groups) for path in paths}
+    if source.select == BY_DEFAULT:
+        fits = lambda path: not (path.startswith(_NET_STATE) and found[path])
+        paths = [path for path in paths if fits(path)]
+    problems = [problem for path in paths if (problem := found[path])]
     if problems:
         raise format_lib.CheckpointError(
             f"{attempt} does not have what --init_select='{source.select}' selects: "

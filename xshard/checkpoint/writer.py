@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
@@ -24,6 +25,8 @@ Copy = Callable[[], np.ndarray]
 # What is written in one transaction, which holds it until it is committed, and how many are under way.
 _BATCH_BYTES = 128 << 20
 _BATCHES = 4
+# So many elements are looked at at a time: what is made of them stays in a processor's cache.
+_LOOKED_AT = 1 << 16
 # As many files are written at a time as a transaction fills.
 _FILE_BYTES = 32 << 20
 _PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "tensorstore", "numpy")
@@ -77,6 +80,41 @@ def start_device_copy(shard: jax.Array, piece: ownership.Piece) -> Copy:
         shard = jax.lax.dynamic_slice(shard, piece.start, piece.shape)
     shard.copy_to_host_async()
     return lambda: np.asarray(shard)
+
+
+def noting_nonfinite(
+    chunks: Iterator[Chunk | None], watched: Callable[[str], Any], found: set[str]
+) -> Iterator[Chunk | None]:
+    """The chunks as they come; the paths of those that are not finite are added to `found`.
+
+    Args:
+      chunks: what a process writes.
+      watched: whether the array of a path is looked at.
+      found: takes the paths.
+    """
+    for chunk in chunks:
+        if chunk is not None:
+            piece, value = chunk
+            if piece.path not in found and watched(piece.path) and not is_finite(value):
+                found.add(piece.path)
+        yield chunk
+
+
+def is_finite(value: np.ndarray) -> bool:
+    """Whether all elements are finite; of a type that knows nothing else, True."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return True
+    flat, bad = value.reshape(-1), _nonfinite
+    if value.dtype.itemsize == 2:
+        # NumPy takes ten times as long for these: those whose exponent is all ones are infinite or NaN.
+        info = jnp.finfo(value.dtype)
+        exponent = np.uint16(((1 << info.nexp) - 1) << info.nmant)
+        flat, bad = flat.view(np.uint16), lambda part: (part & exponent).max() == exponent
+    return not any(bad(flat[i : i + _LOOKED_AT]) for i in range(0, flat.size, _LOOKED_AT))
+
+
+def _nonfinite(part: np.ndarray) -> bool:
+    return not np.isfinite(part).all()
 
 
 def write_part(
@@ -172,8 +210,22 @@ def describe(
     attempt.store.create(attempt.prefix + format_lib.META, format_lib.to_json(meta))
 
 
-def commit(attempt: format_lib.Attempt, keys: int, nbytes: int, metrics: dict[str, float]) -> None:
-    """Makes an attempt count."""
+def commit(
+    attempt: format_lib.Attempt,
+    keys: int,
+    nbytes: int,
+    metrics: dict[str, float],
+    nonfinite: list[str] | None = None,
+) -> None:
+    """Makes an attempt count.
+
+    Args:
+      attempt: the attempt.
+      keys: the number of keys in its database.
+      nbytes: the size of its arrays.
+      metrics: what the best checkpoint is chosen by.
+      nonfinite: paths of arrays that are to be finite and are not, not necessarily all; None: nobody has looked.
+    """
     checksums = {}
     for name in (format_lib.META, format_lib.MANIFEST):
         content = attempt.store.read(attempt.prefix + name)
@@ -182,17 +234,18 @@ def commit(attempt: format_lib.Attempt, keys: int, nbytes: int, metrics: dict[st
         checksums[name] = format_lib.checksum(content)
     # All folders must be on the disk before the file that says so.
     attempt.store.sync(attempt.prefix)
-    content = format_lib.seal(
-        {
-            "step": attempt.step,
-            "attempt": attempt.nonce,
-            "keys": keys,
-            "bytes": nbytes,
-            "time": time.time(),
-            "sha256": checksums,
-            "metrics": metrics,
-        }
-    )
+    said: dict[str, Any] = {
+        "step": attempt.step,
+        "attempt": attempt.nonce,
+        "keys": keys,
+        "bytes": nbytes,
+        "time": time.time(),
+        "sha256": checksums,
+        "metrics": metrics,
+    }
+    if nonfinite is not None:
+        said[format_lib.NONFINITE] = nonfinite
+    content = format_lib.seal(said)
     attempt.store.create(attempt.prefix + format_lib.COMMIT, content)
 
 

@@ -9,6 +9,7 @@ Exit codes: 0 it fits; 1 it does not, or could not be compiled; 130 interrupted.
 
 import concurrent.futures
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -22,7 +23,20 @@ from absl import flags, logging
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from xshard import batches, chips, cli, collectives, data, errors, hlo, metrics, notice, step
+from xshard import (
+    batches,
+    chips,
+    cli,
+    collectives,
+    data,
+    errors,
+    hlo,
+    metrics,
+    nonfinite,
+    notice,
+    step,
+    torus,
+)
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -53,11 +67,13 @@ _ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
+# With more libtpu ends the process.
+_MOST_SLICES = 511
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 
 
-class DoesNotFitError(errors.UserError):
-    """A step that needs more memory than a chip has.
+class IncompleteError(errors.UserError):
+    """A step of which not all can be said.
 
     Attributes:
       result: what can be said of it all the same, as from `dry_run`.
@@ -66,6 +82,14 @@ class DoesNotFitError(errors.UserError):
     def __init__(self, message: str, result: dict[str, Any]):
         super().__init__(message)
         self.result = result
+
+
+class DoesNotFitError(IncompleteError):
+    """A step that needs more memory than a chip has."""
+
+
+class UnreadableError(IncompleteError):
+    """A step that was compiled to a program which this version of JAX cannot read."""
 
 
 def dry_run(config: Any, topology: str) -> dict[str, Any]:
@@ -77,7 +101,9 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
 
     Raises:
       DoesNotFitError: if it needs more memory than a chip has.
-      ValueError: if the topology does not exist, or the config does not fit it; if there is no libtpu.
+      UnreadableError: if JAX cannot read the program.
+      ValueError: if the topology does not exist, or the config does not fit it; if there is no libtpu, or it
+        cannot compile the step.
     """
     chip = chips.parse_topology(topology)
     _check(config)
@@ -102,22 +128,28 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
         },
     }
     begin = time.monotonic()
-    function = jax.jit(step.make_train_step(experiment, mesh), donate_argnums=0)
+    skip = config.on_nonfinite == nonfinite.SKIP
+    watched_step = step.make_watched_step(experiment, mesh, skip_nonfinite=skip)
+    function = jax.jit(watched_step, donate_argnums=0)
     lowered = function.lower(state, batch)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
-        raise _does_not_fit(e, result, state) from e
+        raise _compiler_error(e, result, state) from e
     result["compile_seconds"] = time.monotonic() - begin
     return _describe(result, compiled, chip, mesh)
 
 
 def _check(config: Any) -> None:
     config_lib.check(config)
+    if config.slices > _MOST_SLICES:
+        raise errors.UserError(
+            f"--slices={config.slices}: libtpu compiles for at most {_MOST_SLICES} slices; give fewer."
+        )
     if importlib.util.find_spec("libtpu") is None:
         raise errors.UserError(
             "libtpu is not installed, which holds the TPU's compiler: pip install '.[dryrun]', or "
-            "'xshard[dryrun]', about 200 MB to download. It needs no TPU, and Linux on x86-64."
+            "'xshard[dryrun]', about 200 MB to download. It needs no TPU, but Linux on x86-64."
         )
 
 
@@ -154,7 +186,11 @@ def _batch(example: data.Arrays, mesh: jax.sharding.Mesh, size: int) -> dict[str
 def _describe(
     result: dict[str, Any], compiled: jax.stages.Compiled, chip: chips.Chip, mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
-    program = hlo.parse(compiled.as_text() or "")
+    _describe_memory(result, compiled)
+    try:
+        program = hlo.parse(compiled.as_text() or "")
+    except jax.errors.JaxRuntimeError as e:
+        raise _unreadable(e, result) from e
     found = collectives.in_program(program)
     sent = [
         sum(
@@ -167,17 +203,12 @@ def _describe(
     limits = estimate.bounds(chip, costs.of(program), *sent)
     bound = max(limits, key=lambda limit: limit.seconds or 0.0)
     seconds = bound.seconds or 0.0
-    analysis: Any = compiled.memory_analysis()
     by_xla: Any = compiled.cost_analysis()
-    result["memory"] |= {
-        "workspace": analysis.temp_size_in_bytes,
-        "program": analysis.generated_code_size_in_bytes,
-        "peak": analysis.peak_memory_in_bytes,
-        "fits": True,
-    }
+    rows = collectives.rows(mesh, found)
     return {
         **result,
-        "collectives": collectives.rows(mesh, found),
+        "collectives": rows,
+        "warnings": _warnings(rows, result["topology"]),
         "bounds": [limit._asdict() for limit in limits],
         "unknown_loops": program.unknown_loops(),
         # For comparisons only: it counts loops once, and the chip's own memory as main memory.
@@ -188,11 +219,70 @@ def _describe(
     }
 
 
-def _does_not_fit(e: Exception, result: dict[str, Any], state: Any) -> Exception:
-    """What to raise for an error of the compiler's."""
+def _warnings(rows: Sequence[dict[str, Any]], topology: str) -> list[str]:
+    """The lines about collectives between chips that are not next to one another."""
+    far = [row for row in rows if row["hops"] and row["hops"] > 1]
+    if not far:
+        return []
+    named = ", ".join(
+        f"{row['kind']} over {row['over']} ({row['hops']} hops, {summary.size(row['sent'])} a chip)"
+        for row in far
+    )
+    shape = [int(size) for size in topology.split(":")[1].split("x")]
+    good = ", ".join(map(str, torus.whole_axes(shape)))
+    return [
+        f"Warning: not between neighbours on the torus: {named}. What goes over several links shares them with "
+        "others, and takes longer than the bound of ICI says. Replicas and the devices of a model are "
+        f"neighbours where model_parallel fills whole axes of the torus: {good}."
+    ]
+
+
+def _describe_memory(result: dict[str, Any], compiled: jax.stages.Compiled) -> None:
+    analysis: Any = compiled.memory_analysis()
+    result["memory"] |= {
+        "workspace": analysis.temp_size_in_bytes,
+        "program": analysis.generated_code_size_in_bytes,
+        "peak": analysis.peak_memory_in_bytes,
+        "fits": True,
+    }
+
+
+def _unreadable(e: Exception, result: dict[str, Any]) -> UnreadableError:
+    """The error for a program that the TPU's compiler writes as a newer version than JAX's."""
+    return UnreadableError(
+        f"The step compiles and fits on {result['topology']}, but jax {jax.__version__} cannot read the program "
+        f"that libtpu {_libtpu_version()} makes of it ({_first_line(e)}), so that what it sends and computes is not "
+        "known. Install the libtpu that this jax is made for: pip install '.[dryrun]'.",
+        result,
+    )
+
+
+def _compiler_error(e: Exception, result: dict[str, Any], state: Any) -> errors.UserError:
+    """The error for what the compiler refuses."""
+    if _OUT_OF_MEMORY.search(str(e)):
+        return _does_not_fit(e, result, state)
+    return errors.UserError(
+        f"libtpu {_libtpu_version()} cannot compile the step for {result['topology']}, slices={result['slices']}: "
+        f"{cli.message(e)} Another topology, other reduction.* or slices may do; so may the libtpu that jax "
+        f"{jax.__version__} is made for: pip install '.[dryrun]'."
+    )
+
+
+def _libtpu_version() -> str:
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "of another name"
+
+
+def _first_line(e: Exception) -> str:
+    return cli.message(e).splitlines()[0]
+
+
+def _does_not_fit(e: Exception, result: dict[str, Any], state: Any) -> DoesNotFitError:
+    """The error for a step that needs more memory than there is."""
     found = _OUT_OF_MEMORY.search(str(e))
-    if not found:
-        return e
+    assert found
     needed, available = (
         int(float(number) * 1024 ** " KMGT".index(unit or " "))
         for number, unit in (found.groups()[:2], found.groups()[2:])
@@ -239,7 +329,7 @@ def main(argv: Sequence[str]) -> int:
     work = concurrent.futures.ThreadPoolExecutor(1).submit(dry_run, config, _TOPOLOGY.value)
     try:
         print(show_result(work.result()))
-    except DoesNotFitError as e:
+    except IncompleteError as e:
         print(show_result(e.result))
         raise
     return notice.DONE

@@ -16,7 +16,7 @@ def show(result: dict[str, Any]) -> str:
         f"{slices}{result['topology']}: {result['chips']} chips of {size(chip['hbm'])} as {shape}, "
         f"{result['examples']} examples a step"
     )
-    if not memory["fits"]:
+    if "collectives" not in result:
         return f"{head}\n\n{metrics.table(_held(memory, chip))}"
     times = [_show_bound(limit) for limit in result["bounds"] if limit["amount"]]
     rate = result["examples_per_second"]
@@ -26,6 +26,7 @@ def show(result: dict[str, Any]) -> str:
             f"{head}; compiled in {result['compile_seconds']:.0f} s: it fits",
             metrics.table(_held(memory, chip)),
             f"collectives of a step\n{metrics.table(_sent(result))}",
+            *result["warnings"],
             f"a step takes at least\n{metrics.table(times)}",
             f"A step takes at least {metrics.scaled(result['seconds'], 's')}, at most {metrics.scaled(rate or 0.0, '')} "
             f"examples a second: {result['dominated_by']} dominates. Bounds, not predictions.",
@@ -53,6 +54,7 @@ def _sent(result: dict[str, Any]) -> list[dict[str, Any]]:
             "kind": row["kind"],
             "over": row["over"],
             "network": "DCN" if row["between_slices"] else "ICI",
+            "hops": _show_hops(row),
             "types": row["types"],
             "times": row["count"],
             "arrays": row["arrays"],
@@ -61,6 +63,13 @@ def _sent(result: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for row in result["collectives"]
     ]
+
+
+def _show_hops(row: dict[str, Any]) -> str:
+    longest, mean = row["hops"], row["mean_hops"]
+    if longest is None:
+        return ""
+    return f"{longest}" if longest == mean else f"{longest} (mean {mean:.2g})"
 
 
 def _show_bound(limit: dict[str, Any]) -> dict[str, str]:

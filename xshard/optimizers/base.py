@@ -19,28 +19,13 @@ The names and their meaning are those of `tf.compat.v1.train.Optimizer`.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 
 from xshard.optimizers import gradients, shards, skips, trees
 from xshard.optimizers import layouts as layouts_lib
-
-
-class Applied(NamedTuple):
-    """What an update was made from, and what it has made.
-
-    Attributes:
-      grads: the aggregated gradients; None where there are none.
-      params: the new parameters, or the old ones if the step was skipped.
-      partition: what both are this replica's parts of; None: they are whole.
-    """
-
-    grads: trees.Gradients
-    params: trees.Params
-    partition: shards.Partition | None
 
 
 class Optimizer(hk.Module):
@@ -49,12 +34,13 @@ class Optimizer(hk.Module):
     Call it inside `hk.transform_with_state`: all its state is Haiku state. A rule of your own
     implements `update`; a wrapper hands the phases on to the rule that it wraps.
 
-    Parameters and gradients are Haiku trees, `{module: {name: array}}`. In a tree of gradients None
-    stands for "not trained": that parameter and its slots stay as they are.
+    Parameters and gradients are Haiku trees, `{module: {name: array}}`. A gradient of None, of what is not
+    trained or what the loss does not depend on, leaves that parameter and its slots as they are.
 
     >>> class SignDescent(xshard.Optimizer):
     ...     def update(self, grads, params):
-    ...         return jax.tree.map(lambda w, g: w - 0.5 * jnp.sign(g), params, grads)
+    ...         move = lambda w, g: w if g is None else w - 0.5 * jnp.sign(g)
+    ...         return jax.tree.map(move, params, grads)
     >>> step = lambda params: SignDescent().minimize(lambda p: jnp.sum(p['m']['w'] ** 2), params)
     >>> params = {'m': {'w': jnp.array([2.0, -3.0])}}
     >>> (loss, params), _ = hk.transform_with_state(step).apply({}, {}, None, params)
@@ -72,9 +58,16 @@ class Optimizer(hk.Module):
     # What `update` is given the parts of; None: whole arrays. Set before each update.
     given: shards.Partition | None = None
     # What `apply_gradients` of this rule has done last.
-    applied: Applied | None = None
+    applied: shards.Applied | None = None
+    # The state that losses have written since the last step.
+    _written: skips.Written = skips.NOTHING
 
-    # Transparent, here and where it is overridden: what a loss makes is named as if it stood alone.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Makes what a loss makes be named as if it stood alone, also where these methods are overridden."""
+        super().__init_subclass__(**kwargs)
+        for name in {"compute_gradients", "minimize"} & vars(cls).keys():
+            setattr(cls, name, hk.transparent(vars(cls)[name]))
+
     @hk.transparent
     def compute_gradients(
         self,
@@ -96,7 +89,8 @@ class Optimizer(hk.Module):
             function at several inputs (`MicroBatches`), counts as their sum.
           params: a Haiku tree of floating-point arrays.
           var_list: what to train: paths such as 'mlp/linear_0/w', or a predicate of module and name.
-            All parameters by default. The gradients of the others are None.
+            All parameters by default. The gradients of the others are None, as are those of parameters
+            that no loss depends on; but while `hk.running_init()` the latter are zeros.
           gate_gradients: an optimization barrier over no gradient (GATE_NONE), each (GATE_OP) or all
             of them together (GATE_GRAPH).
           aggregation_method: how the gradients of several losses are summed: `AggregationMethod`.
@@ -114,7 +108,8 @@ class Optimizer(hk.Module):
         """
         trees.check_params(params)
         gradients.check_options(gate_gradients, aggregation_method)
-        trained = trees.select(params, var_list)
+        trained = trees.select(trees.as_arrays(params), var_list)
+        before = skips.current_state()
         value, aux, grads = gradients.value_and_grad(
             loss,
             params,
@@ -123,11 +118,11 @@ class Optimizer(hk.Module):
             grad_loss=grad_loss,
             has_aux=has_aux,
         )
+        self._written = skips.written(before, skips.current_state(), self._written)
         if colocate_gradients_with_ops:
             grads = gradients.colocate(grads, trained)
         grads = gradients.gate(grads, gate_gradients)
-        tree = jax.tree_util.tree_map_with_path(lambda p, _: grads.get(trees.path_name(p)), params)
-        return ((value, aux) if has_aux else value), tree
+        return ((value, aux) if has_aux else value), trees.rebuild(params, grads)
 
     def apply_gradients(
         self,
@@ -139,24 +134,30 @@ class Optimizer(hk.Module):
         """Aggregates, votes and updates.
 
         Args:
-          grads: a tree as `params`, as `compute_gradients` returned it; None leaves are not trained.
+          grads: a tree as `params`, as `compute_gradients` and `jax.grad` return it, or with None leaves.
           params: a Haiku tree of floating-point arrays.
           global_step: an integer scalar that counts the updates applied.
           name: a scope's name for profiles; the optimizer's name by default.
 
         Returns:
           The new parameters, or `(params, global_step)` when a `global_step` was given. After a vote
-          against the step both are what they were, bit by bit, and so is all state of the rules.
+          against the step both are what they were, bit by bit, and so is all state of the rules, and what
+          losses have written since the last step, in this trace and through this rule.
 
         Raises:
           ValueError: if the gradients do not have the parameters' structure and shapes.
         """
         trees.check_params(params)
         trees.check_gradients(grads, params)
+        skips.check_count(global_step)
+        given, params = params, trees.as_arrays(params)
+        grads = trees.steepest(grads, params)
         with jax.named_scope(name or self.get_name()):
             partition = self.partition(params)
             grads = self.aggregate(grads)
             applied = self.vote(grads if partition is None else partition.ballots(grads))
+            for rule in unwrap(self):
+                rule._settle(applied)
             if partition is not None:
                 new_params = self._update_parts(applied, grads, params, partition)
             elif applied is True or hk.running_init():
@@ -164,11 +165,11 @@ class Optimizer(hk.Module):
             else:
                 new_params = hk.cond(applied, self.update, lambda _, old: old, grads, params)
             if partition is None:
-                self.applied = Applied(grads, new_params, None)
-        if global_step is None:
-            return new_params
-        global_step = jnp.asarray(global_step)
-        return new_params, global_step + jnp.asarray(applied, global_step.dtype)
+                self.applied = shards.Applied(grads, new_params, None)
+        new_params = trees.rebuild(given, trees.leaves_by_path(new_params))
+        return (
+            new_params if global_step is None else (new_params, skips.count(applied, global_step))
+        )
 
     @hk.transparent
     def minimize(
@@ -252,20 +253,19 @@ class Optimizer(hk.Module):
             rule.check_takes_parts()
             rule.given = partition
         old = partition.parts(params)
-        with hk.custom_setter(skips.setter(applied, hk.get_current_state())):
+        with hk.custom_setter(skips.setter(applied, skips.current_state())):
             new = self.update(grads, old)
         for rule in rules:
             rule.given = None
         partition.check(new)
         new = jax.tree.map(lambda new, old: skips.select(applied, new, old), new, old)
-        self.applied = Applied(grads, new, partition)
+        self.applied = shards.Applied(grads, new, partition)
         gathered = partition.map(lambda layout, _, new: partition.gather(layout, new), grads, new)
-        is_absent = lambda x: x is None
-        return jax.tree.map(
-            lambda grad, new, old: old if grad is None else new,
-            *(grads, gathered, params),
-            is_leaf=is_absent,
-        )
+        return trees.replace(params, trees.leaves_by_path(gathered))
+
+    def _settle(self, applied: Any) -> None:
+        losses, self._written = self._written, skips.NOTHING
+        skips.put_back(applied, losses)
 
     def get_name(self) -> str:
         """The module's name."""
@@ -280,7 +280,7 @@ class Optimizer(hk.Module):
         return None
 
     def get_slot_names(self) -> list[str]:
-        """The names that `get_slot` knows, sorted. Empty before the first `apply_gradients`."""
+        """The names of the slots in the state, sorted: those that `get_slot` knows. None before it is made."""
         return []
 
     def state_by_name(self) -> dict[str, Any]:
@@ -298,7 +298,6 @@ class OptimizerWrapper(Optimizer):
     opt: Optimizer
     takes_parts = True
 
-    @hk.transparent
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:

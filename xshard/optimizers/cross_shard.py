@@ -9,11 +9,10 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from absl import logging
 from jax import lax
 
 from xshard import mesh
-from xshard.optimizers import base, int8, shards, trees
+from xshard.optimizers import axes, base, int8, shards, trees
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
 
@@ -40,8 +39,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     differentiation, so that half precision neither overflows in the sum nor loses small gradients to
     the factor. The value that `compute_gradients` returns is the replica's own loss.
 
+    Gradients from elsewhere must be each replica's own, too. With `jax.shard_map(check_vma=True)` `jax.grad`
+    has summed those of parameters that do not vary: they are refused. With check_vma=False it has not, and
+    nothing could tell.
+
     Call it where `axis_name` is mapped, such as in `jax.shard_map`; while `hk.running_init()` that is
-    not needed. Elsewhere there is one replica, which is logged once. Replicas of a group stay equal bit
+    not needed. Elsewhere there is one replica, which is logged once, with the axes that are mapped. Replicas of a group stay equal bit
     by bit. Groups go separate ways, so that their parameters and states must not be returned from
     shard_map as replicated: give them a leading dimension.
 
@@ -181,6 +184,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
           The sums in float32 or wider; with `shard_update` this replica's part of each.
         """
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
+        self._check_gradients(grads)
         slices = self._num_slices()
         if slices == 1 and self.slice_dtype == "int8" and not hk.running_init():
             raise ValueError(NOTHING_BETWEEN_SLICES)
@@ -191,6 +195,22 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 f"group_assignment={self.group_assignment} needs jax.shard_map(..., check_vma=False): JAX has "
                 "no sums over groups where it checks which values vary, nor under vmap."
             ) from e
+
+    def _check_gradients(self, grads: trees.Gradients) -> None:
+        for axis in self._mapped_axes():
+            axes.check_varying(grads, axis)
+        exact = self.reduce_dtype == self.slice_dtype == "float32"
+        for path, grad in trees.leaves_by_path(grads).items():
+            if not exact and grad is not None and jnp.iscomplexobj(grad):
+                raise ValueError(
+                    f"The gradient of '{path}' is complex; reduce_dtype={self.reduce_dtype!r} and "
+                    f"slice_dtype={self.slice_dtype!r} are types of real numbers. Leave both 'float32', with "
+                    "which a wider gradient is summed in its own type."
+                )
+
+    def _mapped_axes(self) -> list[str]:
+        names = (self.axis_name, self.slice_axis_name)
+        return [name for name in names if name is not None and axes.size(name) > 1]
 
     def _aggregate(self, grads: trees.Gradients, slices: int) -> trees.Gradients:
         if slices == 1 and not self._shards():
@@ -257,23 +277,22 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return trees.replace(parts, dict(zip(present, totals, strict=True)))
 
     def _per_replica(self, params: trees.Params) -> trees.Params:
-        # Where JAX tracks which values vary (check_vma=True), the gradient of a parameter that does
-        # not vary comes back summed over the axis already, and would then be summed twice.
-        for axis in (self.axis_name, self.slice_axis_name):
-            if axis is not None and self._size(axis) > 1:
-                params = jax.tree.map(functools.partial(_varying, axis_name=axis), params)
+        # Or their gradients would come back summed, and be summed twice.
+        for axis in self._mapped_axes():
+            params = axes.mark_varying(params, axis)
         return params
 
     def _shards(self) -> bool:
         return self.shard_update and self._group_size() > 1
 
     def _partition(self, tree: Any) -> shards.Partition:
-        if self._made is None:
+        present = {path for path, x in trees.leaves_by_path(tree).items() if x is not None}
+        if self._made is None or not present <= self._made.layouts.keys():
             self._made = self._make_partition(tree)
         return self._made
 
     def _make_partition(self, tree: Any) -> shards.Partition:
-        if jax.typeof(lax.axis_index(self.axis_name)).manual_axis_type.varying:
+        if axes.is_tracked(self.axis_name):
             raise ValueError(
                 "shard_update and slice_axis_name need jax.shard_map(..., check_vma=False): what is gathered "
                 "is equal on all replicas, but JAX's check does not know it."
@@ -290,7 +309,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         )
 
     def _num_slices(self) -> int:
-        return 1 if self.slice_axis_name is None else self._size(self.slice_axis_name)
+        return 1 if self.slice_axis_name is None else axes.size(self.slice_axis_name)
 
     def _group_size(self) -> int:
         groups, replicas = self.group_assignment, self._num_replicas()
@@ -299,7 +318,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def _num_replicas(self) -> int:
         """The size of the mapped axis; 1 outside of it."""
         groups = self.group_assignment
-        replicas = self._size(self.axis_name)
+        replicas = axes.size(self.axis_name)
         if (
             groups is not None
             and not hk.running_init()
@@ -310,34 +329,6 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 f"axis {self.axis_name!r} has {replicas}; it must hold each replica once."
             )
         return replicas
-
-    def _size(self, axis_name: str) -> int:
-        if hk.running_init():
-            return 1
-        try:
-            return lax.axis_size(axis_name)
-        except NameError:
-            mapped = jax.sharding.get_abstract_mesh().manual_axes
-        if mapped:
-            raise ValueError(
-                f"CrossShardOptimizer reduces over the axis {axis_name!r}, but the mapped axes "
-                f"here are {mapped}; pass axis_name=, or map {axis_name!r}."
-            )
-        logging.log_first_n(
-            logging.WARNING,
-            "CrossShardOptimizer is used where no axis %r is mapped: assuming one replica.",
-            1,
-            axis_name,
-        )
-        return 1
-
-
-def _varying(x: Any, axis_name: str) -> Any:
-    # Under vmap and pmap there is nothing to mark.
-    is_manual = axis_name in jax.sharding.get_abstract_mesh().manual_axes
-    if not is_manual or axis_name in jax.typeof(x).manual_axis_type.varying:
-        return x
-    return lax.pcast(x, axis_name, to="varying")
 
 
 def _check_dtype(argument: str, value: Any, allowed: tuple[str, ...]) -> str:

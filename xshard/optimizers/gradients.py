@@ -8,10 +8,11 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import shard_alike
 
-from xshard.optimizers import trees
+from xshard.optimizers import dependence, trees
 
 Loss = Callable[[trees.Params], Any]
 
@@ -90,6 +91,18 @@ def check_options(gate_gradients: Any, aggregation_method: Any) -> None:
         )
 
 
+def check_loss(loss: Any) -> None:
+    """Raises ValueError unless a loss is a function, a sequence of functions or `MicroBatches`."""
+    losses = [loss.loss] if isinstance(loss, MicroBatches) else loss
+    for one in losses if isinstance(losses, Sequence) else [losses]:
+        if not callable(one):
+            raise ValueError(
+                "loss must be a function of the parameters, a list of such functions, or MicroBatches; "
+                f"received {_shown(one)}. A value does not say what it was computed from: pass "
+                "lambda params: ... in its place."
+            )
+
+
 def value_and_grad(
     loss: Loss | Sequence[Loss] | MicroBatches,
     params: trees.Params,
@@ -102,10 +115,28 @@ def value_and_grad(
     """Differentiates with respect to the parameters in `trained`, {path: array}.
 
     Returns:
-      `(value, aux, {path: gradient})`; for several losses the sum of the values and a list of aux, which
-      for micro-batches is stacked.
+      `(value, aux, {path: gradient})`, with the gradients of the parameters that a loss depends on, or while
+      `hk.running_init()` of all, so that state is made for them; for several losses the sum of the values
+      and a list of aux, which for micro-batches is stacked.
     """
-    evaluate = functools.partial(_one, params=params, trained=trained, has_aux=has_aux)
+    check_loss(loss)
+    reached = dependence.Reached()
+    evaluate = functools.partial(
+        _one, params=params, trained=trained, reached=reached, has_aux=has_aux
+    )
+    value, aux, grads = _all(evaluate, loss, trained, aggregation_method, grad_loss)
+    if not hk.running_init():
+        grads = {path: grad for path, grad in grads.items() if path in reached.paths}
+    return value, aux, grads
+
+
+def _all(
+    evaluate: Callable[..., Any],
+    loss: Loss | Sequence[Loss] | MicroBatches,
+    trained: dict[str, Any],
+    aggregation_method: int | None,
+    grad_loss: Any,
+) -> tuple[Any, Any, dict[str, Any]]:
     if isinstance(loss, MicroBatches):
         weight = None if grad_loss is None else trees.widen(grad_loss)
         pairs = aggregation_method == AggregationMethod.EXPERIMENTAL_TREE
@@ -140,16 +171,49 @@ def _one(
     *,
     params: trees.Params,
     trained: dict[str, Any],
+    reached: dependence.Reached,
     has_aux: bool,
+    wait_for: tuple[Any, ...] = (),
 ) -> tuple[Any, Any, dict[str, Any]]:
     def objective(trained: dict[str, Any]) -> tuple[jax.Array, Any]:
-        out = loss(trees.replace(params, trained))
-        value, aux = out if has_aux else (out, None)
-        value = jnp.asarray(value)
+        arguments = trees.replace(params, trained)
+        if wait_for:
+            # Without the barrier XLA may run all forward passes first, and hold their activations.
+            arguments, _ = lax.optimization_barrier((arguments, wait_for))
+        value, aux = _value_and_aux(loss(reached.watch(arguments, trained)), has_aux)
         return _weighted_sum(value, weight), (value, aux)
 
     (_, (value, aux)), grads = hk.value_and_grad(objective, has_aux=True)(trained)
     return value, aux, grads
+
+
+def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    """What a loss returns, in two; ValueError if it is not what `has_aux` says."""
+    is_pair = isinstance(out, tuple) and len(out) == 2
+    if has_aux and not is_pair:
+        raise ValueError(
+            "With has_aux=True a loss must return (value, aux), a tuple of two; it returned "
+            f"{_shown(out)}. Return both, or leave has_aux away."
+        )
+    value, aux = out if has_aux else (out, None)
+    if not jax.tree_util.all_leaves([value]):
+        raise ValueError(
+            f"A loss must return an array; it returned {_shown(value)}. If it returns (value, aux), pass "
+            "has_aux=True."
+        )
+    value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(
+            f"A loss must be a floating-point number; it is {value.dtype}. Of a complex one take the real "
+            "part or the absolute value."
+        )
+    return value, aux
+
+
+def _shown(x: Any) -> str:
+    if isinstance(x, jax.Array | np.ndarray):
+        return f"an array of the shape {x.shape}"
+    return f"{type(x).__name__}: {str(x)[:80]}"
 
 
 def _weighted_sum(value: jax.Array, weight: jax.Array | None) -> jax.Array:
@@ -183,12 +247,7 @@ def _accumulate(
     total: Any = None
     auxes = []
     for loss, weight in zip(losses, weights, strict=True):
-
-        def after_total(params: trees.Params, loss: Loss = loss, total: Any = total) -> Any:
-            # Without the barrier XLA may run all forward passes first, and hold their activations.
-            return loss(lax.optimization_barrier((params, total))[0])
-
-        value, aux, grads = evaluate(after_total, weight)
+        value, aux, grads = evaluate(loss, weight, wait_for=(total,))
         new = _widen((value, grads))
         total = new if total is None else jax.tree.map(jnp.add, total, new)
         auxes.append(aux)

@@ -15,6 +15,7 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from xshard.optimizers import base, trees
 from xshard.optimizers import optax as optax_optimizer
@@ -281,6 +282,9 @@ def _times(weight: Any, scale: jax.Array) -> jax.Array:
 
 
 def _divide(grad: jax.Array, scale: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(grad):
+        # A complex quotient would square the scale, beyond what float32 holds.
+        return lax.complex(_divide(grad.real, scale), _divide(grad.imag, scale))
     return grad / scale.astype(grad.dtype)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from xshard.optimizers import base, shards, trees
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
+from xshard.optimizers import slots as slots_lib
 
 SLOT = "average"
 
@@ -24,13 +25,14 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
 
     An average begins as the parameter is when the state is made, and after each update that is applied
     becomes `average - (1 - decay) * (average - parameter)`, with the new parameter. The parameters
-    themselves are what they would be without. A parameter that has no gradient keeps its average, so that
-    one which is never trained has itself for an average. A skipped step leaves all averages, bit by bit.
+    themselves are what they would be without. A parameter that has no gradient keeps its average. One that
+    has none while the state is made is not to be trained: it has no average, and itself where all averages
+    are asked for (`averages`). A skipped step leaves all averages, bit by bit.
 
     It stands anywhere among the rules, inside of `CrossShardOptimizer` and
     `MixedPrecisionLossScaleOptimizer` or outside. Where the update is sharded, each replica holds the
-    averages of its parts. State: `average/<path>` for each parameter, in float32 or wider; with
-    `num_updates='count'` also `num_updates`, int32.
+    averages of its parts. State: `average/<path>` for each parameter that is trained, in float32 or wider;
+    with `num_updates='count'` also `num_updates`, int32.
 
     Source: `tf.contrib.opt.MovingAverageOptimizer`.
 
@@ -78,21 +80,26 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
                 )
         self.average_decay = _check_decay(average_decay)
         self.num_updates = _check_num_updates(num_updates)
-        self._own_slots: list[str] = []
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
         """As `Optimizer.update`; then moves the averages towards the new parameters."""
         new_params = self.opt.update(grads, params)
-        self._own_slots = [SLOT]
         count = self._next_count()
         old, present = trees.leaves_by_path(params), trees.leaves_by_path(grads)
         for path, new in trees.leaves_by_path(new_params).items():
+            if present[path] is None:
+                continue
+            if not hk.running_init() and not self._has(path):
+                raise slots_lib.missing_error(self.name, path)
             average = self._get(path, trees.widen(old[path]))
-            if hk.running_init() or present[path] is None:
+            if hk.running_init():
                 continue
             rate = self._rate(count, average.dtype)
             hk.set_state(f"{SLOT}/{path}", average - rate * (average - new.astype(average.dtype)))
         return new_params
+
+    def _has(self, path: str) -> bool:
+        return f"{self.module_name}/{SLOT}/{path}" in self.state_dict()
 
     def _get(self, path: str, first: jax.Array) -> jax.Array:
         # A copy: what holds both may be donated, which one buffer cannot be twice.
@@ -136,12 +143,13 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         """As `Optimizer.get_slot`; 'average' is the average."""
         if name != SLOT:
             return self.opt.get_slot(var, name)
-        key = f"{SLOT}/{var}"
-        return hk.get_state(key) if f"{self.module_name}/{key}" in self.state_dict() else None
+        return hk.get_state(f"{SLOT}/{var}") if self._has(var) else None
 
     def get_slot_names(self) -> list[str]:
         """As `Optimizer.get_slot_names`; 'average' among them."""
-        return sorted({*self.opt.get_slot_names(), *self._own_slots})
+        begin = f"{self.module_name}/{SLOT}/"
+        own = {SLOT} if any(name.startswith(begin) for name in self.state_dict()) else set()
+        return sorted({*self.opt.get_slot_names(), *own})
 
 
 def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
@@ -149,11 +157,14 @@ def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
 
     Args:
       state: the state of a `MovingAverageOptimizer`, that is what is under its `module_name`.
-      params: the parameters, or their shapes.
+      params: the parameters: one that is not trained has no average, and stands for itself.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: state[f"{SLOT}/{trees.path_name(path)}"], params
-    )
+
+    def average(path: tuple[Any, ...], param: Any) -> Any:
+        kept = state.get(f"{SLOT}/{trees.path_name(path)}")
+        return trees.widen(param) if kept is None else kept
+
+    return jax.tree_util.tree_map_with_path(average, params)
 
 
 def _check_decay(value: Any) -> float:

@@ -1,7 +1,8 @@
 """Any optax transformation as an `Optimizer`."""
 
 import functools
-from collections.abc import Callable, Mapping
+import re
+import traceback
 from typing import Any
 
 import haiku as hk
@@ -12,6 +13,7 @@ from jax import lax
 
 from xshard.optimizers import base, elementwise, shards, trees
 from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import slots as slots_lib
 
 
 class OptaxOptimizer(base.Optimizer):
@@ -57,23 +59,32 @@ class OptaxOptimizer(base.Optimizer):
             )
         super().__init__(name=name)
         self.transformation = transformation
-        self._slot_prefixes: list[str] = []
+        # Their paths; None: no update has shown them.
+        self._known_slots: list[str] | None = None
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """As `Optimizer.update`: one update of the transformation."""
+        """As `Optimizer.update`: one update of the transformation.
+
+        While `hk.running_init()` it makes slots for what has a gradient, and for nothing else.
+        """
         wide = jax.tree.map(trees.widen, params)
-        old_state = self._get_state(wide if self.given is None else self.given.whole_shapes(wide))
+        present = {path for path, grad in trees.leaves_by_path(grads).items() if grad is not None}
+        shown, restored = slots_lib.hidden(params, present)
         if hk.running_init():
+            self._make_state(shown(wide))
             return params
-        shown, restored = _absent_hidden(grads, params)
+        old_state = self._get_state(present, wide)
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), shown(grads), shown(wide))
         # optax mixes counts with floats, which JAX's strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             updates, state = self._transform(
-                gradients, _map_slots(shown, params, old_state), shown(wide), self.given
+                gradients,
+                slots_lib.map_all(shown, params, old_state),
+                shown(wide),
+                self.given,
             )
         new = restored(wide, optax.apply_updates(shown(wide), updates))
-        self._set_state(_map_slots(restored, params, old_state, state), old_state)
+        self._set_state(slots_lib.map_all(restored, params, old_state, state), old_state)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, params)
 
     def _transform(
@@ -112,7 +123,7 @@ class OptaxOptimizer(base.Optimizer):
         with jax.numpy_dtype_promotion("standard"):
             state = jax.eval_shape(self.transformation.init, params)
         found: dict[str, layouts_lib.Layout] = {}
-        for path, slot in _slots(state, params):
+        for path, slot in slots_lib.find(state, params):
             for name, leaf in trees.leaves_by_path(slot).items():
                 layout = partition.layouts.get(name)
                 if layout and layout.dim is not None and leaf.shape == layout.shape:
@@ -137,29 +148,132 @@ class OptaxOptimizer(base.Optimizer):
             jax.eval_shape(update, parts, state, parts)
 
     def get_slot(self, var: str, name: str) -> Any:
-        """As `Optimizer.get_slot`; where several slots share a name, give its path."""
-        wanted = "/".join(filter(None, (name, var)))
-        found = [key for key in self._state_names() if f"/{key}".endswith(f"/{wanted}")]
+        """As `Optimizer.get_slot`; where several slots share a name, give its path.
+
+        A slot that is several arrays for each parameter has each at the parameter's path and its own.
+        """
+        found = [path for path in self._slot_paths() if f"/{path}".endswith(f"/{name}")]
+        if name in found:
+            found = [name]
+        names = set(self._state_names())
+        found = [path for path in found if slots_lib.join(path, var) in names]
         if len(found) > 1:
-            paths = sorted(key.removesuffix(f"/{var}") for key in found)
-            raise ValueError(f"Several slots are named {name!r}; give the path of one: {paths}.")
-        return hk.get_state(found[0]) if found else None
+            raise ValueError(f"Several slots are named {name!r}; give the path of one: {found}.")
+        return hk.get_state(slots_lib.join(found[0], var)) if found else None
 
     def get_slot_names(self) -> list[str]:
         """As `Optimizer.get_slot_names`; where several slots share a name, their paths."""
-        short = [prefix.rpartition("/")[2] for prefix in self._slot_prefixes]
-        pairs = zip(short, self._slot_prefixes, strict=True)
-        return sorted(name if short.count(name) == 1 else prefix for name, prefix in pairs)
+        paths = self._slot_paths()
+        short = [path.rpartition("/")[2] for path in paths]
+        pairs = zip(short, paths, strict=True)
+        return sorted(name if short.count(name) == 1 else path for name, path in pairs)
+
+    def _slot_paths(self) -> list[str]:
+        """The paths, in optax's state, of the slots that the state has arrays of."""
+        names = self._state_names()
+        if self._known_slots is None and names:
+            self._known_slots = slots_lib.of_any(self.transformation)
+            if self._known_slots is None:
+                raise ValueError(
+                    f"The slots of {self.name} are known once it has updated in this step: how its "
+                    "transformation begins depends on the parameters. Ask after apply_gradients."
+                )
+        begins = lambda path, name: not path or name.startswith(f"{path}/")
+        known = self._known_slots or []
+        return [path for path in known if any(begins(path, name) for name in names)]
 
     def _state_names(self) -> list[str]:
         return [name.removeprefix(f"{self.module_name}/") for name in self.state_dict()]
 
-    def _get_state(self, params: trees.Params) -> Any:
-        init = self.transformation.init
+    def _make_state(self, params: trees.Params) -> None:
         with jax.numpy_dtype_promotion("standard"):
-            state = init(params) if hk.running_init() else jax.eval_shape(init, params)
-        self._slot_prefixes = [path for path, _ in _slots(state, params)]
-        return jax.tree_util.tree_map_with_path(_get_leaf, state)
+            state = self.transformation.init(params)
+        self._known_slots = [path for path, _ in slots_lib.find(state, params)]
+        self._check_update(params, state)
+        jax.tree_util.tree_map_with_path(_make_leaf, state)
+
+    def _check_update(self, params: trees.Params, state: Any) -> None:
+        """Raises ValueError if an update takes more than gradients, state and parameters, or gives others."""
+        is_lookahead = lambda node: isinstance(node, optax.LookaheadState)
+        if any(map(is_lookahead, jax.tree.leaves(state, is_leaf=is_lookahead))):
+            raise ValueError(
+                f"{self.name} cannot use optax.lookahead, which takes optax.LookaheadParams for parameters. "
+                "Use optax.contrib.schedule_free, or a MovingAverageOptimizer."
+            )
+        try:
+            with jax.numpy_dtype_promotion("standard"):
+                updates, _ = hk.eval_shape(self.transformation.update, params, state, params)
+        except Exception as e:
+            missing = _missing_arguments(e)
+            if missing:
+                raise ValueError(
+                    f"{self.name} cannot use {missing[0]}: its update needs {missing[1]}, but a rule is given "
+                    "gradients and parameters alone. Use a transformation that goes by these, such as "
+                    "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and keep in its "
+                    "compute_gradients what its update needs."
+                ) from e
+            # It may need what only a step has, such as a mapped axis; what else fails does so there.
+            return
+        wanted = trees.leaves_by_path(params)
+        for path, update in trees.leaves_by_path(updates).items():
+            if path in wanted and update.shape not in ((), wanted[path].shape):
+                raise ValueError(
+                    f"{self.name} cannot use its transformation: its update of '{path}' has the shape "
+                    f"{update.shape}, and the parameter {wanted[path].shape}. One that takes gradients of "
+                    "each example, as optax.contrib.dpsgd does, is not for gradients of a loss."
+                )
+
+    def _get_state(self, present: set[str], params: trees.Params) -> Any:
+        """The state as optax has it, without the slots that were not made.
+
+        Args:
+          present: the paths of the parameters that have a gradient.
+          params: the parameters, or this replica's parts of them.
+        """
+        if self.given is not None:
+            params = self.given.whole_shapes(params)
+        shown, _ = slots_lib.hidden(params, self._trained(present, params))
+        state = self._state_shapes(shown(params))
+        slots = slots_lib.find(state, params)
+        self._known_slots = [path for path, _ in slots]
+        in_slots = {
+            slots_lib.join(path, name)
+            for path, slot in slots
+            for name in trees.leaves_by_path(slot)
+        }
+        found = jax.tree_util.tree_map_with_path(
+            lambda path, _: hk.get_state(trees.path_name(path)), state
+        )
+        shapes = trees.leaves_by_path(state)
+        for name, leaf in trees.leaves_by_path(found).items():
+            if name not in in_slots and leaf.shape != shapes[name].shape:
+                raise ValueError(
+                    f"The state '{name}' of {self.name} has the shape {leaf.shape}, and for the gradients "
+                    f"of this step it would have {shapes[name].shape}: it is of all parameters together, as "
+                    "that of optax.flatten is. Give a gradient to the same parameters in each step as when "
+                    "the state was made, or use a transformation that keeps a slot for each parameter."
+                )
+        return found
+
+    def _trained(self, present: set[str], params: trees.Params) -> set[str]:
+        """The paths of the parameters whose slots are in the state, or that need none.
+
+        Raises:
+          ValueError: if a parameter has a gradient, and no slot was made for it.
+        """
+        made = set(self._state_names())
+        needed = slots_lib.names_by_parameter(self._state_shapes(params), params)
+        trained = {path for path, names in needed.items() if not names or made.intersection(names)}
+        for path in sorted(present - trained):
+            if not made:
+                # Haiku says that there is no state.
+                hk.get_state(needed[path][0])
+            raise slots_lib.missing_error(self.name, path)
+        return {path for path in trained if needed[path] or path in present}
+
+    def _state_shapes(self, params: trees.Params) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.eval_shape(self.transformation.init, params)
 
     def _set_state(self, state: Any, old_state: Any) -> None:
         new = trees.leaves_by_path(state)
@@ -184,30 +298,11 @@ def as_optimizer(opt: Any) -> base.Optimizer:
     return OptaxOptimizer(opt)
 
 
-def _get_leaf(path: tuple[Any, ...], leaf: Any) -> jax.Array:
-    name = trees.path_name(path)
-    if not hk.running_init():
-        return hk.get_state(name)
-    leaf = _strong(leaf)
-    return hk.get_state(name, leaf.shape, leaf.dtype, lambda *_: leaf)
-
-
-def _mirrors(node: Any, params: trees.Params) -> bool:
-    """Whether a node of optax's state has one entry for each parameter, so that it is a slot."""
-    if not isinstance(node, Mapping):
-        return False
-    try:
-        jax.tree.map(lambda _, entry: None, params, node)
-    except ValueError:
-        return False
-    return True
-
-
-def _slots(state: Any, params: trees.Params) -> list[tuple[str, Any]]:
-    """The slots in optax's state, by path."""
-    mirrors = functools.partial(_mirrors, params=params)
-    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=mirrors)
-    return [(trees.path_name(path), node) for path, node in nodes if mirrors(node)]
+def _make_leaf(path: tuple[Any, ...], leaf: Any) -> None:
+    # A copy: transformations begin several slots with one array, or with a parameter, and what holds both
+    # may be donated, which one buffer cannot be twice.
+    leaf = jnp.array(_strong(leaf), copy=True)
+    hk.get_state(trees.path_name(path), leaf.shape, leaf.dtype, lambda *_: leaf)
 
 
 def _check_slots(state: Any, layouts: layouts_lib.Layouts) -> None:
@@ -226,33 +321,17 @@ def _part_shape(layout: layouts_lib.Layout | None, x: Any) -> Any:
     return jax.ShapeDtypeStruct(layout.part_shape, x.dtype)
 
 
-def _map_slots(f: Callable[..., Any], params: trees.Params, state: Any, *rest: Any) -> Any:
-    """Applies `f` to each slot; everything else comes from the last tree."""
-    mirrors = functools.partial(_mirrors, params=params)
-    return jax.tree.map(
-        lambda *nodes: f(*nodes) if mirrors(nodes[0]) else nodes[-1], state, *rest, is_leaf=mirrors
-    )
-
-
-def _absent_hidden(grads: trees.Gradients, params: trees.Params) -> tuple[Any, Any]:
-    """Two functions: one hides the entries that have no gradient, one puts the old ones back.
-
-    optax skips what is an `optax.MaskedNode`: it is how `optax.masked` leaves entries out.
-    """
-    absent = {path for path, grad in trees.leaves_by_path(grads).items() if grad is None}
-    by_path = jax.tree_util.tree_map_with_path
-
-    def hide(tree: Any) -> Any:
-        return by_path(
-            lambda p, _, x: optax.MaskedNode() if trees.path_name(p) in absent else x, params, tree
-        )
-
-    def restore(old: Any, new: Any) -> Any:
-        return by_path(
-            lambda p, _, o, n: o if trees.path_name(p) in absent else n, params, old, new
-        )
-
-    return hide, restore
+def _missing_arguments(e: Exception) -> tuple[str, str] | None:
+    """The transformation, and what its update lacks, if that is why it has failed."""
+    missing = re.search(r"([\w.<>]*update\w*)\(\) missing .* arguments?: (.*)", str(e))
+    if isinstance(e, TypeError) and missing:
+        return missing[1].partition(".")[0], missing[2]
+    # Some have a default that they then refuse.
+    missing = re.match(r"(\w+) must be provided", str(e))
+    if isinstance(e, ValueError) and missing:
+        *_, (frame, _) = traceback.walk_tb(e.__traceback__)
+        return frame.f_code.co_qualname.partition(".")[0], f"'{missing[1]}'"
+    return None
 
 
 def _strong(x: Any, dtype: Any = None) -> jax.Array:

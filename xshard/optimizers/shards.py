@@ -7,7 +7,7 @@ https://arxiv.org/abs/2004.13336.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +200,20 @@ class Partition:
         any_bad = self._across("or", any_bad) if self.count > 1 else any_bad
         ballot = jnp.where(any_bad, jnp.nan, 0.0)
         return jax.tree.map(lambda _: ballot, grads)
+
+
+class Applied(NamedTuple):
+    """What an update was made from, and what it has made.
+
+    Attributes:
+      grads: the aggregated gradients; None where there are none.
+      params: the new parameters, or the old ones if the step was skipped.
+      partition: what both are this replica's parts of; None: they are whole.
+    """
+
+    grads: trees.Gradients
+    params: trees.Params
+    partition: Partition | None
 
 
 class Rehearsal(Partition):

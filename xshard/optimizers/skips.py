@@ -1,10 +1,37 @@
-"""What an update that is not conditional leaves as it was where its step is not applied."""
+"""What a step that is not applied leaves as it was, beside what is conditional."""
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
+
+# Arrays of Haiku state, by module and name.
+State = Mapping[tuple[str, str], Any]
+# What a loss has written, by module and name: the array before, and the array that it wrote.
+Written = Mapping[tuple[str, str], tuple[Any, Any]]
+NOTHING: Written = types.MappingProxyType({})
+
+
+class _AnyModule(hk.Module):
+    """Reads and writes the state of any module, by its name."""
+
+    def __init__(self) -> None:
+        # A module made under a name in use would change the names of those that are made after it.
+        super().__init__(name=hk.force_name("any_module_of_skips"))
+
+    def read(self, module: str) -> Mapping[str, Any]:
+        """The arrays of a module's state as they are now, by name."""
+        self.module_name = module
+        state = self.state_dict()
+        return {name.removeprefix(f"{module}/"): array for name, array in state.items()}
+
+    def write(self, module: str, name: str, value: Any) -> None:
+        """Sets one of them."""
+        self.module_name = module
+        hk.set_state(name, value)
 
 
 def select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -18,12 +45,74 @@ def select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
     return new if applied is True else jnp.where(applied, new, old)
 
 
-def setter(applied: Any, state: Any) -> Callable[[Any, Any, Any], Any]:
-    """A setter for `hk.custom_setter` that leaves the arrays of a state where the step is not applied."""
-    old = {
-        f"{module}/{name}": value
-        for module, bundle in state.items()
-        for name, value in bundle.items()
+def current_state() -> State:
+    """All arrays of state as they are now."""
+    # Inside of hk.scan and its like `hk.get_current_state` has the arrays from before the loop.
+    modules = _AnyModule()
+    return {
+        (module, name): array
+        for module in hk.get_current_state()
+        for name, array in modules.read(module).items()
     }
-    keep = lambda value, name: select(applied, value, old[name]) if name in old else value
-    return lambda store, value, context: store(keep(value, context.full_name))
+
+
+def setter(applied: Any, old: State) -> Callable[[Any, Any, Any], Any]:
+    """A setter for `hk.custom_setter` that leaves the arrays of a state where the step is not applied."""
+    by_name = {"/".join(key): value for key, value in old.items()}
+
+    def keep(store: Any, value: Any, context: Any) -> Any:
+        name = context.full_name
+        return store(select(applied, value, by_name[name]) if name in by_name else value)
+
+    return keep
+
+
+def written(before: State, after: State, earlier: Written) -> Written:
+    """What was written between two states, and what other losses have written before.
+
+    Args:
+      before: the state before a loss.
+      after: the state after it.
+      earlier: what other losses have written, whose step is not yet made.
+    """
+    found = dict(earlier)
+    for key, new in after.items():
+        old = before.get(key)
+        if old is None or old is new:
+            continue
+        first = earlier.get(key)
+        found[key] = (first[0] if first is not None and first[1] is old else old, new)
+    return found
+
+
+def put_back(applied: Any, losses: Written) -> None:
+    """Puts back what losses have written where the step is not applied.
+
+    What something else has written since stays, and so does what was written in another trace, such as in
+    the body of a loop.
+    """
+    if applied is True or hk.running_init():
+        return
+    modules = _AnyModule()
+    for (module, name), (old, new) in losses.items():
+        if modules.read(module)[name] is new:
+            modules.write(module, name, select(applied, new, old))
+
+
+def check_count(global_step: Any) -> None:
+    """Raises ValueError unless a global step is None or an integer scalar."""
+    if global_step is None:
+        return
+    is_array = jax.tree_util.all_leaves([global_step]) and not isinstance(global_step, str)
+    fits = is_array and jnp.shape(global_step) == ()
+    if not fits or not jnp.issubdtype(jnp.result_type(global_step), jnp.integer):
+        raise ValueError(
+            "global_step must be an integer scalar, such as jnp.int32(0), which counts the updates applied; "
+            f"received {global_step!r}."
+        )
+
+
+def count(applied: Any, global_step: Any) -> jax.Array:
+    """The number of updates applied, after a step."""
+    global_step = jnp.asarray(global_step)
+    return global_step + jnp.asarray(applied, global_step.dtype)

@@ -23,17 +23,38 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def plain(tree: Any) -> Any:
+    """The tree with a dict for each mapping: of others, such as Haiku's FlatMap, JAX may not know the keys."""
+    if isinstance(tree, Mapping):
+        return {key: plain(node) for key, node in tree.items()}
+    if _is_absent(tree):
+        return None
+    return jax.tree.map(
+        lambda node: plain(node) if isinstance(node, Mapping) else node,
+        tree,
+        is_leaf=lambda node: _is_absent(node) or isinstance(node, Mapping),
+    )
+
+
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by their paths; None is a leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
-    return {path_name(path): leaf for path, leaf in leaves}
+    return {path_name(path): leaf for path, leaf in _leaves_with_path(tree)}
+
+
+def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
+    """A tree with the structure of another, and its leaves given by path; None where there is none."""
+    old, structure = jax.tree.flatten(tree, is_leaf=_is_absent)
+    places = leaves_by_path(jax.tree.unflatten(structure, range(len(old))))
+    new: list[Any] = [None] * len(old)
+    for path, place in places.items():
+        new[place] = leaves.get(path)
+    return jax.tree.unflatten(structure, new)
 
 
 def replace(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """The tree with the leaves that are given by path in place of its own."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaves.get(path_name(path), leaf), tree
-    )
+    """The tree with the leaves that are given by path, and are not None, in place of its own."""
+    given = {path: leaf for path, leaf in leaves.items() if leaf is not None}
+    return rebuild(tree, {**leaves_by_path(tree), **given})
 
 
 def sum_of_squares(tree: Any) -> jax.Array:
@@ -42,13 +63,34 @@ def sum_of_squares(tree: Any) -> jax.Array:
     return sum(squares, start=jnp.zeros((), jnp.float32))
 
 
+def as_arrays(params: Params) -> Params:
+    """The parameters in dicts, with an array for a number of Python's."""
+    is_number = lambda x: isinstance(x, float | complex)
+    to_array = lambda x: jnp.asarray(x, jnp.result_type(x)) if is_number(x) else x
+    return jax.tree.map(to_array, plain(params))
+
+
+def steepest(grads: Gradients, params: Params) -> Gradients:
+    """The directions in which a loss grows most, in dicts: of a complex parameter the conjugate of its gradient.
+
+    `jax.grad` gives dL/dx - i dL/dy for a parameter x + i y. Update rules, optax's among them, go against
+    dL/dx + i dL/dy.
+    """
+    found = leaves_by_path(grads)
+    for path, param in leaves_by_path(params).items():
+        if found[path] is not None and jnp.iscomplexobj(param):
+            found[path] = jnp.conj(found[path])
+    return rebuild(plain(params), found)
+
+
 def check_params(params: Params) -> None:
-    """Raises ValueError unless `params` is a Haiku tree of floating-point arrays."""
+    """Raises ValueError unless `params` is a Haiku tree of floating-point arrays, each of a path of its own."""
     if not isinstance(params, Mapping) or not params:
         raise ValueError(
             "params must be a Haiku tree {module: {name: array}} with at least one array; received "
             f"{type(params).__name__}: {str(params)[:80]}."
         )
+    _check_paths(params, "parameters")
     for path, leaf in leaves_by_path(params).items():
         dtype = None if leaf is None else jnp.result_type(leaf)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
@@ -60,6 +102,7 @@ def check_params(params: Params) -> None:
 
 def check_gradients(grads: Gradients, params: Params) -> None:
     """Raises ValueError unless `grads` has the structure and shapes of `params`; None is allowed."""
+    _check_paths(grads, "gradients")
     found, wanted = leaves_by_path(grads), leaves_by_path(params)
     missing = sorted(wanted.keys() - found.keys())
     unknown = sorted(found.keys() - wanted.keys())
@@ -74,9 +117,16 @@ def check_gradients(grads: Gradients, params: Params) -> None:
                 f"The gradient of '{path}' has shape {jnp.shape(grad)} and its parameter "
                 f"{jnp.shape(wanted[path])}; they must be equal."
             )
+        if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(wanted[path]):
+            raise ValueError(
+                f"The gradient of '{path}' is {jnp.result_type(grad)} and its parameter "
+                f"{jnp.result_type(wanted[path])}: its imaginary part would be lost. Take its real part, or "
+                "make the parameter complex."
+            )
     if all(grad is None for grad in found.values()):
         raise ValueError(
-            f"There is no gradient for any of {sorted(wanted)[:5]}: all are None. Check var_list."
+            f"There is no gradient for any of {sorted(wanted)[:5]}: all are None. Check var_list, and that the "
+            "loss depends on the parameters that it is called with."
         )
 
 
@@ -105,3 +155,24 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
     if not chosen:
         raise ValueError(f"var_list selects none of {sorted(leaves)[:5]}; select at least one.")
     return {path: leaf for path, leaf in leaves.items() if path in chosen}
+
+
+def _is_absent(x: Any) -> bool:
+    return x is None
+
+
+def _leaves_with_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return jax.tree_util.tree_leaves_with_path(plain(tree), is_leaf=_is_absent)
+
+
+def _check_paths(tree: Any, of_what: str) -> None:
+    """Raises ValueError if two leaves have one path, as 'a/b' of 'c' and 'a' of 'b/c' have."""
+    seen: dict[str, str] = {}
+    for path, _ in _leaves_with_path(tree):
+        name, keys = path_name(path), jax.tree_util.keystr(path)
+        if name in seen:
+            raise ValueError(
+                f"Two {of_what} have the path '{name}': {seen[name]} and {keys}. Slots and checkpoints name "
+                "them by their paths, so each must have its own: rename a module or a parameter."
+            )
+        seen[name] = keys

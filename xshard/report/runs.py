@@ -249,7 +249,12 @@ def _state(
 ) -> tuple[str, str, int | None]:
     """A run's state, the same in words, and its step."""
     step = _number(results.get("step"))
+    not_finite = ""
+    if results.get("finite") is False:
+        not_finite = f"not finite: {results.get('why')}"
     if not processes:
+        if not_finite:
+            return "failed", not_finite, step
         if results:
             return "done", "done", step
         return "unknown", "not known: there is no status.json", last
@@ -261,6 +266,8 @@ def _state(
     reached = max(steps, default=step)
     for state in status.ENDS:
         if doing.startswith(state):
+            if not_finite and state != "stopped":
+                return "failed", not_finite, reached
             words = f"stopped at step {reached}" if state == "stopped" else doing
             return state, words, reached
     age = time.time() - (_number(said.get("time")) or 0)

@@ -27,6 +27,11 @@ def get_config() -> ml_collections.ConfigDict:
     config.eval_batch_size = 192
     # Matrix products in float16, parameters and what is added up in float32.
     config.precision = "params=float32,compute=float16,output=float32"
+    # At a loss or gradients that are not finite: 'stop'; 'skip', which leaves out steps with such gradients,
+    # whatever the rule; or 'warn', which says so and goes on.
+    config.on_nonfinite = "stop"
+    # So many steps skipped in a row, with no loss scale left to be lowered, end the run.
+    config.max_skips_in_a_row = 100
     # Where rows go: 'jsonl' always, 'csv', 'tensorboard', 'wandb', or the dotted path of a class of yours.
     config.writers = ("jsonl", "csv", "tensorboard")
     config.log_every_steps = 200

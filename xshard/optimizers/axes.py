@@ -1,0 +1,92 @@
+"""The mapped axes of where a rule is called: their sizes, and what varies over them."""
+
+import functools
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax import lax
+from jax.extend import core as jax_core
+
+from xshard.optimizers import trees
+
+
+def size(axis_name: str) -> int:
+    """The number of replicas along an axis; 1 while state is made, and where nothing is mapped.
+
+    Raises:
+      ValueError: where devices are mapped, but not along this axis.
+    """
+    if hk.running_init():
+        return 1
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        mapped = jax.sharding.get_abstract_mesh().manual_axes
+    if mapped:
+        raise ValueError(
+            f"CrossShardOptimizer reduces over the axis {axis_name!r}, but the mapped axes "
+            f"here are {mapped}; pass axis_name=, or map {axis_name!r}."
+        )
+    names = jax_core.unsafe_get_axis_names_DO_NOT_USE()
+    if names:
+        # Not an error: it may be one replica for each of several seeds.
+        logging.log_first_n(
+            logging.WARNING,
+            "CrossShardOptimizer reduces over the axis %r, which is not mapped here: assuming one replica. "
+            "These axes are mapped: %s. If the replicas are along one of them, pass axis_name=, or their "
+            "gradients are not summed.",
+            1,
+            axis_name,
+            names,
+        )
+        return 1
+    logging.log_first_n(
+        logging.WARNING,
+        "CrossShardOptimizer is used where no axis %r is mapped: assuming one replica.",
+        1,
+        axis_name,
+    )
+    return 1
+
+
+def is_tracked(axis_name: str) -> bool:
+    """Whether JAX keeps account of what varies over an axis, as `jax.shard_map` with check_vma=True does."""
+    return axis_name in _varies_over(lax.axis_index(axis_name))
+
+
+def mark_varying(tree: Any, axis_name: str) -> Any:
+    """The same arrays, each the replica's own in JAX's account.
+
+    The gradient of a parameter that is not comes back summed over the axis already.
+    """
+    return jax.tree.map(functools.partial(_marked, axis_name=axis_name), tree)
+
+
+def check_varying(grads: trees.Gradients, axis_name: str) -> None:
+    """Raises ValueError if a gradient is no replica's own: it was summed already, or it would be N times."""
+    if not is_tracked(axis_name):
+        return
+    for path, grad in trees.leaves_by_path(grads).items():
+        if grad is not None and axis_name not in _varies_over(grad):
+            raise ValueError(
+                f"The gradient of '{path}' does not vary over the axis {axis_name!r}, so it is no replica's "
+                "own, and a sum over the replicas would count it once for each. With check_vma=True jax.grad "
+                "has summed it already, if the parameters do not vary. Take the gradients from "
+                "compute_gradients, or differentiate with respect to jax.lax.pcast(params, "
+                f"{axis_name!r}, to='varying')."
+            )
+
+
+def _varies_over(x: Any) -> frozenset[str]:
+    return frozenset(jax.typeof(jnp.asarray(x)).manual_axis_type.varying)
+
+
+def _marked(x: Any, axis_name: str) -> Any:
+    # Under vmap and pmap there is nothing to mark.
+    is_manual = axis_name in jax.sharding.get_abstract_mesh().manual_axes
+    if not is_manual or axis_name in _varies_over(x):
+        return x
+    return lax.pcast(jnp.asarray(x), axis_name, to="varying")
