@@ -49,7 +49,8 @@ def test_a_few_steps_of_each_config(tmp_path, get_config):
     assert loop.run(config, str(tmp_path), "") == 0
     results = json.loads((tmp_path / "results.json").read_text())["eval"]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] == 6 and "accuracy" in rows[-1]
+    assert rows[-2]["step"] == rows[-1]["step"] == 6 and "accuracy" in rows[-2]
+    assert rows[-1]["eval/accuracy"] == results["accuracy"]
     if config.group_assignment:
         assert len(results["accuracy"]) == 2 and 0 <= results["ensemble/accuracy"] <= 1
     else:

@@ -110,7 +110,7 @@ MISTAKES = {
         ["Spirals.optimizer (experiment_", "an optax transformation", "xshard.CrossShardOptimizer("],
     ),
     "no rule": ((RETURN, ""), ["returned None", "return opt?"]),
-    "a rule that does not reduce": ((CROSS, ""), ["does not reduce over the axis 'replica'"]),
+    "a rule that does not reduce": ((CROSS, ""), ["Spirals.optimizer (experiment_", "does not reduce over the axis 'replica'"]),
     "a tuple of arrays": (
         train("(d['point'], d['label'])"),
         ["What Spirals.train_data (experiment_", "is a tuple of 2", "{'image': images"],
@@ -208,7 +208,7 @@ BUGS = {
     ),
     "a config that is changed": (
         before(FORWARD, "        self.config.model.hidden = (1,)"),
-        ["in Spirals.forward: "],
+        ["in Spirals.forward: AttributeError", "immutable"],
     ),
     "samples before they predict": (
         ("    def evaluate(", "    def samples(self, predict, key):\n        return 1 / 0\n\n    def evaluate("),

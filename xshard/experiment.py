@@ -26,7 +26,7 @@ from xshard.optimizers import base
 class Experiment(abc.ABC):
     """The base class of experiments.
 
-    `forward`, `loss`, `optimizer` and `evaluate` are traced: they read `self.config`, which is locked,
+    `forward`, `loss`, `optimizer` and `evaluate` are traced: they read `self.config`, which is frozen,
     and nothing else that changes.
 
     >>> class Line(xshard.Experiment):
@@ -51,8 +51,8 @@ class Experiment(abc.ABC):
     """
 
     def __init__(self, config: ml_collections.ConfigDict):
-        """Keeps the config, which holds all defaults."""
-        self.config = config
+        """Keeps the config, which holds all defaults, so that nothing under trace can change it."""
+        self.config = ml_collections.FrozenConfigDict(config)
 
     def train_data(self) -> data.Examples:
         """The training examples: arrays of one leading dimension, or a source (`xshard.data.Source`).

@@ -241,10 +241,14 @@ class _Best:
 
     def _write(self) -> None:
         best = [{"step": step, "value": value} for step, value in self._values.items()]
-        content = {"metric": self._keep.metric, "mode": self._keep.mode, "best": best}
-        metrics.write_atomically(
-            self._path, workdir.to_json({**content, "pinned": sorted(self._pinned)})
-        )
+        content: dict[str, Any] = {
+            "metric": self._keep.metric,
+            "mode": self._keep.mode,
+            "best": best,
+        }
+        content["pinned"] = sorted(self._pinned)
+        with metrics.writing(self._path):
+            metrics.write_atomically(self._path, workdir.to_json(content))
 
 
 def run(

@@ -191,7 +191,8 @@ class Model:
 
     def _optimizer(self) -> base.Optimizer:
         opt = contract.optimizer(self.experiment)
-        _check_reduces(base.unwrap(opt), self._mesh)
+        where = contract.method(self.experiment, "optimizer")
+        _check_reduces(where, base.unwrap(opt), self._mesh)
         for rule in base.unwrap(opt):
             if isinstance(rule, cross_shard.CrossShardOptimizer):
                 rule.sharding_rules = self.experiment.sharding_rules()
@@ -301,7 +302,7 @@ def _norms(applied: shards.Applied | None) -> tuple[dict[str, Any], dict[str, An
     return dict(zip(NORMS, shares, strict=True)), dict(zip(NORMS, squares, strict=True))
 
 
-def _check_reduces(chain: list[base.Optimizer], mesh: jax.sharding.Mesh) -> None:
+def _check_reduces(where: str, chain: list[base.Optimizer], mesh: jax.sharding.Mesh) -> None:
     reducing = [rule for rule in chain if isinstance(rule, cross_shard.CrossShardOptimizer)]
     over = {axis for rule in reducing for axis in (rule.axis_name, rule.slice_axis_name)}
     wanted = {mesh_lib.REPLICA, *([mesh_lib.SLICE] if mesh_lib.num_slices(mesh) > 1 else [])}
@@ -309,7 +310,7 @@ def _check_reduces(chain: list[base.Optimizer], mesh: jax.sharding.Mesh) -> None
     if missing:
         argument = "axis_name" if mesh_lib.REPLICA in missing else "slice_axis_name"
         raise errors.UserError(
-            f"The experiment's optimizer is {' around '.join(rule.name for rule in chain)}, which does not "
+            f"{where} returned {' around '.join(rule.name for rule in chain)}, which does not "
             f"reduce over the axis '{missing[0]}': replicas would drift apart. Wrap it in a "
             f"CrossShardOptimizer with {argument}='{missing[0]}'."
         )

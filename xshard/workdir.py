@@ -167,7 +167,8 @@ class Workdir:
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Writes how the run has ended."""
-        metrics.write_atomically(self.results, to_json(results))
+        with metrics.writing(self.results):
+            metrics.write_atomically(self.results, to_json(results))
 
     def failure(self, goes_on: bool) -> str:
         """Why the run has not ended finite before; of one that goes on it is forgotten."""
