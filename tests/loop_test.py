@@ -1,11 +1,13 @@
 """A run, in this process and in real ones: resumed, stopped, killed, it ends in the same bits."""
 
+import collections
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from typing import ClassVar
 
 import haiku as hk
 import jax
@@ -126,6 +128,36 @@ def test_a_run_in_parts_ends_in_the_same_bits(tmp_path, groups):
         assert w.shape[0] == 2 and not np.array_equal(w[0], w[1])
         ensemble = json.loads((tmp_path / "whole/results.json").read_text())["eval"]
         assert len(ensemble["error"]) == 2 and ensemble["ensemble/error"] < max(ensemble["error"])
+
+
+class Counting(toy.Talking):
+    """Counts how often its methods are traced."""
+
+    traced: ClassVar = collections.Counter()
+
+    def loss(self, outputs, batch):
+        self.traced["loss"] += 1
+        return super().loss(outputs, batch)
+
+    def evaluate(self, outputs, batch):
+        self.traced["evaluate"] += 1
+        return super().evaluate(outputs, batch)
+
+    def forward(self, batch, *, is_training):
+        self.traced["forward"] += 1
+        return super().forward(batch, is_training=is_training)
+
+
+@pytest.mark.parametrize("groups", [(), ((0, 2, 4, 6), (1, 3, 5, 7))])
+def test_what_is_traced_before_a_run_is_not_traced_again(tmp_path, groups):
+    config = make_config(experiment="tests.loop_test.Counting", group_assignment=groups)
+    run = loop.Run(config, str(tmp_path))
+    state, _ = run.resume_or_init()
+    before = Counting.traced.copy()
+    assert before["evaluate"] and before["loss"]
+    state, *_ = run.train_step(state, next(run.batches))
+    assert run._evaluation(state) and run._samples(state)
+    assert Counting.traced == before
 
 
 class Killed(BaseException):
