@@ -60,14 +60,21 @@ def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> l
 
 def is_bug(e: Exception) -> bool:
     """Whether an exception is to be shown with its traceback: it is neither the user's input nor the disk's."""
-    return not (isinstance(e, errors.UserError) or (isinstance(e, OSError) and errors.is_own_io(e)))
+    return not (
+        isinstance(e, errors.UserError) or (isinstance(e, OSError) and errors.is_frameworks(e))
+    )
 
 
 def summary(e: Exception) -> str:
-    """What is said of an exception: a bug in one line, with where it is in the user's code."""
-    if not is_bug(e):
-        return message(e)
+    """What is said of an exception: a bug in one line, with where it is in the user's code.
+
+    A rule that the user's code makes with what the config says is refused with the place, too: either may be
+    wrong.
+    """
     where = errors.location(e)
+    if not is_bug(e):
+        is_passed_on = where and errors.is_frameworks(e)
+        return f"{where}: {message(e)}" if is_passed_on else message(e)
     first_line = message(e).splitlines()[0]
     named = first_line if first_line == type(e).__name__ else f"{type(e).__name__}: {first_line}"
     return f"{where}: {named}" if where else named

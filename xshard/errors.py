@@ -51,8 +51,8 @@ def location(e: BaseException) -> str:
     return where if function == method else f"{where}, called by {method}"
 
 
-def is_own_io(e: OSError) -> bool:
-    """Whether the framework itself has met this error, which then is the disk's or the network's, and no bug."""
+def is_frameworks(e: BaseException) -> bool:
+    """Whether the framework itself has raised this error, or met it in the standard library."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(e.__traceback__)]
     own = [file for file in files if not _is_standard(file)]
     return not own or _is_framework(own[-1])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import mesh
+from xshard import errors, mesh
 from xshard.optimizers import axes, base, int8, shards, trees
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
@@ -115,7 +115,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.axis_name: str = axis_name
         self.slice_axis_name = slice_axis_name
         if not isinstance(shard_update, bool):
-            raise ValueError(f"shard_update must be True or False; received {shard_update!r}.")
+            raise errors.UserError(
+                f"shard_update must be True or False; received {shard_update!r}."
+            )
         self.shard_update = shard_update
         self.scatter_steps = scatter_steps
         self.gather_steps = gather_steps
@@ -124,7 +126,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self._made: shards.Partition | None = None
         self._in_parts = shard_update
         if reduction not in tuple(Reduction):
-            raise ValueError(f"reduction must be 'sum' or 'mean'; received {reduction!r}.")
+            raise errors.UserError(f"reduction must be 'sum' or 'mean'; received {reduction!r}.")
         self.reduction = Reduction(reduction)
         self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
         self.slice_dtype = _check_dtype("slice_dtype", slice_dtype, ("float32", "bfloat16", "int8"))
@@ -134,17 +136,19 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def _check_axes(self) -> None:
         for axis in (self.axis_name, self.slice_axis_name):
             if not isinstance(axis, str) and (axis is not None or self.axis_name is None):
-                raise ValueError(f"axis_name must be the name of one axis; received {axis!r}.")
+                raise errors.UserError(
+                    f"axis_name must be the name of one axis; received {axis!r}."
+                )
         if self.slice_axis_name == self.axis_name:
-            raise ValueError(
+            raise errors.UserError(
                 f"axis_name and slice_axis_name must be two different axes; received {self.axis_name!r} twice."
             )
         if self.slice_axis_name is None and self.slice_dtype != "float32":
-            raise ValueError(
+            raise errors.UserError(
                 f"slice_dtype={self.slice_dtype!r} is for sums over slices; give slice_axis_name too."
             )
         if self.slice_axis_name is not None and self.group_assignment is not None:
-            raise ValueError(
+            raise errors.UserError(
                 "group_assignment and slice_axis_name exclude each other: give groups a mapped axis of "
                 "their own."
             )
@@ -333,5 +337,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
 def _check_dtype(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise ValueError(f"{argument} must be one of {', '.join(allowed)}; received {value!r}.")
+        raise errors.UserError(
+            f"{argument} must be one of {', '.join(allowed)}; received {value!r}."
+        )
     return str(value)

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import shard_alike
 
+from xshard import errors
 from xshard.optimizers import dependence, trees
 
 Loss = Callable[[trees.Params], Any]
@@ -70,7 +71,7 @@ def method(name: str) -> int:
     """The constant of `AggregationMethod` of a name; ValueError if there is none."""
     names = [name for name in vars(AggregationMethod) if name.isupper()]
     if name not in names:
-        raise ValueError(
+        raise errors.UserError(
             f"aggregation_method={name!r} must be one of {', '.join(names)}; for micro-batches "
             "EXPERIMENTAL_TREE adds in pairs, the others to a running sum."
         )

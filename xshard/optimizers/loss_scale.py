@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xshard import errors
 from xshard.optimizers import base, trees
 from xshard.optimizers import optax as optax_optimizer
 
@@ -129,13 +130,13 @@ class DynamicLossScale(LossScale):
         super().__init__(name=name)
         self.initial_loss_scale = _check_scale("initial_loss_scale", initial_loss_scale)
         if not _is_number(increment_period, numbers.Integral) or increment_period < 1:
-            raise ValueError(
+            raise errors.UserError(
                 f"increment_period must be an integer of at least 1; received {increment_period!r}."
             )
         self.increment_period = int(increment_period)
         self.multiplier = _check_scale("multiplier", multiplier)
         if self.multiplier == 1:
-            raise ValueError(
+            raise errors.UserError(
                 "multiplier must be above 1, or the scale could never change; received "
                 f"{multiplier!r}. For a scale that stays use FixedLossScale."
             )
@@ -296,5 +297,5 @@ def _check_scale(argument: str, value: Any) -> float:
     """`value` as a float; ValueError unless it is a number from 1 to float32's largest."""
     if not _is_number(value, numbers.Real) or not 1 <= value <= _LARGEST:
         shown = "not a number" if isinstance(value, float) and math.isnan(value) else repr(value)
-        raise ValueError(f"{argument} must be a number of at least 1; received {shown}.")
+        raise errors.UserError(f"{argument} must be a number of at least 1; received {shown}.")
     return float(value)

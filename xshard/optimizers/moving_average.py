@@ -12,6 +12,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from xshard import errors
 from xshard.optimizers import base, shards, trees
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
@@ -170,7 +171,7 @@ def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
 def _check_decay(value: Any) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value < 1:
-        raise ValueError(
+        raise errors.UserError(
             "average_decay must be a number of at least 0 and below 1, such as 0.999; received "
             f"{value!r}."
         )
