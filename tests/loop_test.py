@@ -656,5 +656,5 @@ def test_metrics_are_not_fetched_step_by_step(tmp_path, monkeypatch):
     run = loop.Run(make_config(eval_every_steps=100), str(tmp_path))
     with run.workdir.opened(run.config):
         run.train()
-    # Three rows of seven numbers; nothing of the other nine steps.
-    assert len(fetched) == 3 * 7
+    # Three rows of seven numbers, and the evaluation's one; nothing of the other nine steps.
+    assert len(fetched) == 3 * 7 + 1
