@@ -380,7 +380,7 @@ def test_complex_gradients_are_summed_whole_or_refused(options):
         out_specs=jax.P(),
         check_vma=False,
     )
-    x = jnp.arange(4.0) * (1 + 2j)
+    x = jnp.asarray(np.arange(4) * (1 + 2j), jnp.complex64)
     if "reduce_dtype" in options:
         with pytest.raises(ValueError, match="'m/w' is complex; reduce_dtype='bfloat16'"):
             jax.eval_shape(run, x)
