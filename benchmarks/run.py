@@ -24,7 +24,7 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import measure
-from xshard import metrics
+from xshard import disk, metrics
 
 Commands = list[list[str]]
 
@@ -213,7 +213,7 @@ def main(argv: list[str]) -> int:
     print(f"\n{show(machine, rows, notes)}")
     if _JSON.value:
         content = {"machine": machine, "rows": list(map(dataclasses.asdict, rows)), "notes": notes}
-        metrics.write_atomically(pathlib.Path(_JSON.value), metrics.to_json(content, 1).encode())
+        disk.replace(pathlib.Path(_JSON.value), metrics.to_json(content, 1).encode())
     return code
 
 

@@ -9,7 +9,11 @@ import runpy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from absl import flags
+from ml_collections import config_flags
+
 from launch import engine, local
+from xshard import identity as identity_lib
 from xshard import metrics, notice, status, workdir
 
 Point = Mapping[str, Any]
@@ -74,12 +78,12 @@ def claim(directory: pathlib.Path, points: Sequence[Point]) -> None:
 
 
 def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> int:
-    """Runs them here, some at a time, and prints the table. Those that have ended are not run again.
+    """Runs them here, some at a time, and prints the table. Those that have ended as they are asked for are not run again.
 
     Returns:
       0 if all are done; else the code of the first that is not.
     """
-    todo = [job for job in all_jobs if not _read(job.workdir / workdir.RESULTS)]
+    todo = [job for job in all_jobs if not has_ended(job)]
     failed = [job.name for job in all_jobs if job not in todo and workdir.not_finite(job.workdir)]
     count = len(all_jobs) - len(todo) - len(failed)
     print(f"{count} of {len(all_jobs)} jobs are done; {parallel} at a time", flush=True)
@@ -119,6 +123,35 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
     print(f"\n{metrics.table(table)}")
     codes |= dict.fromkeys(failed, notice.NONFINITE)
     return next((code for code in codes.values() if code), notice.DONE)
+
+
+def has_ended(job: engine.Job) -> bool:
+    """Whether a job's run has come to its end, with the very config that is asked for now."""
+    results = _read(job.workdir / workdir.RESULTS)
+    config = _read(job.workdir / "config.json")
+    if not isinstance(results, dict) or not isinstance(config, dict):
+        return False
+    identity = config.pop(workdir.IDENTITY, None)
+    # Results of another run, or without the checkpoint that they are of, are none of this one's.
+    of_this_run = identity is None or results.get("run") == identity.get("id")
+    reached = _read(job.workdir / workdir.REACHED)
+    is_saved = not results.get("finite", True) or (
+        reached is None or reached.get("step") == results.get("step")
+    )
+    return of_this_run and is_saved and config == _asked_for(job)
+
+
+def _asked_for(job: engine.Job) -> dict[str, Any] | None:
+    """The config of a job, as JSON can hold it; None if it cannot be told, as of a program of another kind."""
+    arguments = list(job.arguments)
+    values = flags.FlagValues()
+    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
+    try:
+        values(arguments, known_only=True)
+        return identity_lib.plain(holder.value)
+    except Exception:
+        # The job itself says what is wrong with it.
+        return None
 
 
 def rows(directory: pathlib.Path) -> list[dict[str, Any]]:

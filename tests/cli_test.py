@@ -2,7 +2,7 @@
 
 import pytest
 
-from xshard import cli, errors, metrics, notice
+from xshard import cli, disk, errors, notice
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_an_error_of_the_disk_is_a_message_where_it_is_the_framework_s(tmp_path,
     # One that the user's code meets shows where.
     assert cli.run(lambda: (tmp_path / "nothing").read_text()) == notice.FAILED
     assert "Traceback" in capsys.readouterr().err
-    write = lambda: metrics.write_atomically(tmp_path / "nothing" / "file", b"")
+    write = lambda: disk.replace(tmp_path / "nothing" / "file", b"")
     assert cli.run(write) == notice.FAILED
     error = capsys.readouterr().err
     assert "Traceback" not in error and "No such file" in error and "nothing/.file.new" in error

@@ -24,7 +24,7 @@ from absl import flags
 
 import xshard
 from configs import digits, lm
-from xshard import workdir
+from xshard import identity as identity_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "first_experiment.md"
@@ -85,7 +85,7 @@ def test_links_and_keys(page):
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert link.startswith("https://") or (page.parent / link).exists(), link
     configs = (digits.get_config(), lm.get_config())
-    keys = [key for config in configs for key in workdir.flatten(workdir.plain(config))]
+    keys = [key for config in configs for key in identity_lib.flatten(identity_lib.plain(config))]
     for key in re.findall(r"`(?:--)?config\.(?!json|py|experiment_kwargs)([a-z_.]+)", text):
         assert any(f"{known}.".startswith(f"{key.rstrip('.')}.") for known in keys), key
 

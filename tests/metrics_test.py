@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from xshard import hooks, metrics
+from xshard import disk, hooks, metrics
 
 
 def test_rows_come_some_steps_later_and_all_of_them():
@@ -51,7 +51,7 @@ def test_durations(seconds, text):
 def test_a_file_is_replaced_whole(tmp_path):
     path = tmp_path / "a"
     for content in (b"one", b"two"):
-        metrics.write_atomically(path, content)
+        disk.replace(path, content)
         assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]
 

@@ -3,7 +3,8 @@
 import pytest
 
 from configs import digits
-from xshard import config, new, workdir
+from xshard import config, new
+from xshard import identity as identity_lib
 
 
 def test_it_says_what_to_do_next(tmp_path, monkeypatch, capsys):
@@ -22,7 +23,7 @@ def test_its_config_has_every_key_of_a_run():
     namespace = {}
     exec((new.TEMPLATE / "config.py").read_text(), namespace)
     keys, known = (
-        {key for key in workdir.flatten(workdir.plain(config))}
+        {key for key in identity_lib.flatten(identity_lib.plain(config))}
         for config in (namespace["get_config"](), digits.get_config())
     )
     config.check(namespace["get_config"]())

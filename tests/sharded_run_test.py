@@ -92,9 +92,9 @@ def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden, kind):
         {"shard_update": True, "group_assignment": ((0, 1),), "model_parallel": 4},
     ):
         again = loop.Run(config(**of_kind, **changes), str(tmp_path))
-        restored, _ = again.resume_or_init()
+        restored = again.resume_or_init().state
         harness.assert_equal(again.checkpoints.storage.to_whole(restored), whole)
-    harness.assert_equal(run.resume_or_init()[0], state)
+    harness.assert_equal(run.resume_or_init().state, state)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     tried = []
-    monkeypatch.setattr(watch.status.metrics, "write_atomically", write)
+    monkeypatch.setattr(watch.status.disk, "replace", write)
     with watch.Watch(tmp_path) as watching:
         watching.publish()
         watching.poll()

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from xshard import errors, notice, workdir
+from xshard import errors, notice
+from xshard import identity as identity_lib
 
 
 def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
@@ -157,7 +158,7 @@ def _config_path() -> str:
 def _unknown_key(path: str) -> str | None:
     """The message for an override of a key that the config does not have."""
     try:
-        keys = list(workdir.flatten(workdir.plain(runpy.run_path(path)["get_config"]())))
+        keys = list(identity_lib.flatten(identity_lib.plain(runpy.run_path(path)["get_config"]())))
     except Exception:
         return None
     for arg in sys.argv[1:]:

@@ -3,7 +3,8 @@
 import jmp
 import ml_collections
 
-from xshard import errors, nonfinite, saving, workdir
+from xshard import errors, nonfinite, saving
+from xshard import identity as identity_lib
 from xshard import writers as writers_lib
 
 _COUNTS = (
@@ -24,7 +25,7 @@ _OTHER_KEYS = (
 
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises ValueError unless the config has the keys of a run, with numbers that make sense."""
-    values = workdir.flatten(workdir.plain(config))
+    values = identity_lib.flatten(identity_lib.plain(config))
     missing = [key for key in (*_COUNTS, *_OTHER_KEYS) if key not in values]
     if missing:
         raise errors.UserError(

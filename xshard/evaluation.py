@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import ml_collections
 import numpy as np
 
 from xshard import batches, data, errors, metrics, processes, step
@@ -42,21 +43,21 @@ class Evaluation:
         """What data it is, to be compared between processes."""
         return data.summary(self._examples)
 
-    def check(self, state: state_lib.TrainState, best_metric: str | None) -> None:
+    def check(self, state: state_lib.TrainState, options: ml_collections.ConfigDict) -> None:
         """Traces the evaluation.
 
         Args:
           state: the shapes of a state.
-          best_metric: what the best checkpoint is to be told by, if that is wanted.
+          options: `config.checkpoint`, which may name a metric that the best checkpoint is told by.
 
         Raises:
           UserError: if the experiment's methods do not fit, or nothing is called so.
         """
         shapes = batches.eval_shapes(self._examples, self._mesh, self._batch_size)
         names = self._jitted.trace(state, shapes).out_info.keys() - {"count"}
-        if best_metric is not None and best_metric not in names:
+        if options.keep_best and options.best_metric not in names:
             raise errors.UserError(
-                f"checkpoint.best_metric={best_metric!r} must be a metric of the evaluation: "
+                f"checkpoint.best_metric={options.best_metric!r} must be a metric of the evaluation: "
                 f"{', '.join(sorted(names))}."
             )
 

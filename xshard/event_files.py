@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from tensorboardX import record_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from xshard import metrics
+from xshard import disk, metrics
 
 # What TensorBoard needs to see before it drops the steps that a restart makes again.
 _VERSION = "brain.Event:2"
@@ -43,7 +43,7 @@ class EventFiles:
           ValueError: if the file cannot be written.
         """
         self._path = directory
-        with metrics.writing(directory):
+        with disk.writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             count = len(list(directory.glob("events.out.tfevents.*")))
             # They are read in the order of their names: parts of one second, too, are in theirs.
@@ -62,7 +62,7 @@ class EventFiles:
 
     def write(self, row: metrics.Row) -> None:
         """Writes a row's numbers; what is not finite is shown as such."""
-        with metrics.writing(self._path):
+        with disk.writing(self._path):
             self._write(row)
             # So that it is seen at once: rows are rare.
             self._records.flush()

@@ -11,6 +11,7 @@ import zlib
 
 import ml_collections
 
+from xshard import identity as identity_lib
 from xshard import processes, workdir
 
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
@@ -25,7 +26,9 @@ def of(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
       config: the run's config.
       cpu_devices: as the flag says.
     """
-    facts = {f"config.{k}": repr(v) for k, v in workdir.flatten(workdir.plain(config)).items()}
+    facts = {
+        f"config.{k}": repr(v) for k, v in identity_lib.flatten(identity_lib.plain(config)).items()
+    }
     facts |= {f"version of {name}": importlib.metadata.version(name) for name in _LIBRARIES}
     facts |= {"version of Python": platform.python_version(), "--cpu_devices": str(cpu_devices)}
     for package in (

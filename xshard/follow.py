@@ -17,6 +17,8 @@ import ml_collections
 
 from xshard import (
     checkpoint,
+    disk,
+    errors,
     evaluation,
     metrics,
     notice,
@@ -28,6 +30,7 @@ from xshard import (
 )
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
+from xshard import identity as identity_lib
 from xshard import state as state_lib
 from xshard import watch as watch_lib
 
@@ -69,10 +72,8 @@ class Follower:
         self._storage = state_lib.Storage(experiment, mesh)
         self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
         processes.check_equal("the data", {"evaluation": self._evaluation.summary})
-        options = config.checkpoint
-        best_metric = options.best_metric if options.keep_best else None
         stored = state_lib.as_stored(experiment, mesh, self._target)
-        self._evaluation.check(stored, best_metric)
+        self._evaluation.check(stored, config.checkpoint)
         self._run = workdir.Workdir(directory)
         self._own = workdir.Workdir(self._run.path / FOLDER)
         self._checkpoints = saving.manager(config, str(self._run.checkpoints))
@@ -143,14 +144,24 @@ class Follower:
         """Finds the run in its directory, and goes on where this job was."""
         for change in self._run.check(self._config):
             self._say(f"other than in the run: {change}")
+        self._check_owner()
         self._judged = _last_step(self._own.metrics)
-        config, rows = workdir.plain(self._config), self._own.metrics
+        config, rows = identity_lib.plain(self._config), self._own.metrics
         part = writers.Part(self._own.path, self._judged, config, lambda: writers.read(rows))
         self._writers = writers.open_all(self._config.writers, part)
         path, keep = self._own.path / "best.json", saving.keep(self._config.checkpoint)
         # Also where no best ones are kept any more, to leave those of before to the run's rules.
         if keep.best or path.exists():
             self._best = _Best(path, keep, self._checkpoints, rows)
+
+    def _check_owner(self) -> None:
+        identity, store = self._run.identity(), self._checkpoints.store
+        owner = checkpoint.read_owner(store)
+        if identity is not None and owner is not None and owner.id != identity.id:
+            raise errors.UserError(
+                f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}), and --workdir={self._run.path} "
+                f"holds run {identity.id}: give the run's own checkpoint.directory."
+            )
 
     def _judge(self, step: int) -> None:
         try:
@@ -247,8 +258,8 @@ class _Best:
             "best": best,
         }
         content["pinned"] = sorted(self._pinned)
-        with metrics.writing(self._path):
-            metrics.write_atomically(self._path, workdir.to_json(content))
+        with disk.writing(self._path):
+            disk.replace(self._path, workdir.to_json(content))
 
 
 def run(

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jmp
 import ml_collections
 import numpy as np
 
 from xshard import clock as clock_lib
+from xshard import experiment as experiment_lib
+from xshard import flops, identity, metrics, workdir
 from xshard import mesh as mesh_lib
-from xshard import metrics
 from xshard import terminal as terminal_lib
 from xshard import writers as writers_lib
 
@@ -30,6 +32,7 @@ class Log:
         clock: clock_lib.Clock,
         terminal: terminal_lib.Terminal,
         *,
+        rows: int = 0,
         flops_per_step: int | None = None,
         peak: float | None = None,
     ):
@@ -42,11 +45,13 @@ class Log:
           mesh: the run's mesh.
           clock: this process's.
           terminal: where the run shows how it goes.
+          rows: how many rows the writers have of earlier parts of the run.
           flops_per_step: the model's floating-point operations in a step, of all groups together, if that is
             known.
           peak: how many such operations all devices together can do in a second, if that is known.
         """
         self._writers = writers
+        self.rows = rows
         self._every = config.log_every_steps
         self._last = config.steps
         self._start = start
@@ -92,6 +97,11 @@ class Log:
         for writer in self._writers:
             writer.flush()
 
+    def sync(self) -> None:
+        """Makes durable what has been flushed; from any thread. Raises OSError if it cannot be."""
+        for writer in self._writers:
+            getattr(writer, "sync", lambda: None)()
+
     def write_evaluation(self, made: int, values: Mapping[str, Any]) -> None:
         """Writes an evaluation of the state after a step."""
         row = {"step": made, **{f"eval/{name}": value for name, value in values.items()}}
@@ -113,6 +123,7 @@ class Log:
             self._before = row
 
     def _send(self, row: metrics.Row) -> None:
+        self.rows += 1
         for writer in self._writers:
             writer.write(row)
 
@@ -135,6 +146,48 @@ class Log:
         # What is measured in milliseconds has no more digits.
         short = {f"perf/{name}": float(f"{value:.6g}") for name, value in row.items()}
         return {**short, "perf/time": round(time.time(), 3)}
+
+
+def begin(
+    directory: workdir.Workdir,
+    start: int,
+    config: ml_collections.ConfigDict,
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    shapes: Any,
+    clock: clock_lib.Clock,
+    terminal: terminal_lib.Terminal,
+) -> Log:
+    """The log of a part of a run, with the writers of the config on process 0.
+
+    Args:
+      directory: the work directory; rows of steps after the first are dropped.
+      start: the step that the run goes on from.
+      config: the run's config.
+      experiment: the run's experiment.
+      mesh: the run's mesh.
+      shapes: those of a batch.
+      clock: this process's.
+      terminal: where the run shows how it goes.
+    """
+    writers: list[writers_lib.Writer] = []
+    if jax.process_index() == 0:
+        history = lambda: writers_lib.read(directory.metrics)
+        plain = identity.plain(config)
+        part = writers_lib.Part(directory.path, start, plain, history)
+        writers = writers_lib.open_all(config.writers, part)
+    dtype = jmp.get_policy(config.precision).compute_dtype
+    return Log(
+        writers,
+        start,
+        config,
+        mesh,
+        clock,
+        terminal,
+        rows=writers_lib.count(writers),
+        flops_per_step=flops.if_known(experiment, mesh, shapes, terminal.say),
+        peak=flops.peak(mesh, dtype),
+    )
 
 
 def changes(before: metrics.Row, row: metrics.Row) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jmp
 import ml_collections
 
 from xshard import (
@@ -19,13 +18,13 @@ from xshard import (
     cli,
     evaluation,
     fingerprint,
-    flops,
     hooks,
     metrics,
     nonfinite,
     overview,
     preflight,
     processes,
+    resuming,
     saving,
     workdir,
 )
@@ -38,7 +37,6 @@ from xshard import notice as notice_lib
 from xshard import state as state_lib
 from xshard import terminal as terminal_lib
 from xshard import watch as watch_lib
-from xshard import writers as writers_lib
 
 
 class Run:
@@ -51,6 +49,7 @@ class Run:
         init: checkpoint.Source | None = None,
         watch: watch_lib.Watch | None = None,
         show: terminal_lib.Show = terminal_lib.Show.NORMAL,
+        set_aside: str = "",
     ):
         """Checks a config and what is in the directory. With several processes, all of them make one.
 
@@ -60,6 +59,7 @@ class Run:
           init: what a new run begins with.
           watch: what may stop the run; with several processes, how they agree on it.
           show: how much is printed.
+          set_aside: the ID of a run that is put away, if it is the one that is in the directory.
 
         Raises:
           ValueError: with the key, its value and the fix, if something does not fit.
@@ -76,20 +76,21 @@ class Run:
         self.workdir = workdir.Workdir(directory)
         # The directory is process 0's: the others need not even see it.
         self._first = jax.process_index() == 0
-        self.changes = self.workdir.check(config) if self._first else []
+        self._run = resuming.identify(config, self.workdir, set_aside)
         data = self.batches.summary(), self._evaluation.summary()
         self.origin = fingerprint.origin(type(self.experiment).__module__, *data)
-        self.changes += self.workdir.check_origin(self.origin) if self._first else []
+        self.changes = [*self._run.changes]
+        if self._first and not self._run.sets_aside:
+            self.changes += self.workdir.check_origin(self.origin)
         self._watch = watch
         self._stop: notice_lib.Notice | None = None
         self._save_now = False
         self._init_args = (self.experiment, self.mesh, config.seed, self.batches.example)
         self._target = state_lib.abstract_state(*self._init_args, whole=True)
         self._init = init
-        storage, place = state_lib.Storage(self.experiment, self.mesh), self.workdir.checkpoints
-        self.checkpoints = saving.Checkpoints(
-            config, str(place), self.batches, storage, self.terminal.say, self.origin
-        )
+        storage = state_lib.Storage(self.experiment, self.mesh)
+        kept = self.batches, storage, self.terminal.say, self.origin
+        self.checkpoints = saving.Checkpoints(config, self.workdir, self._run, *kept)
         self.checkpoints.check_init(self._target, init)
         self._finite = nonfinite.Watch(config, self.mesh, self._target.params, self.terminal.say)
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
@@ -97,8 +98,7 @@ class Run:
         inputs = stored, self.batches.shapes()
         train_step, self._predict = preflight.programs(self.experiment, self.mesh, *inputs)
         self.train_step = processes.compiled_by_all(train_step, "the training step")
-        best_metric = config.checkpoint.best_metric if config.checkpoint.keep_best else None
-        self._evaluation.check(stored, best_metric)
+        self._evaluation.check(stored, config.checkpoint)
 
     def train(self) -> tuple[state_lib.TrainState, notice_lib.Notice | None]:
         """Trains from where the run stands to its last step, or until it is told to stop.
@@ -111,20 +111,23 @@ class Run:
         """
         # 1. The state decides the step, and with it the batches and keys that follow.
         self.doing("restoring")
-        state, evaluated = self.resume_or_init()
-        start = int(state.step)
+        begin = self.resume_or_init()
+        state, start = begin.state, int(begin.state.step)
+        self.checkpoints.go_on_from(begin)
         self._say_start(start, state)
         self._made, goes_on = start, start < self.config.steps
         self._failure = self.checkpoints.manager.agree(lambda: self.workdir.failure(goes_on))
         # 2. Rows after the checkpoint are dropped: their steps will be made again.
-        with self._log(start) as log:
+        kept = self.batches.shapes(), self.clock, self.terminal
+        with log_lib.begin(
+            self.workdir, start, self.config, self.experiment, self.mesh, *kept
+        ) as log:
+            self.checkpoints.check_rows(begin, log)
             evaluate, *others = self._hooks(log)
-            # 3. An evaluation that a stop has cut short is made up for, if no other stop does the same.
+            # 3. An evaluation that a stop has cut short is made now, if no other stop does the same.
             self.doing("compiling", step=start, steps=self.config.steps)
-            if start and not evaluated:
-                evaluate(start, state)
-                if self._stop is None:
-                    self.checkpoints.made_up_for(start, self._evaluated[1])
+            if start and not begin.evaluated:
+                self._evaluate_late(start, state, evaluate)
             for number in range(start, start if self._stop else self.config.steps):
                 with self.clock.waiting(log.newest):
                     batch = next(self.batches)
@@ -139,7 +142,7 @@ class Run:
                         hook(made, state)
                 if self._stop is not None or self._save_now:
                     self._flush(log)
-                    self._save(made, state)
+                    self._save(log, made, state)
                 if self._stop is not None:
                     break
                 self.checkpoints.check()
@@ -151,28 +154,18 @@ class Run:
         log.flush()
         self._finite.flush()
 
-    def _log(self, start: int) -> log_lib.Log:
-        dtype = jmp.get_policy(self.config.precision).compute_dtype
-        data = self.experiment, self.mesh, self.batches.shapes()
-        return log_lib.Log(
-            self._writers(start) if self._first else [],
-            start,
-            self.config,
-            self.mesh,
-            self.clock,
-            self.terminal,
-            flops_per_step=flops.if_known(*data, self.terminal.say),
-            peak=flops.peak(self.mesh, dtype),
-        )
+    def _evaluate_late(self, start: int, state: state_lib.TrainState, evaluate: hooks.Hook) -> None:
+        """Makes the evaluation that is due at the first state, unless its row has been written."""
+        found = self.checkpoints.late_evaluation(start)
+        if found is None:
+            evaluate(start, state)
+        else:
+            self._evaluated = start, found
+        if self._stop is None:
+            self.checkpoints.evaluated_late(start, self._evaluated[1])
 
-    def _writers(self, start: int) -> list[writers_lib.Writer]:
-        where, rows = self.workdir.path, self.workdir.metrics
-        config = workdir.plain(self.config)
-        part = writers_lib.Part(where, start, config, lambda: writers_lib.read(rows))
-        return writers_lib.open_all(self.config.writers, part)
-
-    def resume_or_init(self) -> tuple[state_lib.TrainState, bool]:
-        """The newest checkpoint's state or a new one, and whether its evaluation, if due, has been made."""
+    def resume_or_init(self) -> resuming.Begin:
+        """The newest checkpoint's state or a new one."""
         init = lambda: state_lib.init(*self._init_args)
         older = lambda: state_lib.abstract_state(*self._init_args, whole=True, all_slots=True)
         return self.checkpoints.resume_or_init(self._target, init, self._init, older)
@@ -184,21 +177,18 @@ class Run:
         """
         made = int(state.step)
         if self._evaluated[0] != made:
+            self.doing("evaluating")
             with self.clock.phase(clock_lib.EVALUATION):
-                values = self._evaluate(state)
+                values = self._evaluation(state, self._goes_on)
             if values is None:
                 return None
             self._evaluated = made, values
         return self._evaluated[1]
 
-    def _evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
-        self.doing("evaluating")
-
-        def go_on() -> bool:
-            self._poll()
-            return self._stop is None
-
-        return self._evaluation(state, go_on)
+    def _goes_on(self) -> bool:
+        """Whether nothing has stopped the run by now."""
+        self._poll()
+        return self._stop is None
 
     def _poll(self) -> None:
         """Hears what all processes are to do; at the same points on all of them."""
@@ -220,7 +210,8 @@ class Run:
         """Makes the directories this run's meanwhile, and waits for the last save at the end."""
         with contextlib.ExitStack() as held:
             if self._first:
-                held.enter_context(self.workdir.opened(self.config, self.origin))
+                whose = self._run.identity, self.origin, self._run.sets_aside
+                held.enter_context(self.workdir.opened(self.config, *whose))
             held.enter_context(self.checkpoints.opened())
             if self._watch is not None:
                 self._watch.publish()
@@ -269,7 +260,7 @@ class Run:
         def save(made: int, state: state_lib.TrainState) -> None:
             # What has been logged when a checkpoint counts is what resuming keeps.
             self._flush(log)
-            self._save(made, state)
+            self._save(log, made, state)
 
         # Each process has a clock of its own: one of them counts, and it counts for all.
         alone = jax.process_count() == 1
@@ -281,13 +272,13 @@ class Run:
         if self._watch is not None:
             self._watch.ask(notice_lib.BY_CLOCK)
 
-    def _save(self, made: int, state: state_lib.TrainState) -> None:
+    def _save(self, log: log_lib.Log, made: int, state: state_lib.TrainState) -> None:
         self._save_now = False
         evaluated = self._evaluated[0] == made
         due = made == self.config.steps or made % self.config.eval_every_steps == 0
         values = self._evaluated[1] if evaluated else {}
         with self.clock.phase(clock_lib.CHECKPOINT):
-            self.checkpoints.save(made, state, values, evaluated=evaluated or not due)
+            self.checkpoints.save(made, state, values, evaluated=evaluated or not due, log=log)
 
     def _say_start(self, start: int, state: state_lib.TrainState) -> None:
         say, whole = self.terminal.say, self.terminal.verbose
@@ -306,6 +297,7 @@ def run(
     init: checkpoint.Source | None = None,
     watch: watch_lib.Watch | None = None,
     show: terminal_lib.Show = terminal_lib.Show.NORMAL,
+    set_aside: str = "",
 ) -> int:
     """Runs an experiment from wherever it stands to its end, or until it is told to stop.
 
@@ -316,11 +308,12 @@ def run(
       init: what a new run begins with of another's checkpoint.
       watch: what may stop the run; several processes need it.
       show: how much is printed.
+      set_aside: as in `Run`.
 
     Returns:
       The process's exit code: 0 done; 3 not finite; else that of the notice that has stopped it, the state saved.
     """
-    current = Run(config, directory, init, watch, show)
+    current = Run(config, directory, init, watch, show, set_aside)
     results: dict[str, Any] = {}
     with current.opened():
         try:

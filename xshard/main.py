@@ -43,6 +43,11 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory: the same o
 _INIT_FROM = flags.DEFINE_string(
     "init_from", None, "A new run begins with the network of this checkpoint: DIR or DIR@STEP."
 )
+_RESTART = flags.DEFINE_string(
+    "restart_from_scratch", "",
+    "The ID of the run in --workdir, as a message names it: it is put away, and a new one begins. Does nothing once "
+    "another run is there.",
+)  # fmt: skip
 _INIT_SELECT = flags.DEFINE_string(
     "init_select",
     checkpoint.BY_DEFAULT,
@@ -147,7 +152,7 @@ def _run_mode(config: Any, directory: str, watching: watch.Watch) -> int:
     init = None
     if _INIT_FROM.value is not None:
         init = checkpoint.Source(_INIT_FROM.value, _INIT_SELECT.value, _INIT_GROUP.value)
-    return loop.run(config, directory, command, init, watching, show)
+    return loop.run(config, directory, command, init, watching, show, _RESTART.value)
 
 
 def _join(

@@ -1,18 +1,13 @@
 """Numbers from the device to the host, without stopping the device; and as text."""
 
 import collections
-import contextlib
 import json
 import math
-import os
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-
-from xshard import errors
 
 Row = dict[str, Any]
 # Steps that may have been dispatched and not yet looked at.
@@ -136,29 +131,6 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
     half = most // 2
     left_out = len(lines) - 2 * half
     return [*lines[:half], f"... {left_out} more; --verbose shows all", *lines[-half:]]
-
-
-@contextlib.contextmanager
-def writing(path: pathlib.Path) -> Iterator[None]:
-    """Says of an OSError, as a ValueError, which file it was and what to do."""
-    try:
-        yield
-    except OSError as e:
-        raise errors.UserError(
-            f"{path} could not be written: {e.strerror or e}. What has been saved counts; the same command "
-            "goes on from it when there is room."
-        ) from e
-
-
-def write_atomically(path: pathlib.Path, content: bytes, *, sync: bool = True) -> None:
-    """Replaces a file: after a crash it is the old one or the new one; of the machine, if `sync`."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _cell(value: Any) -> str:

@@ -135,6 +135,31 @@ class Board:
         return [said[i] for i in range(self._count)]
 
 
+def from_first(what: str, action: Callable[[], Any]) -> Any:
+    """What process 0's action returns, as JSON can hold it, on all processes.
+
+    Args:
+      what: what they meet for, for the message if one does not come.
+      action: called on process 0.
+
+    Raises:
+      UserError: on all processes, if the action raises one.
+    """
+    if jax.process_count() == 1:
+        return action()
+    meet = Exchange(what, _COMPARE_SECONDS)
+    said: dict[str, Any] = {}
+    if meet.index == 0:
+        try:
+            said = {"value": action()}
+        except errors.UserError as e:
+            said = {"error": str(e)}
+    answer = json.loads(meet(json.dumps(said))[0])
+    if "error" in answer:
+        raise errors.UserError(answer["error"])
+    return answer["value"]
+
+
 def check_equal(what: str, facts: Mapping[str, Callable[[], str]]) -> None:
     """Raises ValueError, on all processes, unless all say the same.
 

@@ -34,7 +34,7 @@ def run(
     first, last = _range(steps)
     current = loop.Run(config, directory, watch=watch, show=show)
     traces = current.workdir.path / FOLDER
-    state, _ = current.resume_or_init()
+    state = current.resume_or_init().state
     start = int(state.step)
     current.terminal.say(
         f"steps {start + first} to {start + last - 1} will be traced into {traces}"

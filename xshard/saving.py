@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,7 +12,9 @@ import ml_collections
 import numpy as np
 
 from xshard import batches as batches_lib
-from xshard import checkpoint, errors, nonfinite, workdir
+from xshard import checkpoint, errors, nonfinite, resuming, workdir, writers
+from xshard import identity as identity_lib
+from xshard import log as log_lib
 from xshard import metrics as metrics_lib
 from xshard import state as state_lib
 
@@ -21,13 +24,18 @@ CHECKPOINT_KEYS = (
 )  # fmt: skip
 
 
+# In a checkpoint's metadata: how many rows the run had logged until then.
+_ROWS = "rows"
+
+
 class Checkpoints:
     """The checkpoints of a run, as its config says."""
 
     def __init__(
         self,
         config: ml_collections.ConfigDict,
-        default: str,
+        directory: workdir.Workdir,
+        run: resuming.Run,
         batches: batches_lib.TrainBatches,
         storage: state_lib.Storage,
         notify: Callable[[str], None],
@@ -37,7 +45,8 @@ class Checkpoints:
 
         Args:
           config: the run's config.
-          default: where they are if `checkpoint.directory` is empty.
+          directory: the run's, in which it is noted how far it has come; process 0's counts.
+          run: which run it is.
           batches: whose position is saved.
           storage: what takes a state to the shapes of a checkpoint.
           notify: takes a line on each checkpoint that counts, from another thread.
@@ -49,7 +58,7 @@ class Checkpoints:
         options = config.checkpoint
         self._metadata = {
             "experiment": config.experiment,
-            "config": workdir.plain(config),
+            "config": identity_lib.plain(config),
             "origin": origin._asdict(),
         }
         self._batches = batches
@@ -58,11 +67,16 @@ class Checkpoints:
         self._must_be_finite = _must_be_finite(config)
         self._last: int | None = None
         self._notify = notify
-        self.manager = manager(config, default, self._say_saved)
+        self._directory = directory
+        self._run = run
+        host = f"{directory.path} on {socket.gethostname()}"
+        owner = checkpoint.Owner(*run.identity, host, identity_lib.plain(config))
+        self.manager = manager(config, str(directory.checkpoints), owner, self._note_saved)
 
     def check_init(self, target: state_lib.TrainState, source: checkpoint.Source | None) -> None:
         """Raises ValueError if a new run cannot begin with what `source` says."""
-        if source is not None and self.manager.latest_step() is None:
+        begins = bool(self._run.sets_aside) or self.manager.latest_step() is None
+        if source is not None and begins:
             checkpoint.check_init(source, target)
 
     def resume_or_init(
@@ -71,8 +85,8 @@ class Checkpoints:
         init: Callable[[], state_lib.TrainState],
         source: checkpoint.Source | None,
         may_hold: Callable[[], state_lib.TrainState],
-    ) -> tuple[state_lib.TrainState, bool]:
-        """The newest checkpoint's state; a new one if there is none.
+    ) -> resuming.Begin:
+        """The newest checkpoint's state; a new one if the run has come to none yet.
 
         Args:
           target: shapes, types and shardings of the state, as a checkpoint has it.
@@ -80,27 +94,51 @@ class Checkpoints:
           source: what a new run begins with, if not with a new state alone.
           may_hold: makes a target with what else a checkpoint may hold.
 
-        Returns:
-          The state, and whether the evaluation that was due at its step has been made.
-
         Raises:
-          ValueError: if what is there does not fit.
+          ValueError: if what is there does not fit, or if a checkpoint that the run has come to is not there.
         """
         latest = self.manager.agreed_latest_step()
+        reached = self.manager.agree(
+            lambda: resuming.check_reached(self.manager, self._directory, self._run, latest)
+        )
         if latest is None:
-            return (init() if source is None else self._init_from(source, init())), True
+            return resuming.Begin(init() if source is None else self._init_from(source, init()))
         if source is not None:
             _say(f"--init_from={source.place} is for a new run; this one goes on from its own")
-        self._check_finite(latest)
+        if self._must_be_finite:
+            resuming.check_finite(self.manager, latest)
         restored = self.manager.restore(target, may_hold=may_hold)
-        if restored.step != latest:
-            self._check_finite(restored.step)
+        if self._must_be_finite and restored.step != latest:
+            resuming.check_finite(self.manager, restored.step)
+        if reached is not None and restored.step < reached:
+            _say(
+                f"goes back from step {reached} to {restored.step}: later ones are damaged, or deleted"
+            )
         self._batches.restore(restored.data)
         evaluated = restored.metadata.get("evaluated", True)
         if not evaluated:
-            # It may have been made up for since.
+            # It may have been made since.
             evaluated = bool(self.manager.agree(lambda: self.manager.metrics(restored.step)))
-        return self.storage.from_whole(restored.state), evaluated
+        state = self.storage.from_whole(restored.state)
+        return resuming.Begin(state, evaluated, restored.metadata.get(_ROWS), restored.folder)
+
+    def go_on_from(self, begin: resuming.Begin) -> None:
+        """Notes that the run goes on from here, which what has been reached beyond it does not survive."""
+        step = int(begin.state.step)
+        if begin.folder:
+            self.manager.agree(lambda: self._note_reached(step, begin.folder))
+
+    def check_rows(self, begin: resuming.Begin, log: log_lib.Log) -> None:
+        """Says, on process 0, how many of the rows that the checkpoint was saved with are not there."""
+        if begin.rows is not None and log.rows < begin.rows and jax.process_index() == 0:
+            self._notify(
+                f"{self._directory.metrics} holds {log.rows} of the {begin.rows} rows that were logged until then; "
+                "the other files are made of what is there."
+            )
+
+    def late_evaluation(self, step: int) -> dict[str, Any] | None:
+        """The evaluation of a step that was saved without it, if its row has been written since."""
+        return self.manager.agree(lambda: writers.evaluation(self._directory.metrics, step))
 
     def wait(self) -> None:
         """Waits for the last save; CheckpointError if it has failed, whatever the config says."""
@@ -123,26 +161,6 @@ class Checkpoints:
             f"The newest checkpoint of finite parameters is step {newest}, in {self.manager.store}."
         )
 
-    def _check_finite(self, step: int) -> None:
-        """Raises UserError if a run that stops where it is not finite would go on from what is not."""
-        bad = self.manager.agree(lambda: self.manager.nonfinite(step))
-        if not bad or not self._must_be_finite:
-            return
-        store = self.manager.store
-        newest = self.manager.agree(self.manager.newest_finite_step)
-        way = "No checkpoint there is finite: give a new --workdir."
-        if newest is not None:
-            later = [one for one in self.manager.agree(self.manager.all_steps) if one > newest]
-            commands = [f"python -m xshard.checkpoint rm {store} {one}" for one in later]
-            way = (
-                f"The newest of finite parameters is step {newest}; to go on from it delete those after it: "
-                f"{'; '.join(commands)}."
-            )
-        raise errors.UserError(
-            f"The checkpoint of step {step} in {store} is not finite ({nonfinite.listed(bad)}), and the run could "
-            f"only fail again. {way} --config.on_nonfinite=warn goes on as it is."
-        )
-
     def _init_from(
         self, source: checkpoint.Source, state: state_lib.TrainState
     ) -> state_lib.TrainState:
@@ -151,7 +169,7 @@ class Checkpoints:
         taken = checkpoint.init_from(source, whole)
         return self.storage.from_whole(self.storage.begin_averages(taken, whole))
 
-    def made_up_for(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def evaluated_late(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Takes the metrics of an evaluation that came after its step was saved.
 
         Args:
@@ -162,7 +180,13 @@ class Checkpoints:
         self._tolerate(lambda: self.manager.add_metrics(step, numbers))
 
     def save(
-        self, made: int, state: state_lib.TrainState, metrics: Mapping[str, Any], *, evaluated: bool
+        self,
+        made: int,
+        state: state_lib.TrainState,
+        metrics: Mapping[str, Any],
+        *,
+        evaluated: bool,
+        log: log_lib.Log,
     ) -> None:
         """Begins to save, unless it has; returns when the state may be donated.
 
@@ -171,16 +195,22 @@ class Checkpoints:
           state: the state after them.
           metrics: those of the evaluation of this state, if there was one.
           evaluated: whether the evaluation that is due at this step has been made, if there is one.
+          log: the rows until now, which are on the disk before the checkpoint counts.
         """
         if made == self._last:
             return
         self._last = made
         numbers = {name: number(value) for name, value in metrics.items()}
-        metadata = {**self._metadata, "evaluated": evaluated}
+        metadata = {**self._metadata, "evaluated": evaluated, _ROWS: log.rows}
         position = self._batches.position(made)
         self._tolerate(
             lambda: self.manager.save(
-                made, self.storage.to_whole(state), metadata, data=position, metrics=numbers
+                made,
+                self.storage.to_whole(state),
+                metadata,
+                data=position,
+                metrics=numbers,
+                before_commit=log.sync,
             )
         )
 
@@ -206,12 +236,23 @@ class Checkpoints:
             with contextlib.suppress(checkpoint.CheckpointError):
                 self.manager.close()
             raise
+        self.manager.clean()
         self.manager.close()
 
-    def _say_saved(self, saved: checkpoint.Committed) -> None:
+    def _note_saved(self, saved: checkpoint.Committed) -> None:
+        # It counts, whatever comes now.
+        try:
+            self._note_reached(saved.step, saved.folder)
+        except errors.UserError as e:
+            _say(f"step {saved.step} is saved, but: {e}")
         size, seconds = metrics_lib.scaled(saved.nbytes, "B"), f"{saved.seconds:.2g} s"
         bad = f"; NOT FINITE: {nonfinite.listed(saved.nonfinite)}" if saved.nonfinite else ""
         self._notify(f"step {saved.step}: saved {size} in {seconds}, in {self.manager.store}{bad}")
+
+    def _note_reached(self, step: int, folder: str) -> None:
+        reached = workdir.Reached(step, folder, str(self.manager.store))
+        if reached != self._directory.reached():
+            self._directory.note_reached(reached)
 
     def _tolerate(self, action: Callable[[], None]) -> None:
         try:
@@ -226,6 +267,7 @@ class Checkpoints:
 def manager(
     config: ml_collections.ConfigDict,
     default: str,
+    owner: checkpoint.Owner | None = None,
     committed: Callable[[checkpoint.Committed], None] = lambda committed: None,
 ) -> checkpoint.Manager:
     """Opens the checkpoints of a run; nothing is written.
@@ -233,6 +275,7 @@ def manager(
     Args:
       config: the run's config.
       default: where they are if `checkpoint.directory` is empty.
+      owner: the run that writes them; None for one who reads.
       committed: called on process 0, from another thread, when a checkpoint counts.
 
     Raises:
@@ -246,6 +289,7 @@ def manager(
         budget_bytes=int(options.budget_gb * 1e9),
         finite=checkpoint.PARAMS,
         refuse_nonfinite=_must_be_finite(config),
+        owner=owner,
         say=_say,
         committed=committed,
     )

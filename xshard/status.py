@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from xshard import metrics
+from xshard import disk, metrics
 
 FILE = "status.json"
 STARTING = "starting"
@@ -54,4 +54,4 @@ def write(directory: pathlib.Path, rows: Sequence[Any]) -> None:
     with contextlib.suppress(OSError):
         if directory.is_dir():
             content = metrics.to_json(list(rows)).encode()
-            metrics.write_atomically(directory / FILE, content, sync=False)
+            disk.replace(directory / FILE, content, durably=False)

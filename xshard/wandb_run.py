@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xshard import errors, metrics
+from xshard import disk, errors, metrics
 
 
 class WandbRun:
@@ -42,7 +42,7 @@ class WandbRun:
         import wandb
 
         self._note = directory / "wandb" / "xshard.json"
-        with metrics.writing(self._note):
+        with disk.writing(self._note):
             self._note.parent.mkdir(parents=True, exist_ok=True)
             known = json.loads(self._note.read_bytes()) if self._note.exists() else {}
         self._id = known.get("id") or secrets.token_hex(4)
@@ -84,6 +84,6 @@ class WandbRun:
         self._write_note(list(self._last))
 
     def _write_note(self, sent: list[Any]) -> None:
-        with metrics.writing(self._note):
+        with disk.writing(self._note):
             note = metrics.to_json({"id": self._id, "sent": sent})
-            metrics.write_atomically(self._note, note.encode(), sync=False)
+            disk.replace(self._note, note.encode(), durably=False)

@@ -1,7 +1,8 @@
 """A run's directory: whose it is, and what is in it.
 
-config.json      the config that the run was started with
+config.json      the config that the run was started with, and the run's identity
 origin.json      a checksum of the data, and the commit of the experiment's code
+reached.json     the newest checkpoint that has counted: below it the run never begins again by itself
 checkpoints/     see `xshard.checkpoint`
 metrics.jsonl    a row for each logged step and each evaluation
 metrics.csv      the same as a table, and
@@ -11,11 +12,13 @@ results.json     the final evaluation, and whether the run has ended finite
 status.json      what each process is doing; see `xshard.watch`
 eval/            what `--mode=eval` writes; see `xshard.follow`
 logs/            what the processes but the first print, a file each
+set_aside/       what --restart_from_scratch has put away, in a folder for each run
 STOP             made by a person: the run saves and leaves until it is removed
 """
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import pathlib
@@ -24,17 +27,29 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from xshard import errors, metrics
+from xshard import disk, errors, metrics
+from xshard import identity as identity_lib
 
-RESULTS = "results.json"
-# What may change between two parts of a run: how long it is, what it shows, and what it runs on. Anything
-# else would make it another run.
-_MAY_CHANGE = (
-    "steps", "log_every_steps", "eval_every_steps", "eval_batch_size", "writers", "model_parallel", "slices",
-    "micro_batches", "aggregation_method", "reduction.reduce_dtype", "reduction.slice_dtype",
-    "reduction.shard_update", "on_nonfinite", "max_skips_in_a_row",
-)  # fmt: skip
-_MAY_CHANGE_BELOW = ("checkpoint.",)
+RESULTS, REACHED = "results.json", "reached.json"
+# In config.json, beside the config's own keys.
+IDENTITY = "_run"
+SET_ASIDE = "set_aside"
+# What stays where it is when a run is set aside; config.json, which names the run, goes last.
+_STAYS = {SET_ASIDE, ".lock", "logs", "launch.log", "STOP"}
+
+
+class Reached(NamedTuple):
+    """How far a run has come.
+
+    Attributes:
+      step: of the newest checkpoint that has counted.
+      folder: the checkpoint's.
+      checkpoints: where it was.
+    """
+
+    step: int
+    folder: str
+    checkpoints: str
 
 
 class Origin(NamedTuple):
@@ -61,6 +76,7 @@ class Workdir:
         self.results = self.path / RESULTS
         self.config = self.path / "config.json"
         self.origin = self.path / "origin.json"
+        self._reached = self.path / REACHED
 
     def check(self, config: ml_collections.ConfigDict) -> list[str]:
         """Sees whether a config may run here; writes nothing.
@@ -77,16 +93,52 @@ class Workdir:
             raise errors.UserError(
                 f"{self.checkpoints} is a file; move it away, or give a new --workdir."
             )
-        if not self.config.exists():
-            found = [p.name for p in (self.checkpoints, self.metrics, self.results) if p.exists()]
+        old = _read(self.config, "config")
+        if old is None:
+            written = (self.checkpoints, self.metrics, self.results, self._reached)
+            found = [path.name for path in written if disk.exists(path)]
             if found:
                 raise errors.UserError(
                     f"--workdir={self.path} holds {', '.join(found)} but no {self.config.name}, so that "
                     "it cannot be told whose they are; give a new directory."
                 )
             return []
-        old = _read(self.config, "config")
-        return self._compare(flatten(old), flatten(plain(config)))
+        old.pop(IDENTITY, None)
+        return identity_lib.compare(old, identity_lib.plain(config), f"--workdir={self.path} holds")
+
+    def identity(self) -> identity_lib.Identity | None:
+        """The identity of the run that is here; None if there is none, or one of a version that had no such."""
+        said = (_read(self.config, "config") or {}).get(IDENTITY)
+        if said is None:
+            return None
+        try:
+            return identity_lib.Identity(str(said["id"]), str(said["fingerprint"]))
+        except (TypeError, KeyError) as e:
+            raise errors.UserError(
+                f"{self.config} is not what a run has written: '{IDENTITY}' is {said!r}; give a new --workdir."
+            ) from e
+
+    def reached(self) -> Reached | None:
+        """How far the run here has come, as far as it is known."""
+        said = _read(self._reached, "high-water mark")
+        if said is None:
+            return None
+        try:
+            return Reached(int(said["step"]), str(said["folder"]), str(said["checkpoints"]))
+        except (TypeError, KeyError, ValueError) as e:
+            raise errors.UserError(
+                f"{self._reached} is not what a run has written: {said!r}. Delete it if you know that the newest "
+                "checkpoint is there."
+            ) from e
+
+    def note_reached(self, reached: Reached) -> None:
+        """Notes how far the run has come, durably."""
+        with disk.writing(self._reached):
+            disk.replace(self._reached, to_json(reached._asdict()))
+
+    def has_history(self) -> bool:
+        """Whether rows or results are here, which a run from the start would write anew."""
+        return any(disk.read(path) for path in (self.metrics, self.results))
 
     def check_origin(self, origin: Origin) -> list[str]:
         """Sees whether a run of this data may go on here; writes nothing.
@@ -97,10 +149,10 @@ class Workdir:
         Raises:
           UserError: if the run here was trained on other data.
         """
-        # A directory of a version that kept none gets it.
-        if not self.origin.exists():
-            return []
         content = _read(self.origin, "origin")
+        # A directory of a version that kept none gets it.
+        if content is None:
+            return []
         old = Origin(*(str(content.get(name, "")) for name in Origin._fields))
         if old.training and origin.training and old.training != origin.training:
             raise errors.UserError(
@@ -118,13 +170,19 @@ class Workdir:
 
     @contextlib.contextmanager
     def opened(
-        self, config: ml_collections.ConfigDict, origin: Origin | None = None
+        self,
+        config: ml_collections.ConfigDict,
+        identity: identity_lib.Identity | None = None,
+        origin: Origin | None = None,
+        set_aside: str = "",
     ) -> Iterator[None]:
         """Makes the directory this run's, and nobody else's meanwhile.
 
         Args:
           config: the run's config.
+          identity: the run's; by default that of the run that is here, or a new one.
           origin: what it is trained on, if it is.
+          set_aside: the ID of a run that is put away first, if it is the one that is here.
 
         Raises:
           ValueError: if it cannot be written, or another process runs in it.
@@ -143,13 +201,17 @@ class Workdir:
                     f"--workdir={self.path} is in use by another process."
                 ) from e
             # Again: another process may have made it its own since the first check.
+            if set_aside and set_aside == self.id_to_set_aside():
+                self._set_aside(set_aside, config.checkpoint.directory)
             self.check(config)
             if origin is not None:
                 self.check_origin(origin)
-            with metrics.writing(self.config):
-                metrics.write_atomically(self.config, to_json(plain(config)))
+            with disk.writing(self.config):
+                whose = identity or self.identity() or identity_lib.new(config)
+                content = {IDENTITY: whose._asdict(), **identity_lib.plain(config)}
+                disk.replace(self.config, to_json(content))
                 if origin is not None:
-                    metrics.write_atomically(self.origin, to_json(origin._asdict()))
+                    disk.replace(self.origin, to_json(origin._asdict()))
             yield
 
     def open_log(self, index: int) -> int:
@@ -166,9 +228,12 @@ class Workdir:
             raise errors.UserError(f"{path} cannot be written: {e.strerror}.") from e
 
     def write_results(self, results: dict[str, Any]) -> None:
-        """Writes how the run has ended."""
-        with metrics.writing(self.results):
-            metrics.write_atomically(self.results, to_json(results))
+        """Writes how the run has ended, and which run it is."""
+        identity = self.identity()
+        if identity is not None:
+            results = {**results, "run": identity.id}
+        with disk.writing(self.results):
+            disk.replace(self.results, to_json(results))
 
     def failure(self, goes_on: bool) -> str:
         """Why the run has not ended finite before; of one that goes on it is forgotten."""
@@ -177,43 +242,50 @@ class Workdir:
             self.results.unlink()
         return "" if goes_on else why
 
-    def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-        if old.get("experiment") != new.get("experiment"):
-            raise errors.UserError(
-                f"--workdir={self.path} holds a run of experiment={old.get('experiment')!r}, not of "
-                f"{new.get('experiment')!r}; give another directory."
-            )
-        changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-        texts = [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed]
-        fatal = [
-            text
-            for key, text in zip(changed, texts, strict=True)
-            if key not in _MAY_CHANGE
-            and not key.startswith(_MAY_CHANGE_BELOW)
-            and not (key == "group_assignment" and _same_count(old.get(key), new.get(key)))
-        ]
-        if fatal:
-            raise errors.UserError(
-                f"--workdir={self.path} holds a run with another config ({'; '.join(fatal)}). Going on "
-                "would make it neither the one nor the other: give its own values, or a new directory."
-            )
-        return texts
+    def id_to_set_aside(self) -> str:
+        """What --restart_from_scratch must name to put away the run that is here; empty if there is none."""
+        content = disk.read(self.config)
+        if content is None:
+            return ""
+        identity = self.identity()
+        # A run of a version that had no identity is named by its config.
+        return (
+            hashlib.sha256(content).hexdigest()[: identity_lib.ID_LENGTH]
+            if identity is None
+            else identity.id
+        )
+
+    def _set_aside(self, run: str, elsewhere: str) -> None:
+        """Moves all that a run has written to a folder of its own; what was begun before is gone on with.
+
+        Args:
+          run: its ID.
+          elsewhere: where its checkpoints are, if they are not in the directory; they stay on their disk.
+        """
+        if elsewhere and disk.exists(elsewhere):
+            with disk.writing(pathlib.Path(elsewhere)):
+                os.rename(elsewhere, f"{elsewhere.rstrip('/')}.{run}")
+        folder = self.path / SET_ASIDE / run
+        names = [entry.name for entry in disk.entries(self.path) or () if entry.name not in _STAYS]
+        names.sort(key=lambda name: name == self.config.name)
+        with disk.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in names:
+                os.rename(self.path / name, folder / name)
+            disk.sync(folder)
+            disk.sync(self.path)
 
 
-def _read(path: pathlib.Path, what: str) -> dict[str, Any]:
-    """A file of the directory that holds a dictionary."""
+def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:
+    """A file of the directory that holds a dictionary; None if there is none."""
     try:
-        content = json.loads(path.read_bytes())
+        found = disk.read(path)
+        content = None if found is None else json.loads(found)
     except (ValueError, OSError) as e:
         raise errors.UserError(f"{path} cannot be read ({e}); give a new --workdir.") from e
-    if not isinstance(content, dict):
+    if content is not None and not isinstance(content, dict):
         raise errors.UserError(f"{path} is not a run's {what}; give a new --workdir.")
     return content
-
-
-def _same_count(old: Any, new: Any) -> bool:
-    """Whether two group assignments are of as many groups: of more or fewer replicas each."""
-    return isinstance(old, list) and isinstance(new, list) and len(old or [1]) == len(new or [1])
 
 
 def not_finite(directory: pathlib.Path) -> str:
@@ -225,22 +297,6 @@ def not_finite(directory: pathlib.Path) -> str:
     if not isinstance(results, dict) or results.get("finite") is not False:
         return ""
     return str(results.get("why", "not finite"))
-
-
-def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """A config as plain JSON values."""
-    return json.loads(config.to_json_best_effort())
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as one level of dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def to_json(value: Any) -> bytes:

@@ -7,12 +7,13 @@ import importlib
 import importlib.util
 import io
 import json
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from xshard import errors, metrics
+from xshard import disk, errors, metrics
 
 Row = metrics.Row
 
@@ -36,7 +37,11 @@ class Writer(Protocol):
         """Takes a row; it must not change it."""
 
     def flush(self) -> None:
-        """Hands over what has been taken: a checkpoint that counts is to have its rows beside it."""
+        """Hands over what has been taken: a checkpoint that counts is to have its rows beside it.
+
+        A writer may have a method `sync`, too, which makes durable what has been handed over: it is called from
+        another thread, before the checkpoint counts.
+        """
 
     def close(self) -> None:
         """Ends; also after one of the methods has raised."""
@@ -92,21 +97,26 @@ class JsonLines:
     def __init__(self, path: pathlib.Path, step: int):
         """Opens the file to go on after `step`: later rows, of a run that was cut off, are dropped."""
         self._path = path
-        found = path.read_bytes() if path.exists() else b""
+        found = disk.read(path) or b""
         kept = [line for line in found.splitlines() if _is_row_until(line, step)]
+        self.count = len(kept)
         # Bytes, and whole: a row that lost no more than its newline would swallow the next one.
         content = b"".join(line + b"\n" for line in kept)
         if content != found:
-            with metrics.writing(path):
-                metrics.write_atomically(path, content)
+            with disk.writing(path):
+                disk.replace(path, content)
 
     def write(self, row: Row) -> None:
         """Appends a row."""
-        with metrics.writing(self._path), self._path.open("a") as file:
+        with disk.writing(self._path), self._path.open("a") as file:
             file.write(metrics.to_json(row) + "\n")
 
     def flush(self) -> None:
         """Does nothing: no row is held back."""
+
+    def sync(self) -> None:
+        """As `Writer`."""
+        _sync(self._path)
 
     def close(self) -> None:
         """Does nothing."""
@@ -125,7 +135,7 @@ class Csv:
         self._columns: list[str] = list(
             dict.fromkeys(name for row in history() for name in metrics.flat(row))
         )
-        with metrics.writing(path):
+        with disk.writing(path):
             if self._columns:
                 self._replace(map(self._line, history()))
             else:
@@ -134,7 +144,7 @@ class Csv:
     def write(self, row: Row) -> None:
         """Appends a row."""
         new = [name for name in metrics.flat(row) if name not in self._columns]
-        with metrics.writing(self._path):
+        with disk.writing(self._path):
             if new:
                 self._add(new)
             with self._path.open("a", newline="") as file:
@@ -142,6 +152,10 @@ class Csv:
 
     def flush(self) -> None:
         """Does nothing: no row is held back."""
+
+    def sync(self) -> None:
+        """As `Writer`."""
+        _sync(self._path)
 
     def close(self) -> None:
         """Does nothing."""
@@ -170,12 +184,34 @@ class Csv:
 
 def read(path: pathlib.Path) -> Iterator[Row]:
     """The rows of a file of JSON lines; none if there is no file. A line that is none is left out."""
-    if not path.exists():
+    if not disk.exists(path):
         return
-    with path.open("rb") as file:
+    with disk.retried(lambda: path.open("rb")) as file:
         for line in file:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
+
+
+def count(writers: Sequence[Writer]) -> int:
+    """How many rows the file of JSON lines has, if it is among these."""
+    return sum(writer.count for writer in writers if isinstance(writer, JsonLines))
+
+
+def evaluation(path: pathlib.Path, step: int) -> dict[str, Any] | None:
+    """The numbers of an evaluation of a step, from its row in a file of JSON lines; None if there is none."""
+    prefix = "eval/"
+    for row in read(path):
+        names = [name for name in row if name.startswith(prefix)]
+        if row.get("step") == step and names:
+            return {name.removeprefix(prefix): _not_null(row[name]) for name in names}
+    return None
+
+
+def _not_null(value: Any) -> Any:
+    """A number of a row, in which null is what is not finite."""
+    if isinstance(value, list):
+        return [_not_null(one) for one in value]
+    return math.nan if value is None else value
 
 
 def _jsonl(part: Part) -> Writer:
@@ -228,6 +264,13 @@ def _csv_line(cells: Sequence[Any]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue()
+
+
+def _sync(path: pathlib.Path) -> None:
+    """Makes a file durable that need not be there, and its name."""
+    with disk.writing(path), contextlib.suppress(FileNotFoundError):
+        disk.sync(path)
+        disk.sync(path.parent)
 
 
 def _is_row_until(line: bytes, step: int) -> bool:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.checkpoint.harness import damage, save
 from xshard import checkpoint
+from xshard.checkpoint import finite, retention, writer
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import retention, writer
 
 STATE = {"a": jnp.ones(3)}
 
@@ -109,16 +109,16 @@ def test_what_must_be_finite_and_is_not_does_not_count(tmp_path):
 @pytest.mark.parametrize("size", [0, 1, 5, 200_000])
 def test_every_type_is_looked_at(dtype, size):
     value = np.ones((size,), jnp.dtype(dtype))
-    assert writer.is_finite(value) and writer.is_finite(value.reshape(-1, 1)[::2])
+    assert finite.is_finite(value) and finite.is_finite(value.reshape(-1, 1)[::2])
     if not size or dtype == "int32":
         return
     largest = np.full(3, jnp.finfo(dtype).max)
-    assert writer.is_finite(largest) and writer.is_finite(-largest)
+    assert finite.is_finite(largest) and finite.is_finite(-largest)
     bad = [np.nan] if dtype == "float8_e4m3fn" else [np.nan, np.inf, -np.inf]
     for one in bad:
         value[-1] = one
-        assert not writer.is_finite(value)
-        assert not writer.is_finite(value.reshape(1, -1))
+        assert not finite.is_finite(value)
+        assert not finite.is_finite(value.reshape(1, -1))
 
 
 @pytest.mark.parametrize(

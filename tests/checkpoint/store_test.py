@@ -1,6 +1,7 @@
 """The same checkpoints on a disk, on a stand-in for GCS, and on S3 (moto); locks, leases and faults."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -57,12 +58,14 @@ def test_objects(folder):
     assert newer and store.replace("a/b", b"4", generation) is None and store.read("a/b") == b"3"
     store.create("a/c/d", b"")
     store.create("ab", b"")
-    assert [n for n in store.names() if not n.endswith("/")] == ["a/b", "a/c/d", "ab"]
-    assert [n for n in store.names("a/") if not n.endswith("/")] == ["a/b", "a/c/d"]
+    assert store.names() == ["a/b", "a/c/d", "ab"]
+    assert store.names("a/") == ["a/b", "a/c/d"]
+    (name, found), *others = store.folders(re.compile("[ab]+")).items()
+    assert (name, sorted(found.names), found.is_link, others) == ("a", ["b", "c"], False, [])
     store.delete("ab")
     store.delete("ab")
     store.delete_folder("a/")
-    assert [n for n in store.names() if not n.endswith("/")] == []
+    assert store.names() == []
 
 
 def test_a_checkpoint(folder):

@@ -1,10 +1,12 @@
 """Checkpoints of everything that a run needs to go on, on tensorstore."""
 
-from xshard.checkpoint.catalog import Catalog, Entry, read_catalog
-from xshard.checkpoint.manager import Manager, Restored
+from xshard.checkpoint.catalog import Catalog, Entry, newest_metadata, read_catalog
+from xshard.checkpoint.format import Owner, read_owner
+from xshard.checkpoint.manager import Manager
+from xshard.checkpoint.reader import Restored
 from xshard.checkpoint.retention import Keep, Saved
 from xshard.checkpoint.saver import Committed, NonfiniteError
-from xshard.checkpoint.store import CheckpointError
+from xshard.checkpoint.store import CheckpointError, Store
 from xshard.checkpoint.transfer import BY_DEFAULT, PARAMS, Source, check_init, init_from
 
 __all__ = [
@@ -17,10 +19,14 @@ __all__ = [
     "Keep",
     "Manager",
     "NonfiniteError",
+    "Owner",
     "Restored",
     "Saved",
     "Source",
+    "Store",
     "check_init",
     "init_from",
+    "newest_metadata",
     "read_catalog",
+    "read_owner",
 ]

@@ -7,7 +7,8 @@ DIR is a folder of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER
     verify DIR [STEP]        reads every byte of one step or of all; exit code 1 if any is damaged
     diff DIR STEP STEP       the largest difference of each array
     pin DIR STEP             no rule deletes it any more; unpin takes that back
-    rm DIR STEP              deletes a step, pinned or not
+    rm DIR STEP              deletes a step, pinned or not; its run may then go on from the step before
+    heal DIR STEP            reads every byte of a step that was marked as damaged, and takes the mark back if it is whole
     export DIR STEP FILE     writes the arrays to an .npz file; types that NumPy lacks become float32
     orbax DIR STEP           adds the file by which orbax's StandardCheckpointer opens it
     import ORBAX DIR         makes a checkpoint, for --init_from, of one of orbax's that has params
@@ -122,8 +123,33 @@ def unpin(store: store_lib.Store, step: int) -> Rows:
 
 def remove(store: store_lib.Store, step: int) -> Rows:
     """Deletes a step."""
-    writer.remove(format_lib.find(store, step))
+    attempt = format_lib.find(store, step)
+    format_lib.remove_by_hand(attempt)
+    writer.remove(attempt)
     return [{"deleted": step}]
+
+
+def heal(store: store_lib.Store, step: int) -> Rows:
+    """Takes back the marks of damage of a step's checkpoints that are whole."""
+    there = [attempt for attempt in format_lib.attempts(store) if attempt.step == step]
+    marked = [a for a in there if {format_lib.COMMIT, format_lib.DAMAGED} <= a.marks]
+    if not marked:
+        raise format_lib.CheckpointError(
+            f"No checkpoint of step {step} in {store} is marked as damaged."
+        )
+    if any(attempt.counts for attempt in there):
+        raise format_lib.CheckpointError(
+            f"{store} has another checkpoint of step {step}, which counts; there is nothing to take back."
+        )
+    rows: Rows = []
+    for attempt in marked:
+        damage = _damage(attempt)
+        if not damage:
+            attempt.store.delete(attempt.prefix + format_lib.DAMAGED)
+        rows.append(
+            {"step": step, "folder": attempt.folder, "state": damage or "whole; counts again"}
+        )
+    return rows
 
 
 def export(store: store_lib.Store, step: int, file: pathlib.Path) -> Rows:
@@ -172,7 +198,8 @@ def _main(argv: Sequence[str]) -> int:
             raise format_lib.CheckpointError(f"{place} is no directory.")
     rows = command(**arguments)
     print(json.dumps(rows, indent=1) if as_json else metrics.table(rows))
-    return int(command is verify and any(row["state"] != "whole" for row in rows))
+    is_judged = command in (verify, heal)
+    return int(is_judged and any(not row["state"].startswith("whole") for row in rows))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
         "pin": (pin, ["store", "step"]),
         "unpin": (unpin, ["store", "step"]),
         "rm": (remove, ["store", "step"]),
+        "heal": (heal, ["store", "step"]),
         "export": (export, ["store", "step", "file"]),
         "orbax": (to_orbax, ["store", "step"]),
         "import": (from_orbax, ["source", "store"]),

@@ -31,7 +31,7 @@ _TYPES = (
     "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float16", "bfloat16", "float32", "float64",
     "complex64", "complex128",
 )  # fmt: skip
-_CRC_BYTES = 4
+CRC_BYTES = 4
 # As many leaves a message names.
 _SHOWN = 5
 _SMALL_FACTORS = 7
@@ -50,6 +50,8 @@ class ArrayMeta:
       chunk_shape: the shape of its chunks; those at its upper ends are filled up.
       key_impl: the name of the implementation if it is a typed PRNG key.
       sharding: how it lay on the devices, for people to read.
+      sums: the CRC-32C of each of `chunks()`, so that no other checkpoint's chunk, nor another array's, passes for
+        it; None in a checkpoint of a version that did not keep them.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +59,7 @@ class ArrayMeta:
     chunk_shape: tuple[int, ...]
     key_impl: str | None = None
     sharding: str = ""
+    sums: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.key_impl or self.dtype}{list(self.shape)}"
@@ -91,6 +94,16 @@ class ArrayMeta:
             (i * size, min((i + 1) * size, end))
             for i, size, end in zip(chunk, self.chunk_shape, self.shape, strict=True)
         )
+
+    def sum_of(self, chunk: tuple[int, ...]) -> int | None:
+        """The CRC-32C of a chunk, if it is known."""
+        if self.sums is None:
+            return None
+        counts = [-(-size // part) for size, part in zip(self.shape, self.chunk_shape, strict=True)]
+        place = 0
+        for index, count in zip(chunk, counts, strict=True):
+            place = place * count + index
+        return self.sums[place]
 
     def keys(self, path: str) -> list[str]:
         """The keys of the database that hold the array."""
@@ -127,19 +140,37 @@ def encode(chunk: np.ndarray, shape: tuple[int, ...]) -> bytes:
     return b"".join((flat, struct.pack("<I", google_crc32c.value(flat))))  # type: ignore[arg-type]
 
 
-def decode(content: bytes, meta: ArrayMeta) -> np.ndarray:
+def stored_sum(content: bytes) -> int:
+    """The CRC-32C that a chunk's bytes end with."""
+    (stored,) = struct.unpack("<I", content[-CRC_BYTES:])
+    return stored
+
+
+def check_sum(content: bytes, meta: ArrayMeta, chunk: tuple[int, ...]) -> None:
+    """Raises ValueError if bytes, or their end, are another chunk's."""
+    expected = meta.sum_of(chunk)
+    if expected is not None and stored_sum(content) != expected:
+        raise ValueError("it is another chunk than was written")
+
+
+def decode(content: bytes, meta: ArrayMeta, chunk: tuple[int, ...]) -> np.ndarray:
     """A chunk from its bytes.
+
+    Args:
+      content: the bytes.
+      meta: how its array is stored.
+      chunk: its place in the grid.
 
     Raises:
       ValueError: if they are not what was written.
     """
-    if len(content) != meta.chunk_bytes + _CRC_BYTES:
-        raise ValueError(f"{len(content)} bytes instead of {meta.chunk_bytes + _CRC_BYTES}")
+    if len(content) != meta.chunk_bytes + CRC_BYTES:
+        raise ValueError(f"{len(content)} bytes instead of {meta.chunk_bytes + CRC_BYTES}")
     flat = np.frombuffer(content, np.uint8)
-    (stored,) = struct.unpack("<I", content[-_CRC_BYTES:])
-    if google_crc32c.value(flat[:-_CRC_BYTES]) != stored:
+    if google_crc32c.value(flat[:-CRC_BYTES]) != stored_sum(content):
         raise ValueError("its checksum differs")
-    return flat[:-_CRC_BYTES].view(jnp.dtype(meta.dtype)).reshape(meta.chunk_shape)
+    check_sum(content, meta, chunk)
+    return flat[:-CRC_BYTES].view(jnp.dtype(meta.dtype)).reshape(meta.chunk_shape)
 
 
 def flatten(tree: Any) -> dict[str, Any]:

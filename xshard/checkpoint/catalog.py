@@ -75,6 +75,12 @@ def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
     return Catalog(entries, meta.get("written_with", {}))
 
 
+def newest_metadata(store: store_lib.Store) -> dict[str, Any]:
+    """What the run has saved with its newest checkpoint; nothing if there is none, or it is damaged."""
+    there = format_lib.committed(store)
+    return {} if not there else _newest_meta({there[-1]: {}}).get("metadata", {})
+
+
 def _entry(
     attempt: format_lib.Attempt,
     commit: dict[str, Any],
@@ -89,7 +95,7 @@ def _entry(
     return Entry(
         attempt.step,
         state,
-        attempt.prefix[:-1],
+        attempt.folder,
         commit.get("time"),
         commit.get("bytes"),
         commit.get("metrics", {}),

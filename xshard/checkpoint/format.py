@@ -7,6 +7,8 @@
         COMMIT                  created last and only if absent: with it the checkpoint counts
         PINNED, DAMAGED         marks: never deleted by a rule; set aside, with the reason
         METRICS                 those of an evaluation that was made after the save
+    removed/step_...            a note for each attempt that a person has deleted
+    RUN                         whose checkpoints these are (see `Owner`)
 
 Each array of the tree is a zarr3 array under its path (see arrays.py). COMMIT holds its own checksum and
 those of meta.json and of the manifest, the number of keys, and the metrics that the best checkpoint is
@@ -17,19 +19,37 @@ import dataclasses
 import hashlib
 import json
 import re
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 from xshard.checkpoint import store as store_lib
 
 VERSION = 2
 COMMIT, META, MANIFEST = "COMMIT", "meta.json", "manifest.ocdbt"
 PINNED, DAMAGED, METRICS = "PINNED", "DAMAGED", "METRICS"
+RUN, REMOVED = "RUN", "removed/"
 # In COMMIT, and not in those of before.
-NONFINITE = "nonfinite"
+NONFINITE, OWNER = "nonfinite", "run"
 _MARKS = {COMMIT, PINNED, DAMAGED, METRICS}
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{8})")
 
 CheckpointError = store_lib.CheckpointError
+
+
+class Owner(NamedTuple):
+    """The run whose checkpoints are in a folder, as it says of itself in RUN.
+
+    Attributes:
+      id: what tells it from any other run.
+      fingerprint: of all in its config that may not change.
+      workdir: its work directory, and the host where that was.
+      config: its config, as JSON can hold it.
+    """
+
+    id: str
+    fingerprint: str
+    workdir: str
+    config: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +61,24 @@ class Attempt:
       step: the step's number.
       nonce: what tells it from other attempts.
       marks: which of COMMIT, PINNED, DAMAGED and METRICS are in it.
+      is_link: whether it is a link that somebody has made by hand: it is read, and never deleted.
     """
 
     store: store_lib.Store
     step: int
     nonce: str
     marks: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    is_link: bool = dataclasses.field(default=False, compare=False)
+
+    @property
+    def folder(self) -> str:
+        """Its name in the store."""
+        return f"step_{self.step:08d}.{self.nonce}"
 
     @property
     def prefix(self) -> str:
         """What the names of its objects begin with."""
-        return f"step_{self.step:08d}.{self.nonce}/"
+        return f"{self.folder}/"
 
     @property
     def counts(self) -> bool:
@@ -59,7 +86,7 @@ class Attempt:
         return COMMIT in self.marks and DAMAGED not in self.marks
 
     def __str__(self) -> str:
-        return f"{self.store}/{self.prefix[:-1]}"
+        return f"{self.store}/{self.folder}"
 
     def part(self, process: int) -> str:
         """The prefix of what a process writes."""
@@ -68,17 +95,16 @@ class Attempt:
 
 def attempts(store: store_lib.Store) -> list[Attempt]:
     """All attempts in a store, the oldest step first."""
-    marks: dict[str, set[str]] = {}
-    for name in store.names():
-        folder, _, rest = name.partition("/")
-        if _NAME.fullmatch(folder):
-            marks.setdefault(folder, set()).add(rest)
-    found = [
-        Attempt(store, int(match[1]), match[2], frozenset(inside & _MARKS))
-        for folder, inside in marks.items()
-        if (match := _NAME.fullmatch(folder))
-    ]
+    found = []
+    for name, folder in store.folders(_NAME).items():
+        step, nonce = name.removeprefix("step_").split(".")
+        found.append(Attempt(store, int(step), nonce, folder.names & _MARKS, folder.is_link))
     return sorted(found, key=lambda attempt: (attempt.step, attempt.nonce))
+
+
+def step_of(folder: str) -> int:
+    """The step of an attempt, by its name in the store."""
+    return int(folder.removeprefix("step_").partition(".")[0])
 
 
 def committed(store: store_lib.Store) -> list[Attempt]:
@@ -120,6 +146,49 @@ def pin(attempt: Attempt) -> bool:
 def unpin(attempt: Attempt) -> None:
     """Leaves a checkpoint to the rules again."""
     attempt.store.delete(attempt.prefix + PINNED)
+
+
+def remove_by_hand(attempt: Attempt) -> None:
+    """Notes that a person deletes a checkpoint: the run it is of may then go on from an earlier one."""
+    note = {"removed": time.strftime("%Y-%m-%d %H:%M:%S")}
+    if attempt.store.read(REMOVED + attempt.folder) is None:
+        attempt.store.create(REMOVED + attempt.folder, to_json(note))
+
+
+def is_given_up(store: store_lib.Store, folder: str) -> bool:
+    """Whether an attempt of this name is known not to be there any more: deleted by hand, or damaged."""
+    marks = (REMOVED + folder, f"{folder}/{DAMAGED}")
+    return any(store.read(mark) is not None for mark in marks)
+
+
+def read_owner(store: store_lib.Store) -> Owner | None:
+    """The run whose checkpoints are in a store; None if it does not say, as none of before did.
+
+    Raises:
+      CheckpointError: if it cannot be read, or is not what was written.
+    """
+    content = store.read(RUN)
+    if content is None:
+        return None
+    try:
+        return Owner(**unseal(content))
+    except (ValueError, TypeError) as e:
+        raise CheckpointError(
+            f"{store}/{RUN} is not what a run has written ({e}), so that it cannot be told whose these "
+            "checkpoints are: give another checkpoint.directory."
+        ) from e
+
+
+def claim(store: store_lib.Store, owner: Owner) -> None:
+    """Makes the checkpoints in a store a run's; CheckpointError if they are another's."""
+    there = read_owner(store)
+    if there is None:
+        store.create(RUN, seal(owner._asdict()))
+    elif there.id != owner.id:
+        raise CheckpointError(
+            f"{store} holds the checkpoints of run {there.id} ({there.workdir}), and this is run {owner.id} "
+            f"({owner.workdir}): give another checkpoint.directory; --init_from takes their parameters."
+        )
 
 
 def add_metrics(attempt: Attempt, metrics: dict[str, float]) -> None:

@@ -1,35 +1,18 @@
 """The checkpoints of one run: saved in the background, kept by rules, restored by agreement."""
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import logging
 
 from xshard import processes
+from xshard.checkpoint import agreement, reader, retention, saver, source, writer
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import lock as lock_lib
-from xshard.checkpoint import reader, retention, saver, source, writer
 from xshard.checkpoint import store as store_lib
-
-
-class Restored(NamedTuple):
-    """What a checkpoint holds.
-
-    Attributes:
-      state: the tree of arrays.
-      metadata: the run's own, as it was saved.
-      data: the position in the data of each process that saved it.
-      step: its step.
-    """
-
-    state: Any
-    metadata: dict[str, Any]
-    data: list[Any]
-    step: int
 
 
 class Manager:
@@ -43,6 +26,7 @@ class Manager:
         budget_bytes: int = 4 << 30,
         finite: str = "",
         refuse_nonfinite: bool = False,
+        owner: format_lib.Owner | None = None,
         deadline_seconds: float = 1800.0,
         say: Callable[[str], None] = logging.info,
         committed: Callable[[saver.Committed], None] = lambda committed: None,
@@ -56,6 +40,7 @@ class Manager:
           finite: a regular expression of paths, such as '^params/': each checkpoint says whether these arrays are
             finite, and the newest in which they are is never deleted for one in which they are not.
           refuse_nonfinite: whether one in which they are not does not count.
+          owner: the run; another's checkpoints are refused. None: whoever's they are.
           deadline_seconds: how long processes wait for one another.
           say: takes messages on progress.
           committed: called on process 0, from another thread, when a checkpoint counts.
@@ -66,6 +51,7 @@ class Manager:
         self.store = store_lib.Store(folder)
         self._keep = keep
         self._budget_bytes = budget_bytes
+        self._owner = owner
         self._say, self._tell = say, committed
         self._lock: lock_lib.FileLock | lock_lib.Lease | None = None
         self._damaged: set[format_lib.Attempt] = set()
@@ -79,6 +65,7 @@ class Manager:
             budget_bytes=budget_bytes,
             finite=finite,
             refuse_nonfinite=refuse_nonfinite,
+            owner=owner,
             say=say,
             before=self._before,
             guard=self._guard,
@@ -94,8 +81,23 @@ class Manager:
         return max(self.all_steps(), default=None)
 
     def agreed_latest_step(self) -> int | None:
-        """The newest step as process 0 sees it, on all processes: they may not see a new one at once."""
-        return self._saver.first(self.latest_step)
+        """The newest step, on all processes; None if there is no checkpoint, as all of them see it.
+
+        Raises:
+          CheckpointError: if some process does not see what process 0 does, as on a host where a disk is missing.
+        """
+        newest = self._saver.first(lambda: [a.folder for a in self._committed()[-1:]])
+        agreement.check_seen(self.store, self._exchange, newest, self._say)
+        return format_lib.step_of(newest[0]) if newest else None
+
+    def is_given_up(self, folder: str) -> bool:
+        """Whether a checkpoint that was there is known not to count any more: deleted by hand, or damaged."""
+        return format_lib.is_given_up(self.store, folder)
+
+    def damaged_steps(self) -> list[int]:
+        """The steps of checkpoints that are marked as damaged, in ascending order."""
+        damaged = [a for a in format_lib.attempts(self.store) if format_lib.DAMAGED in a.marks]
+        return sorted({attempt.step for attempt in damaged})
 
     def agree(self, action: Callable[[], Any]) -> Any:
         """What process 0's action returns, as JSON can hold it, on all processes.
@@ -146,10 +148,13 @@ class Manager:
         """Makes the folder this run's until `close`; a save does so too.
 
         Raises:
-          CheckpointError: if another run has it, or it cannot be written.
+          CheckpointError: if another run has it, if it holds another run's checkpoints, if it cannot be written,
+            or if some process does not see it, as on a host where a disk is missing.
         """
         self.wait()
         self._saver.first(self._acquire)
+        if self._owner is not None:
+            agreement.check_owner(self.store, self._exchange, self._owner, self._say)
 
     def save(
         self,
@@ -159,6 +164,7 @@ class Manager:
         *,
         data: Any = None,
         metrics: dict[str, float] | None = None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins to save a step, unless it has been, and deletes what need not be kept when it is.
 
@@ -170,12 +176,15 @@ class Manager:
           metadata: what JSON can hold, equal on all processes.
           data: this process's position in the data, as JSON can hold it.
           metrics: what the best checkpoint is chosen by.
+          before_commit: called on process 0, from another thread, before the checkpoint counts: makes durable what
+            it promises and does not hold. What it raises makes the save fail.
 
         Raises:
           CheckpointError: if the state or what is saved with it cannot be saved; or if the save before
             has failed, while this one is under way all the same.
         """
-        self._saver.start(step, state, saver.Extra(metadata, data, metrics or {}))
+        extra = saver.Extra(metadata, data, metrics or {})
+        self._saver.start(step, state, extra, before_commit)
 
     def check(self) -> None:
         """Raises CheckpointError if the last save has ended and failed. Does not wait."""
@@ -184,6 +193,17 @@ class Manager:
     def wait(self) -> None:
         """Waits for the last save; CheckpointError if it has failed."""
         self._saver.wait()
+
+    def clean(self) -> None:
+        """Waits for the last save, and deletes what was left by a run that was killed while it deleted."""
+        self.wait()
+        if self._lock is None:
+            return
+        try:
+            self._remove_dead(format_lib.attempts(self.store))
+        except format_lib.CheckpointError as e:
+            self._say(f"what was left in {self.store} could not be deleted: {e}")
+        self._remove_old()
 
     def close(self) -> None:
         """Waits for the last save, and gives the folder back."""
@@ -200,7 +220,7 @@ class Manager:
         step: int | None = None,
         *,
         may_hold: Callable[[], Any] | None = None,
-    ) -> Restored:
+    ) -> reader.Restored:
         """Reads a checkpoint: on every process its part, of the same one.
 
         Args:
@@ -215,7 +235,13 @@ class Manager:
         self.wait()
         damage = []
         for attempt in self._candidates(step):
-            restored, damaged = self._read(attempt, target, may_hold)
+            restored, damaged = agreement.read(
+                attempt,
+                self._exchange,
+                lambda: reader.restore(
+                    attempt, target, self._owner, self._budget_bytes, self._say, may_hold
+                ),
+            )
             if restored is not None:
                 return restored
             damage.append(damaged)
@@ -231,28 +257,10 @@ class Manager:
 
         # As process 0 sees them: a listing may differ from one instant to the next.
         found = self._saver.first(find)
-        return [format_lib.Attempt(self.store, number, nonce) for number, nonce in found]
-
-    def _read(
-        self, attempt: format_lib.Attempt, target: Any, may_hold: Callable[[], Any] | None
-    ) -> tuple[Restored | None, str]:
-        """A checkpoint, or what is damaged in it on any process."""
-        said, restored = {}, None
-        try:
-            meta = source.read_meta(attempt)
-            state = reader.read(attempt, target, meta, self._budget_bytes, self._say, may_hold)
-            restored = Restored(state, meta["metadata"], meta["data"], attempt.step)
-        except source.DamagedError as e:
-            said = {"damaged": str(e)}
-        except Exception as e:
-            # Whatever it is, the others wait to hear of it.
-            said = {"error": store_lib.reason(e)}
-        answers = [json.loads(answer) for answer in self._exchange(json.dumps(said))]
-        for answer in answers:
-            if "error" in answer:
-                raise format_lib.CheckpointError(answer["error"])
-        damage = " ".join(dict.fromkeys(a["damaged"] for a in answers if "damaged" in a))
-        return (None, damage) if damage else (restored, "")
+        attempts = [format_lib.Attempt(self.store, number, nonce) for number, nonce in found]
+        folders = [attempt.folder for attempt in attempts]
+        agreement.check_seen(self.store, self._exchange, folders, self._say)
+        return attempts
 
     def _set_aside(self, attempt: format_lib.Attempt, damage: str) -> None:
         """From here on it does not count: its step is saved again, and it takes no other's place."""
@@ -273,15 +281,23 @@ class Manager:
     def _acquire(self) -> None:
         if self._lock is None:
             self._lock = lock_lib.acquire(self.store, self._say)
+        if self._owner is not None:
+            format_lib.claim(self.store, self._owner)
 
     def _before(self, step: int) -> bool:
         """What process 0 does before a save: it needs the folder, and the place of dead attempts."""
         self._acquire()
         found = format_lib.attempts(self.store)
-        for attempt in found:
-            if format_lib.COMMIT not in attempt.marks:
-                writer.remove(attempt)
+        self._remove_dead(found)
         return step not in {a.step for a in found if a.counts and a not in self._damaged}
+
+    def _remove_dead(self, found: list[format_lib.Attempt]) -> None:
+        for attempt in found:
+            if format_lib.COMMIT in attempt.marks or attempt.is_link:
+                continue
+            # Asked for by its name, since a listing may lag behind.
+            if self.store.read(attempt.prefix + format_lib.COMMIT) is None:
+                writer.remove(attempt)
 
     def _guard(self) -> None:
         if self._lock is not None:
@@ -290,6 +306,9 @@ class Manager:
     def _after(self, committed: saver.Committed) -> None:
         """What process 0 does when a checkpoint counts."""
         self._tell(committed)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
         try:
             there = self._committed()
             kept = self._keep.kept([self._saved(attempt) for attempt in there])
@@ -304,7 +323,8 @@ class Manager:
         if self._keep.best:
             with contextlib.suppress(source.DamagedError):
                 metric = source.read_commit(attempt)["metrics"].get(self._keep.metric)
-        pinned = format_lib.PINNED in attempt.marks
+        # What a person has moved elsewhere, and left a link to, is that person's.
+        pinned = format_lib.PINNED in attempt.marks or attempt.is_link
         finite = not (self._finite and self._nonfinite_of(attempt))
         return retention.Saved(attempt.step, metric, pinned, finite)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -49,6 +49,48 @@ class Leaf:
             return part
         (low, high), *_ = ownership.as_box(index, self.shape)
         return np.broadcast_to(part, (high - low, *part.shape))
+
+
+class Restored(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+      state: the tree of arrays.
+      metadata: the run's own, as it was saved.
+      data: the position in the data of each process that saved it.
+      step: its step.
+      folder: its name in the store.
+    """
+
+    state: Any
+    metadata: dict[str, Any]
+    data: list[Any]
+    step: int
+    folder: str
+
+
+def restore(
+    attempt: format_lib.Attempt,
+    target: Any,
+    owner: format_lib.Owner | None,
+    budget_bytes: int,
+    say: Callable[[str], None],
+    may_hold: Callable[[], Any] | None = None,
+) -> Restored:
+    """Reads a checkpoint of a run; as `read`, which says what the arguments are.
+
+    Raises:
+      CheckpointError: if it is another run's than `owner`.
+    """
+    of_run = source.read_commit(attempt).get(format_lib.OWNER)
+    if owner is not None and of_run is not None and of_run["id"] != owner.id:
+        raise format_lib.CheckpointError(
+            f"{attempt} is of run {of_run['id']}, and this is run {owner.id}: move it away, or give another "
+            "checkpoint.directory."
+        )
+    meta = source.read_meta(attempt)
+    state = read(attempt, target, meta, budget_bytes, say, may_hold)
+    return Restored(state, meta["metadata"], meta["data"], attempt.step, attempt.folder)
 
 
 def read(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from xshard import processes
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget as budget_lib
+from xshard.checkpoint import finite as finite_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership, writer
 from xshard.checkpoint import store as store_lib
@@ -48,12 +49,14 @@ class Committed(NamedTuple):
 
     Attributes:
       step: its step.
+      folder: its name in the store.
       nbytes: the size of its arrays, before compression.
       seconds: from the call to save it until it counted.
       nonfinite: paths of arrays that are to be finite and are not, not necessarily all.
     """
 
     step: int
+    folder: str
     nbytes: int
     seconds: float
     nonfinite: tuple[str, ...] = ()
@@ -74,6 +77,7 @@ class Saver:
         budget_bytes: int,
         finite: str,
         refuse_nonfinite: bool,
+        owner: format_lib.Owner | None,
         say: Callable[[str], None],
         before: Callable[[int], bool],
         guard: Callable[[], None],
@@ -87,6 +91,7 @@ class Saver:
           budget_bytes: how much of the state may be in host memory at a time.
           finite: a regular expression of the paths of what is looked at whether it is finite; empty: nothing.
           refuse_nonfinite: whether a checkpoint in which that is not finite does not count.
+          owner: the run that the checkpoints are of.
           say: takes messages on progress.
           before: called on process 0 with the step, before anything is written; whether to save it.
           guard: called on process 0 when all is written; raises if it may not count.
@@ -96,6 +101,7 @@ class Saver:
         self._exchange = exchange
         self._budget_bytes = budget_bytes
         self._finite, self._refuse_nonfinite = finite, refuse_nonfinite
+        self._owner = owner
         self._say = say
         self._before, self._guard, self._after = before, guard, after
         self._plan: tuple[Any, ownership.Plan] | None = None
@@ -103,8 +109,16 @@ class Saver:
         self._failure: BaseException | None = None
         _SAVERS.add(self)
 
-    def start(self, step: int, state: Any, extra: Extra) -> None:
+    def start(
+        self,
+        step: int,
+        state: Any,
+        extra: Extra,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begins to save; returns when the state has been copied, and may be donated.
+
+        `before_commit` is called on process 0 when all is written; what it raises makes the save fail.
 
         Raises:
           CheckpointError: if the state or what is saved with it cannot be, or if the save before has
@@ -113,7 +127,8 @@ class Saver:
         """
         _check_json(step, extra)
         leaves = arrays_lib.flatten(state)
-        job = _Job(step, self._plan_for(leaves), extra, self._budget_bytes, self._say)
+        plan = self._plan_for(leaves)
+        job = _Job(step, plan, extra, before_commit, self._budget_bytes, self._say)
         before = self._end()
         self._thread = threading.Thread(
             target=self._run, args=(job,), name="checkpoint", daemon=True
@@ -207,7 +222,7 @@ class Saver:
         bad: set[str] = set()
         chunks = job.received()
         if self._finite:
-            chunks = writer.noting_nonfinite(chunks, re.compile(self._finite).search, bad)
+            chunks = finite_lib.noting_nonfinite(chunks, re.compile(self._finite).search, bad)
         try:
             said["keys"] = writer.write_part(
                 attempt, self._exchange.index, job.plan.arrays, chunks, job.written
@@ -243,16 +258,20 @@ class Saver:
         try:
             if errors:
                 raise store_lib.CheckpointError("; ".join(errors))
-            keys = writer.merge(attempt, [i for i, p in enumerate(parts) if p["keys"]], arrays)
+            wrote = [i for i, part in enumerate(parts) if part["keys"]]
+            arrays = writer.merge(attempt, wrote, arrays)
+            keys = sum(len(meta.keys(path)) for path, meta in arrays.items())
             writer.describe(attempt, arrays, job.extra.metadata, [part["data"] for part in parts])
+            job.before_commit()
             self._guard()
             looked_at = nonfinite if self._finite else None
-            writer.commit(attempt, keys, sum(job.plan.loads), job.extra.metrics, looked_at)
+            nbytes = sum(job.plan.loads)
+            writer.commit(attempt, keys, nbytes, job.extra.metrics, looked_at, self._owner)
         except BaseException:
             self._remove_failed(attempt)
             raise
         seconds = time.monotonic() - job.begin
-        self._after(Committed(job.step, sum(job.plan.loads), seconds, tuple(nonfinite)))
+        self._after(Committed(job.step, attempt.folder, nbytes, seconds, tuple(nonfinite)))
 
     def _remove_failed(self, attempt: format_lib.Attempt) -> None:
         try:
@@ -289,10 +308,12 @@ class _Job:
         step: int,
         plan: ownership.Plan,
         extra: Extra,
+        before_commit: Callable[[], None],
         budget_bytes: int,
         say: Callable[[str], None],
     ):
         self.step, self.plan, self.extra = step, plan, extra
+        self.before_commit = before_commit
         self.begin = time.monotonic()
         self.budget = budget_lib.Budget(budget_bytes)
         self.go = threading.Event()

@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import mmap
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,11 +17,11 @@ from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
 
-# What a store says when it is not the checkpoint that is at fault.
-_NOT_DAMAGE = (
-    "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED",
-    "CANCELLED", "ABORTED",
-)  # fmt: skip
+# What tensorstore says of bytes that are not what was written, or of a file that is not there. All else, and every
+# error of the disk, is an error: the bytes may be there and right.
+_DAMAGE = ("DATA_LOSS", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
+_STATUS = re.compile(r"([A-Z_]{6,}):")
+_ERRNO = re.compile(r"os_error_code='(\w+)'")
 # As much is read ahead of what is placed; more was not faster.
 _AHEAD_BYTES = 256 << 20
 # XLA's CPU takes memory of this alignment as it is; what is not, it copies.
@@ -30,6 +31,10 @@ _MAPPED_BYTES = 4 << 20
 
 class DamagedError(format_lib.CheckpointError):
     """A checkpoint that counts but does not hold what was written."""
+
+
+class UnreadableError(format_lib.CheckpointError):
+    """A checkpoint that the disk or the service does not give; it may be whole."""
 
 
 def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
@@ -76,8 +81,13 @@ def array_metas(meta: dict[str, Any]) -> dict[str, arrays_lib.ArrayMeta]:
     return {path: _array_meta(**entry) for path, entry in meta["arrays"].items()}
 
 
-def _array_meta(shape: list[int], chunk_shape: list[int], **others: Any) -> arrays_lib.ArrayMeta:
-    return arrays_lib.ArrayMeta(shape=tuple(shape), chunk_shape=tuple(chunk_shape), **others)
+def _array_meta(
+    shape: list[int], chunk_shape: list[int], sums: list[int] | None = None, **others: Any
+) -> arrays_lib.ArrayMeta:
+    known = None if sums is None else tuple(sums)
+    return arrays_lib.ArrayMeta(
+        shape=tuple(shape), chunk_shape=tuple(chunk_shape), sums=known, **others
+    )
 
 
 def read_arrays(
@@ -145,12 +155,25 @@ class _Source:
     ) -> Callable[[], None]:
         """Begins to read a part of an array, and returns what waits for the end."""
         if meta.chunk_bytes >= arrays_lib.LARGE_BYTES:
+            ends = self._start_ends(path, meta, box)
             part = self._open(path, meta)[tuple(slice(*bounds) for bounds in box)]
             # Into this memory, without a copy between.
             future = ts.array(out, context=self._context).write(part[ts.d[:].translate_to[0]])
-            return lambda: self._check(path, future.result)
+            return lambda: self._check(path, lambda: _check_ends(meta, ends, future))
         chunks = [(c, self._database.read(arrays_lib.chunk_key(path, c))) for c in meta.chunks(box)]
         return lambda: self._check(path, lambda: _decode_all(meta, chunks, box, out))
+
+    def _start_ends(
+        self, path: str, meta: arrays_lib.ArrayMeta, box: arrays_lib.Box
+    ) -> list[tuple[tuple[int, ...], Any]]:
+        """Begins to read the checksums of the chunks of a part, where it is known what they are to be."""
+        if meta.sums is None:
+            return []
+        end = slice(meta.chunk_bytes, meta.chunk_bytes + arrays_lib.CRC_BYTES)
+        return [
+            (chunk, self._database.read(arrays_lib.chunk_key(path, chunk), byte_range=end))
+            for chunk in meta.chunks(box)
+        ]
 
     def _open(self, path: str, meta: arrays_lib.ArrayMeta) -> Any:
         if self._array[0] != path:
@@ -175,7 +198,15 @@ def _decode_all(
         found = future.result()
         if found.state != "value":
             raise ValueError("a chunk is missing")
-        _copy(meta.box(chunk), arrays_lib.decode(found.value, meta), box, out)
+        _copy(meta.box(chunk), arrays_lib.decode(found.value, meta, chunk), box, out)
+
+
+def _check_ends(
+    meta: arrays_lib.ArrayMeta, ends: list[tuple[tuple[int, ...], Any]], reading: Any
+) -> None:
+    reading.result()
+    for chunk, future in ends:
+        arrays_lib.check_sum(future.result().value, meta, chunk)
 
 
 def box_bytes(meta: arrays_lib.ArrayMeta, box: arrays_lib.Box) -> int:
@@ -186,8 +217,8 @@ def box_bytes(meta: arrays_lib.ArrayMeta, box: arrays_lib.Box) -> int:
 def _read_file(attempt: format_lib.Attempt, name: str) -> bytes:
     try:
         content = attempt.store.read(attempt.prefix + name)
-    except (ValueError, OSError) as e:
-        _raise_unreadable(f"{attempt}/{name}", e)
+    except format_lib.CheckpointError as e:
+        raise UnreadableError(f"{attempt}/{name} cannot be read: {e}.") from e
     if content is None:
         raise DamagedError(f"{attempt}/{name} is missing.")
     return content
@@ -202,9 +233,11 @@ def _read_sealed(attempt: format_lib.Attempt, name: str) -> dict[str, Any]:
 
 
 def _raise_unreadable(what: str, e: Exception) -> Any:
-    reason = store_lib.reason(e)
-    if reason.startswith(_NOT_DAMAGE):
-        raise format_lib.CheckpointError(f"{what} cannot be read now: {reason}.") from e
+    reason, status, errno = store_lib.reason(e), _STATUS.match(str(e)), _ERRNO.search(str(e))
+    is_missing = errno is not None and errno[1] == "ENOENT"
+    of_the_disk = isinstance(e, OSError) or (errno is not None and not is_missing)
+    if of_the_disk or (status and status[1] not in _DAMAGE and not is_missing):
+        raise UnreadableError(f"{what} cannot be read: {reason}.") from e
     raise DamagedError(f"{what} is not what was written: {reason}.") from e
 
 

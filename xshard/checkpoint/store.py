@@ -14,11 +14,12 @@ import pathlib
 import re
 import shutil
 import urllib.parse
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from xshard import errors
+from xshard import disk, errors
 
 # For object stores; tensorstore waits longer and longer between tries, up to 32 s.
 RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}
@@ -29,8 +30,24 @@ class CheckpointError(errors.UserError):
     """A checkpoint that could not be written, or cannot be read as asked. The message says why."""
 
 
+class Folder(NamedTuple):
+    """A folder directly in a store.
+
+    Attributes:
+      names: of what is directly in it.
+      is_link: whether it is a link, which somebody has made by hand; to nothing, if there are no names.
+    """
+
+    names: frozenset[str]
+    is_link: bool
+
+
 class Store:
-    """A folder of objects with a name and a content each."""
+    """A folder of objects with a name and a content each.
+
+    Any method may raise `CheckpointError`, with the path and the reason, if the disk or the service cannot do
+    what is asked. It is never taken for an absence.
+    """
 
     def __init__(self, url: str | os.PathLike[str]):
         """Opens a folder, which need not exist.
@@ -75,7 +92,10 @@ class Store:
 
     def read(self, name: str) -> bytes | None:
         """The content of an object; None if there is none."""
-        return self.stat(name)[1]
+        if self.path is None:
+            return self.stat(name)[1]
+        with _named():
+            return disk.read(self.path / name)
 
     def create(self, name: str, content: bytes) -> None:
         """Makes an object, whole or not at all, and durable.
@@ -105,41 +125,62 @@ class Store:
         return found.stamp.generation, found.value if found.state == "value" else None
 
     def names(self, prefix: str = "") -> list[str]:
-        """The names of all objects below a prefix; on a disk those of folders, with a slash, too."""
+        """The names of all objects below a prefix that ends with a slash, or of all; no link is followed."""
         if self.path is None:
             end = prefix.encode()
             keys = ts.KvStore.KeyRange(end, _after(end)) if end else ts.KvStore.KeyRange()
             return sorted(key.decode() for key in _result(self._kv().list(keys)))
-        found = []
-        for folder, folders, files in os.walk(self.path / prefix):
-            inner = os.path.relpath(folder, self.path)
-            found += [os.path.join(inner, name) + "/" for name in folders]
-            found += [os.path.join(inner, name) for name in files]
-        return sorted(name.removeprefix("./") for name in found)
+        with _named():
+            return sorted(_files(self.path, prefix))
+
+    def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
+        """The folders directly in it whose names match, with what is directly in each."""
+        if self.path is None:
+            return _grouped(self.names(), wanted)
+        found = {}
+        with _named():
+            for entry in disk.entries(self.path) or ():
+                if wanted.fullmatch(entry.name) and (entry.is_dir() or entry.is_symlink()):
+                    inside = disk.entries(entry.path) if entry.is_dir() else ()
+                    # Deleted since the folder was listed, if there is nothing now.
+                    if inside is not None:
+                        names = frozenset(one.name for one in inside)
+                        found[entry.name] = Folder(names, entry.is_symlink())
+        return found
 
     def delete(self, name: str) -> None:
         """Deletes one object, or nothing if there is none."""
         _result(self._kv().write(name, None))
 
     def delete_folder(self, prefix: str) -> None:
-        """Deletes all objects below a prefix, and on a disk the folder."""
+        """Deletes all objects below a prefix, and on a disk the folder, if it is no link."""
         if self.path is not None:
-            shutil.rmtree(self.path / prefix, ignore_errors=True)
+            with _named(), contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self.path / prefix)
         else:
             key = prefix.encode()
             _result(self._kv().delete_range(ts.KvStore.KeyRange(key, _after(key))))
 
     def sync(self, prefix: str) -> None:
         """Makes the folders above and below a prefix durable; objects always are."""
-        if self.path is None or not (self.path / prefix).exists():
+        if self.path is None:
             return
         top = self.path / prefix
-        for folder in [folder for folder, _, _ in os.walk(top)]:
-            _sync_folder(folder)
-        for parent in top.parents:
-            # A folder that may not be read was not made by this process.
-            with contextlib.suppress(PermissionError):
-                _sync_folder(parent)
+        with _named():
+            if not disk.exists(top):
+                return
+            for folder in _folders(top):
+                disk.sync(folder)
+            for parent in top.parents:
+                # A folder that may not be read was not made by this process.
+                with contextlib.suppress(PermissionError):
+                    disk.sync(parent)
+
+    def sync_folder(self, prefix: str) -> None:
+        """Makes durable which names are directly in a folder."""
+        if self.path is not None:
+            with _named(), contextlib.suppress(FileNotFoundError):
+                disk.sync(self.path / prefix)
 
     def _kv(self) -> Any:
         if self._objects is None:
@@ -214,9 +255,37 @@ def _after(prefix: bytes) -> bytes:
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
-def _sync_folder(path: str | pathlib.Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """Says of an error of the disk what it was, and of which path."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        yield
+    except OSError as e:
+        raise CheckpointError(reason(e)) from e
+
+
+def _files(root: pathlib.Path, prefix: str) -> Iterator[str]:
+    for entry in disk.entries(root / prefix) or ():
+        name = prefix + entry.name
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(root, f"{name}/")
+        else:
+            yield name
+
+
+def _folders(top: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder and all below it."""
+    yield top
+    for entry in disk.entries(top) or ():
+        if entry.is_dir(follow_symlinks=False):
+            yield from _folders(pathlib.Path(entry.path))
+
+
+def _grouped(names: list[str], wanted: re.Pattern[str]) -> dict[str, Folder]:
+    """What a disk's listing would have, of the names of objects."""
+    inside: dict[str, set[str]] = {}
+    for name in names:
+        folder, slash, rest = name.partition("/")
+        if slash and wanted.fullmatch(folder):
+            inside.setdefault(folder, set()).add(rest.partition("/")[0])
+    return {folder: Folder(frozenset(found), False) for folder, found in inside.items()}

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
@@ -25,8 +24,6 @@ Copy = Callable[[], np.ndarray]
 # What is written in one transaction, which holds it until it is committed, and how many are under way.
 _BATCH_BYTES = 128 << 20
 _BATCHES = 4
-# So many elements are looked at at a time: what is made of them stays in a processor's cache.
-_LOOKED_AT = 1 << 16
 # As many files are written at a time as a transaction fills.
 _FILE_BYTES = 32 << 20
 _PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "tensorstore", "numpy")
@@ -82,41 +79,6 @@ def start_device_copy(shard: jax.Array, piece: ownership.Piece) -> Copy:
     return lambda: np.asarray(shard)
 
 
-def noting_nonfinite(
-    chunks: Iterator[Chunk | None], watched: Callable[[str], Any], found: set[str]
-) -> Iterator[Chunk | None]:
-    """The chunks as they come; the paths of those that are not finite are added to `found`.
-
-    Args:
-      chunks: what a process writes.
-      watched: whether the array of a path is looked at.
-      found: takes the paths.
-    """
-    for chunk in chunks:
-        if chunk is not None:
-            piece, value = chunk
-            if piece.path not in found and watched(piece.path) and not is_finite(value):
-                found.add(piece.path)
-        yield chunk
-
-
-def is_finite(value: np.ndarray) -> bool:
-    """Whether all elements are finite; of a type that knows nothing else, True."""
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
-        return True
-    flat, bad = value.reshape(-1), _nonfinite
-    if value.dtype.itemsize == 2:
-        # NumPy takes ten times as long for these: those whose exponent is all ones are infinite or NaN.
-        info = jnp.finfo(value.dtype)
-        exponent = np.uint16(((1 << info.nexp) - 1) << info.nmant)
-        flat, bad = flat.view(np.uint16), lambda part: (part & exponent).max() == exponent
-    return not any(bad(flat[i : i + _LOOKED_AT]) for i in range(0, flat.size, _LOOKED_AT))
-
-
-def _nonfinite(part: np.ndarray) -> bool:
-    return not np.isfinite(part).all()
-
-
 def write_part(
     attempt: format_lib.Attempt,
     process: int,
@@ -153,11 +115,11 @@ def write_part(
 
 def merge(
     attempt: format_lib.Attempt, processes: list[int], arrays: dict[str, arrays_lib.ArrayMeta]
-) -> int:
+) -> dict[str, arrays_lib.ArrayMeta]:
     """Makes one database of those of some processes; their data stays where it is.
 
     Returns:
-      The number of keys.
+      How each array is stored, with the checksums of what is stored.
 
     Raises:
       CheckpointError: if they do not hold each key of the arrays.
@@ -177,7 +139,19 @@ def merge(
             f"{len(expected - found)} keys are missing and {len(found - expected)} are too many, "
             f"such as {sorted(found ^ expected)[0].decode()}"
         )
-    return len(found)
+    ends = {path: _start_ends(merged, path, meta) for path, meta in arrays.items()}
+    sums = {
+        path: tuple(arrays_lib.stored_sum(future.result().value) for future in reading)
+        for path, reading in ends.items()
+    }
+    return {path: dataclasses.replace(meta, sums=sums[path]) for path, meta in arrays.items()}
+
+
+def _start_ends(database: Any, path: str, meta: arrays_lib.ArrayMeta) -> list[Any]:
+    """Begins to read the checksums that the chunks of an array end with."""
+    end = slice(meta.chunk_bytes, meta.chunk_bytes + arrays_lib.CRC_BYTES)
+    keys = [arrays_lib.chunk_key(path, chunk) for chunk in meta.chunks()]
+    return [database.read(key, byte_range=end) for key in keys]
 
 
 def describe(
@@ -216,6 +190,7 @@ def commit(
     nbytes: int,
     metrics: dict[str, float],
     nonfinite: list[str] | None = None,
+    owner: format_lib.Owner | None = None,
 ) -> None:
     """Makes an attempt count.
 
@@ -225,6 +200,7 @@ def commit(
       nbytes: the size of its arrays.
       metrics: what the best checkpoint is chosen by.
       nonfinite: paths of arrays that are to be finite and are not, not necessarily all; None: nobody has looked.
+      owner: the run that it is of.
     """
     checksums = {}
     for name in (format_lib.META, format_lib.MANIFEST):
@@ -245,14 +221,25 @@ def commit(
     }
     if nonfinite is not None:
         said[format_lib.NONFINITE] = nonfinite
+    if owner is not None:
+        said[format_lib.OWNER] = {"id": owner.id, "fingerprint": owner.fingerprint}
     content = format_lib.seal(said)
     attempt.store.create(attempt.prefix + format_lib.COMMIT, content)
 
 
 def remove(attempt: format_lib.Attempt) -> None:
-    """Deletes an attempt; from the first instant on it does not count."""
+    """Deletes an attempt; from the first instant on it does not count.
+
+    Raises:
+      CheckpointError: if it is a link, or cannot be deleted.
+    """
+    if attempt.is_link:
+        raise format_lib.CheckpointError(
+            f"{attempt} is a link that no run has made: delete it, and what it leads to, by hand."
+        )
     # Without COMMIT it does not count, however far the rest of the deletion comes.
     attempt.store.delete(attempt.prefix + format_lib.COMMIT)
+    attempt.store.sync_folder(attempt.prefix)
     attempt.store.delete_folder(attempt.prefix)
 
 

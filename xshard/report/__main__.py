@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from xshard import cli, errors, metrics
+from xshard import cli, disk, errors
 from xshard.report import runs as runs_lib
 
 
@@ -72,8 +72,8 @@ def _write(
     old = set(re.findall(r'<a href="[^"/]*/([a-z0-9_-]+\.png)"', before))
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in pngs.items():
-        metrics.write_atomically(folder / name, content, sync=False)
-    metrics.write_atomically(output, html.encode(), sync=False)
+        disk.replace(folder / name, content, durably=False)
+    disk.replace(output, html.encode(), durably=False)
     for name in old - pngs.keys():
         (folder / name).unlink(missing_ok=True)
 

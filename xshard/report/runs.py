@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from xshard import checkpoint, errors, metrics, status, workdir
+from xshard import checkpoint, errors, metrics, status
+from xshard import identity as identity_lib
 from xshard.report import rows as rows_lib
 
 # Parts of a process's seconds, in the order in which they are shown; what is in none of them comes last.
@@ -226,7 +227,7 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
         raise errors.UserError(f"{file} cannot be read ({e}); leave this run out.") from e
     if not isinstance(config, dict):
         raise errors.UserError(f"{file} is not a run's config; leave this run out.")
-    return workdir.flatten(config)
+    return identity_lib.flatten(config)
 
 
 def _json(path: pathlib.Path, kind: type, notes: list[str]) -> Any:

@@ -1,0 +1,389 @@
+"""What is not there is not taken for never having been: no run begins again, and nothing is deleted, by mistake."""
+
+import errno
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from tests import rows, toy
+from tests.checkpoint import harness
+from xshard import checkpoint, disk, errors, follow, loop, workdir
+from xshard.checkpoint import __main__ as tool
+from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import store as store_lib
+
+
+def make_config(directory="", **changes):
+    config = toy.get_config()
+    config.update(changes)
+    config.checkpoint.directory = str(directory)
+    return config.lock()
+
+
+def files(folder):
+    """The content of all files below a folder, but for what says when."""
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("status.json", ".lock")
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The work directory of a run of 12 steps, for tests that copy it."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert loop.run(make_config(), str(folder), "") == 0
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return pathlib_copy(finished, tmp_path / "run")
+
+
+def pathlib_copy(source, target):
+    shutil.copytree(source, target, symlinks=True)
+    return target
+
+
+def go_on(folder, steps=24, **options):
+    return loop.run(make_config(steps=steps, **options), str(folder), "")
+
+
+def test_everything_that_a_run_writes_names_it(run):
+    config = json.loads((run / "config.json").read_bytes())
+    identity = workdir.Workdir(run).identity()
+    assert len(identity.id) == 16 and config[workdir.IDENTITY] == identity._asdict()
+    assert json.loads((run / "results.json").read_bytes())["run"] == identity.id
+    store = store_lib.Store(run / "checkpoints")
+    assert checkpoint.read_owner(store)[:2] == identity
+    (commit, *_) = sorted((run / "checkpoints").glob("step_*/COMMIT"))
+    assert json.loads(commit.read_bytes())["content"]["run"] == identity._asdict()
+    reached = json.loads((run / "reached.json").read_bytes())
+    newest = format_lib.committed(store)[-1]
+    assert reached == {"step": 12, "folder": newest.folder, "checkpoints": str(store)}
+
+
+@pytest.mark.parametrize("missing", ["all", "newest"])
+def test_a_run_whose_checkpoints_are_not_there_goes_on_from_none_before_them(run, missing):
+    away = run / "checkpoints"
+    if missing == "newest":
+        (away,) = away.glob("step_00000012.*")
+    away.rename(run.parent / "away")
+    before = files(run)
+    found = "no checkpoint is" if missing == "all" else "step 10 is the newest"
+    with pytest.raises(errors.UserError, match=f"come to step 12, and {found} in .*--restart_from"):
+        go_on(run)
+    # The lock's folder is made anew, and nothing else.
+    assert {name: content for name, content in files(run).items() if name.name != "RUN"} == {
+        name: content for name, content in before.items() if name.name != "RUN"
+    }
+    shutil.rmtree(run / "checkpoints", ignore_errors=missing == "all") if missing == "all" else None
+    (run.parent / "away").rename(away)
+    assert go_on(run) == 0
+
+
+def test_checkpoints_elsewhere_that_are_not_mounted(tmp_path):
+    place, run = tmp_path / "disk", tmp_path / "run"
+    assert loop.run(make_config(place), str(run), "") == 0
+    logged = rows.read(run)
+    place.rename(tmp_path / "unmounted")
+    place.mkdir()
+    with pytest.raises(
+        errors.UserError, match=r"come to step 12, and no checkpoint is in .*disk\."
+    ):
+        loop.run(make_config(place, steps=24), str(run), "")
+    assert rows.read(run) == logged
+    shutil.rmtree(place)
+    (tmp_path / "unmounted").rename(place)
+    assert loop.run(make_config(place, steps=24), str(run), "") == 0
+
+
+def test_a_run_is_set_aside_whole_when_it_is_named(run, tmp_path):
+    identity, before = workdir.Workdir(run).identity(), files(run)
+    # Another run's name does nothing.
+    assert loop.run(make_config(), str(run), "", set_aside="0" * 16) == 0
+    assert workdir.Workdir(run).identity() == identity
+    other = make_config(seed=1)
+    assert loop.run(other, str(run), "", set_aside=identity.id) == 0
+    assert workdir.Workdir(run).identity().id != identity.id
+    kept = files(run / "set_aside" / identity.id)
+    assert {name: before[name] for name in kept} == kept
+    assert rows.read(run / "set_aside" / identity.id) and rows.read(run)[0]["step"] == 4
+    # The same command again goes on with the new one.
+    new = workdir.Workdir(run).identity()
+    assert loop.run(other, str(run), "", set_aside=identity.id) == 0
+    assert workdir.Workdir(run).identity() == new
+
+
+def test_a_step_that_a_person_deletes_may_be_gone_back_from(run, capsys):
+    assert tool.main(["rm", str(run / "checkpoints"), "12"]) == 0
+    assert go_on(run) == 0
+    assert "goes back from step 12 to 10" in capsys.readouterr().err
+    assert workdir.Workdir(run).reached().step == 24
+
+
+@pytest.mark.parametrize("whose", ["another's", "a copy's", "the same"])
+def test_checkpoints_that_two_directories_share(tmp_path, whose, capsys):
+    place = tmp_path / "shared"
+    assert loop.run(make_config(place), str(tmp_path / "one"), "") == 0
+    if whose == "another's":
+        with pytest.raises(
+            errors.UserError, match=r"holds the checkpoints of run .*one on .*seed: 0 -> 1"
+        ):
+            loop.run(make_config(place, seed=1), str(tmp_path / "two"), "")
+        assert not (tmp_path / "two").exists()
+    elif whose == "a copy's":
+        assert loop.run(make_config(tmp_path / "own"), str(tmp_path / "two"), "") == 0
+        with pytest.raises(errors.UserError, match=r"checkpoints of run .*one on .*two holds run"):
+            loop.run(make_config(place, steps=24), str(tmp_path / "two"), "")
+        with pytest.raises(errors.UserError, match="give the run's own checkpoint.directory"):
+            follow.Follower(make_config(place), str(tmp_path / "two")).follow()
+    else:
+        # As where a pod's hosts lose their own disks, and the checkpoints are in a bucket.
+        assert loop.run(make_config(place, steps=24), str(tmp_path / "two"), "") == 0
+        assert "the work directory of run" in capsys.readouterr().out
+        assert (
+            workdir.Workdir(tmp_path / "two").identity()
+            == workdir.Workdir(tmp_path / "one").identity()
+        )
+
+
+def test_a_checkpoint_of_another_run_that_was_moved_here(run, tmp_path):
+    other = tmp_path / "other"
+    assert loop.run(make_config(seed=1, steps=20), str(other), "") == 0
+    (newest,) = (other / "checkpoints").glob("step_00000020.*")
+    newest.rename(run / "checkpoints" / newest.name)
+    with pytest.raises(errors.UserError, match="step_00000020.* is of run .*, and this is run"):
+        go_on(run)
+
+
+@pytest.mark.parametrize("kept", ["everything", "rows", "config"])
+def test_a_directory_of_a_version_that_kept_no_identity_goes_on(run, kept):
+    config = json.loads((run / "config.json").read_bytes())
+    del config[workdir.IDENTITY]
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "reached.json").unlink()
+    (run / "checkpoints" / "RUN").unlink()
+    for path in (run / "checkpoints").glob("step_*/COMMIT"):
+        content = format_lib.unseal(path.read_bytes())
+        del content["run"]
+        path.write_bytes(format_lib.seal(content))
+    if kept == "everything":
+        assert go_on(run) == 0
+        assert workdir.Workdir(run).identity() is not None
+        return
+    shutil.rmtree(run / "checkpoints")
+    if kept == "rows":
+        with pytest.raises(errors.UserError, match="rows or results of a run of an older version"):
+            go_on(run)
+    else:
+        # As one that was stopped before its first row.
+        (run / "metrics.jsonl").unlink()
+        (run / "results.json").unlink()
+        assert go_on(run) == 0
+
+
+def fail_once(monkeypatch, name, path, code):
+    """Makes the first call of a function of `os` for a path fail; returns the calls that failed."""
+    real, failed = getattr(os, name), []
+
+    def call(first, *args, **kwargs):
+        if str(first) == str(path) and not failed:
+            failed.append(path)
+            raise OSError(code, os.strerror(code), str(path))
+        return real(first, *args, **kwargs)
+
+    monkeypatch.setattr(os, name, call)
+    return failed
+
+
+@pytest.mark.parametrize(
+    "code", [errno.EIO, errno.ESTALE, errno.ENOENT, errno.EACCES, errno.ENOMEM]
+)
+@pytest.mark.parametrize("folder", ["checkpoints", "step_00000012.*"])
+def test_a_listing_that_fails_is_no_absence(run, monkeypatch, folder, code):
+    (path,) = [run / folder] if folder == "checkpoints" else (run / "checkpoints").glob(folder)
+    before = files(run)
+    failed = fail_once(monkeypatch, "scandir", path, code)
+    try:
+        assert go_on(run) == 0
+    except (errors.UserError, OSError) as e:
+        assert code in (errno.EACCES, errno.ENOMEM) and str(path) in str(e)
+        assert files(run) == before
+        assert go_on(run) == 0
+    assert failed and rows.read(run)[0]["step"] == 4
+    assert not list((run / "checkpoints").glob("*/DAMAGED"))
+
+
+def test_a_folder_that_another_user_has_closed(run, monkeypatch):
+    (path,) = (run / "checkpoints").glob("step_00000012.*")
+    real = os.scandir
+
+    def scandir(folder):
+        if str(folder) == str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return real(folder)
+
+    before = files(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir)
+        with pytest.raises(errors.UserError, match=f"Permission denied .{path}"):
+            go_on(run)
+    assert files(run) == before
+
+
+@pytest.mark.parametrize("kind", ["pinned", "kept", "to nothing", "a file"])
+def test_what_a_person_has_put_among_the_checkpoints_stays(run, tmp_path, kind):
+    place = run / "checkpoints"
+    (oldest,) = place.glob("step_00000010.*")
+    if kind in ("pinned", "kept"):
+        if kind == "pinned":
+            assert tool.main(["pin", str(place), "10"]) == 0
+        oldest.rename(tmp_path / "elsewhere")
+        oldest.symlink_to(tmp_path / "elsewhere")
+    elif kind == "to nothing":
+        (place / "step_00000011.0123abcd").symlink_to(tmp_path / "nothing")
+    else:
+        (place / "step_00000011.0123abcd").write_text("mine")
+    assert go_on(run) == 0
+    if kind in ("pinned", "kept"):
+        assert (tmp_path / "elsewhere" / "COMMIT").exists() and oldest.is_symlink()
+        assert checkpoint.read_catalog(place).entries[0].state == "complete"
+        assert tool.main(["rm", str(place), "10"]) == 1
+        assert (tmp_path / "elsewhere" / "COMMIT").exists()
+    else:
+        assert os.path.lexists(place / "step_00000011.0123abcd")
+    assert len(list(place.glob("step_*"))) == 3
+
+
+def test_what_was_left_in_the_middle_of_a_deletion_goes_when_the_run_is_started_again(run):
+    place = run / "checkpoints"
+    (older,) = place.glob("step_00000010.*")
+    (older / "COMMIT").unlink()
+    assert loop.run(make_config(), str(run), "") == 0
+    assert [path.name[:13] for path in place.glob("step_*")] == ["step_00000012"]
+
+
+def test_a_checkpoint_that_is_not_listed_as_complete_yet_is_not_deleted(run, monkeypatch):
+    """A listing of an object store may lag behind."""
+    real = store_lib.Store.folders
+
+    def folders(store, wanted):
+        found = real(store, wanted)
+        return {
+            name: folder._replace(names=folder.names - {"COMMIT"}) if "00000010" in name else folder
+            for name, folder in found.items()
+        }
+
+    monkeypatch.setattr(store_lib.Store, "folders", folders)
+    assert go_on(run, steps=13) == 0
+    assert list((run / "checkpoints").glob("step_00000010.*/COMMIT"))
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_read_that_fails_is_no_damage(run, monkeypatch, passes):
+    real, failed = disk.read, []
+
+    def read(path):
+        if str(path).endswith("meta.json") and "00000012" in str(path) and not (failed and passes):
+            failed.append(path)
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path)
+
+    monkeypatch.setattr(disk, "read", read)
+    if passes:
+        assert go_on(run) == 0
+    else:
+        with pytest.raises(errors.UserError, match=r"meta.json.*Input/output error.*may be whole"):
+            go_on(run)
+    assert failed and not list((run / "checkpoints").glob("*/DAMAGED"))
+
+
+def test_a_mark_of_damage_is_taken_back_from_what_is_whole(run, capsys):
+    place = run / "checkpoints"
+    (newest,) = place.glob("step_00000012.*")
+    (newest / "DAMAGED").write_text("{}")
+    assert tool.main(["heal", str(place), "12"]) == 0
+    assert "counts again" in capsys.readouterr().out
+    assert not (newest / "DAMAGED").exists()
+    assert tool.main(["heal", str(place), "12"]) == 1
+    (newest / "DAMAGED").write_text("{}")
+    harness.damage("flipped", newest / "meta.json")
+    assert tool.main(["heal", str(place), "12"]) == 1
+    assert (newest / "DAMAGED").exists()
+
+
+@pytest.mark.parametrize("size", [6, 1 << 20])
+def test_the_bytes_of_another_checkpoint_do_not_pass_for_this_one(tmp_path, size):
+    manager = harness.make_manager(tmp_path)
+    for step in (1, 2):
+        harness.save(
+            manager, step, {"w": np.full([size], step, np.float32), "b": np.full([size], 7.0)}
+        )
+    manager.close()
+    old, new = (sorted(tmp_path.glob(f"step_0000000{step}.*/p0/d/*")) for step in (1, 2))
+    sizes = [[path.stat().st_size for path in paths] for paths in (old, new)]
+    assert sizes[0] == sizes[1]
+    for source, target in zip(old, new, strict=True):
+        target.write_bytes(source.read_bytes())
+    assert tool.main(["verify", str(tmp_path)]) == 1
+
+
+def test_rows_that_a_checkpoint_promises_are_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    order = []
+    real_sync, real_create = disk.sync, store_lib.Store.create
+
+    def sync(path):
+        real_sync(path)
+        order.append(os.path.basename(path))
+
+    def create(store, name, content):
+        real_create(store, name, content)
+        order.append(os.path.basename(name))
+
+    monkeypatch.setattr(disk, "sync", sync)
+    monkeypatch.setattr(store_lib.Store, "create", create)
+    assert loop.run(make_config(steps=5), str(tmp_path / "run"), "") == 0
+    commit = order.index("COMMIT")
+    for name in ("metrics.jsonl", "metrics.csv", "run"):
+        assert name in order[:commit]
+    assert "reached.json" not in order[:commit]
+
+
+def test_rows_that_are_not_there_are_said(run, capsys):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:1]))
+    assert go_on(run) == 0
+    assert f"holds 1 of the {len(lines)} rows" in capsys.readouterr().out
+
+
+def test_an_evaluation_whose_row_was_written_is_not_written_again(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    assert loop.run(make_config(steps=6), str(folder), "") == 0
+    once = rows.same_bits(folder)
+    # As if the run was stopped in the evaluation of step 6, and killed when the next one had written its row.
+    (commit,) = (folder / "checkpoints").glob("step_00000006.*/COMMIT")
+    meta = commit.with_name("meta.json")
+    description = json.loads(meta.read_bytes())
+    description["metadata"]["evaluated"] = False
+    meta.write_bytes(format_lib.to_json(description))
+    content = format_lib.unseal(commit.read_bytes())
+    content["sha256"]["meta.json"] = format_lib.checksum(meta.read_bytes())
+    content["metrics"] = {}
+    commit.write_bytes(format_lib.seal(content))
+    assert loop.run(make_config(steps=6), str(folder), "") == 0
+    assert rows.same_bits(folder) == once
+    (metrics_file,) = (folder / "checkpoints").glob("step_00000006.*/METRICS")
+    assert "error" in format_lib.unseal(metrics_file.read_bytes())
+
+
+def test_results_are_made_again_if_they_are_absent(run):
+    before = (run / "results.json").read_bytes()
+    (run / "results.json").unlink()
+    assert loop.run(make_config(), str(run), "") == 0
+    assert (run / "results.json").read_bytes() == before

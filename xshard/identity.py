@@ -1,0 +1,108 @@
+"""Which run it is: its identity, and which changes of its config leave it the same run."""
+
+import hashlib
+import json
+import secrets
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from xshard import errors
+
+ID_LENGTH = 16
+# What may change between two parts of a run: how long it is, what it shows, and what it runs on. Anything
+# else would make it another run.
+_MAY_CHANGE = (
+    "steps", "log_every_steps", "eval_every_steps", "eval_batch_size", "writers", "model_parallel", "slices",
+    "micro_batches", "aggregation_method", "reduction.reduce_dtype", "reduction.slice_dtype",
+    "reduction.shard_update", "on_nonfinite", "max_skips_in_a_row",
+)  # fmt: skip
+_MAY_CHANGE_BELOW = ("checkpoint.",)
+
+
+class Identity(NamedTuple):
+    """What tells a run from all others, in all that it writes.
+
+    Attributes:
+      id: made when it began.
+      fingerprint: a checksum of all in its config that may not change.
+    """
+
+    id: str
+    fingerprint: str
+
+
+def new(config: ml_collections.ConfigDict) -> Identity:
+    """An identity for a run that begins."""
+    return Identity(secrets.token_hex(ID_LENGTH // 2), fingerprint(config))
+
+
+def fingerprint(config: ml_collections.ConfigDict) -> str:
+    """A checksum of all in a config that may not change in a run."""
+    fixed = {key: value for key, value in flatten(plain(config)).items() if not _may_change(key)}
+    groups = fixed.get("group_assignment")
+    if isinstance(groups, list):
+        fixed["group_assignment"] = max(len(groups), 1)
+    content = json.dumps(fixed, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:ID_LENGTH]
+
+
+def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
+    """Sees whether a run may go on with another config than it was started with.
+
+    Args:
+      old: its config, as JSON can hold it.
+      new: the one that is asked for.
+      whose: for the message, such as '--workdir=DIR holds'.
+
+    Returns:
+      What has changed, one text for each key.
+
+    Raises:
+      UserError: if a change would make it another run.
+    """
+    old, new = flatten(old), flatten(new)
+    if old.get("experiment") != new.get("experiment"):
+        raise errors.UserError(
+            f"{whose} a run of experiment={old.get('experiment')!r}, not of {new.get('experiment')!r}; give "
+            "another directory."
+        )
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    texts = [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed]
+    fatal = [
+        text
+        for key, text in zip(changed, texts, strict=True)
+        if not _may_change(key)
+        and not (key == "group_assignment" and _same_count(old.get(key), new.get(key)))
+    ]
+    if fatal:
+        raise errors.UserError(
+            f"{whose} a run with another config ({'; '.join(fatal)}). Going on would make it neither the one nor "
+            "the other: give its own values, or a new directory; --init_from takes its parameters."
+        )
+    return texts
+
+
+def _may_change(key: str) -> bool:
+    return key in _MAY_CHANGE or key.startswith(_MAY_CHANGE_BELOW)
+
+
+def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """A config as plain JSON values."""
+    return json.loads(config.to_json_best_effort())
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as one level of dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _same_count(old: Any, new: Any) -> bool:
+    """Whether two group assignments are of as many groups: of more or fewer replicas each."""
+    return isinstance(old, list) and isinstance(new, list) and len(old or [1]) == len(new or [1])
