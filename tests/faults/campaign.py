@@ -18,6 +18,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
+from tests.faults import power
 from tests.faults import shim as shim_lib
 
 # What a kernel may answer to a call.
@@ -27,7 +28,7 @@ FAULTS = {
     "readdir": ("EIO", "ESTALE", "EACCES", "ENOENT", "EINTR"),
     "stat": ("EIO", "ESTALE", "EACCES", "ENOENT"),
     "read": ("EIO", "ESTALE", "EINTR", shim_lib.SHORT),
-    "write": ("EIO", "ESTALE", "ENOSPC", "EINTR", shim_lib.SHORT),
+    "write": ("EIO", "ESTALE", "ENOSPC", "EINTR", shim_lib.SHORT, shim_lib.TORN),
     "fsync": ("EIO", "ESTALE", "ENOSPC", "EINTR"),
     "rename": ("EIO", "ESTALE", "EACCES", "ENOENT", "ENOSPC"),
     "unlink": ("EIO", "ESTALE", "EACCES", "ENOENT"),
@@ -35,8 +36,10 @@ FAULTS = {
     "link": ("EIO", "ESTALE", "EACCES", "ENOENT", "ENOSPC"),
     "truncate": ("EIO", "ESTALE", "ENOSPC", "EINTR"),
     "lock": ("EIO", "ESTALE", "EINTR"),
-    shim_lib.CHANGES: (shim_lib.KILL, shim_lib.TORN),
+    shim_lib.CHANGES: (shim_lib.KILL, shim_lib.CUT),
 }
+# After which a process has nothing to say.
+ENDS = (shim_lib.KILL, shim_lib.TORN, shim_lib.CUT)
 # Of a kind with more calls than that in a part, so many faults are drawn for each of them.
 _MANY, _DRAWN = 40, 2
 # How a point may end; the last one is found bad.
@@ -58,13 +61,19 @@ class Point(NamedTuple):
 class Campaign:
     """The points, and what they are compared with."""
 
-    def __init__(self, scratch):
-        """Makes an undisturbed run, and counts the calls of its parts."""
+    def __init__(self, scratch, disk=None):
+        """Makes an undisturbed run, and counts the calls of its parts.
+
+        Args:
+          scratch: a folder for what is kept.
+          disk: one that loses power, to try this on.
+        """
         # With tensorboard and all that a run imports: once, and not where this process only starts another.
         from tests.faults import judge, scenario
 
         self._judge, self._scenario = judge, scenario
-        self._place = scenario.Place(scratch)
+        self._scratch, self._disk = pathlib.Path(scratch), disk
+        self._place = scenario.Place(scratch, disk=disk and disk.folder)
         self._shim = shim_lib.Shim(self._place.disk)
         self.calls, self._wanted, self._said = {}, {}, {}
         for name in ("new", "resume", "again", "eval", "ls", "verify"):
@@ -86,10 +95,12 @@ class Campaign:
     def try_point(self, point):
         """Tries one; what came of it."""
         part = self._scenario.PARTS[point.part]
-        self._place.begin(part.start)
+        self._begin(part.start)
         self._shim.plan(point.kind, point.at, point.fault)
         ended = self._place.start(point.part, self._shim.watch)
         hit = self._shim.hit()
+        if point.fault == shim_lib.CUT:
+            self._disk.power_up()
         if hit is None:
             return {**point._asdict(), "outcome": NOT_MET, "path": "", "why": []}
         judged = self._judge_reading if part.only_reads else self._judge_run
@@ -106,13 +117,18 @@ class Campaign:
             return faults
         return random.Random(f"{seed}/{part}/{kind}/{at}").sample(faults, _DRAWN)
 
+    def _begin(self, start):
+        self._place.begin(start)
+        if self._disk is not None:
+            self._disk.settle()
+
     def _record(self, name):
         start = self._scenario.PARTS[name].start
         if start == self._scenario.STOPPED:
             self._place.begin(self._scenario.NEW)
             self._place.stop_half_way()
             self._place.keep(start)
-        self._place.begin(start)
+        self._begin(start)
         before = self._look()
         self._shim.plan()
         ended = self._place.start(name, self._shim.watch)
@@ -125,7 +141,7 @@ class Campaign:
 
     def _look(self):
         """What is there."""
-        found = self._place.disk.parent / "found.json"
+        found = self._scratch / "found.json"
         look = lambda: found.write_text(
             json.dumps(self._judge.look(self._place.run, self._place.checkpoints))
         )
@@ -142,11 +158,11 @@ class Campaign:
 
     def _judge_run(self, point, ended, path):
         before, wanted = self._wanted[point.part]
-        killed = point.kind == shim_lib.CHANGES
+        killed = point.fault in ENDS
         after = self._look()
         if isinstance(after, str):
             return BAD, [f"cannot be read: {after}"]
-        why = self._judge.broken(before, after, self._wanted["new"][1])
+        why = self._judge.broken(before, after, self._wanted["new"][1], ended.output)
         if ended.code is None:
             return BAD, [*why, "hangs"]
         if ended.code == 0:
@@ -194,7 +210,8 @@ def _words(output):
 
 def main(argv):
     """Tries what has not been tried."""
-    everything = tuple(dict.fromkeys(fault for faults in FAULTS.values() for fault in faults))
+    everything = dict.fromkeys(fault for faults in FAULTS.values() for fault in faults)
+    del everything[shim_lib.CUT]
     names = ("new", "resume", "again", "eval", "ls", "verify")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=pathlib.Path, required=True)
@@ -202,27 +219,28 @@ def main(argv):
     parser.add_argument("--faults", default=",".join(everything))
     parser.add_argument("--sample", type=int, default=0, help="how many points to draw; 0: all")
     parser.add_argument("--seed", default="0")
-    parser.add_argument(
-        "--share", default="0/1", help="of several that are tried at once: INDEX/COUNT"
-    )
+    parser.add_argument("--power", action="store_true", help="instead, the power goes")
+    parser.add_argument("--share", default="0/1", help="INDEX/COUNT, of several at once")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="faults") as scratch:
         if "LD_PRELOAD" not in os.environ:
             variables = shim_lib.preloaded(scratch)
             command = [sys.executable, "-m", "tests.faults.campaign", *argv]
             return os.spawnve(os.P_WAIT, sys.executable, command, {**os.environ, **variables})
-        campaign = Campaign(scratch)
-        points = campaign.points(options.parts.split(","), options.faults.split(","), options.seed)
-        if options.sample:
-            points = random.Random(options.seed).sample(points, min(options.sample, len(points)))
-        index, count = map(int, options.share.split("/"))
-        return _try_all(campaign, points[index::count], options.results)
+        if not options.power:
+            return _try_all(Campaign(scratch), options.faults.split(","), options)
+        with power.Disk(scratch) as disk:
+            return _try_all(Campaign(scratch, disk), [shim_lib.CUT], options)
 
 
-def _try_all(campaign, points, results):
-    found = (
-        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    )
+def _try_all(campaign, faults, options):
+    points = campaign.points(options.parts.split(","), faults, options.seed)
+    if options.sample:
+        points = random.Random(options.seed).sample(points, min(options.sample, len(points)))
+    index, count = map(int, options.share.split("/"))
+    points, results, found = points[index::count], options.results, []
+    if results.exists():
+        found = [json.loads(line) for line in results.read_text().splitlines()]
     tried = {Point(one["part"], one["kind"], one["at"], one["fault"]) for one in found}
     todo = [point for point in points if point not in tried]
     print(f"{len(points)} points, of which {len(points) - len(todo)} have been tried", flush=True)

@@ -4,6 +4,7 @@ It looks at files, and believes no message. A part that met a fault may do one o
 one does, or say in one message what failed where, and leave what was there, so that the same command goes on.
 """
 
+import contextlib
 import csv
 import errno
 import hashlib
@@ -14,7 +15,6 @@ import re
 
 from tensorboard.backend.event_processing import event_accumulator
 
-from tests import rows
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source
 from xshard.checkpoint import store as store_lib
@@ -41,19 +41,23 @@ def look(run, checkpoints):
     }
 
 
-def broken(before, after, wanted):
+def broken(before, after, wanted, output):
     """The promises that are broken, one text each, in whatever way a part has ended.
 
     Args:
       before: what was there when it began.
       after: what is there now.
       wanted: what is there at the end of an undisturbed run.
+      output: what the part has printed.
     """
     texts = [f"marked as damaged: {name}" for name in after["damaged"]]
     old, new = before["checkpoints"], after["checkpoints"]
     newest = max(map(_step, new), default=0)
     if newest < max(map(_step, old), default=0):
         texts.append(f"checkpoints {sorted(old)} counted, now {sorted(new)}")
+    said = max(map(int, re.findall(r"step (\d+): saved", output)), default=0)
+    if newest < said:
+        texts.append(f"step {said} was said to be saved, and the newest that counts is {newest}")
     if newest == max(map(_step, old), default=0) and old.keys() - new.keys():
         texts.append(f"deleted without a newer one: {sorted(old.keys() - new.keys())}")
     best = [min((c["metrics"]["error"] for c in side.values() if c["metrics"]), default=None) for side in (old, new)]  # fmt: skip
@@ -142,21 +146,28 @@ def _directory(path):
     """What a work directory holds, but for what differs between runs of the same bits."""
     found = {"lines": [], "rows": [], "csv": [], "events": {}, "results": None, "best": None}
     if (path / "metrics.jsonl").exists():
-        found["lines"] = (path / "metrics.jsonl").read_text().splitlines()
-        found["rows"] = rows.same_bits(path)
+        found["lines"] = (path / "metrics.jsonl").read_text(errors="replace").splitlines()
+        found["rows"] = [row for row in map(_row, found["lines"]) if row]
     if (path / "metrics.csv").exists():
         found["csv"] = _table(path / "metrics.csv")
     if (path / "tensorboard").exists():
         found["events"] = _events(path / "tensorboard")
     for name in ("results", "best"):
         if (path / f"{name}.json").exists():
-            found[name] = json.loads((path / f"{name}.json").read_text())
+            found[name] = (path / f"{name}.json").read_text(errors="replace")
     return found
+
+
+def _row(line):
+    """A row as text, but for what differs between runs of the same bits; None of half a row."""
+    with contextlib.suppress(ValueError):
+        row = json.loads(line)
+        return json.dumps({k: v for k, v in row.items() if not k.startswith("perf/")})
 
 
 def _table(path):
     """The rows of a table, whatever the order of its columns."""
-    with path.open(newline="") as file:
+    with path.open(newline="", errors="replace") as file:
         return [
             sorted(
                 [name, cell] for name, cell in row.items() if cell and not name.startswith("perf/")

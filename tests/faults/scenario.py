@@ -92,16 +92,17 @@ class Ended:
 class Place:
     """Where the parts are tried: a folder on a disk, and checkpoints in it or in an object store."""
 
-    def __init__(self, scratch, directory=""):
-        """Makes what the parts find.
+    def __init__(self, scratch, directory="", disk=None):
+        """Makes an empty one.
 
         Args:
-          scratch: a folder on a disk.
+          scratch: a folder for what is kept.
           directory: where checkpoints are, if not in the work directory.
+          disk: the folder that work directories are in, which is not there yet; by default one in `scratch`.
         """
         for name in _IMPORTED:
             importlib.import_module(name)
-        self.disk = pathlib.Path(scratch) / "disk"
+        self.disk = disk or pathlib.Path(scratch) / "disk"
         self.run = self.disk / "run"
         self.directory = directory
         self.checkpoints = directory or str(self.run / "checkpoints")
@@ -178,6 +179,8 @@ def _run(program, output):
         stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(stream, 1)
         os.dup2(stream, 2)
+        # What has been said has been said, also by a process that is killed.
+        sys.stdout.reconfigure(line_buffering=True)
         code = program() or 0
     except SystemExit as e:
         code = int(e.code or 0)

@@ -1,5 +1,5 @@
 // Preloaded (LD_PRELOAD): counts a process's calls on files below a folder, and makes the k-th of a kind fail, come
-// back short, or be the one before which the process is killed. What is to be done stands in a page that is shared
+// back short, or be the one before which the process is killed or the power goes. What is to be done stands in a page that is shared
 // with the processes that are forked later; tests/faults/shim.py has its layout, too.
 //
 // What goes through libc is seen. Memory that is mapped, close() and what the kernel copies by itself are not.
@@ -16,6 +16,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -25,7 +26,7 @@ enum kind { OPEN, OPENDIR, READDIR, STAT, READ, WRITE, FSYNC, RENAME, UNLINK, MK
 // In the place of a kind: any call after which the disk may be another one.
 enum { CHANGES = 100 };
 // In the place of an errno.
-enum { SHORT = -1, KILL = -2, TORN = -3 };
+enum { SHORT = -1, KILL = -2, TORN = -3, CUT = -4 };
 enum fate { GO_ON, FAIL, SHORTEN, TEAR };
 
 #define CALLS (1 << 15)
@@ -54,7 +55,16 @@ struct page *faults_page(void) { return page; }
 
 void faults_watch(void) { watched = 1; }
 
+// The file system's way to end as when the power goes: nothing more is written, not even its journal.
+#define SHUT_DOWN _IOR('X', 125, unsigned)
+static const unsigned without_journal = 2;
+
 static void die(void) {
+  if (page->action == CUT) {
+    watched = 0;
+    int fd = open(page->folder, O_RDONLY | O_DIRECTORY);
+    if (fd < 0 || ioctl(fd, SHUT_DOWN, &without_journal)) perror("the power cannot be cut");
+  }
   kill(getpid(), SIGKILL);
   for (;;) pause();
 }

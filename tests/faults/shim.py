@@ -15,9 +15,10 @@ KINDS = (
 # In the place of a kind, any call that changes something.
 CHANGES = "change"
 _CHANGES = 100
-# In the place of an errno: what is read or written comes back in part; SIGKILL before the call, or in its middle.
-SHORT, KILL, TORN = "short", "kill", "torn"
-_ACTIONS = {SHORT: -1, KILL: -2, TORN: -3}
+# In the place of an errno: what is read or written comes back in part; SIGKILL before the call, or in its middle; no
+# power from there on.
+SHORT, KILL, TORN, CUT = "short", "kill", "torn", "cut"
+_ACTIONS = {SHORT: -1, KILL: -2, TORN: -3, CUT: -4}
 _LENGTH = 240
 _CALLS = 1 << 15
 _RANDOM_NAMES = (
