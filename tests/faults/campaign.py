@@ -1,14 +1,17 @@
 """Makes the file operations of a run fail, each once, and judges how it ends.
 
-    python -m tests.faults.campaign --results=FILE [--parts=resume,eval] [--faults=EIO,kill] [--sample=30 --seed=0]
+    python -m tests.faults.campaign --results=FILE [--where=disk] [--parts=resume,eval] [--faults=EIO,kill]
+        [--sample=30 --seed=0]
 
 A point is a part of the run's life (see scenario.py), a kind of call, the number of one of them, and what is done to
-it. What has been tried is in the results, a line each; the same command goes on with what has not. It prints a
+it. `--where=power` cuts a disk's power before a call; with `gcs` and `s3` it is the requests to an object store that
+fail. What has been tried is in the results, a line each; the same command goes on with what has not. It prints a
 table, and ends with 1 if a point is bad.
 """
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import pathlib
@@ -18,17 +21,17 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from tests.faults import power
-from tests.faults import shim as shim_lib
+from tests.checkpoint import harness
+from tests.faults import power, proxy, shim
 
 # What a kernel may answer to a call.
-FAULTS = {
+DISK = {
     "open": ("EIO", "ESTALE", "EACCES", "ENOENT", "ENOSPC", "EINTR"),
     "opendir": ("EIO", "ESTALE", "EACCES", "ENOENT", "EINTR"),
     "readdir": ("EIO", "ESTALE", "EACCES", "ENOENT", "EINTR"),
     "stat": ("EIO", "ESTALE", "EACCES", "ENOENT"),
-    "read": ("EIO", "ESTALE", "EINTR", shim_lib.SHORT),
-    "write": ("EIO", "ESTALE", "ENOSPC", "EINTR", shim_lib.SHORT, shim_lib.TORN),
+    "read": ("EIO", "ESTALE", "EINTR", shim.SHORT),
+    "write": ("EIO", "ESTALE", "ENOSPC", "EINTR", shim.SHORT, shim.TORN),
     "fsync": ("EIO", "ESTALE", "ENOSPC", "EINTR"),
     "rename": ("EIO", "ESTALE", "EACCES", "ENOENT", "ENOSPC"),
     "unlink": ("EIO", "ESTALE", "EACCES", "ENOENT"),
@@ -36,13 +39,19 @@ FAULTS = {
     "link": ("EIO", "ESTALE", "EACCES", "ENOENT", "ENOSPC"),
     "truncate": ("EIO", "ESTALE", "ENOSPC", "EINTR"),
     "lock": ("EIO", "ESTALE", "EINTR"),
-    shim_lib.CHANGES: (shim_lib.KILL, shim_lib.CUT),
+    shim.CHANGES: (shim.KILL,),
 }
-# After which a process has nothing to say.
-ENDS = (shim_lib.KILL, shim_lib.TORN, shim_lib.CUT)
+POWER = {shim.CHANGES: (shim.CUT,)}
+OBJECTS = {kind: ("403", "404", "412", "429", "500", "503") for kind in proxy.KINDS}
+# What the last so many requests have made is not listed yet.
+_LAGS = (1, 3, 10, 30, 100, 1000)
+# After these a process has nothing to say.
+_ENDS = (shim.KILL, shim.TORN, shim.CUT)
 # Of a kind with more calls than that in a part, so many faults are drawn for each of them.
 _MANY, _DRAWN = 40, 2
-# How a point may end; the last one is found bad.
+PARTS = ("new", "resume", "again", "eval", "ls", "verify")
+WHERE = ("disk", "power", "gcs", "s3")
+# How a point may end.
 SAME, THEN_SAME, NOT_MET, BAD = "same", "error, then same", "not met", "BAD"
 
 
@@ -59,106 +68,104 @@ class Point(NamedTuple):
 
 
 class Campaign:
-    """The points, and what they are compared with."""
+    """The points of one place, and what they are compared with."""
 
-    def __init__(self, scratch, disk=None):
+    def __init__(self, scratch, place, seam, faults, judge):
         """Makes an undisturbed run, and counts the calls of its parts.
 
         Args:
-          scratch: a folder for what is kept.
-          disk: one that loses power, to try this on.
+          scratch: a folder for what is found.
+          place: where the parts are tried.
+          seam: what makes calls fail: a `shim.Shim`, or a `proxy.Proxy`.
+          faults: by the kinds of calls, what is tried.
+          judge: the module.
         """
-        # With tensorboard and all that a run imports: once, and not where this process only starts another.
-        from tests.faults import judge, scenario
-
-        self._judge, self._scenario = judge, scenario
-        self._scratch, self._disk = pathlib.Path(scratch), disk
-        self._place = scenario.Place(scratch, disk=disk and disk.folder)
-        self._shim = shim_lib.Shim(self._place.disk)
-        self.calls, self._wanted, self._said = {}, {}, {}
-        for name in ("new", "resume", "again", "eval", "ls", "verify"):
-            self._record(name)
+        self._found = scratch / "found.json"
+        self._place, self._seam, self._faults, self._judge = place, seam, faults, judge
+        self._calls, self._wanted, self._said = {}, {}, {}
+        for part in PARTS:
+            self._record(part)
 
     def points(self, parts, faults, seed):
-        """All points of some parts and faults, in an order."""
+        """All points of some parts and faults, in an order; all faults if none are named."""
         found = []
         for part in parts:
-            calls = self.calls[part]
-            counts = collections.Counter(kind for kind, _, _ in calls)
-            counts[shim_lib.CHANGES] = sum(changes for _, changes, _ in calls)
-            for kind, possible in FAULTS.items():
-                possible = [fault for fault in possible if fault in faults]
+            counts = collections.Counter(kind for kind, _, _ in self._calls[part])
+            counts[shim.CHANGES] = sum(changes for _, changes, _ in self._calls[part])
+            for kind, possible in self._faults.items():
+                wanted = [fault for fault in possible if not faults or fault in faults]
                 for at in range(1, counts[kind] + 1):
-                    found += [Point(part, kind, at, fault) for fault in self._drawn(part, kind, at, possible, seed)]  # fmt: skip
+                    drawn = wanted
+                    if counts[kind] > _MANY and len(wanted) > _DRAWN:
+                        drawn = random.Random(f"{seed}/{part}/{kind}/{at}").sample(wanted, _DRAWN)
+                    found += [Point(part, kind, at, fault) for fault in drawn]
+            if "list" in self._faults and (not faults or proxy.LAG in faults):
+                found += [Point(part, "list", lag, proxy.LAG) for lag in _LAGS]
         return found
 
     def try_point(self, point):
         """Tries one; what came of it."""
-        part = self._scenario.PARTS[point.part]
-        self._begin(part.start)
-        self._shim.plan(point.kind, point.at, point.fault)
-        ended = self._place.start(point.part, self._shim.watch)
-        hit = self._shim.hit()
-        if point.fault == shim_lib.CUT:
-            self._disk.power_up()
-        if hit is None:
-            return {**point._asdict(), "outcome": NOT_MET, "path": "", "why": []}
-        judged = self._judge_reading if part.only_reads else self._judge_run
-        outcome, why = judged(point, ended, hit[1])
-        found = {"outcome": BAD if why else outcome, "why": why, "code": ended.code}
-        if why:
-            found["said"] = ended.output[-1500:]
-        where = shim_lib.anyone(hit[1]).removeprefix(str(self._place.disk))
-        return {**point._asdict(), "path": f"{hit[0]} {where}", **found}
-
-    def _drawn(self, part, kind, at, faults, seed):
-        calls = sum(one == kind for one, _, _ in self.calls[part])
-        if calls <= _MANY or len(faults) <= _DRAWN or kind == shim_lib.CHANGES:
-            return faults
-        return random.Random(f"{seed}/{part}/{kind}/{at}").sample(faults, _DRAWN)
-
-    def _begin(self, start):
+        begin = time.monotonic()
+        start, only_reads = self._place.describe(point.part)
         self._place.begin(start)
-        if self._disk is not None:
-            self._disk.settle()
+        self._seam.plan(point.kind, point.at, point.fault)
+        ended = self._place.start(point.part, self._seam.watch)
+        hit = self._seam.hit()
+        self._seam.plan()
+        if point.fault == shim.CUT:
+            self._place.power_up()
+        found = {**point._asdict(), "outcome": NOT_MET, "path": "", "why": [], "code": ended.code}
+        if hit is not None:
+            judged = self._judge_reading if only_reads else self._judge_run
+            outcome, why = judged(point, ended, hit[1])
+            where = shim.anyone(hit[1]).removeprefix(str(self._place.disk))
+            found |= {"outcome": BAD if why else outcome, "path": f"{hit[0]} {where}", "why": why}
+        if found["why"]:
+            found["said"] = ended.output[-1500:]
+        return {**found, "seconds": round(time.monotonic() - begin, 1)}
 
-    def _record(self, name):
-        start = self._scenario.PARTS[name].start
-        if start == self._scenario.STOPPED:
-            self._place.begin(self._scenario.NEW)
+    def _record(self, part):
+        start, _ = self._place.describe(part)
+        if part == "resume":
+            self._place.begin("new")
             self._place.stop_half_way()
             self._place.keep(start)
-        self._begin(start)
+        self._place.begin(start)
         before = self._look()
-        self._shim.plan()
-        ended = self._place.start(name, self._shim.watch)
+        self._seam.plan()
+        ended = self._place.start(part, self._seam.watch)
         assert ended.code == 0, ended.output
-        self.calls[name] = self._shim.calls()
-        self._wanted[name] = before, self._look()
-        self._said[name] = _words(ended.output)
-        if name == "new":
-            self._place.keep(self._scenario.FINISHED)
+        self._calls[part] = self._seam.calls()
+        self._wanted[part] = before, self._look()
+        self._said[part] = _words(ended.output)
+        if part == "new":
+            self._place.keep("finished")
 
     def _look(self):
-        """What is there."""
-        found = self._scratch / "found.json"
-        look = lambda: found.write_text(
-            json.dumps(self._judge.look(self._place.run, self._place.checkpoints))
-        )
-        ended = self._place.fork(lambda: look() and 0)
-        return json.loads(found.read_text()) if ended.code == 0 else ended.output[-400:]
+        """What is there; a text if it cannot be read."""
 
-    def _judge_reading(self, point, ended, path):
+        def look():
+            found = self._judge.look(self._place.run, self._place.checkpoints)
+            self._found.write_text(json.dumps(found))
+
+        ended = self._place.fork(look)
+        return json.loads(self._found.read_text()) if ended.code == 0 else ended.output[-400:]
+
+    def _unclear(self, point, ended, name):
+        on_disk = name.startswith("/")
+        names = (self._judge.names_of_file if on_disk else self._judge.names_of_object)(name)
+        return self._judge.unclear(ended, names, self._judge.reason(point.fault))
+
+    def _judge_reading(self, point, ended, name):
         if ended.code == 0 and _words(ended.output) == self._said[point.part]:
             return SAME, []
-        why = self._judge.unclear(ended, path, point.fault)
+        why = self._unclear(point, ended, name)
         if "damaged" in ended.output.lower() or "is not what was written" in ended.output:
             why.append("says that a checkpoint is damaged")
         return THEN_SAME, why
 
-    def _judge_run(self, point, ended, path):
+    def _judge_run(self, point, ended, name):
         before, wanted = self._wanted[point.part]
-        killed = point.fault in ENDS
         after = self._look()
         if isinstance(after, str):
             return BAD, [f"cannot be read: {after}"]
@@ -169,13 +176,12 @@ class Campaign:
             why += self._judge.differences(after, wanted, clean=False)
             if not self._judge.differences(after, wanted):
                 return SAME, why
-        elif not killed:
-            why += self._judge.unclear(ended, path, point.fault)
+        elif point.fault not in _ENDS:
+            why += self._unclear(point, ended, name)
         return THEN_SAME, why + self._again(point, wanted)
 
     def _again(self, point, wanted):
         """What is wrong when the same command is given again, without a fault."""
-        self._shim.plan()
         ended = self._place.start(point.part)
         if ended.code != 0:
             return [f"again: exit code {ended.code}: {ended.output[-300:]}"]
@@ -185,17 +191,40 @@ class Campaign:
         return [f"again: {text}" for text in self._judge.differences(after, wanted)]
 
 
+@contextlib.contextmanager
+def campaign(where, scratch):
+    """A campaign at one of WHERE."""
+    # With all that a run imports: once, and not in the process that only starts the one with the shim.
+    from tests.faults import judge, scenario
+
+    with contextlib.ExitStack() as stack:
+        if where == "disk":
+            place, faults = scenario.Place(scratch), DISK
+            seam = shim.Shim(place.disk)
+        elif where == "power":
+            place, faults = (
+                scenario.Place(scratch, disk=stack.enter_context(power.Disk(scratch))),
+                POWER,
+            )
+            seam = shim.Shim(place.disk)
+        else:
+            store = stack.enter_context(harness.gcs() if where == "gcs" else harness.s3())
+            seam, faults = stack.enter_context(proxy.Proxy(store)), OBJECTS
+            place = scenario.Place(scratch, directory=seam.directory(where), objects=seam)
+        yield Campaign(scratch, place, seam, faults, judge)
+
+
 def table(found):
     """Kinds of calls against faults, with how many points of each there were and how they ended."""
     cells = collections.defaultdict(collections.Counter)
     for one in found:
         cells[one["kind"], one["fault"]][one["outcome"]] += 1
     lines = [
-        f"{'call':10} {'fault':8} {'points':>7} {SAME:>7} {THEN_SAME:>17} {NOT_MET:>8} {BAD:>5}"
+        f"{'call':8} {'fault':7} {'points':>7} {SAME:>6} {THEN_SAME:>17} {NOT_MET:>8} {BAD:>5}"
     ]
-    for (kind, fault), counts in cells.items():
+    for (kind, fault), counts in sorted(cells.items()):
         lines.append(
-            f"{kind:10} {fault:8} {counts.total():7} {counts[SAME]:7} {counts[THEN_SAME]:17} "
+            f"{kind:8} {fault:7} {counts.total():7} {counts[SAME]:6} {counts[THEN_SAME]:17} "
             f"{counts[NOT_MET]:8} {counts[BAD]:5}"
         )
     totals = collections.Counter(one["outcome"] for one in found)
@@ -210,30 +239,27 @@ def _words(output):
 
 def main(argv):
     """Tries what has not been tried."""
-    everything = dict.fromkeys(fault for faults in FAULTS.values() for fault in faults)
-    del everything[shim_lib.CUT]
-    names = ("new", "resume", "again", "eval", "ls", "verify")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=pathlib.Path, required=True)
-    parser.add_argument("--parts", default=",".join(names))
-    parser.add_argument("--faults", default=",".join(everything))
+    parser.add_argument("--where", choices=WHERE, default="disk")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--faults", default="", help="by default all that there are")
     parser.add_argument("--sample", type=int, default=0, help="how many points to draw; 0: all")
     parser.add_argument("--seed", default="0")
-    parser.add_argument("--power", action="store_true", help="instead, the power goes")
     parser.add_argument("--share", default="0/1", help="INDEX/COUNT, of several at once")
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="faults") as scratch:
-        if "LD_PRELOAD" not in os.environ:
-            variables = shim_lib.preloaded(scratch)
+    with tempfile.TemporaryDirectory(prefix="faults") as folder:
+        scratch = pathlib.Path(folder)
+        if options.where in ("disk", "power") and "LD_PRELOAD" not in os.environ:
+            variables = {**os.environ, **shim.preloaded(scratch)}
             command = [sys.executable, "-m", "tests.faults.campaign", *argv]
-            return os.spawnve(os.P_WAIT, sys.executable, command, {**os.environ, **variables})
-        if not options.power:
-            return _try_all(Campaign(scratch), options.faults.split(","), options)
-        with power.Disk(scratch) as disk:
-            return _try_all(Campaign(scratch, disk), [shim_lib.CUT], options)
+            return os.spawnve(os.P_WAIT, sys.executable, command, variables)
+        with campaign(options.where, scratch) as opened:
+            return _try_all(opened, options)
 
 
-def _try_all(campaign, faults, options):
+def _try_all(campaign, options):
+    faults = options.faults.split(",") if options.faults else []
     points = campaign.points(options.parts.split(","), faults, options.seed)
     if options.sample:
         points = random.Random(options.seed).sample(points, min(options.sample, len(points)))
@@ -244,19 +270,13 @@ def _try_all(campaign, faults, options):
     tried = {Point(one["part"], one["kind"], one["at"], one["fault"]) for one in found}
     todo = [point for point in points if point not in tried]
     print(f"{len(points)} points, of which {len(points) - len(todo)} have been tried", flush=True)
-    begin = time.monotonic()
     with results.open("a") as file:
-        for number, point in enumerate(todo, 1):
+        for point in todo:
             one = campaign.try_point(point)
             found.append(one)
             print(json.dumps(one), file=file, flush=True)
             if one["outcome"] == BAD:
                 print(f"BAD {point}, {one['path']}: {'; '.join(one['why'])}", flush=True)
-            if number % 100 == 0:
-                print(
-                    f"{number} of {len(todo)}, {(time.monotonic() - begin) / number:.2f} s each",
-                    flush=True,
-                )
     print(table(found))
     return int(any(one["outcome"] == BAD for one in found))
 

@@ -105,32 +105,43 @@ def left_behind(after):
     return after["uncommitted"] + after["unfinished"]
 
 
-def unclear(ended, hit, fault):
+def unclear(ended, names, reason):
     """What is wrong with the end of a part that has failed, one text each.
 
     Args:
       ended: how it has ended.
-      hit: the path of what failed.
-      fault: the errno's name, or what else was done.
+      names: one of these it must name.
+      reason: what it must say of why, in whatever case.
     """
     said = ended.output
+    if ended.code == 0:
+        return ["another outcome, without an error"]
     texts = [] if ended.code == 1 else [f"exit code {ended.code}"]
     texts += ["a traceback"] if "Traceback (most recent call last)" in said else []
-    texts += [] if said.count("error: ") else ["no message"]
-    names = _names(hit)
+    texts += [] if "error: " in said else ["no message"]
     texts += [] if any(name in said for name in names) else [f"does not name {names[0]}"]
-    # What is not there need not be said in the C library's words.
-    reason = os.strerror(getattr(errno, fault, 0)).lower()
-    if hasattr(errno, fault) and fault != "ENOENT" and reason not in said.lower():
-        texts.append(f"does not say '{os.strerror(getattr(errno, fault))}'")
+    texts += [] if reason.lower() in said.lower() else [f"does not say '{reason}'"]
     return texts
 
 
-def _names(hit):
-    """The path of what failed, and folders that may stand for it."""
-    path = pathlib.Path(re.sub(r"/\.([^/]+)\.new$", r"/\1", hit))
-    folders = [folder for folder in path.parents if folder.name.startswith(("step_", "checkpoints", "tensorboard", "eval"))]  # fmt: skip
-    return [str(path), *map(str, folders)]
+def names_of_file(path):
+    """What a message may name when a call on a path has failed: the file, or the folder of what it is part of."""
+    path = pathlib.Path(re.sub(r"/\.([^/]+)\.new$", r"/\1", path))
+    whole = ("step_", "checkpoints", "tensorboard", "eval")
+    return [str(path), *(str(one) for one in path.parents if one.name.startswith(whole))]
+
+
+def names_of_object(name):
+    """The same for a request for an object of the stand-ins' bucket."""
+    return [f"bucket/{one}" for one in (name, *map(str, pathlib.Path(name).parents[:-1]))]
+
+
+def reason(fault):
+    """What a message must say of a fault."""
+    # What is not there, or is otherwise, need not be said in the words of the C library or of HTTP.
+    if fault in ("ENOENT", "404", "412") or not (hasattr(errno, fault) or fault.isdigit()):
+        return ""
+    return fault if fault.isdigit() else os.strerror(getattr(errno, fault))
 
 
 def _checkpoint(attempt):

@@ -7,7 +7,6 @@ program nevertheless, with its flags, its exit code and what it prints.
 import dataclasses
 import importlib
 import os
-import pathlib
 import runpy
 import select
 import shutil
@@ -59,10 +58,6 @@ class Part:
     start: str
     arguments: tuple[str, ...]
 
-    @property
-    def only_reads(self):
-        return self.module == "xshard.checkpoint"
-
 
 _TRAIN = ("--config=tests/toy.py", "--workdir={run}", "--config.checkpoint.directory={directory}")
 _TRAIN += tuple(f"--config.{name}={value}" for name, value in _OPTIONS.items())
@@ -92,27 +87,31 @@ class Ended:
 class Place:
     """Where the parts are tried: a folder on a disk, and checkpoints in it or in an object store."""
 
-    def __init__(self, scratch, directory="", disk=None):
+    def __init__(self, scratch, disk=None, directory="", objects=None):
         """Makes an empty one.
 
         Args:
           scratch: a folder for what is kept.
+          disk: what work directories are on, if not on that of `scratch`: a `power.Disk`.
           directory: where checkpoints are, if not in the work directory.
-          disk: the folder that work directories are in, which is not there yet; by default one in `scratch`.
+          objects: what keeps them there and brings them back: a `proxy.Proxy`.
         """
         for name in _IMPORTED:
             importlib.import_module(name)
-        self.disk = disk or pathlib.Path(scratch) / "disk"
+        self.disk = disk.folder if disk else scratch / "disk"
         self.run = self.disk / "run"
         self.directory = directory
         self.checkpoints = directory or str(self.run / "checkpoints")
-        self._starts = pathlib.Path(scratch) / "starts"
-        self._output = pathlib.Path(scratch) / "output"
+        self._power, self._objects = disk, objects
+        self._starts = scratch / "starts"
+        self._output = scratch / "output"
         self.disk.mkdir()
 
     def keep(self, start):
         """Keeps what is there as what parts find."""
         shutil.copytree(self.disk, self._starts / start, symlinks=True)
+        if self._objects:
+            self._objects.keep(start)
 
     def begin(self, start):
         """Puts there what a part finds."""
@@ -121,6 +120,18 @@ class Place:
             self.disk.mkdir()
         else:
             shutil.copytree(self._starts / start, self.disk, symlinks=True)
+        if self._objects:
+            self._objects.begin(start)
+        if self._power:
+            self._power.settle()
+
+    def describe(self, part):
+        """What a part finds, and whether it only reads."""
+        return PARTS[part].start, PARTS[part].module == "xshard.checkpoint"
+
+    def power_up(self):
+        """Brings the disk back after a loss of power."""
+        self._power.power_up()
 
     def stop_half_way(self):
         """Makes a run that was stopped in the middle of an evaluation."""
