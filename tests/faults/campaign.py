@@ -5,8 +5,8 @@
 
 A point is a part of the run's life (see scenario.py), a kind of call, the number of one of them, and what is done to
 it. `--where=power` cuts a disk's power before a call; with `gcs` and `s3` it is the requests to an object store that
-fail. What has been tried is in the results, a line each; the same command goes on with what has not. It prints a
-table, and ends with 1 if a point is bad.
+fail. What has been tried is in the results, a line each; the same command goes on with what has not. It ends with 1
+if a point is bad, and with 2 if it is itself what is.
 """
 
 import argparse
@@ -16,9 +16,12 @@ import json
 import os
 import pathlib
 import random
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from typing import NamedTuple
 
 from tests.checkpoint import harness
@@ -70,12 +73,13 @@ class Point(NamedTuple):
 class Campaign:
     """The points of one place, and what they are compared with."""
 
-    def __init__(self, scratch, place, seam, faults, judge):
+    def __init__(self, scratch, parts, place, seam, faults, judge):
         """Makes an undisturbed run, and counts the calls of its parts.
 
         Args:
           scratch: a folder for what is found.
-          place: where the parts are tried.
+          parts: of PARTS those that are tried.
+          place: where.
           seam: what makes calls fail: a `shim.Shim`, or a `proxy.Proxy`.
           faults: by the kinds of calls, what is tried.
           judge: the module.
@@ -83,13 +87,14 @@ class Campaign:
         self._found = scratch / "found.json"
         self._place, self._seam, self._faults, self._judge = place, seam, faults, judge
         self._calls, self._wanted, self._said = {}, {}, {}
-        for part in PARTS:
+        for part in dict.fromkeys(("new", *parts)):
             self._record(part)
+        self._parts = parts
 
-    def points(self, parts, faults, seed):
-        """All points of some parts and faults, in an order; all faults if none are named."""
+    def points(self, faults, seed):
+        """All points of some faults, in an order; of all faults if none are named."""
         found = []
-        for part in parts:
+        for part in self._parts:
             counts = collections.Counter(kind for kind, _, _ in self._calls[part])
             counts[shim.CHANGES] = sum(changes for _, changes, _ in self._calls[part])
             for kind, possible in self._faults.items():
@@ -192,8 +197,8 @@ class Campaign:
 
 
 @contextlib.contextmanager
-def campaign(where, scratch):
-    """A campaign at one of WHERE."""
+def campaign(where, parts, scratch):
+    """A campaign of some parts at one of WHERE."""
     # With all that a run imports: once, and not in the process that only starts the one with the shim.
     from tests.faults import judge, scenario
 
@@ -211,7 +216,30 @@ def campaign(where, scratch):
             store = stack.enter_context(harness.gcs() if where == "gcs" else harness.s3())
             seam, faults = stack.enter_context(proxy.Proxy(store)), OBJECTS
             place = scenario.Place(scratch, directory=seam.directory(where), objects=seam)
-        yield Campaign(scratch, place, seam, faults, judge)
+        yield Campaign(scratch, parts, place, seam, faults, judge)
+
+
+def tried(where, folder, jobs, options=()):
+    """What came of the points at one of WHERE, tried by several processes at once.
+
+    Args:
+      where: what fails.
+      folder: for their results: what is there has been tried.
+      jobs: the number of processes.
+      options: more of theirs.
+    """
+    files = [folder / f"{where}.{index}of{jobs}.jsonl" for index in range(jobs)]
+    command = [sys.executable, "-m", "tests.faults.campaign", f"--where={where}", *options]
+    shares = [[f"--results={file}", f"--share={i}/{jobs}"] for i, file in enumerate(files)]
+    # The same few programs are compiled over and over.
+    caching = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+    caching |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    caching |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    environment = harness.environment(**caching)
+    processes = [subprocess.Popen([*command, *share], env=environment) for share in shares]
+    codes = [process.wait() for process in processes]
+    assert set(codes) <= {0, 1}, f"a process has failed: {codes}"
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def table(found):
@@ -248,19 +276,21 @@ def main(argv):
     parser.add_argument("--seed", default="0")
     parser.add_argument("--share", default="0/1", help="INDEX/COUNT, of several at once")
     options = parser.parse_args(argv)
+    # As Ctrl-C: what is mounted is unmounted, what was started is ended.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
         scratch = pathlib.Path(folder)
         if options.where in ("disk", "power") and "LD_PRELOAD" not in os.environ:
             variables = {**os.environ, **shim.preloaded(scratch)}
             command = [sys.executable, "-m", "tests.faults.campaign", *argv]
             return os.spawnve(os.P_WAIT, sys.executable, command, variables)
-        with campaign(options.where, scratch) as opened:
+        with campaign(options.where, options.parts.split(","), scratch) as opened:
             return _try_all(opened, options)
 
 
 def _try_all(campaign, options):
     faults = options.faults.split(",") if options.faults else []
-    points = campaign.points(options.parts.split(","), faults, options.seed)
+    points = campaign.points(faults, options.seed)
     if options.sample:
         points = random.Random(options.seed).sample(points, min(options.sample, len(points)))
     index, count = map(int, options.share.split("/"))
@@ -277,9 +307,12 @@ def _try_all(campaign, options):
             print(json.dumps(one), file=file, flush=True)
             if one["outcome"] == BAD:
                 print(f"BAD {point}, {one['path']}: {'; '.join(one['why'])}", flush=True)
-    print(table(found))
     return int(any(one["outcome"] == BAD for one in found))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Exception:
+        traceback.print_exc()
+        sys.exit(2)

@@ -4,6 +4,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import tempfile
 
 _BYTES = 64 << 20
 
@@ -12,9 +13,12 @@ def missing():
     """What there would have to be for it, in words; empty if it is there."""
     if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
         return "needs root and mkfs.ext4 (Debian: e2fsprogs)"
-    if subprocess.run(["losetup", "--find"], capture_output=True).returncode:
-        return "needs a free loop device"
-    return ""
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            with Disk(pathlib.Path(scratch)):
+                return ""
+        except subprocess.CalledProcessError as e:
+            return f"needs to mount a loop device: {e.stderr.decode().strip()}"
 
 
 class Disk:
@@ -22,8 +26,8 @@ class Disk:
 
     def __init__(self, scratch):
         """Makes it; `folder` in it is not there yet."""
-        self._image = pathlib.Path(scratch) / "image"
-        self._mounted = pathlib.Path(scratch) / "mounted"
+        self._image = scratch / "image"
+        self._mounted = scratch / "mounted"
         self.folder = self._mounted / "disk"
         self._mounted.mkdir()
         with self._image.open("wb") as file:

@@ -5,6 +5,7 @@ program nevertheless, with its flags, its exit code and what it prints.
 """
 
 import dataclasses
+import faulthandler
 import importlib
 import os
 import runpy
@@ -192,6 +193,8 @@ def _run(program, output):
         os.dup2(stream, 2)
         # What has been said has been said, also by a process that is killed.
         sys.stdout.reconfigure(line_buffering=True)
+        faulthandler.enable()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code = program() or 0
     except SystemExit as e:
         code = int(e.code or 0)
