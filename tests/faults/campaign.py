@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -45,7 +46,8 @@ DISK = {
     shim.CHANGES: (shim.KILL,),
 }
 POWER = {shim.CHANGES: (shim.CUT,)}
-OBJECTS = {kind: ("403", "404", "412", "429", "500", "503") for kind in proxy.KINDS}
+OBJECTS = {kind: ("403", "404", "429", "500", "503") for kind in proxy.KINDS}
+OBJECTS["write"] += (proxy.DONE_ALREADY,)
 # What the last so many requests have made is not listed yet.
 _LAGS = (1, 3, 10, 30, 100, 1000)
 # After these a process has nothing to say.
@@ -54,8 +56,12 @@ _ENDS = (shim.KILL, shim.TORN, shim.CUT)
 _MANY, _DRAWN = 40, 2
 PARTS = ("new", "resume", "again", "eval", "ls", "verify")
 WHERE = ("disk", "power", "gcs", "s3")
-# How a point may end.
-SAME, THEN_SAME, NOT_MET, BAD = "same", "error, then same", "not met", "BAD"
+# How a point may end: as undisturbed; so when the command is given again; so, and with a checkpoint that the rules
+# would not have kept; without having met its call; badly.
+SAME, THEN_SAME, MORE, NOT_MET, BAD = "same", "then same", "keeps more", "not met", "BAD"
+_OUTCOMES = (SAME, THEN_SAME, MORE, NOT_MET, BAD)
+# What libraries log, such as how they look for credentials.
+_LOGGED = re.compile(r"[EWI]\d{4} ")
 
 
 class Point(NamedTuple):
@@ -120,6 +126,8 @@ class Campaign:
         if point.fault == shim.CUT:
             self._place.power_up()
         found = {**point._asdict(), "outcome": NOT_MET, "path": "", "why": [], "code": ended.code}
+        if hit is None and ended.code != 0:
+            found |= {"outcome": BAD, "why": ["failed without a fault"]}
         if hit is not None:
             judged = self._judge_reading if only_reads else self._judge_run
             outcome, why = judged(point, ended, hit[1])
@@ -178,22 +186,27 @@ class Campaign:
         if ended.code is None:
             return BAD, [*why, "hangs"]
         if ended.code == 0:
-            why += self._judge.differences(after, wanted, clean=False)
-            if not self._judge.differences(after, wanted):
+            why += self._judge.differences(after, wanted)
+            if not why and not self._leftovers(after, wanted):
                 return SAME, why
         elif point.fault not in _ENDS:
             why += self._unclear(point, ended, name)
-        return THEN_SAME, why + self._again(point, wanted)
+        outcome, again = self._again(point, wanted)
+        return outcome, why + [f"again: {text}" for text in again]
+
+    def _leftovers(self, after, wanted):
+        return self._judge.left_behind(after) or self._judge.more_checkpoints(after, wanted)
 
     def _again(self, point, wanted):
-        """What is wrong when the same command is given again, without a fault."""
+        """How it ends when the same command is given again, without a fault; and what is wrong with that."""
         ended = self._place.start(point.part)
         if ended.code != 0:
-            return [f"again: exit code {ended.code}: {ended.output[-300:]}"]
+            return BAD, [f"exit code {ended.code}: {ended.output[-300:]}"]
         after = self._look()
         if isinstance(after, str):
-            return [f"again: cannot be read: {after}"]
-        return [f"again: {text}" for text in self._judge.differences(after, wanted)]
+            return BAD, [f"cannot be read: {after}"]
+        why = self._judge.differences(after, wanted) + self._judge.left_behind(after)
+        return MORE if self._judge.more_checkpoints(after, wanted) else THEN_SAME, why
 
 
 @contextlib.contextmanager
@@ -232,9 +245,12 @@ def tried(where, folder, jobs, options=()):
     command = [sys.executable, "-m", "tests.faults.campaign", f"--where={where}", *options]
     shares = [[f"--results={file}", f"--share={i}/{jobs}"] for i, file in enumerate(files)]
     # The same few programs are compiled over and over.
-    caching = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
-    caching |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    caching |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    caching = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    caching = {name: os.environ.get(name, value) for name, value in caching.items()}
     environment = harness.environment(**caching)
     processes = [subprocess.Popen([*command, *share], env=environment) for share in shares]
     codes = [process.wait() for process in processes]
@@ -247,14 +263,10 @@ def table(found):
     cells = collections.defaultdict(collections.Counter)
     for one in found:
         cells[one["kind"], one["fault"]][one["outcome"]] += 1
-    lines = [
-        f"{'call':8} {'fault':7} {'points':>7} {SAME:>6} {THEN_SAME:>17} {NOT_MET:>8} {BAD:>5}"
-    ]
+    lines = [f"{'call':8} {'fault':7} {'points':>7}" + "".join(f"{o:>11}" for o in _OUTCOMES)]
     for (kind, fault), counts in sorted(cells.items()):
-        lines.append(
-            f"{kind:8} {fault:7} {counts.total():7} {counts[SAME]:6} {counts[THEN_SAME]:17} "
-            f"{counts[NOT_MET]:8} {counts[BAD]:5}"
-        )
+        numbers = "".join(f"{counts[outcome]:11}" for outcome in _OUTCOMES)
+        lines.append(f"{kind:8} {fault:7} {counts.total():7}{numbers}")
     totals = collections.Counter(one["outcome"] for one in found)
     said = ", ".join(f"{count} {outcome}" for outcome, count in totals.items())
     return "\n".join([*lines, f"{len(found)} points: {said}"])
@@ -262,7 +274,8 @@ def table(found):
 
 def _words(output):
     """What a tool prints, without how long ago something was."""
-    return [line for line in output.splitlines() if '"age"' not in line]
+    lines = output.splitlines()
+    return [line for line in lines if '"age"' not in line and not _LOGGED.match(line)]
 
 
 def main(argv):

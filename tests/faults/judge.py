@@ -20,6 +20,11 @@ from xshard.checkpoint import source
 from xshard.checkpoint import store as store_lib
 
 _BUDGET_BYTES = 1 << 30
+# Of files of JSON what is the same in runs of the same bits.
+_KEYS = {
+    "results": ("step", "global_step", "eval", "samples", "finite", "why"),
+    "best": ("metric", "mode", "best", "pinned"),
+}
 
 
 def look(run, checkpoints):
@@ -52,57 +57,59 @@ def broken(before, after, wanted, output):
     """
     texts = [f"marked as damaged: {name}" for name in after["damaged"]]
     old, new = before["checkpoints"], after["checkpoints"]
-    newest = max(map(_step, new), default=0)
-    if newest < max(map(_step, old), default=0):
+    newest, had = _newest(new), _newest(old)
+    if newest < had:
         texts.append(f"checkpoints {sorted(old)} counted, now {sorted(new)}")
+    if newest == had and old.keys() - new.keys():
+        texts.append(f"deleted without a newer one: {sorted(old.keys() - new.keys())}")
     said = max(map(int, re.findall(r"step (\d+): saved", output)), default=0)
     if newest < said:
         texts.append(f"step {said} was said to be saved, and the newest that counts is {newest}")
-    if newest == max(map(_step, old), default=0) and old.keys() - new.keys():
-        texts.append(f"deleted without a newer one: {sorted(old.keys() - new.keys())}")
-    best = [min((c["metrics"]["error"] for c in side.values() if c["metrics"]), default=None) for side in (old, new)]  # fmt: skip
-    if best[0] is not None and (best[1] is None or best[1] > best[0]):
+    if _best(old) is not None and (_best(new) is None or _best(new) > _best(old)):
         texts.append("the best checkpoint was deleted")
-    texts += [f"{name} holds other bits" for name in old.keys() & new.keys() if old[name]["state"] != new[name]["state"]]  # fmt: skip
+    for name in old.keys() & new.keys():
+        if old[name]["state"] != new[name]["state"]:
+            texts.append(f"{name} holds other bits")
     for place in ("run", "eval"):
-        texts += _lost_lines(place, before, after, newest)
+        there = set(after[place]["lines"])
+        for line in before[place]["lines"]:
+            # Byte by byte: of a run that began again only the times would differ.
+            if line not in there and _row_step(line) <= newest:
+                texts.append(f"{place}: a row of step {_row_step(line)} was replaced")
     # Training's rows are there when their checkpoint counts; an evaluation may still be to come.
-    due = [row for row in wanted["run"]["rows"] if '"loss"' in row and _row_step(row) <= newest]
-    missing = [row for row in due if row not in after["run"]["rows"]]
-    if missing:
-        texts.append(
-            f"a checkpoint of step {newest} counts; {len(missing)} rows before it are not there"
-        )
+    for row in wanted["run"]["rows"]:
+        if '"loss"' in row and _row_step(row) <= newest and row not in after["run"]["rows"]:
+            texts.append(f"step {newest} counts, and the row of step {_row_step(row)} is lost")
     return texts
 
 
-def differences(after, wanted, *, clean=True):
-    """What differs from the end of an undisturbed run, one text each.
+def differences(after, wanted):
+    """What differs from the end of an undisturbed run, one text each; more checkpoints are no difference.
 
     Args:
       after: what is there now.
       wanted: what is there at the end of an undisturbed run.
-      clean: whether there may be nothing beside it.
     """
-    got, want = (
-        {_step(name): content for name, content in side["checkpoints"].items()}
-        for side in (after, wanted)
-    )
+    got, want = _by_step(after), _by_step(wanted)
     texts = [f"no checkpoint of step {step}" for step in sorted(want.keys() - got.keys())]
-    texts += [f"step {step} differs" for step in sorted(want) if step in got and got[step] != want[step]]  # fmt: skip
+    for step in sorted(want.keys() & got.keys()):
+        if got[step] != want[step]:
+            texts.append(f"step {step}: {got[step]} for {want[step]}")
     for place in ("run", "eval"):
         for what, content in wanted[place].items():
             if what != "lines" and after[place][what] != content:
                 texts.append(f"{place}: {what} differs: {_first(content, after[place][what])}")
-    if clean:
-        texts += [f"too many: step {step}" for step in sorted(got.keys() - want.keys())]
-        texts += [f"left behind: {name}" for name in left_behind(after)]
     return texts
 
 
 def left_behind(after):
-    """What is neither a checkpoint nor a file of the run."""
-    return after["uncommitted"] + after["unfinished"]
+    """What is neither a checkpoint nor a file of the run, one text each."""
+    return [f"left behind: {name}" for name in after["uncommitted"] + after["unfinished"]]
+
+
+def more_checkpoints(after, wanted):
+    """The steps whose checkpoints count, and that the rules would not have kept."""
+    return sorted(_by_step(after).keys() - _by_step(wanted).keys())
 
 
 def unclear(ended, names, reason):
@@ -133,7 +140,8 @@ def names_of_file(path):
 
 def names_of_object(name):
     """The same for a request for an object of the stand-ins' bucket."""
-    return [f"bucket/{one}" for one in (name, *map(str, pathlib.Path(name).parents[:-1]))]
+    path = pathlib.Path(name or "run")
+    return [f"bucket/{one}" for one in (path, *path.parents[:-1])]
 
 
 def reason(fault):
@@ -145,12 +153,16 @@ def reason(fault):
 
 
 def _checkpoint(attempt):
-    """The bits of a checkpoint, its position in the data, and its metrics."""
+    """The bits of a checkpoint, its position in the data, its metrics, and whether it is pinned."""
     meta = source.read_meta(attempt)
     digest = hashlib.sha256(json.dumps(meta["data"], sort_keys=True).encode())
     for name, value in source.read_arrays(attempt, source.array_metas(meta), _BUDGET_BYTES):
         digest.update(name.encode() + str(value.dtype).encode() + value.tobytes())
-    return {"state": digest.hexdigest(), "metrics": source.read_commit(attempt)["metrics"]}
+    return {
+        "state": digest.hexdigest(),
+        "metrics": source.read_commit(attempt)["metrics"],
+        "pinned": format_lib.PINNED in attempt.marks,
+    }
 
 
 def _directory(path):
@@ -163,9 +175,11 @@ def _directory(path):
         found["csv"] = _table(path / "metrics.csv")
     if (path / "tensorboard").exists():
         found["events"] = _events(path / "tensorboard")
-    for name in ("results", "best"):
+    for name, keys in _KEYS.items():
         if (path / f"{name}.json").exists():
-            found[name] = (path / f"{name}.json").read_text(errors="replace")
+            with contextlib.suppress(ValueError):
+                content = json.loads((path / f"{name}.json").read_bytes())
+                found[name] = {key: content.get(key) for key in keys}
     return found
 
 
@@ -201,17 +215,18 @@ def _unfinished(run):
     return sorted(path for path in run.rglob("*") if path.name.endswith((".new", "__lock")))
 
 
-def _lost_lines(place, before, after, newest):
-    """The lines that were there of steps that a checkpoint covers are there still, byte by byte."""
-    there = set(after[place]["lines"])
-    lost = [
-        line for line in before[place]["lines"] if line not in there and _row_step(line) <= newest
-    ]
-    return (
-        [f"{place}: rows of steps {[_row_step(line) for line in lost]} were replaced"]
-        if lost
-        else []
-    )
+def _by_step(side):
+    return {_step(name): content for name, content in side["checkpoints"].items()}
+
+
+def _newest(checkpoints):
+    return max(map(_step, checkpoints), default=0)
+
+
+def _best(checkpoints):
+    """The best by the metric that the scenario's config names by default; None if none has one."""
+    errors = [one["metrics"]["error"] for one in checkpoints.values() if one["metrics"]]
+    return min(errors, default=None)
 
 
 def _step(name):
@@ -227,6 +242,7 @@ def _row_step(line):
 
 
 def _first(want, got):
+    """Says what differs, of lists the first of each side that the other lacks."""
     if not isinstance(want, list) or not isinstance(got, list):
         return f"{str(got)[:150]} for {str(want)[:150]}"
     lacking = [row for row in want if row not in got]

@@ -22,6 +22,8 @@ from tests.checkpoint import harness
 
 # A listing that does not have what was made by the last so many requests.
 LAG = "lag"
+# What a client hears that was not told of its write, and has tried it again.
+DONE_ALREADY = "412"
 KINDS = ("read", "list", "write", "delete", "head")
 _OF_METHOD = {"POST": "write", "PUT": "write", "DELETE": "delete", "HEAD": "head"}
 _CODES = {"403": "AccessDenied", "404": "NoSuchKey", "412": "PreconditionFailed",
@@ -135,18 +137,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
             result = getattr(self.server, url.path.removeprefix("/faults/"))(**query)
             return self.reply(200, [], json.dumps(result).encode())
         kind, name = _classify(self.command, url.path, query)
-        status = self.server.meet(kind, name)
-        if status:
-            content = f"<Error><Code>{_CODES[status]}</Code><Message>a fault</Message></Error>"
-            return self.reply(int(status), [], b"" if kind == "head" else content.encode())
         headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP}
         request = self.command, self.path, headers, body
+        fault = self.server.meet(kind, name)
+        if fault and fault != DONE_ALREADY:
+            return self.reply_fault(kind, fault)
         status, answered, content = self.server.forward(*request)
         if status < 300:
             self.server.note(kind, name, request)
-        return self.reply(
-            status, answered, self.server.listed(content) if kind == "list" else content
-        )
+        if fault:
+            return self.reply_fault(kind, fault)
+        if kind == "list":
+            content = self.server.listed(content)
+        return self.reply(status, answered, content)
+
+    def reply_fault(self, kind, status):
+        content = f"<Error><Code>{_CODES[status]}</Code><Message>a fault</Message></Error>"
+        self.reply(int(status), [], b"" if kind == "head" else content.encode())
 
     def do_GET(self):
         self.answer()
@@ -236,7 +243,8 @@ def _classify(method, path, query):
     else:
         name = path.lstrip("/").partition("/")[2]
     if method == "GET":
-        return ("read" if name else "list"), name or query.get("prefix", "")
+        listed = query.get("prefix") or query.get("startOffset", "")
+        return ("read", name) if name else ("list", listed)
     return _OF_METHOD[method], name
 
 
