@@ -209,12 +209,13 @@ def _run(program, output):
 
 def _wait(child):
     """The exit code of a process; None if it had to be killed."""
-    handle = os.pidfd_open(child)
+    handle, done = os.pidfd_open(child), []
     try:
         done, _, _ = select.select([handle], [], [], DEADLINE_SECONDS)
+    finally:
+        # Also when who waits is told to end: nobody else would end it.
         if not done:
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    finally:
         os.close(handle)
     return os.waitstatus_to_exitcode(status) if done else None
