@@ -1,0 +1,135 @@
+"""A sample of what `benchmarks.faults` tries: file operations fail, processes are killed, the power is cut."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoint import harness
+from tests.faults import campaign, power, shim
+
+# Another one is as good: this names the one that failed.
+SEED = os.environ.get("XSHARD_FAULTS_SEED", "0")
+
+
+def run(tmp_path, where, sample, *options, jobs=2):
+    """Tries a sample of points, of which none may be bad."""
+    needs_compiler(where)
+    options = [f"--sample={sample}", f"--seed={SEED}", *options]
+    found = campaign.tried(where, tmp_path, jobs, options)
+    bad = [one for one in found if one["outcome"] == campaign.BAD]
+    assert not bad, f"with XSHARD_FAULTS_SEED={SEED}: {json.dumps(bad, indent=1)}"
+    # Calls that are made by a clock need not come again; most do.
+    met = [one for one in found if one["outcome"] != campaign.NOT_MET]
+    assert len(found) == sample and len(met) > 0.8 * sample
+
+
+def needs_compiler(where):
+    """Skips, aloud, where Debian's packages are not installed; .ci/run installs them."""
+    if where in ("disk", "power") and not shim.compiler():
+        pytest.skip("needs a C compiler (Debian: gcc, libc6-dev)")
+
+
+def test_a_file_operation_fails_or_is_not_come_to(tmp_path):
+    run(tmp_path, "disk", 26)
+
+
+def test_the_power_is_cut(tmp_path):
+    if power.missing():
+        pytest.skip(power.missing())
+    run(tmp_path, "power", 20, "--parts=new,resume")
+
+
+@pytest.mark.parametrize("where", ["gcs", "s3"])
+def test_a_request_to_an_object_store_fails(tmp_path, where):
+    run(tmp_path, where, 6, "--parts=resume", jobs=1)
+
+
+WRITES = """
+import os, pathlib, sys
+from tests.faults import power, shim
+with power.Disk(pathlib.Path(sys.argv[1])) as disk:
+    disk.folder.mkdir()
+    disk.settle()
+    seam = shim.Shim(disk.folder)
+    seam.plan(shim.CHANGES, 6, shim.CUT)
+    if os.fork() == 0:
+        seam.watch()
+        (disk.folder / "open").write_text("never there")
+        with (disk.folder / "synced").open("w") as file:
+            file.write("there")
+            file.flush()
+            os.fsync(file)
+        (disk.folder / "cut").write_text("never there")
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), seam.hit()[0])
+    disk.power_up()
+    print({path.name: path.read_text() for path in sorted(disk.folder.iterdir())})
+"""
+
+
+def test_what_was_not_synced_is_lost_with_the_power(tmp_path):
+    needs_compiler("power")
+    if power.missing():
+        pytest.skip(power.missing())
+    environment = {**harness.environment(), **shim.preloaded(tmp_path)}
+    command = [sys.executable, "-c", WRITES, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["-9 open", "{'open': '', 'synced': 'there'}"]
+
+
+CALLS = """
+import fcntl, os, pathlib, sys
+from tests.faults import shim
+folder = pathlib.Path(sys.argv[1])
+(folder / "a").write_text("content")
+fd = os.open(folder / "a", os.O_RDWR)
+actions = {
+    "open": lambda: os.open(folder / "a", os.O_RDONLY),
+    "opendir": lambda: os.listdir(folder),
+    "readdir": lambda: os.listdir(folder),
+    "stat": lambda: os.stat(folder / "a"),
+    "read": lambda: os.pread(fd, 6, 0),
+    "write": lambda: os.pwrite(fd, b"written", 0),
+    "fsync": lambda: os.fsync(fd),
+    "rename": lambda: os.rename(folder / "a", folder / "b"),
+    "unlink": lambda: os.unlink(folder / "a"),
+    "mkdir": lambda: os.mkdir(folder / "c"),
+    "link": lambda: os.link(folder / "a", folder / "d"),
+    "truncate": lambda: os.truncate(folder / "a", 1),
+    "lock": lambda: fcntl.flock(fd, fcntl.LOCK_EX),
+}
+assert tuple(actions) == shim.KINDS
+seam = shim.Shim(folder)
+seam.watch()
+def outcome(kind, fault):
+    seam.plan(kind, 1, fault)
+    try:
+        return actions[kind]()
+    except OSError as e:
+        assert seam.hit()[0] == kind
+        return e.strerror
+print({outcome(kind, "ESTALE") for kind in actions}, os.listdir(folder))
+print(outcome("read", shim.SHORT), outcome("write", shim.SHORT), (folder / "a").read_text())
+seam.plan("write", 1, shim.TORN)
+if os.fork() == 0:
+    actions["write"]()
+print(os.waitstatus_to_exitcode(os.wait()[1]), (folder / "a").read_text())
+"""
+
+
+def test_calls_do_as_they_are_told(tmp_path):
+    needs_compiler("disk")
+    (tmp_path / "folder").mkdir()
+    environment = {**harness.environment(), **shim.preloaded(tmp_path)}
+    command = [sys.executable, "-c", CALLS, str(tmp_path / "folder")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "{'Stale file handle'} ['a']",
+        "b'con' 3 writent",
+        "-9 writent",
+    ]

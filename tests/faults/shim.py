@@ -1,0 +1,110 @@
+"""The faults of a disk, met by a process on purpose: the Python side of shim.c, which see."""
+
+import ctypes
+import errno
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+KINDS = (
+    "open", "opendir", "readdir", "stat", "read", "write", "fsync", "rename", "unlink", "mkdir", "link",
+    "truncate", "lock",
+)  # fmt: skip
+# In the place of a kind, any call that changes something.
+CHANGES = "change"
+_CHANGES = 100
+# In the place of an errno: what is read or written comes back in part; SIGKILL before the call, or in its middle; no
+# power from there on.
+SHORT, KILL, TORN, CUT = "short", "kill", "torn", "cut"
+_ACTIONS = {SHORT: -1, KILL: -2, TORN: -3, CUT: -4}
+_LENGTH = 240
+_CALLS = 1 << 15
+_RANDOM_NAMES = (
+    (re.compile(r"(step_\d+)\.[0-9a-f]{8}"), r"\1.*"),
+    (re.compile(r"/d/[0-9a-f]{32}"), "/d/*"),
+    (re.compile(r"tfevents\.\d+\.[^/]*\.(\d+)"), r"tfevents.*.\1"),
+)
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("changes", ctypes.c_int),
+        ("path", ctypes.c_char * _LENGTH),
+    )
+
+
+class _Page(ctypes.Structure):
+    _fields_ = (
+        ("folder", ctypes.c_char * _LENGTH),
+        ("kind", ctypes.c_int),
+        ("at", ctypes.c_int),
+        ("action", ctypes.c_int),
+        ("counted", ctypes.c_int),
+        ("calls", ctypes.c_int),
+        ("hit", ctypes.c_int),
+        ("call", _Call * _CALLS),
+    )
+
+
+class Shim:
+    """The page that this process shares with those that it forks."""
+
+    def __init__(self, folder):
+        """Has what happens below a folder counted; RuntimeError if this process was not started with the shim."""
+        library = ctypes.CDLL(None)
+        if not hasattr(library, "faults_page"):
+            raise RuntimeError("start this process with `preloaded`")
+        library.faults_page.restype = ctypes.POINTER(_Page)
+        self._page = library.faults_page().contents
+        self._page.folder = os.fsencode(folder)
+        self._folder = str(folder)
+        # In a process that was forked, from here on.
+        self.watch = library.faults_watch
+
+    def plan(self, kind=None, at=0, action=None):
+        """Says what is to happen at the `at`-th call of a kind, from 1; by default nothing."""
+        page = self._page
+        page.counted = page.calls = page.hit = 0
+        page.kind = _CHANGES if kind in (None, CHANGES) else KINDS.index(kind)
+        page.action = _ACTIONS[action] if action in _ACTIONS else getattr(errno, action or "EIO")
+        page.at = at
+
+    def hit(self):
+        """The kind and the path of the call that was met; None if it did not come."""
+        if not self._page.hit:
+            return None
+        call = self._page.call[min(self._page.hit, _CALLS) - 1]
+        return KINDS[call.kind], self._folder + os.fsdecode(call.path)
+
+    def calls(self):
+        """The kind, whether it changes something, and the path of each call since `plan`."""
+        count = self._page.calls
+        assert count <= _CALLS, f"{count} calls are more than the shim has room for"
+        return [
+            (KINDS[call.kind], bool(call.changes), os.fsdecode(call.path))
+            for call in self._page.call[:count]
+        ]
+
+
+def anyone(path):
+    """A path without what differs from run to run."""
+    for pattern, name in _RANDOM_NAMES:
+        path = pattern.sub(name, path)
+    return path
+
+
+def compiler():
+    """The C compiler; None if there is none."""
+    return shutil.which("cc") or shutil.which("gcc")
+
+
+def preloaded(folder):
+    """Compiles the shim into a folder; returns the variables of a process that is to have it."""
+    library = pathlib.Path(folder) / "faults.so"
+    source = pathlib.Path(__file__).with_name("shim.c")
+    command = [compiler(), "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(command, check=True)
+    return {"LD_PRELOAD": str(library)}
