@@ -77,9 +77,20 @@ def sync(path: _Path) -> None:
     """Makes a file's content, or a folder's list of names, durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def naming(path: _Path) -> Iterator[None]:
+    """Gives an OSError the path that it is of, which a call for an open file does not know."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename if isinstance(e.filename, str) else os.fspath(path)
+        raise
 
 
 @contextlib.contextmanager
@@ -107,10 +118,10 @@ def _unless_absent(path: _Path, action: Callable[[_Path], _T]) -> _T | None:
 
 
 def _content(path: _Path) -> bytes:
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         return file.read()
 
 
 def _listed(folder: _Path) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as found:
+    with naming(folder), os.scandir(folder) as found:
         return sorted(found, key=lambda entry: entry.name)

@@ -227,10 +227,16 @@ class _Best:
         try:
             mine = self._manager.pin(step) or known
         except checkpoint.CheckpointError:
+            self._check_gone(step)
             mine = False
         if not mine:
             self._pinned.discard(step)
         return step in self._manager.all_steps()
+
+    def _check_gone(self, step: int) -> None:
+        """Raises the error that is being handled, unless it is that the step is there no more."""
+        if step in self._manager.all_steps():
+            raise
 
     def judged(self, step: int, values: dict[str, Any]) -> None:
         """Keeps the best, and leaves the others to the run's rules."""
@@ -245,8 +251,10 @@ class _Best:
     def release(self) -> None:
         """Leaves what is not among the best to the run's rules."""
         for step in self._pinned - self._values.keys():
-            with contextlib.suppress(checkpoint.CheckpointError):
+            try:
                 self._manager.unpin(step)
+            except checkpoint.CheckpointError:
+                self._check_gone(step)
         self._pinned &= self._values.keys()
         self._write()
 

@@ -127,7 +127,7 @@ class Run:
             # 3. An evaluation that a stop has cut short is made now, if no other stop does the same.
             self.doing("compiling", step=start, steps=self.config.steps)
             if start and not begin.evaluated:
-                self._evaluate_late(start, state, evaluate)
+                self._evaluate_late(start, state, evaluate, log)
             for number in range(start, start if self._stop else self.config.steps):
                 with self.clock.waiting(log.newest):
                     batch = next(self.batches)
@@ -154,7 +154,9 @@ class Run:
         log.flush()
         self._finite.flush()
 
-    def _evaluate_late(self, start: int, state: state_lib.TrainState, evaluate: hooks.Hook) -> None:
+    def _evaluate_late(
+        self, start: int, state: state_lib.TrainState, evaluate: hooks.Hook, log: log_lib.Log
+    ) -> None:
         """Makes the evaluation that is due at the first state, unless its row has been written."""
         found = self.checkpoints.late_evaluation(start)
         if found is None:
@@ -162,7 +164,7 @@ class Run:
         else:
             self._evaluated = start, found
         if self._stop is None:
-            self.checkpoints.evaluated_late(start, self._evaluated[1])
+            self.checkpoints.evaluated_late(start, self._evaluated[1], log)
 
     def resume_or_init(self) -> resuming.Begin:
         """The newest checkpoint's state or a new one."""

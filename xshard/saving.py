@@ -169,15 +169,16 @@ class Checkpoints:
         taken = checkpoint.init_from(source, whole)
         return self.storage.from_whole(self.storage.begin_averages(taken, whole))
 
-    def evaluated_late(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def evaluated_late(self, step: int, metrics: Mapping[str, Any], log: log_lib.Log) -> None:
         """Takes the metrics of an evaluation that came after its step was saved.
 
         Args:
           step: the step.
           metrics: those of the evaluation.
+          log: what has its row, which is on the disk before the checkpoint says that it was made.
         """
         numbers = {name: number(value) for name, value in metrics.items()}
-        self._tolerate(lambda: self.manager.add_metrics(step, numbers))
+        self._tolerate(lambda: self.manager.add_metrics(step, numbers, log.sync))
 
     def save(
         self,

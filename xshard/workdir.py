@@ -200,6 +200,10 @@ class Workdir:
                 raise errors.UserError(
                     f"--workdir={self.path} is in use by another process."
                 ) from e
+            except OSError as e:
+                raise errors.UserError(
+                    f"{self.path / '.lock'} cannot be locked: {e.strerror}."
+                ) from e
             # Again: another process may have made it its own since the first check.
             if set_aside and set_aside == self.id_to_set_aside():
                 self._set_aside(set_aside, config.checkpoint.directory)

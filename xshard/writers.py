@@ -186,7 +186,7 @@ def read(path: pathlib.Path) -> Iterator[Row]:
     """The rows of a file of JSON lines; none if there is no file. A line that is none is left out."""
     if not disk.exists(path):
         return
-    with disk.retried(lambda: path.open("rb")) as file:
+    with disk.naming(path), disk.retried(lambda: path.open("rb")) as file:
         for line in file:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)

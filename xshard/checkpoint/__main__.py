@@ -245,6 +245,9 @@ def _damage(attempt: format_lib.Attempt) -> str:
         for _ in _read_all(attempt):
             pass
         source_lib.added_metrics(attempt)
+    except source_lib.UnreadableError:
+        # Which is no damage: what could not be read may be whole.
+        raise
     except format_lib.CheckpointError as e:
         return str(e)
     return ""

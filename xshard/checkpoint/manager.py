@@ -133,16 +133,26 @@ class Manager:
         there = reversed(self._committed())
         return next((attempt.step for attempt in there if not self._nonfinite_of(attempt)), None)
 
-    def add_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def add_metrics(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
         """Gives a step that was saved without metrics those that it is chosen by as the best.
+
+        `before` is called first, on process 0.
 
         Raises:
           CheckpointError: on all processes, if there is no such step, or it cannot be written.
         """
         self.wait()
-        self._saver.first(
-            lambda: format_lib.add_metrics(format_lib.find(self.store, step), metrics)
-        )
+
+        def add() -> None:
+            before()
+            format_lib.add_metrics(format_lib.find(self.store, step), metrics)
+
+        self._saver.first(add)
 
     def acquire(self) -> None:
         """Makes the folder this run's until `close`; a save does so too.

@@ -74,7 +74,7 @@ class Store:
         A context that lived long would keep what it has cached in memory.
         """
         base = {**self._spec, "path": f"{self._spec['path']}{prefix}"}
-        return _result(
+        return self._result(
             ts.KvStore.open(
                 {
                     "driver": "ocdbt",
@@ -105,7 +105,7 @@ class Store:
         """
         absent, there = self.stat(name)
         if there is None:
-            written = _result(self._kv().write(name, content, if_equal=absent))
+            written = self._result(self._kv().write(name, content, if_equal=absent))
             # A reply that was lost makes the second try fail on what the first one wrote.
             there = content if written.generation else self.read(name)
         if there != content:
@@ -113,7 +113,7 @@ class Store:
 
     def replace(self, name: str, content: bytes, generation: bytes) -> bytes | None:
         """Writes an object if it is still the one of a generation; the new generation, or None."""
-        written = _result(self._kv().write(name, content, if_equal=generation))
+        written = self._result(self._kv().write(name, content, if_equal=generation))
         if written.generation == b"":
             generation, found = self.stat(name)
             return generation if found == content else None
@@ -121,7 +121,7 @@ class Store:
 
     def stat(self, name: str) -> tuple[bytes, bytes | None]:
         """The generation of an object, and its content or None."""
-        found = _result(self._kv().read(name))
+        found = self._result(self._kv().read(name))
         return found.stamp.generation, found.value if found.state == "value" else None
 
     def names(self, prefix: str = "") -> list[str]:
@@ -129,7 +129,7 @@ class Store:
         if self.path is None:
             end = prefix.encode()
             keys = ts.KvStore.KeyRange(end, _after(end)) if end else ts.KvStore.KeyRange()
-            return sorted(key.decode() for key in _result(self._kv().list(keys)))
+            return sorted(key.decode() for key in self._result(self._kv().list(keys)))
         with _named():
             return sorted(_files(self.path, prefix))
 
@@ -150,7 +150,7 @@ class Store:
 
     def delete(self, name: str) -> None:
         """Deletes one object, or nothing if there is none."""
-        _result(self._kv().write(name, None))
+        self._result(self._kv().write(name, None))
 
     def delete_folder(self, prefix: str) -> None:
         """Deletes all objects below a prefix, and on a disk the folder, if it is no link."""
@@ -159,7 +159,7 @@ class Store:
                 shutil.rmtree(self.path / prefix)
         else:
             key = prefix.encode()
-            _result(self._kv().delete_range(ts.KvStore.KeyRange(key, _after(key))))
+            self._result(self._kv().delete_range(ts.KvStore.KeyRange(key, _after(key))))
 
     def sync(self, prefix: str) -> None:
         """Makes the folders above and below a prefix durable; objects always are."""
@@ -182,9 +182,15 @@ class Store:
             with _named(), contextlib.suppress(FileNotFoundError):
                 disk.sync(self.path / prefix)
 
+    def _result(self, future: Any) -> Any:
+        try:
+            return future.result()
+        except (ValueError, OSError, RuntimeError) as e:
+            raise CheckpointError(f"{self.url}: {reason(e)}") from e
+
     def _kv(self) -> Any:
         if self._objects is None:
-            self._objects = _result(ts.KvStore.open(self._spec, context=make_context()))
+            self._objects = self._result(ts.KvStore.open(self._spec, context=make_context()))
         return self._objects
 
 
@@ -242,13 +248,6 @@ def make_context() -> ts.Context:
             "cache_pool": {"total_bytes_limit": 100 << 20},
         }
     )
-
-
-def _result(future: Any) -> Any:
-    try:
-        return future.result()
-    except (ValueError, OSError, RuntimeError) as e:
-        raise CheckpointError(reason(e)) from e
 
 
 def _after(prefix: bytes) -> bytes:
