@@ -91,7 +91,7 @@ class Run:
         storage = state_lib.Storage(self.experiment, self.mesh)
         kept = self.batches, storage, self.terminal.say, self.origin
         self.checkpoints = saving.Checkpoints(config, self.workdir, self._run, *kept)
-        self.checkpoints.check_init(self._target, init)
+        self.checkpoints.check_begin(self._target, init)
         self._finite = nonfinite.Watch(config, self.mesh, self._target.params, self.terminal.say)
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
         stored = state_lib.as_stored(self.experiment, self.mesh, self._target)

@@ -73,10 +73,17 @@ class Checkpoints:
         owner = checkpoint.Owner(*run.identity, host, identity_lib.plain(config))
         self.manager = manager(config, str(directory.checkpoints), owner, self._note_saved)
 
-    def check_init(self, target: state_lib.TrainState, source: checkpoint.Source | None) -> None:
-        """Raises ValueError if a new run cannot begin with what `source` says."""
-        begins = bool(self._run.sets_aside) or self.manager.latest_step() is None
-        if source is not None and begins:
+    def check_begin(self, target: state_lib.TrainState, source: checkpoint.Source | None) -> None:
+        """Sees whether the run can go on, or a new one begin with what `source` says.
+
+        Raises:
+          ValueError: if it cannot.
+        """
+        latest = None
+        if not self._run.sets_aside:
+            latest = self.manager.latest_step()
+            self.manager.agree(lambda: self._check_reached(latest))
+        if source is not None and latest is None:
             checkpoint.check_init(source, target)
 
     def resume_or_init(
@@ -98,9 +105,7 @@ class Checkpoints:
           ValueError: if what is there does not fit, or if a checkpoint that the run has come to is not there.
         """
         latest = self.manager.agreed_latest_step()
-        reached = self.manager.agree(
-            lambda: resuming.check_reached(self.manager, self._directory, self._run, latest)
-        )
+        reached = self.manager.agree(lambda: self._check_reached(latest))
         if latest is None:
             return resuming.Begin(init() if source is None else self._init_from(source, init()))
         if source is not None:
@@ -121,6 +126,9 @@ class Checkpoints:
             evaluated = bool(self.manager.agree(lambda: self.manager.metrics(restored.step)))
         state = self.storage.from_whole(restored.state)
         return resuming.Begin(state, evaluated, restored.metadata.get(_ROWS), restored.folder)
+
+    def _check_reached(self, latest: int | None) -> int | None:
+        return resuming.check_reached(self.manager, self._directory, self._run, latest)
 
     def go_on_from(self, begin: resuming.Begin) -> None:
         """Notes that the run goes on from here, which what has been reached beyond it does not survive."""

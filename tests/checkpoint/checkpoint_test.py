@@ -160,7 +160,7 @@ def test_metrics_that_come_after_a_save_count_for_the_best(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(store_lib.Store, "read", unavailable)
         save(manager, 3, tree)
-    assert manager.all_steps() == [1, 2, 3] and "METRICS cannot be read now" in said[-1]
+    assert manager.all_steps() == [1, 2, 3] and "METRICS cannot be read" in said[-1]
     # Damage is found, costs no more than the metrics, and is mended by the next that are given.
     path.write_bytes(whole[:-3])
     assert manager.metrics(1) == {} and manager.restore(tree, 1).step == 1

@@ -167,5 +167,5 @@ except checkpoint.CheckpointError as e:
         env=environment,
     )
     assert done.stdout.startswith(
-        "error: gs://bucket/run/step_00000001.01234567/COMMIT cannot be read now"
+        "error: gs://bucket/run/step_00000001.01234567/COMMIT cannot be read: gs://bucket/run: "
     )
