@@ -11,7 +11,6 @@ parameters that are not finite, as it would again (config.on_nonfinite); 1 faile
 import contextlib
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
@@ -27,10 +26,13 @@ from xshard import (
     errors,
     fingerprint,
     follow,
+    handshake,
     loop,
     notice,
+    places,
     profiling,
     rendezvous,
+    signals,
     terminal,
     watch,
     workdir,
@@ -107,33 +109,52 @@ def main(argv: Sequence[str], config: Any) -> int:
     hk.config.set(check_jax_usage=True)
     if _MODE.value != "train" and _INIT_FROM.value is not None:
         raise errors.UserError("--init_from is for --mode=train, which begins runs.")
-    # What a job beside the run says of itself is not the run's.
-    directory = _WORKDIR.value
-    if _MODE.value == "eval":
-        directory = os.path.join(directory, follow.FOLDER)
     timeouts = rendezvous.Timeouts(_START.value, _HEARTBEAT.value, _SHUTDOWN.value)
-    hosts, console = _join(timeouts, config, directory)
-    with watch.Watch(
-        directory,
-        hosts,
-        stop_after_seconds=60 * _STOP_AFTER.value,
-        timeouts=timeouts,
-        console=console,
-    ) as watching:
-        try:
-            code = _run_mode(config, _WORKDIR.value, watching)
-            watching.end(notice.ENDS.get(code, "stopped"))
-        except Exception as e:
-            if hosts:
-                _fail_together(watching, e)
-            watching.end(f"failed: {cli.summary(e).splitlines()[0]}")
-            raise
+    try:
+        code = _run_on_place(config, _WORKDIR.value, timeouts)
+    except places.StoppedError as e:
+        print(e, file=sys.stderr, flush=True)
+        return e.code
     # All is done and said. What comes now, as srun's SIGTERM does when the first process has left, would
     # only put another exit code in the place of this one.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signals.ignore()
     jax.distributed.shutdown()
     return code
+
+
+def _run_on_place(config: Any, run_directory: str, timeouts: rendezvous.Timeouts) -> int:
+    """Meets the other processes, if there are any, and runs with them."""
+    # What a job beside the run says of itself is not the run's.
+    directory = run_directory
+    if _MODE.value == "eval":
+        directory = os.path.join(directory, follow.FOLDER)
+    place = rendezvous.place(
+        _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeouts.start
+    )
+    # The signals are heard from here on without a gap: who has come to the others tells them.
+    with signals.Heard() as heard:
+        hosts, console = _join(place, timeouts, config, directory, heard)
+        with watch.Watch(
+            directory,
+            hosts,
+            stop_after_seconds=60 * _STOP_AFTER.value,
+            timeouts=timeouts,
+            console=console,
+            heard=heard,
+        ) as watching:
+            return _run_watched(config, run_directory, watching, is_pod=bool(hosts))
+
+
+def _run_watched(config: Any, directory: str, watching: watch.Watch, *, is_pod: bool) -> int:
+    try:
+        code = _run_mode(config, directory, watching)
+        watching.end(notice.ENDS.get(code, "stopped"))
+        return code
+    except Exception as e:
+        if is_pod:
+            _fail_together(watching, e)
+        watching.end(f"failed: {cli.summary(e).splitlines()[0]}")
+        raise
 
 
 def _run_mode(config: Any, directory: str, watching: watch.Watch) -> int:
@@ -151,21 +172,25 @@ def _run_mode(config: Any, directory: str, watching: watch.Watch) -> int:
 
 
 def _join(
-    timeouts: rendezvous.Timeouts, config: Any, directory: str
+    place: places.Place | None,
+    timeouts: rendezvous.Timeouts,
+    config: Any,
+    directory: str,
+    heard: signals.Heard,
 ) -> tuple[list[str], TextIO | None]:
     """Meets the other processes, if there are any.
 
     Returns:
       Their hosts; and the terminal, if stdout and stderr are now this process's log.
     """
-    place = rendezvous.place(
-        _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeouts.start
-    )
+    # What this process starts has no need of it.
+    token = os.environ.pop(handshake.VARIABLE, "")
     if place is None:
         return [], None
     # Before the others count on this process.
     log = workdir.Workdir(directory).open_log(place.index) if place.index else None
-    hosts = rendezvous.join(place, timeouts, fingerprint.of(config, _CPU_DEVICES.value))
+    facts = fingerprint.of(config, _CPU_DEVICES.value)
+    hosts = rendezvous.join(place, timeouts, facts, token, heard)
     if log is None:
         return hosts, None
     console = os.fdopen(os.dup(2), "w")
@@ -226,6 +251,6 @@ def _command() -> str:
 
 if __name__ == "__main__":
     sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
-    # Before the watch begins there is nothing to save; it takes the signal over.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(notice.PREEMPTED))
+    # Before the processes meet there is nothing to save; the meeting and the watch take the signals over.
+    signals.leave_at_once()
     sys.exit(run())
