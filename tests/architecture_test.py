@@ -23,6 +23,7 @@ LAYERS = [
         "handshake",
         "notice",
         "processes",
+        "streams",
         "checkpoint/store",
         "clock",
     ],

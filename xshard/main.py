@@ -8,7 +8,6 @@ directory), run the same command again to go on; 130 the same by Ctrl-C; 3 ended
 parameters that are not finite, as it would again (config.on_nonfinite); 1 failed.
 """
 
-import contextlib
 import os
 import shlex
 import sys
@@ -33,6 +32,7 @@ from xshard import (
     profiling,
     rendezvous,
     signals,
+    streams,
     terminal,
     watch,
     workdir,
@@ -101,6 +101,11 @@ def main(argv: Sequence[str], config: Any) -> int:
         )
     if not _WORKDIR.value:
         raise errors.UserError("--workdir= is empty; give a directory (--workdir=. for this one).")
+    if any("\ud800" <= character <= "\udfff" for character in _WORKDIR.value):
+        raise errors.UserError(
+            f"--workdir={_WORKDIR.value} is not UTF-8, which the paths of checkpoints must be: rename the "
+            "directory; or, if it is UTF-8 and the locale is not, set PYTHONUTF8=1."
+        )
     if _QUIET.value and _VERBOSE.value:
         raise errors.UserError("--quiet and --verbose exclude each other; give one of them.")
     if _CPU_DEVICES.value:
@@ -193,7 +198,7 @@ def _join(
     hosts = rendezvous.join(place, timeouts, facts, token, heard)
     if log is None:
         return hosts, None
-    console = os.fdopen(os.dup(2), "w")
+    console = streams.lasting(os.fdopen(os.dup(2), "w"))
     for stream in (1, 2):
         os.dup2(log, stream)
     return hosts, console
@@ -210,27 +215,9 @@ def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
     watching.fail(cli.summary(e))
 
 
-class _Lasting:
-    """A terminal that may go away, which is no reason for a run to end before it has saved."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 def run() -> int:
     """Parses the flags and runs; returns the exit code."""
+    streams.last()
     logging.set_verbosity(logging.WARNING)
     # From where it is started configs may import one another, and experiments are found.
     sys.path.insert(0, os.getcwd())
@@ -250,7 +237,6 @@ def _command() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
     # Before the processes meet there is nothing to save; the meeting and the watch take the signals over.
     signals.leave_at_once()
     sys.exit(run())
