@@ -108,6 +108,11 @@ class Stranger:
     def say(self, message):
         self.connection.sendall(self._seals.line(message))
 
+    def say_body(self, body):
+        """Says something that is no message, with the right seal."""
+        line = self._seals._seal(handshake.GUEST, self._seals._said, body) + b" " + body
+        self.connection.sendall(line + b"\n")
+
     def say_hello(self, **fields):
         hello = {"index": 1, "count": 2, "host": "stranger", "pid": 1, "facts": FACTS}
         self.say({**hello, **fields})
@@ -400,9 +405,17 @@ def sealed(*messages, token=TOKEN, **fields):
     return come
 
 
+def sealed_depth(place):
+    stranger = Stranger(place)
+    assert stranger.greet()
+    stranger.say_body(b"[" * 200_000)
+    return stranger.connection
+
+
 MANY = {str(i): 1 for i in range(3)}
 ROGUES = {
     "deep": raw(b"[" * 200_000 + b"\n"),
+    "deep with the token": sealed_depth,
     "a browser": raw(b"GET / HTTP/1.0\r\n\r\n"),
     "random bytes": raw(bytes(range(256)) * 4096),
     "no end": raw(b"x" * (4 << 20)),
@@ -475,9 +488,10 @@ def test_a_slow_guest_holds_up_neither_the_others_nor_the_deadline(monkeypatch):
 
         trickling = threading.Thread(target=trickle)
         trickling.start()
+        # Both are sent away while the others are waited for.
+        trickling.join(harness.FOREVER)
+        assert not trickling.is_alive() and silent.recv(1) == b"" and not host.done()
         assert isinstance(start(second).result(), list) and isinstance(host.result(), list)
-        trickling.join()
-        silent.close()
         # And alone with it, process 0 waits no longer than it would.
         first = make_places(2)[0]
         host = start(first, seconds=2.0)
