@@ -12,14 +12,13 @@ r"""Starts a run, or looks after those that are started.
 
 import dataclasses
 import pathlib
-import re
 import sys
 from collections.abc import Callable, Sequence
 
 from absl import flags, logging
 
 from launch import engine, gke, local, mpi, slurm, status, sweep, tpu_vm, xmanager
-from xshard import cli
+from xshard import cli, streams
 
 _ENGINE = flags.DEFINE_enum(
     "engine", "local", ["local", "slurm", "mpi", "tpu_vm", "gke", "xmanager"], "Where to."
@@ -148,8 +147,12 @@ def _job(command: tuple[str, ...]) -> engine.Job:
             "python -m xshard.main --config=configs/digits.py --workdir=runs/digits."
         )
     job = engine.Job("run", command, _PROCESSES.value, _CPU_DEVICES.value)
-    name = _NAME.value or re.sub("[^a-z0-9]+", "-", job.workdir.name.lower()).strip("-")[:40]
-    return dataclasses.replace(job, name=engine.check_name(name))
+    if _NAME.value is not None:
+        return dataclasses.replace(job, name=engine.check_name(_NAME.value))
+    name = engine.derived_name(job.workdir)
+    if name != job.workdir.name and _ENGINE.value != "local":
+        print(f"launch: the job's name is {name}", file=sys.stderr, flush=True)
+    return dataclasses.replace(job, name=name)
 
 
 def _do(plan: engine.Plan) -> int:
@@ -162,6 +165,7 @@ def _do(plan: engine.Plan) -> int:
 
 def run() -> int:
     """Runs; an error of the user's becomes one message."""
+    streams.last()
     logging.set_verbosity(logging.WARNING)
     if set(sys.argv[1:]) & {"--help", "-h"} and "--" not in sys.argv:
         print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")

@@ -1,14 +1,23 @@
 """What a run is to those that start it, and what an engine is."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
 import re
+import secrets
 import shlex
 import subprocess
+import zlib
 from collections.abc import Mapping, Sequence
 
-from xshard import errors
+from xshard import errors, handshake
+
+# Stands for the token in a plan, which is made when the plan is run, and shown to nobody.
+TOKEN = "TOKEN-OF-THE-LAUNCH"
+_LONGEST_NAME = 40
+# A sweep adds the number of a point.
+_LONGEST_DERIVED_NAME = 34
 
 
 class LaunchError(errors.UserError):
@@ -59,14 +68,18 @@ class Plan:
 
     Attributes:
       files: the content of each file that it writes.
-      commands: what it then runs, one after another.
+      commands: what it then runs, one after another. They find the launch's token in the environment.
+      private: the content of files that only this user may read, and that last as long as the commands. `TOKEN` in
+        them becomes the launch's.
     """
 
     commands: Sequence[Sequence[str]]
     files: Mapping[pathlib.Path, str] = dataclasses.field(default_factory=dict)
+    private: Mapping[pathlib.Path, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = [f"# {path}\n{content}" for path, content in self.files.items()]
+        parts += [f"# {path}, meanwhile\n{content}" for path, content in self.private.items()]
         return "\n".join([*parts, *(shlex.join(command) for command in self.commands)])
 
     def run(self, *, replace: bool = False) -> int:
@@ -78,17 +91,23 @@ class Plan:
         Raises:
           LaunchError: if a file cannot be written, or a program is not there.
         """
+        token = make_token()
         for path, content in self.files.items():
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(content)
-            except OSError as e:
-                raise LaunchError(f"{path} cannot be written: {e.strerror}.") from e
+            _write(path, content, 0o666)
+        with contextlib.ExitStack() as stack:
+            for path, content in self.private.items():
+                path.unlink(missing_ok=True)
+                stack.callback(path.unlink, missing_ok=True)
+                _write(path, content.replace(TOKEN, token), 0o600)
+            environment = {**os.environ, handshake.VARIABLE: token}
+            return self._run_commands(environment, replace=replace and not self.private)
+
+    def _run_commands(self, environment: Mapping[str, str], *, replace: bool) -> int:
         for index, command in enumerate(self.commands):
             try:
                 if replace and index == len(self.commands) - 1:
-                    os.execvp(command[0], list(command))
-                code = subprocess.run(command, check=False).returncode
+                    os.execvpe(command[0], list(command), environment)
+                code = subprocess.run(command, check=False, env=environment).returncode
             except FileNotFoundError as e:
                 raise LaunchError(
                     f"{command[0]} is not on PATH; --dry_run shows what it is for."
@@ -97,6 +116,21 @@ class Plan:
                 # As a shell has it where a signal has ended the program.
                 return code if code > 0 else 128 - code
         return 0
+
+
+def make_token() -> str:
+    """A secret for the processes of one launch, by which they know one another."""
+    return secrets.token_hex(32)
+
+
+def _write(path: pathlib.Path, content: str, mode: int) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(number, "w") as file:
+            file.write(content)
+    except OSError as e:
+        raise LaunchError(f"{path} cannot be written: {e.strerror}.") from e
 
 
 class Engine:
@@ -136,8 +170,19 @@ def one(jobs: Sequence[Job], engine: str) -> Job:
 
 def check_name(name: str) -> str:
     """The name; LaunchError unless all engines take it."""
-    if not re.fullmatch("[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
+    if len(name) > _LONGEST_NAME or not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name):
         raise LaunchError(
-            f"--name={name} must be of at most 40 lower case letters, digits and '-', and begin with a letter."
+            f"--name={name} must be of at most {_LONGEST_NAME} lower case letters, digits and '-', and begin with a letter."
         )
     return name
+
+
+def derived_name(directory: pathlib.Path) -> str:
+    """A name that all engines take, from a work directory's."""
+    name = re.sub("[^a-z0-9]+", "-", directory.name.lower()).strip("-")
+    if not name:
+        # Of other letters than these; two of them are not to have one name.
+        name = f"run-{zlib.crc32(os.fsencode(directory.name)):08x}"
+    if not name[0].isalpha():
+        name = f"run-{name}"
+    return name[:_LONGEST_DERIVED_NAME].rstrip("-")

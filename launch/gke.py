@@ -9,7 +9,9 @@ from typing import Any
 import yaml
 
 from launch import engine
-from xshard import notice
+from xshard import handshake, notice
+
+_TOKEN_KEY = "token"
 
 # https://cloud.google.com/kubernetes-engine/docs/concepts/tpus: the node selector of each type of multi-host
 # slice, and the chips of one host.
@@ -51,7 +53,14 @@ class Gke(engine.Engine):
         # Here, not in the work directory, which is the cluster's.
         path = pathlib.Path(f"{job.name}.jobset.yaml")
         content = yaml.safe_dump(self.job_set(job), sort_keys=False)
-        return engine.Plan([[*self._kubectl(), "create", "-f", str(path)]], {path: content})
+        private = pathlib.Path(f"{job.name}.token.yaml")
+        commands = [
+            # A job of this name may have left its own.
+            [*self._kubectl(), "apply", "-f", str(private)],
+            [*self._kubectl(), "create", "-f", str(path)],
+        ]
+        secret = yaml.safe_dump(_secret(job), sort_keys=False)
+        return engine.Plan(commands, {path: content}, {private: secret})
 
     def running(self) -> engine.Plan:
         """The JobSets."""
@@ -67,7 +76,9 @@ class Gke(engine.Engine):
 
     def kill(self, name: str) -> engine.Plan:
         """Deletes the JobSet: its pods get SIGTERM, save within their grace period, and leave."""
-        return engine.Plan([[*self._kubectl(), "delete", "jobset", name]])
+        job = [*self._kubectl(), "delete", "jobset", name]
+        secret = [*self._kubectl(), "delete", "secret", _secret_name(name), "--ignore-not-found"]
+        return engine.Plan([job, secret])
 
     def job_set(self, job: engine.Job) -> dict[str, Any]:
         """The JobSet, as of jobset.x-k8s.io/v1alpha2."""
@@ -123,7 +134,7 @@ class Gke(engine.Engine):
                     "image": self.image,
                     # Kubernetes replaces $(NAME) in arguments, and $$ by $; a config's value means itself.
                     "command": [argument.replace("$", "$$") for argument in job.arguments],
-                    "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}],
+                    "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}, _token(job)],
                     "ports": [{"containerPort": 8471}, {"containerPort": 8080}],
                     "resources": {"limits": {"google.com/tpu": chips}},
                 }
@@ -154,3 +165,23 @@ class Gke(engine.Engine):
 
     def _kubectl(self) -> list[str]:
         return ["kubectl", *([f"--namespace={self.namespace}"] if self.namespace else [])]
+
+
+def _secret_name(name: str) -> str:
+    return f"{name}-launch"
+
+
+def _secret(job: engine.Job) -> dict[str, Any]:
+    """What holds the launch's token: a manifest can be read by more people than a secret."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": _secret_name(job.name)},
+        "stringData": {_TOKEN_KEY: engine.TOKEN},
+    }
+
+
+def _token(job: engine.Job) -> dict[str, Any]:
+    # Without it, if somebody has deleted it, all processes have none, which is one as well.
+    source = {"name": _secret_name(job.name), "key": _TOKEN_KEY, "optional": True}
+    return {"name": handshake.VARIABLE, "valueFrom": {"secretKeyRef": source}}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from launch import engine
-from xshard import notice, status
+from xshard import handshake, notice, signals, status, streams
 
 _STEP_SECONDS = 0.1
 # A process that hears of another's failure says so and leaves by itself.
@@ -69,12 +69,12 @@ class Supervisor:
         """
         self._job = job
         self._options = options
-        self._out = out
+        self._out = streams.lasting(out)
         self._asked: collections.deque[int] = collections.deque()
         self._stopped = False
 
     def signal(self, number: int) -> None:
-        """Passes SIGINT or SIGTERM on, and starts the pod no more. For a signal handler or any thread."""
+        """Passes a signal on, and starts the pod no more. For a signal handler or any thread."""
         self._stopped = True
         self._asked.append(number)
 
@@ -141,7 +141,8 @@ class _Pod:
         self._first: list[int] = []
         self._errors: dict[int, str] = {}
         port = _free_port()
-        self._processes = [_start(command) for command in commands(job, port)]
+        token = engine.make_token()
+        self._processes = [_start(command, token) for command in commands(job, port)]
         self._readers = [
             threading.Thread(target=self._copy, args=(index, process.stdout), daemon=True)
             for index, process in enumerate(self._processes)
@@ -218,7 +219,7 @@ def _free_port() -> int:
             return port
 
 
-def _start(command: Sequence[str]) -> "subprocess.Popen[str]":
+def _start(command: Sequence[str], token: str) -> "subprocess.Popen[str]":
     if not shutil.which(command[0]):
         raise engine.LaunchError(f"{command[0]} cannot be started: there is no such program.")
     # Whatever ends this process, the pod does not train on unwatched. (By a program of util-linux: a function
@@ -233,7 +234,7 @@ def _start(command: Sequence[str]) -> "subprocess.Popen[str]":
             errors="replace",
             # Ctrl-C comes to this process, which passes it on.
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", handshake.VARIABLE: token},
         )
     except OSError as e:
         raise engine.LaunchError(f"{command[0]} cannot be started: {e.strerror}.") from e
@@ -252,9 +253,10 @@ def run(job: engine.Job, options: Local) -> int:
 
 @contextlib.contextmanager
 def passed_on(take: Callable[[int], None]) -> Iterator[None]:
-    """Gives SIGINT and SIGTERM to `take` meanwhile."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {n: signal.signal(n, lambda number, _: take(number)) for n in numbers}
+    """Gives the signals that stop a run to `take` meanwhile."""
+    previous = {
+        number: signal.signal(number, lambda got, _: take(got)) for number in signals.to_hear()
+    }
     try:
         yield
     finally:

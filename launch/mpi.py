@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from launch import engine
+from xshard import handshake
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,4 +22,6 @@ class Mpi(engine.Engine):
         """Runs the job in the foreground; mpirun ends all processes when one fails."""
         job = engine.one(jobs, "mpi")
         options = [part for option in self.options for part in shlex.split(option)]
-        return engine.Plan([["mpirun", "-n", str(job.processes), *options, *job.arguments]])
+        # By its name, since a command line can be read by others.
+        token = ["-x", handshake.VARIABLE]
+        return engine.Plan([["mpirun", "-n", str(job.processes), *options, *token, *job.arguments]])

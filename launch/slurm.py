@@ -8,11 +8,14 @@ import shlex
 from collections.abc import Sequence
 
 from launch import engine
+from xshard import handshake
 
 _SCRIPT = """\
 #!/bin/bash
 {options}
 cd {directory} || exit 1
+# By which the processes of this start know one another.
+export {token}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 {choice}srun --kill-on-bad-exit=1 --output={log} --open-mode=append -- "${{command[@]}}"
 code=$?
 # 42: stopped early, its state saved. A file STOP says that it is to rest.
@@ -89,6 +92,7 @@ class Slurm(engine.Engine):
             directory=shlex.quote(os.getcwd()),
             choice=_choice(jobs),
             log='"$log"',
+            token=handshake.VARIABLE,
         )
 
 

@@ -1,10 +1,14 @@
 """On the hosts of a TPU VM, by gcloud; JAX detects the pod."""
 
 import dataclasses
+import pathlib
 import shlex
 from collections.abc import Sequence
 
 from launch import engine
+from xshard import handshake
+
+_GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,20 +35,24 @@ class TpuVm(engine.Engine):
                 "--num_processes and --cpu_devices are not for tpu_vm: there is one process a host, and JAX "
                 "finds its chips."
             )
-        log, pid = f"{job.name}.log", f"{job.name}.pid"
+        log, pid, token = f"{job.name}.log", f"{job.name}.pid", f"{job.name}.token"
         # A session of its own, so that kill reaches it and the end of ssh does not.
         remote = (
             f"cd {shlex.quote(self.directory)} && "
             f"if [ -e {pid} ] && kill -0 $(cat {pid}) 2>/dev/null; then "
             f"echo 'error: {job.name} is running' >&2; exit 1; fi && "
             "{ [ ! -d .venv ] || . .venv/bin/activate; } && "
+            f"export {handshake.VARIABLE}=$(cat ~/{token}) && rm -f ~/{token} && "
             f"{{ setsid nohup {shlex.join(job.arguments)} >>{log} 2>&1 </dev/null & echo $! >{pid}; }}"
         )
-        return engine.Plan([self._ssh("all", remote)])
+        # A file, since a command line can be read by others; in the home, whose path needs no quoting.
+        start = self._ssh("all", remote)
+        send = [*_GCLOUD, "scp", token, f"{self.tpu}:{token}", "--worker=all", *self._where()]
+        return engine.Plan([send, start], private={pathlib.Path(token): engine.TOKEN})
 
     def running(self) -> engine.Plan:
         """The TPU VMs."""
-        return engine.Plan([["gcloud", "compute", "tpus", "tpu-vm", "list", *self._where()]])
+        return engine.Plan([[*_GCLOUD, "list", *self._where()]])
 
     def logs(self, name: str) -> engine.Plan:
         """What process 0's host has logged, and what comes."""
@@ -60,7 +68,7 @@ class TpuVm(engine.Engine):
     def _ssh(self, worker: str, remote: str) -> list[str]:
         if not self.tpu or self.tpu.startswith("-"):
             raise engine.LaunchError("--engine=tpu_vm needs --tpu=NAME, the TPU VM's.")
-        begin = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", self.tpu]
+        begin = [*_GCLOUD, "ssh", self.tpu]
         return [*begin, f"--worker={worker}", *self._where(), f"--command={remote}"]
 
     def _where(self) -> list[str]:

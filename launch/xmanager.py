@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 @dataclasses.dataclass(frozen=True)
 class XManager(engine.Engine):
-    """The engine.
+    """The engine, of one process: it has nobody to meet, and needs no token.
 
     Attributes:
       target: the Bazel target of the program.

@@ -72,6 +72,7 @@ BAD = {
         ["--config.optimizer.learning_rat", "did you mean optimizer.learning_rate"],
     ),
     "empty": (["--workdir="], ["--workdir= is empty", "give a directory"]),
+    "not UTF-8": (["--workdir=bad\udcff"], ["--workdir=bad\\udcff is not UTF-8", "PYTHONUTF8=1"]),
     "misspelt flag": (["--worrkdir=x"], ["worrkdir", "workdir"]),
     "wrong type": (["--config.steps=many"], ["--config.steps=many", "int"]),
     "no flag": (["digits"], ["digits", "begin with '--'"]),

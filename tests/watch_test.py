@@ -17,7 +17,7 @@ import jax
 import pytest
 
 from tests.launch import harness
-from xshard import notice, watch
+from xshard import notice, signals, watch
 
 
 def poll(watching):
@@ -38,7 +38,11 @@ def calls_of(monkeypatch, watching, name):
     return ended
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 42), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, code",
+    [(signal.SIGINT, 130), (signal.SIGTERM, 42), (signal.SIGHUP, 42), (signal.SIGUSR1, 42),
+     (signal.SIGUSR2, 42), (signal.SIGXCPU, 42)],
+)  # fmt: skip
 def test_a_signal_becomes_a_notice_and_only_one(tmp_path, capfd, monkeypatch, number, code):
     watching = watch.Watch(tmp_path)
     signalled = calls_of(monkeypatch, watching, "_signalled")
@@ -47,12 +51,21 @@ def test_a_signal_becomes_a_notice_and_only_one(tmp_path, capfd, monkeypatch, nu
         os.kill(os.getpid(), number)
         heard = poll(watching)
         assert heard == (notice.STOP, signal.Signals(number).name, code)
-        if number == signal.SIGTERM:
-            # As those come that stop a job on many hosts: several times over.
+        if number != signal.SIGINT:
+            # As those come that stop a job on many hosts, or at the limit of CPU time: several times over.
             os.kill(os.getpid(), number)
             harness.wait_until(lambda: len(signalled) == 2)
             assert watching._asked is None and watching.poll() is None
-    assert f"{signal.Signals(number).name}: saving after this step" in capfd.readouterr().err
+    said = f"{signal.Signals(number).name}: saving after this step"
+    assert capfd.readouterr().err.count(said) == 1
+
+
+def test_a_signal_of_before_the_watch_is_heard(tmp_path):
+    with signals.Heard() as heard:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with watch.Watch(tmp_path, heard=heard) as watching:
+            watching.poll()
+            assert poll(watching).why == "SIGTERM"
 
 
 def test_a_signal_while_python_stands_still(tmp_path):

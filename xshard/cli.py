@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from xshard import errors, notice
+from xshard import errors, notice, streams
 from xshard import identity as identity_lib
 
 
@@ -21,6 +21,7 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
 
     A `UserError`, or an error of the disk or the network that the framework has met, is one message. Any
     other exception is a bug: it shows where, from the first line of the user's code on if it came from there.
+    Streams that are closed, full or broken, or that lack a character, end nothing.
 
     Args:
       program: returns its exit code.
@@ -29,6 +30,7 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
     Returns:
       The exit code.
     """
+    streams.last()
     try:
         return program()
     except KeyboardInterrupt:

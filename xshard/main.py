@@ -8,10 +8,8 @@ directory), run the same command again to go on; 130 the same by Ctrl-C; 3 ended
 parameters that are not finite, as it would again (config.on_nonfinite); 1 failed.
 """
 
-import contextlib
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
@@ -27,10 +25,14 @@ from xshard import (
     errors,
     fingerprint,
     follow,
+    handshake,
     loop,
     notice,
+    places,
     profiling,
     rendezvous,
+    signals,
+    streams,
     terminal,
     watch,
     workdir,
@@ -104,6 +106,11 @@ def main(argv: Sequence[str], config: Any) -> int:
         )
     if not _WORKDIR.value:
         raise errors.UserError("--workdir= is empty; give a directory (--workdir=. for this one).")
+    if any("\ud800" <= character <= "\udfff" for character in _WORKDIR.value):
+        raise errors.UserError(
+            f"--workdir={_WORKDIR.value} is not UTF-8, which the paths of checkpoints must be: rename the "
+            "directory; or, if it is UTF-8 and the locale is not, set PYTHONUTF8=1."
+        )
     if _QUIET.value and _VERBOSE.value:
         raise errors.UserError("--quiet and --verbose exclude each other; give one of them.")
     if _CPU_DEVICES.value:
@@ -112,33 +119,52 @@ def main(argv: Sequence[str], config: Any) -> int:
     hk.config.set(check_jax_usage=True)
     if _MODE.value != "train" and _INIT_FROM.value is not None:
         raise errors.UserError("--init_from is for --mode=train, which begins runs.")
-    # What a job beside the run says of itself is not the run's.
-    directory = _WORKDIR.value
-    if _MODE.value == "eval":
-        directory = os.path.join(directory, follow.FOLDER)
     timeouts = rendezvous.Timeouts(_START.value, _HEARTBEAT.value, _SHUTDOWN.value)
-    hosts, console = _join(timeouts, config, directory)
-    with watch.Watch(
-        directory,
-        hosts,
-        stop_after_seconds=60 * _STOP_AFTER.value,
-        timeouts=timeouts,
-        console=console,
-    ) as watching:
-        try:
-            code = _run_mode(config, _WORKDIR.value, watching)
-            watching.end(notice.ENDS.get(code, "stopped"))
-        except Exception as e:
-            if hosts:
-                _fail_together(watching, e)
-            watching.end(f"failed: {cli.summary(e).splitlines()[0]}")
-            raise
+    try:
+        code = _run_on_place(config, _WORKDIR.value, timeouts)
+    except places.StoppedError as e:
+        print(e, file=sys.stderr, flush=True)
+        return e.code
     # All is done and said. What comes now, as srun's SIGTERM does when the first process has left, would
     # only put another exit code in the place of this one.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signals.ignore()
     jax.distributed.shutdown()
     return code
+
+
+def _run_on_place(config: Any, run_directory: str, timeouts: rendezvous.Timeouts) -> int:
+    """Meets the other processes, if there are any, and runs with them."""
+    # What a job beside the run says of itself is not the run's.
+    directory = run_directory
+    if _MODE.value == "eval":
+        directory = os.path.join(directory, follow.FOLDER)
+    place = rendezvous.place(
+        _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeouts.start
+    )
+    # The signals are heard from here on without a gap: who has come to the others tells them.
+    with signals.Heard() as heard:
+        hosts, console = _join(place, timeouts, config, directory, heard)
+        with watch.Watch(
+            directory,
+            hosts,
+            stop_after_seconds=60 * _STOP_AFTER.value,
+            timeouts=timeouts,
+            console=console,
+            heard=heard,
+        ) as watching:
+            return _run_watched(config, run_directory, watching, is_pod=bool(hosts))
+
+
+def _run_watched(config: Any, directory: str, watching: watch.Watch, *, is_pod: bool) -> int:
+    try:
+        code = _run_mode(config, directory, watching)
+        watching.end(notice.ENDS.get(code, "stopped"))
+        return code
+    except Exception as e:
+        if is_pod:
+            _fail_together(watching, e)
+        watching.end(f"failed: {cli.summary(e).splitlines()[0]}")
+        raise
 
 
 def _run_mode(config: Any, directory: str, watching: watch.Watch) -> int:
@@ -156,24 +182,28 @@ def _run_mode(config: Any, directory: str, watching: watch.Watch) -> int:
 
 
 def _join(
-    timeouts: rendezvous.Timeouts, config: Any, directory: str
+    place: places.Place | None,
+    timeouts: rendezvous.Timeouts,
+    config: Any,
+    directory: str,
+    heard: signals.Heard,
 ) -> tuple[list[str], TextIO | None]:
     """Meets the other processes, if there are any.
 
     Returns:
       Their hosts; and the terminal, if stdout and stderr are now this process's log.
     """
-    place = rendezvous.place(
-        _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeouts.start
-    )
+    # What this process starts has no need of it.
+    token = os.environ.pop(handshake.VARIABLE, "")
     if place is None:
         return [], None
     # Before the others count on this process.
     log = workdir.Workdir(directory).open_log(place.index) if place.index else None
-    hosts = rendezvous.join(place, timeouts, fingerprint.of(config, _CPU_DEVICES.value))
+    facts = fingerprint.of(config, _CPU_DEVICES.value)
+    hosts = rendezvous.join(place, timeouts, facts, token, heard)
     if log is None:
         return hosts, None
-    console = os.fdopen(os.dup(2), "w")
+    console = streams.lasting(os.fdopen(os.dup(2), "w"))
     for stream in (1, 2):
         os.dup2(log, stream)
     return hosts, console
@@ -190,27 +220,9 @@ def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
     watching.fail(cli.summary(e))
 
 
-class _Lasting:
-    """A terminal that may go away, which is no reason for a run to end before it has saved."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 def run() -> int:
     """Parses the flags and runs; returns the exit code."""
+    streams.last()
     logging.set_verbosity(logging.WARNING)
     # From where it is started configs may import one another, and experiments are found.
     sys.path.insert(0, os.getcwd())
@@ -230,7 +242,6 @@ def _command() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
-    # Before the watch begins there is nothing to save; it takes the signal over.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(notice.PREEMPTED))
+    # Before the processes meet there is nothing to save; the meeting and the watch take the signals over.
+    signals.leave_at_once()
     sys.exit(run())

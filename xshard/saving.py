@@ -344,5 +344,7 @@ def _check_options(options: ml_collections.ConfigDict) -> None:
 
 
 def _say(message: str) -> None:
-    # Not among what the run prints of itself: it comes from another thread, at any time.
-    print(message, file=sys.stderr, flush=True)
+    # Not among what the run prints of itself: it comes from another thread, at any time. That it cannot be
+    # printed says nothing of what is saved.
+    with contextlib.suppress(OSError, ValueError):
+        print(message, file=sys.stderr, flush=True)

@@ -14,6 +14,8 @@ from xshard import metrics
 _SECONDS = 0.25
 _RATE_UPDATES = 40
 _NOT_SHOWN = ("step", "global_step")
+# The terminal may be gone, or lack a character.
+_UNSHOWN = contextlib.suppress(OSError, ValueError)
 
 
 class Show(enum.Enum):
@@ -55,9 +57,9 @@ class Terminal:
     def say(self, text: str) -> None:
         """Shows a notice, unless it is to be quiet."""
         if self._show is not Show.QUIET:
-            # In one piece, since several threads say something.
-            sys.stdout.write(f"{text}\n")
-            sys.stdout.flush()
+            # In one piece, since several threads say something. Nothing that a run does depends on it.
+            with _UNSHOWN:
+                print(f"{text}\n", end="", flush=True)
 
     def start(self, step: int) -> None:
         """Begins to count, at a step; on a terminal shows the line that is kept up to date."""
@@ -72,7 +74,9 @@ class Terminal:
             return
         self._due = now + _SECONDS
         self._made.append((now, step))
-        self._live.update(self._line(step), refresh=True)
+        line = self._line(step)
+        with _UNSHOWN:
+            self._live.update(line, refresh=True)
 
     def row(self, row: metrics.Row, rate: float) -> None:
         """Takes a row of training.
@@ -97,7 +101,9 @@ class Terminal:
         live, self._live = self._live, None
         if live is not None:
             if self._made:
-                live.update(self._line(max(self._made[-1][1], self._row.get("step", 0))))
+                line = self._line(max(self._made[-1][1], self._row.get("step", 0)))
+                with _UNSHOWN:
+                    live.update(line)
             _close(live)
 
     def _left(self, step: int) -> str:

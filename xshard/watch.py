@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 
-from xshard import ends, errors, processes, rendezvous, status
+from xshard import ends, errors, processes, rendezvous, signals, status
 from xshard import notice as notice_lib
 
 _TICK_SECONDS = 0.5
@@ -45,6 +45,7 @@ class Watch:
         stop_after_seconds: float = 0,
         timeouts: rendezvous.Timeouts = _TIMEOUTS,
         console: TextIO | None = None,
+        heard: signals.Heard | None = None,
     ):
         """Prepares.
 
@@ -55,6 +56,7 @@ class Watch:
           timeouts: how long a process may be silent before it counts as lost; while it starts, which may
             mean to read much data, that is the start timeout.
           console: where errors are said beside stderr.
+          heard: the signals, where they have been taken already; by default the context takes them.
         """
         self._directory = pathlib.Path(directory)
         self._hosts = list(hosts) or [socket.gethostname()]
@@ -62,6 +64,7 @@ class Watch:
         self._timeouts = timeouts
         self._stop_at = time.monotonic() + stop_after_seconds if stop_after_seconds else None
         self._console = console
+        self._given = heard
         self._board = processes.Board(self._index, len(self._hosts))
         self._end = processes.Exchange("the end of the run", timeouts.shutdown)
         self._ended = threading.Event()
@@ -83,20 +86,14 @@ class Watch:
         self._lost: set[int] = set()
         self._leaving = threading.Lock()
         self._interrupts = 0
+        self._numbers: set[signal.Signals] = set()
         self._taken = contextlib.ExitStack()
 
     def __enter__(self) -> "Watch":
         self._heard = {i: ("", 0) for i in range(len(self._hosts))}
         if len(self._hosts) > 1:
             self._taken.enter_context(ends.before_abort(self._before_abort))
-        self._wake, self._woken = map(self._taken.enter_context, socket.socketpair())
-        self._wake.setblocking(False)
-        # The handler in C writes there at once, also while Python's own cannot run: in a long compilation.
-        self._previous_fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        self._previous = {
-            number: signal.signal(number, lambda *_: None)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._signals = self._given or self._taken.enter_context(signals.Heard())
         self._threads = [
             threading.Thread(target=run, daemon=True) for run in (self._hear_signals, self._talk)
         ]
@@ -107,9 +104,6 @@ class Watch:
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
         self._nudge.set()
-        signal.set_wakeup_fd(self._previous_fd)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
         for thread in self._threads:
             thread.join(_LEAVE_SECONDS)
         self._taken.close()
@@ -164,12 +158,12 @@ class Watch:
 
     def _hear_signals(self) -> None:
         while not self._ended.is_set():
-            ready, _, _ = select.select([self._woken], [], [], _TICK_SECONDS)
-            for number in self._woken.recv(64) if ready else b"":
+            select.select([self._signals], [], [], _TICK_SECONDS)
+            for number in self._signals.read():
                 self._signalled(number)
             self._check_coordinator()
 
-    def _signalled(self, number: int) -> None:
+    def _signalled(self, number: signal.Signals) -> None:
         where = f" on {self._name(self._index)}" if len(self._hosts) > 1 else ""
         if number == signal.SIGINT:
             self._interrupts += 1
@@ -178,9 +172,11 @@ class Watch:
                 ends.leave(notice_lib.INTERRUPTED)
             self.ask(notice_lib.Notice(notice_lib.STOP, f"SIGINT{where}", notice_lib.INTERRUPTED))
             self._say("SIGINT: saving after this step; once more leaves at once.")
-        elif number == signal.SIGTERM and not self._stopping:
-            self.ask(notice_lib.Notice(notice_lib.STOP, f"SIGTERM{where}"))
-            self._say("SIGTERM: saving after this step.")
+        elif number not in self._numbers and not self._stopping:
+            # Some come again and again: SIGTERM to all of a job's hosts, SIGXCPU with each second.
+            self._numbers.add(number)
+            self.ask(notice_lib.Notice(notice_lib.STOP, f"{number.name}{where}"))
+            self._say(f"{number.name}: saving after this step.")
 
     def _check_coordinator(self) -> None:
         # In ticks, which do not pass while something keeps Python from running.

@@ -67,6 +67,55 @@ def test_a_plan_shows_what_it_would_do_and_does_it(tmp_path):
         engine.Plan([["no-such"]]).run()
 
 
+def test_a_plan_hands_its_commands_a_token_that_it_shows_to_nobody(tmp_path):
+    secret, copies = tmp_path / "secret", [tmp_path / "1", tmp_path / "2"]
+    secret.write_text("of somebody else's")
+    secret.chmod(0o644)
+    look = f'stat -c %a {secret}; cat {secret}; echo ":$XSHARD_LAUNCH_TOKEN"'
+    commands = [["bash", "-c", f"({look}) > {copy}"] for copy in copies]
+    plan = engine.Plan(commands, private={secret: f"<{engine.TOKEN}>"})
+    assert f"<{engine.TOKEN}>" in str(plan)
+    tokens = []
+    for _ in range(2):
+        # A plan with a private file stays, to remove it.
+        assert plan.run(replace=True) == 0 and not secret.exists()
+        mode, content = copies[0].read_text().split()
+        assert copies[0].read_text() == copies[1].read_text()
+        token = content.partition(":")[2]
+        assert mode == "600" and content == f"<{token}>:{token}" and len(token) == 64
+        tokens.append(token)
+    assert tokens[0] != tokens[1]
+
+
+def test_a_private_file_does_not_outlive_a_failure(tmp_path):
+    secret = tmp_path / "secret"
+    assert engine.Plan([["false"]], private={secret: engine.TOKEN}).run() == 1
+    with pytest.raises(engine.LaunchError, match="no-such is not on PATH"):
+        engine.Plan([["no-such"]], private={secret: engine.TOKEN}).run()
+    assert not secret.exists()
+
+
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        ("digits", "digits"),
+        ("001", "run-001"),
+        ("2024-run", "run-2024-run"),
+        ("My_Run.3", "my-run-3"),
+        ("--x--", "x"),
+        ("x" * 33 + "-y", "x" * 33),
+    ],
+)
+def test_a_name_comes_of_any_work_directory(directory, name):
+    assert engine.check_name(engine.derived_name(pathlib.Path(directory))) == name
+
+
+def test_work_directories_of_other_letters_have_names_of_their_own():
+    names = {engine.derived_name(pathlib.Path(d)) for d in ("日本", "中国", "/", "..")}
+    assert len(names) == 4 and all(name.startswith("run-") for name in names)
+    assert {engine.check_name(name) for name in names} == names
+
+
 def test_a_job_without_a_work_directory():
     with pytest.raises(engine.LaunchError, match="has no --workdir=DIR"):
         _ = engine.Job("x", ("python", "--workdir=")).workdir
@@ -90,12 +139,17 @@ def test_slurm_script_says_its_options_and_runs_the_command_as_it_is(tmp_path):
     assert {"--requeue", "--job-name=job", "--ntasks=4", "--signal=TERM@90", "--time=1:00:00",
             "--partition=tpu", f"--output={tmp_path}/run/slurm-%j.log"} <= set(options)  # fmt: skip
     (tmp_path / "job.sh").write_text(content)
-    path = stand_in(tmp_path, "srun", "")
-    ended = subprocess.run(
-        ["bash", "-u", tmp_path / "job.sh"], env={**os.environ, "PATH": path}, cwd=tmp_path
-    )
-    assert ended.returncode == 0
-    (call,) = calls(tmp_path)
+    keep = f"open({str(tmp_path / 'tokens')!r}, 'a').write(os.environ['XSHARD_LAUNCH_TOKEN'] + chr(10))"
+    path = stand_in(tmp_path, "srun", keep)
+    for _ in range(2):
+        ended = subprocess.run(
+            ["bash", "-u", tmp_path / "job.sh"], env={**os.environ, "PATH": path}, cwd=tmp_path
+        )
+        assert ended.returncode == 0
+    # Another one with each start, and in no file.
+    tokens = (tmp_path / "tokens").read_text().split()
+    assert len(set(tokens)) == 2 and all(re.fullmatch("[0-9a-f]{64}", t) for t in tokens)
+    call = calls(tmp_path)[0]
     at = call.index("--")
     assert call[at + 1 :] == list(job(tmp_path).command)
     assert f"--output={tmp_path}/run/launch.log" in call[:at]
@@ -148,7 +202,8 @@ def test_mpirun_has_the_command_as_it_is(tmp_path):
     )
     (command,) = plan.commands
     assert command[:6] == ["mpirun", "-n", "4", "--hostfile", "my hosts", "--oversubscribe"]
-    assert command[6:] == [*job(tmp_path).command, "--cpu_devices=2"]
+    assert command[6:8] == ["-x", "XSHARD_LAUNCH_TOKEN"]
+    assert command[8:] == [*job(tmp_path).command, "--cpu_devices=2"]
 
 
 # TPU VM.
@@ -157,11 +212,21 @@ def test_mpirun_has_the_command_as_it_is(tmp_path):
 def test_tpu_vm_starts_shows_and_stops(tmp_path, monkeypatch):
     host = tmp_path / "host"
     (host / "my code").mkdir(parents=True)
-    run = "[subprocess.run(['bash', '-c', a.partition('=')[2]], check=True) for a in sys.argv if a.startswith('--command=')]"
+    run = (
+        "if 'scp' in sys.argv:\n"
+        "    subprocess.run(['cp', sys.argv[5], os.path.expanduser('~')], check=True)\n"
+        "for a in sys.argv:\n"
+        "    if a.startswith('--command='):\n"
+        "        os.environ.pop('XSHARD_LAUNCH_TOKEN', None)\n"
+        "        subprocess.run(['bash', '-c', a.partition('=')[2]], check=True)"
+    )
     monkeypatch.setenv("PATH", stand_in(tmp_path, "gcloud", run))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
     monkeypatch.chdir(host)
     there = tpu_vm.TpuVm("pod", "my code", "us-x", None)
-    program = (sys.executable, "-c", f"{DUMP}; print('hello'); import time; time.sleep(600)")
+    show = "import os; open('token', 'w').write(os.environ['XSHARD_LAUNCH_TOKEN'])"
+    program = (sys.executable, "-c", f"{show}; {DUMP}; import time; time.sleep(600)")
     started = engine.Job("job", (*program, EVIL, "--workdir=x"))
     assert there.launch([started]).run() == 0
     log = host / "my code" / "job.log"
@@ -169,6 +234,9 @@ def test_tpu_vm_starts_shows_and_stops(tmp_path, monkeypatch):
     harness.wait_until((host / "my code" / "arguments.json").read_text)
     assert json.loads((host / "my code" / "arguments.json").read_text()) == [EVIL, "--workdir=x"]
     assert log.exists() and not list(host.rglob("evil"))
+    token = (host / "my code" / "token").read_text()
+    assert len(token) == 64 and token not in (tmp_path / "calls").read_text()
+    assert not list(host.glob("*.token")) and not list((tmp_path / "home").iterdir())
     # Twice on the same chips would be a mess.
     assert there.launch([started]).run() != 0
     pid = int((host / "my code" / "job.pid").read_text())
@@ -179,7 +247,8 @@ def test_tpu_vm_starts_shows_and_stops(tmp_path, monkeypatch):
             or not pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
         )
     )
-    start, *_ = calls(tmp_path)
+    send, start, *_ = calls(tmp_path)
+    assert send[4:] == ["scp", "job.token", "pod:job.token", "--worker=all", "--zone=us-x"]
     assert start[:9] == [
         "gcloud",
         "compute",
@@ -216,8 +285,19 @@ def job_set(tmp_path, **fields):
         [job(tmp_path)]
     )
     ((path, content),) = plan.files.items()
-    assert plan.commands[0][-3:] == ["create", "-f", str(path)]
-    return yaml.safe_load(content)
+    ((secret_path, secret),) = plan.private.items()
+    assert plan.commands[0][-3:] == ["apply", "-f", str(secret_path)]
+    assert plan.commands[1][-3:] == ["create", "-f", str(path)]
+    kubernetes_validate.validate(yaml.safe_load(secret), "1.31", strict=True)
+    manifest = yaml.safe_load(content)
+    assert engine.TOKEN in secret and engine.TOKEN not in content
+    (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    source = container["env"][-1]["valueFrom"]["secretKeyRef"]
+    assert yaml.safe_load(secret)["metadata"]["name"] == source["name"]
+    assert source["key"] in yaml.safe_load(secret)["stringData"]
+    return manifest
 
 
 def forbid_others(schema):
@@ -361,7 +441,8 @@ def test_dry_run_does_nothing_and_names_no_secret(tmp_path, name):
     assert code == 0 and "--config=configs/digits.py" in output, output
     assert list(tmp_path.iterdir()) == []
     if name != "tpu_vm":
-        assert "secret" not in output
+        assert "secret-" not in output
+    assert not re.search("[0-9a-f]{32}", output)
 
 
 @pytest.mark.parametrize(
@@ -378,6 +459,8 @@ def test_dry_run_does_nothing_and_names_no_secret(tmp_path, name):
         (["status"], "give one work directory"),
         (["--", "true"], "has no --workdir=DIR"),
         (["status", "--", "true"], "the command begins after"),
+        (["--name=001", "--", "true", "--workdir=x"], "--name=001 must be"),
+        (["--name=", "--", "true", "--workdir=x"], "--name= must be"),
         (["--name=Bad_Name", "--", "true", "--workdir=x"], "--name=Bad_Name must be"),
         (
             ["--engine=mpi", "--sweep=configs/digits_sweep.py", "--", "true", "--workdir={tmp}"],

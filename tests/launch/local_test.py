@@ -3,6 +3,7 @@
 import contextlib
 import io
 import pathlib
+import re
 import signal
 import sys
 import threading
@@ -72,6 +73,58 @@ def test_it_is_started_again_until_it_is_done(supervise, monkeypatch):
     assert supervisor.out.getvalue().count("starting it again") == 2
     assert supervisor.back_offs == [1]
     assert "[1] start 4 0" in supervisor.out.getvalue()
+
+
+def test_each_start_has_a_token_of_its_own_that_all_its_processes_have(
+    supervise, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("STEP", "1")
+    program = tmp_path / "program.py"
+    show = 'print("token", os.environ["XSHARD_LAUNCH_TOKEN"], " ".join(sys.argv).count(os.environ["XSHARD_LAUNCH_TOKEN"]))'
+    supervisor = supervise("42", "0", processes=2)
+    program.write_text(
+        PROGRAM.replace("import json", "import json, os, sys\n" + show + "\nimport json", 1)
+    )
+    assert supervisor.run() == 0
+    said = re.findall("token ([0-9a-f]{64}) 0", supervisor.out.getvalue())
+    assert len(said) == 4 and len(set(said[:2])) == len(set(said[2:])) == 1 and said[0] != said[2]
+
+
+class Full(io.StringIO):
+    """A log on a full disk."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_log_that_cannot_be_written_holds_up_no_process(tmp_path):
+    # More than a pipe holds: it must be read on.
+    command = (
+        sys.executable,
+        "-c",
+        "print('x' * 200 + chr(10), end='') or [print('x' * 100) for _ in range(5000)]",
+    )
+    job = engine.Job("job", (*command, f"--workdir={tmp_path}"))
+    assert local.Supervisor(job, local.Local(), Full()).run() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM])
+def test_the_signals_that_stop_a_run_are_passed_on(number):
+    taken = []
+    with local.passed_on(taken.append):
+        signal.raise_signal(number)
+    assert taken == [number]
+
+
+def test_what_the_launcher_was_started_to_ignore_is_not_passed_on():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        taken = []
+        with local.passed_on(taken.append):
+            signal.raise_signal(signal.SIGHUP)
+        assert taken == [] and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_to_stop_early_without_a_new_step_is_a_failure(supervise):

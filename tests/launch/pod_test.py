@@ -6,12 +6,14 @@ import os
 import random
 import re
 import signal
+import socket
 
 import numpy as np
 import pytest
 
 from tests import pace
 from tests.launch import harness
+from xshard import handshake
 
 COUNT = 3
 # A run long enough to be disturbed.
@@ -82,11 +84,45 @@ def test_a_pod_with_a_sharded_update_and_int8_between_slices_goes_on_to_the_same
     code, output = harness.finish(start(undisturbed, *SHARDED))
     assert code == 0, output
     with disturbed(tmp_path, *SHARDED) as process:
-        os.kill(pid_of(tmp_path / "run", 2), signal.SIGTERM)
-        harness.read_until(process, "stopped at step")
+        os.kill(pid_of(tmp_path / "run", 2), signal.SIGHUP)
+        line = harness.read_until(process, "stopped at step")
+    assert line.startswith("[0] SIGHUP on process 2 on ")
     code, output = harness.finish(process)
     assert code == 0 and "resumed from the checkpoint of step" in output
     harness.assert_same_end(tmp_path / "run", undisturbed, 150)
+
+
+def knows_token(port, token):
+    """Whether process 0, which waits for the others at this port, shows that it knows a token."""
+    with socket.create_connection(("127.0.0.1", port)) as guest, guest.makefile("rb") as file:
+        guest.sendall(handshake.nonce_line("a" * 32))
+        its_nonce = handshake.read_nonce(file.readline()[:-1])
+        seals = handshake.Seals(token, handshake.GUEST, f"{'a' * 32} {its_nonce}")
+        try:
+            return seals.read(file.readline()[:-1]) == {"process": 0}
+        except handshake.MalformedError:
+            return False
+
+
+def test_one_that_waits_for_the_others_knows_the_token_and_hears_signals(tmp_path):
+    port = harness.free_port()
+    place = [f"--coordinator_address=127.0.0.1:{port}", "--num_processes=2", "--process_id=0"]
+    environment = harness.environment(XSHARD_LAUNCH_TOKEN="of the launch")
+    command = [*harness.TOY, *place, f"--workdir={tmp_path / 'run'}"]
+    with harness.running(harness.start(command, environment)) as process:
+
+        def is_there():
+            assert process.poll() is None
+            with contextlib.suppress(ConnectionRefusedError):
+                return knows_token(port, "of the launch")
+            return False
+
+        harness.wait_until(is_there)
+        assert not knows_token(port, "of another") and not knows_token(port, "")
+        process.send_signal(signal.SIGUSR1)
+        code, output = harness.finish(process)
+    assert code == 42 and "SIGUSR1 on process 0 on" in output
+    assert "nothing was trained" in output and not (tmp_path / "run").exists()
 
 
 def test_kill_9_of_one_process_and_the_pod_is_started_again(tmp_path, undisturbed):

@@ -34,6 +34,7 @@ from xshard import (
     metrics,
     notice,
     preflight,
+    streams,
 )
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
@@ -317,6 +318,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run() -> int:
     """Parses the flags and runs; an error of the user's becomes one message."""
+    streams.last()
     logging.set_verbosity(logging.WARNING)
     # From where it is started configs may import one another, and experiments are found.
     sys.path.insert(0, os.getcwd())

@@ -1,0 +1,110 @@
+"""Standard streams that are closed, full, broken or of few characters: real processes and descriptors."""
+
+import io
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import harness
+from xshard import cli, streams
+
+# Prints more than any buffer holds, and says in a file, the first to be opened, how it went.
+PROGRAM = """
+import contextlib, os, sys
+from xshard import cli
+def program():
+    with open(sys.argv[1], "w") as file:
+        for _ in range(200):
+            print("\\u65e5\\u672c \\udcff" * 100)
+            print("\\u65e5\\u672c" * 100, file=sys.stderr, flush=True)
+            sys.stdout.writelines(["line", "\\n"])
+        with contextlib.suppress(OSError):
+            os.write(1, b"to stdout")
+            os.write(2, b"to stderr")
+        file.write(f"done {sys.stdin.read()!r} {file.fileno() > 2}")
+    return 7
+sys.exit(cli.run(program))
+"""
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+SHELL = {
+    "stdout closed": ">&-",
+    "stderr closed": "2>&-",
+    "stdin closed": "<&- >/dev/null",
+    "all closed": "<&- >&- 2>&-",
+    "a full device": ">/dev/full 2>/dev/full",
+    "a pager that has seen enough": "2>&1 | head -c 1",
+    "a reader that is gone": "> >(true) 2>&1",
+}
+
+
+@pytest.mark.parametrize("case", SHELL)
+def test_the_work_is_done_and_the_exit_code_is_its_own(tmp_path, case):
+    line = f'"$@" {SHELL[case]}; exit ${{PIPESTATUS[0]}}'
+    command = ["bash", "-c", line, "-", sys.executable, "-c", PROGRAM, str(tmp_path / "said")]
+    done = subprocess.run(
+        command,
+        env=harness.environment(**ASCII),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=harness.FOREVER,
+    )
+    assert done.returncode == 7, done.stderr
+    assert (tmp_path / "said").read_text() == "done '' True"
+
+
+def test_a_terminal_that_goes_away(tmp_path):
+    ours, its = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "said")],
+        env=harness.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=its,
+        stderr=its,
+        start_new_session=True,
+    )
+    os.close(its)
+    assert os.read(ours, 1)
+    os.close(ours)
+    assert process.wait(harness.FOREVER) == 7
+    assert (tmp_path / "said").read_text().startswith("done")
+
+
+@pytest.mark.parametrize("module", ["xshard.main", "xshard.dryrun", "launch"])
+def test_help_into_a_pager_that_has_seen_enough(module):
+    line = '"$@" --help | true; exit ${PIPESTATUS[0]}'
+    command = ["bash", "-c", line, "-", sys.executable, "-m", module]
+    done = subprocess.run(command, env=harness.environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class Broken(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+    def flush(self):
+        raise OSError(28, "No space left on device")
+
+
+def test_what_cannot_be_written_is_dropped_and_what_cannot_be_encoded_is_escaped():
+    stream = streams.lasting(Broken())
+    assert stream.write("text") == 4
+    stream.flush()
+    stream.writelines(["a", "b"])
+    assert streams.lasting(stream) is stream
+    raw = io.BytesIO()
+    stream = streams.lasting(io.TextIOWrapper(raw, "ascii"))
+    print("日", file=stream, flush=True)
+    assert raw.getvalue() == b"\\u65e5\n"
+    stream.close()
+    stream.write("no more")
+
+
+def test_a_program_that_is_run_twice_has_one_of_each(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.StringIO())
+    assert cli.run(lambda: 3) == 3
+    once = sys.stdout
+    assert cli.run(lambda: 3) == 3 and sys.stdout is once

@@ -1,0 +1,230 @@
+"""How the processes of a run find one another, at the address of process 0: the others come, and are told."""
+
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from xshard import handshake, places, reception, signals
+
+# How long an answer may take beside what it waits for.
+_ANSWER_SECONDS = 5.0
+# How long what answers wrongly is tried again: it may be a run that has not quite ended.
+_PATIENCE_SECONDS = 10.0
+_RETRY_SECONDS = 0.2
+_LONGEST_TEXT = 1 << 14
+
+
+class _RefusedError(Exception):
+    """What took the connection is not process 0 of this run, or not now. The message says what it did."""
+
+
+def meet(
+    at: places.Place,
+    seconds: float,
+    facts: Mapping[str, str],
+    token: str = "",
+    heard: signals.Heard | None = None,
+) -> list[str]:
+    """Meets the other processes.
+
+    Args:
+      at: this process's place.
+      seconds: until all have come.
+      facts: what must be equal on all processes, such as the config; short texts.
+      token: of the launch; empty if there is none.
+      heard: the signals, of which one ends the meeting for all; None if nobody asks.
+
+    Returns:
+      The host name of each process.
+
+    Raises:
+      StartError: if some process does not come in time, or does not fit; on all processes that came.
+      StoppedError: if a signal has come to one of them; on all processes that came.
+    """
+    host, short = socket.gethostname(), handshake.shortened(facts)
+    own = handshake.Hello(at.index, at.count, host, os.getpid(), short)
+    if at.index == 0:
+        return reception.Host(at, own, token, heard).attend(seconds)
+    return _Visitor(at, own, token, heard).visit(seconds)
+
+
+class _Visitor:
+    """What the others do."""
+
+    def __init__(
+        self, at: places.Place, own: handshake.Hello, token: str, heard: signals.Heard | None
+    ):
+        self._at = at
+        self._own = own
+        self._token = token
+        self._heard = heard
+
+    def visit(self, seconds: float) -> list[str]:
+        """Goes to process 0 until it is taken in; the hosts that it is told."""
+        deadline = time.monotonic() + seconds
+        patient_until = float("inf")
+        while True:
+            with self._connect(deadline) as connection:
+                try:
+                    return _Visit(connection, self._own, self._token, self._heard).run(seconds)
+                except _RefusedError as e:
+                    refusal = str(e)
+            now = time.monotonic()
+            patient_until = min(patient_until, now + _PATIENCE_SECONDS)
+            if now >= min(patient_until, deadline):
+                raise places.StartError(
+                    f"{self._at.address} took the connection of process {self._at.index}, but did not answer "
+                    f"as process 0 of this run does: {refusal}"
+                )
+            self._pause()
+
+    def _connect(self, deadline: float) -> socket.socket:
+        host, _, port = self._at.address.rpartition(":")
+        while True:
+            try:
+                return socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS)
+            except (OSError, UnicodeError) as e:
+                if time.monotonic() >= deadline:
+                    reason = getattr(e, "strerror", None) or e
+                    raise places.StartError(
+                        f"process {self._at.index} on {self._own.host} cannot reach process 0 at "
+                        f"{self._at.address} ({reason}): check --coordinator_address, the network between "
+                        "the hosts, and whether process 0 has started."
+                    ) from e
+            self._pause()
+
+    def _pause(self) -> None:
+        """Waits a moment; StoppedError if a signal comes."""
+        if self._heard is None:
+            time.sleep(_RETRY_SECONDS)
+            return
+        select.select([self._heard], [], [], _RETRY_SECONDS)
+        for number in self._heard.read():
+            raise places.stopped(self._own.name, number)
+
+
+class _Visit:
+    """One connection to process 0."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        own: handshake.Hello,
+        token: str,
+        heard: signals.Heard | None,
+    ):
+        self._connection = connection
+        self._own = own
+        self._token = token
+        self._heard = heard
+        self._lines = handshake.Lines(connection)
+        self._seals: handshake.Seals | None = None
+        self._is_welcome = False
+
+    def run(self, seconds: float) -> list[str]:
+        """The hosts; _RefusedError where another try may do better."""
+        try:
+            places.keep_alive(self._connection)
+            # Process 0 ends the meeting at its own deadline, which may have begun just now.
+            return self._talk(time.monotonic() + seconds + _ANSWER_SECONDS)
+        except (OSError, handshake.GoneError, handshake.MalformedError) as e:
+            if self._is_welcome:
+                raise places.StartError(
+                    f"process 0, to which process {self._own.index} was connected, has ended or cannot be "
+                    "reached any more: see what it printed."
+                ) from e
+            raise _RefusedError(
+                "either it has ended (see what it printed), or that port is another program's."
+            ) from e
+        except places.StoppedError as e:
+            if self._is_welcome:
+                raise self._say_goodbye(e) from None
+            raise
+
+    def _talk(self, deadline: float) -> list[str]:
+        own_nonce = handshake.nonce()
+        self._connection.sendall(handshake.nonce_line(own_nonce))
+        its_nonce = handshake.read_nonce(self._line(deadline))
+        nonces = f"{own_nonce} {its_nonce}"
+        self._seals = handshake.Seals(self._token, handshake.GUEST, nonces)
+        sealed = self._line(deadline)
+        try:
+            self._seals.read(sealed)
+        except handshake.MalformedError as e:
+            raise _RefusedError(
+                f"it has another token of a launch ({handshake.VARIABLE}). Start all processes by one launch, "
+                "or all by hand; or that port is another run's."
+            ) from e
+        # From here on it is known to be of this launch.
+        self._connection.settimeout(_ANSWER_SECONDS)
+        self._connection.sendall(self._seals.line({}) + self._hello(self._seals))
+        answer = self._seals.read(self._line(deadline))
+        if answer.get("welcome") is True:
+            self._is_welcome = True
+            answer = self._seals.read(self._line(deadline))
+        return self._take(answer)
+
+    def _hello(self, seals: handshake.Seals) -> bytes:
+        message = {
+            "index": self._own.index,
+            "count": self._own.count,
+            "host": self._own.host,
+            "pid": self._own.pid,
+            "facts": self._own.facts,
+        }
+        line = seals.line(message)
+        if len(line) > handshake.LONGEST:
+            raise places.StartError(
+                f"process {self._own.index} has {len(self._own.facts)} facts to compare with process 0's, the "
+                f"config's keys and a checksum of each source file: {len(line)} bytes, and {handshake.LONGEST} "
+                "are the most. Move the experiment into a smaller package."
+            )
+        return line
+
+    def _line(self, deadline: float) -> bytes:
+        """The next line of process 0; StoppedError if a signal comes first."""
+        ears: list[Any] = [self._connection]
+        if self._heard is not None:
+            ears.append(self._heard)
+        self._connection.setblocking(False)
+        while (line := self._lines.take(handshake.LONGEST)) is None:
+            ready, _, _ = select.select(ears, [], [], max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise handshake.GoneError
+            if self._connection in ready:
+                self._lines.receive()
+            elif self._heard is not None:
+                for number in self._heard.read():
+                    raise places.stopped(self._own.name, number)
+        return line
+
+    def _take(self, answer: Mapping[str, Any]) -> list[str]:
+        """The hosts of an answer; raises what else it says."""
+        if "stopped" in answer:
+            code = answer.get("code")
+            if not isinstance(code, int) or code not in signals.CODES.values():
+                raise handshake.MalformedError("code")
+            raise places.StoppedError(handshake.text(answer, "stopped", _LONGEST_TEXT), code)
+        if "error" in answer:
+            raise places.StartError(handshake.text(answer, "error", _LONGEST_TEXT))
+        hosts = answer.get("hosts")
+        if not isinstance(hosts, list) or len(hosts) != self._own.count:
+            raise handshake.MalformedError("hosts")
+        return [handshake.text({"host": host}, "host") for host in hosts]
+
+    def _say_goodbye(self, own: places.StoppedError) -> places.StoppedError:
+        """Has process 0 stop all; the end that it then tells of, or else this process's own."""
+        assert self._seals is not None
+        self._heard = None
+        try:
+            self._connection.settimeout(_ANSWER_SECONDS)
+            self._connection.sendall(self._seals.line({"leaving": own.signal}))
+            self._take(self._seals.read(self._line(time.monotonic() + _ANSWER_SECONDS)))
+        except places.StoppedError as e:
+            return e
+        except (OSError, handshake.GoneError, handshake.MalformedError, places.StartError):
+            return own
+        return own
