@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch import engine, local
-from xshard import metrics, notice, status, workdir
+from xshard import errors, jsonfile, metrics, notice, status, workdir
 
 Point = Mapping[str, Any]
 POINTS_FILE = "sweep.json"
@@ -65,7 +65,7 @@ def claim(directory: pathlib.Path, points: Sequence[Point]) -> None:
             path.write_text(content)
     except OSError as e:
         raise engine.LaunchError(f"{path} cannot be written: {e.strerror}.") from e
-    if old is not None and json.loads(old) != json.loads(content):
+    if old is not None and jsonfile.read(path, list) != json.loads(content):
         changed = difflib.unified_diff(old.splitlines(), content.splitlines(), lineterm="", n=0)
         raise engine.LaunchError(
             f"{directory} holds another sweep, which differs in {' '.join(list(changed)[3:7])}: give --workdir "
@@ -79,7 +79,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
     Returns:
       0 if all are done; else the code of the first that is not.
     """
-    todo = [job for job in all_jobs if not _read(job.workdir / workdir.RESULTS)]
+    todo = [job for job in all_jobs if not jsonfile.read_if_exists(job.workdir / workdir.RESULTS)]
     failed = [job.name for job in all_jobs if job not in todo and workdir.not_finite(job.workdir)]
     count = len(all_jobs) - len(todo) - len(failed)
     print(f"{count} of {len(all_jobs)} jobs are done; {parallel} at a time", flush=True)
@@ -127,17 +127,23 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     Raises:
       LaunchError: if the directory is no sweep's.
     """
-    try:
-        points = json.loads((directory / POINTS_FILE).read_bytes())
-    except (OSError, ValueError) as e:
-        raise engine.LaunchError(f"{directory / POINTS_FILE} cannot be read: {e}.") from e
+    path = directory / POINTS_FILE
+    points = jsonfile.read(path, list)
+    if not all(isinstance(point, dict) for point in points):
+        raise engine.LaunchError(f"{path} is no sweep's: a point is to be an object.")
     return [_row(directory / f"{index:03}", point) for index, point in enumerate(points)]
 
 
 def _row(directory: pathlib.Path, point: Point) -> dict[str, Any]:
-    results = _read(directory / workdir.RESULTS) or {}
-    (process, *_) = _read(directory / status.FILE) or [{"doing": "not started", "step": ""}]
+    try:
+        results = jsonfile.read_if_exists(directory / workdir.RESULTS) or {}
+        processes = status.read_if_exists(directory)
+    except errors.UserError as e:
+        # The other points' rows are as good as without this one's.
+        return {"run": directory.name, **point, "doing": f"not known: {e}", "step": ""}
+    (process, *_) = processes or [{"doing": "not started", "step": ""}]
     step = results.get("step", process["step"])
+    evaluation = results.get("eval")
     doing = "done" if results else process["doing"]
     if results.get("finite") is False:
         doing = notice.ENDS[notice.NONFINITE]
@@ -146,15 +152,8 @@ def _row(directory: pathlib.Path, point: Point) -> dict[str, Any]:
         **point,
         "doing": doing,
         "step": "" if step is None else step,
-        **results.get("eval", {}),
+        **(evaluation if isinstance(evaluation, dict) else {}),
     }
-
-
-def _read(path: pathlib.Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
 
 
 def _text(value: Any) -> str:

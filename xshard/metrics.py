@@ -17,6 +17,7 @@ from xshard import errors
 Row = dict[str, Any]
 # Steps that may have been dispatched and not yet looked at.
 IN_FLIGHT = 2
+_UNPRINTABLE = {code: "\ufffd" for code in (*range(32), *range(127, 160))}
 
 
 class Deferred:
@@ -161,5 +162,10 @@ def write_atomically(path: pathlib.Path, content: bytes, *, sync: bool = True) -
     temporary.replace(path)
 
 
+def printable(text: str) -> str:
+    """A text that may come from a file, without what no terminal and no page can show."""
+    return text.encode("utf-8", "replace").decode().translate(_UNPRINTABLE)
+
+
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))

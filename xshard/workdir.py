@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from xshard import errors, metrics
+from xshard import errors, jsonfile, metrics
 
 RESULTS = "results.json"
 # What may change between two parts of a run: how long it is, what it shows, and what it runs on. Anything
@@ -203,12 +203,11 @@ class Workdir:
 def _read(path: pathlib.Path, what: str) -> dict[str, Any]:
     """A file of the directory that holds a dictionary."""
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, OSError) as e:
-        raise errors.UserError(f"{path} cannot be read ({e}); give a new --workdir.") from e
-    if not isinstance(content, dict):
-        raise errors.UserError(f"{path} is not a run's {what}; give a new --workdir.")
-    return content
+        return jsonfile.read(path)
+    except errors.UserError as e:
+        raise errors.UserError(
+            f"{e} It is to be the run's {what}: give it back, or give a new --workdir."
+        ) from e
 
 
 def _same_count(old: Any, new: Any) -> bool:
@@ -217,12 +216,13 @@ def _same_count(old: Any, new: Any) -> bool:
 
 
 def not_finite(directory: pathlib.Path) -> str:
-    """Why the run in a work directory has not ended finite; empty if it has, or has not ended."""
-    try:
-        results = json.loads((directory / RESULTS).read_bytes())
-    except (OSError, ValueError):
-        return ""
-    if not isinstance(results, dict) or results.get("finite") is not False:
+    """Why the run in a work directory has not ended finite; empty if it has, or has not ended.
+
+    Raises:
+      UserError: if it has ended, and what it has said is damaged.
+    """
+    results = jsonfile.read_if_exists(directory / RESULTS) or {}
+    if results.get("finite") is not False:
         return ""
     return str(results.get("why", "not finite"))
 
