@@ -1,13 +1,12 @@
 """What the processes of a run are doing, from what they leave in its work directory."""
 
-import json
 import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from launch import engine, sweep
-from xshard import metrics, workdir
+from xshard import errors, identity, jsonfile, metrics, workdir
 from xshard import status as status_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source
@@ -42,24 +41,26 @@ def show(words: Sequence[str], as_json: bool) -> int:
 
 def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     """A row for each process; LaunchError if there is no run."""
-    path = directory / status_lib.FILE
     try:
         processes = status_lib.read(directory)
-    except (OSError, ValueError) as e:
+    except errors.UserError as e:
         raise engine.LaunchError(
-            f"{path} cannot be read ({getattr(e, 'strerror', e)}): {directory} is no work directory of a run, "
-            "or of one that has not begun."
+            f"{e} {directory} is no work directory of a run, or of one that has not begun."
         ) from e
     return [_row(index, process) for index, process in enumerate(processes)]
 
 
 def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
     """The newest checkpoint's step, its age in seconds, and whether it is finite as far as is known; or None."""
-    try:
-        config = json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError):
+    config = jsonfile.read_if_exists(directory / "config.json")
+    if config is None:
         return None
-    store = store_lib.Store(config["checkpoint"]["directory"] or directory / "checkpoints")
+    elsewhere = identity.flatten(config).get("checkpoint.directory")
+    if not isinstance(elsewhere, str):
+        raise engine.LaunchError(
+            f"{directory / 'config.json'} is no run's config: its checkpoint.directory is {elsewhere!r}, no text."
+        )
+    store = store_lib.Store(elsewhere or directory / "checkpoints")
     there = format_lib.committed(store)
     if not there:
         return None

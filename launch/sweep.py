@@ -13,8 +13,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import engine, local
+from xshard import errors, jsonfile, metrics, notice, status, workdir
 from xshard import identity as identity_lib
-from xshard import metrics, notice, status, workdir
 
 Point = Mapping[str, Any]
 POINTS_FILE = "sweep.json"
@@ -69,7 +69,7 @@ def claim(directory: pathlib.Path, points: Sequence[Point]) -> None:
             path.write_text(content)
     except OSError as e:
         raise engine.LaunchError(f"{path} cannot be written: {e.strerror}.") from e
-    if old is not None and json.loads(old) != json.loads(content):
+    if old is not None and jsonfile.read(path, list) != json.loads(content):
         changed = difflib.unified_diff(old.splitlines(), content.splitlines(), lineterm="", n=0)
         raise engine.LaunchError(
             f"{directory} holds another sweep, which differs in {' '.join(list(changed)[3:7])}: give --workdir "
@@ -127,18 +127,20 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
 
 def has_ended(job: engine.Job) -> bool:
     """Whether a job's run has come to its end, with the very config that is asked for now."""
-    results = _read(job.workdir / workdir.RESULTS)
-    config = _read(job.workdir / "config.json")
-    if not isinstance(results, dict) or not isinstance(config, dict):
+    names = (workdir.RESULTS, "config.json", workdir.REACHED)
+    try:
+        results, config, reached = (jsonfile.read_if_exists(job.workdir / name) for name in names)
+    except errors.UserError:
+        # The run itself says what is wrong.
+        return False
+    if results is None or config is None:
         return False
     identity = config.pop(workdir.IDENTITY, None)
     # Results of another run, or without the checkpoint that they are of, are none of this one's.
     of_this_run = identity is None or results.get("run") == identity.get("id")
-    reached = _read(job.workdir / workdir.REACHED)
-    is_saved = not results.get("finite", True) or (
-        reached is None or reached.get("step") == results.get("step")
-    )
-    return of_this_run and is_saved and config == _asked_for(job)
+    is_saved = reached is None or reached.get("step") == results.get("step")
+    is_over = is_saved or not results.get("finite", True)
+    return of_this_run and is_over and config == _asked_for(job)
 
 
 def _asked_for(job: engine.Job) -> dict[str, Any] | None:
@@ -160,17 +162,23 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     Raises:
       LaunchError: if the directory is no sweep's.
     """
-    try:
-        points = json.loads((directory / POINTS_FILE).read_bytes())
-    except (OSError, ValueError) as e:
-        raise engine.LaunchError(f"{directory / POINTS_FILE} cannot be read: {e}.") from e
+    path = directory / POINTS_FILE
+    points = jsonfile.read(path, list)
+    if not all(isinstance(point, dict) for point in points):
+        raise engine.LaunchError(f"{path} is no sweep's: a point is to be an object.")
     return [_row(directory / f"{index:03}", point) for index, point in enumerate(points)]
 
 
 def _row(directory: pathlib.Path, point: Point) -> dict[str, Any]:
-    results = _read(directory / workdir.RESULTS) or {}
-    (process, *_) = _read(directory / status.FILE) or [{"doing": "not started", "step": ""}]
+    try:
+        results = jsonfile.read_if_exists(directory / workdir.RESULTS) or {}
+        processes = status.read_if_exists(directory)
+    except errors.UserError as e:
+        # The other points' rows are as good as without this one's.
+        return {"run": directory.name, **point, "doing": f"not known: {e}", "step": ""}
+    (process, *_) = processes or [{"doing": "not started", "step": ""}]
     step = results.get("step", process["step"])
+    evaluation = results.get("eval")
     doing = "done" if results else process["doing"]
     if results.get("finite") is False:
         doing = notice.ENDS[notice.NONFINITE]
@@ -179,15 +187,8 @@ def _row(directory: pathlib.Path, point: Point) -> dict[str, Any]:
         **point,
         "doing": doing,
         "step": "" if step is None else step,
-        **results.get("eval", {}),
+        **(evaluation if isinstance(evaluation, dict) else {}),
     }
-
-
-def _read(path: pathlib.Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
 
 
 def _text(value: Any) -> str:

@@ -217,7 +217,7 @@ def test_bad_work_directories(tmp_path, run, case):
         "a file": "is a file; give a directory",
         "below a file": "cannot be written: Not a directory",
         "somebody's": "no config.json",
-        "config": "is not a run's config; give a new --workdir",
+        "config": "it is not an object. It is to be the run's config",
         "checkpoints": "is a file; move it away",
     }
     assert expected[case] in err, err

@@ -3,13 +3,14 @@
 import contextlib
 import csv
 import json
+import os
 import resource
 import types
 
 import pytest
 from tensorboard.backend.event_processing import event_accumulator
 
-from xshard import writers
+from xshard import event_files, writers
 
 ALL = ("jsonl", "csv", "tensorboard")
 
@@ -89,6 +90,119 @@ def test_steps_that_are_made_again_are_there_once(tmp_path):
     assert found["eval/error"] == [(2, 1.0)]
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is set by hand."""
+    now = [1_700_000_000.0]
+    monkeypatch.setattr(event_files.time, "time", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("change", [0.0, -3600.0, 3600.0, 9e9])
+def test_a_clock_that_is_set_makes_no_point_twice(tmp_path, clock, change):
+    write_part(tmp_path, 0, [training(step) for step in range(1, 5)])
+    if change > 1e9:
+        # As of a start whose clock was ahead by centuries.
+        (old,) = (tmp_path / "tensorboard").iterdir()
+        old.rename(old.with_name(old.name.replace("1700000000", "9999999000")))
+    else:
+        clock[0] += change
+    write_part(tmp_path, 2, [training(3, again=10.0)])
+    write_part(tmp_path, 3, [training(4, again=20.0)])
+    assert scalars(tmp_path)["perf/seconds"] == [(1, 1.0), (2, 2.0), (3, 13.0), (4, 24.0)]
+
+
+def test_a_reader_that_was_open_before_a_start_goes_on(tmp_path):
+    write_part(tmp_path, 0, [training(1), training(2), training(3)])
+    reader = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0})
+    for start in range(1, 5):
+        reader.Reload()
+        opened = open_part(tmp_path, 2)
+        reader.Reload()
+        assert [event.step for event in reader.Scalars("loss")] == [1, 2]
+        for writer in opened:
+            writer.write(training(3, again=start))
+        reader.Reload()
+        found = [(event.step, event.value) for event in reader.Scalars("perf/seconds")]
+        assert found == [(1, 1.0), (2, 2.0), (3, 3.0 + start)]
+        for writer in opened:
+            writer.close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+
+
+def test_of_files_that_are_not_the_writers_none_is_deleted_or_written_to(tmp_path):
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    other = tmp_path / "other"
+    other.write_text("somebody's")
+    names = (
+        "events.out.tfevents.1600000000.host.123.456789",
+        "events.out.tfevents.1600000000.host.123.0.v2",
+        "events.out.tfevents.1600000000.host",
+    )
+    for name in names:
+        (folder / name).write_bytes(b"")
+    (folder / "events.out.tfevents.1600000001.host.xshard").symlink_to(other)
+    (folder / ".events.new").symlink_to(other)
+    # Of a version before.
+    (folder / "events.out.tfevents.1600000002.host.000003").write_bytes(b"")
+    for _ in range(3):
+        write_part(tmp_path, 0, [training(1)])
+    assert other.read_text() == "somebody's"
+    found = sorted(path.name for path in folder.iterdir())
+    assert set(names) < set(found) and "events.out.tfevents.1600000001.host.xshard" in found
+    assert len(found) == len(names) + 1 + 2
+
+
+def test_a_file_is_whole_and_durable_before_those_before_are_deleted(tmp_path, monkeypatch):
+    for _ in range(2):
+        write_part(tmp_path, 0, [training(1)])
+    folder = tmp_path / "tensorboard"
+    before = contents(folder)
+
+    def fail(descriptor):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(event_files.os, "fsync", fail)
+    with pytest.raises(ValueError, match="tensorboard could not be written: Input/output error"):
+        open_part(tmp_path, 1)
+    assert before.items() <= contents(folder).items()
+    assert scalars(tmp_path)["loss"] == [(1, 1.0)]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_sync_is_of_the_file_and_its_folder_also_after_the_end(tmp_path, monkeypatch):
+    writer = open_part(tmp_path, 0)[ALL.index("tensorboard")]
+    writer.write(training(1))
+    synced = []
+    fsync = os.fsync
+
+    def note(descriptor):
+        synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(event_files.os, "fsync", note)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    writer.sync()
+    writer.close()
+    writer.sync()
+    assert synced == [str(file), str(file.parent)] * 2
+    file.unlink()
+    with pytest.raises(ValueError, match="tensorboard could not be written: No such file"):
+        writer.sync()
+
+
+def test_rows_that_were_edited_by_hand_are_no_events(tmp_path):
+    lines = ['{"step": 1.5, "loss": 1}', '{"step": 1, "loss": "x", "perf/time": "noon", "a": 2}']
+    lines += [f'{{"step": 2, "a": {10**400}, "b": 1e300}}', '{"step": -1e400}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    write_part(tmp_path, 5, [training(6)])
+    assert scalars(tmp_path)["a"] == [(1, 2.0)]
+
+
 def test_a_run_that_begins_anew_leaves_nothing_of_what_was_before_its_first_checkpoint(tmp_path):
     write_part(tmp_path, 0, [training(1), training(2)])
     write_part(tmp_path, 0, [])
@@ -159,8 +273,8 @@ def full_disk(size):
 @pytest.mark.parametrize("name", ALL)
 def test_a_full_disk_ends_the_run_and_spoils_nothing(tmp_path, name):
     write_part(tmp_path, 0, [training(step) for step in range(1, 21)])
-    files = [path for path in tmp_path.iterdir() if path.is_file()]
-    limit = 500 + max((path.stat().st_size for path in files if name in ALL[:2]), default=0)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    limit = 500 + max(path.stat().st_size for path in files)
     opened, made = open_part(tmp_path, 20), 20
     match = "(metrics|tensorboard).* could not be written: File too large.*the same command"
     with pytest.raises(ValueError, match=match):

@@ -1,43 +1,50 @@
 """The event files that TensorBoard shows: `tensorboard --logdir=WORKDIR`."""
 
 import contextlib
+import os
 import pathlib
+import re
 import socket
+import stat
+import struct
 import time
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
-from tensorboardX import record_writer
+import google_crc32c
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from xshard import disk, metrics
+from xshard import disk, jsonfile, metrics
 
-# What TensorBoard needs to see before it drops the steps that a restart makes again.
+# TensorBoard needs to see it to take a session's start for one.
 _VERSION = "brain.Event:2"
 # What an event has places for.
 _ITS_OWN = ("step", "perf/time")
+_PREFIX = "events.out.tfevents"
+# A number that orders the files: the time, or one more than the last where the clock was set back.
+_NUMBER = re.compile(re.escape(_PREFIX) + r"\.(\d{10})\.")
+_LAST_NUMBER = 10**10 - 1
+# Those of versions before end in a count. TensorFlow's and PyTorch's end in two numbers.
+_OURS = re.compile(_NUMBER.pattern + r"(.+\.xshard|(?!.*\.\d+\.\d{6}$).+\.\d{6})")
 
 
 class EventFiles:
-    """A folder of event files, one for each part of a run; each number of a row is a scalar.
+    """A folder with the rows of a run as event files; each number of a row is a scalar.
 
-    Several groups are tags 'loss/0', 'loss/1'. A part that goes on from a step begins with a session log
-    (TensorFlow's `SessionLog.START`) of the step after it, at which TensorBoard drops what an earlier part
-    has written of that step and later ones.
+    Several groups are tags 'loss/0', 'loss/1'. Each start of the program writes one file with all rows until
+    then, and goes on in it. The file begins with a session log (TensorFlow's `SessionLog.START`) of step 0, at
+    which TensorBoard drops what it has read in files before, and its name comes after theirs.
     """
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        step: int,
-        history: Callable[[], Iterator[metrics.Row]],
-    ):
-        """Begins the next file.
+    def __init__(self, directory: pathlib.Path, history: Callable[[], Iterator[metrics.Row]]):
+        """Writes the file, and deletes those of earlier starts.
+
+        The last of them stays until the next start: a TensorBoard that reads in it goes on to the new file
+        from there, but not from one that is gone.
 
         Args:
           directory: the folder, which need not exist.
-          step: the step that the run goes on from.
-          history: the rows until then: written first if there is no file yet. What a part of the run without
-            this writer has made between two with it is not in the files.
+          history: the rows until now.
 
         Raises:
           ValueError: if the file cannot be written.
@@ -45,52 +52,109 @@ class EventFiles:
         self._path = directory
         with disk.writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            count = len(list(directory.glob("events.out.tfevents.*")))
-            # They are read in the order of their names: parts of one second, too, are in theirs.
-            name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{count:06}"
-            self._records = _Records(str(directory / name))
-            self._event(event_pb2.Event(wall_time=time.time(), file_version=_VERSION))
-            if count:
-                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                self._event(
-                    event_pb2.Event(wall_time=time.time(), step=step + 1, session_log=start)
-                )
-            else:
-                for row in history():
-                    self._write(row)
-            self._records.flush()
+            before = sorted(entry.name for entry in directory.iterdir())
+            self._file = directory / _next_name(before)
+            self._out = self._begin(history)
+            for name in [name for name in before if _OURS.fullmatch(name)][:-1]:
+                _delete(directory / name)
 
     def write(self, row: metrics.Row) -> None:
         """Writes a row's numbers; what is not finite is shown as such."""
         with disk.writing(self._path):
-            self._write(row)
+            self._out.write(_record(_event(row)))
             # So that it is seen at once: rows are rare.
-            self._records.flush()
+            self._out.flush()
 
     def flush(self) -> None:
         """Does nothing: no row is held back."""
 
+    def sync(self) -> None:
+        """Makes what has been written durable; may be called from another thread.
+
+        Raises:
+          ValueError: if it cannot be made so.
+        """
+        # Opened again: the thread that writes may be at its end, and have closed it.
+        with disk.writing(self._path):
+            _sync(self._file, os.O_WRONLY)
+            _sync(self._path, os.O_DIRECTORY)
+
     def close(self) -> None:
         """Ends the file; what could not be written stays unwritten."""
         with contextlib.suppress(OSError):
-            self._records.close()
+            self._out.close()
 
-    def _write(self, row: metrics.Row) -> None:
-        values = [
-            summary_pb2.Summary.Value(tag=name, simple_value=value)
-            for name, value in metrics.flat(row).items()
-            if name not in _ITS_OWN and isinstance(value, int | float)
-        ]
-        when = row.get("perf/time", time.time())
-        summary = summary_pb2.Summary(value=values)
-        self._event(event_pb2.Event(wall_time=when, step=row["step"], summary=summary))
+    def _begin(self, history: Callable[[], Iterator[metrics.Row]]) -> BinaryIO:
+        """Makes the file, which is whole and durable before it has its name; returns it open."""
+        temporary = self._path / ".events.new"
+        # Of a start that was killed here; or a link, which is not to be followed.
+        temporary.unlink(missing_ok=True)
+        out = temporary.open("xb")
+        try:
+            now = time.time()
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            out.write(_record(event_pb2.Event(wall_time=now, file_version=_VERSION)))
+            out.write(_record(event_pb2.Event(wall_time=now, step=0, session_log=start)))
+            for row in history():
+                # The file of rows may have been edited by hand.
+                if type(row.get("step")) is int and jsonfile.is_number(row["step"]):
+                    out.write(_record(_event(row)))
+            out.flush()
+            os.fsync(out.fileno())
+            temporary.rename(self._file)
+            _sync(self._path, os.O_DIRECTORY)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                out.close()
+            raise
+        return out
 
-    def _event(self, event: event_pb2.Event) -> None:
-        self._records.write(event.SerializeToString())
+
+def _next_name(there: list[str]) -> str:
+    """A name that comes after those that are there, which is the order in which TensorBoard reads."""
+    numbers = [int(match[1]) for match in map(_NUMBER.match, there) if match]
+    number = max(int(time.time()), max(numbers, default=0) + 1)
+    if number > _LAST_NUMBER:
+        raise OSError(None, f"no name comes after that of {there[-1]}; move it away")
+    return f"{_PREFIX}.{number:010}.{socket.gethostname()}.xshard"
 
 
-class _Records(record_writer.RecordWriter):
-    """Does not wait for the disk at each flush, as its base does: a step would wait for it."""
+def _delete(path: pathlib.Path) -> None:
+    """Deletes a file of an earlier start; not a link, nor what is no file."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(path.lstat().st_mode):
+            path.unlink()
 
-    def flush(self) -> None:
-        self._writer.flush()
+
+def _sync(path: pathlib.Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _event(row: metrics.Row) -> event_pb2.Event:
+    """A row as an event."""
+    values = [
+        summary_pb2.Summary.Value(tag=name, simple_value=value)
+        for name, value in metrics.flat(row).items()
+        if name not in _ITS_OWN and (isinstance(value, bool) or jsonfile.is_number(value))
+    ]
+    said = row.get("perf/time")
+    when = said if jsonfile.is_number(said) else time.time()
+    summary = summary_pb2.Summary(value=values)
+    return event_pb2.Event(wall_time=when, step=row["step"], summary=summary)
+
+
+def _record(event: event_pb2.Event) -> bytes:
+    """An event as TensorFlow frames it: its length and its bytes, each with a masked CRC-32C."""
+    content = event.SerializeToString()
+    length = struct.pack("<Q", len(content))
+    return length + _checksum(length) + content + _checksum(content)
+
+
+def _checksum(content: bytes) -> bytes:
+    crc = google_crc32c.value(content)
+    rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
+    return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)

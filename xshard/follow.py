@@ -6,10 +6,9 @@ config keeps best checkpoints, those that this job finds are pinned, so that the
 """
 
 import contextlib
-import json
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from xshard import (
     disk,
     errors,
     evaluation,
+    jsonfile,
     metrics,
     notice,
     processes,
@@ -205,10 +205,10 @@ class _Best:
         rows: pathlib.Path,
     ):
         self._path, self._keep, self._manager = path, keep, manager
-        found = json.loads(path.read_bytes()) if path.exists() else {}
-        self._pinned = set(found.get("pinned", []))
+        found = _best_of(path)
+        self._pinned = set(found["pinned"])
         self._values: dict[int, float] = {}
-        same = (found.get("metric"), found.get("mode")) == (keep.metric, keep.mode)
+        same = (found["metric"], found["mode"]) == (keep.metric, keep.mode)
         if same:
             self._values = {one["step"]: one["value"] for one in found["best"]}
         elif keep.best:
@@ -288,18 +288,41 @@ def run(
     return notice.DONE
 
 
+def _best_of(path: pathlib.Path) -> dict[str, Any]:
+    """What a best.json says, of no checkpoints if there is none; UserError if it is not what this job writes."""
+    found: dict[str, Any] = {"metric": None, "mode": None, "best": [], "pinned": []}
+    found |= jsonfile.read_if_exists(path) or {}
+    steps = found["pinned"]
+    best = found["best"]
+    if isinstance(best, list) and isinstance(steps, list) and all(map(_is_best, best)):
+        steps = [*steps, *(one["step"] for one in best)]
+        if all(type(step) is int for step in steps):
+            return found
+    raise errors.UserError(
+        f"{path} is not what this job writes; delete it, and the best are chosen again."
+    )
+
+
+def _is_best(one: Any) -> bool:
+    return isinstance(one, dict) and "step" in one and jsonfile.is_number(one.get("value"))
+
+
 def _judged(path: pathlib.Path, name: str, there: list[int]) -> dict[int, float]:
     """The values of a metric in rows of these steps, but for those that are not finite: rows have no such."""
-    found = {row["step"]: row[name] for row in writers.read(path) if name in row}
+    found = {row["step"]: row[name] for row in _rows(path) if name in row}
     each = lambda value: value if isinstance(value, list) else [value]
-    known = {step: value for step, value in found.items() if None not in each(value)}
+    is_known = lambda value: value != [] and all(map(jsonfile.is_number, each(value)))
+    known = {step: value for step, value in found.items() if is_known(value)}
     return {step: saving.number(value) for step, value in known.items() if step in there}
 
 
 def _last_step(path: pathlib.Path) -> int:
     """The step of the last whole row; -1 if there is none."""
-    last = -1
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            last = max(last, int(json.loads(line)["step"]))
-    return last
+    return max((row["step"] for row in _rows(path)), default=-1)
+
+
+def _rows(path: pathlib.Path) -> Iterator[metrics.Row]:
+    """The rows of a file; a line that is none is left out."""
+    for _, row in jsonfile.read_lines(path):
+        if row is not None and type(row.get("step")) is int:
+            yield row

@@ -12,6 +12,7 @@ import numpy as np
 Row = dict[str, Any]
 # Steps that may have been dispatched and not yet looked at.
 IN_FLIGHT = 2
+_UNPRINTABLE = {code: "\ufffd" for code in (*range(32), *range(127, 160))}
 
 
 class Deferred:
@@ -133,5 +134,10 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
     return [*lines[:half], f"... {left_out} more; --verbose shows all", *lines[-half:]]
 
 
+def printable(text: str) -> str:
+    """A text that may come from a file, without what no terminal and no page can show."""
+    return text.encode("utf-8", "replace").decode().translate(_UNPRINTABLE)
+
+
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))

@@ -2,14 +2,13 @@
 
 import collections
 import contextlib
-import json
 import os
 import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from xshard import disk, metrics
+from xshard import disk, errors, jsonfile, metrics
 
 FILE = "status.json"
 STARTING = "starting"
@@ -44,8 +43,30 @@ class Status:
 
 
 def read(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of all processes, that of process 0 first; OSError or ValueError if there are none."""
-    return json.loads((directory / FILE).read_bytes())
+    """The rows of all processes, that of process 0 first.
+
+    Raises:
+      UserError: if there is no such file, or it is not what a run writes.
+    """
+    path = directory / FILE
+    rows = jsonfile.read(path, list)
+    if not rows or not all(_is_row(row) for row in rows):
+        raise errors.UserError(f"{path} is not what a run writes.")
+    return rows
+
+
+def read_if_exists(directory: pathlib.Path) -> list[dict[str, Any]] | None:
+    """The rows of all processes, as `read`; None if there is no file."""
+    return read(directory) if (directory / FILE).exists() else None
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict):
+        return False
+    texts = [row.get(name) for name in ("doing", "host")]
+    numbers = [row.get(name) for name in ("step", "steps", "rate")]
+    known = [row.get("time"), row.get("pid"), *(one for one in numbers if one is not None)]
+    return all(isinstance(text, str) for text in texts) and all(map(jsonfile.is_number, known))
 
 
 def write(directory: pathlib.Path, rows: Sequence[Any]) -> None:

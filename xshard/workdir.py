@@ -19,7 +19,6 @@ STOP             made by a person: the run saves and leaves until it is removed
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import pathlib
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from xshard import disk, errors, metrics
+from xshard import disk, errors, jsonfile, metrics
 from xshard import identity as identity_lib
 
 RESULTS, REACHED = "results.json", "reached.json"
@@ -283,22 +282,21 @@ class Workdir:
 def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:
     """A file of the directory that holds a dictionary; None if there is none."""
     try:
-        found = disk.read(path)
-        content = None if found is None else json.loads(found)
-    except (ValueError, OSError) as e:
-        raise errors.UserError(f"{path} cannot be read ({e}); give a new --workdir.") from e
-    if content is not None and not isinstance(content, dict):
-        raise errors.UserError(f"{path} is not a run's {what}; give a new --workdir.")
-    return content
+        return jsonfile.read_if_exists(path)
+    except errors.UserError as e:
+        raise errors.UserError(
+            f"{e} It is to be the run's {what}: give it back, or give a new --workdir."
+        ) from e
 
 
 def not_finite(directory: pathlib.Path) -> str:
-    """Why the run in a work directory has not ended finite; empty if it has, or has not ended."""
-    try:
-        results = json.loads((directory / RESULTS).read_bytes())
-    except (OSError, ValueError):
-        return ""
-    if not isinstance(results, dict) or results.get("finite") is not False:
+    """Why the run in a work directory has not ended finite; empty if it has, or has not ended.
+
+    Raises:
+      UserError: if it has ended, and what it has said is damaged.
+    """
+    results = jsonfile.read_if_exists(directory / RESULTS) or {}
+    if results.get("finite") is not False:
         return ""
     return str(results.get("why", "not finite"))
 

@@ -226,7 +226,7 @@ def _tensorboard(part: Part) -> Writer:
     # Half a second of imports, for those who want it.
     from xshard import event_files
 
-    return event_files.EventFiles(part.directory / "tensorboard", part.step, part.history)
+    return event_files.EventFiles(part.directory / "tensorboard", part.history)
 
 
 def _wandb(part: Part) -> Writer:

@@ -241,7 +241,7 @@ def test_what_is_damaged_or_not_finite_is_said(tmp_path):
     check(page, pngs)
     assert "The last line of metrics.jsonl is cut off" in page.text
     assert "2 values are not finite: gaps." in page.text
-    assert "results.json is not what a run writes" in page.text
+    assert "results.json cannot be read: it is not an object" in page.text
     assert facts(page)["step"] == "400 of 400"
 
 

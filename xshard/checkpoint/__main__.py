@@ -9,7 +9,9 @@ DIR is a folder of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER
     pin DIR STEP             no rule deletes it any more; unpin takes that back
     rm DIR STEP              deletes a step, pinned or not; its run may then go on from the step before
     heal DIR STEP            reads every byte of a step that was marked as damaged, and takes the mark back if it is whole
-    export DIR STEP FILE     writes the arrays to an .npz file; types that NumPy lacks become float32
+    export DIR STEP FILE     writes the arrays to an .npz file; types that NumPy lacks become float32. In a
+                             name, what a file cannot be called is written %XX, as '..' is %2E%2E, and what is
+                             too long becomes % and its SHA-256
     orbax DIR STEP           adds the file by which orbax's StandardCheckpointer opens it
     import ORBAX DIR         makes a checkpoint, for --init_from, of one of orbax's that has params
 
@@ -17,13 +19,17 @@ DIR is a folder of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER
 """
 
 import argparse
-import json
+import contextlib
+import hashlib
+import math
 import pathlib
+import re
 import signal
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -36,6 +42,11 @@ from xshard.checkpoint import store as store_lib
 
 Rows = list[dict[str, Any]]
 _BUDGET_BYTES = 1 << 30
+# As many values of a loss scale are shown: one for each group.
+_MOST_SCALES = 1024
+# What no entry of an archive is to have in its name; % begins what stands for such.
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f\\%\ud800-\udfff]|^\.{1,2}$|^$|\.(?=npy$)")
+_LONGEST_PART, _LONGEST_NAME = 200, 1000
 _METAVARS = {"store": "DIR", "source": "ORBAX", "step": "STEP", "file": "FILE"}
 
 
@@ -60,7 +71,7 @@ def show(store: store_lib.Store, step: int) -> Rows:
     attempt = format_lib.find(store, step)
     meta = source_lib.read_meta(attempt)
     arrays = source_lib.array_metas(meta)
-    scales = {name: array for name, array in arrays.items() if name.endswith("current_loss_scale")}
+    scales = {name: array for name, array in arrays.items() if _is_scale(name, array)}
     values = dict(source_lib.read_arrays(attempt, scales, _BUDGET_BYTES))
     rows: Rows = [
         {
@@ -83,8 +94,9 @@ def show(store: store_lib.Store, step: int) -> Rows:
 
 def verify(store: store_lib.Store, step: int | None) -> Rows:
     """A row for each checkpoint, with what is damaged."""
-    attempts = [a for a in format_lib.attempts(store) if format_lib.COMMIT in a.marks]
-    chosen = attempts if step is None else [format_lib.find(store, step)]
+    chosen = [a for a in format_lib.attempts(store) if format_lib.COMMIT in a.marks]
+    if step is not None or not chosen:
+        chosen = format_lib.choose(store, format_lib.committed(store), step)[:1]
     return [{"step": attempt.step, "state": _damage(attempt) or "whole"} for attempt in chosen]
 
 
@@ -154,14 +166,18 @@ def heal(store: store_lib.Store, step: int) -> Rows:
 
 def export(store: store_lib.Store, step: int, file: pathlib.Path) -> Rows:
     """Writes the arrays to an .npz file."""
-    arrays = dict(_read_all(format_lib.find(store, step)))
-    plain = {
-        name: value if value.dtype.kind in "biufc" and value.dtype.isbuiltin else value.astype("f4")
-        for name, value in arrays.items()
-    }
+    attempt = format_lib.find(store, step)
     with file.open("xb") as out:
-        np.savez(out, **plain)  # type: ignore[arg-type]
-    return [{"file": str(file), "arrays": len(plain), "MB": file.stat().st_size / 1e6}]
+        try:
+            names = _write_npz(out, _read_all(attempt))
+        except BaseException:
+            # A part of the arrays is no export.
+            with contextlib.suppress(OSError):
+                file.unlink()
+            raise
+    row = {"file": str(file), "arrays": len(names), "MB": file.stat().st_size / 1e6}
+    renamed = {path: name for path, name in names.items() if name != path}
+    return [row | {"renamed": renamed} if renamed else row]
 
 
 def to_orbax(store: store_lib.Store, step: int) -> Rows:
@@ -197,7 +213,7 @@ def _main(argv: Sequence[str]) -> int:
         if place.path is not None and not place.path.is_dir() and command is not from_orbax:
             raise format_lib.CheckpointError(f"{place} is no directory.")
     rows = command(**arguments)
-    print(json.dumps(rows, indent=1) if as_json else metrics.table(rows))
+    print(metrics.to_json(rows, indent=1) if as_json else metrics.table(rows))
     is_judged = command in (verify, heal)
     return int(is_judged and any(not row["state"].startswith("whole") for row in rows))
 
@@ -238,6 +254,40 @@ def _parser() -> argparse.ArgumentParser:
 def _read_all(attempt: format_lib.Attempt) -> Iterator[tuple[str, np.ndarray]]:
     arrays = source_lib.array_metas(source_lib.read_meta(attempt))
     return source_lib.read_arrays(attempt, arrays, _BUDGET_BYTES)
+
+
+def _write_npz(out: IO[bytes], arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, str]:
+    """Writes arrays one by one as `np.load` reads them; returns the name of each there."""
+    names = {}
+    with zipfile.ZipFile(out, "w") as archive:
+        for path, value in arrays:
+            names[path] = name = _entry_name(path)
+            is_plain = value.dtype.kind in "biufc" and value.dtype.isbuiltin
+            # Which arrays are larger than 4 GiB is not known before they are written.
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, value if is_plain else value.astype("f4"))
+    return names
+
+
+def _entry_name(path: str) -> str:
+    """A path as the name of an entry of an archive, other paths having other names."""
+    parts = [_UNSAFE.sub(_escaped, part) or "%" for part in path.split("/")]
+    name = "/".join(parts)
+    longest = max(len(part.encode()) for part in parts)
+    if longest > _LONGEST_PART or len(name.encode()) > _LONGEST_NAME:
+        return f"%{hashlib.sha256(name.encode()).hexdigest()}"
+    return name
+
+
+def _escaped(match: re.Match[str]) -> str:
+    encoded = match[0].encode("utf-8", "surrogatepass")
+    return "".join(f"%{byte:02X}" for byte in encoded)
+
+
+def _is_scale(path: str, array: arrays_lib.ArrayMeta) -> bool:
+    is_real = array.dtype.startswith(("float", "bfloat"))
+    is_small = math.prod(array.shape) <= _MOST_SCALES
+    return path.endswith("current_loss_scale") and is_real and is_small
 
 
 def _damage(attempt: format_lib.Attempt) -> str:

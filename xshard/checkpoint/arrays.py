@@ -25,7 +25,7 @@ SHARED_CHUNK_BYTES = 8 << 20
 LARGE_BYTES = 1 << 20
 _CHUNKS_EACH = 4
 # Those that tensorstore's zarr3 knows.
-_TYPES = (
+TYPES = (
     "bool", "int2", "int4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
     "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz",
     "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float16", "bfloat16", "float32", "float64",
@@ -78,6 +78,17 @@ class ArrayMeta:
     def chunk_bytes(self) -> int:
         """The size of a chunk without its checksum."""
         return math.prod(self.chunk_shape) * self.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its values."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def chunk_count(self) -> int:
+        """The number of its chunks."""
+        pairs = zip(self.shape, self.chunk_shape, strict=True)
+        return math.prod(-(-size // part) for size, part in pairs)
 
     def chunks(self, box: Box | None = None) -> list[tuple[int, ...]]:
         """The places in the grid of the chunks that hold a part of the array; all by default."""
@@ -235,7 +246,7 @@ def _check_type(name: str, leaf: Any) -> None:
         )
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return
-    if np.dtype(dtype).name not in _TYPES:
+    if np.dtype(dtype).name not in TYPES:
         raise CheckpointError(f"'{name}' is of type {dtype}, which zarr cannot hold; convert it.")
 
 

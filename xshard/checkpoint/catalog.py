@@ -126,11 +126,25 @@ def _best(
     commits: dict[format_lib.Attempt, dict[str, Any]], meta: dict[str, Any]
 ) -> dict[format_lib.Attempt, tuple[int, str]]:
     """The place of each of the best, and the metric's name, by the rule of the newest's config."""
-    options = meta.get("metadata", {}).get("config", {}).get("checkpoint", {})
-    if not options.get("keep_best"):
+    keep = _rule(meta)
+    if keep is None:
         return {}
-    name = options["best_metric"]
-    keep = retention.Keep(1, 0, options["keep_best"], name, options["best_mode"])
-    saved = {a.step: (a, commit["metrics"].get(name)) for a, commit in commits.items()}
+    saved = {a.step: (a, commit["metrics"].get(keep.metric)) for a, commit in commits.items()}
     steps = keep.best_steps([retention.Saved(step, m) for step, (_, m) in saved.items()])
-    return {saved[step][0]: (place, name) for place, step in enumerate(steps, 1)}
+    return {saved[step][0]: (place, keep.metric) for place, step in enumerate(steps, 1)}
+
+
+def _rule(meta: dict[str, Any]) -> retention.Keep | None:
+    """The rule for the best checkpoints; None if there is none, or none that can be followed."""
+    options: Any = meta
+    for key in ("metadata", "config", "checkpoint"):
+        options = options.get(key)
+        if not isinstance(options, dict):
+            return None
+    name = options.get("best_metric")
+    if not options.get("keep_best") or not isinstance(name, str):
+        return None
+    try:
+        return retention.Keep(1, 0, options["keep_best"], name, options.get("best_mode"))
+    except format_lib.CheckpointError:
+        return None

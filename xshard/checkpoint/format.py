@@ -18,10 +18,13 @@ chosen by; and where the parameters have been looked at, the names of those that
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from xshard import jsonfile
 from xshard.checkpoint import store as store_lib
 
 VERSION = 2
@@ -30,6 +33,8 @@ PINNED, DAMAGED, METRICS = "PINNED", "DAMAGED", "METRICS"
 RUN, REMOVED = "RUN", "removed/"
 # In COMMIT, and not in those of before.
 NONFINITE, OWNER = "nonfinite", "run"
+# JSON has no such number: {"not finite": "nan"} stands for it.
+_NOT_FINITE = "not finite"
 _MARKS = {COMMIT, PINNED, DAMAGED, METRICS}
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{8})")
 
@@ -171,7 +176,10 @@ def read_owner(store: store_lib.Store) -> Owner | None:
     if content is None:
         return None
     try:
-        return Owner(**unseal(content))
+        owner = Owner(**unseal(content))
+        if not isinstance(owner.config, dict):
+            raise ValueError("its config is no object")
+        return owner
     except (ValueError, TypeError) as e:
         raise CheckpointError(
             f"{store}/{RUN} is not what a run has written ({e}), so that it cannot be told whose these "
@@ -204,17 +212,53 @@ def checksum(content: bytes) -> str:
 
 def to_json(value: Any) -> bytes:
     """Readable JSON, the same for the same value."""
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+    return _dump(_without_nonfinite(value))
+
+
+def from_json(content: bytes) -> dict[str, Any]:
+    """The object that `to_json` has written; ValueError if it is none."""
+    return _with_nonfinite(jsonfile.loads(content))
 
 
 def seal(value: dict[str, Any]) -> bytes:
     """JSON with a checksum of its own."""
-    return to_json({"content": value, "sha256": checksum(to_json(value))})
+    return _seal(_without_nonfinite(value))
 
 
 def unseal(content: bytes) -> dict[str, Any]:
     """What was sealed; ValueError if it is not as it was."""
-    outer = json.loads(content)
-    if not isinstance(outer, dict) or content != seal(outer.get("content", {})):
+    value = jsonfile.loads(content).get("content")
+    # As it stands there: what was written of old may hold a bare NaN.
+    if not isinstance(value, dict) or content != _seal(value):
         raise ValueError("its checksum differs")
-    return outer["content"]
+    return _with_nonfinite(value)
+
+
+def _seal(value: dict[str, Any]) -> bytes:
+    return _dump({"content": value, "sha256": checksum(_dump(value))})
+
+
+def _dump(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _without_nonfinite(value: Any) -> Any:
+    """A value with what stands for each number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: _without_nonfinite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nonfinite(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_NOT_FINITE: str(float(value))}
+    return value
+
+
+def _with_nonfinite(value: Any) -> Any:
+    """A value with the numbers that are not finite in the place of what stands for them."""
+    if isinstance(value, list):
+        return [_with_nonfinite(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_NOT_FINITE} and value[_NOT_FINITE] in ("nan", "inf", "-inf"):
+        return float(value[_NOT_FINITE])
+    return {key: _with_nonfinite(one) for key, one in value.items()}

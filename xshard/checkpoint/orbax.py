@@ -1,11 +1,14 @@
 """To and from orbax, without it: its checkpoints are tensorstore arrays with a description."""
 
 import json
+import math
+import os
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
+from xshard import jsonfile
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source as source_lib
 from xshard.checkpoint import store as store_lib
@@ -55,17 +58,67 @@ def read(source: store_lib.Store) -> dict[str, np.ndarray]:
             f"{source} is no checkpoint of orbax's: it has no {_METADATA}. Of a CheckpointManager's, give "
             "STEP/default."
         )
-    meta = json.loads(content)
-    flat = {}
-    for entry in meta["tree_metadata"].values():
+    try:
+        meta = jsonfile.loads(content)
+        names = _names(meta)
+    except ValueError as e:
+        raise store_lib.CheckpointError(f"{source}/{_METADATA} is not orbax's: {e}.") from e
+    futures = {path: _open(source, name, meta) for path, name in names.items()}
+    try:
+        opened = {path: future.result() for path, future in futures.items()}
+        _check_size(source, opened)
+        return {path: np.asarray(array.read().result()) for path, array in opened.items()}
+    except store_lib.CheckpointError:
+        raise
+    except (ValueError, OSError, MemoryError) as e:
+        raise store_lib.CheckpointError(f"{source}: {store_lib.reason(e)}.") from e
+
+
+def _names(meta: dict[str, Any]) -> dict[str, str]:
+    """The name of the folder of each array, by path; ValueError if the description is none."""
+    tree = meta.get("tree_metadata")
+    if not isinstance(tree, dict) or not tree:
+        raise ValueError("its tree_metadata is no object of arrays")
+    names = {}
+    for name, entry in tree.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("value_metadata"), dict):
+            raise ValueError(f"its entry {name!r} is no object with value_metadata")
         if entry["value_metadata"].get("skip_deserialize"):
             continue
-        keys = [str(key["key"]) for key in entry["key_metadata"]]
-        flat["/".join(keys)] = _open(source, ".".join(keys), meta)
-    try:
-        return {path: np.asarray(future.result().read().result()) for path, future in flat.items()}
-    except ValueError as e:
-        raise store_lib.CheckpointError(f"{source}: {store_lib.reason(e)}.") from e
+        keys = _keys(name, entry.get("key_metadata"))
+        path, folder = "/".join(keys), ".".join(keys)
+        # The folder is looked for below the checkpoint, and not elsewhere on the disk.
+        if {"", ".", ".."} & set(folder.split("/")) or "\0" in folder:
+            raise ValueError(f"its entry {name!r} is called {path!r}, which is no path of an array")
+        if path in names:
+            raise ValueError(f"it has two arrays {path!r}")
+        names[path] = folder
+    return names
+
+
+def _keys(name: str, keys: Any) -> list[str]:
+    are_right = isinstance(keys, list) and all(
+        isinstance(key, dict) and "key" in key for key in keys
+    )
+    if not keys or not are_right:
+        raise ValueError(f"its entry {name!r} has key_metadata {keys!r}")
+    return [str(key["key"]) for key in keys]
+
+
+def _check_size(source: store_lib.Store, arrays: dict[str, Any]) -> None:
+    """Raises CheckpointError if the arrays are larger than memory, as a damaged description may say."""
+    sizes = {
+        path: math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
+        for path, array in arrays.items()
+    }
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if sum(sizes.values()) <= memory:
+        return
+    largest = max(sizes, key=lambda path: sizes[path])
+    raise store_lib.CheckpointError(
+        f"{source} says that its arrays have {sum(sizes.values())} bytes, '{largest}' {sizes[largest]} of them; "
+        f"this machine has {memory}, and they are imported in memory."
+    )
 
 
 def _open(source: store_lib.Store, name: str, meta: dict[str, Any]) -> Any:

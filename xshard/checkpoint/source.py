@@ -2,9 +2,10 @@
 
 import collections
 import contextlib
-import json
 import math
 import mmap
+import os
+import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import tensorstore as ts
 
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import schema
 from xshard.checkpoint import store as store_lib
 
 # What tensorstore says of bytes that are not what was written, or of a file that is not there. All else, and every
@@ -27,6 +29,10 @@ _AHEAD_BYTES = 256 << 20
 # XLA's CPU takes memory of this alignment as it is; what is not, it copies.
 _ALIGNMENT = 64
 _MAPPED_BYTES = 4 << 20
+# Chunks that are counted before they are read.
+_MANY_CHUNKS = 4096
+# Values smaller than this, checksum and all, are kept with their keys.
+_INLINE_BYTES = 1024
 
 
 class DamagedError(format_lib.CheckpointError):
@@ -50,17 +56,13 @@ def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
         contents[name] = _read_file(attempt, name)
         if format_lib.checksum(contents[name]) != commit["sha256"].get(name):
             raise DamagedError(f"{attempt}/{name} is not what was written (its checksum differs).")
-    meta = json.loads(contents[format_lib.META])
-    if meta["version"] != format_lib.VERSION:
-        raise format_lib.CheckpointError(
-            f"{attempt} has format version {meta['version']}; this code reads {format_lib.VERSION}."
-        )
-    return meta
+    return _parse(attempt, format_lib.META, contents[format_lib.META], schema.meta)
 
 
 def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
     """The content of COMMIT, with the metrics of METRICS; DamagedError if it is not this attempt's."""
-    commit = _read_sealed(attempt, format_lib.COMMIT)
+    content = _read_file(attempt, format_lib.COMMIT)
+    commit = _parse(attempt, format_lib.COMMIT, content, schema.commit)
     if (commit["step"], commit["attempt"]) != (attempt.step, attempt.nonce):
         raise DamagedError(f"{attempt}/{format_lib.COMMIT} is another checkpoint's.")
     # Damage there is none of the state.
@@ -73,20 +75,24 @@ def added_metrics(attempt: format_lib.Attempt) -> dict[str, float]:
     """The content of METRICS, which need not be there; DamagedError if it is not what was written."""
     if format_lib.METRICS not in attempt.marks:
         return {}
-    return _read_sealed(attempt, format_lib.METRICS)
+    content = _read_file(attempt, format_lib.METRICS)
+    return _parse(attempt, format_lib.METRICS, content, schema.metrics)
 
 
 def array_metas(meta: dict[str, Any]) -> dict[str, arrays_lib.ArrayMeta]:
     """The arrays of a description, by path."""
-    return {path: _array_meta(**entry) for path, entry in meta["arrays"].items()}
+    return {path: _array_meta(entry) for path, entry in meta["arrays"].items()}
 
 
-def _array_meta(
-    shape: list[int], chunk_shape: list[int], sums: list[int] | None = None, **others: Any
-) -> arrays_lib.ArrayMeta:
-    known = None if sums is None else tuple(sums)
+def _array_meta(entry: dict[str, Any]) -> arrays_lib.ArrayMeta:
+    sums = entry.get("sums")
     return arrays_lib.ArrayMeta(
-        shape=tuple(shape), chunk_shape=tuple(chunk_shape), sums=known, **others
+        shape=tuple(entry["shape"]),
+        dtype=entry["dtype"],
+        chunk_shape=tuple(entry["chunk_shape"]),
+        key_impl=entry.get("key_impl"),
+        sharding=entry.get("sharding", ""),
+        sums=None if sums is None else tuple(sums),
     )
 
 
@@ -120,6 +126,7 @@ def read_parts(
       DamagedError: at the first that is not what was written.
     """
     source = _Source(attempt)
+    sizes = _Sizes(attempt)
     reading: collections.deque[tuple[int, np.ndarray, Callable[[], None]]] = collections.deque()
     limit, held = min(budget_bytes, _AHEAD_BYTES), 0
 
@@ -131,14 +138,48 @@ def read_parts(
         return out
 
     for path, meta, box in requests:
+        sizes.check(path, meta)
         nbytes = box_bytes(meta, box)
         while reading and held + nbytes > limit:
             yield finish()
-        out = _aligned(tuple(high - low for low, high in box), jnp.dtype(meta.dtype))
+        out = _allocate(attempt, path, meta, box)
         reading.append((nbytes, out, source.start(path, meta, box, out)))
         held += nbytes
     while reading:
         yield finish()
+
+
+class _Sizes:
+    """Sees whether an array can be there as it is described, before memory is taken for it."""
+
+    def __init__(self, attempt: format_lib.Attempt):
+        self._attempt = attempt
+        self._stored = _stored_bytes(attempt)
+
+    def check(self, path: str, meta: arrays_lib.ArrayMeta) -> None:
+        """Raises DamagedError if a chunk is missing, or not of its size, of an array that seems too large."""
+        # Smaller chunks are in the nodes of the database, which are compressed.
+        is_outside = meta.chunk_bytes >= _INLINE_BYTES
+        seems_large = is_outside and meta.nbytes > self._stored
+        if not seems_large and meta.chunk_count <= _MANY_CHUNKS:
+            return
+        try:
+            self._read_some(path, meta)
+        except (ValueError, OSError) as e:
+            _raise_unreadable(f"'{path}', {meta}, in {self._attempt}", e)
+
+    def _read_some(self, path: str, meta: arrays_lib.ArrayMeta) -> None:
+        database = self._attempt.store.database(self._attempt.prefix)
+        prefix = arrays_lib.chunk_key(path, ()).encode()
+        # From the slash that follows the prefix to the character after it.
+        found = database.list(ts.KvStore.KeyRange(prefix + b"/", prefix + b"0")).result()
+        # Another array may have a name that begins with the prefix.
+        chunk = re.compile(re.escape(prefix) + rb"(/\d+){%d}" % len(meta.shape))
+        there = sum(1 for key in found if chunk.fullmatch(key)) if meta.shape else 1
+        if there != meta.chunk_count:
+            raise ValueError(f"{there} of its {meta.chunk_count} chunks are there")
+        first = database.read(arrays_lib.chunk_key(path, (0,) * len(meta.shape))).result()
+        arrays_lib.decode(first.value, meta, (0,) * len(meta.shape))
 
 
 class _Source:
@@ -224,10 +265,13 @@ def _read_file(attempt: format_lib.Attempt, name: str) -> bytes:
     return content
 
 
-def _read_sealed(attempt: format_lib.Attempt, name: str) -> dict[str, Any]:
-    content = _read_file(attempt, name)
+def _parse(
+    attempt: format_lib.Attempt, name: str, content: bytes, parse: Callable[[bytes], Any]
+) -> Any:
     try:
-        return format_lib.unseal(content)
+        return parse(content)
+    except format_lib.CheckpointError as e:
+        raise format_lib.CheckpointError(f"{attempt}/{name} {e}") from e
     except ValueError as e:
         raise DamagedError(f"{attempt}/{name} is not what was written: {e}.") from e
 
@@ -239,6 +283,36 @@ def _raise_unreadable(what: str, e: Exception) -> Any:
     if of_the_disk or (status and status[1] not in _DAMAGE and not is_missing):
         raise UnreadableError(f"{what} cannot be read: {reason}.") from e
     raise DamagedError(f"{what} is not what was written: {reason}.") from e
+
+
+def _stored_bytes(attempt: format_lib.Attempt) -> int:
+    """The size of an attempt's files; of objects elsewhere, of which each would take a request, what COMMIT says."""
+    if attempt.store.path is None:
+        return read_commit(attempt)["bytes"]
+    return _folder_bytes(attempt.store.path / attempt.prefix)
+
+
+def _folder_bytes(folder: pathlib.Path) -> int:
+    total = 0
+    try:
+        for entry in os.scandir(folder):
+            total += _folder_bytes(folder / entry.name) if entry.is_dir() else entry.stat().st_size
+    except OSError as e:
+        raise format_lib.CheckpointError(
+            f"{e.filename or folder} cannot be read now: {e.strerror}."
+        ) from e
+    return total
+
+
+def _allocate(
+    attempt: format_lib.Attempt, path: str, meta: arrays_lib.ArrayMeta, box: arrays_lib.Box
+) -> np.ndarray:
+    try:
+        return _aligned(tuple(high - low for low, high in box), jnp.dtype(meta.dtype))
+    except (MemoryError, OSError) as e:
+        raise format_lib.CheckpointError(
+            f"'{path}' in {attempt} is {meta}: there is no memory for {box_bytes(meta, box)} bytes."
+        ) from e
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import pathlib
 from collections.abc import Iterator
@@ -10,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from xshard import errors, jsonfile, metrics
+
 EVALUATION = "eval/"
-_UNPRINTABLE = {code: "\ufffd" for code in (*range(32), *range(127, 160))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,31 +72,23 @@ def numbers_of(values: Any) -> dict[str, list[float]]:
     """The numbers of all groups under each name of a mapping; what is none is left out."""
     if not isinstance(values, dict):
         return {}
-    found = {printable(name): _numbers(value) for name, value in values.items()}
+    found = {metrics.printable(name): _numbers(value) for name, value in values.items()}
     return {name: numbers for name, numbers in found.items() if numbers}
-
-
-def printable(text: str) -> str:
-    """A text from a file without what no page can show."""
-    return text.encode("utf-8", "replace").decode().translate(_UNPRINTABLE)
 
 
 def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """The rows one by one: all of a long run's would need a lot of memory."""
-    if not path.exists():
-        return
     damaged, whole, number = [], True, 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            whole = line.endswith(b"\n")
-            try:
-                row = json.loads(line)
-                # As an array holds it: a step of another kind is no step.
-                row["step"] = int(np.int64(row["step"]))
-            except (ValueError, KeyError, TypeError, OverflowError):
+    try:
+        for number, (is_whole, row) in enumerate(jsonfile.read_lines(path), 1):
+            whole = is_whole
+            step = None if row is None else _step(row.get("step"))
+            if row is None or step is None:
                 damaged.append(number)
             else:
-                yield row
+                yield row | {"step": step}
+    except errors.UserError as e:
+        notes.append(str(e))
     if not whole and damaged and damaged[-1] == number:
         damaged.pop()
         notes.append(
@@ -108,11 +100,19 @@ def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         notes.append(f"{path.name}: {len(damaged)} lines are no rows and left out (line {shown}).")
 
 
+def _step(value: Any) -> int | None:
+    """A step as an array holds it; a step of another kind is no step."""
+    try:
+        return int(np.int64(value))
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
 def _columns(found: _Values, file: str, notes: list[str]) -> Columns:
     columns = {}
     for name, (steps, values) in found.items():
         column = _column(steps, values)
-        name = printable(name)
+        name = metrics.printable(name)
         if column is None or len(column.steps) < len(set(steps)):
             left = len(set(steps)) - (0 if column is None else len(column.steps))
             notes.append(

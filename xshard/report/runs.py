@@ -1,7 +1,6 @@
 """What a work directory says of its run. Nothing is written there, and no device is touched."""
 
 import dataclasses
-import json
 import pathlib
 import threading
 import time
@@ -10,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from xshard import checkpoint, errors, metrics, status
+from xshard import checkpoint, errors, jsonfile, metrics, status, workdir
 from xshard import identity as identity_lib
 from xshard.report import rows as rows_lib
 
 # Parts of a process's seconds, in the order in which they are shown; what is in none of them comes last.
 PARTS = ("training", "data", "checkpoint", "evaluation", "start", "other")
 _CHECKPOINT_SECONDS = 30.0
+_LARGEST = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _run(
         separate=separate.evaluation,
         starts=starts,
         state=state,
-        doing=rows_lib.printable(doing),
+        doing=metrics.printable(doing),
         step=step,
         results=final,
         checkpoints=look.wait(deadline),
@@ -222,27 +222,20 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
         )
         raise errors.UserError(f"{path} is no run's work directory: it has no {file.name}.{hint}")
     try:
-        config = json.loads(file.read_bytes())
-    except ValueError as e:
-        raise errors.UserError(f"{file} cannot be read ({e}); leave this run out.") from e
-    if not isinstance(config, dict):
-        raise errors.UserError(f"{file} is not a run's config; leave this run out.")
+        config = jsonfile.read(file)
+    except errors.UserError as e:
+        raise errors.UserError(f"{e} Leave this run out.") from e
+    config.pop(workdir.IDENTITY, None)
     return identity_lib.flatten(config)
 
 
 def _json(path: pathlib.Path, kind: type, notes: list[str]) -> Any:
     """What a file holds, which may not be there yet; nothing if it is damaged, which is noted."""
-    if not path.exists():
-        return kind()
     try:
-        value = json.loads(path.read_bytes())
-    except ValueError as e:
-        notes.append(f"{path.name} cannot be read: {e}")
+        return jsonfile.read_if_exists(path, kind) or kind()
+    except errors.UserError as e:
+        notes.append(str(e))
         return kind()
-    if not isinstance(value, kind):
-        notes.append(f"{path.name} is not what a run writes.")
-        return kind()
-    return value
 
 
 def _state(
@@ -279,8 +272,9 @@ def _state(
 
 def _number(value: Any) -> int | None:
     """A file's number, whole; None if it is none, as where someone else has written the file."""
-    whole = isinstance(value, int | float) and np.isfinite(value)
-    return int(value) if whole else None
+    # As a step or a time can be: neither infinite, nor more than an array holds.
+    is_number = isinstance(value, int | float) and abs(value) < _LARGEST
+    return int(value) if is_number else None
 
 
 def _starts(training: rows_lib.Columns) -> list[Start]:
@@ -333,4 +327,4 @@ def _names(paths: Sequence[pathlib.Path]) -> list[str]:
         names = [str(pathlib.PurePath(*path.parts[-length:])) for path in paths]
         if len(set(names)) == len(names):
             break
-    return [rows_lib.printable(name) for name in names]
+    return [metrics.printable(name) for name in names]

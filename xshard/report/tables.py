@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard import checkpoint, metrics
-from xshard.report import rows as rows_lib
 from xshard.report import runs as runs_lib
 from xshard.report import words
 
@@ -41,7 +40,7 @@ class Final(NamedTuple):
 
 def text(value: object) -> str:
     """A text as HTML."""
-    return html.escape(rows_lib.printable(str(value)), quote=True)
+    return html.escape(metrics.printable(str(value)), quote=True)
 
 
 def table(names: Sequence[Cell], rows: Iterable[Sequence[Cell]]) -> str:

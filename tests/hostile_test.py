@@ -1,0 +1,359 @@
+"""Files that are damaged or forged at random: an error with a name, or what the file is to hold, in little memory."""
+
+import contextlib
+import copy
+import io
+import json
+import os
+import pathlib
+import tracemalloc
+
+import hypothesis
+import jax.numpy as jnp
+import ml_collections
+import pytest
+from hypothesis import strategies as st
+
+from launch import status, sweep
+from tests.checkpoint import harness
+from tests.report import samples
+from xshard import errors, follow, jsonfile, metrics, workdir
+from xshard.checkpoint import __main__ as tool
+from xshard.checkpoint import arrays, schema, source
+from xshard.checkpoint import format as format_lib
+from xshard.report import runs
+
+# Many more, and other ones each time: XSHARD_FUZZ=10000.
+EXAMPLES = int(os.environ.get("XSHARD_FUZZ", "0"))
+# Of a value of some kB; what the values themselves take is far less.
+PEAK_BYTES = 20 << 20
+NUMBERS = st.one_of(
+    st.integers(-3, 3),
+    st.sampled_from([2**31, 2**63, -(2**63), 10**400, 1 << 42, 1e300, 5e-324, 0.5]),
+    st.floats(),
+)
+TEXTS = st.one_of(
+    st.sampled_from(
+        ["", "..", "/", "../../x", "nan", "done", "failed", "\ud800", "\x1b[2J", "a" * 300]
+    ),
+    # Of a few characters: tables of all of them take half a minute to make.
+    st.text('ab/\\"\0\n\u00e9\u65e5', max_size=5),
+)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=3)),
+    max_leaves=8,
+)
+DEEP = st.sampled_from([b"[" * 100_000, b'{"a":' * 100_000, b"[" * 500 + b"]" * 500])
+
+
+def settings(slow=False):
+    """The settings of a test; `slow` is of one whose examples take long."""
+    return hypothesis.settings(
+        derandomize=not EXAMPLES,
+        max_examples=(EXAMPLES or 200) // (3 if slow else 1) or 1,
+        database=None,
+        # The machine may have other work.
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
+@st.composite
+def forged(draw, document):
+    """A document in which a value, at any depth, is another one, or is gone."""
+    document = copy.deepcopy(document)
+    for _ in range(draw(st.integers(1, 2))):
+        place, key, inner = [document], 0, document
+        # Deep more often than not: most of what is said is there.
+        while isinstance(inner, dict | list) and inner and draw(st.integers(0, 4)):
+            place = inner
+            keys = sorted(inner) if isinstance(inner, dict) else range(len(inner))
+            key = draw(st.sampled_from(keys))
+            inner = place[key]
+        if place[key] is document:
+            return draw(VALUES)
+        if draw(st.integers(0, 3)):
+            place[key] = draw(st.one_of(NUMBERS, VALUES, VALUES.map(lambda value: [value])))
+        else:
+            del place[key]
+    return document
+
+
+@st.composite
+def damaged(draw, content):
+    """The bytes of a file, of which some are cut off, others, or more."""
+    place = draw(st.integers(0, len(content)))
+    if draw(st.booleans()):
+        return content[:place]
+    return (
+        content[:place] + draw(st.binary(max_size=20)) + content[place + draw(st.integers(0, 20)) :]
+    )
+
+
+def contents(document, dump=lambda value: json.dumps(value).encode()):
+    """What may stand in a file that is to hold a document."""
+    changed = forged(document).map(dump)
+    broken = st.one_of(damaged(dump(document)), DEEP, VALUES.map(dump), st.binary(max_size=50))
+    return st.one_of(changed, changed, changed, broken)
+
+
+@contextlib.contextmanager
+def little_memory():
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def user_error(action):
+    """What an action returns; None if it raises an error with a message."""
+    try:
+        return action()
+    except errors.UserError as e:
+        assert str(e)
+        return None
+
+
+def parsed(parse, content):
+    """What a function makes of bytes; None if it refuses them."""
+    with little_memory():
+        try:
+            return parse(content)
+        except ValueError as e:
+            assert str(e)
+            return None
+
+
+COMMIT = {
+    "step": 1, "attempt": "01234567", "keys": 2, "bytes": 12, "time": 1.79e9, "nonfinite": ["params/w"],
+    "sha256": {"meta.json": "0" * 64, "manifest.ocdbt": "0" * 64}, "metrics": {"error": 0.5},
+}  # fmt: skip
+
+
+@settings()
+@hypothesis.given(contents(COMMIT, lambda value: format_lib.seal(value)))
+def test_commit(content):
+    said = parsed(schema.commit, content)
+    if said is not None:
+        assert said["step"] >= 0 and all(
+            isinstance(v, int | float) for v in said["metrics"].values()
+        )
+
+
+@settings()
+@hypothesis.given(contents({"error": 0.5}, lambda value: format_lib.seal(value)))
+def test_metrics(content):
+    said = parsed(schema.metrics, content)
+    if said is not None:
+        assert all(isinstance(value, int | float) for value in said.values())
+
+
+ARRAY = {
+    "shape": [6, 4],
+    "chunk_shape": [2, 4],
+    "dtype": "float32",
+    "key_impl": None,
+    "sharding": "P()",
+}
+META = {
+    "version": format_lib.VERSION, "step": 1, "metadata": {"config": {}}, "data": [None],
+    "arrays": {"params/w": ARRAY, "x": ARRAY}, "written_with": {"jax": "0.10.2"},
+}  # fmt: skip
+
+
+def metas(document):
+    """What may stand in a meta.json: half of the time it is an array that is another one."""
+    path, entry = sorted(document["arrays"].items())[-1]
+    other = lambda array: document | {"arrays": document["arrays"] | {path: array}}
+    arrays_only = forged(entry).map(other).map(format_lib.to_json)
+    return st.one_of(arrays_only, contents(document, format_lib.to_json))
+
+
+@settings()
+@hypothesis.given(metas(META))
+def test_meta(content):
+    said = parsed(schema.meta, content)
+    if said is not None:
+        for array in source.array_metas(said).values():
+            assert array.chunk_count >= 0 and 0 <= array.nbytes < 1 << 63
+            assert array.dtype in arrays.TYPES and str(array)
+            assert all(part >= 1 for part in array.chunk_shape)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A checkpoint, and its files."""
+    folder = tmp_path_factory.mktemp("whole")
+    state = {"params": {"w": jnp.ones((3, 4))}, "s/current_loss_scale": jnp.float32(2)}
+    options = {"keep_best": 1, "best_metric": "error", "best_mode": "min"}
+    manager = harness.make_manager(folder)
+    manager.save(1, state, {"config": {"checkpoint": options}}, data=[3], metrics={"error": 0.5})
+    manager.close()
+    (step,) = folder.glob("step_*")
+    return folder, step, {path: path.read_bytes() for path in step.glob("*") if path.is_file()}
+
+
+@settings(slow=True)
+@hypothesis.given(st.data())
+def test_a_checkpoint(whole, data):
+    folder, step, files = whole
+    names = ["meta.json"] * 4 + ["manifest.ocdbt", "COMMIT", "METRICS"]
+    name = data.draw(st.sampled_from(names))
+    path = step / name
+    if name == "manifest.ocdbt":
+        content = data.draw(damaged(files[path]))
+    elif name == "meta.json":
+        content = data.draw(metas(json.loads(files[path])))
+    else:
+        document = format_lib.unseal(files[step / "COMMIT"])
+        document = document if name == "COMMIT" else document["metrics"]
+        content = data.draw(contents(document, format_lib.seal))
+    commit = format_lib.unseal(files[step / "COMMIT"])
+    commit["sha256"][name] = format_lib.checksum(content)
+    (step / "COMMIT").write_bytes(format_lib.seal(commit))
+    path.write_bytes(content)
+    try:
+        for command in ("ls", "show 1", "verify"):
+            word, *steps = command.split()
+            run_tool([word, str(folder), *steps, "--json"])
+    finally:
+        (step / "METRICS").unlink(missing_ok=True)
+        for path, before in files.items():
+            path.write_bytes(before)
+
+
+def run_tool(arguments):
+    """Runs the tool; what it prints is strict JSON, or a message, and its arrays are no larger than what is stored."""
+    out, err = io.StringIO(), io.StringIO()
+    allocate = source._aligned
+
+    def bounded(shape, dtype):
+        array = allocate(shape, dtype)
+        assert array.nbytes < 1 << 20
+        return array
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "_aligned", bounded)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = tool.main(arguments)
+    assert "Traceback" not in err.getvalue(), err.getvalue()
+    if code == 0:
+        json.loads(out.getvalue(), parse_constant=pytest.fail)
+
+
+PROCESS = {
+    "doing": "training", "step": 5, "steps": 10, "rate": 1.0, "time": 1.79e9, "host": "h", "pid": 1,
+}  # fmt: skip
+RESULTS = {"step": 10, "eval": {"error": 0.5}, "samples": "abc", "finite": False, "why": "nan"}
+FILES = {
+    "status.json": [PROCESS, PROCESS],
+    "results.json": RESULTS,
+    "config.json": samples.CONFIG,
+    "origin.json": {"training": "a", "evaluation": "b", "commit": "c"},
+    "sweep.json": [{"seed": 0}, {"seed": 1}],
+    "000/status.json": [PROCESS],
+    "000/results.json": RESULTS,
+    "eval/best.json": {
+        "metric": "error", "mode": "min", "best": [{"step": 5, "value": 0.5}], "pinned": [5],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A work directory, of a run and of a sweep."""
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "000").mkdir()
+    for name, document in FILES.items():
+        (tmp_path / name).write_text(json.dumps(document))
+    samples.write_rows(tmp_path / "metrics.jsonl", samples.rows(steps=30))
+    samples.write_rows(tmp_path / "eval/metrics.jsonl", [samples.evaluation(10)])
+    return tmp_path
+
+
+def look(directory):
+    """Does what looks at a work directory: each raises no more than a UserError."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        user_error(lambda: sweep.rows(directory))
+        user_error(lambda: metrics.to_json(sweep.rows(directory)))
+        user_error(lambda: status.show([str(directory)], True))
+        user_error(lambda: metrics.table(status.rows(directory)))
+        user_error(lambda: metrics.to_json(status.latest_checkpoint(directory)))
+        for (run,) in [user_error(lambda: runs.read([str(directory)])) or [None]]:
+            assert run is None or isinstance(run.step, int | None)
+        user_error(lambda: workdir.not_finite(directory))
+        config = ml_collections.ConfigDict(samples.CONFIG)
+        user_error(lambda: workdir.Workdir(directory).check(config))
+        user_error(lambda: workdir.Workdir(directory).check_origin(workdir.Origin("a", "b", "c")))
+        best = user_error(lambda: follow._best_of(directory / "eval/best.json"))
+        assert best is None or all(isinstance(step, int) for step in best["pinned"])
+        assert isinstance(follow._last_step(directory / "eval/metrics.jsonl"), int)
+        follow._judged(directory / "eval/metrics.jsonl", "eval/accuracy", [10])
+
+
+@settings(slow=True)
+@hypothesis.given(st.data())
+def test_a_work_directory(directory, data):
+    name = data.draw(st.sampled_from(sorted(FILES)))
+    path = directory / name
+    path.write_bytes(data.draw(contents(FILES[name])))
+    try:
+        # Of a sweep nothing else is shown.
+        if name != "sweep.json" and data.draw(st.booleans()):
+            (directory / "sweep.json").unlink()
+        look(directory)
+    finally:
+        for changed in (path, directory / "sweep.json"):
+            changed.write_text(json.dumps(FILES[changed.relative_to(directory).as_posix()]))
+
+
+@settings(slow=True)
+@hypothesis.given(st.data())
+def test_rows(directory, data):
+    lines = [json.dumps(row).encode() for row in samples.rows(steps=30)]
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(lines) - 1))
+        lines[place] = data.draw(
+            contents(json.loads(json.dumps(samples.rows(steps=30)[place % 3])))
+        )
+    for name in ("metrics.jsonl", "eval/metrics.jsonl"):
+        (directory / name).write_bytes(b"\n".join(lines))
+    look(directory)
+
+
+def test_a_file_that_is_none(directory):
+    for name in (*FILES, "metrics.jsonl", "eval/metrics.jsonl"):
+        path = directory / name
+        content = path.read_bytes()
+        for make in (pathlib.Path.mkdir, os.mkfifo, lambda p: p.symlink_to("/dev/zero")):
+            path.unlink()
+            make(path)
+            kind = list if isinstance(FILES.get(name), list) else dict
+            with pytest.raises(errors.UserError, match=f"{path} cannot be read: it is no regular"):
+                jsonfile.read(path, kind)
+            runs_of = user_error(lambda: runs.read([str(directory)]))
+            if name in ("metrics.jsonl", "results.json", "status.json"):
+                assert any(f"{path} cannot be read" in note for note in runs_of[0].notes)
+            user_error(lambda: status.show([str(directory)], True))
+            path.rmdir() if path.is_dir() else path.unlink()
+            path.write_bytes(content)
+
+
+def test_what_is_too_long_is_not_kept_in_memory(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"step": 1}\n{"step": 2, "a": "')
+        for _ in range(64):
+            file.write(b"x" * (1 << 20))
+        file.write(b'"}\n{"step": 3}\n' + b"[" * (5 << 20))
+    with little_memory():
+        found = list(jsonfile.read_lines(path))
+    assert found == [(True, {"step": 1}), (True, None), (True, {"step": 3}), (False, None)]
+    with path.open("ab") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(errors.UserError, match=f"{path} cannot be read: it is larger than 64 MiB"):
+        jsonfile.read(path)

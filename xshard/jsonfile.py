@@ -1,0 +1,154 @@
+"""JSON that somebody else may have written, damaged or forged: read within bounds, or refused by name."""
+
+import json
+import os
+import pathlib
+import stat
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from xshard import disk, errors
+
+# Nothing that a run writes comes near these, and what does is not kept in memory to see what it is.
+_FILE_BYTES = 64 << 20
+_LINE_BYTES = 4 << 20
+# Low enough for what walks through a value by calling itself.
+_DEPTH = 200
+_LARGEST = 1 << 63
+_NAMES: dict[type, str] = {dict: "an object", list: "a list"}
+
+
+def loads(content: bytes, kind: type = dict) -> Any:
+    """A JSON value.
+
+    Args:
+      content: the text.
+      kind: what it is to be, `dict` or `list`.
+
+    Raises:
+      ValueError: if it is something else, has a key twice, or is nested too deeply to be looked at.
+    """
+    try:
+        value = json.loads(content, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _check_depth(content, value)
+    if not isinstance(value, kind):
+        raise ValueError(f"it is not {_NAMES[kind]}")
+    return value
+
+
+def read(path: pathlib.Path, kind: type = dict) -> Any:
+    """The JSON value in a file.
+
+    Raises:
+      UserError: if there is no such file, it cannot be read, or it holds something else.
+    """
+    with _open(path) as file:
+        try:
+            content = file.read(_FILE_BYTES + 1)
+            if len(content) > _FILE_BYTES:
+                raise ValueError(f"it is larger than {_FILE_BYTES >> 20} MiB")
+            return loads(content, kind)
+        except (OSError, ValueError) as e:
+            raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
+
+
+def read_if_exists(path: pathlib.Path, kind: type = dict) -> Any | None:
+    """The JSON value in a file, as `read`; None if there is no such file."""
+    return read(path, kind) if _exists(path) else None
+
+
+def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None]]:
+    """Each line of a file of JSON lines; nothing if there is no such file.
+
+    Yields:
+      Whether the line has its end, and the object in it; None if it holds none.
+
+    Raises:
+      UserError: if the file cannot be read.
+    """
+    if not _exists(path):
+        return
+    with _open(path) as file:
+        try:
+            for line in _lines(file):
+                yield line.endswith(b"\n"), _object_in(line)
+        except OSError as e:
+            raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a number that a float and an int64 can stand for: not every integer is."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines, of those that are too long only the last part, which is no JSON."""
+    is_too_long = False
+    while part := file.readline(_LINE_BYTES):
+        is_cut = len(part) == _LINE_BYTES and not part.endswith(b"\n")
+        if not is_cut:
+            yield b"\0" + part if is_too_long else part
+        is_too_long = is_cut
+    if is_too_long:
+        yield b"\0"
+
+
+def _object_in(line: bytes) -> dict[str, Any] | None:
+    try:
+        return loads(line)
+    except ValueError:
+        return None
+
+
+def _exists(path: pathlib.Path) -> bool:
+    try:
+        return disk.exists(path)
+    except OSError as e:
+        raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
+
+
+def _open(path: pathlib.Path) -> BinaryIO:
+    try:
+        # A pipe of this name would wait for somebody to write into it.
+        descriptor = disk.retried(lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except OSError as e:
+        raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise errors.UserError(f"{path} cannot be read: it is no regular file.")
+    return os.fdopen(descriptor, "rb")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it has a key twice")
+    return found
+
+
+def _check_depth(content: bytes, value: Any) -> None:
+    if content.count(b"[") + content.count(b"{") <= _DEPTH:
+        return
+    level = [value]
+    for _ in range(_DEPTH):
+        level = [inner for one in level for inner in _inside(one)]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def _inside(value: Any) -> list[Any]:
+    """The objects and lists in an object or a list."""
+    if isinstance(value, dict):
+        return [one for one in value.values() if isinstance(one, dict | list)]
+    if isinstance(value, list):
+        return [one for one in value if isinstance(one, dict | list)]
+    return []
+
+
+def _reason(e: Exception) -> str:
+    if isinstance(e, OSError):
+        return e.strerror or str(e)
+    return str(e).rstrip(".")
