@@ -1,6 +1,7 @@
 """The event files that TensorBoard shows: `tensorboard --logdir=WORKDIR`."""
 
 import contextlib
+import math
 import os
 import pathlib
 import re
@@ -59,7 +60,7 @@ class EventFiles:
                 _delete(directory / name)
 
     def write(self, row: metrics.Row) -> None:
-        """Writes a row's numbers; what is not finite is shown as such."""
+        """Writes a row's numbers; what is not finite as NaN."""
         with disk.writing(self._path):
             self._out.write(_record(_event(row)))
             # So that it is seen at once: rows are rare.
@@ -137,14 +138,23 @@ def _sync(path: pathlib.Path, flags: int) -> None:
 def _event(row: metrics.Row) -> event_pb2.Event:
     """A row as an event."""
     values = [
-        summary_pb2.Summary.Value(tag=name, simple_value=value)
+        summary_pb2.Summary.Value(tag=name, simple_value=_number(value))
         for name, value in metrics.flat(row).items()
-        if name not in _ITS_OWN and (isinstance(value, bool) or jsonfile.is_number(value))
+        if name not in _ITS_OWN and _is_shown(value)
     ]
     said = row.get("perf/time")
     when = said if jsonfile.is_number(said) else time.time()
     summary = summary_pb2.Summary(value=values)
     return event_pb2.Event(wall_time=when, step=row["step"], summary=summary)
+
+
+def _is_shown(value: object) -> bool:
+    return value is None or isinstance(value, bool) or jsonfile.is_number(value)
+
+
+def _number(value: float | None) -> float:
+    """A number as it is, now and when it is read back from a row, where null is what is not finite."""
+    return math.nan if value is None or not math.isfinite(value) else value
 
 
 def _record(event: event_pb2.Event) -> bytes:

@@ -4,8 +4,6 @@ import collections
 import contextlib
 import math
 import mmap
-import os
-import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -287,21 +285,11 @@ def _raise_unreadable(what: str, e: Exception) -> Any:
 
 def _stored_bytes(attempt: format_lib.Attempt) -> int:
     """The size of an attempt's files; of objects elsewhere, of which each would take a request, what COMMIT says."""
-    if attempt.store.path is None:
-        return read_commit(attempt)["bytes"]
-    return _folder_bytes(attempt.store.path / attempt.prefix)
-
-
-def _folder_bytes(folder: pathlib.Path) -> int:
-    total = 0
     try:
-        for entry in os.scandir(folder):
-            total += _folder_bytes(folder / entry.name) if entry.is_dir() else entry.stat().st_size
-    except OSError as e:
-        raise format_lib.CheckpointError(
-            f"{e.filename or folder} cannot be read now: {e.strerror}."
-        ) from e
-    return total
+        size = attempt.store.size(attempt.prefix)
+    except format_lib.CheckpointError as e:
+        raise UnreadableError(f"{attempt} cannot be read: {e}.") from e
+    return read_commit(attempt)["bytes"] if size is None else size
 
 
 def _allocate(

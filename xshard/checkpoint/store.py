@@ -133,6 +133,14 @@ class Store:
         with _named():
             return sorted(_files(self.path, prefix))
 
+    def size(self, prefix: str) -> int | None:
+        """The bytes of all files below a prefix; None where that is not known without a request for each."""
+        if self.path is None:
+            return None
+        with _named():
+            paths = [self.path / name for name in _files(self.path, prefix)]
+            return sum(disk.retried(path.stat).st_size for path in paths)
+
     def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
         """The folders directly in it whose names match, with what is directly in each."""
         if self.path is None:
