@@ -479,7 +479,7 @@ def test_rates_and_where_the_time_goes(tmp_path, first, capsys):
 
     begin = time.time()
     run.train_step = taking(1.0, run.train_step)
-    run._evaluate = taking(10.0, run._evaluate)
+    run._evaluation = taking(10.0, run._evaluation)
     run.checkpoints.save = taking(100.0, run.checkpoints.save)
     with run.opened():
         run.train()
@@ -633,8 +633,7 @@ def test_wherever_it_is_told_to_stop_or_save_it_ends_as_if_undisturbed(tmp_path,
             harness.assert_equal(end, final_state(tmp_path / "not", config))
             assert rows.same_bits(directory) == rows.same_bits(tmp_path / "not"), (at, again)
             assert evaluated(directory) == evaluated(tmp_path / "not"), (at, again)
-            results = [(d / "results.json").read_text() for d in (directory, tmp_path / "not")]
-            assert results[0] == results[1], (at, again)
+            assert rows.results(directory) == rows.results(tmp_path / "not"), (at, again)
 
 
 def test_two_processes_do_not_share_a_directory(tmp_path):

@@ -15,3 +15,10 @@ def same_bits(directory):
         json.dumps({name: value for name, value in row.items() if not name.startswith("perf/")})
         for row in read(directory)
     ]
+
+
+def results(directory):
+    """Its results, but for the run's own name."""
+    found = json.loads((directory / "results.json").read_text())
+    assert found.pop("run")
+    return found

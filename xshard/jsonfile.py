@@ -115,7 +115,12 @@ def _open(path: pathlib.Path) -> BinaryIO:
         descriptor = disk.retried(lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     except OSError as e:
         raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    except OSError as e:
+        os.close(descriptor)
+        raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
+    if not is_file:
         os.close(descriptor)
         raise errors.UserError(f"{path} cannot be read: it is no regular file.")
     return os.fdopen(descriptor, "rb")

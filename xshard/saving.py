@@ -252,7 +252,7 @@ class Checkpoints:
         # It counts, whatever comes now.
         try:
             self._note_reached(saved.step, saved.folder)
-        except errors.UserError as e:
+        except (errors.UserError, OSError) as e:
             _say(f"step {saved.step} is saved, but: {e}")
         size, seconds = metrics_lib.scaled(saved.nbytes, "B"), f"{saved.seconds:.2g} s"
         bad = f"; NOT FINITE: {nonfinite.listed(saved.nonfinite)}" if saved.nonfinite else ""

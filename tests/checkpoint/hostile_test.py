@@ -61,8 +61,8 @@ def forge(folder, whole, change_meta=None, change_commit=None):
 
 
 def array(path="x", **changes):
-    """Changes what is said of an array."""
-    return lambda meta: meta["arrays"][path].update(changes)
+    """Changes what is said of an array, whose checksums would not be as many any more."""
+    return lambda meta: meta["arrays"][path].update({"sums": None} | changes)
 
 
 def renamed(path, **changes):
@@ -70,7 +70,7 @@ def renamed(path, **changes):
 
     def change(meta):
         entry = meta["arrays"].pop("x")
-        meta["arrays"][path] = entry | changes
+        meta["arrays"][path] = entry | {"sums": None} | changes
 
     return change
 
@@ -94,6 +94,8 @@ METAS = {
         "'large', .*: 1 of its 3580 chunks are there",
     ),
     "wider": (array("large", dtype="complex128"), "'large', complex128.*: 1200004 bytes instead"),
+    "checksums": (array(sums=[1, 2]), "arrays/x/sums has 2 checksums for 1 chunks"),
+    "no checksums": (array(sums=["a"]), "arrays/x/sums is .*, not a list of checksums"),
     "chunks of 0": (array(chunk_shape=[0]), r"arrays/x/chunk_shape is \[0\], no part of \[3\]"),
     "rank": (array(chunk_shape=[1, 1]), r"arrays/x/chunk_shape is \[1, 1\], no part of \[3\]"),
     "objects": (array(dtype="object"), "arrays/x/dtype is 'object', not a type that zarr has"),
