@@ -86,8 +86,10 @@ class Workdir:
         Raises:
           ValueError: if the directory is another run's, or a change would make it another run.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise errors.UserError(f"--workdir={self.path} is a file; give a directory.")
+        there = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not there.is_dir():
+            where = "" if there == self.path else f" is below {there}, which"
+            raise errors.UserError(f"--workdir={self.path}{where} is a file; give a directory.")
         if self.checkpoints.exists() and not self.checkpoints.is_dir():
             raise errors.UserError(
                 f"{self.checkpoints} is a file; move it away, or give a new --workdir."
