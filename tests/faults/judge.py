@@ -112,13 +112,13 @@ def more_checkpoints(after, wanted):
     return sorted(_by_step(after).keys() - _by_step(wanted).keys())
 
 
-def unclear(ended, names, reason):
+def unclear(ended, names, reasons):
     """What is wrong with the end of a part that has failed, one text each.
 
     Args:
       ended: how it has ended.
       names: one of these it must name.
-      reason: what it must say of why, in whatever case.
+      reasons: one of these it must say of why, in whatever case.
     """
     said = ended.output
     if ended.code == 0:
@@ -127,7 +127,8 @@ def unclear(ended, names, reason):
     texts += ["a traceback"] if "Traceback (most recent call last)" in said else []
     texts += [] if "error: " in said else ["no message"]
     texts += [] if any(name in said for name in names) else [f"does not name {names[0]}"]
-    texts += [] if reason.lower() in said.lower() else [f"does not say '{reason}'"]
+    if not any(reason.lower() in said.lower() for reason in reasons):
+        texts.append(f"does not say '{reasons[0]}'")
     return texts
 
 

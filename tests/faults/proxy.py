@@ -26,7 +26,7 @@ LAG = "lag"
 DONE_ALREADY = "412"
 KINDS = ("read", "list", "write", "delete", "head")
 _OF_METHOD = {"POST": "write", "PUT": "write", "DELETE": "delete", "HEAD": "head"}
-_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "412": "PreconditionFailed",
+CODES = {"403": "AccessDenied", "404": "NoSuchKey", "412": "PreconditionFailed",
           "429": "TooManyRequests", "500": "InternalError", "503": "SlowDown"}  # fmt: skip
 # Of a connection, and not of what is sent over it; and preconditions, when a state is brought back.
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host", "expect"}
@@ -152,7 +152,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.reply(status, answered, content)
 
     def reply_fault(self, kind, status):
-        content = f"<Error><Code>{_CODES[status]}</Code><Message>a fault</Message></Error>"
+        content = f"<Error><Code>{CODES[status]}</Code><Message>a fault</Message></Error>"
         self.reply(int(status), [], b"" if kind == "head" else content.encode())
 
     def do_GET(self):
