@@ -1,7 +1,7 @@
 """What a checkpoint is.
 
     step_00001200.3f9a11c2/     a folder for each attempt to save, so that nothing is ever overwritten
-        p0/, p1/, ...           what each process wrote: an OCDBT database each
+        p0/, p1/, ...           what each process wrote: an OCDBT database each, and sums.json, its chunks' checksums
         manifest.ocdbt, d/      all processes' databases, merged: its entries refer to p0/, p1/, ...
         meta.json               the tree: paths, shapes, types; the run's metadata; versions
         COMMIT                  created last and only if absent: with it the checkpoint counts
@@ -28,7 +28,7 @@ from xshard import jsonfile
 from xshard.checkpoint import store as store_lib
 
 VERSION = 2
-COMMIT, META, MANIFEST = "COMMIT", "meta.json", "manifest.ocdbt"
+COMMIT, META, MANIFEST, SUMS = "COMMIT", "meta.json", "manifest.ocdbt", "sums.json"
 PINNED, DAMAGED, METRICS = "PINNED", "DAMAGED", "METRICS"
 RUN, REMOVED = "RUN", "removed/"
 # In COMMIT, and not in those of before.

@@ -109,6 +109,9 @@ def write_part(
             batches.write_chunk(*chunk)
             keys += 1
     batches.flush()
+    if keys:
+        sums = format_lib.to_json(batches.sums())
+        attempt.store.create(attempt.part(process) + format_lib.SUMS, sums)
     attempt.store.sync(attempt.part(process))
     return keys
 
@@ -139,19 +142,14 @@ def merge(
             f"{len(expected - found)} keys are missing and {len(found - expected)} are too many, "
             f"such as {sorted(found ^ expected)[0].decode()}"
         )
-    ends = {path: _start_ends(merged, path, meta) for path, meta in arrays.items()}
-    sums = {
-        path: tuple(arrays_lib.stored_sum(future.result().value) for future in reading)
-        for path, reading in ends.items()
-    }
-    return {path: dataclasses.replace(meta, sums=sums[path]) for path, meta in arrays.items()}
-
-
-def _start_ends(database: Any, path: str, meta: arrays_lib.ArrayMeta) -> list[Any]:
-    """Begins to read the checksums that the chunks of an array end with."""
-    end = slice(meta.chunk_bytes, meta.chunk_bytes + arrays_lib.CRC_BYTES)
-    keys = [arrays_lib.chunk_key(path, chunk) for chunk in meta.chunks()]
-    return [database.read(key, byte_range=end) for key in keys]
+    sums: dict[str, int] = {}
+    for process in processes:
+        content = attempt.store.read(attempt.part(process) + format_lib.SUMS)
+        if content is None:
+            raise format_lib.CheckpointError(f"{attempt.part(process)}{format_lib.SUMS} is gone")
+        sums |= json.loads(content)
+    of_chunks = lambda path, meta: tuple(sums[key] for key in meta.keys(path)[1:])
+    return {p: dataclasses.replace(m, sums=of_chunks(p, m)) for p, m in arrays.items()}
 
 
 def describe(
@@ -262,6 +260,8 @@ class _Batches:
         self._written = written
         self._open: tuple[str, Any] = ("", None)
         self._under_way: list[tuple[Any, int]] = []
+        self._sums: dict[str, int] = {}
+        self._large: list[tuple[str, tuple[int, ...]]] = []
         self._begin()
 
     def write(self, key: str, content: bytes) -> None:
@@ -272,18 +272,34 @@ class _Batches:
         meta = self._arrays[piece.path]
         if meta.chunk_bytes < arrays_lib.LARGE_BYTES:
             content = arrays_lib.encode(value, meta.chunk_shape)
-            self.write(arrays_lib.chunk_key(piece.path, piece.chunk), content)
+            key = arrays_lib.chunk_key(piece.path, piece.chunk)
+            self._sums[key] = arrays_lib.stored_sum(content)
+            self.write(key, content)
         else:
             box = tuple(slice(*bounds) for bounds in meta.box(piece.chunk))
             target = self._array(piece.path)[box].with_transaction(self._transaction)
             # Tensorstore refers to the memory instead of copying it.
             writing = target.write(value, can_reference_source_data_indefinitely=True)
             self._copies.append(writing.copy)
+            self._large.append((piece.path, piece.chunk))
             self._keys += 1
         self._nbytes += meta.chunk_bytes
         if self._nbytes >= _BATCH_BYTES:
             self._commit()
             self._wait(leave=_BATCHES - 1)
+
+    def sums(self) -> dict[str, int]:
+        """The checksum of each chunk that has been written, by its key."""
+        ends = {}
+        for path, chunk in self._large:
+            size = self._arrays[path].chunk_bytes
+            key = arrays_lib.chunk_key(path, chunk)
+            # Tensorstore has made it, and written it after the chunk.
+            ends[key] = self._database.read(
+                key, byte_range=slice(size, size + arrays_lib.CRC_BYTES)
+            )
+        read = {key: arrays_lib.stored_sum(end.result().value) for key, end in ends.items()}
+        return self._sums | read
 
     def flush(self) -> None:
         if self._keys:
