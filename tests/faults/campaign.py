@@ -168,8 +168,9 @@ class Campaign:
         on_disk = name.startswith("/")
         names = (self._judge.names_of_file if on_disk else self._judge.names_of_object)(name)
         # Tensorstore says of a listing what the answer says, and not its status.
-        reasons = [self._judge.reason(point.fault), proxy.CODES.get(point.fault)]
-        return self._judge.unclear(ended, names, [reason for reason in reasons if reason])
+        reason = self._judge.reason(point.fault)
+        reasons = [reason, proxy.CODES.get(point.fault, reason)]
+        return self._judge.unclear(ended, names, reasons)
 
     def _judge_reading(self, point, ended, name):
         if ended.code == 0 and _words(ended.output) == self._said[point.part]:
