@@ -77,8 +77,8 @@ class EventFiles:
         """
         # Opened again: the thread that writes may be at its end, and have closed it.
         with disk.writing(self._path):
-            _sync(self._file, os.O_WRONLY)
-            _sync(self._path, os.O_DIRECTORY)
+            disk.sync(self._file)
+            disk.sync(self._path)
 
     def close(self) -> None:
         """Ends the file; what could not be written stays unwritten."""
@@ -103,7 +103,7 @@ class EventFiles:
             out.flush()
             os.fsync(out.fileno())
             temporary.rename(self._file)
-            _sync(self._path, os.O_DIRECTORY)
+            disk.sync(self._path)
         except BaseException:
             with contextlib.suppress(OSError):
                 out.close()
@@ -125,14 +125,6 @@ def _delete(path: pathlib.Path) -> None:
     with contextlib.suppress(OSError):
         if stat.S_ISREG(path.lstat().st_mode):
             path.unlink()
-
-
-def _sync(path: pathlib.Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _event(row: metrics.Row) -> event_pb2.Event:

@@ -13,6 +13,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from xshard import jsonfile
+
 # The environment's variable in which the launcher hands the token to the processes of a launch.
 VARIABLE = "XSHARD_LAUNCH_TOKEN"
 # In bytes: of a line of who knows the token, which may hold a config and a checksum of each file; of anybody's.
@@ -263,10 +265,6 @@ def _dump(message: Mapping[str, Any]) -> bytes:
 
 def _load(body: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(body)
-    # A line of brackets alone is too deep for the parser.
-    except (ValueError, RecursionError) as e:
+        return jsonfile.loads(body)
+    except ValueError as e:
         raise MalformedError("JSON") from e
-    if not isinstance(message, dict):
-        raise MalformedError("JSON")
-    return message

@@ -39,11 +39,7 @@ def new(config: ml_collections.ConfigDict) -> Identity:
 
 def fingerprint(config: ml_collections.ConfigDict) -> str:
     """A checksum of all in a config that may not change in a run."""
-    fixed = {key: value for key, value in flatten(plain(config)).items() if not _may_change(key)}
-    groups = fixed.get("group_assignment")
-    if isinstance(groups, list):
-        fixed["group_assignment"] = max(len(groups), 1)
-    content = json.dumps(fixed, sort_keys=True).encode()
+    content = json.dumps(_fixed(flatten(plain(config))), sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()[:ID_LENGTH]
 
 
@@ -69,11 +65,9 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
         )
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     texts = [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed]
+    fixed, asked = _fixed(old), _fixed(new)
     fatal = [
-        text
-        for key, text in zip(changed, texts, strict=True)
-        if not _may_change(key)
-        and not (key == "group_assignment" and _same_count(old.get(key), new.get(key)))
+        text for key, text in zip(changed, texts, strict=True) if fixed.get(key) != asked.get(key)
     ]
     if fatal:
         raise errors.UserError(
@@ -83,8 +77,17 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
     return texts
 
 
-def _may_change(key: str) -> bool:
-    return key in _MAY_CHANGE or key.startswith(_MAY_CHANGE_BELOW)
+def _fixed(flat: dict[str, Any]) -> dict[str, Any]:
+    """What of a config may not change; of the groups how many they are, of however many replicas each."""
+    fixed = {
+        key: value
+        for key, value in flat.items()
+        if key not in _MAY_CHANGE and not key.startswith(_MAY_CHANGE_BELOW)
+    }
+    groups = fixed.get("group_assignment")
+    if isinstance(groups, list):
+        fixed["group_assignment"] = max(len(groups), 1)
+    return fixed
 
 
 def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
@@ -101,8 +104,3 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _same_count(old: Any, new: Any) -> bool:
-    """Whether two group assignments are of as many groups: of more or fewer replicas each."""
-    return isinstance(old, list) and isinstance(new, list) and len(old or [1]) == len(new or [1])

@@ -1,5 +1,6 @@
 """JSON that somebody else may have written, damaged or forged: read within bounds, or refused by name."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -44,14 +45,11 @@ def read(path: pathlib.Path, kind: type = dict) -> Any:
     Raises:
       UserError: if there is no such file, it cannot be read, or it holds something else.
     """
-    with _open(path) as file:
-        try:
-            content = file.read(_FILE_BYTES + 1)
-            if len(content) > _FILE_BYTES:
-                raise ValueError(f"it is larger than {_FILE_BYTES >> 20} MiB")
-            return loads(content, kind)
-        except (OSError, ValueError) as e:
-            raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
+    with _reading(path), _open(path) as file:
+        content = file.read(_FILE_BYTES + 1)
+        if len(content) > _FILE_BYTES:
+            raise ValueError(f"it is larger than {_FILE_BYTES >> 20} MiB")
+        return loads(content, kind)
 
 
 def read_if_exists(path: pathlib.Path, kind: type = dict) -> Any | None:
@@ -70,12 +68,17 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None
     """
     if not _exists(path):
         return
-    with _open(path) as file:
-        try:
-            for line in _lines(file):
-                yield line.endswith(b"\n"), _object_in(line)
-        except OSError as e:
-            raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
+    with _reading(path):
+        file = _open(path)
+    with file:
+        lines = _lines(file)
+        while True:
+            with _reading(path):
+                line = next(lines, None)
+            if line is None:
+                return
+            # Outside of what names the file: an error of who asks for the lines is not one of reading.
+            yield line.endswith(b"\n"), _object_in(line)
 
 
 def is_number(value: Any) -> bool:
@@ -103,27 +106,29 @@ def _object_in(line: bytes) -> dict[str, Any] | None:
 
 
 def _exists(path: pathlib.Path) -> bool:
-    try:
+    with _reading(path):
         return disk.exists(path)
-    except OSError as e:
-        raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
 
 
 def _open(path: pathlib.Path) -> BinaryIO:
+    # A pipe of this name would wait for somebody to write into it.
+    descriptor = disk.retried(lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     try:
-        # A pipe of this name would wait for somebody to write into it.
-        descriptor = disk.retried(lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-    except OSError as e:
-        raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[None]:
+    """Says of which file an error is."""
     try:
-        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-    except OSError as e:
-        os.close(descriptor)
+        yield
+    except (OSError, ValueError) as e:
         raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
-    if not is_file:
-        os.close(descriptor)
-        raise errors.UserError(f"{path} cannot be read: it is no regular file.")
-    return os.fdopen(descriptor, "rb")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """How the processes of a run find one another, at the address of process 0: the others come, and are told."""
 
+import dataclasses
 import os
 import select
 import socket
@@ -168,14 +169,7 @@ class _Visit:
         return self._take(answer)
 
     def _hello(self, seals: handshake.Seals) -> bytes:
-        message = {
-            "index": self._own.index,
-            "count": self._own.count,
-            "host": self._own.host,
-            "pid": self._own.pid,
-            "facts": self._own.facts,
-        }
-        line = seals.line(message)
+        line = seals.line(dataclasses.asdict(self._own))
         if len(line) > handshake.LONGEST:
             raise places.StartError(
                 f"process {self._own.index} has {len(self._own.facts)} facts to compare with process 0's, the "

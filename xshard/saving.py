@@ -259,9 +259,7 @@ class Checkpoints:
         self._notify(f"step {saved.step}: saved {size} in {seconds}, in {self.manager.store}{bad}")
 
     def _note_reached(self, step: int, folder: str) -> None:
-        reached = workdir.Reached(step, folder, str(self.manager.store))
-        if reached != self._directory.reached():
-            self._directory.note_reached(reached)
+        self._directory.note_reached(workdir.Reached(step, folder, str(self.manager.store)))
 
     def _tolerate(self, action: Callable[[], None]) -> None:
         try:

@@ -27,7 +27,8 @@ with open(os.path.join(place, "pid" + index), "w") as file:
 end = ends[min(os.path.getsize(starts), len(ends)) - 1]
 if "STEP" in os.environ:
     with open(os.path.join(workdir, "status.json"), "w") as file:
-        json.dump([{"step": os.path.getsize(starts)}], file)
+        row = {"doing": "training", "steps": None, "rate": None, "time": 0, "host": "here", "pid": 1}
+        json.dump([{**row, "step": os.path.getsize(starts)}], file)
 if end == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

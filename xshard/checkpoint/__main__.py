@@ -135,9 +135,7 @@ def unpin(store: store_lib.Store, step: int) -> Rows:
 
 def remove(store: store_lib.Store, step: int) -> Rows:
     """Deletes a step."""
-    attempt = format_lib.find(store, step)
-    format_lib.remove_by_hand(attempt)
-    writer.remove(attempt)
+    writer.remove(format_lib.find(store, step), by_hand=True)
     return [{"deleted": step}]
 
 

@@ -85,10 +85,20 @@ class ArrayMeta:
         return math.prod(self.shape) * self.itemsize
 
     @property
+    def grid(self) -> tuple[int, ...]:
+        """The number of its chunks in each dimension."""
+        pairs = zip(self.shape, self.chunk_shape, strict=True)
+        return tuple(-(-size // part) for size, part in pairs)
+
+    @property
     def chunk_count(self) -> int:
         """The number of its chunks."""
-        pairs = zip(self.shape, self.chunk_shape, strict=True)
-        return math.prod(-(-size // part) for size, part in pairs)
+        return math.prod(self.grid)
+
+    @property
+    def sum_place(self) -> slice:
+        """Where the checksum is in the bytes of a chunk."""
+        return slice(self.chunk_bytes, self.chunk_bytes + CRC_BYTES)
 
     def chunks(self, box: Box | None = None) -> list[tuple[int, ...]]:
         """The places in the grid of the chunks that hold a part of the array; all by default."""
@@ -110,9 +120,8 @@ class ArrayMeta:
         """The CRC-32C of a chunk, if it is known."""
         if self.sums is None:
             return None
-        counts = [-(-size // part) for size, part in zip(self.shape, self.chunk_shape, strict=True)]
         place = 0
-        for index, count in zip(chunk, counts, strict=True):
+        for index, count in zip(chunk, self.grid, strict=True):
             place = place * count + index
         return self.sums[place]
 

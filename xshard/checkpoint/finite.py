@@ -8,7 +8,7 @@ import numpy as np
 
 from xshard.checkpoint import ownership
 
-Chunk = tuple[ownership.Piece, np.ndarray]
+Chunk = ownership.Chunk
 
 # So many elements are looked at at a time: what is made of them stays in a processor's cache.
 _LOOKED_AT = 1 << 16

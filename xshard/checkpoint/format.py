@@ -153,7 +153,7 @@ def unpin(attempt: Attempt) -> None:
     attempt.store.delete(attempt.prefix + PINNED)
 
 
-def remove_by_hand(attempt: Attempt) -> None:
+def note_removed(attempt: Attempt) -> None:
     """Notes that a person deletes a checkpoint: the run it is of may then go on from an earlier one."""
     note = {"removed": time.strftime("%Y-%m-%d %H:%M:%S")}
     if attempt.store.read(REMOVED + attempt.folder) is None:

@@ -28,6 +28,10 @@ class Piece:
     shape: tuple[int, ...]
 
 
+# A piece, and its values.
+Chunk = tuple[Piece, np.ndarray]
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How a tree is written.

@@ -82,13 +82,13 @@ def restore(
     Raises:
       CheckpointError: if it is another run's than `owner`.
     """
-    of_run = source.read_commit(attempt).get(format_lib.OWNER)
+    commit, meta = source.read_both(attempt)
+    of_run = commit.get(format_lib.OWNER)
     if owner is not None and of_run is not None and of_run["id"] != owner.id:
         raise format_lib.CheckpointError(
             f"{attempt} is of run {of_run['id']}, and this is run {owner.id}: move it away, or give another "
             "checkpoint.directory."
         )
-    meta = source.read_meta(attempt)
     state = read(attempt, target, meta, budget_bytes, say, may_hold)
     return Restored(state, meta["metadata"], meta["data"], attempt.step, attempt.folder)
 

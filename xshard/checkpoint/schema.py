@@ -138,7 +138,7 @@ def _check_array(name: str, entry: Any) -> None:
     # Of an array without values the chunks are as large as they can be.
     if not fits or any(not 1 <= c <= max(s, 1) for s, c in zip(shape, chunk, strict=True)):
         raise ValueError(f"{name}/chunk_shape is {_shown(chunk)}, no part of {_shown(shape)}")
-    count = math.prod(-(-size // part) for size, part in zip(shape, chunk, strict=True))
+    count = arrays_lib.ArrayMeta(tuple(shape), entry["dtype"], tuple(chunk)).chunk_count
     if entry.get("sums") is not None and len(entry["sums"]) != count:
         raise ValueError(f"{name}/sums has {len(entry['sums'])} checksums for {count} chunks")
 

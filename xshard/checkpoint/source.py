@@ -48,13 +48,18 @@ def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
       DamagedError: if a file is missing or not what was written.
       CheckpointError: if it is of a version that this code does not know.
     """
+    return read_both(attempt)[1]
+
+
+def read_both(attempt: format_lib.Attempt) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What COMMIT and meta.json say, as `read_commit` and `read_meta`, by reading each once."""
     commit = read_commit(attempt)
     contents = {}
     for name in (format_lib.META, format_lib.MANIFEST):
         contents[name] = _read_file(attempt, name)
         if format_lib.checksum(contents[name]) != commit["sha256"].get(name):
             raise DamagedError(f"{attempt}/{name} is not what was written (its checksum differs).")
-    return _parse(attempt, format_lib.META, contents[format_lib.META], schema.meta)
+    return commit, _parse(attempt, format_lib.META, contents[format_lib.META], schema.meta)
 
 
 def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
@@ -208,9 +213,9 @@ class _Source:
         """Begins to read the checksums of the chunks of a part, where it is known what they are to be."""
         if meta.sums is None:
             return []
-        end = slice(meta.chunk_bytes, meta.chunk_bytes + arrays_lib.CRC_BYTES)
+        place = meta.sum_place
         return [
-            (chunk, self._database.read(arrays_lib.chunk_key(path, chunk), byte_range=end))
+            (chunk, self._database.read(arrays_lib.chunk_key(path, chunk), byte_range=place))
             for chunk in meta.chunks(box)
         ]
 

@@ -18,7 +18,7 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
 
-Chunk = tuple[ownership.Piece, np.ndarray]
+Chunk = ownership.Chunk
 Copy = Callable[[], np.ndarray]
 
 # What is written in one transaction, which holds it until it is committed, and how many are under way.
@@ -225,8 +225,8 @@ def commit(
     attempt.store.create(attempt.prefix + format_lib.COMMIT, content)
 
 
-def remove(attempt: format_lib.Attempt) -> None:
-    """Deletes an attempt; from the first instant on it does not count.
+def remove(attempt: format_lib.Attempt, *, by_hand: bool = False) -> None:
+    """Deletes an attempt; from the first instant on it does not count. If a person does, that is noted.
 
     Raises:
       CheckpointError: if it is a link, or cannot be deleted.
@@ -235,6 +235,8 @@ def remove(attempt: format_lib.Attempt) -> None:
         raise format_lib.CheckpointError(
             f"{attempt} is a link that no run has made: delete it, and what it leads to, by hand."
         )
+    if by_hand:
+        format_lib.note_removed(attempt)
     # Without COMMIT it does not count, however far the rest of the deletion comes.
     attempt.store.delete(attempt.prefix + format_lib.COMMIT)
     attempt.store.sync_folder(attempt.prefix)
@@ -292,12 +294,9 @@ class _Batches:
         """The checksum of each chunk that has been written, by its key."""
         ends = {}
         for path, chunk in self._large:
-            size = self._arrays[path].chunk_bytes
             key = arrays_lib.chunk_key(path, chunk)
             # Tensorstore has made it, and written it after the chunk.
-            ends[key] = self._database.read(
-                key, byte_range=slice(size, size + arrays_lib.CRC_BYTES)
-            )
+            ends[key] = self._database.read(key, byte_range=self._arrays[path].sum_place)
         read = {key: arrays_lib.stored_sum(end.result().value) for key, end in ends.items()}
         return self._sums | read
 
