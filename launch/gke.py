@@ -22,6 +22,13 @@ _TYPES = {
     "v6e": ("tpu-v6e-slice", 4),
 }
 
+# What a JobSet does at an exit code that is no failure to be counted: what has stopped early, with its state
+# saved, starts again; what is not finite would be so again.
+_RULES = (
+    ("preempted", notice.PREEMPTED, "RestartJobSetAndIgnoreMaxRestarts"),
+    ("nonfinite", notice.NONFINITE, "FailJobSet"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Gke(engine.Engine):
@@ -83,9 +90,8 @@ class Gke(engine.Engine):
     def job_set(self, job: engine.Job) -> dict[str, Any]:
         """The JobSet, as of jobset.x-k8s.io/v1alpha2."""
         hosts, selector, chips = self._slice()
-        rules = [
-            {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [notice.PREEMPTED]}}
-        ]
+        codes = sorted(code for _, code, _ in _RULES)
+        rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": codes}}]
         template = {
             "parallelism": hosts,
             "completions": hosts,
@@ -108,13 +114,15 @@ class Gke(engine.Engine):
             "spec": {
                 "failurePolicy": {
                     "maxRestarts": self.max_failures - 1,
-                    # Exit code 42, stopped early with the state saved, is no failure to be counted.
                     "rules": [
                         {
-                            "name": "preempted",
-                            "action": "RestartJobSetAndIgnoreMaxRestarts",
+                            "name": name,
+                            "action": action,
                             "onJobFailureReasons": ["PodFailurePolicy"],
+                            # As Kubernetes says it: "... failed with exit code 42 matching FailJob rule ...".
+                            "onJobFailureMessagePatterns": [f"exit code {code} matching"],
                         }
+                        for name, code, action in _RULES
                     ],
                 },
                 "replicatedJobs": [

@@ -597,10 +597,8 @@ def test_a_signal_before_process_0_is_there():
 
 
 PROGRAM = """
-import faulthandler, signal, sys
+import sys
 from xshard import meeting, places, signals
-# So that what hangs says where.
-faulthandler.dump_traceback_later(300, exit=True)
 with signals.Heard() as heard:
     print("heard", flush=True)
     try:

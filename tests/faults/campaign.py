@@ -52,8 +52,8 @@ OBJECTS["write"] += (proxy.DONE_ALREADY,)
 _LAGS = (1, 3, 10, 30, 100, 1000)
 # After these a process has nothing to say.
 _ENDS = (shim.KILL, shim.TORN, shim.CUT)
-# Of a kind with more calls than that in a part, so many faults are drawn for each of them.
-_MANY, _DRAWN = 40, 2
+# Of a kind with more calls than that in a part, one fault is drawn for each of them; another seed draws others.
+_MANY = 40
 PARTS = ("new", "resume", "again", "eval", "ls", "verify")
 WHERE = ("disk", "power", "gcs", "s3")
 # How a point may end: as undisturbed; so when the command is given again; so, and with a checkpoint that the rules
@@ -107,8 +107,8 @@ class Campaign:
                 wanted = [fault for fault in possible if not faults or fault in faults]
                 for at in range(1, counts[kind] + 1):
                     drawn = wanted
-                    if counts[kind] > _MANY and len(wanted) > _DRAWN:
-                        drawn = random.Random(f"{seed}/{part}/{kind}/{at}").sample(wanted, _DRAWN)
+                    if counts[kind] > _MANY and wanted:
+                        drawn = [random.Random(f"{seed}/{part}/{kind}/{at}").choice(wanted)]
                     found += [Point(part, kind, at, fault) for fault in drawn]
             if "list" in self._faults and (not faults or proxy.LAG in faults):
                 found += [Point(part, "list", lag, proxy.LAG) for lag in _LAGS]

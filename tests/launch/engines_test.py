@@ -364,14 +364,28 @@ def test_gke_counts_hosts_and_chips(tmp_path, tpu, hosts, chips):
     assert container["resources"]["limits"] == {"google.com/tpu": chips}
 
 
-def test_gke_restarts_42_without_counting_it(tmp_path):
+@pytest.mark.parametrize(
+    ("code", "action"), [(42, "RestartJobSetAndIgnoreMaxRestarts"), (3, "FailJobSet"), (4, None)]
+)
+def test_gke_restarts_42_without_counting_it_and_3_not_at_all(tmp_path, code, action):
     spec = job_set(tmp_path, max_failures=5)["spec"]
-    (rule,) = spec["failurePolicy"]["rules"]
     assert spec["failurePolicy"]["maxRestarts"] == 4
-    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     (pod_rule,) = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
-    assert pod_rule["onExitCodes"]["values"] == [42] and pod_rule["action"] == "FailJob"
-    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert pod_rule["action"] == "FailJob"
+    assert (code in pod_rule["onExitCodes"]["values"]) == (action is not None)
+    # The condition of the Job, in the words of Kubernetes' job controller.
+    message = (
+        f"Container xshard for pod default/job-slice-0-0-abcde failed with exit code {code} "
+        "matching FailJob rule at index 0"
+    )
+    rules = spec["failurePolicy"]["rules"]
+    assert all(rule["onJobFailureReasons"] == ["PodFailurePolicy"] for rule in rules)
+    matching = [
+        rule["action"]
+        for rule in rules
+        if any(re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"])
+    ]
+    assert matching == ([action] if action else [])
 
 
 def test_gke_arguments_mean_themselves(tmp_path):
