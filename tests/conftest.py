@@ -12,5 +12,8 @@ hk.config.set(check_jax_usage=True)
 # What a process ignores, as under nohup or in a shell's background, all that it starts ignores, too, and a test
 # would wait for ever for the end of what it has sent a signal. What has a handler is given back by exec.
 for number in signal.valid_signals():
-    if number not in (signal.SIGPIPE, signal.SIGXFSZ) and signal.getsignal(number) == signal.SIG_IGN:
+    if (
+        number not in (signal.SIGPIPE, signal.SIGXFSZ)
+        and signal.getsignal(number) == signal.SIG_IGN
+    ):
         signal.signal(number, lambda *_: None)

@@ -175,6 +175,14 @@ def eval_shapes(
     return shapes(example, batch_size, sharding)
 
 
+def train_shapes(
+    example: data.Arrays, mesh: jax.sharding.Mesh, batch_size: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes, types and shardings of a batch of `TrainBatches`, of which `example` is a row."""
+    rows = batch_size * mesh_lib.num_groups(mesh)
+    return shapes(example, rows, mesh_lib.sharding(mesh, mesh_lib.BATCH))
+
+
 def shapes(
     example: data.Arrays, rows: int, sharding: jax.sharding.Sharding
 ) -> dict[str, jax.ShapeDtypeStruct]:

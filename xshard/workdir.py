@@ -190,9 +190,11 @@ class Workdir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("w")
+            lock = disk.retried(lambda: (self.path / ".lock").open("w"))
         except OSError as e:
-            raise errors.UserError(f"--workdir={self.path} cannot be written: {e.strerror}.") from e
+            raise errors.UserError(
+                f"--workdir={self.path} cannot be written: {e.strerror} ({e.filename})."
+            ) from e
         # The kernel drops the lock when the process ends, however it ends.
         with lock:
             try:

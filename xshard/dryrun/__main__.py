@@ -28,7 +28,6 @@ from xshard import (
     chips,
     cli,
     collectives,
-    data,
     errors,
     hlo,
     metrics,
@@ -111,7 +110,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
     experiment = experiment_lib.load(config.experiment)(config)
     example = experiment_lib.example(experiment)
     state = state_lib.abstract_state(experiment, mesh, config.seed, example)
-    batch = _batch(example, mesh, config.batch_size)
+    batch = batches.train_shapes(example, mesh, config.batch_size)
     result = {
         "topology": topology,
         "slices": config.slices,
@@ -154,6 +153,8 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
     os.environ.update(_ENVIRONMENT)
     # What this machine has is of no interest, and a TPU of its own would be taken from whoever uses it.
     jax.config.update("jax_platforms", "cpu")
+    # What is compiled for devices that are not there can be written to a cache, but not read from it.
+    jax.config.update("jax_enable_compilation_cache", False)
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if chip.name == "v4":
         # Its two cores as the one device that JAX sees on a TPU.
@@ -170,16 +171,6 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
             f"--topology={topology}, --slices={slices}: libtpu cannot be loaded, or knows no such topology ({cli.message(e)})."
         ) from e
     return list(found)
-
-
-def _batch(example: data.Arrays, mesh: jax.sharding.Mesh, size: int) -> dict[str, Any]:
-    """The shapes of a batch of `xshard.batches.TrainBatches`."""
-    place = mesh_lib.sharding(mesh, mesh_lib.BATCH)
-    rows = size * mesh_lib.num_groups(mesh)
-    return {
-        name: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype, sharding=place)
-        for name, array in example.items()
-    }
 
 
 def _describe(
