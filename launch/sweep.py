@@ -13,7 +13,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import engine, local
-from xshard import errors, jsonfile, metrics, notice, status, workdir
+from xshard import disk, errors, jsonfile, metrics, notice, status, workdir
 from xshard import identity as identity_lib
 
 Point = Mapping[str, Any]
@@ -62,15 +62,16 @@ def claim(directory: pathlib.Path, points: Sequence[Point]) -> None:
     """Makes a directory this sweep's; LaunchError if it is another's, whose results it would mix with."""
     path = directory / POINTS_FILE
     content = json.dumps(points, indent=1, default=str)
-    try:
-        old = path.read_text() if path.exists() else None
-        if old is None:
+    old = jsonfile.read_if_exists(path, list)
+    if old is None:
+        try:
             directory.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
-    except OSError as e:
-        raise engine.LaunchError(f"{path} cannot be written: {e.strerror}.") from e
-    if old is not None and jsonfile.read(path, list) != json.loads(content):
-        changed = difflib.unified_diff(old.splitlines(), content.splitlines(), lineterm="", n=0)
+            disk.replace(path, content.encode())
+        except OSError as e:
+            raise engine.LaunchError(f"{path} cannot be written: {e.strerror}.") from e
+    elif old != json.loads(content):
+        before, after = json.dumps(old, indent=1).splitlines(), content.splitlines()
+        changed = difflib.unified_diff(before, after, lineterm="", n=0)
         raise engine.LaunchError(
             f"{directory} holds another sweep, which differs in {' '.join(list(changed)[3:7])}: give --workdir "
             "another directory."

@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import os
+import pathlib
 import resource
 import types
 
@@ -231,6 +232,15 @@ def test_writers_that_come_later_get_what_was_before(tmp_path):
     assert [row["loss"] for row in csv_rows(tmp_path)] == ["1.0", "", "1.5"]
     found = scalars(tmp_path)
     assert found["loss"] == [(1, 1.0), (2, 1.5)] and found["eval/error"] == [(1, 0.5)]
+
+
+def test_a_table_outlives_a_disk_that_says_once_that_it_is_not_there(tmp_path, monkeypatch):
+    table = writers.Csv(tmp_path / "metrics.csv", lambda: iter(()))
+    table.write({"step": 1, "loss": 1.0})
+    # As one on a network may.
+    monkeypatch.setattr(pathlib.Path, "exists", lambda self: False)
+    table.write({"step": 2, "loss": 0.5, "error": 2.0})
+    assert [(row["step"], row["error"]) for row in csv_rows(tmp_path)] == [("1", ""), ("2", "2.0")]
 
 
 def test_json_lines_that_are_cut_off_in_the_middle(tmp_path):

@@ -129,7 +129,7 @@ class Follower:
     def _next_step(self) -> int | None:
         """The oldest step that is to be judged; held, so that it is not deleted meanwhile."""
         if self._writers is None:
-            if not self._run.config.exists():
+            if not disk.exists(self._run.config):
                 self._say(f"waiting for a run in {self._run.path}: it has no config.json yet")
                 return None
             self._begin()
@@ -151,7 +151,7 @@ class Follower:
         self._writers = writers.open_all(self._config.writers, part)
         path, keep = self._own.path / "best.json", saving.keep(self._config.checkpoint)
         # Also where no best ones are kept any more, to leave those of before to the run's rules.
-        if keep.best or path.exists():
+        if keep.best or disk.exists(path):
             self._best = _Best(path, keep, self._checkpoints, rows)
 
     def _check_owner(self) -> None:

@@ -57,7 +57,7 @@ def read(directory: pathlib.Path) -> list[dict[str, Any]]:
 
 def read_if_exists(directory: pathlib.Path) -> list[dict[str, Any]] | None:
     """The rows of all processes, as `read`; None if there is no file."""
-    return read(directory) if (directory / FILE).exists() else None
+    return read(directory) if disk.exists(directory / FILE) else None
 
 
 def _is_row(row: Any) -> bool:

@@ -1,12 +1,11 @@
 """A run of Weights & Biases."""
 
-import json
 import pathlib
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xshard import disk, errors, metrics
+from xshard import disk, errors, jsonfile, metrics
 
 
 class WandbRun:
@@ -44,7 +43,7 @@ class WandbRun:
         self._note = directory / "wandb" / "xshard.json"
         with disk.writing(self._note):
             self._note.parent.mkdir(parents=True, exist_ok=True)
-            known = json.loads(self._note.read_bytes()) if self._note.exists() else {}
+            known = jsonfile.read_if_exists(self._note) or {}
         self._id = known.get("id") or secrets.token_hex(4)
         self._last = tuple(known.get("sent", (0, False)))
         try:

@@ -86,11 +86,11 @@ class Workdir:
         Raises:
           ValueError: if the directory is another run's, or a change would make it another run.
         """
-        there = next(path for path in (self.path, *self.path.parents) if path.exists())
+        there = next(path for path in (self.path, *self.path.parents) if disk.exists(path))
         if not there.is_dir():
             where = "" if there == self.path else f" is below {there}, which"
             raise errors.UserError(f"--workdir={self.path}{where} is a file; give a directory.")
-        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+        if disk.exists(self.checkpoints) and not self.checkpoints.is_dir():
             raise errors.UserError(
                 f"{self.checkpoints} is a file; move it away, or give a new --workdir."
             )
@@ -134,8 +134,7 @@ class Workdir:
 
     def note_reached(self, reached: Reached) -> None:
         """Notes how far the run has come, durably."""
-        with disk.writing(self._reached):
-            disk.replace(self._reached, to_json(reached._asdict()))
+        _replace(self._reached, reached._asdict())
 
     def has_history(self) -> bool:
         """Whether rows or results are here, which a run from the start would write anew."""
@@ -213,12 +212,10 @@ class Workdir:
             self.check(config)
             if origin is not None:
                 self.check_origin(origin)
-            with disk.writing(self.config):
-                whose = identity or self.identity() or identity_lib.new(config)
-                content = {IDENTITY: whose._asdict(), **identity_lib.plain(config)}
-                disk.replace(self.config, to_json(content))
-                if origin is not None:
-                    disk.replace(self.origin, to_json(origin._asdict()))
+            whose = identity or self.identity() or identity_lib.new(config)
+            _replace(self.config, {IDENTITY: whose._asdict(), **identity_lib.plain(config)})
+            if origin is not None:
+                _replace(self.origin, origin._asdict())
             yield
 
     def open_log(self, index: int) -> int:
@@ -239,8 +236,7 @@ class Workdir:
         identity = self.identity()
         if identity is not None:
             results = {**results, "run": identity.id}
-        with disk.writing(self.results):
-            disk.replace(self.results, to_json(results))
+        _replace(self.results, results)
 
     def failure(self, goes_on: bool) -> str:
         """Why the run has not ended finite before; of one that goes on it is forgotten."""
@@ -303,6 +299,11 @@ def not_finite(directory: pathlib.Path) -> str:
     if results.get("finite") is not False:
         return ""
     return str(results.get("why", "not finite"))
+
+
+def _replace(path: pathlib.Path, content: dict[str, Any]) -> None:
+    with disk.writing(path):
+        disk.replace(path, to_json(content))
 
 
 def to_json(value: Any) -> bytes:

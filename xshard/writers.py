@@ -1,11 +1,11 @@
 """Where the rows of a run go: what a writer is, which are known, and the two that write plain files."""
 
-import contextlib
 import csv
 import dataclasses
 import importlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from xshard import disk, errors, metrics
+from xshard import disk, errors, jsonfile, metrics
 
 Row = metrics.Row
 
@@ -137,7 +137,7 @@ class Csv:
         )
         with disk.writing(path):
             if self._columns:
-                self._replace(map(self._line, history()))
+                self._replace(self._columns, map(self._line, history()))
             else:
                 path.unlink(missing_ok=True)
 
@@ -146,7 +146,7 @@ class Csv:
         new = [name for name in metrics.flat(row) if name not in self._columns]
         with disk.writing(self._path):
             if new:
-                self._add(new)
+                self._replace([*self._columns, *new], self._lines_with(len(new)))
             with self._path.open("a", newline="") as file:
                 file.write(self._line(row))
 
@@ -160,22 +160,19 @@ class Csv:
     def close(self) -> None:
         """Does nothing."""
 
-    def _add(self, new: list[str]) -> None:
-        self._columns += new
-        if not self._path.exists():
-            self._replace(iter(()))
-            return
-        with self._path.open(newline="") as file:
-            rows = csv.reader(file)
-            next(rows)
-            self._replace(_csv_line([*row, *("" for _ in new)]) for row in rows)
+    def _lines_with(self, empty: int) -> Iterator[str]:
+        """The lines of the file below its columns, each with so many empty cells more."""
+        content = disk.read(self._path) or b""
+        rows = csv.reader(io.StringIO(content.decode(), newline=""))
+        return (_csv_line([*row, *[""] * empty]) for row in itertools.islice(rows, 1, None))
 
-    def _replace(self, lines: Iterator[str]) -> None:
+    def _replace(self, columns: list[str], lines: Iterator[str]) -> None:
         temporary = self._path.with_name(f".{self._path.name}.new")
         with temporary.open("w", newline="") as file:
-            file.write(_csv_line(self._columns))
+            file.write(_csv_line(columns))
             file.writelines(lines)
         os.replace(temporary, self._path)
+        self._columns = columns
 
     def _line(self, row: Row) -> str:
         values = metrics.flat(row)
@@ -184,12 +181,7 @@ class Csv:
 
 def read(path: pathlib.Path) -> Iterator[Row]:
     """The rows of a file of JSON lines; none if there is no file. A line that is none is left out."""
-    if not disk.exists(path):
-        return
-    with disk.naming(path), disk.retried(lambda: path.open("rb")) as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
+    return (row for _, row in jsonfile.read_lines(path) if row is not None)
 
 
 def count(writers: Sequence[Writer]) -> int:
@@ -268,9 +260,10 @@ def _csv_line(cells: Sequence[Any]) -> str:
 
 def _sync(path: pathlib.Path) -> None:
     """Makes a file durable that need not be there, and its name."""
-    with disk.writing(path), contextlib.suppress(FileNotFoundError):
-        disk.sync(path)
-        disk.sync(path.parent)
+    with disk.writing(path):
+        if disk.exists(path):
+            disk.sync(path)
+            disk.sync(path.parent)
 
 
 def _is_row_until(line: bytes, step: int) -> bool:

@@ -60,7 +60,7 @@ def test_a_point_that_is_not_finite_has_ended_and_is_not_done(tmp_path):
     code, again = harness.finish(start(tmp_path, points, option))
     assert code == 3 and "1 of 2 jobs are done" in again and "started" not in again
     assert "not finite, and not run again while their results.json are there: " in again
-    assert "failed: not finite" in again.strip().splitlines()[-2]
+    assert "failed: not finite" in again.strip().splitlines()[-2], again
 
 
 def test_a_point_that_fails_does_not_stop_the_others(tmp_path):
