@@ -202,12 +202,6 @@ def test_there_is_no_attic():
     assert not [p for p in ALL_FILES if p.stem in ("utils", "util", "helpers", "common", "misc")]
 
 
-@pytest.mark.parametrize("path", sorted(ALL_FILES), ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_every_file_is_in_a_build_file(path):
-    build = path.parent / "BUILD"
-    assert build.exists() and f'"{path.name}"' in build.read_text(), f"add {path.name} to {build}"
-
-
 def test_the_lock_is_anyones():
     # An index, a host or a folder is the machine's where the lock was made; hashes and versions are not.
     lock = (ROOT / "requirements_lock.txt").read_text()
