@@ -22,8 +22,9 @@ from absl import app, flags
 
 from benchmarks import measure, models
 from tests import toy
-from xshard import loop, step, watch
+from xshard import loop, step
 from xshard import state as state_lib
+from xshard.pod import watch
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "How often each side is timed.", 1)
 _STEPS = flags.DEFINE_integer("steps", 1500, "Of a turn.", 200)

@@ -24,7 +24,8 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import measure
-from xshard import disk, metrics
+from xshard.files import disk, jsonfile
+from xshard.metrics import show as show_lib
 
 Commands = list[list[str]]
 
@@ -177,7 +178,7 @@ def show(machine: dict[str, Any], rows: Sequence[measure.Row], notes: Sequence[s
             "Time, or bytes, of the first over those of the second: the median of the rounds, and their middle half."
         ]
         + [measure.show(rows)] * bool(rows)
-        + [metrics.table(lines), "\n".join([summary, *notes])]
+        + [show_lib.table(lines), "\n".join([summary, *notes])]
     )
 
 
@@ -213,7 +214,7 @@ def main(argv: list[str]) -> int:
     print(f"\n{show(machine, rows, notes)}")
     if _JSON.value:
         content = {"machine": machine, "rows": list(map(dataclasses.asdict, rows)), "notes": notes}
-        disk.replace(pathlib.Path(_JSON.value), metrics.to_json(content, 1).encode())
+        disk.replace(pathlib.Path(_JSON.value), jsonfile.dumps(content, 1).encode())
     return code
 
 

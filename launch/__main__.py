@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from absl import flags, logging
 
 from launch import engine, gke, local, mpi, slurm, status, sweep, tpu_vm, xmanager
-from xshard import cli, streams
+from xshard import cli
+from xshard.files import streams
 
 _ENGINE = flags.DEFINE_enum(
     "engine", "local", ["local", "slurm", "mpi", "tpu_vm", "gke", "xmanager"], "Where to."

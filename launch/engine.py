@@ -11,7 +11,8 @@ import subprocess
 import zlib
 from collections.abc import Mapping, Sequence
 
-from xshard import errors, handshake
+from xshard import errors
+from xshard.pod import handshake
 
 # Stands for the token in a plan, which is made when the plan is run, and shown to nobody.
 TOKEN = "TOKEN-OF-THE-LAUNCH"

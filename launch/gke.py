@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from launch import engine
-from xshard import handshake, notice
+from xshard.pod import handshake, notice
 
 _TOKEN_KEY = "token"
 

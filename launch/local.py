@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from launch import engine
-from xshard import handshake, notice, signals, status, streams
+from xshard.files import streams
+from xshard.pod import handshake, notice, signals, status
 
 _STEP_SECONDS = 0.1
 # A process that hears of another's failure says so and leaves by itself.

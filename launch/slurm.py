@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 
 from launch import engine
-from xshard import handshake
+from xshard.pod import handshake
 
 _SCRIPT = """\
 #!/bin/bash

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch import engine, sweep
-from xshard import errors, identity, jsonfile, metrics, workdir
-from xshard import status as status_lib
+from xshard import errors, identity, workdir
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source
 from xshard.checkpoint import store as store_lib
+from xshard.files import jsonfile
+from xshard.metrics import show as show_lib
+from xshard.pod import status as status_lib
 
 
 def show(words: Sequence[str], as_json: bool) -> int:
@@ -20,20 +22,22 @@ def show(words: Sequence[str], as_json: bool) -> int:
     directory = pathlib.Path(words[0])
     if (directory / sweep.POINTS_FILE).exists():
         points = sweep.rows(directory)
-        print(metrics.to_json(points, indent=2) if as_json else metrics.table(points))
+        print(jsonfile.dumps(points, indent=2) if as_json else show_lib.table(points))
         return 0
     processes, latest = rows(directory), latest_checkpoint(directory)
     why = workdir.not_finite(directory)
     if as_json:
         said = {"processes": processes, "checkpoint": latest, "not_finite": why}
-        print(metrics.to_json(said, indent=2))
+        print(jsonfile.dumps(said, indent=2))
         return 0
-    print(metrics.table([_for_people(row) for row in processes]))
+    print(show_lib.table([_for_people(row) for row in processes]))
     if latest is None:
         print("no checkpoint yet")
     else:
         finite = "" if latest["finite"] else ", NOT FINITE"
-        print(f"newest checkpoint: step {latest['step']}, {metrics.age(latest['age'])} old{finite}")
+        print(
+            f"newest checkpoint: step {latest['step']}, {show_lib.age(latest['age'])} old{finite}"
+        )
     if why:
         print(f"not finite: {why}")
     return 0
@@ -99,6 +103,6 @@ def _for_people(row: dict[str, Any]) -> dict[str, Any]:
         "doing": doing,
         "step": "" if row["step"] is None else f"{row['step']}/{row['steps']}",
         "steps/s": "" if row["rate"] is None else f"{row['rate']:.1f}",
-        "left": "" if row["left"] is None else metrics.duration(row["left"]),
-        "heard": f"{metrics.age(row['heard'])} ago",
+        "left": "" if row["left"] is None else show_lib.duration(row["left"]),
+        "heard": f"{show_lib.age(row['heard'])} ago",
     }

@@ -13,8 +13,11 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import engine, local
-from xshard import disk, errors, jsonfile, metrics, notice, status, workdir
+from xshard import errors, workdir
 from xshard import identity as identity_lib
+from xshard.files import disk, jsonfile
+from xshard.metrics import show
+from xshard.pod import notice, status
 
 Point = Mapping[str, Any]
 POINTS_FILE = "sweep.json"
@@ -121,7 +124,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
     for row in table:
         if codes.get(row["run"]):
             row["doing"] = f"exit code {codes[row['run']]}"
-    print(f"\n{metrics.table(table)}")
+    print(f"\n{show.table(table)}")
     codes |= dict.fromkeys(failed, notice.NONFINITE)
     return next((code for code in codes.values() if code), notice.DONE)
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from launch import engine
-from xshard import handshake
+from xshard.pod import handshake
 
 _GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from xshard import cli, disk, errors, notice
+from xshard import cli, errors
+from xshard.files import disk
+from xshard.pod import notice
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from xshard import clock
+from xshard.metrics import clock
 
 
 class Now:
@@ -151,7 +151,7 @@ def test_arrays_are_what_can_be_waited_for(now):
 
 
 def test_the_process_s_begin_is_the_system_s():
-    code = "import time; time.sleep(0.3)\nfrom xshard import clock; print(clock.Clock().seconds()['start'])"
+    code = "import time; time.sleep(0.3)\nfrom xshard.metrics import clock; print(clock.Clock().seconds()['start'])"
     begin = time.monotonic()
     told = float(subprocess.run([sys.executable, "-c", code], stdout=-1, check=True).stdout)
     # A tick of the system's clock is a hundredth of a second.

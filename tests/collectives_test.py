@@ -9,10 +9,12 @@ import pytest
 
 from configs import digits
 from tests import pods, toy
-from xshard import batches, collectives, metrics, step
+from xshard import batches, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard.dryrun import collectives
+from xshard.metrics import show
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -170,7 +172,7 @@ def test_a_table():
     mesh = mesh_lib.make_mesh(HALVES)
     config = toy.get_config()
     config.group_assignment = HALVES
-    shown = metrics.table(collectives.rows(mesh, collectives.of(compile_step(config, mesh))))
+    shown = show.table(collectives.rows(mesh, collectives.of(compile_step(config, mesh))))
     assert shown.splitlines()[0].split()[:6] == [
         "kind",
         "over",

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from xshard import fingerprint
+from xshard.pod import fingerprint
 
 
 @pytest.fixture

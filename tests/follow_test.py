@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from tests import rows, toy
-from xshard import checkpoint, follow, loop, notice, terminal
+from xshard import checkpoint, follow, loop
+from xshard.metrics import terminal
+from xshard.pod import notice
 
 
 def make_config(**options):

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from launch import status, sweep
 from tests.checkpoint import harness
 from tests.report import samples
-from xshard import errors, follow, jsonfile, metrics, workdir
+from xshard import errors, follow, workdir
 from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import arrays, schema, source
 from xshard.checkpoint import format as format_lib
+from xshard.files import jsonfile
+from xshard.metrics import show
 from xshard.report import runs
 
 # Many more, and other ones each time: XSHARD_FUZZ=10000.
@@ -279,10 +281,10 @@ def look(directory):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         user_error(lambda: sweep.rows(directory))
-        user_error(lambda: metrics.to_json(sweep.rows(directory)))
+        user_error(lambda: jsonfile.dumps(sweep.rows(directory)))
         user_error(lambda: status.show([str(directory)], True))
-        user_error(lambda: metrics.table(status.rows(directory)))
-        user_error(lambda: metrics.to_json(status.latest_checkpoint(directory)))
+        user_error(lambda: show.table(status.rows(directory)))
+        user_error(lambda: jsonfile.dumps(status.latest_checkpoint(directory)))
         for (run,) in [user_error(lambda: runs.read([str(directory)])) or [None]]:
             assert run is None or isinstance(run.step, int | None)
         user_error(lambda: workdir.not_finite(directory))

@@ -14,10 +14,11 @@ import pytest
 import xshard
 from configs import lm, lm_pod, lm_tiny
 from experiments.lm import experiment, model, text
-from xshard import batches, collectives, step
+from xshard import batches, step
 from xshard import config as config_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard.dryrun import collectives
 
 FLOAT32 = "params=float32,compute=float32,output=float32"
 

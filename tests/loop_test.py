@@ -17,8 +17,10 @@ import pytest
 
 from tests import pace, rows, toy
 from tests.optimizers import harness
-from xshard import checkpoint, clock, follow, loop, notice, workdir
+from xshard import checkpoint, follow, loop, workdir
+from xshard.metrics import clock
 from xshard.optimizers import trees
+from xshard.pod import notice
 
 
 def make_config(**changes):

@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from tests.launch import harness
-from xshard import handshake, meeting, places, reception, rendezvous, signals
+from xshard.pod import handshake, meeting, places, reception, rendezvous, signals
 
 FACTS = {"config.steps": "12", "xshard/loop.py": "0a1b2c3d"}
 OTHER = {**FACTS, "config.steps": "13", "xshard/loop.py": "ffffffff"}
@@ -598,7 +598,7 @@ def test_a_signal_before_process_0_is_there():
 
 PROGRAM = """
 import sys
-from xshard import meeting, places, signals
+from xshard.pod import meeting, places, signals
 with signals.Heard() as heard:
     print("heard", flush=True)
     try:
@@ -622,7 +622,7 @@ def test_a_real_signal_to_a_real_process(number):
 
 def test_what_it_was_started_to_ignore_is_ignored():
     program = (
-        "import signal\nfrom xshard import signals\n"
+        "import signal\nfrom xshard.pod import signals\n"
         "with signals.Heard() as heard:\n"
         "    for number in (signal.SIGHUP, signal.SIGXCPU):\n"
         "        signal.raise_signal(number)\n"

@@ -5,11 +5,15 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from xshard import disk, hooks, metrics
+from xshard import hooks
+from xshard.files import disk, jsonfile
+from xshard.metrics import deferred as deferred_lib
+from xshard.metrics import rows as rows_lib
+from xshard.metrics import show
 
 
 def test_rows_come_some_steps_later_and_all_of_them():
-    deferred = metrics.Deferred(in_flight=2)
+    deferred = deferred_lib.Deferred(in_flight=2)
     rows = []
     for step in range(1, 6):
         rows.append(
@@ -25,27 +29,27 @@ def test_rows_come_some_steps_later_and_all_of_them():
 def test_what_is_not_finite_is_valid_json():
     row = {"step": 1, "loss": float("inf"), "of groups": [1.5, float("nan")], "nested": {"a": 2.0}}
     expected = {"step": 1, "loss": None, "of groups": [1.5, None], "nested": {"a": 2.0}}
-    assert json.loads(metrics.to_json(row)) == expected
+    assert json.loads(jsonfile.dumps(row)) == expected
 
 
 def test_a_name_for_each_number():
     row = {"step": 1, "loss": [0.5, [1, 2]], "nested": {"a": 2.0}, "none": []}
-    assert metrics.flat(row) == {
+    assert rows_lib.flat(row) == {
         "step": 1, "loss/0": 0.5, "loss/1/0": 1, "loss/1/1": 2, "nested/a": 2.0
     }  # fmt: skip
 
 
 def test_long_lists_of_lines_are_cut_in_the_middle():
     lines = [str(i) for i in range(10)]
-    assert metrics.shortened(lines, 10) == lines
-    assert metrics.shortened(lines, 5) == ["0", "1", "... 6 more; --verbose shows all", "8", "9"]
+    assert show.shortened(lines, 10) == lines
+    assert show.shortened(lines, 5) == ["0", "1", "... 6 more; --verbose shows all", "8", "9"]
 
 
 @pytest.mark.parametrize(
     "seconds,text", [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (float("nan"), "?")]
 )
 def test_durations(seconds, text):
-    assert metrics.duration(seconds) == text
+    assert show.duration(seconds) == text
 
 
 def test_a_file_is_replaced_whole(tmp_path):

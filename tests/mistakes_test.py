@@ -6,7 +6,8 @@ import sys
 import jax
 import pytest
 
-from xshard import cli, errors, loop, new
+from xshard import cli, errors, loop
+from xshard.new import __main__ as new
 
 FORWARD = '        return network(batch["point"])'
 LOSS = '        return jnp.mean(_cross_entropy(outputs, batch)), {"accuracy": accuracy}'

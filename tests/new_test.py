@@ -3,8 +3,9 @@
 import pytest
 
 from configs import digits
-from xshard import config, new
+from xshard import config
 from xshard import identity as identity_lib
+from xshard.new import __main__ as new
 
 
 def test_it_says_what_to_do_next(tmp_path, monkeypatch, capsys):

@@ -14,10 +14,12 @@ import pytest
 import xshard
 from tests import rows, toy
 from tests.optimizers import harness
-from xshard import batches, checkpoint, loop, mesh, metrics, model, nonfinite, notice, step
+from xshard import batches, checkpoint, loop, mesh, model, nonfinite, step
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
+from xshard.metrics import deferred
 from xshard.optimizers import shards
+from xshard.pod import notice
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 PARAMS = ["mlp/~/linear_0/b", "mlp/~/linear_0/w", "mlp/~/linear_1/b", "mlp/~/linear_1/w"]
@@ -377,11 +379,11 @@ def test_stretches_without_end_are_not_said_without_end():
 
 
 def test_a_step_is_looked_at_when_later_ones_have_been_dispatched():
-    watching, _ = watch("stop", in_flight=metrics.IN_FLIGHT)
+    watching, _ = watch("stop", in_flight=deferred.IN_FLIGHT)
     push(watching, [T, F])
     with pytest.raises(nonfinite.NonfiniteError, match="^step 1: "):
         push(watching, [F], 3)
-    watching, _ = watch("stop", in_flight=metrics.IN_FLIGHT)
+    watching, _ = watch("stop", in_flight=deferred.IN_FLIGHT)
     push(watching, [F, T])
     with pytest.raises(nonfinite.NonfiniteError, match="^step 2: "):
         watching.flush()

@@ -36,7 +36,7 @@ def test_the_wheel_has_every_file_that_runs(wheel):
         for path in paths
         if path.suffix in (".py", ".md") and "__pycache__" not in path.parts
     }
-    assert "launch/__main__.py" in wanted and "xshard/template/README.md" in wanted
+    assert "launch/__main__.py" in wanted and "xshard/new/template/README.md" in wanted
     assert not wanted - wheel
 
 

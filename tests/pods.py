@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from xshard import chips
+from xshard.metrics import chips
 
 KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
 _HOST = 2

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.optimizers import harness
-from xshard import processes
+from xshard.pod import processes
 
 
 class Jitted:

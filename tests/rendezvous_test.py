@@ -2,7 +2,7 @@
 
 import pytest
 
-from xshard import places, rendezvous
+from xshard.pod import places, rendezvous
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ import pytest
 
 from tests import toy
 from tests.optimizers import harness
-from xshard import batches, collectives, loop, mesh, step
+from xshard import batches, loop, mesh, step
 from xshard import state as state_lib
+from xshard.dryrun import collectives
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 PAIRS = ((0, 1), (2, 3))

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from tests.launch import harness
-from xshard import cli, streams
+from xshard import cli
+from xshard.files import streams
 
 # Prints more than any buffer holds, and says in a file, the first to be opened, how it went.
 PROGRAM = """

@@ -15,7 +15,8 @@ import pytest
 
 from tests import toy
 from tests.checkpoint.harness import environment
-from xshard import log, mesh, overview, terminal
+from xshard import mesh
+from xshard.metrics import log, overview, terminal
 
 ROW = {"step": 5, "accuracy": 0.5, "loss": [1.25, 3e-7], "scale": 65536.0, "perf/seconds": 3.0}
 
@@ -216,7 +217,7 @@ def test_a_run_on_a_real_terminal_that_ctrl_c_stops(tmp_path):
 def test_what_comes_after_a_process_that_leaves_at_once_is_on_a_line_of_its_own():
     code, lines = run_on_a_terminal(
         "-c",
-        "from xshard import ends, terminal\n"
+        "from xshard.metrics import terminal\nfrom xshard.pod import ends\n"
         "terminal.Terminal(100, terminal.Show.NORMAL).start(7)\n"
         "ends.leave(130)\n",
     )

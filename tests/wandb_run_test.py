@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from xshard import writers
+from xshard.metrics import writers
 
 
 class Run:

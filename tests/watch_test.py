@@ -17,7 +17,7 @@ import jax
 import pytest
 
 from tests.launch import harness
-from xshard import notice, signals, watch
+from xshard.pod import notice, signals, watch
 
 
 def poll(watching):
@@ -192,7 +192,7 @@ def test_an_abort_of_any_thread_is_announced(action, code):
     # The main thread stands still meanwhile, as one that computes does.
     program = f"""
 import ctypes, threading
-from xshard import ends
+from xshard.pod import ends
 abort = ctypes.CDLL(None).abort
 with ends.before_abort({action}):
     thread = threading.Thread(target=abort)
@@ -206,7 +206,7 @@ with ends.before_abort({action}):
 def test_after_the_watch_an_abort_is_as_before():
     program = """
 import ctypes
-from xshard import ends
+from xshard.pod import ends
 with ends.before_abort(lambda: ends.leave(7)):
     pass
 ctypes.CDLL(None).abort()

@@ -12,7 +12,7 @@ import types
 import pytest
 from tensorboard.backend.event_processing import event_accumulator
 
-from xshard import event_files, writers
+from xshard.metrics import event_files, writers
 
 ALL = ("jsonl", "csv", "tensorboard")
 

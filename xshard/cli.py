@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from xshard import errors, notice, streams
+from xshard import errors
 from xshard import identity as identity_lib
+from xshard.files import streams
+from xshard.pod import notice
 
 
 def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:

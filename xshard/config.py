@@ -5,7 +5,7 @@ import ml_collections
 
 from xshard import errors, nonfinite, saving
 from xshard import identity as identity_lib
-from xshard import writers as writers_lib
+from xshard.metrics import writers as writers_lib
 
 _COUNTS = (
     "steps", "batch_size", "eval_batch_size", "micro_batches", "slices", "model_parallel",

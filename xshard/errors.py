@@ -9,7 +9,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 # The launcher stands beside the package. What the template holds is a user's.
 _LAUNCHER = os.path.join(os.path.dirname(_PACKAGE), "launch")
 _FRAMEWORK = (_PACKAGE + os.sep, _LAUNCHER + os.sep)
-_TEMPLATE = os.path.join(_PACKAGE, "template") + os.sep
+_TEMPLATE = os.path.join(_PACKAGE, "new", "template") + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 

@@ -7,10 +7,12 @@ import jax
 import ml_collections
 import numpy as np
 
-from xshard import batches, data, errors, metrics, processes, step
+from xshard import batches, data, errors, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard.metrics import rows
+from xshard.pod import processes
 
 
 class Evaluation:
@@ -80,7 +82,7 @@ class Evaluation:
             if not go_on():
                 return None
         count = totals.pop("count").max()
-        return {name: metrics.to_number(value / count) for name, value in totals.items()}
+        return {name: rows.to_number(value / count) for name, value in totals.items()}
 
     def _batches(self) -> Any:
         return batches.eval_batches(self._examples, self._mesh, self._batch_size)

@@ -14,25 +14,17 @@ from typing import Any
 import jax
 import ml_collections
 
-from xshard import (
-    checkpoint,
-    disk,
-    errors,
-    evaluation,
-    jsonfile,
-    metrics,
-    notice,
-    processes,
-    saving,
-    terminal,
-    workdir,
-    writers,
-)
+from xshard import checkpoint, errors, evaluation, saving, workdir
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import identity as identity_lib
 from xshard import state as state_lib
-from xshard import watch as watch_lib
+from xshard.files import disk, jsonfile
+from xshard.metrics import rows as rows_lib
+from xshard.metrics import show as show_lib
+from xshard.metrics import terminal, writers
+from xshard.pod import notice, processes
+from xshard.pod import watch as watch_lib
 
 FOLDER = "eval"
 # How often to look for a new checkpoint: on a disk, and where each look costs money.
@@ -182,7 +174,7 @@ class Follower:
         # Before the row, after which nobody judges it again.
         if self._best is not None:
             self._best.judged(step, values)
-        numbers = "  ".join(f"{name} {metrics.show(value)}" for name, value in values.items())
+        numbers = "  ".join(f"{name} {show_lib.number(value)}" for name, value in values.items())
         self._say(f"step {step}  evaluation: {numbers}")
         row = {"step": step, **{f"eval/{name}": value for name, value in values.items()}}
         for writer in self._writers or []:
@@ -321,7 +313,7 @@ def _last_step(path: pathlib.Path) -> int:
     return max((row["step"] for row in _rows(path)), default=-1)
 
 
-def _rows(path: pathlib.Path) -> Iterator[metrics.Row]:
+def _rows(path: pathlib.Path) -> Iterator[rows_lib.Row]:
     """The rows of a file; a line that is none is left out."""
     for _, row in jsonfile.read_lines(path):
         if row is not None and type(row.get("step")) is int:

@@ -17,26 +17,24 @@ from xshard import (
     checkpoint,
     cli,
     evaluation,
-    fingerprint,
     hooks,
-    metrics,
     nonfinite,
-    overview,
     preflight,
-    processes,
     resuming,
     saving,
     workdir,
 )
-from xshard import clock as clock_lib
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard import log as log_lib
 from xshard import mesh as mesh_lib
-from xshard import notice as notice_lib
 from xshard import state as state_lib
-from xshard import terminal as terminal_lib
-from xshard import watch as watch_lib
+from xshard.metrics import clock as clock_lib
+from xshard.metrics import log as log_lib
+from xshard.metrics import overview, rows
+from xshard.metrics import terminal as terminal_lib
+from xshard.pod import fingerprint, processes
+from xshard.pod import notice as notice_lib
+from xshard.pod import watch as watch_lib
 
 
 class Run:
@@ -224,7 +222,7 @@ class Run:
     ) -> tuple[dict[str, Any], notice_lib.Notice | None]:
         """Evaluates the last state and writes the results; or what has stopped the run before that."""
         values = self.evaluate(state)
-        applied = metrics.to_number(mesh_lib.replicate(self.mesh, state.global_step))
+        applied = rows.to_number(mesh_lib.replicate(self.mesh, state.global_step))
         results = {"step": self._made, "global_step": applied, "eval": values, "samples": ""}
         if self._stop is None:
             self.checkpoints.wait()

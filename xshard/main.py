@@ -19,24 +19,10 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from xshard import (
-    checkpoint,
-    cli,
-    errors,
-    fingerprint,
-    follow,
-    handshake,
-    loop,
-    notice,
-    places,
-    profiling,
-    rendezvous,
-    signals,
-    streams,
-    terminal,
-    watch,
-    workdir,
-)
+from xshard import checkpoint, cli, errors, follow, loop, profiling, workdir
+from xshard.files import streams
+from xshard.metrics import terminal
+from xshard.pod import fingerprint, handshake, notice, places, rendezvous, signals, watch
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; --config.key=value changes a value.", lock_config=True

@@ -13,7 +13,7 @@ import ml_collections
 import numpy as np
 
 from xshard import mesh as mesh_lib
-from xshard import metrics
+from xshard.metrics import deferred, show
 from xshard.optimizers import trees
 
 POLICIES = STOP, SKIP, WARN = ("stop", "skip", "warn")
@@ -59,7 +59,7 @@ class Watch:
         params: Any,
         say: Callable[[str], None],
         *,
-        in_flight: int = metrics.IN_FLIGHT,
+        in_flight: int = deferred.IN_FLIGHT,
     ):
         """Begins.
 
@@ -165,7 +165,7 @@ class Watch:
         return f"step {step}: {'; '.join(said)}"
 
     def _describe_group(self, loss: Any, bad: np.ndarray) -> str:
-        numbers = f"the loss is {metrics.show(float(loss))}"
+        numbers = f"the loss is {show.number(float(loss))}"
         paths = [self._paths[index] for index in np.flatnonzero(bad).tolist()]
         if not paths:
             return numbers

@@ -3,8 +3,10 @@
 import jax
 import ml_collections
 
-from xshard import errors, loop, notice, terminal
-from xshard import watch as watch_lib
+from xshard import errors, loop
+from xshard.metrics import terminal
+from xshard.pod import notice
+from xshard.pod import watch as watch_lib
 
 FOLDER = "profile"
 

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import ml_collections
 
-from xshard import checkpoint, disk, errors, nonfinite, processes, workdir
+from xshard import checkpoint, errors, nonfinite, workdir
 from xshard import identity as identity_lib
 from xshard import state as state_lib
+from xshard.files import disk
+from xshard.pod import processes
 
 
 class Run(NamedTuple):

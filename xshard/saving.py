@@ -12,11 +12,11 @@ import ml_collections
 import numpy as np
 
 from xshard import batches as batches_lib
-from xshard import checkpoint, errors, nonfinite, resuming, workdir, writers
+from xshard import checkpoint, errors, nonfinite, resuming, workdir
 from xshard import identity as identity_lib
-from xshard import log as log_lib
-from xshard import metrics as metrics_lib
 from xshard import state as state_lib
+from xshard.metrics import log as log_lib
+from xshard.metrics import show, writers
 
 CHECKPOINT_KEYS = (
     "directory", "every_minutes", "keep_last", "keep_every_steps", "keep_best",
@@ -254,7 +254,7 @@ class Checkpoints:
             self._note_reached(saved.step, saved.folder)
         except (errors.UserError, OSError) as e:
             _say(f"step {saved.step} is saved, but: {e}")
-        size, seconds = metrics_lib.scaled(saved.nbytes, "B"), f"{saved.seconds:.2g} s"
+        size, seconds = show.scaled(saved.nbytes, "B"), f"{saved.seconds:.2g} s"
         bad = f"; NOT FINITE: {nonfinite.listed(saved.nonfinite)}" if saved.nonfinite else ""
         self._notify(f"step {saved.step}: saved {size} in {seconds}, in {self.manager.store}{bad}")
 

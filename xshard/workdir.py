@@ -7,9 +7,9 @@ checkpoints/     see `xshard.checkpoint`
 metrics.jsonl    a row for each logged step and each evaluation
 metrics.csv      the same as a table, and
 tensorboard/     as event files, and
-wandb/           as Weights & Biases keeps them, if config.writers has them; see `xshard.writers`
+wandb/           as Weights & Biases keeps them, if config.writers has them; see `xshard.metrics.writers`
 results.json     the final evaluation, and whether the run has ended finite
-status.json      what each process is doing; see `xshard.watch`
+status.json      what each process is doing; see `xshard.pod.watch`
 eval/            what `--mode=eval` writes; see `xshard.follow`
 logs/            what the processes but the first print, a file each
 set_aside/       what --restart_from_scratch has put away, in a folder for each run
@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from xshard import disk, errors, jsonfile, metrics
+from xshard import errors
 from xshard import identity as identity_lib
+from xshard.files import disk, jsonfile
 
 RESULTS, REACHED = "results.json", "reached.json"
 # In config.json, beside the config's own keys.
@@ -308,4 +309,4 @@ def _replace(path: pathlib.Path, content: dict[str, Any]) -> None:
 
 def to_json(value: Any) -> bytes:
     """Readable JSON."""
-    return (metrics.to_json(value, indent=2) + "\n").encode()
+    return (jsonfile.dumps(value, indent=2) + "\n").encode()

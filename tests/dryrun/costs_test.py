@@ -2,8 +2,7 @@
 
 import pytest
 
-from xshard import hlo
-from xshard.dryrun import costs
+from xshard.dryrun import costs, hlo
 
 # As a TPU's compiler writes a scan over ten layers: it does not say how often the loop runs, and keeps the
 # activations on the chip, in the memory S(1).

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from tests import pods, toy
-from xshard import chips, errors, mesh
+from xshard import errors, mesh
 from xshard import state as state_lib
 from xshard.dryrun import __main__ as dryrun
 from xshard.dryrun import costs, estimate, summary
+from xshard.metrics import chips
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(
@@ -358,7 +359,7 @@ TOPOLOGIES = (
 # What each device says of itself, of one slice without its number.
 DEVICES = """
 import json
-from xshard import chips
+from xshard.metrics import chips
 from xshard.dryrun import __main__ as dryrun
 for topology, slices in json.loads(sys.argv[1]):
     devices = dryrun._devices(topology, chips.parse_topology(topology), slices)
@@ -400,7 +401,9 @@ def test_the_stand_ins_are_as_libtpu_describes_the_chips():
 
 SCATTERED = """
 import jax, json
-from xshard import chips, collectives, mesh as mesh_lib
+from xshard import mesh as mesh_lib
+from xshard.metrics import chips
+from xshard.dryrun import collectives
 from xshard.dryrun import __main__ as dryrun
 from xshard.optimizers import shards
 for topology, slices in json.loads(sys.argv[1]):

@@ -15,7 +15,8 @@ import signal
 import sys
 
 from tests import toy
-from xshard import loop, notice
+from xshard import loop
+from xshard.pod import notice
 
 # What the programs need. None of it starts JAX's backend, or tensorstore's threads: they would be lost by a fork.
 _IMPORTED = (
@@ -23,10 +24,10 @@ _IMPORTED = (
     "optax",
     "tensorboard.backend.event_processing.event_accumulator",
     "xshard.checkpoint.orbax",
-    "xshard.event_files",
+    "xshard.metrics.event_files",
     "xshard.follow",
     "xshard.profiling",
-    "xshard.watch",
+    "xshard.pod.watch",
 )
 # Longer than any part takes beside other work: who is not done by then hangs.
 DEADLINE_SECONDS = 180.0

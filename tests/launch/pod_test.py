@@ -13,7 +13,7 @@ import pytest
 
 from tests import pace
 from tests.launch import harness
-from xshard import handshake
+from xshard.pod import handshake
 
 COUNT = 3
 # A run long enough to be disturbed.

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from xshard import metrics
+from xshard.files import jsonfile
 
 CONFIG = {
     "experiment": "tests.toy.Toy",
@@ -77,7 +77,7 @@ def evaluation(step, steps=400, groups=1, better=0.0):
 def write_rows(path, made):
     """Writes a metrics.jsonl."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(metrics.to_json(row) + "\n" for row in made))
+    path.write_text("".join(jsonfile.dumps(row) + "\n" for row in made))
 
 
 def write(directory, made=None, *, job=(), doing="done", ago=1000.0, results=None, **changes):

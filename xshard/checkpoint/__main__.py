@@ -33,12 +33,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from xshard import cli, metrics
+from xshard import cli
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import catalog, manager, orbax, retention, writer
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source as source_lib
 from xshard.checkpoint import store as store_lib
+from xshard.files import jsonfile
+from xshard.metrics import show as show_lib
 
 Rows = list[dict[str, Any]]
 _BUDGET_BYTES = 1 << 30
@@ -56,7 +58,7 @@ def list_steps(store: store_lib.Store) -> Rows:
         {
             "step": entry.step,
             "state": entry.state,
-            "age": "" if entry.time is None else metrics.age(time.time() - entry.time),
+            "age": "" if entry.time is None else show_lib.age(time.time() - entry.time),
             "MB": "" if entry.nbytes is None else entry.nbytes / 1e6,
             "pinned": "pinned" if entry.pinned else "",
             "best": _best(entry),
@@ -211,7 +213,7 @@ def _main(argv: Sequence[str]) -> int:
         if place.path is not None and not place.path.is_dir() and command is not from_orbax:
             raise format_lib.CheckpointError(f"{place} is no directory.")
     rows = command(**arguments)
-    print(metrics.to_json(rows, indent=1) if as_json else metrics.table(rows))
+    print(jsonfile.dumps(rows, indent=1) if as_json else show_lib.table(rows))
     is_judged = command in (verify, heal)
     return int(is_judged and any(not row["state"].startswith("whole") for row in rows))
 

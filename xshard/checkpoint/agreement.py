@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from xshard import processes
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source
 from xshard.checkpoint import store as store_lib
+from xshard.pod import processes
 
 _T = TypeVar("_T")
 # A host may keep for so long what a folder on a network was like.

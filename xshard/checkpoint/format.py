@@ -24,8 +24,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from xshard import jsonfile
 from xshard.checkpoint import store as store_lib
+from xshard.files import jsonfile
 
 VERSION = 2
 COMMIT, META, MANIFEST, SUMS = "COMMIT", "meta.json", "manifest.ocdbt", "sums.json"

@@ -8,11 +8,11 @@ from typing import Any
 
 from absl import logging
 
-from xshard import processes
 from xshard.checkpoint import agreement, reader, retention, saver, source, writer
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import lock as lock_lib
 from xshard.checkpoint import store as store_lib
+from xshard.pod import processes
 
 
 class Manager:

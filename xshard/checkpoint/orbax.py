@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from xshard import jsonfile
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source as source_lib
 from xshard.checkpoint import store as store_lib
+from xshard.files import jsonfile
 
 _METADATA = "_METADATA"
 # Orbax's name for a key of a mapping.

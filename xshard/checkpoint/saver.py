@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from xshard import processes
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import finite as finite_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership, writer
 from xshard.checkpoint import store as store_lib
+from xshard.pod import processes
 
 # After so long without a chunk, what has been gathered is written: the copy may wait for its bytes.
 _IDLE_SECONDS = 0.05

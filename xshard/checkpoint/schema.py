@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from xshard import jsonfile
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
+from xshard.files import jsonfile
 
 _LARGEST = (1 << 63) - 1
 # The last second of the year 9999, which is as far as dates go.

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from xshard import disk, errors
+from xshard import errors
+from xshard.files import disk
 
 # For object stores; tensorstore waits longer and longer between tries, up to 32 s.
 RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}

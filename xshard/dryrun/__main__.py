@@ -23,23 +23,15 @@ from absl import flags, logging
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from xshard import (
-    batches,
-    chips,
-    cli,
-    collectives,
-    errors,
-    hlo,
-    metrics,
-    notice,
-    preflight,
-    streams,
-)
+from xshard import batches, cli, errors, preflight
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.dryrun import costs, estimate, summary
+from xshard.dryrun import collectives, costs, estimate, hlo, summary
+from xshard.files import jsonfile, streams
+from xshard.metrics import chips
+from xshard.pod import notice
 
 # Its own, since the flags of `xshard.main` have the same names.
 _FLAGS = flags.FlagValues()
@@ -296,7 +288,7 @@ def main(argv: Sequence[str]) -> int:
     if _SLICES.value is not None:
         with config.unlocked():
             config.slices = _SLICES.value
-    show_result = metrics.to_json if _JSON.value else summary.show
+    show_result = jsonfile.dumps if _JSON.value else summary.show
     # In a thread, since the compiler does not return for a signal and this thread does.
     work = concurrent.futures.ThreadPoolExecutor(1).submit(dry_run, config, _TOPOLOGY.value)
     try:

@@ -8,7 +8,7 @@ import math
 import re
 from typing import NamedTuple
 
-from xshard import hlo
+from xshard.dryrun import hlo
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")

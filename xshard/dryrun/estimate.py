@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xshard import chips
 from xshard.dryrun import costs
+from xshard.metrics import chips
 
 
 class Bound(NamedTuple):

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from xshard import metrics, torus
+from xshard import torus
+from xshard.metrics import show as show_lib
 
 _NAMES = {"workspace": "activations and workspace", "program": "the program itself"}
 
@@ -17,18 +18,18 @@ def show(result: dict[str, Any]) -> str:
         f"{result['examples']} examples a step"
     )
     if "collectives" not in result:
-        return f"{head}\n\n{metrics.table(_held(memory, chip))}"
+        return f"{head}\n\n{show_lib.table(_held(memory, chip))}"
     times = [_show_bound(limit) for limit in result["bounds"] if limit["amount"]]
     rate = result["examples_per_second"]
     loops = result["unknown_loops"]
     return "\n\n".join(
         [
             f"{head}; compiled in {result['compile_seconds']:.0f} s: it fits",
-            metrics.table(_held(memory, chip)),
-            f"collectives of a step\n{metrics.table(_sent(result))}",
+            show_lib.table(_held(memory, chip)),
+            f"collectives of a step\n{show_lib.table(_sent(result))}",
             *result["warnings"],
-            f"a step takes at least\n{metrics.table(times)}",
-            f"A step takes at least {metrics.scaled(result['seconds'], 's')}, at most {metrics.scaled(rate or 0.0, '')} "
+            f"a step takes at least\n{show_lib.table(times)}",
+            f"A step takes at least {show_lib.scaled(result['seconds'], 's')}, at most {show_lib.scaled(rate or 0.0, '')} "
             f"examples a second: {result['dominated_by']} dominates. Bounds, not predictions.",
             *([f"{loops} loops of unknown length count as one round."] if loops else []),
             f"Peaks: {chip['source']}",
@@ -95,9 +96,9 @@ def _show_bound(limit: dict[str, Any]) -> dict[str, str]:
     rate, seconds = limit["rate"], limit["seconds"]
     return {
         "because of": limit["name"],
-        "a chip does": metrics.scaled(limit["amount"], unit),
-        "at most": metrics.scaled(rate, f"{unit}/s") if rate else "not published",
-        "time": "?" if seconds is None else metrics.scaled(seconds, "s"),
+        "a chip does": show_lib.scaled(limit["amount"], unit),
+        "at most": show_lib.scaled(rate, f"{unit}/s") if rate else "not published",
+        "time": "?" if seconds is None else show_lib.scaled(seconds, "s"),
     }
 
 

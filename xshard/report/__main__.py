@@ -15,7 +15,8 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from xshard import cli, disk, errors
+from xshard import cli, errors
+from xshard.files import disk
 from xshard.report import runs as runs_lib
 
 

@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib import figure, ticker, transforms
 
-from xshard import metrics
+from xshard.metrics import show
 from xshard.report import curves, figures, style
 from xshard.report import runs as runs_lib
 
@@ -264,9 +264,7 @@ def _bars(chart: figures.Bars) -> figure.Figure:
             )  # fmt: skip
         left += shares
     between = "\n" if few else "  "
-    names = [
-        f"{short(name)}{between}{metrics.duration(seconds)}" for name, seconds, _ in chart.bars
-    ]
+    names = [f"{short(name)}{between}{show.duration(seconds)}" for name, seconds, _ in chart.bars]
     ax.set_yticks(range(count), names, fontsize=7.5)
     ax.set_ylim(count - 0.5, -0.5)
     ax.set_xlim(0, 1)

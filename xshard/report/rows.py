@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from xshard import errors, jsonfile, metrics
+from xshard import errors
+from xshard.files import jsonfile
+from xshard.metrics import show
 
 EVALUATION = "eval/"
 
@@ -72,7 +74,7 @@ def numbers_of(values: Any) -> dict[str, list[float]]:
     """The numbers of all groups under each name of a mapping; what is none is left out."""
     if not isinstance(values, dict):
         return {}
-    found = {metrics.printable(name): _numbers(value) for name, value in values.items()}
+    found = {show.printable(name): _numbers(value) for name, value in values.items()}
     return {name: numbers for name, numbers in found.items() if numbers}
 
 
@@ -112,7 +114,7 @@ def _columns(found: _Values, file: str, notes: list[str]) -> Columns:
     columns = {}
     for name, (steps, values) in found.items():
         column = _column(steps, values)
-        name = metrics.printable(name)
+        name = show.printable(name)
         if column is None or len(column.steps) < len(set(steps)):
             left = len(set(steps)) - (0 if column is None else len(column.steps))
             notes.append(

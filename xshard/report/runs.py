@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from xshard import checkpoint, errors, jsonfile, metrics, status, workdir
+from xshard import checkpoint, errors, workdir
 from xshard import identity as identity_lib
+from xshard.files import jsonfile
+from xshard.metrics import show
+from xshard.pod import status
 from xshard.report import rows as rows_lib
 
 # Parts of a process's seconds, in the order in which they are shown; what is in none of them comes last.
@@ -181,7 +184,7 @@ def _run(
         separate=separate.evaluation,
         starts=starts,
         state=state,
-        doing=metrics.printable(doing),
+        doing=show.printable(doing),
         step=step,
         results=final,
         checkpoints=look.wait(deadline),
@@ -266,7 +269,7 @@ def _state(
             return state, words, reached
     age = time.time() - (_number(said.get("time")) or 0)
     if age > status.SILENT_SECONDS:
-        return "silent", f"gone, or silent for {metrics.age(age)}; was {doing}", reached
+        return "silent", f"gone, or silent for {show.age(age)}; was {doing}", reached
     return "running", doing if doing == "training" else f"running: {doing}", reached
 
 
@@ -327,4 +330,4 @@ def _names(paths: Sequence[pathlib.Path]) -> list[str]:
         names = [str(pathlib.PurePath(*path.parts[-length:])) for path in paths]
         if len(set(names)) == len(names):
             break
-    return [metrics.printable(name) for name in names]
+    return [show.printable(name) for name in names]

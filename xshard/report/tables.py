@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard import checkpoint, metrics
+from xshard import checkpoint
+from xshard.metrics import show
 from xshard.report import runs as runs_lib
 from xshard.report import words
 
@@ -40,7 +41,7 @@ class Final(NamedTuple):
 
 def text(value: object) -> str:
     """A text as HTML."""
-    return html.escape(metrics.printable(str(value)), quote=True)
+    return html.escape(show.printable(str(value)), quote=True)
 
 
 def table(names: Sequence[Cell], rows: Iterable[Sequence[Cell]]) -> str:
@@ -73,7 +74,7 @@ def step(run: runs_lib.Run) -> str:
 
 def duration(run: runs_lib.Run) -> str:
     """How long its processes ran."""
-    return words.NOTHING if run.seconds is None else metrics.duration(run.seconds)
+    return words.NOTHING if run.seconds is None else show.duration(run.seconds)
 
 
 def final(run: runs_lib.Run) -> Final:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xshard import metrics
+from xshard.metrics import show
 from xshard.report import figures
 
 # In the place of a number that there is not.
@@ -82,7 +82,7 @@ def describe(chart: figures.Chart | figures.Bars) -> str:
         for name, seconds, parts in chart.bars[:_LINES]:
             total = max(sum(parts.values()), 1e-12)
             shares = ", ".join(f"{part} {s / total:.0%}" for part, s in parts.items())
-            said.append(f"{name}, {metrics.duration(seconds)}: {shares}.")
+            said.append(f"{name}, {show.duration(seconds)}: {shares}.")
         return " ".join([f"{chart.title}.", *said, *_more(len(chart.bars))])
     said = []
     for line in chart.lines[:_LINES]:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from xshard import metrics
+from xshard.metrics import rows
+from xshard.metrics import show as show_lib
 
 # Of the line that is kept up to date: how often, and over how many of its updates the rate is.
 _SECONDS = 0.25
@@ -46,7 +47,7 @@ class Terminal:
         self._now = now
         self._live: Any = None
         self._due = 0.0
-        self._row: metrics.Row = {}
+        self._row: rows.Row = {}
         self._made: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_UPDATES)
 
     @property
@@ -78,7 +79,7 @@ class Terminal:
         with _UNSHOWN:
             self._live.update(line, refresh=True)
 
-    def row(self, row: metrics.Row, rate: float) -> None:
+    def row(self, row: rows.Row, rate: float) -> None:
         """Takes a row of training.
 
         Args:
@@ -89,7 +90,7 @@ class Terminal:
         if self._live is None or self.verbose:
             shown = {"loss": row["loss"], **row}
             numbers = "  ".join(
-                f"{name} {metrics.show(value)}"
+                f"{name} {show_lib.number(value)}"
                 for name, value in shown.items()
                 if name not in _NOT_SHOWN and not name.startswith("perf/")
             )
@@ -110,14 +111,14 @@ class Terminal:
         """The time left at the pace since the start, with all that came between."""
         begin, first = self._begin
         pace = (self._now() - begin) / (step - first) if step > first else float("nan")
-        return metrics.duration((self._steps - step) * pace)
+        return show_lib.duration((self._steps - step) * pace)
 
     def _line(self, step: int) -> Any:
         from rich import progress_bar, table, text
 
         parts = [f"step {step}/{self._steps}"]
         if "loss" in self._row:
-            parts.append(f"loss {metrics.show(self._row['loss'])}")
+            parts.append(f"loss {show_lib.number(self._row['loss'])}")
         (begin, first), (end, last) = self._made[0], self._made[-1]
         if last > first:
             parts += [f"{(last - first) / (end - begin):.1f} steps/s", f"{self._left(step)} left"]

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import hlo, torus
+from xshard import torus
+from xshard.dryrun import hlo
 
 _Groups = set[frozenset[int]]
 

@@ -12,7 +12,8 @@ import zlib
 import ml_collections
 
 from xshard import identity as identity_lib
-from xshard import processes, workdir
+from xshard import workdir
+from xshard.pod import processes
 
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
 # A repository on a slow disk is not waited for.

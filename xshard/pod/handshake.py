@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from xshard import jsonfile
+from xshard.files import jsonfile
 
 # The environment's variable in which the launcher hands the token to the processes of a launch.
 VARIABLE = "XSHARD_LAUNCH_TOKEN"

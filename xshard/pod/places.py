@@ -7,7 +7,8 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from xshard import errors, signals
+from xshard import errors
+from xshard.pod import signals
 
 
 class StartError(errors.UserError):

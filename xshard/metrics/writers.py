@@ -13,9 +13,11 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from xshard import disk, errors, jsonfile, metrics
+from xshard import errors
+from xshard.files import disk, jsonfile
+from xshard.metrics import rows as rows_lib
 
-Row = metrics.Row
+Row = rows_lib.Row
 
 
 class Writer(Protocol):
@@ -109,7 +111,7 @@ class JsonLines:
     def write(self, row: Row) -> None:
         """Appends a row."""
         with disk.writing(self._path), self._path.open("a") as file:
-            file.write(metrics.to_json(row) + "\n")
+            file.write(jsonfile.dumps(row) + "\n")
 
     def flush(self) -> None:
         """Does nothing: no row is held back."""
@@ -133,7 +135,7 @@ class Csv:
         """Writes what the file is to hold of earlier parts of the run, in place of what is there."""
         self._path = path
         self._columns: list[str] = list(
-            dict.fromkeys(name for row in history() for name in metrics.flat(row))
+            dict.fromkeys(name for row in history() for name in rows_lib.flat(row))
         )
         with disk.writing(path):
             if self._columns:
@@ -143,7 +145,7 @@ class Csv:
 
     def write(self, row: Row) -> None:
         """Appends a row."""
-        new = [name for name in metrics.flat(row) if name not in self._columns]
+        new = [name for name in rows_lib.flat(row) if name not in self._columns]
         with disk.writing(self._path):
             if new:
                 self._replace([*self._columns, *new], self._lines_with(len(new)))
@@ -175,8 +177,8 @@ class Csv:
         self._columns = columns
 
     def _line(self, row: Row) -> str:
-        values = metrics.flat(row)
-        return _csv_line([metrics.finite(values.get(name)) for name in self._columns])
+        values = rows_lib.flat(row)
+        return _csv_line([jsonfile.finite(values.get(name)) for name in self._columns])
 
 
 def read(path: pathlib.Path) -> Iterator[Row]:
@@ -216,13 +218,13 @@ def _csv(part: Part) -> Writer:
 
 def _tensorboard(part: Part) -> Writer:
     # Half a second of imports, for those who want it.
-    from xshard import event_files
+    from xshard.metrics import event_files
 
     return event_files.EventFiles(part.directory / "tensorboard", part.history)
 
 
 def _wandb(part: Part) -> Writer:
-    from xshard import wandb_run
+    from xshard.metrics import wandb_run
 
     return wandb_run.WandbRun(part.directory, part.config, part.history)
 

@@ -2,7 +2,7 @@
 
 The text is that of `compiled.as_text()`, of a CPU or a TPU. The language is described at
 https://openxla.org/xla/operation_semantics; what is read here is its spelling, and no more of it than
-`xshard.collectives` and `xshard.dryrun.costs` ask for.
+`xshard.dryrun.collectives` and `xshard.dryrun.costs` ask for.
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from xshard import handshake, places, reception, signals
+from xshard.pod import handshake, places, reception, signals
 
 # How long an answer may take beside what it waits for.
 _ANSWER_SECONDS = 5.0

@@ -16,10 +16,11 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from xshard import chips, errors
+from xshard import errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import model as model_lib
+from xshard.metrics import chips
 
 
 def of(f: Callable[..., Any], *args: Any) -> int:

@@ -15,7 +15,8 @@ from typing import BinaryIO
 import google_crc32c
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from xshard import disk, jsonfile, metrics
+from xshard.files import disk, jsonfile
+from xshard.metrics import rows
 
 # TensorBoard needs to see it to take a session's start for one.
 _VERSION = "brain.Event:2"
@@ -37,7 +38,7 @@ class EventFiles:
     which TensorBoard drops what it has read in files before, and its name comes after theirs.
     """
 
-    def __init__(self, directory: pathlib.Path, history: Callable[[], Iterator[metrics.Row]]):
+    def __init__(self, directory: pathlib.Path, history: Callable[[], Iterator[rows.Row]]):
         """Writes the file, and deletes those of earlier starts.
 
         The last of them stays until the next start: a TensorBoard that reads in it goes on to the new file
@@ -59,7 +60,7 @@ class EventFiles:
             for name in [name for name in before if _OURS.fullmatch(name)][:-1]:
                 _delete(directory / name)
 
-    def write(self, row: metrics.Row) -> None:
+    def write(self, row: rows.Row) -> None:
         """Writes a row's numbers; what is not finite as NaN."""
         with disk.writing(self._path):
             self._out.write(_record(_event(row)))
@@ -85,7 +86,7 @@ class EventFiles:
         with contextlib.suppress(OSError):
             self._out.close()
 
-    def _begin(self, history: Callable[[], Iterator[metrics.Row]]) -> BinaryIO:
+    def _begin(self, history: Callable[[], Iterator[rows.Row]]) -> BinaryIO:
         """Makes the file, which is whole and durable before it has its name; returns it open."""
         temporary = self._path / ".events.new"
         # Of a start that was killed here; or a link, which is not to be followed.
@@ -127,11 +128,11 @@ def _delete(path: pathlib.Path) -> None:
             path.unlink()
 
 
-def _event(row: metrics.Row) -> event_pb2.Event:
+def _event(row: rows.Row) -> event_pb2.Event:
     """A row as an event."""
     values = [
         summary_pb2.Summary.Value(tag=name, simple_value=_number(value))
-        for name, value in metrics.flat(row).items()
+        for name, value in rows.flat(row).items()
         if name not in _ITS_OWN and _is_shown(value)
     ]
     said = row.get("perf/time")

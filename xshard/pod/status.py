@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from xshard import disk, errors, jsonfile, metrics
+from xshard import errors
+from xshard.files import disk, jsonfile
 
 FILE = "status.json"
 STARTING = "starting"
@@ -74,5 +75,5 @@ def write(directory: pathlib.Path, rows: Sequence[Any]) -> None:
     # A full disk is not what a run should end of here.
     with contextlib.suppress(OSError):
         if directory.is_dir():
-            content = metrics.to_json(list(rows)).encode()
+            content = jsonfile.dumps(list(rows)).encode()
             disk.replace(directory / FILE, content, durably=False)

@@ -2,13 +2,15 @@
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
-from xshard import disk, errors
+from xshard import errors
+from xshard.files import disk
 
 # Nothing that a run writes comes near these, and what does is not kept in memory to see what it is.
 _FILE_BYTES = 64 << 20
@@ -37,6 +39,20 @@ def loads(content: bytes, kind: type = dict) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"it is not {_NAMES[kind]}")
     return value
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """JSON, in which a number that is not finite is null: JSON has no other way to write it."""
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """The value with None in the place of each number that is not finite."""
+    if isinstance(value, Mapping):
+        return {name: finite(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read(path: pathlib.Path, kind: type = dict) -> Any:

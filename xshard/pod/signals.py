@@ -6,7 +6,7 @@ import signal
 import socket
 from types import TracebackType
 
-from xshard import notice
+from xshard.pod import notice
 
 # Each with the exit code of what it has stopped. Schedulers send SIGUSR1 and SIGUSR2 ahead of a time limit, a
 # terminal that goes away sends SIGHUP, and the soft limit of CPU time SIGXCPU, again with each further second.

@@ -5,7 +5,9 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xshard import disk, errors, jsonfile, metrics
+from xshard import errors
+from xshard.files import disk, jsonfile
+from xshard.metrics import rows
 
 
 class WandbRun:
@@ -24,7 +26,7 @@ class WandbRun:
         self,
         directory: pathlib.Path,
         config: dict[str, Any],
-        history: Callable[[], Iterator[metrics.Row]],
+        history: Callable[[], Iterator[rows.Row]],
     ):
         """Begins, or goes on.
 
@@ -37,7 +39,7 @@ class WandbRun:
         Raises:
           ValueError: if Weights & Biases cannot be reached, or knows no key.
         """
-        # An extra, which is there if a config asks for it: see `xshard.writers.check`.
+        # An extra, which is there if a config asks for it: see `xshard.metrics.writers.check`.
         import wandb
 
         self._note = directory / "wandb" / "xshard.json"
@@ -65,13 +67,13 @@ class WandbRun:
         for row in history():
             self.write(row)
 
-    def write(self, row: metrics.Row) -> None:
+    def write(self, row: rows.Row) -> None:
         """Sends a row, unless it has been sent."""
         # At one step, the training's row comes before the evaluation's.
         place = (row["step"], "loss" not in row)
         if place > self._last:
             self._last = place
-            values = {name: value for name, value in metrics.flat(row).items() if value is not None}
+            values = {name: value for name, value in rows.flat(row).items() if value is not None}
             self._run.log(values, step=row["step"])
 
     def flush(self) -> None:
@@ -84,5 +86,5 @@ class WandbRun:
 
     def _write_note(self, sent: list[Any]) -> None:
         with disk.writing(self._note):
-            note = metrics.to_json({"id": self._id, "sent": sent})
+            note = jsonfile.dumps({"id": self._id, "sent": sent})
             disk.replace(self._note, note.encode(), durably=False)

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from xshard import processes, terminal
+from xshard.metrics import terminal
+from xshard.pod import processes
 
 # How long a terminal, or what an abort asks of a peer, may take.
 SHORT_SECONDS = 1.0

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from xshard import handshake, places, signals
+from xshard.pod import handshake, places, signals
 
 # How long a guest may take to say who it is; and an answer to be read.
 _ANSWER_SECONDS = 5.0

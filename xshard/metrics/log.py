@@ -10,12 +10,14 @@ import jmp
 import ml_collections
 import numpy as np
 
-from xshard import clock as clock_lib
 from xshard import experiment as experiment_lib
-from xshard import flops, identity, metrics, workdir
+from xshard import identity, workdir
 from xshard import mesh as mesh_lib
-from xshard import terminal as terminal_lib
-from xshard import writers as writers_lib
+from xshard.metrics import clock as clock_lib
+from xshard.metrics import deferred, flops, show
+from xshard.metrics import rows as rows_lib
+from xshard.metrics import terminal as terminal_lib
+from xshard.metrics import writers as writers_lib
 
 _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALUATION)
 
@@ -60,9 +62,9 @@ class Log:
         self._terminal = terminal
         self._flops, self._peak = flops_per_step, peak
         self._examples = config.batch_size * mesh_lib.num_groups(mesh)
-        self._deferred = metrics.Deferred()
+        self._deferred = deferred.Deferred()
         # Of the last row, for what has happened since.
-        self._before: metrics.Row = {"step": start, **({} if start else {"skipped": 0})}
+        self._before: rows_lib.Row = {"step": start, **({} if start else {"skipped": 0})}
         self._paced = (start, 0.0)
         self.newest: jax.Array | None = None
 
@@ -106,10 +108,10 @@ class Log:
         """Writes an evaluation of the state after a step."""
         row = {"step": made, **{f"eval/{name}": value for name, value in values.items()}}
         self._send(row | {"perf/time": round(time.time(), 3)})
-        numbers = "  ".join(f"{name} {metrics.show(value)}" for name, value in values.items())
+        numbers = "  ".join(f"{name} {show.number(value)}" for name, value in values.items())
         self._terminal.say(f"step {made}  evaluation: {numbers}")
 
-    def _write(self, rows: Iterable[metrics.Row]) -> None:
+    def _write(self, rows: Iterable[rows_lib.Row]) -> None:
         for row in rows:
             # A total, since a skip between two rows would not show.
             steps, applied = row["step"], np.asarray(row.pop("global_step"))
@@ -122,7 +124,7 @@ class Log:
                 self._terminal.say(text)
             self._before = row
 
-    def _send(self, row: metrics.Row) -> None:
+    def _send(self, row: rows_lib.Row) -> None:
         self.rows += 1
         for writer in self._writers:
             writer.write(row)
@@ -134,7 +136,7 @@ class Log:
         self._paced = (step, paced)
         return (step - last_step) / max(paced - last_paced, 1e-9)
 
-    def _performance(self, rate: float, seconds: Mapping[str, float]) -> metrics.Row:
+    def _performance(self, rate: float, seconds: Mapping[str, float]) -> rows_lib.Row:
         total = sum(seconds.values())
         row = {"steps_per_second": rate, "examples_per_second": rate * self._examples}
         if self._flops is not None:
@@ -190,7 +192,7 @@ def begin(
     )
 
 
-def changes(before: metrics.Row, row: metrics.Row) -> str:
+def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
     """What a person should hear of that has happened between two rows; empty: nothing.
 
     Args:
@@ -202,8 +204,8 @@ def changes(before: metrics.Row, row: metrics.Row) -> str:
         skipped = np.asarray(row["skipped"]) - np.asarray(before["skipped"])
         if np.any(skipped):
             steps = row["step"] - before["step"]
-            said.append(f"{metrics.show(skipped.tolist())} of the last {steps} steps skipped")
+            said.append(f"{show.number(skipped.tolist())} of the last {steps} steps skipped")
     scales = [one.get("loss_scale") for one in (before, row)]
     if None not in scales and scales[0] != scales[1]:
-        said.append(f"loss scale {metrics.show(scales[0])} -> {metrics.show(scales[1])}")
+        said.append(f"loss scale {show.number(scales[0])} -> {show.number(scales[1])}")
     return f"step {row['step']}: {'; '.join(said)}" if said else ""

@@ -8,7 +8,7 @@ import jax
 import ml_collections
 
 from xshard import mesh as mesh_lib
-from xshard import metrics
+from xshard.metrics import show
 from xshard.optimizers import trees
 
 # Of a table that is not to be shown whole.
@@ -29,11 +29,11 @@ def model(
     leaves = trees.leaves_by_path(params)
     total = sum(leaf.size for leaf in leaves.values())
     title = f"{config.experiment}: {total:,} parameters, {config.precision}, on "
-    head, *lines = metrics.table([_row(path, leaf) for path, leaf in leaves.items()]).splitlines()
-    nbytes = metrics.scaled(sum(leaf.nbytes for leaf in leaves.values()), "B")
-    device = metrics.scaled(sum(map(_device_bytes, leaves.values())), "B")
+    head, *lines = show.table([_row(path, leaf) for path, leaf in leaves.items()]).splitlines()
+    nbytes = show.scaled(sum(leaf.nbytes for leaf in leaves.values()), "B")
+    device = show.scaled(sum(map(_device_bytes, leaves.values())), "B")
     last = f"{total:,} parameters in {len(leaves)} arrays, {nbytes}; {device} on each device"
-    shown = lines if whole else metrics.shortened(lines, _LINES)
+    shown = lines if whole else show.shortened(lines, _LINES)
     return "\n".join([title + mesh_lib.describe(mesh), head, *shown, last])
 
 
@@ -52,7 +52,7 @@ def results(found: Mapping[str, Any]) -> str:
     Args:
       found: as they are in results.json.
     """
-    lines = [f"  {name:<20} {metrics.show(value)}" for name, value in found["eval"].items()]
+    lines = [f"  {name:<20} {show.number(value)}" for name, value in found["eval"].items()]
     samples = [f"\nsamples:\n{found['samples']}\n"] if found["samples"] else []
     return "\n".join(["\nresults:", *lines, *samples])
 

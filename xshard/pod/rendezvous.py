@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 from jax._src import clusters
 
-from xshard import meeting, places, signals
+from xshard.pod import meeting, places, signals
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,9 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 
-from xshard import ends, errors, processes, rendezvous, signals, status
-from xshard import notice as notice_lib
+from xshard import errors
+from xshard.pod import ends, processes, rendezvous, signals, status
+from xshard.pod import notice as notice_lib
 
 _TICK_SECONDS = 0.5
 # How long a process that leaves waits to see that the others have heard why.

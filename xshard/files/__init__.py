@@ -1,0 +1,1 @@
+"""A run's files on a disk: written to last, read within bounds."""

@@ -1,0 +1,70 @@
+"""Numbers, times and tables as text, for people."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+_UNPRINTABLE = {code: "\ufffd" for code in (*range(32), *range(127, 160))}
+
+
+def number(value: Any) -> str:
+    """A number, or the numbers of several groups, for people."""
+    if isinstance(value, list):
+        return "[" + " ".join(map(number, value)) + "]"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A time span for people, such as 1:02:03."""
+    if not np.isfinite(seconds):
+        return "?"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def age(seconds: float) -> str:
+    """How long ago something was, for people."""
+    for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as aligned columns, under the names of all of their keys."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return "\n".join(shown) if rows else "nothing"
+
+
+def scaled(value: float, unit: str) -> str:
+    """A number with a decimal prefix before its unit."""
+    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")):
+        if value >= scale:
+            return f"{value / scale:.3g} {prefix}{unit}".rstrip()
+    small = next(
+        (pair for pair in ((1e-3, "m"), (1e-6, "u"), (1e-9, "n")) if value >= pair[0]), None
+    )
+    return f"{value / small[0]:.3g} {small[1]}{unit}" if small else f"0 {unit}".rstrip()
+
+
+def shortened(lines: Sequence[str], most: int) -> list[str]:
+    """Lines, of which those in the middle are left out if there are more than `most`."""
+    if len(lines) <= most:
+        return list(lines)
+    half = most // 2
+    left_out = len(lines) - 2 * half
+    return [*lines[:half], f"... {left_out} more; --verbose shows all", *lines[-half:]]
+
+
+def printable(text: str) -> str:
+    """A text that may come from a file, without what no terminal and no page can show."""
+    return text.encode("utf-8", "replace").decode().translate(_UNPRINTABLE)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))

@@ -1,0 +1,1 @@
+"""A new experiment, to begin with."""

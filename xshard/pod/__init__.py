@@ -1,0 +1,1 @@
+"""Several processes: find one another, agree, watch, stop."""
