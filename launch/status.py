@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch import engine, sweep
-from xshard import errors, identity, workdir
+from xshard import errors
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source
 from xshard.checkpoint import store as store_lib
-from xshard.files import jsonfile
+from xshard.files import identity, jsonfile, workdir
 from xshard.metrics import show as show_lib
 from xshard.pod import status as status_lib
 

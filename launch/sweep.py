@@ -13,9 +13,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import engine, local
-from xshard import errors, workdir
-from xshard import identity as identity_lib
-from xshard.files import disk, jsonfile
+from xshard import errors
+from xshard.files import disk, jsonfile, workdir
+from xshard.files import identity as identity_lib
 from xshard.metrics import show
 from xshard.pod import notice, status
 

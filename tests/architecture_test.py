@@ -13,10 +13,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ORDER = """
 errors torus
 files
-data identity mesh
+data mesh
 optimizers
 batches experiment
-contract workdir
+contract
 model
 metrics state
 pod

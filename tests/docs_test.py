@@ -24,7 +24,7 @@ from absl import flags
 
 import xshard
 from configs import digits, lm
-from xshard import identity as identity_lib
+from xshard.files import identity as identity_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "first_experiment.md"

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from launch import status, sweep
 from tests.checkpoint import harness
 from tests.report import samples
-from xshard import errors, follow, workdir
+from xshard import errors, follow
 from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import arrays, schema, source
 from xshard.checkpoint import format as format_lib
-from xshard.files import jsonfile
+from xshard.files import jsonfile, workdir
 from xshard.metrics import show
 from xshard.report import runs
 

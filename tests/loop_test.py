@@ -17,7 +17,8 @@ import pytest
 
 from tests import pace, rows, toy
 from tests.optimizers import harness
-from xshard import checkpoint, follow, loop, workdir
+from xshard import checkpoint, follow, loop
+from xshard.files import workdir
 from xshard.metrics import clock
 from xshard.optimizers import trees
 from xshard.pod import notice

@@ -4,7 +4,7 @@ import pytest
 
 from configs import digits
 from xshard import config
-from xshard import identity as identity_lib
+from xshard.files import identity as identity_lib
 from xshard.new import __main__ as new
 
 

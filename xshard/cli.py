@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from xshard import errors
-from xshard import identity as identity_lib
+from xshard.files import identity as identity_lib
 from xshard.files import streams
 from xshard.pod import notice
 

@@ -4,7 +4,7 @@ import jmp
 import ml_collections
 
 from xshard import errors, nonfinite, saving
-from xshard import identity as identity_lib
+from xshard.files import identity as identity_lib
 from xshard.metrics import writers as writers_lib
 
 _COUNTS = (

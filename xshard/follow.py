@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import ml_collections
 
-from xshard import checkpoint, errors, evaluation, saving, workdir
+from xshard import checkpoint, errors, evaluation, saving
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard import identity as identity_lib
 from xshard import state as state_lib
-from xshard.files import disk, jsonfile
+from xshard.files import disk, jsonfile, workdir
+from xshard.files import identity as identity_lib
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import show as show_lib
 from xshard.metrics import terminal, writers

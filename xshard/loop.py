@@ -22,12 +22,12 @@ from xshard import (
     preflight,
     resuming,
     saving,
-    workdir,
 )
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard.files import workdir
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import log as log_lib
 from xshard.metrics import overview, rows

@@ -19,8 +19,8 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from xshard import checkpoint, cli, errors, follow, loop, profiling, workdir
-from xshard.files import streams
+from xshard import checkpoint, cli, errors, follow, loop, profiling
+from xshard.files import streams, workdir
 from xshard.metrics import terminal
 from xshard.pod import fingerprint, handshake, notice, places, rendezvous, signals, watch
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import ml_collections
 
-from xshard import checkpoint, errors, nonfinite, workdir
-from xshard import identity as identity_lib
+from xshard import checkpoint, errors, nonfinite
 from xshard import state as state_lib
-from xshard.files import disk
+from xshard.files import disk, workdir
+from xshard.files import identity as identity_lib
 from xshard.pod import processes
 
 

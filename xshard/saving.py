@@ -12,9 +12,10 @@ import ml_collections
 import numpy as np
 
 from xshard import batches as batches_lib
-from xshard import checkpoint, errors, nonfinite, resuming, workdir
-from xshard import identity as identity_lib
+from xshard import checkpoint, errors, nonfinite, resuming
 from xshard import state as state_lib
+from xshard.files import identity as identity_lib
+from xshard.files import workdir
 from xshard.metrics import log as log_lib
 from xshard.metrics import show, writers
 

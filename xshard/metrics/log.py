@@ -11,8 +11,8 @@ import ml_collections
 import numpy as np
 
 from xshard import experiment as experiment_lib
-from xshard import identity, workdir
 from xshard import mesh as mesh_lib
+from xshard.files import identity, workdir
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import deferred, flops, show
 from xshard.metrics import rows as rows_lib

@@ -11,8 +11,8 @@ import zlib
 
 import ml_collections
 
-from xshard import identity as identity_lib
-from xshard import workdir
+from xshard.files import identity as identity_lib
+from xshard.files import workdir
 from xshard.pod import processes
 
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")

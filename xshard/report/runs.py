@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from xshard import checkpoint, errors, workdir
-from xshard import identity as identity_lib
-from xshard.files import jsonfile
+from xshard import checkpoint, errors
+from xshard.files import identity as identity_lib
+from xshard.files import jsonfile, workdir
 from xshard.metrics import show
 from xshard.pod import status
 from xshard.report import rows as rows_lib

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from xshard import errors
-from xshard import identity as identity_lib
 from xshard.files import disk, jsonfile
+from xshard.files import identity as identity_lib
 
 RESULTS, REACHED = "results.json", "reached.json"
 # In config.json, beside the config's own keys.
