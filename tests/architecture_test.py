@@ -22,7 +22,7 @@ metrics state
 pod
 cli
 checkpoint
-hooks nonfinite
+nonfinite
 step
 evaluation preflight resuming
 saving

@@ -163,3 +163,13 @@ def test_where_the_system_does_not_say_it_is_the_import(monkeypatch):
     begin = clock._IMPORTED
     before = time.monotonic() - begin
     assert before <= clock.Clock().seconds()["start"] <= time.monotonic() - begin
+
+
+def test_every_so_many_seconds():
+    now = [0.0]
+    every = clock.Every(10, clock=lambda: now[0])
+    passed = []
+    for now[0] in (3, 9, 10, 12, 19, 20, 55):
+        passed.append(every.has_passed())
+    assert passed == [False, False, True, False, False, True, True]
+    assert not clock.Every(0).has_passed()

@@ -18,6 +18,7 @@ import pytest
 from tests import pace, rows, toy
 from tests.optimizers import harness
 from xshard import checkpoint, follow, loop
+from xshard import config as config_lib
 from xshard.files import workdir
 from xshard.metrics import clock
 from xshard.optimizers import trees
@@ -174,8 +175,8 @@ def test_rows_of_what_is_in_a_checkpoint_are_in_the_file_when_it_counts(tmp_path
             if name == "killed":
                 original = loop.Run._save
 
-                def save(self, *args):
-                    original(self, *args)
+                def save(self, *args, **options):
+                    original(self, *args, **options)
                     raise Killed
 
                 patch.setattr(loop.Run, "_save", save)
@@ -653,10 +654,19 @@ def test_two_processes_do_not_share_a_directory(tmp_path):
 
 def test_metrics_are_not_fetched_step_by_step(tmp_path, monkeypatch):
     fetched = []
-    original = loop.metrics.to_number
-    monkeypatch.setattr(loop.metrics, "to_number", lambda v: fetched.append(v) or original(v))
+    original = loop.rows.to_number
+    monkeypatch.setattr(loop.rows, "to_number", lambda v: fetched.append(v) or original(v))
     run = loop.Run(make_config(eval_every_steps=100), str(tmp_path))
     with run.workdir.opened(run.config):
         run.train()
     # Three rows of seven numbers, and the evaluation's one; nothing of the other nine steps.
     assert len(fetched) == 3 * 7 + 1
+
+
+def test_the_steps_that_are_evaluated_and_saved():
+    due = config_lib.Due(last=7, evaluation_every=3, save_every=5, saves_evaluated=False)
+    steps = range(1, 8)
+    assert [step for step in steps if due.evaluation(step)] == [3, 6, 7]
+    assert [step for step in steps if due.save(step)] == [5, 7]
+    also = due._replace(saves_evaluated=True)
+    assert [step for step in steps if also.save(step)] == [3, 5, 6, 7]

@@ -5,7 +5,6 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from xshard import hooks
 from xshard.files import disk, jsonfile
 from xshard.metrics import deferred as deferred_lib
 from xshard.metrics import rows as rows_lib
@@ -58,28 +57,3 @@ def test_a_file_is_replaced_whole(tmp_path):
         disk.replace(path, content)
         assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_hooks_by_steps():
-    called = []
-    act = lambda step, state: called.append(step)
-    for at_last, expected in ((True, [3, 6, 7]), (False, [3, 6])):
-        called.clear()
-        hook = hooks.EverySteps(act, 3, last=7, at_last=at_last)
-        for step in range(1, 8):
-            hook(step, None)
-        assert called == expected
-    hook = hooks.EverySteps(act, 3, last=6, at_last=False)
-    called.clear()
-    for step in range(1, 7):
-        hook(step, None)
-    assert called == [3]
-
-
-def test_hooks_by_seconds():
-    called, now = [], [0.0]
-    hook = hooks.EverySeconds(lambda step, state: called.append(step), 10, clock=lambda: now[0])
-    for step, seconds in enumerate([3, 9, 10, 12, 19, 20, 55], start=1):
-        now[0] = seconds
-        hook(step, None)
-    assert called == [3, 6, 7]

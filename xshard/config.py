@@ -1,5 +1,7 @@
 """The keys that the config of every run has: what they may be, and what it means that one is missing."""
 
+from typing import NamedTuple
+
 import jmp
 import ml_collections
 
@@ -21,6 +23,39 @@ _OTHER_KEYS = (
     "on_nonfinite",
     *(f"checkpoint.{key}" for key in saving.CHECKPOINT_KEYS),
 )
+
+
+class Due(NamedTuple):
+    """The steps at which a run evaluates and saves.
+
+    Attributes:
+      last: the last step, at which it does both.
+      evaluation_every: so many steps lie between evaluations.
+      save_every: the same of saves.
+      saves_evaluated: whether each state that is evaluated is saved, too, since one of them may be the best.
+    """
+
+    last: int
+    evaluation_every: int
+    save_every: int
+    saves_evaluated: bool
+
+    @classmethod
+    def of(cls, config: ml_collections.ConfigDict) -> "Due":
+        """Those of a run's config."""
+        options = config.checkpoint
+        return cls(
+            config.steps, config.eval_every_steps, options.every_steps, options.keep_best > 0
+        )
+
+    def evaluation(self, step: int) -> bool:
+        """Whether the state after a step is to be evaluated."""
+        return step == self.last or step % self.evaluation_every == 0
+
+    def save(self, step: int) -> bool:
+        """Whether it is to be saved."""
+        is_due = step == self.last or step % self.save_every == 0
+        return is_due or (self.saves_evaluated and self.evaluation(step))
 
 
 def check(config: ml_collections.ConfigDict) -> None:

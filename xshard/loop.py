@@ -6,7 +6,7 @@ everything that decides the next step is in the checkpointed `TrainState`, or a 
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from xshard import (
     checkpoint,
     cli,
     evaluation,
-    hooks,
     nonfinite,
     preflight,
     resuming,
@@ -121,26 +120,28 @@ class Run:
             self.workdir, start, self.config, self.experiment, self.mesh, *kept
         ) as log:
             self.checkpoints.check_rows(begin, log)
-            evaluate, *others = self._hooks(log)
+            due = config_lib.Due.of(self.config)
+            by_clock = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
             # 3. An evaluation that a stop has cut short is made now, if no other stop does the same.
             self.doing("compiling", step=start, steps=self.config.steps)
             if start and not begin.evaluated:
-                self._evaluate_late(start, state, evaluate, log)
-            for number in range(start, start if self._stop else self.config.steps):
+                self._evaluate_late(start, state, log)
+            for made in range(start + 1, (start if self._stop else self.config.steps) + 1):
                 with self.clock.waiting(log.newest):
                     batch = next(self.batches)
                 state, values, observed = self.train_step(state, batch)
-                self._made = made = number + 1
+                self._made = made
                 log.push(made, values)
                 self._finite.push(made, observed)
                 self.doing("training", step=made)
                 self._poll()
-                for hook in (evaluate, *others):
-                    if self._stop is None:
-                        hook(made, state)
-                if self._stop is not None or self._save_now:
-                    self._flush(log)
-                    self._save(log, made, state)
+                if self._stop is None and due.evaluation(made):
+                    self._evaluate(made, state, log)
+                # Each process has a clock of its own: that of process 0 counts, for all.
+                if self._first and by_clock.has_passed():
+                    self._ask_for_save()
+                if self._stop is not None or self._save_now or due.save(made):
+                    self._save(made, state, log, lacks_evaluation=due.evaluation(made))
                 if self._stop is not None:
                     break
                 self.checkpoints.check()
@@ -152,13 +153,11 @@ class Run:
         log.flush()
         self._finite.flush()
 
-    def _evaluate_late(
-        self, start: int, state: state_lib.TrainState, evaluate: hooks.Hook, log: log_lib.Log
-    ) -> None:
+    def _evaluate_late(self, start: int, state: state_lib.TrainState, log: log_lib.Log) -> None:
         """Makes the evaluation that is due at the first state, unless its row has been written."""
         found = self.checkpoints.late_evaluation(start)
         if found is None:
-            evaluate(start, state)
+            self._evaluate(start, state, log)
         else:
             self._evaluated = start, found
         if self._stop is None:
@@ -248,37 +247,31 @@ class Run:
         predict = evaluation.predictor(self._predict, self.mesh, state)
         return self.experiment.samples(predict, preflight.samples_key(self.experiment))
 
-    def _hooks(self, log: log_lib.Log) -> Sequence[hooks.Hook]:
-        """The evaluation, and then what saves."""
+    def _evaluate(self, made: int, state: state_lib.TrainState, log: log_lib.Log) -> None:
+        self._flush(log)
+        values = self.evaluate(state)
+        if values is not None:
+            log.write_evaluation(made, values)
 
-        def evaluate(made: int, state: state_lib.TrainState) -> None:
-            self._flush(log)
-            values = self.evaluate(state)
-            if values is not None:
-                log.write_evaluation(made, values)
-
-        def save(made: int, state: state_lib.TrainState) -> None:
-            # What has been logged when a checkpoint counts is what resuming keeps.
-            self._flush(log)
-            self._save(log, made, state)
-
-        # Each process has a clock of its own: one of them counts, and it counts for all.
-        alone = jax.process_count() == 1
-        by_clock = (save if alone else self._ask_to_save) if self._first else None
-        return hooks.schedule(self.config, evaluate, save, by_clock)
-
-    def _ask_to_save(self, made: int, state: state_lib.TrainState) -> None:
-        del made, state
-        if self._watch is not None:
+    def _ask_for_save(self) -> None:
+        """Has all processes save, at a step that they agree on."""
+        if jax.process_count() == 1:
+            self._save_now = True
+        elif self._watch is not None:
             self._watch.ask(notice_lib.BY_CLOCK)
 
-    def _save(self, log: log_lib.Log, made: int, state: state_lib.TrainState) -> None:
+    def _save(
+        self, made: int, state: state_lib.TrainState, log: log_lib.Log, *, lacks_evaluation: bool
+    ) -> None:
+        # What has been logged when a checkpoint counts is what resuming keeps.
+        self._flush(log)
         self._save_now = False
         evaluated = self._evaluated[0] == made
-        due = made == self.config.steps or made % self.config.eval_every_steps == 0
         values = self._evaluated[1] if evaluated else {}
         with self.clock.phase(clock_lib.CHECKPOINT):
-            self.checkpoints.save(made, state, values, evaluated=evaluated or not due, log=log)
+            self.checkpoints.save(
+                made, state, values, evaluated=evaluated or not lacks_evaluation, log=log
+            )
 
     def _say_start(self, start: int, state: state_lib.TrainState) -> None:
         say, whole = self.terminal.say, self.terminal.verbose

@@ -34,6 +34,23 @@ START, DATA, CHECKPOINT, EVALUATION, TRAINING = PHASES = (
 _SHORT_SECONDS = 1e-3
 
 
+class Every:
+    """Says once every so many seconds that they have passed; if 0, never."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+        self._seconds = seconds
+        self._clock = clock
+        self._due = clock() + seconds
+
+    def has_passed(self) -> bool:
+        """Whether it is the first call since so many seconds have passed."""
+        now = self._clock()
+        if not self._seconds or now < self._due:
+            return False
+        self._due = now + self._seconds
+        return True
+
+
 class Clock:
     """Counts the seconds of each phase, from the begin of the process on; for one thread."""
 
