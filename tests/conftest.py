@@ -1,10 +1,14 @@
 """A strict process: eight devices, no silent promotion of types, no leaks into Haiku's state, no signal ignored."""
 
+import os
 import signal
 
 import haiku as hk
 import jax
 
+import tests
+
+os.environ.setdefault("XLA_FLAGS", tests.XLA_FLAGS)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 hk.config.set(check_jax_usage=True)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import tests
 from xshard import checkpoint
 
 # Longer than anything takes, also where the cores have other work: this only ends what hangs.
@@ -66,9 +67,7 @@ def damage(kind, path, at=0.5):
 def environment(**more):
     """For processes of a test's own."""
     mine = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    # They compile in half the time, and what is compared bit by bit is compiled alike.
-    mine["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-    return {**os.environ, **mine, **more}
+    return {"XLA_FLAGS": tests.XLA_FLAGS, **os.environ, **mine, **more}
 
 
 def free_port():
