@@ -62,7 +62,7 @@ class TrainBatches:
         self.example = {name: array[:1] for name, array in first.items()}
 
     def summary(self) -> str:
-        """What data it is, to be compared between processes; empty if the iterator does not say."""
+        """Returns a summary of the data, to be compared between processes; empty if the iterator has none."""
         said = getattr(self._iterator, "summary", lambda: "")()
         return str(said)
 
@@ -82,7 +82,7 @@ class TrainBatches:
         }
 
     def position(self, step: int) -> dict[str, Any]:
-        """Where this process is in its data after a step, to be saved with it."""
+        """Returns this process's position in its data after a step, to be saved with it."""
         return {"step": step, "iterator": _plain(self._iterator.get_state())}
 
     def restore(self, positions: Sequence[Mapping[str, Any]]) -> None:

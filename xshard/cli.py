@@ -64,14 +64,14 @@ def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> l
 
 
 def is_bug(e: Exception) -> bool:
-    """Whether an exception is to be shown with its traceback: it is neither the user's input nor the disk's."""
+    """Returns whether an exception is to be shown with its traceback: it is neither the user's input nor the disk's."""
     return not (
         isinstance(e, errors.UserError) or (isinstance(e, OSError) and errors.is_frameworks(e))
     )
 
 
 def summary(e: Exception) -> str:
-    """What is said of an exception: a bug in one line, with where it is in the user's code.
+    """Summarises an exception: a bug in one line, with where it is in the user's code.
 
     A rule that the user's code makes with what the config says is refused with the place, too: either may be
     wrong.

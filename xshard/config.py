@@ -49,11 +49,11 @@ class Due(NamedTuple):
         )
 
     def evaluation(self, step: int) -> bool:
-        """Whether the state after a step is to be evaluated."""
+        """Returns whether the state after a step is to be evaluated."""
         return step == self.last or step % self.evaluation_every == 0
 
     def save(self, step: int) -> bool:
-        """Whether it is to be saved."""
+        """Returns whether it is to be saved."""
         is_due = step == self.last or step % self.save_every == 0
         return is_due or (self.saves_evaluated and self.evaluation(step))
 

@@ -1,4 +1,4 @@
-"""What an experiment's methods return, held to what they promise.
+"""Checks that an experiment's methods return what they promise.
 
 A mistake is named here, with the method and its place, while the run is being checked; left alone it would fail
 later, in a library, or train something else than was meant.
@@ -142,7 +142,7 @@ def optimizer(experiment: experiment_lib.Experiment) -> base.Optimizer:
 
 
 def outputs(experiment: experiment_lib.Experiment, returned: Any) -> Any:
-    """What `experiment.forward` returned, if there is anything."""
+    """Returns the outputs of `experiment.forward`, if there are any."""
     if not jax.tree.leaves(returned):
         raise errors.UserError(
             f"{method(experiment, 'forward')} returned {_described(returned)}. It must return the network's "

@@ -32,7 +32,7 @@ class Source(Protocol):
 
 
 class BatchIterator(Protocol):
-    """What a process reads, batch by batch, from where its state says: as `grain.DatasetIterator`.
+    """An iterator over a process's batches, from where its state says: as `grain.DatasetIterator`.
 
     Where its state is a place in what all processes read together, such as a number of batches, and the same
     on all of them, it says so by an attribute `state_is_shared = True`: a run may then go on with more or
@@ -46,7 +46,7 @@ class BatchIterator(Protocol):
         """This process's rows of the next batch: see `Part`."""
 
     def get_state(self) -> Any:
-        """Where it is, as JSON can hold it, or bytes: after what `next` has returned, not what it has read."""
+        """Returns its position, as JSON can hold it, or bytes: after what `next` has returned, not what it has read."""
 
     def set_state(self, state: Any) -> None:
         """Goes to where `get_state` was called."""
@@ -57,7 +57,7 @@ Examples = Arrays | Source
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one process reads of each batch.
+    """The part of each batch that one process reads.
 
     Attributes:
       batch_size: the rows of a batch, of one group.

@@ -37,7 +37,7 @@ def from_users_code(e: BaseException) -> types.TracebackType | None:
 
 
 def location(e: BaseException) -> str:
-    """Where in the user's code an exception was raised, such as 'experiment.py:36, in Net.forward'.
+    """Returns the place in the user's code where an exception was raised, such as 'experiment.py:36, in Net.forward'.
 
     Empty if it was not raised by the user's code, nor by what that has called.
     """
@@ -52,14 +52,14 @@ def location(e: BaseException) -> str:
 
 
 def is_frameworks(e: BaseException) -> bool:
-    """Whether the framework itself has raised this error, or met it in the standard library."""
+    """Returns whether the framework itself has raised this error, or met it in the standard library."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(e.__traceback__)]
     own = [file for file in files if not _is_standard(file)]
     return not own or _is_framework(own[-1])
 
 
 def place_of(function: object) -> str:
-    """Where a function, a method or a class is defined, such as 'experiment.py:29'; empty if that is not known."""
+    """Returns the place where a function, a method or a class is defined, such as 'experiment.py:29'; empty if unknown."""
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:

@@ -1,4 +1,4 @@
-"""How a state is judged: the means over all evaluation examples."""
+"""Evaluation of a state: the means over all evaluation examples."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,7 +42,7 @@ class Evaluation:
         self._step = processes.compiled_by_all(self._jitted, "the evaluation")
 
     def summary(self) -> str:
-        """What data it is, to be compared between processes."""
+        """Returns a summary of the data, to be compared between processes."""
         return data.summary(self._examples)
 
     def check(self, state: state_lib.TrainState, options: ml_collections.ConfigDict) -> None:

@@ -1,4 +1,4 @@
-"""What an experiment provides: its science. Everything else is the framework's.
+"""The interface of an experiment: its science. Everything else is the framework's.
 
 An experiment is a class and a config. The class says what the network computes, what its loss is, how
 it is updated and how it is judged; it knows nothing of devices, checkpoints or processes. The same
@@ -68,7 +68,7 @@ class Experiment(abc.ABC):
         """The examples to judge the network on."""
 
     def train_batches(self, part: data.Part) -> data.BatchIterator:
-        """What this process reads of the training batches. By default `train_data`, in an order of the seed.
+        """Makes the iterator over this process's part of the batches. By default `train_data`, in an order of the seed.
 
         Any iterator with `get_state` and `set_state` will do: its state is in the checkpoint.
         """
@@ -110,7 +110,7 @@ class Experiment(abc.ABC):
         return jax.tree.map(lambda x: jnp.mean(x, axis=0), outputs)
 
     def samples(self, predict: Callable[[Mapping[str, Any]], Any], key: jax.Array) -> str:
-        """What the trained network can show for itself, such as text it writes. By default nothing.
+        """Returns a sample of what the trained network does, such as text that it writes. By default nothing.
 
         Called after the last evaluation, on all processes alike, and printed. Before the run begins it is
         called up to its first prediction, which finds mistakes.
@@ -124,7 +124,7 @@ class Experiment(abc.ABC):
         return ""
 
     def sharding_rules(self) -> Sequence[tuple[str, jax.sharding.PartitionSpec]]:
-        """What lies along the axis 'model': see `xshard.mesh.tree_shardings`. By default nothing."""
+        """Returns what lies along the axis 'model': see `xshard.mesh.tree_shardings`. By default nothing."""
         return ()
 
 

@@ -106,7 +106,7 @@ class Follower:
                 self._sleep(_POLL_SECONDS if local else _REMOTE_POLL_SECONDS)
 
     def _is_over(self) -> bool:
-        """Whether there will be no more: the last step has been judged, or the run has ended before it."""
+        """Returns whether there will be no more: the last step has been evaluated, or the run has ended before it."""
         why = workdir.not_finite(self._run.path)
         if why:
             self._say(f"the run has ended, since it is not finite: {why}")
@@ -281,7 +281,7 @@ def run(
 
 
 def _best_of(path: pathlib.Path) -> dict[str, Any]:
-    """What a best.json says, of no checkpoints if there is none; UserError if it is not what this job writes."""
+    """Reads a best.json, of no checkpoints if there is none; raises UserError if it is not what this job writes."""
     found: dict[str, Any] = {"metric": None, "mode": None, "best": [], "pinned": []}
     found |= jsonfile.read_if_exists(path) or {}
     steps = found["pinned"]

@@ -185,7 +185,7 @@ class Run:
         return self._evaluated[1]
 
     def _goes_on(self) -> bool:
-        """Whether nothing has stopped the run by now."""
+        """Returns whether nothing has stopped the run by now."""
         self._poll()
         return self._stop is None
 

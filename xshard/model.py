@@ -28,7 +28,7 @@ NORMS = ("gradient_norm", "parameter_norm")
 
 
 class Update(NamedTuple):
-    """What a replica has after an update.
+    """The result of an update on a replica.
 
     Attributes:
       params: the new parameters.
@@ -65,7 +65,7 @@ class _SkipNonfinite(base.OptimizerWrapper):
         self.opt = opt
 
     def vote(self, grads: trees.Gradients) -> Any:
-        """As `Optimizer.vote`."""
+        """Implements `Optimizer.vote`."""
         finite, opt_vote = loss_scale.all_finite(grads), self.opt.vote(grads)
         return finite if opt_vote is True else jnp.logical_and(finite, opt_vote)
 
@@ -75,7 +75,7 @@ class _SkipNonfinite(base.OptimizerWrapper):
 
 
 class Model:
-    """What a replica computes, as functions of trees."""
+    """The computations of a replica, as functions of trees."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Model:
         return value, new_state
 
     def layouts(self, params: Any) -> Mapping[str, layouts_lib.Layouts]:
-        """How the state of the rules is cut over replicas: `{module: {name: layout}}`.
+        """Returns how the state of the rules is sharded over replicas: `{module: {name: layout}}`.
 
         Args:
           params: the parameters of one group, or their shapes.
@@ -245,7 +245,7 @@ class Model:
         )
 
     def _update_all(self, *args: Any) -> Update:
-        """As `_update`, with a gradient for each parameter in the update of each rule."""
+        """Does as `_update`, with a gradient for each parameter in the update of each rule."""
         with hk.intercept_methods(_with_all_gradients):
             return self._update(*args)
 
@@ -276,7 +276,7 @@ def _loss_scales(opt: base.Optimizer) -> list[jax.Array]:
 
 
 def _count_nonfinite(applied: shards.Applied | None) -> jax.Array:
-    """How many elements of each gradient are not finite, of a parameter without a gradient none, in float32.
+    """Counts the elements of each gradient that are not finite, of a parameter without a gradient none, in float32.
 
     In the type of the norms, which come of the same arrays: what is summed of both goes in one reduction.
     """

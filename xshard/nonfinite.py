@@ -33,7 +33,7 @@ class NonfiniteError(Exception):
 
 
 class Observed(NamedTuple):
-    """What a step says of itself; with several groups each has a leading dimension of groups.
+    """The observations of a step; with several groups each has a leading dimension of groups.
 
     Attributes:
       verdict: FINE, STUCK or TROUBLE, an int32 scalar.
@@ -101,7 +101,7 @@ class Watch:
         self._look(0)
 
     def at_end(self) -> str:
-        """Why the last steps were none that a run should end with; empty if they were."""
+        """Returns why the last steps were none that a run should end with; empty if they were."""
         if np.any(self._last == TROUBLE):
             return self._describe()
         if np.max(self._stuck) >= min(_STUCK_AT_THE_END, self._patience):

@@ -1,4 +1,4 @@
-"""What a run will trace later, traced before it begins: a mistake is named while nothing is lost.
+"""Traces before a run begins what it will trace later: a mistake is named while nothing is lost.
 
 A trace computes nothing. What is traced by its jitted function is kept by JAX for its first call.
 """

@@ -1,4 +1,4 @@
-"""Which run goes on in a work directory, and whether it may go on from what is there. Nothing is changed."""
+"""Decides which run goes on in a work directory, and whether it may, from what is there. Nothing is changed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from xshard.pod import processes
 
 
 class Run(NamedTuple):
-    """Which run it is, on all processes alike.
+    """The run that goes on, on all processes alike.
 
     Attributes:
       identity: what tells it from all others.
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """What a run begins with, or goes on from.
+    """The state that a run begins with, or goes on from.
 
     Attributes:
       state: the state.

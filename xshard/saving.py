@@ -1,4 +1,4 @@
-"""What a run saves and goes on from: the seam between the loop and its checkpoints."""
+"""The seam between the loop and its checkpoints: what a run saves and goes on from."""
 
 import contextlib
 import math
@@ -308,7 +308,7 @@ def _must_be_finite(config: ml_collections.ConfigDict) -> bool:
 
 
 def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:
-    """Which checkpoints are kept, as `config.checkpoint` says."""
+    """Returns the rules by which checkpoints are kept, as `config.checkpoint` says."""
     return checkpoint.Keep(
         options.keep_last,
         options.keep_every_steps,
@@ -324,7 +324,7 @@ def number(value: Any) -> float:
 
 
 def _check_options(options: ml_collections.ConfigDict) -> None:
-    """What `checkpoint.Keep` does not check."""
+    """Checks what `checkpoint.Keep` does not."""
     for name in ("directory", "best_metric"):
         if not isinstance(options[name], str):
             raise errors.UserError(f"checkpoint.{name}={options[name]!r} must be a string.")

@@ -56,7 +56,7 @@ def make_train_step(
 def make_watched_step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, *, skip_nonfinite: bool = False
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array], nonfinite.Observed]]:
-    """As `make_train_step`; the function also returns whether the step was finite.
+    """Makes what `make_train_step` does; the function also returns whether the step was finite.
 
     Args:
       experiment: the experiment.

@@ -96,7 +96,7 @@ def _places(devices: Sequence[Any]) -> np.ndarray:
 
 
 def _closed(kind: str, shape: _Shape) -> list[bool]:
-    """Whether each axis of a slice is a ring.
+    """Returns whether each axis of a slice is a ring.
 
     As of v4 and v5p: https://docs.cloud.google.com/tpu/docs/v5p, "All 4x4x4 and larger slices have full 3D
     torus"; of v5e and v6e: https://jax-ml.github.io/scaling-book/tpus. A twisted torus closes its short axes
@@ -166,7 +166,7 @@ def _preference(split: tuple[_Shape, ...], shape: _Shape) -> tuple[Any, ...]:
 
 
 def _way(part: _Shape, strides: _Shape) -> int:
-    """What a sum over a box sends, times the links that it goes over.
+    """Returns what a sum over a box sends, times the links that it goes over.
 
     As a reduce-scatter along one axis after another, that of the nearest neighbours first, whose data the
     next ones have a part of.

@@ -1,4 +1,4 @@
-"""How processes agree on what they see of checkpoints: an absence on one host is a disk that is not mounted there."""
+"""Agreement of processes on what they see of checkpoints: an absence on one host is a disk that is not mounted there."""
 
 import json
 import socket
@@ -76,7 +76,7 @@ def check_owner(
 def read(
     attempt: format_lib.Attempt, exchange: processes.Exchange, read_once: Callable[[], _T]
 ) -> tuple[_T | None, str]:
-    """What each process reads of a checkpoint; or None, and what is damaged in it.
+    """Returns what each process reads of a checkpoint; or None, and what is damaged in it.
 
     Damaged is what comes out wrong each time that it is read, where all processes see the same files.
 
@@ -149,7 +149,7 @@ def _wait_until_none(
 
 
 def _said(exchange: processes.Exchange, look: Callable[[], str]) -> list[tuple[str, str]]:
-    """What each process says, after its name; CheckpointError on all of them if one cannot look."""
+    """Returns each process's text, after its name; raises CheckpointError on all of them if one cannot look."""
     name = f"process {exchange.index} on {socket.gethostname()}"
     try:
         said = {"name": name, "text": look()}
@@ -163,13 +163,13 @@ def _said(exchange: processes.Exchange, look: Callable[[], str]) -> list[tuple[s
 
 
 def _digest(attempt: format_lib.Attempt) -> str:
-    """Which files a checkpoint has, in short."""
+    """Summarises which files a checkpoint has."""
     names = attempt.store.names(attempt.prefix)
     return f"{len(names)} files ({format_lib.checksum(json.dumps(names).encode())[:8]})"
 
 
 def _verdict(answers: list[dict[str, str]], *, is_last: bool) -> str:
-    """What is damaged, as far as the processes that have read could tell.
+    """Names what is damaged, as far as the processes that have read could tell.
 
     Raises:
       CheckpointError: for what is no damage, and does not pass.

@@ -1,4 +1,4 @@
-"""How an array is stored.
+"""The storage of an array.
 
 Each is a zarr3 array: uncompressed chunks of at most 16 MiB, each followed by its CRC-32C.
 """
@@ -66,7 +66,7 @@ class ArrayMeta:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What a target must agree with."""
+        """The properties that a target must share."""
         return self.shape, self.dtype, self.key_impl
 
     @property
@@ -97,7 +97,7 @@ class ArrayMeta:
 
     @property
     def sum_place(self) -> slice:
-        """Where the checksum is in the bytes of a chunk."""
+        """The place of the checksum in the bytes of a chunk."""
         return slice(self.chunk_bytes, self.chunk_bytes + CRC_BYTES)
 
     def chunks(self, box: Box | None = None) -> list[tuple[int, ...]]:
@@ -208,7 +208,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def describe(leaf: Any, holders: int = 1) -> ArrayMeta:
-    """How an array, or a jax.ShapeDtypeStruct, is stored.
+    """Describes how an array, or a jax.ShapeDtypeStruct, is stored.
 
     Args:
       leaf: the array.

@@ -16,7 +16,7 @@ class Budget:
         self._changed = threading.Condition()
 
     def fits(self, nbytes: int) -> bool:
-        """Whether so many could be taken now. What is larger than the limit fits when it is alone."""
+        """Returns whether so many could be taken now. What is larger than the limit fits when it is alone."""
         return self._closed or not self._taken or self._taken + nbytes <= self._limit
 
     def take(self, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints are in a folder, from their own words. Reads only, and takes no lock."""
+"""Lists the checkpoints in a folder, from their own words. Reads only, and takes no lock."""
 
 import os
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
 
 
 def newest_metadata(store: store_lib.Store) -> dict[str, Any]:
-    """What the run has saved with its newest checkpoint; nothing if there is none, or it is damaged."""
+    """Returns the metadata of the newest checkpoint; nothing if there is none, or it is damaged."""
     there = format_lib.committed(store)
     return {} if not there else _newest_meta({there[-1]: {}}).get("metadata", {})
 
@@ -106,7 +106,7 @@ def _entry(
 
 
 def _commit(attempt: format_lib.Attempt) -> dict[str, Any] | None:
-    """What a commit says; nothing if it is damaged, None if it has been deleted since it was listed."""
+    """Reads a commit; nothing if it is damaged, None if it has been deleted since it was listed."""
     try:
         return source.read_commit(attempt)
     except source.DamagedError:

@@ -1,4 +1,4 @@
-"""Whether what a checkpoint is made of is finite, as its writers see it."""
+"""A check that a checkpoint's arrays are finite, by its writers, on their own bytes."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +33,7 @@ def noting_nonfinite(
 
 
 def is_finite(value: np.ndarray) -> bool:
-    """Whether all elements are finite; of a type that knows nothing else, True."""
+    """Returns whether all elements are finite; of a type that knows nothing else, True."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return True
     flat, bad = value.reshape(-1), _nonfinite

@@ -1,4 +1,4 @@
-"""What a checkpoint is.
+"""The format of a checkpoint.
 
     step_00001200.3f9a11c2/     a folder for each attempt to save, so that nothing is ever overwritten
         p0/, p1/, ...           what each process wrote: an OCDBT database each, and sums.json, its chunks' checksums
@@ -82,12 +82,12 @@ class Attempt:
 
     @property
     def prefix(self) -> str:
-        """What the names of its objects begin with."""
+        """The prefix of the names of its objects."""
         return f"{self.folder}/"
 
     @property
     def counts(self) -> bool:
-        """Whether it is a checkpoint that may be restored."""
+        """Returns whether it is a checkpoint that may be restored."""
         return COMMIT in self.marks and DAMAGED not in self.marks
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ def find(store: store_lib.Store, step: int) -> Attempt:
 
 
 def choose(store: store_lib.Store, there: list[Attempt], step: int | None) -> list[Attempt]:
-    """Of the attempts that count those of a step, or all; the newest first.
+    """Selects, of the attempts that count, those of a step, or all; the newest first.
 
     Raises:
       CheckpointError: if there is none.
@@ -161,7 +161,7 @@ def note_removed(attempt: Attempt) -> None:
 
 
 def is_given_up(store: store_lib.Store, folder: str) -> bool:
-    """Whether an attempt of this name is known not to be there any more: deleted by hand, or damaged."""
+    """Returns whether an attempt of this name is known to be gone: deleted by hand, or damaged."""
     marks = (REMOVED + folder, f"{folder}/{DAMAGED}")
     return any(store.read(mark) is not None for mark in marks)
 
@@ -226,7 +226,7 @@ def seal(value: dict[str, Any]) -> bytes:
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-    """What was sealed; ValueError if it is not as it was."""
+    """Returns the content that was sealed; raises ValueError if it has changed."""
     value = jsonfile.loads(content).get("content")
     # As it stands there: what was written of old may hold a bare NaN.
     if not isinstance(value, dict) or content != _seal(value):

@@ -91,7 +91,7 @@ class Manager:
         return format_lib.step_of(newest[0]) if newest else None
 
     def is_given_up(self, folder: str) -> bool:
-        """Whether a checkpoint that was there is known not to count any more: deleted by hand, or damaged."""
+        """Returns whether a checkpoint that was there is known not to count any more: deleted by hand, or damaged."""
         return format_lib.is_given_up(self.store, folder)
 
     def damaged_steps(self) -> list[int]:
@@ -100,7 +100,7 @@ class Manager:
         return sorted({attempt.step for attempt in damaged})
 
     def agree(self, action: Callable[[], Any]) -> Any:
-        """What process 0's action returns, as JSON can hold it, on all processes.
+        """Returns, on all processes, what process 0's action returns, as JSON can hold it.
 
         Raises:
           CheckpointError: on all of them, if the action fails.
@@ -295,7 +295,7 @@ class Manager:
             format_lib.claim(self.store, self._owner)
 
     def _before(self, step: int) -> bool:
-        """What process 0 does before a save: it needs the folder, and the place of dead attempts."""
+        """Prepares a save, on process 0: it needs the folder, and the place of dead attempts."""
         self._acquire()
         found = format_lib.attempts(self.store)
         self._remove_dead(found)
@@ -314,7 +314,7 @@ class Manager:
             self._lock.check()
 
     def _after(self, committed: saver.Committed) -> None:
-        """What process 0 does when a checkpoint counts."""
+        """Follows a checkpoint that counts, on process 0."""
         self._tell(committed)
         self._remove_old()
 

@@ -1,4 +1,4 @@
-"""Which process writes what: each chunk once, and about as many bytes for each process that holds it."""
+"""The division of chunks among processes: each is written once, and each process writes about as many bytes."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ Chunk = tuple[Piece, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a tree is written.
+    """A plan of how a tree is written.
 
     Attributes:
       arrays: how each array is stored, by path.

@@ -43,7 +43,7 @@ class Leaf:
         return box if self.group is None else ((self.group, self.group + 1), *box)
 
     def wanted(self, part: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """What belongs at an index, from the part of the stored array."""
+        """Cuts what belongs at an index out of the part of the stored array."""
         part = part if self.group is None else part[0]
         if not self.repeat:
             return part
@@ -52,7 +52,7 @@ class Leaf:
 
 
 class Restored(NamedTuple):
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
       state: the tree of arrays.
@@ -179,7 +179,7 @@ class _Boxes:
         self._parts[box] = part
 
     def on_host(self) -> list[tuple[Any, np.ndarray]]:
-        """What belongs on each device."""
+        """Returns what belongs on each device."""
         return [
             (device, self.leaf.wanted(self._parts[box], self._indices[device]))
             for device, box in self._boxes.items()

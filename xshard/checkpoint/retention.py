@@ -1,4 +1,4 @@
-"""Which checkpoints are kept."""
+"""The rules by which checkpoints are kept."""
 
 import dataclasses
 import math

@@ -31,7 +31,7 @@ _SAVERS: "weakref.WeakSet[Saver]" = weakref.WeakSet()
 
 @dataclasses.dataclass(frozen=True)
 class Extra:
-    """What is saved with a state.
+    """The data that is saved with a state.
 
     Attributes:
       metadata: the run's own, as JSON can hold it; equal on all processes.
@@ -166,7 +166,7 @@ class Saver:
             raise failure
 
     def first(self, action: Callable[[], Any]) -> Any:
-        """What process 0's action returns, on every process; CheckpointError if it fails."""
+        """Returns, on every process, what process 0's action returns; raises CheckpointError if it fails."""
         said: dict[str, Any] = {}
         cause = None
         if self._exchange.index == 0:
@@ -247,7 +247,7 @@ class Saver:
         parts: list[dict[str, Any]],
         nonfinite: list[str],
     ) -> None:
-        """What process 0 does when all have written."""
+        """Completes a save, on process 0, when all have written."""
         one = len(parts) == 1
         errors = [
             part["error"] if one else f"process {i}: {part['error']}"
@@ -301,7 +301,7 @@ def _check_json(step: int, extra: Extra) -> None:
 
 
 class _Job:
-    """What is to be saved, on its way from the caller to the thread."""
+    """A save on its way from the caller to the thread."""
 
     def __init__(
         self,

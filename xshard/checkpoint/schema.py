@@ -88,7 +88,7 @@ _ARRAY = {
 
 
 def commit(content: bytes) -> dict[str, Any]:
-    """What a COMMIT says, which may be more than what is asked for here; ValueError if it is none."""
+    """Parses a COMMIT, which may say more than what is asked for here; raises ValueError if it is none."""
     said = format_lib.unseal(content)
     _check("", said, _COMMIT)
     if format_lib.NONFINITE in said:
@@ -100,14 +100,14 @@ def commit(content: bytes) -> dict[str, Any]:
 
 
 def metrics(content: bytes) -> dict[str, float]:
-    """What a METRICS says; ValueError if it is none."""
+    """Parses a METRICS; raises ValueError if it is none."""
     said = format_lib.unseal(content)
     _check("", {"metrics": said}, {"metrics": _METRICS})
     return said
 
 
 def meta(content: bytes) -> dict[str, Any]:
-    """What a meta.json says, which may be more than what is asked for here.
+    """Parses a meta.json, which may say more than what is asked for here.
 
     Raises:
       CheckpointError: if it is of another version.

@@ -52,7 +52,7 @@ def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
 
 
 def read_both(attempt: format_lib.Attempt) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What COMMIT and meta.json say, as `read_commit` and `read_meta`, by reading each once."""
+    """Reads COMMIT and meta.json, as `read_commit` and `read_meta`, each once."""
     commit = read_commit(attempt)
     contents = {}
     for name in (format_lib.META, format_lib.MANIFEST):

@@ -1,4 +1,4 @@
-"""Where checkpoints are: a folder on a local or mounted disk, on GCS or on S3. One protocol for all.
+"""The stores of checkpoints: a folder on a local or mounted disk, on GCS or on S3. One protocol for all.
 
     runs/digits/checkpoints                             a disk
     gs://bucket/folder                                  Google Cloud Storage
@@ -247,7 +247,7 @@ def open_array(database: Any, path: str, metadata: dict[str, Any], context: ts.C
 
 
 def make_context() -> ts.Context:
-    """What the databases that are used together share."""
+    """Makes the context that databases share which are used together."""
     return ts.Context(
         {
             "file_io_concurrency": {"limit": 64},
@@ -290,7 +290,7 @@ def _folders(top: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _grouped(names: list[str], wanted: re.Pattern[str]) -> dict[str, Folder]:
-    """What a disk's listing would have, of the names of objects."""
+    """Groups the names of objects as a disk's listing would."""
     inside: dict[str, set[str]] = {}
     for name in names:
         folder, slash, rest = name.partition("/")

@@ -25,7 +25,7 @@ _SHOWN = 5
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What of which checkpoint is taken.
+    """The part of another checkpoint that is taken.
 
     Where the checkpoint has a model for each group and the state has one model, `group` says which; where
     the state has groups and the checkpoint has not, or others, all get the same.
@@ -135,7 +135,7 @@ class _Groups:
     chosen: int
 
     def differ(self, path: str) -> bool:
-        """Whether a leaf has another first dimension here than there."""
+        """Returns whether a leaf has another first dimension here than there."""
         return self.stored != self.wanted and path not in ("step", "rng")
 
     def stored_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:

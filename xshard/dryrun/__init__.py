@@ -1,1 +1,1 @@
-"""What a training step asks of a pod that is not there: `python -m xshard.dryrun`."""
+"""Compiles a training step for a pod that is not there: `python -m xshard.dryrun`."""

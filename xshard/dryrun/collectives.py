@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, as its HLO says.
+"""The collectives of a compiled program, as its HLO has them.
 
 A reduction that is made twice, or over more devices than it should, shows in no value and in no test of
 values: it shows here.

@@ -1,4 +1,4 @@
-"""What one device computes and moves in a compiled program: what must be done, to bound its time from below.
+"""Costs of a compiled program on one device: what must be computed and moved, to bound its time from below.
 
 XLA's own `cost_analysis` counts what stands in a loop once, and counts as memory traffic what a TPU keeps
 in the chip's vector memory. Here loops count as often as they run, and only what is in main memory counts.
@@ -23,7 +23,7 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 
 class Cost(NamedTuple):
-    """What one device does in one run.
+    """The work of one device in one run.
 
     Attributes:
       flops: floating-point operations of matrix products and convolutions, two for each multiplication
@@ -94,7 +94,7 @@ class _Counter:
         return read + (self._written(name, one) if _in_hbm(one) else 0)
 
     def _read(self, name: str, one: hlo.Instruction, place: int) -> int:
-        """What an instruction reads of its operand."""
+        """Counts the bytes that an instruction reads of its operand."""
         operand = self._program.computations[name].instructions.get(one.operands[place])
         whole = _in_hbm(operand) if operand else 0
         if not whole:
@@ -104,7 +104,7 @@ class _Counter:
         return min(whole, _slice(one, place, whole))
 
     def _read_inside(self, body: str, place: int) -> int:
-        """What a fused computation reads of its parameter: that which its users take."""
+        """Counts the bytes that a fused computation reads of its parameter: those which its users take."""
         instructions = self._program.computations[body].instructions.values()
         for one in instructions:
             if one.opcode == "parameter" and one.literal == str(place):
@@ -124,7 +124,7 @@ class _Counter:
         return min(whole, total)
 
     def _written(self, name: str, one: hlo.Instruction) -> int:
-        """What is written of a result in main memory; where it is an update in place, the update."""
+        """Counts the bytes of a result that are written to main memory; of an update in place, the update's."""
         if one.opcode == "fusion":
             return min(_in_hbm(one), sum(self._root(body) for body in one.bodies))
         return self._result(name, one)
@@ -148,7 +148,7 @@ class _Counter:
 
 
 def _slice(one: hlo.Instruction, place: int, whole: int) -> int:
-    """What an instruction takes of an operand."""
+    """Returns the slice that an instruction takes of an operand."""
     if one.opcode in _SLICES and place == 0:
         return sum(array.bytes for array in one.arrays)
     # What is updated in place is neither read nor written but for the update.

@@ -1,4 +1,4 @@
-"""What a compiled step asks of each chip of a pod: its memory, and bounds on its time from below."""
+"""Estimates of what a compiled step needs of each chip: its memory, and bounds on its time from below."""
 
 import math
 from typing import Any, NamedTuple

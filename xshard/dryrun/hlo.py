@@ -110,7 +110,7 @@ class Program:
         return body, int(known[1]) if known else self._count(name, instruction, condition, body)
 
     def times(self) -> dict[str, int]:
-        """How often each computation runs in one run of the program.
+        """Counts how often each computation runs in one run of the program.
 
         Each branch of a conditional counts as taken, and a loop of unknown count as one round.
         """
@@ -159,7 +159,7 @@ class Program:
         return max(0, -(-(end - start) // step))
 
     def _step(self, body: str, place: int) -> int | None:
-        """What a round adds to the counter."""
+        """Returns what a round adds to the counter."""
         if body not in self.computations:
             return None
         last = self._origin(body, self._element(body, self.computations[body].root, place))
@@ -209,7 +209,7 @@ def parse(text: str) -> Program:
 
 
 def _closing(text: str) -> int:
-    """Where the bracket is closed that was opened before the text."""
+    """Finds where the bracket is closed that was opened before the text."""
     depth = 1
     for bracket in re.finditer(r"[()]", text):
         depth += 1 if bracket[0] == "(" else -1

@@ -43,12 +43,12 @@ def read(path: _Path) -> bytes | None:
 
 
 def entries(folder: _Path) -> list[os.DirEntry[str]] | None:
-    """What is in a folder, in the order of the names; None if there is no such folder."""
+    """Lists a folder, in the order of the names; None if there is no such folder."""
     return _unless_absent(folder, _listed)
 
 
 def exists(path: _Path) -> bool:
-    """Whether there is something of this name, as its folder's listing has it: a link to nothing is something."""
+    """Returns whether there is something of this name, as its folder's listing has it: a link to nothing is something."""
     parent, name = os.path.split(os.path.abspath(path))
     if not name:
         return True
@@ -106,7 +106,7 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 
 def _unless_absent(path: _Path, action: Callable[[_Path], _T]) -> _T | None:
-    """What an action makes of a path; None if there is nothing of this name."""
+    """Applies an action to a path; None if there is nothing of this name."""
     for _ in range(_TRIES):
         try:
             return retried(lambda: action(path))

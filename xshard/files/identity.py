@@ -1,4 +1,4 @@
-"""Which run it is: its identity, and which changes of its config leave it the same run."""
+"""The identity of a run, and which changes of its config leave it the same run."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _MAY_CHANGE_BELOW = ("checkpoint.",)
 
 
 class Identity(NamedTuple):
-    """What tells a run from all others, in all that it writes.
+    """The identity of a run, in all that it writes.
 
     Attributes:
       id: made when it began.
@@ -78,7 +78,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
 
 
 def _fixed(flat: dict[str, Any]) -> dict[str, Any]:
-    """What of a config may not change; of the groups how many they are, of however many replicas each."""
+    """Selects what of a config may not change; of the groups how many they are, of however many replicas each."""
     fixed = {
         key: value
         for key, value in flat.items()

@@ -98,7 +98,7 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None
 
 
 def is_number(value: Any) -> bool:
-    """Whether a JSON value is a number that a float and an int64 can stand for: not every integer is."""
+    """Returns whether a JSON value is a number that a float and an int64 can stand for: not every integer is."""
     return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
 
 

@@ -39,7 +39,7 @@ _STAYS = {SET_ASIDE, ".lock", "logs", "launch.log", "STOP"}
 
 
 class Reached(NamedTuple):
-    """How far a run has come.
+    """The newest checkpoint that a run has come to.
 
     Attributes:
       step: of the newest checkpoint that has counted.
@@ -53,7 +53,7 @@ class Reached(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What a run comes from beside its config; empty texts where that is not known.
+    """The origin of a run beside its config; empty texts where that is not known.
 
     Attributes:
       training: the training data, as `xshard.data.summary` has it.
@@ -121,7 +121,7 @@ class Workdir:
             ) from e
 
     def reached(self) -> Reached | None:
-        """How far the run here has come, as far as it is known."""
+        """Returns how far the run here has come, as far as it is known."""
         said = _read(self._reached, "high-water mark")
         if said is None:
             return None
@@ -138,7 +138,7 @@ class Workdir:
         _replace(self._reached, reached._asdict())
 
     def has_history(self) -> bool:
-        """Whether rows or results are here, which a run from the start would write anew."""
+        """Returns whether rows or results are here, which a run from the start would write anew."""
         return any(disk.read(path) for path in (self.metrics, self.results))
 
     def check_origin(self, origin: Origin) -> list[str]:
@@ -240,14 +240,14 @@ class Workdir:
         _replace(self.results, results)
 
     def failure(self, goes_on: bool) -> str:
-        """Why the run has not ended finite before; of one that goes on it is forgotten."""
+        """Returns why the run has not ended finite before; of one that goes on it is forgotten."""
         why = not_finite(self.path)
         if why and goes_on:
             self.results.unlink()
         return "" if goes_on else why
 
     def id_to_set_aside(self) -> str:
-        """What --restart_from_scratch must name to put away the run that is here; empty if there is none."""
+        """Returns what --restart_from_scratch must name to put away the run that is here; empty if there is none."""
         content = disk.read(self.config)
         if content is None:
             return ""
@@ -291,7 +291,7 @@ def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:
 
 
 def not_finite(directory: pathlib.Path) -> str:
-    """Why the run in a work directory has not ended finite; empty if it has, or has not ended.
+    """Returns why the run in a work directory has not ended finite; empty if it has, or has not ended.
 
     Raises:
       UserError: if it has ended, and what it has said is damaged.

@@ -1,1 +1,1 @@
-"""Where numbers go: rows, writers, clock, terminal."""
+"""The numbers of a run: rows, writers, clock, terminal."""

@@ -1,4 +1,4 @@
-"""What TPUs and GPUs can do at most, as their makers publish it, and the slices that there are of TPUs.
+"""Peak figures of TPUs and GPUs, as their makers publish them, and the slices that there are of TPUs.
 
 The rates are peaks, to bound times from below, and of dense matrices. Those of TPUs were read in November 2026;
 where editions of a page differ, as in 819 and 800 GB/s for v5e's memory, the larger is taken, so that the bound

@@ -1,4 +1,4 @@
-"""Where the seconds of a process go: into training steps, or into what keeps its devices from them.
+"""A clock of where a process's seconds go: into training steps, or into what keeps its devices from them.
 
 A host runs ahead of its devices, so that what it does is not what they wait for. What counts as what:
 
@@ -43,7 +43,7 @@ class Every:
         self._due = clock() + seconds
 
     def has_passed(self) -> bool:
-        """Whether it is the first call since so many seconds have passed."""
+        """Returns whether it is the first call since so many seconds have passed."""
         now = self._clock()
         if not self._seconds or now < self._due:
             return False

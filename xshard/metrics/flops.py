@@ -138,7 +138,7 @@ def _of_equation(eqn: Any) -> int:
 
 
 def _times(name: str, params: Mapping[str, Any]) -> int:
-    """How often the functions in an equation are done."""
+    """Counts how often the functions in an equation are done."""
     if name == "scan":
         return int(params["length"])
     if name == "shard_map":
@@ -166,7 +166,7 @@ def _dot(eqn: Any) -> int:
 
 
 def _ragged_dot(eqn: Any) -> int:
-    """Of rows in groups, each with a matrix of its own: each row is multiplied once."""
+    """Counts products of rows in groups, each with a matrix of its own: each row is multiplied once."""
     dims = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dims.dot_dimension_numbers
     left, groups = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape[-1]

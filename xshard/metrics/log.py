@@ -1,4 +1,4 @@
-"""What a run logs: training metrics and evaluations, to its writers and to the terminal."""
+"""The log of a run: training metrics and evaluations, to its writers and to the terminal."""
 
 import contextlib
 import time
@@ -193,7 +193,7 @@ def begin(
 
 
 def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
-    """What a person should hear of that has happened between two rows; empty: nothing.
+    """Says what has happened between two rows that a person should hear of; empty: nothing.
 
     Args:
       before: the row before, or what is known of it.

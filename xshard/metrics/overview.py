@@ -1,4 +1,4 @@
-"""What is to be trained, for people: the model, how its parameters lie on the devices, and the steps."""
+"""An overview for people: the model, how its parameters lie on the devices, and the steps."""
 
 import math
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ def plan(start: int, steps: int) -> str:
 
 
 def results(found: Mapping[str, Any]) -> str:
-    """How a run has ended.
+    """Says how a run has ended.
 
     Args:
       found: as they are in results.json.

@@ -25,7 +25,7 @@ def duration(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long ago something was, for people."""
+    """Formats how long ago something was, for people."""
     for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {name}"

@@ -1,4 +1,4 @@
-"""What a run shows a person: lines, and on a terminal one line that is kept up to date."""
+"""The terminal: lines for people, and one line that is kept up to date."""
 
 import collections
 import contextlib
@@ -20,7 +20,7 @@ _UNSHOWN = contextlib.suppress(OSError, ValueError)
 
 
 class Show(enum.Enum):
-    """How much is shown: errors, what stops the run and its results always are."""
+    """Levels of output: errors, what stops the run and its results are always shown."""
 
     QUIET = "quiet"
     NORMAL = "normal"
@@ -28,7 +28,7 @@ class Show(enum.Enum):
 
 
 class Terminal:
-    """Where a run shows how it goes: stdout, whatever that is when something is shown.
+    """The output of a run for people: stdout, whatever that is when something is shown.
 
     Where stdout is a terminal, one line at its bottom is kept up to date, and all else that this process
     prints, from any thread, appears above it. Elsewhere each logged row is a line.
@@ -52,7 +52,7 @@ class Terminal:
 
     @property
     def verbose(self) -> bool:
-        """Whether all is to be shown."""
+        """Returns whether all is to be shown."""
         return self._show is Show.VERBOSE
 
     def say(self, text: str) -> None:

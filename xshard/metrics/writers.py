@@ -1,4 +1,4 @@
-"""Where the rows of a run go: what a writer is, which are known, and the two that write plain files."""
+"""Writers of a run's rows: what one is, which are known, and the two that write plain files."""
 
 import csv
 import dataclasses
@@ -117,7 +117,7 @@ class JsonLines:
         """Does nothing: no row is held back."""
 
     def sync(self) -> None:
-        """As `Writer`."""
+        """Implements `Writer`."""
         _sync(self._path)
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class Csv:
         """Does nothing: no row is held back."""
 
     def sync(self) -> None:
-        """As `Writer`."""
+        """Implements `Writer`."""
         _sync(self._path)
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ def read(path: pathlib.Path) -> Iterator[Row]:
 
 
 def count(writers: Sequence[Writer]) -> int:
-    """How many rows the file of JSON lines has, if it is among these."""
+    """Counts the rows in the file of JSON lines, if it is among these."""
     return sum(writer.count for writer in writers if isinstance(writer, JsonLines))
 
 

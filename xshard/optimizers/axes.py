@@ -53,7 +53,7 @@ def size(axis_name: str) -> int:
 
 
 def is_tracked(axis_name: str) -> bool:
-    """Whether JAX keeps account of what varies over an axis, as `jax.shard_map` with check_vma=True does."""
+    """Returns whether JAX keeps account of what varies over an axis, as `jax.shard_map` with check_vma=True does."""
     return axis_name in _varies_over(lax.axis_index(axis_name))
 
 

@@ -207,12 +207,12 @@ class Optimizer(hk.Module):
         )
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
-        """How parameters and slots are cut into a part for each replica; None: they are not."""
+        """Returns how parameters and slots are sharded over the replicas; None: they are not."""
         del params
         return None
 
     def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
-        """How the state of this rule, and of those that it wraps, is cut: `{module: {name: layout}}`.
+        """Returns how the state of this rule, and of those that it wraps, is sharded: `{module: {name: layout}}`.
 
         What is not named there is whole on each replica. A rule of your own with state of its parameters'
         shapes names it, each as its parameter: `{self.module_name: {name: partition.layouts[path], ...}}`.
@@ -221,7 +221,7 @@ class Optimizer(hk.Module):
         return {}
 
     def updates_parts(self) -> bool | None:
-        """Whether the update is of parts of arrays; None if it is for rules around this one to say."""
+        """Returns whether the update is of shards of arrays; None if it is for rules around this one to say."""
         return None
 
     def rehearse(self, params: trees.Params) -> None:
@@ -301,7 +301,7 @@ class OptimizerWrapper(Optimizer):
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
-        """As `Optimizer.compute_gradients`."""
+        """Implements `Optimizer.compute_gradients`."""
         return self.opt.compute_gradients(loss, params, **kwargs)
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:

@@ -23,7 +23,7 @@ NOTHING_BETWEEN_SLICES = (
 
 
 class Reduction(enum.StrEnum):
-    """How gradients combine across replicas. Source: `tf.compat.v1.losses.Reduction`."""
+    """The ways to combine gradients across replicas. Source: `tf.compat.v1.losses.Reduction`."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -174,7 +174,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
-        """As `Optimizer.compute_gradients`: per replica, times 1 / group size for 'mean'."""
+        """Implements `Optimizer.compute_gradients`: per replica, times 1 / group size for 'mean'."""
         summands = self._group_size() * self._num_slices()
         value, grads = self.opt.compute_gradients(loss, self._per_replica(params), **kwargs)
         if self.reduction is Reduction.MEAN and summands > 1:
@@ -182,7 +182,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return value, grads
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """As `Optimizer.aggregate`: sums over the group and all slices.
+        """Implements `Optimizer.aggregate`: sums over the group and all slices.
 
         Returns:
           The sums in float32 or wider; with `shard_update` this replica's part of each.
@@ -230,11 +230,11 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return partition.map(gather, parts)
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
-        """As `Optimizer.partition`: with `shard_update`, and more replicas than one."""
+        """Implements `Optimizer.partition`: with `shard_update`, and more replicas than one."""
         return self._partition(params) if self._shards() else self.opt.partition(params)
 
     def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
-        """As `Optimizer.state_layouts`: what rounding has lost differs from slice to slice."""
+        """Implements `Optimizer.state_layouts`: what rounding has lost differs from slice to slice."""
         layouts = {
             f"error/{path}": dataclasses.replace(layout, copies=partition.copies)
             for path, layout in partition.layouts.items()
@@ -244,11 +244,11 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return {**(self.opt.state_layouts(partition) if self.updates_parts() else {}), **own}
 
     def updates_parts(self) -> bool:
-        """As `Optimizer.updates_parts`."""
+        """Implements `Optimizer.updates_parts`."""
         return self._in_parts or bool(self.opt.updates_parts())
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """As `Optimizer.update`."""
+        """Implements `Optimizer.update`."""
         if hk.running_init():
             if self.shard_update:
                 for rule in base.unwrap(self.opt):

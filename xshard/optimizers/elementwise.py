@@ -155,7 +155,7 @@ class _Evaluator:
         return [Part(x, layout) for x in _bind(eqn, arrays)]
 
     def _own(self, value: Any, layout: layouts_lib.Layout) -> Any:
-        """What of a value belongs to this replica's part."""
+        """Returns what of a value belongs to this replica's shard."""
         if isinstance(value, Part):
             return value.array
         if isinstance(value, _Filled):
@@ -237,14 +237,14 @@ def _bind(eqn: Any, arrays: list[Any]) -> Sequence[Any]:
 
 
 def _reduces_all(eqn: Any) -> bool:
-    """Whether it is a reduction of a whole array; of integers 'and' and 'or' are of their bits."""
+    """Returns whether it is a reduction of a whole array; of integers 'and' and 'or' are of their bits."""
     name, aval = eqn.primitive.name, eqn.invars[0].aval
     bitwise = name in ("reduce_and", "reduce_or") and aval.dtype != jnp.bool_
     return name in _REDUCTIONS and len(eqn.params["axes"]) == aval.ndim and not bitwise
 
 
 def _contracts_all(eqn: Any) -> bool:
-    """Whether it is the scalar product of two arrays of one shape."""
+    """Returns whether it is the scalar product of two arrays of one shape."""
     if eqn.primitive.name != "dot_general":
         return False
     (left, right), batch = eqn.params["dimension_numbers"]
@@ -253,7 +253,7 @@ def _contracts_all(eqn: Any) -> bool:
 
 
 def _keeps_the_order(eqn: Any) -> bool:
-    """Whether it only gives an array another shape: the part stays what it is."""
+    """Returns whether it only gives an array another shape: the shard stays what it is."""
     name = eqn.primitive.name
     if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
         return False

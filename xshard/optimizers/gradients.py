@@ -50,7 +50,7 @@ GATE_GRAPH = 2
 
 
 class AggregationMethod:
-    """How `Optimizer.compute_gradients` sums the gradients of several losses.
+    """The ways in which `Optimizer.compute_gradients` sums the gradients of several losses.
 
     Source: `tf.AggregationMethod`. All of them sum in float32 or wider.
 
@@ -189,7 +189,7 @@ def _one(
 
 
 def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    """What a loss returns, in two; ValueError if it is not what `has_aux` says."""
+    """Splits what a loss returns; raises ValueError if it is not what `has_aux` says."""
     is_pair = isinstance(out, tuple) and len(out) == 2
     if has_aux and not is_pair:
         raise ValueError(

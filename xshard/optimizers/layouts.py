@@ -1,4 +1,4 @@
-"""How an array is cut into one part for each replica, and how all parts together are stored."""
+"""The sharding of an array over replicas, and how all of its shards are stored together."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ _LARGEST_FLAT = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How one array is cut into `count` equal parts.
+    """The sharding of one array into `count` equal shards.
 
     An array is cut along a dimension that `count` divides. One that has none is flattened and filled up
     with zeros to a multiple of `count`; its dimensions but the last are then 1, so that rules which go by
@@ -107,7 +107,7 @@ Layouts = Mapping[str, Layout]
 
 
 def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = ()) -> Layout:
-    """How to cut an array.
+    """Decides how to shard an array.
 
     Args:
       path: its name.
@@ -130,7 +130,7 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
 
 
 def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
-    """Whether a part ends where a tile of a TPU's memory ends, of 8 rows of 128; else it is copied."""
+    """Returns whether a shard ends where a tile of a TPU's memory ends, of 8 rows of 128; else it is copied."""
     tile = {len(shape) - 1: 128, len(shape) - 2: 8}.get(dim, 1)
     return shape[dim] // count % tile == 0
 

@@ -217,7 +217,7 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
     def compute_gradients(
         self, loss: Any, params: trees.Params, *, grad_loss: Any = None, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
-        """As `Optimizer.compute_gradients`, through the scaled loss; gradients in float32 or wider."""
+        """Implements `Optimizer.compute_gradients`, through the scaled loss; gradients in float32 or wider."""
         scale = self.loss_scale()
         several = isinstance(grad_loss, list | tuple)
         scaled = [_times(weight, scale) for weight in (grad_loss if several else [grad_loss])]
@@ -227,7 +227,7 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
         return value, jax.tree.map(lambda g: _divide(trees.widen(g), scale), grads)
 
     def check_takes_parts(self) -> None:
-        """As `Optimizer.check_takes_parts`."""
+        """Implements `Optimizer.check_takes_parts`."""
         super().check_takes_parts()
         if not self.loss_scale.only_finite:
             raise ValueError(
@@ -237,7 +237,7 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
             )
 
     def vote(self, grads: trees.Gradients) -> Any:
-        """As `Optimizer.vote`: adapts the scale, and refuses gradients that are not finite."""
+        """Implements `Optimizer.vote`: adapts the scale, and refuses gradients that are not finite."""
         finite, opt_vote = self.loss_scale.update(grads), self.opt.vote(grads)
         if finite is True or opt_vote is True:
             return opt_vote if finite is True else finite
@@ -248,7 +248,7 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
         return self.opt.get_name()
 
     def state_by_name(self) -> dict[str, Any]:
-        """As `Optimizer.state_by_name`, the loss scale's among them."""
+        """Implements `Optimizer.state_by_name`, the loss scale's among them."""
         return {**super().state_by_name(), **self.loss_scale.state_dict()}
 
 
@@ -271,7 +271,7 @@ def get(identifier: Any) -> LossScale:
 
 
 def all_finite(grads: trees.Gradients) -> jax.Array:
-    """Whether all elements of all gradients are finite, a boolean scalar."""
+    """Returns whether all elements of all gradients are finite, a boolean scalar."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)]))
 
 

@@ -83,7 +83,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         self.num_updates = _check_num_updates(num_updates)
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """As `Optimizer.update`; then moves the averages towards the new parameters."""
+        """Implements `Optimizer.update`; then moves the averages towards the new parameters."""
         new_params = self.opt.update(grads, params)
         count = self._next_count()
         old, present = trees.leaves_by_path(params), trees.leaves_by_path(grads)
@@ -131,7 +131,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         return jnp.maximum(rate, 9 / (10 + jnp.asarray(count).astype(dtype)))
 
     def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
-        """As `Optimizer.state_layouts`: an average is cut as its parameter is."""
+        """Implements `Optimizer.state_layouts`: an average is sharded as its parameter is."""
         layouts = {
             f"{SLOT}/{path}": layout
             for path, layout in partition.layouts.items()
@@ -141,13 +141,13 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         return {**self.opt.state_layouts(partition), **own}
 
     def get_slot(self, var: str, name: str) -> Any:
-        """As `Optimizer.get_slot`; 'average' is the average."""
+        """Implements `Optimizer.get_slot`; 'average' is the average."""
         if name != SLOT:
             return self.opt.get_slot(var, name)
         return hk.get_state(f"{SLOT}/{var}") if self._has(var) else None
 
     def get_slot_names(self) -> list[str]:
-        """As `Optimizer.get_slot_names`; 'average' among them."""
+        """Implements `Optimizer.get_slot_names`; 'average' among them."""
         begin = f"{self.module_name}/{SLOT}/"
         own = {SLOT} if any(name.startswith(begin) for name in self.state_dict()) else set()
         return sorted({*self.opt.get_slot_names(), *own})

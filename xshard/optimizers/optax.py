@@ -63,7 +63,7 @@ class OptaxOptimizer(base.Optimizer):
         self._known_slots: list[str] | None = None
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """As `Optimizer.update`: one update of the transformation.
+        """Implements `Optimizer.update`: one update of the transformation.
 
         While `hk.running_init()` it makes slots for what has a gradient, and for nothing else.
         """
@@ -118,7 +118,7 @@ class OptaxOptimizer(base.Optimizer):
         return partition.map(own, updates), state
 
     def _slot_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layout]:
-        """How the slots are cut: each as its parameter, if it has its shape."""
+        """Returns how the slots are sharded: each as its parameter, if it has its shape."""
         params = partition.shapes
         with jax.numpy_dtype_promotion("standard"):
             state = jax.eval_shape(self.transformation.init, params)
@@ -131,11 +131,11 @@ class OptaxOptimizer(base.Optimizer):
         return found
 
     def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
-        """As `Optimizer.state_layouts`: a slot of a parameter's shape is cut as its parameter is."""
+        """Implements `Optimizer.state_layouts`: a slot of a parameter's shape is sharded as its parameter is."""
         return {self.module_name: self._slot_layouts(partition)}
 
     def rehearse(self, params: trees.Params) -> None:
-        """As `Optimizer.rehearse`: traces the update as it would go on one of two parts."""
+        """Implements `Optimizer.rehearse`: traces the update as it would go on one of two shards."""
         rehearsal = shards.Rehearsal(params)
         with jax.numpy_dtype_promotion("standard"):
             state = jax.eval_shape(self.transformation.init, rehearsal.shapes)
@@ -148,7 +148,7 @@ class OptaxOptimizer(base.Optimizer):
             jax.eval_shape(update, parts, state, parts)
 
     def get_slot(self, var: str, name: str) -> Any:
-        """As `Optimizer.get_slot`; where several slots share a name, give its path.
+        """Implements `Optimizer.get_slot`; where several slots share a name, give its path.
 
         A slot that is several arrays for each parameter has each at the parameter's path and its own.
         """
@@ -162,7 +162,7 @@ class OptaxOptimizer(base.Optimizer):
         return hk.get_state(slots_lib.join(found[0], var)) if found else None
 
     def get_slot_names(self) -> list[str]:
-        """As `Optimizer.get_slot_names`; where several slots share a name, their paths."""
+        """Implements `Optimizer.get_slot_names`; where several slots share a name, their paths."""
         paths = self._slot_paths()
         short = [path.rpartition("/")[2] for path in paths]
         pairs = zip(short, paths, strict=True)
@@ -282,7 +282,7 @@ class OptaxOptimizer(base.Optimizer):
 
 
 def is_transformation(x: Any) -> bool:
-    """Whether `x` has the two functions of an optax transformation."""
+    """Returns whether `x` has the two functions of an optax transformation."""
     return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
 
 

@@ -203,7 +203,7 @@ class Partition:
 
 
 class Applied(NamedTuple):
-    """What an update was made from, and what it has made.
+    """The inputs and the result of an update.
 
     Attributes:
       grads: the aggregated gradients; None where there are none.
@@ -249,7 +249,7 @@ def _in_place(
 
 
 def _neutral(kind: str, dtype: Any) -> Any:
-    """What changes no reduction of a kind."""
+    """Returns the neutral element of a reduction."""
     if kind not in ("max", "min"):
         return kind == "and"
     if jnp.issubdtype(dtype, jnp.inexact):

@@ -1,4 +1,4 @@
-"""What a step that is not applied leaves as it was, beside what is conditional."""
+"""Steps that are not applied: what they leave as it was, beside what is conditional."""
 
 import types
 from collections.abc import Callable, Mapping
@@ -68,7 +68,7 @@ def setter(applied: Any, old: State) -> Callable[[Any, Any, Any], Any]:
 
 
 def written(before: State, after: State, earlier: Written) -> Written:
-    """What was written between two states, and what other losses have written before.
+    """Returns what was written between two states, and what other losses have written before.
 
     Args:
       before: the state before a loss.

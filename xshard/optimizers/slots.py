@@ -11,7 +11,7 @@ from xshard.optimizers import trees
 
 
 def _mirrors(node: Any, params: trees.Params) -> bool:
-    """Whether a node of optax's state has one entry for each parameter, so that it is a slot."""
+    """Returns whether a node of optax's state has one entry for each parameter, so that it is a slot."""
     if not isinstance(node, Mapping):
         return False
     try:

@@ -1,4 +1,4 @@
-"""How a process ends that cannot wait for its main thread: at once, and in the place of an abort."""
+"""Ends of a process that cannot wait for its main thread: at once, and in the place of an abort."""
 
 import contextlib
 import ctypes

@@ -41,7 +41,7 @@ def of(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
 
 
 def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
-    """What a run comes from, beside its config. All processes call it.
+    """Returns the origin of a run, beside its config. All processes call it.
 
     Args:
       module: the experiment's.
@@ -71,7 +71,7 @@ def commit(file: str) -> str:
 
 
 def _git(folder: str, *arguments: str) -> str:
-    """What git prints on one line; empty if it cannot say."""
+    """Returns what git prints on one line; empty if it cannot say."""
     # A container's user is often another one than who owns the repository.
     command = ["git", "-c", "safe.directory=*", "-C", folder, *arguments]
     try:

@@ -1,4 +1,4 @@
-"""What processes say when they meet: sealed with the token of their launch, and bounded in size, depth and types.
+"""The messages of processes that meet: sealed with the token of their launch, and bounded in size, depth and types.
 
 Each side says a nonce. From then on each line has a seal, which only who knows the token can make: the token
 itself is never sent. Process 0 seals first, so that no other program is told of a config.
@@ -36,7 +36,7 @@ _SHOWN_CHARACTERS = 300
 
 
 class MalformedError(Exception):
-    """What has come is not what a process of this launch says."""
+    """A message that no process of this launch sends."""
 
 
 class GoneError(Exception):
@@ -45,7 +45,7 @@ class GoneError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """What a process says of itself.
+    """The facts that a process gives of itself.
 
     Attributes:
       index: its number.
@@ -68,7 +68,7 @@ class Hello:
 
 
 def read_hello(message: Mapping[str, Any]) -> Hello:
-    """What a guest says of itself; MalformedError if it is not what any process would say."""
+    """Parses a guest's hello; raises MalformedError if it is not what any process would say."""
     count = _integer(message, "count", 2, _MOST_PROCESSES)
     index = _integer(message, "index", 1, count - 1)
     pid = _integer(message, "pid", 0, _MOST_PID)
@@ -98,7 +98,7 @@ def _short(value: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is wrong with a process that has come.
+    """A reason to refuse a process that has come.
 
     Attributes:
       brief: in words that say no value of a config.
@@ -110,7 +110,7 @@ class Problem:
 
 
 def mismatch(own: Hello, other: Hello, there: Hello | None) -> Problem | None:
-    """What is wrong with a process that has come, if anything.
+    """Finds what is wrong with a process that has come, if anything.
 
     Args:
       own: what process 0 says of itself.

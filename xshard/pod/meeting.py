@@ -1,4 +1,4 @@
-"""How the processes of a run find one another, at the address of process 0: the others come, and are told."""
+"""The meeting of a run's processes, at the address of process 0: the others come, and are told."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ _LONGEST_TEXT = 1 << 14
 
 
 class _RefusedError(Exception):
-    """What took the connection is not process 0 of this run, or not now. The message says what it did."""
+    """An answer by something that is not process 0 of this run, or not now. The message says what it did."""
 
 
 def meet(
@@ -53,7 +53,7 @@ def meet(
 
 
 class _Visitor:
-    """What the others do."""
+    """The part of the other processes in the meeting."""
 
     def __init__(
         self, at: places.Place, own: handshake.Hello, token: str, heard: signals.Heard | None

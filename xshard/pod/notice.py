@@ -1,4 +1,4 @@
-"""What a run can be told while it trains, and the exit codes that say how it has ended."""
+"""Notices that a run is given while it trains, and the exit codes that say how it has ended."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ STOP_FILE = "STOP"
 
 
 class Notice(NamedTuple):
-    """What all processes do at the same point.
+    """An action that all processes take at the same point.
 
     Attributes:
       kind: 'save' or 'stop', which saves too.

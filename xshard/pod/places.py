@@ -1,4 +1,4 @@
-"""Where a process of a run stands, and where process 0 listens for the others."""
+"""The place of a process among those of its run, and where process 0 listens for the others."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ class StoppedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a process stands among those of its run.
+    """The place of a process among those of its run.
 
     Attributes:
       address: host and port of process 0.
@@ -83,7 +83,7 @@ def _is_loopback(ip: str) -> bool:
 
 
 def _is_own(family: int, place: tuple[object, ...]) -> bool:
-    """Whether a socket can be bound there."""
+    """Returns whether a socket can be bound there."""
     with contextlib.suppress(OSError), socket.socket(family) as trial:
         trial.bind(place)
         return True

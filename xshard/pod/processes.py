@@ -1,4 +1,4 @@
-"""How the processes of a run agree: on the host, so that any thread may, and with a deadline."""
+"""Agreement of the processes of a run: on the host, so that any thread may, and with a deadline."""
 
 import contextlib
 import itertools
@@ -90,7 +90,7 @@ class Exchange:
 
 
 class Board:
-    """What the processes of a run write for one another, at any time; JaxRuntimeError if it is out of reach.
+    """A board on which processes write for one another, at any time; raises JaxRuntimeError if it is out of reach.
 
     Process 0's process holds it. With one process there is no other to write for.
     """
@@ -136,7 +136,7 @@ class Board:
 
 
 def from_first(what: str, action: Callable[[], Any]) -> Any:
-    """What process 0's action returns, as JSON can hold it, on all processes.
+    """Returns, on all processes, what process 0's action returns, as JSON can hold it.
 
     Args:
       what: what they meet for, for the message if one does not come.

@@ -148,7 +148,7 @@ class Host:
         return self._hosts()
 
     def _for_guests(self, e: places.StartError) -> str:
-        """What guests are told: of the values of a config only those that have shown a token."""
+        """Returns what guests are told: of the values of a config only those that have shown a token."""
         if isinstance(e, _WrongGuestError) and not self._token:
             return e.brief
         return str(e)

@@ -15,7 +15,7 @@ from xshard.pod import meeting, places, signals
 
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
-    """How long processes wait for one another, in seconds.
+    """The times that processes wait for one another, in seconds.
 
     Attributes:
       start: until all have come.
@@ -31,7 +31,7 @@ class Timeouts:
 def place(
     address: str | None, count: int | None, index: int | None, seconds: int = 300
 ) -> places.Place | None:
-    """Where this process stands: as said, else as JAX detects it (Slurm, Open MPI, GKE, GCE).
+    """Finds this process's place: as said, else as JAX detects it (Slurm, Open MPI, GKE, GCE).
 
     Args:
       address: host:port of process 0; all three are given, or none. A count of 1 may stand alone.
@@ -125,7 +125,7 @@ def join(
 
 
 def _bind_address(address: str) -> str | None:
-    """Where JAX's coordinator listens: as process 0 did in the meeting; None has JAX listen everywhere."""
+    """Returns where JAX's coordinator listens: as process 0 did in the meeting; None has JAX listen everywhere."""
     ip = places.interface(address)
     port = address.rpartition(":")[2]
     if not ip:

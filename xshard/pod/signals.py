@@ -80,7 +80,7 @@ class Heard:
         self._wake.close()
 
     def fileno(self) -> int:
-        """What is readable when a signal has come, for `select`."""
+        """Returns the descriptor that is readable when a signal has come, for `select`."""
         return self._end.fileno()
 
     def read(self) -> list[signal.Signals]:

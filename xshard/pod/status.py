@@ -1,4 +1,4 @@
-"""What a process is doing, for whoever asks from outside of the run."""
+"""The status of processes, for whoever asks from outside of the run."""
 
 import collections
 import contextlib
@@ -21,7 +21,7 @@ _RATE_ROWS = 60
 
 
 class Status:
-    """Of one process."""
+    """The status of one process."""
 
     def __init__(self, host: str):
         self._said: dict[str, Any] = {"doing": STARTING, "step": None, "steps": None}
@@ -33,7 +33,7 @@ class Status:
         self._said.update(doing=what, **more)
 
     def row(self) -> dict[str, Any]:
-        """What it is doing; 'rate' is of the last rows, in steps a second, 'time' that of the epoch."""
+        """Returns what it is doing; 'rate' is of the last rows, in steps a second, 'time' that of the epoch."""
         now, said = time.monotonic(), dict(self._said)
         if said["step"] is not None:
             self._made.append((now, said["step"]))

@@ -1,4 +1,4 @@
-"""What the processes of a run tell one another: stop, save, I am here, I have failed.
+"""Messages between the processes of a run: stop, save, I am here, I have failed.
 
 A thread beside the training does the talking, on the host, so that it goes on while a step is computed or
 compiled, and while a peer that is gone keeps a step from ever ending.
@@ -110,7 +110,7 @@ class Watch:
         self._taken.close()
 
     def poll(self) -> notice_lib.Notice | None:
-        """What is to be done now, if anything: the same on all processes, which poll at the same points."""
+        """Returns what is to be done now, if anything: the same on all processes, which poll at the same points."""
         with self._changed:
             self._polls += 1
             while self._posted is not None and self._polls >= self._posted:

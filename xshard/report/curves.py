@@ -9,7 +9,7 @@ _WINDOWS = 40
 
 
 def window(rows: int) -> int:
-    """How many rows a smoothed value is the mean of; odd; 1 where there are too few to smooth."""
+    """Returns the number of rows that a smoothed value is the mean of; odd; 1 where there are too few to smooth."""
     return 1 if rows < SMOOTHED_FROM else rows // _WINDOWS | 1
 
 
@@ -32,7 +32,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, buckets: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each of `buckets` parts of a curve the least and the greatest row; a short one as it is.
+    """Keeps of each of `buckets` parts of a curve the least and the greatest row; a short one as it is.
 
     No peak is lost, and the ends stay. A part without a finite value stays a gap.
 

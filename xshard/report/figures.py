@@ -1,4 +1,4 @@
-"""Which charts there are, and what is in each: no drawing yet."""
+"""The charts of a report, and what is in each: no drawing yet."""
 
 import dataclasses
 import re
@@ -98,7 +98,7 @@ class Chart:
 
     @property
     def window(self) -> int:
-        """How many rows a smoothed value is the mean of, in the longest curve."""
+        """The number of rows that a smoothed value is the mean of, in the longest curve."""
         longest = max(len(line.steps) for line in self.lines)
         return curves.window(longest) if self.smoothed else 1
 
@@ -243,7 +243,7 @@ def _lines(
 
 
 def _spans(lines: Sequence[Line]) -> bool:
-    """Whether values that are above 1 at times spread so far that a linear axis would not show them."""
+    """Returns whether values that are above 1 at times spread so far that a linear axis would not show them."""
     values = np.concatenate([line.values for line in lines])
     values = values[np.isfinite(values)]
     return bool(len(values) and values.min() > 0 and values.max() > max(1, 100 * values.min()))
@@ -278,7 +278,7 @@ def _evaluated(runs: Sequence[runs_lib.Run]) -> list[str]:
 
 
 def _variants(name: str) -> tuple[tuple[str, ...], str]:
-    """Of what an evaluation is, as 'average/loss', in alphabetic order; and the name without that."""
+    """Returns what an evaluation is of, as 'average/loss', in alphabetic order; and the name without that."""
     found: set[str] = set()
     while name.partition("/")[0] in _VARIANTS.keys() - found and "/" in name:
         variant, _, name = name.partition("/")

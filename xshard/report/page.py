@@ -119,7 +119,7 @@ def _subtitle(runs: Sequence[runs_lib.Run]) -> str:
 
 
 def _facts(run: runs_lib.Run) -> str:
-    """What is to be known of a single run first."""
+    """Lists what is to be known of a single run first."""
     end = tables.final(run)
     facts: list[tuple[str, str, str]] = [
         ("state", tables.state(run), ""),
@@ -149,7 +149,7 @@ def _facts(run: runs_lib.Run) -> str:
 
 
 def _notes(runs: Sequence[runs_lib.Run]) -> str:
-    """What a reader has to know before looking at charts."""
+    """Notes what a reader has to know before looking at charts."""
     said = []
     for run in runs:
         label = f"{run.name}: " if len(runs) > 1 else ""
@@ -171,7 +171,7 @@ def _figure(chart: figures.Chart | figures.Bars, svg: str, png: str) -> str:
 
 
 def _key(chart: figures.Chart | figures.Bars) -> str:
-    """What the colours and dashes of a chart stand for; folded up where they are many."""
+    """Explains the colours and dashes of a chart; folded up where they are many."""
     if isinstance(chart, figures.Bars):
         names = {part for _, _, parts in chart.bars for part in parts}
         entries = [
@@ -204,7 +204,7 @@ def _sample(line: figures.Line) -> str:
 
 
 def _captions(chart: figures.Chart | figures.Bars) -> list[str]:
-    """What has to be said of how a chart is drawn."""
+    """Captions of how a chart is drawn."""
     if isinstance(chart, figures.Bars):
         return ["Up to the last row of each process."]
     said = []
@@ -227,7 +227,7 @@ def _captions(chart: figures.Chart | figures.Bars) -> list[str]:
 
 
 def _repeat(runs: Sequence[runs_lib.Run]) -> str:
-    """How to make a run again, and on what it was made."""
+    """Says how to make a run again, and on what it was made."""
     path = runs[0].path / "config.json"
     command = shlex.join(
         ["python", "-m", "xshard.main", f"--config=repeat.py:{path}", "--workdir=runs/again"]

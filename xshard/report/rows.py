@@ -30,7 +30,7 @@ class Column:
 
     @property
     def not_finite(self) -> int:
-        """How many numbers are not finite."""
+        """Counts the numbers that are not finite."""
         return int(np.count_nonzero(np.isnan(self.values)))
 
 
@@ -41,7 +41,7 @@ _Values = dict[str, tuple[list[int], list[Any]]]
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What a file says.
+    """The rows of a file.
 
     Attributes:
       training: the columns of training rows.

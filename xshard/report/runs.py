@@ -1,4 +1,4 @@
-"""What a work directory says of its run. Nothing is written there, and no device is touched."""
+"""Reads what a work directory says of its run. Nothing is written there, and no device is touched."""
 
 import dataclasses
 import pathlib
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """How long its processes ran, all together; None if it is not known."""
+        """The seconds that its processes ran, all together; None if it is not known."""
         return sum(start.seconds for start in self.starts) if self.starts else None
 
 
@@ -112,7 +112,7 @@ class _Look:
         self._thread.start()
 
     def wait(self, deadline: float) -> Checkpoints:
-        """What was found until `deadline`, of the monotonic clock."""
+        """Returns what was found until `deadline`, of the monotonic clock."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._found:
             return self._found[0]
@@ -233,7 +233,7 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _json(path: pathlib.Path, kind: type, notes: list[str]) -> Any:
-    """What a file holds, which may not be there yet; nothing if it is damaged, which is noted."""
+    """Reads a file, which may not be there yet; nothing if it is damaged, which is noted."""
     try:
         return jsonfile.read_if_exists(path, kind) or kind()
     except errors.UserError as e:

@@ -19,7 +19,7 @@ _CHECKPOINTS = 60
 
 
 class Cell(NamedTuple):
-    """What is in a cell: HTML, and its CSS class, 'n' for numbers."""
+    """A cell: HTML, and its CSS class, 'n' for numbers."""
 
     html: str
     kind: str = ""
@@ -61,19 +61,19 @@ def swatch(colour: int) -> str:
 
 
 def state(run: runs_lib.Run) -> str:
-    """What a run is doing."""
+    """Says what a run is doing."""
     return f'<span class="state {run.state}">{text(run.doing)}</span>'
 
 
 def step(run: runs_lib.Run) -> str:
-    """Where a run is, of how many steps."""
+    """Says at which step a run is, of how many."""
     steps = run.config.get("steps")
     of = f" of {words.number(steps)}" if isinstance(steps, int) else ""
     return f"{words.number(run.step)}{of}"
 
 
 def duration(run: runs_lib.Run) -> str:
-    """How long its processes ran."""
+    """Says how long its processes ran."""
     return words.NOTHING if run.seconds is None else show.duration(run.seconds)
 
 

@@ -41,7 +41,7 @@ def numbers(values: Sequence[float]) -> str:
 
 
 def rate(value: float | None) -> str:
-    """How many a second; of a million on with a unit's prefix, as in 310 T."""
+    """Formats how many a second; of a million on with a unit's prefix, as in 310 T."""
     if value is None or not math.isfinite(value):
         return NOTHING
     for prefix, unit in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
