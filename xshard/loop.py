@@ -29,7 +29,7 @@ from xshard import state as state_lib
 from xshard.files import workdir
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import log as log_lib
-from xshard.metrics import overview, rows
+from xshard.metrics import overview, rows, writers
 from xshard.metrics import terminal as terminal_lib
 from xshard.pod import fingerprint, processes
 from xshard.pod import notice as notice_lib
@@ -62,6 +62,7 @@ class Run:
           ValueError: with the key, its value and the fix, if something does not fit.
         """
         config_lib.check(config)
+        writers.check(config.writers)
         self.config = config
         self.clock = clock_lib.Clock()
         self.terminal = terminal_lib.Terminal(config.steps, show)
@@ -76,9 +77,10 @@ class Run:
         self._run = resuming.identify(config, self.workdir, set_aside)
         data = self.batches.summary(), self._evaluation.summary()
         self.origin = fingerprint.origin(type(self.experiment).__module__, *data)
-        self.changes = [*self._run.changes]
-        if self._first and not self._run.sets_aside:
-            self.changes += self.workdir.check_origin(self.origin)
+        goes_on = self._first and not self._run.sets_aside
+        self.changes = self._run.changes + (
+            self.workdir.check_origin(self.origin) if goes_on else []
+        )
         self._watch = watch
         self._stop: notice_lib.Notice | None = None
         self._save_now = False
