@@ -54,6 +54,9 @@ def exists(path: _Path) -> bool:
         return True
     try:
         there = entries(parent)
+    except NotADirectoryError:
+        # Below a file there is nothing.
+        return False
     except PermissionError:
         # Nobody may list it, as on some machines that many share; then its own word must do.
         return retried(lambda: os.path.lexists(path))
