@@ -1,6 +1,6 @@
 """xshard trains Haiku models on accelerator pods: update rules that reduce, vote and skip as one."""
 
-from xshard import config
+from xshard import config as config
 from xshard.errors import UserError
 from xshard.experiment import Experiment
 from xshard.mesh import make_mesh
@@ -35,7 +35,6 @@ __all__ = [
     "TrainState",
     "UserError",
     "abstract_state",
-    "config",
     "init",
     "make_eval_step",
     "make_mesh",

@@ -77,10 +77,9 @@ class Run:
         self._run = resuming.identify(config, self.workdir, set_aside)
         data = self.batches.summary(), self._evaluation.summary()
         self.origin = fingerprint.origin(type(self.experiment).__module__, *data)
-        goes_on = self._first and not self._run.sets_aside
-        self.changes = self._run.changes + (
-            self.workdir.check_origin(self.origin) if goes_on else []
-        )
+        self.changes = [*self._run.changes]
+        if self._first and not self._run.sets_aside:
+            self.changes += self.workdir.check_origin(self.origin)
         self._watch = watch
         self._stop: notice_lib.Notice | None = None
         self._save_now = False
@@ -93,11 +92,15 @@ class Run:
         self.checkpoints.check_begin(self._target, init)
         self._finite = nonfinite.Watch(config, self.mesh, self._target.params, self.terminal.say)
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        self._check_programs()
+
+    def _check_programs(self) -> None:
+        """Traces all that the run will run."""
         stored = state_lib.as_stored(self.experiment, self.mesh, self._target)
         inputs = stored, self.batches.shapes()
         train_step, self._predict = preflight.programs(self.experiment, self.mesh, *inputs)
         self.train_step = processes.compiled_by_all(train_step, "the training step")
-        self._evaluation.check(stored, config.checkpoint)
+        self._evaluation.check(stored, self.config.checkpoint)
 
     def train(self) -> tuple[state_lib.TrainState, notice_lib.Notice | None]:
         """Trains from where the run stands to its last step, or until it is told to stop.
