@@ -52,7 +52,7 @@ class Follower:
           show: how much is printed.
 
         Raises:
-          ValueError: with the key, its value and the mend, if something does not fit.
+          ValueError: with the key, its value and the fix, if something does not fit.
         """
         config_lib.check(config)
         writers.check(config.writers)
@@ -259,8 +259,7 @@ class _Best:
             "best": best,
         }
         content["pinned"] = sorted(self._pinned)
-        with disk.writing(self._path):
-            disk.replace(self._path, workdir.to_json(content))
+        jsonfile.write(self._path, content)
 
 
 def run(

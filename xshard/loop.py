@@ -146,7 +146,7 @@ class Run:
                 if self._first and by_clock.has_passed():
                     self._ask_for_save()
                 if self._stop is not None or self._save_now or due.save(made):
-                    self._save(made, state, log, lacks_evaluation=due.evaluation(made))
+                    self._save(made, state, log, evaluation_due=due.evaluation(made))
                 if self._stop is not None:
                     break
                 self.checkpoints.check()
@@ -266,7 +266,7 @@ class Run:
             self._watch.ask(notice_lib.BY_CLOCK)
 
     def _save(
-        self, made: int, state: state_lib.TrainState, log: log_lib.Log, *, lacks_evaluation: bool
+        self, made: int, state: state_lib.TrainState, log: log_lib.Log, *, evaluation_due: bool
     ) -> None:
         # What has been logged when a checkpoint counts is what resuming keeps.
         self._flush(log)
@@ -275,7 +275,7 @@ class Run:
         values = self._evaluated[1] if evaluated else {}
         with self.clock.phase(clock_lib.CHECKPOINT):
             self.checkpoints.save(
-                made, state, values, evaluated=evaluated or not lacks_evaluation, log=log
+                made, state, values, evaluated=evaluated or not evaluation_due, log=log
             )
 
     def _say_start(self, start: int, state: state_lib.TrainState) -> None:

@@ -8,15 +8,13 @@ import numpy as np
 
 from xshard.checkpoint import ownership
 
-Chunk = ownership.Chunk
-
 # So many elements are looked at at a time: what is made of them stays in a processor's cache.
 _LOOKED_AT = 1 << 16
 
 
 def noting_nonfinite(
-    chunks: Iterator[Chunk | None], watched: Callable[[str], Any], found: set[str]
-) -> Iterator[Chunk | None]:
+    chunks: Iterator[ownership.Chunk | None], watched: Callable[[str], Any], found: set[str]
+) -> Iterator[ownership.Chunk | None]:
     """The chunks as they come; the paths of those that are not finite are added to `found`.
 
     Args:

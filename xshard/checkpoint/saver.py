@@ -317,11 +317,11 @@ class _Job:
         self.begin = time.monotonic()
         self.budget = budget_lib.Budget(budget_bytes)
         self.go = threading.Event()
-        self.chunks: queue.SimpleQueue[writer.Chunk | BaseException | None] = queue.SimpleQueue()
+        self.chunks: queue.SimpleQueue[ownership.Chunk | BaseException | None] = queue.SimpleQueue()
         nbytes = sum(plan.arrays[piece.path].chunk_bytes for piece in plan.pieces)
         self._progress = budget_lib.Progress(f"saving step {step}", nbytes, say)
 
-    def received(self) -> Iterator[writer.Chunk | None]:
+    def received(self) -> Iterator[ownership.Chunk | None]:
         """The chunks, and None where none has come for a while."""
         # To write beside the copy would slow down what the caller waits for.
         self.go.wait()

@@ -18,7 +18,6 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
 
-Chunk = ownership.Chunk
 Copy = Callable[[], np.ndarray]
 
 # What is written in one transaction, which holds it until it is committed, and how many are under way.
@@ -33,7 +32,7 @@ def copy_to_host(
     plan: ownership.Plan,
     leaves: dict[str, Any],
     budget: budget_lib.Budget,
-    put: Callable[[Chunk], None],
+    put: Callable[[ownership.Chunk], None],
     full: Callable[[], None],
 ) -> None:
     """Copies what this process writes, so that the arrays may be donated afterwards.
@@ -83,7 +82,7 @@ def write_part(
     attempt: format_lib.Attempt,
     process: int,
     arrays: dict[str, arrays_lib.ArrayMeta],
-    chunks: Iterator[Chunk | None],
+    chunks: Iterator[ownership.Chunk | None],
     written: Callable[[int], None],
 ) -> int:
     """Writes what a process owns into its own database; process 0 the descriptions of arrays too.
@@ -340,7 +339,7 @@ def _local_shards(leaf: Any) -> list[Any]:
 
 
 def _finish_copies(
-    copying: list[tuple[ownership.Piece, Copy]], put: Callable[[Chunk], None]
+    copying: list[tuple[ownership.Piece, Copy]], put: Callable[[ownership.Chunk], None]
 ) -> None:
     for piece, copy in copying:
         put((piece, copy()))

@@ -97,6 +97,12 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None
             yield line.endswith(b"\n"), _object_in(line)
 
 
+def write(path: pathlib.Path, value: Any) -> None:
+    """Replaces a file, durably, by readable JSON; raises UserError, with its path, if it cannot be written."""
+    with disk.writing(path):
+        disk.replace(path, (dumps(value, indent=2) + "\n").encode())
+
+
 def is_number(value: Any) -> bool:
     """Returns whether a JSON value is a number that a float and an int64 can stand for: not every integer is."""
     return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)

@@ -135,7 +135,7 @@ class Workdir:
 
     def note_reached(self, reached: Reached) -> None:
         """Notes how far the run has come, durably."""
-        _replace(self._reached, reached._asdict())
+        jsonfile.write(self._reached, reached._asdict())
 
     def has_history(self) -> bool:
         """Returns whether rows or results are here, which a run from the start would write anew."""
@@ -214,9 +214,9 @@ class Workdir:
             if origin is not None:
                 self.check_origin(origin)
             whose = identity or self.identity() or identity_lib.new(config)
-            _replace(self.config, {IDENTITY: whose._asdict(), **identity_lib.plain(config)})
+            jsonfile.write(self.config, {IDENTITY: whose._asdict(), **identity_lib.plain(config)})
             if origin is not None:
-                _replace(self.origin, origin._asdict())
+                jsonfile.write(self.origin, origin._asdict())
             yield
 
     def open_log(self, index: int) -> int:
@@ -237,7 +237,7 @@ class Workdir:
         identity = self.identity()
         if identity is not None:
             results = {**results, "run": identity.id}
-        _replace(self.results, results)
+        jsonfile.write(self.results, results)
 
     def failure(self, goes_on: bool) -> str:
         """Returns why the run has not ended finite before; of one that goes on it is forgotten."""
@@ -300,13 +300,3 @@ def not_finite(directory: pathlib.Path) -> str:
     if results.get("finite") is not False:
         return ""
     return str(results.get("why", "not finite"))
-
-
-def _replace(path: pathlib.Path, content: dict[str, Any]) -> None:
-    with disk.writing(path):
-        disk.replace(path, to_json(content))
-
-
-def to_json(value: Any) -> bytes:
-    """Readable JSON."""
-    return (jsonfile.dumps(value, indent=2) + "\n").encode()
