@@ -10,38 +10,18 @@ Command: python -m xshard.main --config=configs/lm.py --workdir=runs/lm
 
 import ml_collections
 
+import xshard
+
 
 def get_config() -> ml_collections.ConfigDict:
-    """All values of the run; --config.name=value on the command line changes one."""
-    config = ml_collections.ConfigDict()
+    """What differs from `xshard.config.default()`; --config.name=value on the command line changes a value."""
+    config = xshard.config.default()
     config.experiment = "experiments.lm.experiment.LanguageModel"
-    config.seed = 0
     config.steps = 3000
     # Windows of text.
     config.batch_size = 64
     config.eval_batch_size = 64
-    config.micro_batches = 1
-    config.aggregation_method = "EXPERIMENTAL_ACCUMULATE_N"
     config.precision = "params=float32,compute=bfloat16,output=float32"
-    # At a loss or gradients that are not finite: 'stop'; 'skip', which leaves out steps with such gradients,
-    # whatever the rule; or 'warn', which says so and goes on.
-    config.on_nonfinite = "stop"
-    # So many steps skipped in a row, with no loss scale left to be lowered, end the run.
-    config.max_skips_in_a_row = 100
-
-    # The replicas of each group, as [[0, 1, 2, 3], [4, 5, 6, 7]]; empty: all in one.
-    config.group_assignment = ()
-    # Pods, or machines, that a slower network joins.
-    config.slices = 1
-    # The devices that heads and feed-forward layers are spread over; it divides both.
-    config.model_parallel = 1
-    # Arguments of CrossShardOptimizer.
-    config.reduction = {
-        "reduction": "mean",
-        "reduce_dtype": "float32",
-        "slice_dtype": "float32",
-        "shard_update": False,
-    }
 
     config.text = {
         # Files, patterns, folders; empty: the sources of Python's standard library.
@@ -86,26 +66,5 @@ def get_config() -> ml_collections.ConfigDict:
         # 1: as likely as the model says; 0: the most likely.
         "temperature": 0.8,
     }
-
-    config.log_every_steps = 50
-    config.eval_every_steps = 500
-    # Where rows go: 'jsonl' always, 'csv', 'tensorboard', 'wandb', or the dotted path of one's own.
-    config.writers = ("jsonl", "csv", "tensorboard")
-    config.checkpoint = {
-        # Empty: in the work directory; or a path, gs://BUCKET/FOLDER, s3://BUCKET/FOLDER.
-        "directory": "",
-        "every_steps": 500,
-        "every_minutes": 0.0,
-        "keep_last": 3,
-        # Those of steps that this divides are kept for good; 0: none.
-        "keep_every_steps": 0,
-        # So many of the best are kept by a metric of the evaluation, 'max' or 'min'.
-        "keep_best": 0,
-        "best_metric": "bits_per_byte",
-        "best_mode": "min",
-        # When a save fails: 'stop', or 'go_on' without it.
-        "on_failure": "stop",
-        # Host memory for what is being saved or read, beside the state.
-        "budget_gb": 4.0,
-    }
+    config.checkpoint.best_metric = "bits_per_byte"
     return config

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch import engine, sweep
+from xshard import config as config_lib
 from xshard import errors
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source
 from xshard.checkpoint import store as store_lib
-from xshard.files import identity, jsonfile, workdir
+from xshard.files import jsonfile, workdir
 from xshard.metrics import show as show_lib
 from xshard.pod import status as status_lib
 
@@ -59,7 +60,7 @@ def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
     config = jsonfile.read_if_exists(directory / "config.json")
     if config is None:
         return None
-    elsewhere = identity.flatten(config).get("checkpoint.directory")
+    elsewhere = config_lib.flatten(config).get("checkpoint.directory")
     if not isinstance(elsewhere, str):
         raise engine.LaunchError(
             f"{directory / 'config.json'} is no run's config: its checkpoint.directory is {elsewhere!r}, no text."

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # A file imports from its own folder, and from what comes before it here: a folder, or a file of the top level.
 ORDER = """
 errors torus
+config
 files
 data mesh
 optimizers
@@ -26,7 +27,6 @@ nonfinite
 step
 evaluation preflight resuming
 saving
-config
 loop
 follow new profiling
 main

@@ -24,6 +24,7 @@ from absl import flags
 
 import xshard
 from configs import digits, lm
+from xshard import config as config_lib
 from xshard.files import identity as identity_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -85,7 +86,7 @@ def test_links_and_keys(page):
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert link.startswith("https://") or (page.parent / link).exists(), link
     configs = (digits.get_config(), lm.get_config())
-    keys = [key for config in configs for key in identity_lib.flatten(identity_lib.plain(config))]
+    keys = [key for config in configs for key in config_lib.flatten(identity_lib.plain(config))]
     for key in re.findall(r"`(?:--)?config\.(?!json|py|experiment_kwargs)([a-z_.]+)", text):
         assert any(f"{known}.".startswith(f"{key.rstrip('.')}.") for known in keys), key
 

@@ -187,7 +187,7 @@ def test_bad_config_files(tmp_path, run, case):
         "missing": ["nothing.py", "no such file"],
         "missing, with a space": ["nothing.py", "no such file"],
         "folder": [f"--config={tmp_path}:", "no such file"],
-        "incomplete": ["lacks steps", "configs/digits.py"],
+        "incomplete": ["lacks experiment", "xshard.config.default()"],
         "no config": ["--config", "--workdir"],
         "syntax": ["c.py", "SyntaxError"],
     }
@@ -294,3 +294,11 @@ def __getattr__(name):
 
 if __name__ == "__main__":
     serve(pathlib.Path(sys.argv[1]))
+
+
+def test_the_config_is_shown_and_nothing_is_done(run, tmp_path):
+    code, out, err = run("--config=tests/toy.py", "--config.steps=7", "--show_config")
+    assert (code, err) == (0, "") and not list(tmp_path.iterdir())
+    lines = out.splitlines()
+    assert lines[lines.index("steps = 7") - 1] == "# The steps that the run makes."
+    assert {"checkpoint.keep_last = 2", "optimizer.learning_rate = 0.1"} < set(lines)

@@ -170,21 +170,11 @@ class Uneven(Toy):
 
 def get_config() -> ml_collections.ConfigDict:
     """A run of some steps."""
-    config = ml_collections.ConfigDict()
+    config = xshard.config.default()
     config.experiment = "tests.toy.Toy"
-    config.seed = 0
     config.steps = 12
     config.batch_size = 16
     config.eval_batch_size = 8
-    config.micro_batches = 1
-    config.aggregation_method = "EXPERIMENTAL_ACCUMULATE_N"
-    config.precision = "params=float32,compute=float32,output=float32"
-    config.on_nonfinite = "stop"
-    config.max_skips_in_a_row = 100
-    config.group_assignment = ()
-    config.slices = 1
-    config.model_parallel = 1
-    config.reduction = {"reduce_dtype": "float32", "slice_dtype": "float32", "shard_update": False}
     config.examples = 50
     config.hidden = 16
     config.overflow_above = 1e9
@@ -195,8 +185,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.log_every_steps = 4
     config.writers = ("jsonl", "csv")
     config.eval_every_steps = 6
-    config.checkpoint = {
-        "directory": "", "every_steps": 5, "every_minutes": 0.0, "keep_last": 2, "keep_every_steps": 0,
-        "keep_best": 0, "best_metric": "error", "best_mode": "min", "on_failure": "stop", "budget_gb": 1.0,
-    }  # fmt: skip
+    config.checkpoint.update({"every_steps": 5, "keep_last": 2, "best_metric": "error"})
     return config

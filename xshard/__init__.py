@@ -1,5 +1,6 @@
 """xshard trains Haiku models on accelerator pods: update rules that reduce, vote and skip as one."""
 
+from xshard import config as config
 from xshard.errors import UserError
 from xshard.experiment import Experiment
 from xshard.mesh import make_mesh

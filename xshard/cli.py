@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
+from xshard import config as config_lib
 from xshard import errors
 from xshard.files import identity as identity_lib
 from xshard.files import streams
@@ -162,7 +163,7 @@ def _config_path() -> str:
 def _unknown_key(path: str) -> str | None:
     """The message for an override of a key that the config does not have."""
     try:
-        keys = list(identity_lib.flatten(identity_lib.plain(runpy.run_path(path)["get_config"]())))
+        keys = list(config_lib.flatten(identity_lib.plain(runpy.run_path(path)["get_config"]())))
     except Exception:
         return None
     for arg in sys.argv[1:]:

@@ -1,28 +1,71 @@
-"""The keys that the config of every run has: what they may be, and what it means that one is missing."""
+"""Every key that the config of a run has: its default, what it means, what it may be, and whether it may change."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jmp
 import ml_collections
 
-from xshard import errors, nonfinite, saving
-from xshard.files import identity as identity_lib
-from xshard.metrics import writers as writers_lib
+from xshard import errors
 
-_COUNTS = (
-    "steps", "batch_size", "eval_batch_size", "micro_batches", "slices", "model_parallel",
-    "log_every_steps", "eval_every_steps", "checkpoint.every_steps", "max_skips_in_a_row",
-)  # fmt: skip
-_OTHER_KEYS = (
-    "experiment",
-    "seed",
-    "precision",
-    "group_assignment",
-    "aggregation_method",
-    "writers",
-    "on_nonfinite",
-    *(f"checkpoint.{key}" for key in saving.CHECKPOINT_KEYS),
-)
+# What a run does about a loss or gradients that are not finite.
+ON_NONFINITE = ("stop", "skip", "warn")
+
+
+def default() -> ml_collections.ConfigDict:
+    """Returns a config with every key at its default, for an experiment's own to change and add to.
+
+    >>> config = default()
+    >>> config.experiment = 'experiment.Spirals'
+    >>> config.checkpoint.keep_best = 1
+    >>> config.optimizer = {'learning_rate': 1e-2}
+    """
+    values: dict[str, Any] = {}
+    for key in KEYS:
+        folder, _, name = key.name.rpartition(".")
+        (values.setdefault(folder, {}) if folder else values)[name] = key.default
+    return ml_collections.ConfigDict(values)
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError unless a config has every key of a run, with values that make sense alone."""
+    values = flatten(config.to_dict())
+    missing = [key.name for key in KEYS if key.name not in values and not _is_optional(key.name)]
+    if missing:
+        raise errors.UserError(
+            f"The config lacks {', '.join(missing)}: begin with `xshard.config.default()`, which has every key."
+        )
+    for key in KEYS:
+        if key.name in values:
+            key.check(key.name, values[key.name])
+
+
+def may_change(name: str) -> bool:
+    """Returns whether the value of a key, such as 'checkpoint.keep_last', may change when a run goes on."""
+    return name.startswith("checkpoint.") or name in _MAY_CHANGE
+
+
+def describe(config: ml_collections.ConfigDict) -> str:
+    """Returns each key of a config with its value, and with what it means if every run has it."""
+    values = flatten(config.to_dict())
+    lines = []
+    for key in KEYS:
+        if key.name in values:
+            lines += [f"# {key.meaning}", f"{key.name} = {values.pop(key.name)!r}"]
+    own = [f"{name} = {value!r}" for name, value in values.items()]
+    return "\n".join([*lines, "# The experiment's own.", *own] if own else lines)
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values by path, such as 'optimizer.learning_rate'."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 class Due(NamedTuple):
@@ -58,31 +101,188 @@ class Due(NamedTuple):
         return is_due or (self.saves_evaluated and self.evaluation(step))
 
 
-def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ValueError unless the config has the keys of a run, with numbers that make sense."""
-    values = identity_lib.flatten(identity_lib.plain(config))
-    missing = [key for key in (*_COUNTS, *_OTHER_KEYS) if key not in values]
-    if missing:
-        raise errors.UserError(
-            f"The config lacks {', '.join(missing)}; configs/digits.py, and the config that `python -m "
-            "xshard.new` writes, show every key."
-        )
-    for key in _COUNTS:
-        value = values[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise errors.UserError(f"{key}={value!r} must be an integer of at least 1.")
-    if not isinstance(config.seed, int) or not 0 <= config.seed < 2**32:
-        raise errors.UserError(f"seed={config.seed!r} must be an integer from 0 to 2**32 - 1.")
-    if config.on_nonfinite not in nonfinite.POLICIES:
-        raise errors.UserError(
-            f"on_nonfinite={config.on_nonfinite!r} must be 'stop', 'skip', which leaves out steps whose gradients "
-            "are not finite, or 'warn', which says so and goes on."
-        )
-    writers_lib.check(config.writers)
+def _anything(name: str, value: Any) -> None:
+    """Leaves the check to what reads the key."""
+    del name, value
+
+
+def _count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise errors.UserError(f"{name}={value!r} must be an integer of at least 1.")
+
+
+def _seed(name: str, value: Any) -> None:
+    if not isinstance(value, int) or not 0 <= value < 2**32:
+        raise errors.UserError(f"{name}={value!r} must be an integer from 0 to 2**32 - 1.")
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise errors.UserError(f"{name}={value!r} must be a string.")
+
+
+def _minutes(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or not value >= 0:
+        raise errors.UserError(f"{name}={value!r} must be a number from 0, which is never.")
+
+
+def _gigabytes(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise errors.UserError(f"{name}={value!r} must be a number above 0.")
+
+
+def _precision(name: str, value: Any) -> None:
     try:
-        jmp.get_policy(config.precision)
+        jmp.get_policy(value)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise errors.UserError(
-            f"precision={config.precision!r} is no policy of jmp ({e}); an example: "
+            f"{name}={value!r} is no policy of jmp ({e}); an example: "
             "'params=float32,compute=float16,output=float32'."
         ) from e
+
+
+def _on_nonfinite(name: str, value: Any) -> None:
+    if value not in ON_NONFINITE:
+        raise errors.UserError(
+            f"{name}={value!r} must be 'stop', 'skip', which leaves out steps whose gradients are not finite, or "
+            "'warn', which says so and goes on."
+        )
+
+
+def _on_failure(name: str, value: Any) -> None:
+    if value not in ("stop", "go_on"):
+        raise errors.UserError(
+            f"{name}={value!r} must be 'stop' or 'go_on', which trains on without the checkpoint."
+        )
+
+
+class Key(NamedTuple):
+    """A key of every run.
+
+    Attributes:
+      name: its path, such as 'checkpoint.keep_last'.
+      default: its value where a config does not say.
+      meaning: for people.
+      check: raises UserError, given the name and a value that makes no sense.
+      may_change: whether a run may go on with another value; if not, it would be another run.
+    """
+
+    name: str
+    default: Any
+    meaning: str
+    check: Callable[[str, Any], None] = _anything
+    may_change: bool = False
+
+
+KEYS = (
+    Key("experiment", "", "The dotted path of the experiment's class."),
+    Key("seed", 0, "The seed of all randomness.", _seed),
+    Key("steps", 1000, "The steps that the run makes.", _count, may_change=True),
+    Key("batch_size", 128, "The examples of a step on all replicas of a group together.", _count),
+    Key("eval_batch_size", 128, "The examples that are evaluated at a time.", _count, True),
+    Key(
+        "micro_batches",
+        1,
+        "Parts of a batch that a replica computes one after the other, where memory is short.",
+        _count,
+        may_change=True,
+    ),
+    Key(
+        "aggregation_method",
+        "EXPERIMENTAL_ACCUMULATE_N",
+        "How their gradients are summed: in a running sum, or 'EXPERIMENTAL_TREE', in pairs.",
+        may_change=True,
+    ),
+    Key(
+        "precision",
+        "params=float32,compute=float32,output=float32",
+        "A policy of jmp; compute=float16 needs a loss scale, compute=bfloat16 none.",
+        _precision,
+    ),
+    Key(
+        "on_nonfinite",
+        "stop",
+        "At a loss or gradients that are not finite: 'stop'; 'skip', which leaves out steps with such gradients, "
+        "whatever the rule; or 'warn', which says so and goes on.",
+        _on_nonfinite,
+        may_change=True,
+    ),
+    Key(
+        "max_skips_in_a_row",
+        100,
+        "So many steps skipped in a row, with no loss scale left to be lowered, end the run.",
+        _count,
+        may_change=True,
+    ),
+    Key(
+        "group_assignment",
+        (),
+        "The replicas of each group, as [[0, 1, 2, 3], [4, 5, 6, 7]], to train a model each; empty: all in one.",
+    ),
+    Key("slices", 1, "Pods, or machines, that a slower network joins.", _count, may_change=True),
+    Key(
+        "model_parallel",
+        1,
+        "The devices that hold one replica's parameters together.",
+        _count,
+        may_change=True,
+    ),
+    Key("reduction.reduction", "mean", "How CrossShardOptimizer combines gradients; or 'sum'."),
+    Key(
+        "reduction.reduce_dtype",
+        "float32",
+        "The type in which it sums over replicas; 'bfloat16' halves the bytes.",
+        may_change=True,
+    ),
+    Key(
+        "reduction.slice_dtype",
+        "float32",
+        "The same between slices; also 'int8', which keeps what rounding loses for the next step.",
+        may_change=True,
+    ),
+    Key(
+        "reduction.shard_update",
+        False,
+        "Whether each replica updates its shard of each array, and holds the slots of that alone.",
+        may_change=True,
+    ),
+    Key(
+        "writers",
+        ("jsonl", "csv", "tensorboard"),
+        "Where rows go: 'jsonl' always, 'csv', 'tensorboard', 'wandb', or the dotted path of a class of one's own.",
+        may_change=True,
+    ),
+    Key("log_every_steps", 50, "The steps from one logged row to the next.", _count, True),
+    Key("eval_every_steps", 500, "The steps from one evaluation to the next.", _count, True),
+    Key(
+        "checkpoint.directory",
+        "",
+        "Where checkpoints are: a path, gs://BUCKET/FOLDER, s3://BUCKET/FOLDER; empty: in the work directory.",
+        _text,
+    ),
+    Key("checkpoint.every_steps", 500, "The steps from one checkpoint to the next.", _count),
+    Key("checkpoint.every_minutes", 0.0, "The same in minutes; 0: never.", _minutes),
+    Key("checkpoint.keep_last", 3, "So many of the newest are kept."),
+    Key("checkpoint.keep_every_steps", 0, "Those of steps that this divides are kept; 0: none."),
+    Key("checkpoint.keep_best", 0, "So many of the best are kept, by `best_metric`."),
+    Key("checkpoint.best_metric", "loss", "A metric of the evaluation.", _text),
+    Key("checkpoint.best_mode", "min", "Whether its least or its largest, 'max', is the best."),
+    Key(
+        "checkpoint.on_failure",
+        "stop",
+        "When a save fails: 'stop', or 'go_on' without it.",
+        _on_failure,
+    ),
+    Key(
+        "checkpoint.budget_gb",
+        4.0,
+        "Host memory for what is being saved or read, beside the state.",
+        _gigabytes,
+    ),
+)
+_MAY_CHANGE = {key.name for key in KEYS if key.may_change}
+
+
+def _is_optional(name: str) -> bool:
+    """Returns whether a config may do without a key: what CrossShardOptimizer is given is the experiment's."""
+    return name.startswith("reduction.")

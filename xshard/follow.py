@@ -55,6 +55,7 @@ class Follower:
           ValueError: with the key, its value and the fix, if something does not fit.
         """
         config_lib.check(config)
+        writers.check(config.writers)
         self._config = config
         mesh = experiment_lib.mesh_of(config)
         experiment = experiment_lib.load(config.experiment)(config)

@@ -29,7 +29,7 @@ from xshard import state as state_lib
 from xshard.files import workdir
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import log as log_lib
-from xshard.metrics import overview, rows
+from xshard.metrics import overview, rows, writers
 from xshard.metrics import terminal as terminal_lib
 from xshard.pod import fingerprint, processes
 from xshard.pod import notice as notice_lib
@@ -62,6 +62,7 @@ class Run:
           ValueError: with the key, its value and the fix, if something does not fit.
         """
         config_lib.check(config)
+        writers.check(config.writers)
         self.config = config
         self.clock = clock_lib.Clock()
         self.terminal = terminal_lib.Terminal(config.steps, show)
@@ -91,11 +92,15 @@ class Run:
         self.checkpoints.check_begin(self._target, init)
         self._finite = nonfinite.Watch(config, self.mesh, self._target.params, self.terminal.say)
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        self._check_programs()
+
+    def _check_programs(self) -> None:
+        """Traces all that the run will run."""
         stored = state_lib.as_stored(self.experiment, self.mesh, self._target)
         inputs = stored, self.batches.shapes()
         train_step, self._predict = preflight.programs(self.experiment, self.mesh, *inputs)
         self.train_step = processes.compiled_by_all(train_step, "the training step")
-        self._evaluation.check(stored, config.checkpoint)
+        self._evaluation.check(stored, self.config.checkpoint)
 
     def train(self) -> tuple[state_lib.TrainState, notice_lib.Notice | None]:
         """Trains from where the run stands to its last step, or until it is told to stop.

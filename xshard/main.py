@@ -20,6 +20,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from xshard import checkpoint, cli, errors, follow, loop, profiling
+from xshard import config as config_lib
 from xshard.files import streams, workdir
 from xshard.metrics import terminal
 from xshard.pod import fingerprint, handshake, notice, places, rendezvous, signals, watch
@@ -42,6 +43,9 @@ _INIT_SELECT = flags.DEFINE_string(
     "What it takes: a regular expression of paths; by default parameters and the network's state.",
 )
 _INIT_GROUP = flags.DEFINE_integer("init_group", 0, "Of which group, if it has several.", 0)
+_SHOW_CONFIG = flags.DEFINE_bool(
+    "show_config", False, "Print every key of the config, with what it means, and leave."
+)
 _MODE = flags.DEFINE_enum(
     "mode", "train", ["train", "eval", "profile"],
     "train; eval: judge the run's checkpoints as they come; profile: trace some steps for xprof.",
@@ -86,6 +90,10 @@ def main(argv: Sequence[str], config: Any) -> int:
     """Runs a config as the flags say; returns the exit code."""
     if argv[1:]:
         raise errors.UserError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
+    if config is not None and _SHOW_CONFIG.value:
+        config_lib.check(config)
+        print(config_lib.describe(config))
+        return notice.DONE
     if config is None or _WORKDIR.value is None:
         raise errors.UserError(
             "--config and --workdir are needed, as in --config=configs/digits.py --workdir=runs/digits."

@@ -12,11 +12,12 @@ import jax
 import ml_collections
 import numpy as np
 
+from xshard import config as config_lib
 from xshard import mesh as mesh_lib
 from xshard.metrics import deferred, show
 from xshard.optimizers import trees
 
-POLICIES = STOP, SKIP, WARN = ("stop", "skip", "warn")
+STOP, SKIP, WARN = config_lib.ON_NONFINITE
 # What can be said of a step. STUCK: it was skipped, and no loss scale was lowered for the next one.
 FINE, STUCK, TROUBLE = 0, 1, 2
 _LOOK_AT = (

@@ -1,7 +1,6 @@
 """The seam between the loop and its checkpoints: what a run saves and goes on from."""
 
 import contextlib
-import math
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +17,6 @@ from xshard.files import identity as identity_lib
 from xshard.files import workdir
 from xshard.metrics import log as log_lib
 from xshard.metrics import show, writers
-
-CHECKPOINT_KEYS = (
-    "directory", "every_minutes", "keep_last", "keep_every_steps", "keep_best",
-    "best_metric", "best_mode", "on_failure", "budget_gb",
-)  # fmt: skip
-
 
 # In a checkpoint's metadata: how many rows the run had logged until then.
 _ROWS = "rows"
@@ -290,7 +283,6 @@ def manager(
       ValueError: if a value of the config does not make sense.
     """
     options = config.checkpoint
-    _check_options(options)
     return checkpoint.Manager(
         options.directory or default,
         keep(options),
@@ -321,25 +313,6 @@ def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:
 def number(value: Any) -> float:
     """One number for a metric; of several groups their mean."""
     return float(np.mean(jax.device_get(value)))
-
-
-def _check_options(options: ml_collections.ConfigDict) -> None:
-    """Checks what `checkpoint.Keep` does not."""
-    for name in ("directory", "best_metric"):
-        if not isinstance(options[name], str):
-            raise errors.UserError(f"checkpoint.{name}={options[name]!r} must be a string.")
-    minutes, gigabytes = options.every_minutes, options.budget_gb
-    if not isinstance(minutes, int | float) or not minutes >= 0:
-        raise errors.UserError(
-            f"checkpoint.every_minutes={minutes!r} must be a number from 0, which is never."
-        )
-    if not isinstance(gigabytes, int | float) or not 0 < gigabytes < math.inf:
-        raise errors.UserError(f"checkpoint.budget_gb={gigabytes!r} must be a number above 0.")
-    if options.on_failure not in ("stop", "go_on"):
-        raise errors.UserError(
-            f"checkpoint.on_failure={options.on_failure!r} must be 'stop' or 'go_on', which trains on "
-            "without the checkpoint."
-        )
 
 
 def _say(message: str) -> None:

@@ -7,17 +7,10 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
+from xshard import config as config_lib
 from xshard import errors
 
 ID_LENGTH = 16
-# What may change between two parts of a run: how long it is, what it shows, and what it runs on. Anything
-# else would make it another run.
-_MAY_CHANGE = (
-    "steps", "log_every_steps", "eval_every_steps", "eval_batch_size", "writers", "model_parallel", "slices",
-    "micro_batches", "aggregation_method", "reduction.reduce_dtype", "reduction.slice_dtype",
-    "reduction.shard_update", "on_nonfinite", "max_skips_in_a_row",
-)  # fmt: skip
-_MAY_CHANGE_BELOW = ("checkpoint.",)
 
 
 class Identity(NamedTuple):
@@ -39,7 +32,7 @@ def new(config: ml_collections.ConfigDict) -> Identity:
 
 def fingerprint(config: ml_collections.ConfigDict) -> str:
     """A checksum of all in a config that may not change in a run."""
-    content = json.dumps(_fixed(flatten(plain(config))), sort_keys=True).encode()
+    content = json.dumps(_fixed(config_lib.flatten(plain(config))), sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()[:ID_LENGTH]
 
 
@@ -57,7 +50,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
     Raises:
       UserError: if a change would make it another run.
     """
-    old, new = flatten(old), flatten(new)
+    old, new = config_lib.flatten(old), config_lib.flatten(new)
     if old.get("experiment") != new.get("experiment"):
         raise errors.UserError(
             f"{whose} a run of experiment={old.get('experiment')!r}, not of {new.get('experiment')!r}; give "
@@ -79,11 +72,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
 
 def _fixed(flat: dict[str, Any]) -> dict[str, Any]:
     """Selects what of a config may not change; of the groups how many they are, of however many replicas each."""
-    fixed = {
-        key: value
-        for key, value in flat.items()
-        if key not in _MAY_CHANGE and not key.startswith(_MAY_CHANGE_BELOW)
-    }
+    fixed = {key: value for key, value in flat.items() if not config_lib.may_change(key)}
     groups = fixed.get("group_assignment")
     if isinstance(groups, list):
         fixed["group_assignment"] = max(len(groups), 1)
@@ -93,14 +82,3 @@ def _fixed(flat: dict[str, Any]) -> dict[str, Any]:
 def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """A config as plain JSON values."""
     return json.loads(config.to_json_best_effort())
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as one level of dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

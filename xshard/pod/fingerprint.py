@@ -11,6 +11,7 @@ import zlib
 
 import ml_collections
 
+from xshard import config as config_lib
 from xshard.files import identity as identity_lib
 from xshard.files import workdir
 from xshard.pod import processes
@@ -28,7 +29,7 @@ def of(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
       cpu_devices: as the flag says.
     """
     facts = {
-        f"config.{k}": repr(v) for k, v in identity_lib.flatten(identity_lib.plain(config)).items()
+        f"config.{k}": repr(v) for k, v in config_lib.flatten(identity_lib.plain(config)).items()
     }
     facts |= {f"version of {name}": importlib.metadata.version(name) for name in _LIBRARIES}
     facts |= {"version of Python": platform.python_version(), "--cpu_devices": str(cpu_devices)}

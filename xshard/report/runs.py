@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from xshard import checkpoint, errors
-from xshard.files import identity as identity_lib
+from xshard import config as config_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import show
 from xshard.pod import status
@@ -229,7 +229,7 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
     except errors.UserError as e:
         raise errors.UserError(f"{e} Leave this run out.") from e
     config.pop(workdir.IDENTITY, None)
-    return identity_lib.flatten(config)
+    return config_lib.flatten(config)
 
 
 def _json(path: pathlib.Path, kind: type, notes: list[str]) -> Any:
