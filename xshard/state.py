@@ -257,7 +257,7 @@ def _map_cut(f: Callable[..., Any], cuts: _Cuts, mesh: jax.sharding.Mesh, opt_st
 def _layouts(model: model_lib.Model, mesh: jax.sharding.Mesh, state: TrainState) -> _Cuts:
     skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
     shape = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
-    return model.layouts(jax.tree.map(shape, state.params))
+    return model.layouts(*jax.tree.map(shape, (state.params, state.opt_state)))
 
 
 def specs(

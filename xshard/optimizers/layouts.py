@@ -9,6 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xshard.optimizers import trees
+
+# Begins the names of the state that holds what rounding has lost.
+ERROR = "error"
 # What an index in 32 bits can reach.
 _LARGEST_FLAT = 2**31 - 1
 
@@ -59,6 +63,11 @@ class Layout:
         if self.dim is not None:
             shape[self.dim] //= self.count
         return tuple(shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of one part with the dimension of copies, of which a replica has one."""
+        return (*((1,) if self.copies else ()), *self.part_shape)
 
     def spec(
         self, axis_name: str, slice_axis_name: str | None = None, *, manual: bool = False
@@ -135,6 +144,135 @@ def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
     return shape[dim] // count % tile == 0
 
 
+def of_state(
+    params: Layouts, state: Any, copies: int = 1, *, slots: bool = True
+) -> dict[str, dict[str, Layout]]:
+    """Returns how the state of rules is sharded: `{module: {name: layout}}`; what is not named there is whole.
+
+    A slot is sharded as the parameter whose path ends its name, and whose shape it has.
+
+    Args:
+      params: of the parameters.
+      state: the rules' state, or its shapes: whole, or as it is stored.
+      copies: the number of slices, each of which keeps what its rounding has lost.
+      slots: whether the update is sharded; if not, only what rounding has lost is.
+    """
+    found: dict[str, dict[str, Layout]] = {}
+    for module, arrays in state.items():
+        for name, x in arrays.items():
+            layout = _of_slot(params, name, x.shape, copies, slots)
+            if layout is not None:
+                found.setdefault(module, {})[name] = layout
+    return found
+
+
+def _of_slot(
+    params: Layouts, name: str, shape: tuple[int, ...], copies: int, slots: bool
+) -> Layout | None:
+    words = name.split("/")
+    paths = ("/".join(words[i:]) for i in range(len(words)))
+    layout = next((params[path] for path in paths if path in params), None)
+    if layout is None:
+        return None
+    shapes = (layout.shape, layout.stored_shape)
+    if name == f"{ERROR}/{layout.path}" and shape[1:] in shapes:
+        return dataclasses.replace(layout, copies=copies)
+    return layout if slots and layout.dim is not None and shape in shapes else None
+
+
+class StateSharding:
+    """How the state of rules with `shard_update=True` lies over the replicas, for a step of one's own.
+
+    Where there are several groups (`group_assignment`), a whole state has a leading dimension of groups, and a
+    stored one a leading dimension of replicas, of which a replica's step takes the one entry that it has.
+
+    Attributes:
+      specs: the mesh axes that each stored array lies along, a tree of `jax.P` as the state.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        params: Any,
+        replicas: int,
+        axis_name: str = "replica",
+        *,
+        group_assignment: Sequence[Sequence[int]] | None = None,
+        slices: int = 1,
+        slice_axis_name: str | None = None,
+    ):
+        """Decides how each array is sharded.
+
+        Args:
+          state: the whole state of one group's rules, or its shapes: what `Optimizer.init` makes.
+          params: the parameters of one group, or their shapes.
+          replicas: the size of the mapped axis that the replicas are along.
+          axis_name: its name.
+          group_assignment: as for `CrossShardOptimizer`.
+          slices: the size of the mapped axis of slices, if there is one.
+          slice_axis_name: its name.
+        """
+        self._groups = group_assignment
+        count = replicas if group_assignment is None else len(group_assignment[0])
+        of_params = {
+            path: layout(path, tuple(x.shape), count)
+            for path, x in trees.leaves_by_path(params).items()
+        }
+        self._layouts = of_state(of_params, state, slices)
+
+        def spec(layout: Layout | None, x: Any) -> jax.P:
+            del x
+            if group_assignment is not None:
+                return jax.P(axis_name)
+            return jax.P() if layout is None else layout.spec(axis_name, slice_axis_name)
+
+        self.specs = map_state(spec, self._layouts, state)
+
+    def store(self, state: Any) -> Any:
+        """The state as a step takes it, of a whole one."""
+        if self._groups is None:
+            return map_state(_stored, self._layouts, state)
+        places = sorted(
+            (i, g, n) for g, group in enumerate(self._groups) for n, i in enumerate(group)
+        )
+
+        def store(layout: Layout | None, x: Any) -> jax.Array:
+            own = [x[g] if layout is None else layout.part(x[g], n) for _, g, n in places]
+            return jnp.stack(own)
+
+        return map_state(store, self._layouts, state)
+
+    def whole(self, state: Any) -> Any:
+        """The inverse of `store`."""
+        if self._groups is None:
+            return map_state(_whole, self._layouts, state)
+
+        def whole(layout: Layout | None, x: Any) -> jax.Array:
+            groups = [x[jnp.asarray(group)] for group in self._groups or ()]
+            if layout is None or layout.dim is None:
+                return jnp.stack([own[0] for own in groups])
+            joined = [jnp.concatenate(list(own), layout.dim) for own in groups]
+            return jnp.stack([layout.whole(x) for x in joined])
+
+        return map_state(whole, self._layouts, state)
+
+
+def _stored(layout: Layout | None, x: Any) -> Any:
+    if layout is None:
+        return x
+    return (
+        jax.vmap(layout.store)(jnp.repeat(x, layout.copies, axis=0))
+        if layout.copies
+        else layout.store(x)
+    )
+
+
+def _whole(layout: Layout | None, x: Any) -> Any:
+    if layout is None:
+        return x
+    return jax.vmap(layout.whole)(x) if layout.copies else layout.whole(x)
+
+
 def map_state(
     f: Callable[[Layout | None, Any], Any], layouts: Mapping[str, Layouts], state: Any
 ) -> Any:
@@ -142,7 +280,7 @@ def map_state(
 
     Args:
       f: the function.
-      layouts: what `Optimizer.state_layouts` returns.
+      layouts: what `of_state` returns.
       state: the state of the rules.
     """
     return {

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2004.13336.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,24 +102,13 @@ class Partition:
             is_leaf=is_leaf,
         )
 
-    def whole_shapes(self, tree: Any) -> Any:
-        """The shapes of the whole arrays of a tree of parts."""
-        return self.map(lambda layout, x: jax.ShapeDtypeStruct(layout.shape, x.dtype), tree)
-
     def parts(self, tree: Any) -> Any:
         """This replica's part of each leaf of a tree that all have whole."""
         return self.map(lambda layout, x: layout.part(x, self.index), tree)
 
-    def check(self, parts: Any) -> None:
-        """Raises ValueError unless a tree that an update returns is of this replica's parts."""
-        for path, part in trees.leaves_by_path(parts).items():
-            wanted = self.layouts[path].part_shape
-            if part.shape != wanted:
-                raise ValueError(
-                    f"The update of '{path}' has the shape {part.shape}, and this replica's part of it "
-                    f"{wanted}. A rule whose state is of its parameters' shapes names it in state_layouts, "
-                    "so that it is cut as they are."
-                )
+    def state_layouts(self, state: Any) -> dict[str, dict[str, layouts_lib.Layout]]:
+        """Returns how the state of rules is sharded: `{module: {name: layout}}`; see `layouts.of_state`."""
+        return layouts_lib.of_state(self.layouts, state, self.copies)
 
     def scatter(self, layout: layouts_lib.Layout, x: jax.Array, dtype: Any = None) -> jax.Array:
         """This replica's part of the sum over the group; a leaf that is not cut, summed.
@@ -161,12 +150,19 @@ class Partition:
         """
         if part.dtype == jnp.bool_:
             kind = {"max": "or", "min": "and"}.get(kind, kind)
+        own = self.reduce_own(kind, layout, part)
+        return own if layout.dim is None else self.across(kind, own)
+
+    def reduce_own(self, kind: str, layout: layouts_lib.Layout, part: jax.Array) -> jax.Array:
+        """A reduction of the elements that this replica has: `across` is then that of all."""
         masked = layout.mask(part, self.index, _neutral(kind, part.dtype))
         reductions: dict[str, Any] = {"and": jnp.all, "or": jnp.any, "sum": jnp.sum}
-        local = (reductions | {"max": jnp.max, "min": jnp.min})[kind](masked)
-        return local if layout.dim is None or self.count == 1 else self._across(kind, local)
+        return (reductions | {"max": jnp.max, "min": jnp.min})[kind](masked)
 
-    def _across(self, kind: str, x: jax.Array) -> jax.Array:
+    def across(self, kind: str, x: jax.Array) -> jax.Array:
+        """A reduction, as `reduce` has them, of a number of each replica."""
+        if self.count == 1:
+            return x
         if kind in ("and", "or"):
             hits = lax.psum(jnp.asarray(x if kind == "or" else ~x, jnp.int32), **self._axis)
             return (hits > 0) if kind == "or" else (hits == 0)
@@ -176,7 +172,7 @@ class Partition:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return result
         # Not every backend's hands NaN on.
-        return jnp.where(self._across("or", jnp.isnan(x)), jnp.full_like(x, jnp.nan), result)
+        return jnp.where(self.across("or", jnp.isnan(x)), jnp.full_like(x, jnp.nan), result)
 
     def sums_of_squares(self, parts: Any) -> tuple[jax.Array, jax.Array]:
         """The sum of the squares of all elements of whole arrays, in two summands.
@@ -193,42 +189,21 @@ class Partition:
         whole = self.map(lambda layout, x: x if layout.dim is None else None, masked)
         return self.count * trees.sum_of_squares(cut), trees.sum_of_squares(whole)
 
-    def ballots(self, grads: Any) -> Any:
-        """For each gradient the same scalar on all replicas: 0, or NaN if an element of any is not finite."""
-        bad = [~jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)]
-        any_bad = jnp.any(jnp.stack(bad))
-        any_bad = self._across("or", any_bad) if self.count > 1 else any_bad
-        ballot = jnp.where(any_bad, jnp.nan, 0.0)
-        return jax.tree.map(lambda _: ballot, grads)
-
-
-class Applied(NamedTuple):
-    """The inputs and the result of an update.
-
-    Attributes:
-      grads: the aggregated gradients; None where there are none.
-      params: the new parameters, or the old ones if the step was skipped.
-      partition: what both are this replica's parts of; None: they are whole.
-    """
-
-    grads: trees.Gradients
-    params: trees.Params
-    partition: Partition | None
-
 
 class Rehearsal(Partition):
     """A partition that needs no mapped axis: to see on shapes alone whether a rule can be cut."""
 
-    def __init__(self, params: Any):
+    def __init__(self, params: Any, rules: mesh.Rules = ()):
         """Cuts each leaf in two, if it has two elements."""
-        super().__init__(params, 2, "")
+        super().__init__(params, 2, "", rules=rules)
 
     @property
     def index(self) -> int:
         """The first part."""
         return 0
 
-    def _across(self, kind: str, x: jax.Array) -> jax.Array:
+    def across(self, kind: str, x: jax.Array) -> jax.Array:
+        """That of one replica."""
         del kind
         return x
 
