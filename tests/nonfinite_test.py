@@ -206,7 +206,7 @@ def test_a_config_without_the_keys(tmp_path):
     config = make_config()
     with config.unlocked():
         del config.on_nonfinite
-    with pytest.raises(ValueError, match="The config lacks on_nonfinite; configs/digits.py"):
+    with pytest.raises(ValueError, match="The config lacks on_nonfinite: begin with"):
         loop.Run(config, str(tmp_path))
 
 

@@ -129,7 +129,7 @@ def test_a_reduction_may_not_change_on_the_way(tmp_path):
     changed = config()
     with changed.unlocked():
         changed.reduction.reduction = "sum"
-    with pytest.raises(ValueError, match="reduction.reduction: None -> 'sum'"):
+    with pytest.raises(ValueError, match="reduction.reduction: 'mean' -> 'sum'"):
         loop.Run(changed, str(tmp_path))
 
 
