@@ -195,9 +195,7 @@ class Model:
         where = contract.method(self.experiment, "optimizer")
         _check_reduces(where, opt, self._mesh)
         for rule in _reducing(opt):
-            rule.sharding_rules = self.experiment.sharding_rules()
-            if rule.axis_name == mesh_lib.REPLICA:
-                rule.scatter_steps, rule.gather_steps = mesh_lib.torus_steps(self._mesh)
+            rule.lie_on(self._mesh, self.experiment.sharding_rules())
         if self._skip_nonfinite:
             _check_skips(opt)
             opt = _SkipNonfinite(opt)

@@ -233,12 +233,8 @@ def _build(
 
 def _reshape(cuts: _Cuts, mesh: jax.sharding.Mesh, opt_state: Any, *, whole: bool) -> Any:
     """The rules' state with its arrays whole, or as they are stored."""
-
-    def one(layout: layouts_lib.Layout, x: Any) -> Any:
-        change = layout.whole if whole else layout.store
-        return jax.vmap(change)(x) if layout.copies else change(x)
-
-    return _map_cut(one, cuts, mesh, opt_state)
+    change = layouts_lib.whole if whole else layouts_lib.stored
+    return _map_cut(change, cuts, mesh, opt_state)
 
 
 def _map_cut(f: Callable[..., Any], cuts: _Cuts, mesh: jax.sharding.Mesh, opt_state: Any) -> Any:

@@ -126,6 +126,17 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.group_assignment = mesh.check_groups(group_assignment)
         self._check_axes()
 
+    def lie_on(self, on: jax.sharding.Mesh, rules: mesh.Rules) -> None:
+        """Takes `sharding_rules`, and the steps in which a mesh of `xshard.mesh.make_mesh` scatters and gathers.
+
+        Args:
+          on: the mesh.
+          rules: as `sharding_rules`.
+        """
+        self.sharding_rules = rules
+        if self.axis_name == mesh.REPLICA:
+            self.scatter_steps, self.gather_steps = mesh.torus_steps(on)
+
     def _check_axes(self) -> None:
         for axis in (self.axis_name, self.slice_axis_name):
             if not isinstance(axis, str) and (axis is not None or self.axis_name is None):
@@ -239,13 +250,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     ) -> tuple[trees.Gradients, dict[str, Any]]:
         """The same where the update is sharded: with a `Part` of each sum, and of what was lost."""
         grads, lost = arguments
+        if isinstance(partition, shards.Rehearsal):
+            own = partition.map(values.part, partition.parts(grads))
+            return own if self.shard_update else grads, lost
         if not self.shard_update:
-            if isinstance(partition, shards.Rehearsal):
-                return arguments
             arrays, _ = self._reduce(jax.tree.map(values.raw, grads), {})
             return jax.tree.map(values.like, grads, arrays), lost
-        if isinstance(partition, shards.Rehearsal):
-            return partition.map(values.part, partition.parts(grads)), lost
         self._check_slices()
         own = {path: values.raw(x) for path, x in lost.items()}
         arrays, after = self._scatter(partition, grads, own)
@@ -320,23 +330,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return 1 if self.slice_axis_name is None else axes.size(self.slice_axis_name)
 
     def _group_size(self) -> int:
-        groups, replicas = self.group_assignment, self._num_replicas()
-        return replicas if groups is None or hk.running_init() else len(groups[0])
-
-    def _num_replicas(self) -> int:
-        """The size of the mapped axis; 1 outside of it."""
-        groups = self.group_assignment
-        replicas = axes.size(self.axis_name)
-        if (
-            groups is not None
-            and not hk.running_init()
-            and replicas != len(groups) * len(groups[0])
-        ):
-            raise ValueError(
-                f"group_assignment={groups} is for {len(groups) * len(groups[0])} replicas, but the "
-                f"axis {self.axis_name!r} has {replicas}; it must hold each replica once."
-            )
-        return replicas
+        return axes.group_size(self.axis_name, self.group_assignment)
 
 
 def _check_dtype(argument: str, value: Any, allowed: tuple[str, ...]) -> str:

@@ -41,9 +41,15 @@ _CALLS = {
 
 # Whether a function is being traced to be evaluated on shards.
 _TRACING = contextvars.ContextVar("tracing", default=False)
-# Stands in a trace for a function that is to be called with shards.
-_CALL = core.Primitive("call_with_shards")
-_CALL.multiple_results = True
+
+
+class _Call(core.Primitive):
+    """Stands in a trace for a function that is to be called with shards."""
+
+    multiple_results = True
+
+
+_CALL = _Call("call_with_shards")
 _CALL.def_abstract_eval(lambda *avals, **_: avals)
 
 

@@ -231,7 +231,7 @@ class StateSharding:
     def store(self, state: Any) -> Any:
         """The state as a step takes it, of a whole one."""
         if self._groups is None:
-            return map_state(_stored, self._layouts, state)
+            return map_state(stored, self._layouts, state)
         places = sorted(
             (i, g, n) for g, group in enumerate(self._groups) for n, i in enumerate(group)
         )
@@ -245,29 +245,30 @@ class StateSharding:
     def whole(self, state: Any) -> Any:
         """The inverse of `store`."""
         if self._groups is None:
-            return map_state(_whole, self._layouts, state)
+            return map_state(whole, self._layouts, state)
 
-        def whole(layout: Layout | None, x: Any) -> jax.Array:
+        def of_groups(layout: Layout | None, x: Any) -> jax.Array:
             groups = [x[jnp.asarray(group)] for group in self._groups or ()]
             if layout is None or layout.dim is None:
                 return jnp.stack([own[0] for own in groups])
             joined = [jnp.concatenate(list(own), layout.dim) for own in groups]
             return jnp.stack([layout.whole(x) for x in joined])
 
-        return map_state(whole, self._layouts, state)
+        return map_state(of_groups, self._layouts, state)
 
 
-def _stored(layout: Layout | None, x: Any) -> Any:
+def stored(layout: Layout | None, x: Any) -> Any:
+    """An array of state as it is stored, of a whole one; what has none for each slice is repeated."""
     if layout is None:
         return x
-    return (
-        jax.vmap(layout.store)(jnp.repeat(x, layout.copies, axis=0))
-        if layout.copies
-        else layout.store(x)
-    )
+    if not layout.copies:
+        return layout.store(x)
+    each = x if len(x) == layout.copies else jnp.repeat(x, layout.copies, axis=0)
+    return jax.vmap(layout.store)(each)
 
 
-def _whole(layout: Layout | None, x: Any) -> Any:
+def whole(layout: Layout | None, x: Any) -> Any:
+    """The inverse of `stored`, but that there is one for each slice."""
     if layout is None:
         return x
     return jax.vmap(layout.whole)(x) if layout.copies else layout.whole(x)
