@@ -36,11 +36,11 @@ class Update(NamedTuple):
       net_state: the new state of the network, the replica's own.
       global_step: the number of updates applied.
       metrics: the replica's own.
-      shares: where replicas have parts of the gradients, numbers of the replica's own, of which a norm's
+      shares: where replicas have shards of the gradients, numbers of the replica's own, of which a norm's
         square is the mean over the replicas and what is in `squares`.
       squares: the squares of norms, or the rest of them; equal on all replicas of a group, as are `agreed`.
       agreed: further metrics.
-      nonfinite: for each parameter how many elements of its gradient are not finite; where replicas have parts of
+      nonfinite: for each parameter how many elements of its gradient are not finite; where replicas have shards of
         the gradients, of the replica's own.
       lowered: whether the update has lowered a loss scale.
     """
@@ -327,7 +327,7 @@ def _check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> 
     for rule in reducing:
         if rule.shard_update and rule.axis_name != mesh_lib.REPLICA:
             raise errors.UserError(
-                f"{rule.name} shards its update over the axis '{rule.axis_name}'; a run's state is cut over "
+                f"{rule.name} shards its update over the axis '{rule.axis_name}'; a run's state is sharded over "
                 f"'{mesh_lib.REPLICA}'. Set shard_update on the CrossShardOptimizer over that axis."
             )
         if rule.slice_dtype == "int8" and mesh_lib.num_slices(mesh) == 1:

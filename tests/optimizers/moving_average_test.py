@@ -151,7 +151,7 @@ def test_a_skipped_step_leaves_every_bit(place, shard_update):
 
 @pytest.mark.parametrize("place, replicas", [*zip(PLACES, (4, 8, 8, 4), strict=True)])
 def test_in_parts_as_whole_in_every_place(place, replicas):
-    # 4 divides a dimension of each array; of 8 parts the array of (3, 4) is flattened and filled up.
+    # 4 divides a dimension of each array; of 8 parts the array of (3, 4) is flattened and padded.
     ends = []
     for shard_update in (False, True):
         make = functools.partial(nest, place, shard_update)

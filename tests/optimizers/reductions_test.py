@@ -292,7 +292,7 @@ def test_what_has_no_gradient_is_not_sent(more):
     partition = shards.Partition(PARAMS, MESH[1], "replica", copies=MESH[0])
     layouts = partition.state_layouts(state)
     # On each device what rounding has lost.
-    own = lambda layout, x: jnp.full((1, *layout.part_shape), 0.25) if layout else x
+    own = lambda layout, x: jnp.full((1, *layout.shard_shape), 0.25) if layout else x
     state = layouts_lib.map_state(own, layouts, state)
     run = jax.shard_map(
         lambda x: jax.tree.map(lambda x: x[None], rules.apply({}, state, None, x[0])),

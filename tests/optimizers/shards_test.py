@@ -197,7 +197,7 @@ def test_steps_that_do_not_fit_are_refused(options):
     "shape, count, spec, dim, part, stored",
     [
         ((16, 3), 8, (), 0, (2, 3), (16, 3)),
-        # Of two that could be cut the first whose parts fill a TPU's tiles.
+        # Of two that could be sharded the first whose parts fill a TPU's tiles.
         ((16, 1024), 8, (), 1, (16, 128), (16, 1024)),
         ((64, 1024), 8, (), 0, (8, 1024), (64, 1024)),
         ((3, 16), 8, (), 1, (3, 2), (3, 16)),
@@ -212,10 +212,10 @@ def test_steps_that_do_not_fit_are_refused(options):
 )
 def test_how_arrays_are_cut(shape, count, spec, dim, part, stored):
     layout = layouts_lib.layout("w", shape, count, spec)
-    assert (layout.dim, layout.part_shape, layout.stored_shape) == (dim, part, stored)
+    assert (layout.dim, layout.shard_shape, layout.stored_shape) == (dim, part, stored)
     x = jnp.arange(float(np.prod(shape, dtype=int))).reshape(shape)
     harness.assert_equal(layout.whole(layout.store(x)), x)
-    parts = [layout.part(x, i) for i in range(count)]
+    parts = [layout.shard(x, i) for i in range(count)]
     joined = parts[0] if dim is None else jnp.concatenate(parts, dim)
     harness.assert_equal(joined, layout.store(x))
 
@@ -225,9 +225,7 @@ def test_reductions_do_not_see_what_arrays_are_filled_up_with(kind):
     x = {"max": -1.0, "min": 1.0}.get(kind, 2.0) * jnp.ones((3, 5))
     x = x > 0 if kind in ("and", "or") else x
     partition = shards.Partition({"w": x}, 8, "replica")
-    reduce = lambda x: partition.reduce(
-        kind, partition.layouts["w"], partition.parts({"w": x})["w"]
-    )
+    reduce = lambda x: partition.reduce(kind, partition.layouts["w"], partition.own({"w": x})["w"])
     run = jax.shard_map(
         reduce, mesh=harness.mesh(), in_specs=EVERYWHERE, out_specs=EVERYWHERE, check_vma=False
     )
@@ -271,7 +269,7 @@ def test_the_check_of_varying_values_is_refused_with_the_mend():
 
 
 def test_two_sharded_updates_are_refused():
-    with pytest.raises(ValueError, match="already cuts gradients into parts"):
+    with pytest.raises(ValueError, match="already scatters gradients"):
         hk.testing.transform_and_run(
             lambda: CrossShard(CrossShard(optax.sgd(1.0), axis_name="group"))
         )()

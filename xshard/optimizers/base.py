@@ -244,7 +244,7 @@ class Optimizer(hk.Module):
     def get_slot(self, var: str, name: str) -> Any:
         """The slot of a parameter, such as `get_slot('mlp/linear_0/w', 'mu')`, or None.
 
-        In a step whose update is sharded it is this replica's part.
+        In a step whose update is sharded it is this replica's shard.
         """
         del var, name
         return None

@@ -95,13 +95,13 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             a gradient is) or 'bfloat16', which halves the bytes.
           slice_dtype: the same for `slice_axis_name`; also 'int8', where what is lost to rounding is
             kept and added to the next step's gradients.
-          shard_update: whether each replica updates its part of each array, and holds the slots of that
-            part only; the parts of the new parameters are then gathered.
+          shard_update: whether each replica updates its shard of each array, and holds the slots of that
+            shard only; the shards of the new parameters are then gathered.
           scatter_steps: sizes whose product is the number of replicas, to scatter sums in as many steps,
             each among replicas a step apart; see `xshard.mesh.torus_steps`, which a run takes.
-          gather_steps: the same, to gather parts.
+          gather_steps: the same, to gather shards.
           sharding_rules: what parameters lie along other axes, as `xshard.mesh.tree_shardings` takes them:
-            such dimensions are not cut into parts. In a run those of the experiment.
+            such dimensions are not sharded again. In a run those of the experiment.
 
         Raises:
           ValueError: for an argument other than these, or an `opt` that already reduces over this axis.
@@ -164,13 +164,13 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                     f"opt already reduces over the axis {inner.axis_name!r} ({inner.name}): the gradients "
                     "would be summed twice. Use one CrossShardOptimizer for each axis."
                 )
-            if inner._cuts() and self._cuts():
+            if inner._scatters() and self._scatters():
                 raise ValueError(
-                    f"opt already cuts gradients into parts ({inner.name}); set shard_update and "
+                    f"opt already scatters gradients ({inner.name}); set shard_update and "
                     "slice_axis_name on one CrossShardOptimizer."
                 )
 
-    def _cuts(self) -> bool:
+    def _scatters(self) -> bool:
         return self.shard_update or self.slice_axis_name is not None
 
     @hk.transparent
@@ -248,10 +248,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def _reduce_shards(
         self, partition: shards.Partition, arguments: Any
     ) -> tuple[trees.Gradients, dict[str, Any]]:
-        """The same where the update is sharded: with a `Part` of each sum, and of what was lost."""
+        """The same where the update is sharded: with a `Shard` of each sum, and of what was lost."""
         grads, lost = arguments
         if isinstance(partition, shards.Rehearsal):
-            own = partition.map(values.part, partition.parts(grads))
+            own = partition.map(values.shard, partition.own(grads))
             return own if self.shard_update else grads, lost
         if not self.shard_update:
             arrays, _ = self._reduce(jax.tree.map(values.raw, grads), {})
@@ -260,7 +260,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         own = {path: values.raw(x) for path, x in lost.items()}
         arrays, after = self._scatter(partition, grads, own)
         after = {path: values.like(lost[path], x) for path, x in after.items()}
-        return partition.map(values.part, arrays), after
+        return partition.map(values.shard, arrays), after
 
     def _scatter(
         self, partition: shards.Partition, grads: trees.Gradients, lost: dict[str, jax.Array]
@@ -292,16 +292,16 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
 
     def _sum_over_slices(
-        self, parts: trees.Gradients, lost: dict[str, jax.Array], axis: str
+        self, sums: trees.Gradients, lost: dict[str, jax.Array], axis: str
     ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
         if self.slice_dtype != "int8":
             psum, dtype = functools.partial(lax.psum, axis_name=axis), self.slice_dtype
-            return jax.tree.map(lambda x: shards.summed(psum, x, dtype), parts), lost
-        present = {path: x for path, x in trees.leaves_by_path(parts).items() if x is not None}
+            return jax.tree.map(lambda x: shards.summed(psum, x, dtype), sums), lost
+        present = {path: x for path, x in trees.leaves_by_path(sums).items() if x is not None}
         errors = [lost[path][0] for path in present]
         totals, errors = int8.all_reduce(list(present.values()), errors, axis)
         lost = {path: x[None] for path, x in zip(present, errors, strict=True)}
-        return trees.replace(parts, dict(zip(present, totals, strict=True))), lost
+        return trees.replace(sums, dict(zip(present, totals, strict=True))), lost
 
     def _per_replica(self, params: trees.Params) -> trees.Params:
         # Or their gradients would come back summed, and be summed twice.

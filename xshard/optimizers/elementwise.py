@@ -59,7 +59,7 @@ def is_traced() -> bool:
 
 
 def call(f: Callable[[shards.Partition, Any], Any], tree: Any) -> Any:
-    """Calls `f(partition, tree)` while the trace is evaluated, with a `Part` for each array that is sharded.
+    """Calls `f(partition, tree)` while the trace is evaluated, with a `Shard` for each array that is sharded.
 
     Args:
       f: what returns a tree of the same structure, shapes and types.
@@ -76,43 +76,43 @@ def call(f: Callable[[shards.Partition, Any], Any], tree: Any) -> Any:
 def evaluate(
     f: Callable[..., Any], args: Any, partition: shards.Partition, rules: Sequence[str]
 ) -> Any:
-    """`f(*args)`, where a `Part` among the leaves of `args` stands for its whole array.
+    """`f(*args)`, where a `Shard` among the leaves of `args` stands for its whole array.
 
     Args:
       f: a function of whole arrays.
-      args: trees of arrays, which are equal on all replicas, and `Part`s.
-      partition: what the parts are of.
+      args: trees of arrays, which are equal on all replicas, and `Shard`s.
+      partition: what the shards are of.
       rules: the names of the rules that it calls; the first is told of where none is known.
 
     Returns:
-      A tree as `f`'s, with a `Part` wherever a value was made from one element by element.
+      A tree as `f`'s, with a `Shard` wherever a value was made from one element by element.
 
     Raises:
-      ValueError: if `f` does with a part what cannot be done without the others.
+      ValueError: if `f` does with a shard what cannot be done without the others.
     """
-    is_part = lambda x: isinstance(x, values.Part)
+    is_shard = lambda x: isinstance(x, values.Shard)
     token = _TRACING.set(True)
     try:
         closed, out = jax.make_jaxpr(f, return_shape=True)(
-            *jax.tree.map(_abstract, args, is_leaf=is_part)
+            *jax.tree.map(_abstract, args, is_leaf=is_shard)
         )
     finally:
         _TRACING.reset(token)
-    operands = jax.tree.leaves(args, is_leaf=is_part)
+    operands = jax.tree.leaves(args, is_leaf=is_shard)
     evaluator = _Evaluator(partition, rules)
     results = evaluator.run(closed.jaxpr, closed.consts, operands)
     return jax.tree.unflatten(jax.tree.structure(out), [evaluator.array(x) for x in results])
 
 
 def _abstract(x: Any) -> Any:
-    if isinstance(x, values.Part):
+    if isinstance(x, values.Shard):
         copies = (1,) if x.layout.copies else ()
         return jax.ShapeDtypeStruct((*copies, *x.layout.shape), x.array.dtype)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 class _Evaluator:
-    """Goes through a jaxpr whose operands are parts, arrays of one value, and other arrays."""
+    """Goes through a jaxpr whose operands are shards, arrays of one value, and other arrays."""
 
     def __init__(self, partition: shards.Partition, rules: Sequence[str]):
         self._partition = partition
@@ -132,10 +132,10 @@ class _Evaluator:
         return [read(atom) for atom in jaxpr.outvars]
 
     def array(self, x: Any) -> Any:
-        """A `Part`, or the array that stands for anything else."""
+        """A `Shard`, or the array that stands for anything else."""
         if isinstance(x, values.Partial | values.Filled):
             return self._put_together(x).array()
-        return x if isinstance(x, values.Part | jax.Array) else jnp.asarray(x)
+        return x if isinstance(x, values.Shard | jax.Array) else jnp.asarray(x)
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
@@ -146,11 +146,11 @@ class _Evaluator:
         operands = [self._put_together(value) for value in operands]
         if eqn.primitive is _CALL:
             return eqn.params["f"](self._partition, [self.array(value) for value in operands])
-        parts = [value for value in operands if isinstance(value, values.Part)]
+        sharded = [value for value in operands if isinstance(value, values.Shard)]
         if name == "reshard":
-            # Of whole arrays; a part lies where it lies.
+            # Of whole arrays; a shard lies where it lies.
             return operands
-        if not parts:
+        if not sharded:
             return _on_whole(eqn, operands)
         if name == "optimization_barrier":
             arrays = _bind(eqn, [values.raw(value) for value in operands])
@@ -158,15 +158,15 @@ class _Evaluator:
         if name == "cond":
             return self._cond(eqn, operands)
         if name in _ELEMENTWISE:
-            return self._elementwise(eqn, operands, parts)
-        first = parts[0]
+            return self._elementwise(eqn, operands, sharded)
+        first = sharded[0]
         if _reduces_all(eqn):
             return [self._reduce(_REDUCTIONS[name], first)]
-        if _contracts_all(eqn) and len(parts) == 2 and first.layout == parts[1].layout:
+        if _contracts_all(eqn) and len(sharded) == 2 and first.layout == sharded[1].layout:
             product = jnp.multiply(
-                *(part.array.astype(eqn.outvars[0].aval.dtype) for part in parts)
+                *(shard.array.astype(eqn.outvars[0].aval.dtype) for shard in sharded)
             )
-            return [self._reduce("sum", values.Part(product, first.layout))]
+            return [self._reduce("sum", values.Shard(product, first.layout))]
         if _keeps_the_order(eqn):
             return [first]
         raise self._refusal(eqn, first)
@@ -180,28 +180,28 @@ class _Evaluator:
         return results
 
     def _elementwise(
-        self, eqn: Any, operands: list[Any], parts: list[values.Part]
+        self, eqn: Any, operands: list[Any], sharded: list[values.Shard]
     ) -> Sequence[Any]:
-        layout = parts[0].layout
-        if any(part.layout != layout for part in parts):
-            raise self._refusal(eqn, parts[0], " of arrays that are sharded differently")
+        layout = sharded[0].layout
+        if any(shard.layout != layout for shard in sharded):
+            raise self._refusal(eqn, sharded[0], " of arrays that are sharded differently")
         arrays = [self._own(value, layout) for value in operands]
-        return [values.Part(x, layout) for x in _bind(eqn, arrays)]
+        return [values.Shard(x, layout) for x in _bind(eqn, arrays)]
 
     def _own(self, value: Any, layout: layouts_lib.Layout) -> Any:
         """Returns what of a value belongs to this replica's shard."""
-        if isinstance(value, values.Part):
+        if isinstance(value, values.Shard):
             return value.array
         if isinstance(value, values.Filled):
             # A scalar predicate or bound stays one; it may stand beside arrays.
             scalar = value.shape == () and layout.shape != ()
-            return value.value if scalar else jnp.broadcast_to(value.value, layout.part_shape)
-        return layout.part(value.reshape(layout.shape), self._partition.index)
+            return value.value if scalar else jnp.broadcast_to(value.value, layout.shard_shape)
+        return layout.shard(value.reshape(layout.shape), self._partition.index)
 
-    def _reduce(self, kind: str, part: values.Part) -> Any:
-        if kind not in values.JOINED_BY or part.layout.dim is None:
-            return self._partition.reduce(kind, part.layout, part.array)
-        own = self._partition.reduce_own(kind, part.layout, part.array)
+    def _reduce(self, kind: str, shard: values.Shard) -> Any:
+        if kind not in values.JOINED_BY or shard.layout.dim is None:
+            return self._partition.reduce(kind, shard.layout, shard.array)
+        own = self._partition.reduce_own(kind, shard.layout, shard.array)
         return values.Partial(kind, own, jnp.full((), kind == "and", own.dtype))
 
     def _put_together(self, x: Any) -> Any:
@@ -224,26 +224,26 @@ class _Evaluator:
         return [self._select(index, cases) for cases in zip(*branches, strict=True)]
 
     def _select(self, index: Any, cases: Sequence[Any]) -> Any:
-        layout = next((case.layout for case in cases if isinstance(case, values.Part)), None)
+        layout = next((case.layout for case in cases if isinstance(case, values.Shard)), None)
         if layout is None:
             arrays = [case.array() if isinstance(case, values.Filled) else case for case in cases]
             return lax.select_n(index, *arrays)
-        arrays = [jnp.broadcast_to(self._own(case, layout), layout.part_shape) for case in cases]
-        return values.Part(lax.select_n(index, *arrays), layout)
+        arrays = [jnp.broadcast_to(self._own(case, layout), layout.shard_shape) for case in cases]
+        return values.Shard(lax.select_n(index, *arrays), layout)
 
-    def _refusal(self, eqn: Any, part: values.Part, detail: str = "") -> ValueError:
+    def _refusal(self, eqn: Any, shard: values.Shard, detail: str = "") -> ValueError:
         scopes = "/".join([*self._scopes, str(eqn.source_info.name_stack)]).split("/")
         rule = next((name for name in reversed(scopes) if name in self._rules), self._rules[0])
         return ValueError(
-            f"{rule} cannot be sharded: its {eqn.primitive.name}{detail} takes '{part.layout.path}' "
-            f"{part.layout.shape} as a whole, of which each replica would hold a part. shard_update is for "
+            f"{rule} cannot be sharded: its {eqn.primitive.name}{detail} takes '{shard.layout.path}' "
+            f"{shard.layout.shape} as a whole, of which each replica would hold a shard. shard_update is for "
             "rules that go element by element, but for sums over whole arrays: adamw, lamb, "
             "clip_by_global_norm and the like. Take one of these, or shard_update=False."
         )
 
 
 def _on_whole(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    """The result where there is no part among the operands."""
+    """The result where there is no shard among the operands."""
     name = eqn.primitive.name
     filled = [isinstance(value, values.Filled) for value in operands]
     if all(filled) and operands and name == "broadcast_in_dim":

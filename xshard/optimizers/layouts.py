@@ -21,16 +21,16 @@ _LARGEST_FLAT = 2**31 - 1
 class Layout:
     """The sharding of one array into `count` equal shards.
 
-    An array is cut along a dimension that `count` divides. One that has none is flattened and filled up
+    An array is sharded along a dimension that `count` divides. One that has none is flattened and padded
     with zeros to a multiple of `count`; its dimensions but the last are then 1, so that rules which go by
     the number of dimensions see no other. A scalar, an array of less than `count` elements, and one of 2**31
-    or more that would have to be flattened, is not cut: each replica has it whole.
+    or more that would have to be flattened, is not sharded: each replica has it whole.
 
     Attributes:
       path: the array's name, for messages.
       shape: of the whole array.
-      count: the number of parts.
-      dim: the dimension of `stored_shape` that is cut, or None.
+      count: the number of shards.
+      dim: the dimension of `stored_shape` that is sharded, or None.
       flat: whether the array is stored flattened.
       along: the mesh axes that the dimensions of `shape` lie along besides.
       copies: the size of a leading dimension, for arrays that differ by slice; 0: there is none.
@@ -51,14 +51,14 @@ class Layout:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of all parts together, without the leading dimension of copies."""
+        """The shape of all shards together, without the leading dimension of copies."""
         if not self.flat:
             return self.shape
         return (*(1 for _ in self.shape[1:]), -(-self.size // self.count) * self.count)
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
-        """The shape of one part."""
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of one shard."""
         shape = list(self.stored_shape)
         if self.dim is not None:
             shape[self.dim] //= self.count
@@ -66,8 +66,8 @@ class Layout:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of one part with the dimension of copies, of which a replica has one."""
-        return (*((1,) if self.copies else ()), *self.part_shape)
+        """The shape of one shard with the dimension of copies, of which a replica has one."""
+        return (*((1,) if self.copies else ()), *self.shard_shape)
 
     def spec(
         self, axis_name: str, slice_axis_name: str | None = None, *, manual: bool = False
@@ -86,7 +86,7 @@ class Layout:
         return jax.P(*([slice_axis_name] if self.copies else []), *dims)
 
     def store(self, x: Any) -> jax.Array:
-        """All parts together, of `stored_shape`, of a whole array."""
+        """All shards together, of `stored_shape`, of a whole array."""
         if not self.flat:
             return jnp.asarray(x)
         rows = jnp.ravel(x)
@@ -96,20 +96,20 @@ class Layout:
         """The inverse of `store`."""
         return jnp.ravel(stored)[: self.size].reshape(self.shape) if self.flat else stored
 
-    def part(self, x: Any, index: Any) -> jax.Array:
-        """The part number `index` of a whole array."""
+    def shard(self, x: Any, index: Any) -> jax.Array:
+        """The shard number `index` of a whole array."""
         if self.dim is None:
             return jnp.asarray(x)
-        size = self.part_shape[self.dim]
+        size = self.shard_shape[self.dim]
         return lax.dynamic_slice_in_dim(self.store(x), index * size, size, self.dim)
 
-    def mask(self, part: jax.Array, index: Any, filling: Any) -> jax.Array:
-        """A part with `filling` where it holds no element of the whole array."""
+    def mask(self, shard: jax.Array, index: Any, filling: Any) -> jax.Array:
+        """A shard with `filling` where it holds no element of the whole array."""
         if not self.flat or self.size == self.stored_shape[-1]:
-            return part
-        number = lax.broadcasted_iota(jnp.int32, part.shape, part.ndim - 1)
-        number = number + jnp.int32(index * self.part_shape[-1])
-        return jnp.where(number < self.size, part, jnp.full_like(part, filling))
+            return shard
+        number = lax.broadcasted_iota(jnp.int32, shard.shape, shard.ndim - 1)
+        number = number + jnp.int32(index * self.shard_shape[-1])
+        return jnp.where(number < self.size, shard, jnp.full_like(shard, filling))
 
 
 Layouts = Mapping[str, Layout]
@@ -121,8 +121,8 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
     Args:
       path: its name.
       shape: its shape.
-      count: the number of parts.
-      spec: the mesh axis that each dimension lies along already; such a dimension is not cut, nor is an
+      count: the number of shards.
+      spec: the mesh axis that each dimension lies along already; such a dimension is not sharded, nor is an
         array flattened that has one.
     """
     along = tuple(spec)
@@ -237,7 +237,7 @@ class StateSharding:
         )
 
         def store(layout: Layout | None, x: Any) -> jax.Array:
-            own = [x[g] if layout is None else layout.part(x[g], n) for _, g, n in places]
+            own = [x[g] if layout is None else layout.shard(x[g], n) for _, g, n in places]
             return jnp.stack(own)
 
         return map_state(store, self._layouts, state)

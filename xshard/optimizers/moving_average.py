@@ -31,7 +31,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
 
     It stands anywhere among the rules, inside of `CrossShardOptimizer` and
     `MixedPrecisionLossScaleOptimizer` or outside. Where the update is sharded, each replica holds the
-    averages of its parts. State: `average/<path>` for each parameter that is trained, in float32 or wider;
+    averages of its shards. State: `average/<path>` for each parameter that is trained, in float32 or wider;
     with `num_updates='count'` also `num_updates`, int32.
 
     Source: `tf.contrib.opt.MovingAverageOptimizer`.

@@ -89,8 +89,8 @@ class Step:
         grads, applied = calls(decide, grads)
         applied = True if applied is None else applied
         self._settle(applied)
-        old = partition.parts(params)
-        new = calls(self._rule.update, grads, partition.map(values.part, old), applied=applied)
+        old = partition.own(params)
+        new = calls(self._rule.update, grads, partition.map(values.shard, old), applied=applied)
         grads, new = (partition.map(calls.own, tree) for tree in (grads, new))
         new = jax.tree.map(lambda new, old: skips.select(applied, new, old), new, old)
         return applied, grads, new

@@ -37,11 +37,11 @@ class ShardedCalls:
 
         Args:
           f: a function of whole arrays.
-          *args: trees of `Part`s, and of arrays that are whole.
+          *args: trees of `Shard`s, and of arrays that are whole.
           applied: True, or a boolean scalar: whether what it writes is kept.
         """
         before = skips.current_state()
-        old = {key: self._part(key, x) for key, x in before.items()}
+        old = {key: self._shard(key, x) for key, x in before.items()}
 
         def call(state: Any, rng: Any, args: Any) -> Any:
             def with_rng() -> Any:
@@ -66,8 +66,8 @@ class ShardedCalls:
 
     def own(self, layout: layouts.Layout, x: Any) -> jax.Array:
         """This replica's shard of what a function has made, in a parameter's place."""
-        if not isinstance(x, values.Part):
-            return layout.part(x, self._partition.index)
+        if not isinstance(x, values.Shard):
+            return layout.shard(x, self._partition.index)
         if x.layout != layout:
             raise ValueError(
                 f"{self._rules[0]} cannot be sharded: what it makes of '{layout.path}' {layout.shape} has the shape "
@@ -75,15 +75,15 @@ class ShardedCalls:
             )
         return x.array
 
-    def _part(self, key: tuple[str, str], x: Any) -> Any:
+    def _shard(self, key: tuple[str, str], x: Any) -> Any:
         layout = self._layouts.get(key)
-        return x if layout is None else values.part(layout, x)
+        return x if layout is None else values.shard(layout, x)
 
     def _own_state(self, key: tuple[str, str], x: Any) -> Any:
         layout = self._layouts.get(key)
         if layout is not None:
             return self.own(layout, x)
-        if isinstance(x, values.Part):
+        if isinstance(x, values.Shard):
             module, name = key
             raise ValueError(
                 f"{self._rules[0]} cannot be sharded: the state '{name}' of {module} is of the shape of "

@@ -1,4 +1,4 @@
-"""The parts of arrays that replicas hold, and what goes between them.
+"""The shards of arrays that replicas hold, and what goes between them.
 
 Source: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020,
 https://arxiv.org/abs/2004.13336.
@@ -22,10 +22,10 @@ _AS_IT_IS = (None, "float32")
 
 
 class Partition:
-    """The parts of the leaves of a tree, one for each replica of a group, and what goes between them.
+    """The shards of the leaves of a tree, one for each replica of a group, and what goes between them.
 
     Attributes:
-      count: the number of parts.
+      count: the number of shards.
       copies: the number of slices.
       shapes: the tree, its whole leaves' shapes and types.
       layouts: of each leaf, by path.
@@ -42,7 +42,7 @@ class Partition:
         scatter_steps: Sequence[int] = (),
         gather_steps: Sequence[int] = (),
     ):
-        """Decides how each leaf is cut.
+        """Decides how each leaf is sharded.
 
         Args:
           params: a tree of arrays or shapes.
@@ -50,7 +50,7 @@ class Partition:
           axis_name: the mapped axis that they are along.
           groups: the numbers of each group's replicas along it, if there are several.
           rules: what lies along other axes already.
-          copies: the number of slices, in each of which the whole is cut alike.
+          copies: the number of slices, in each of which the whole is sharded alike.
           scatter_steps: sizes whose product is `count`, to scatter in so many steps.
           gather_steps: the same, to gather.
         """
@@ -69,7 +69,7 @@ class Partition:
 
     @property
     def index(self) -> Any:
-        """The number of this replica's parts."""
+        """The number of this replica's shards."""
         number = lax.axis_index(self._axis["axis_name"])
         groups = self._axis["axis_index_groups"]
         if groups is None:
@@ -102,16 +102,16 @@ class Partition:
             is_leaf=is_leaf,
         )
 
-    def parts(self, tree: Any) -> Any:
-        """This replica's part of each leaf of a tree that all have whole."""
-        return self.map(lambda layout, x: layout.part(x, self.index), tree)
+    def own(self, tree: Any) -> Any:
+        """This replica's shard of each leaf of a tree that all have whole."""
+        return self.map(lambda layout, x: layout.shard(x, self.index), tree)
 
     def state_layouts(self, state: Any) -> dict[str, dict[str, layouts_lib.Layout]]:
         """Returns how the state of rules is sharded: `{module: {name: layout}}`; see `layouts.of_state`."""
         return layouts_lib.of_state(self.layouts, state, self.copies)
 
     def scatter(self, layout: layouts_lib.Layout, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """This replica's part of the sum over the group; a leaf that is not cut, summed.
+        """This replica's shard of the sum over the group; a leaf that is not sharded, summed.
 
         Args:
           layout: the leaf's.
@@ -130,32 +130,32 @@ class Partition:
             x = _in_place(functools.partial(summed, scatter, dtype=dtype), layout)(x)
         return x
 
-    def gather(self, layout: layouts_lib.Layout, part: jax.Array, dtype: Any = None) -> jax.Array:
-        """The whole of what each replica has a part of; sent in a type, if one is given."""
+    def gather(self, layout: layouts_lib.Layout, shard: jax.Array, dtype: Any = None) -> jax.Array:
+        """The whole of what each replica has a shard of; sent in a type, if one is given."""
         if self.count == 1 or layout.dim is None:
-            return part
-        x = part if dtype in _AS_IT_IS else part.astype(dtype)
+            return shard
+        x = shard if dtype in _AS_IT_IS else shard.astype(dtype)
         for step in reversed(self._gathers):
             gather = functools.partial(lax.all_gather, axis=layout.dim, tiled=True, **step)
             x = _in_place(gather, layout)(x)
-        return layout.whole(x).astype(part.dtype)
+        return layout.whole(x).astype(shard.dtype)
 
-    def reduce(self, kind: str, layout: layouts_lib.Layout, part: jax.Array) -> jax.Array:
+    def reduce(self, kind: str, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
         """A reduction, such as 'sum', of all elements of a whole array, a scalar on all replicas.
 
         Args:
           kind: 'sum', 'max' or 'min'; of booleans also 'and' and 'or'.
           layout: the array's.
-          part: this replica's part.
+          shard: this replica's shard.
         """
-        if part.dtype == jnp.bool_:
+        if shard.dtype == jnp.bool_:
             kind = {"max": "or", "min": "and"}.get(kind, kind)
-        own = self.reduce_own(kind, layout, part)
+        own = self.reduce_own(kind, layout, shard)
         return own if layout.dim is None else self.across(kind, own)
 
-    def reduce_own(self, kind: str, layout: layouts_lib.Layout, part: jax.Array) -> jax.Array:
+    def reduce_own(self, kind: str, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
         """A reduction of the elements that this replica has: `across` is then that of all."""
-        masked = layout.mask(part, self.index, _neutral(kind, part.dtype))
+        masked = layout.mask(shard, self.index, _neutral(kind, shard.dtype))
         reductions: dict[str, Any] = {"and": jnp.all, "or": jnp.any, "sum": jnp.sum}
         return (reductions | {"max": jnp.max, "min": jnp.min})[kind](masked)
 
@@ -174,24 +174,24 @@ class Partition:
         # Not every backend's hands NaN on.
         return jnp.where(self.across("or", jnp.isnan(x)), jnp.full_like(x, jnp.nan), result)
 
-    def sums_of_squares(self, parts: Any) -> tuple[jax.Array, jax.Array]:
+    def sums_of_squares(self, shards: Any) -> tuple[jax.Array, jax.Array]:
         """The sum of the squares of all elements of whole arrays, in two summands.
 
         Args:
-          parts: a tree of this replica's parts; what is not cut is whole on each.
+          shards: a tree of this replica's shards; what is not sharded is whole on each.
 
         Returns:
-          A number of the replica's own, whose mean over the replicas is the sum for all arrays that are cut;
+          A number of the replica's own, whose mean over the replicas is the sum for all arrays that are sharded;
           and the sum for those that are not, equal on all replicas.
         """
-        masked = self.map(lambda layout, x: layout.mask(x, self.index, 0), parts)
-        cut = self.map(lambda layout, x: x if layout.dim is not None else None, masked)
+        masked = self.map(lambda layout, x: layout.mask(x, self.index, 0), shards)
+        sharded = self.map(lambda layout, x: x if layout.dim is not None else None, masked)
         whole = self.map(lambda layout, x: x if layout.dim is None else None, masked)
-        return self.count * trees.sum_of_squares(cut), trees.sum_of_squares(whole)
+        return self.count * trees.sum_of_squares(sharded), trees.sum_of_squares(whole)
 
 
 class Rehearsal(Partition):
-    """A partition that needs no mapped axis: to see on shapes alone whether a rule can be cut."""
+    """A partition that needs no mapped axis: to see on shapes alone whether a rule can be sharded."""
 
     def __init__(self, params: Any, rules: mesh.Rules = ()):
         """Cuts each leaf in two, if it has two elements."""
@@ -199,7 +199,7 @@ class Rehearsal(Partition):
 
     @property
     def index(self) -> int:
-        """The first part."""
+        """The first shard."""
         return 0
 
     def across(self, kind: str, x: jax.Array) -> jax.Array:
@@ -211,7 +211,7 @@ class Rehearsal(Partition):
 def _in_place(
     f: Callable[[jax.Array], jax.Array], layout: layouts_lib.Layout
 ) -> Callable[[jax.Array], jax.Array]:
-    """Does the same to each part of an array that lies along other axes besides.
+    """Does the same to each shard of an array that lies along other axes besides.
 
     XLA's partitioner, left to it, makes an array whole on each device to scatter or gather it.
     """

@@ -15,8 +15,8 @@ _JOIN = {"sum": jnp.add, "and": jnp.logical_and, "or": jnp.logical_or}
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """This replica's part of an array. Elements that the layout has for filling may be anything."""
+class Shard:
+    """This replica's shard of an array. Elements that the layout pads with may be anything."""
 
     array: Any
     layout: layouts.Layout
@@ -53,19 +53,19 @@ class Filled:
         return jnp.broadcast_to(self.value, self.shape)
 
 
-def part(layout: layouts.Layout, x: Any) -> Any:
-    """A `Part`, or the array itself if its layout does not cut it."""
-    return x if layout.dim is None else Part(x, layout)
+def shard(layout: layouts.Layout, x: Any) -> Any:
+    """A `Shard`, or the array itself if its layout does not shard it."""
+    return x if layout.dim is None else Shard(x, layout)
 
 
 def raw(value: Any) -> Any:
     """The array of what stands for one."""
-    return value.array if isinstance(value, Part) else getattr(value, "value", value)
+    return value.array if isinstance(value, Shard) else getattr(value, "value", value)
 
 
 def like(value: Any, x: Any) -> Any:
     """`x` as what `value` is."""
-    if isinstance(value, Part):
+    if isinstance(value, Shard):
         return dataclasses.replace(value, array=x)
     if isinstance(value, Filled):
         return dataclasses.replace(value, value=x)
@@ -92,6 +92,6 @@ def join(values: list[Any]) -> Partial:
 
 def as_filled(value: Any) -> Any:
     """The value, a scalar as an array of one value."""
-    if isinstance(value, Part | Partial | Filled) or jnp.ndim(value):
+    if isinstance(value, Shard | Partial | Filled) or jnp.ndim(value):
         return value
     return Filled(value, ())
