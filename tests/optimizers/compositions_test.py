@@ -388,3 +388,185 @@ def test_groups_have_shards_of_their_own():
         for i in group:
             harness.assert_close(jax.tree.map(lambda a, i=i: a[i], new), wanted, 1e-4, 1e-6)
         harness.assert_close(jax.tree.map(lambda a, g=g: a[g], after), wanted_state, 1e-4, 1e-6)
+
+
+def run_sharded(make, step_of, params, inputs, replicas=4, key=None):
+    """What `step_of(rule, params, input)` returns for some inputs, each replica alike; and the whole state."""
+    rules = hk.transform_with_state(lambda params, x: step_of(make(), params, x))
+    _, state = rules.init(key, params, inputs[0])
+    held = hk.transform(lambda: base.held(make())).apply({}, None)
+    if not any(getattr(rule, "shard_update", False) for rule in held):
+        return [rules.apply({}, state, key, params, x)[0] for x in inputs], None
+    sharding = layouts.StateSharding(state, params, replicas)
+    run = jax.jit(
+        jax.shard_map(
+            lambda state, x: rules.apply({}, state, key, params, x),
+            mesh=harness.mesh(replicas),
+            in_specs=(sharding.specs, jax.P()),
+            out_specs=(jax.P(), sharding.specs),
+            check_vma=False,
+        )
+    )
+    found, state = [], sharding.store(state)
+    for x in inputs:
+        out, state = run(state, x)
+        found.append(out)
+    return found, sharding.whole(state)
+
+
+def scaled(opt, shard_update):
+    opt = cross_shard.CrossShardOptimizer(opt, shard_update=shard_update)
+    return loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
+
+
+ONE = {"m": {"w": jnp.arange(8.0).reshape(4, 2)}}
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_what_a_loss_has_written_is_put_back_by_a_skipped_step(shard_update):
+    def step(opt, params, x):
+        def loss(p):
+            n = hk.get_state("n", [], jnp.int32, jnp.zeros)
+            hk.set_state("n", n + 1)
+            return jnp.sum(p["m"]["w"]) * x
+
+        opt.minimize(loss, params)
+        return hk.get_state("n")
+
+    make = lambda: scaled(by_optax(optax.adam(0.1), "adam"), shard_update)
+    rules = hk.transform_with_state(lambda x: step(make(), ONE, x))
+    _, state = rules.init(None, 1.0)
+    sharding = layouts.StateSharding(state, ONE, 4)
+    specs = sharding.specs if shard_update else jax.tree.map(lambda _: jax.P(), state)
+    run = jax.shard_map(
+        lambda state, x: rules.apply({}, state, None, x),
+        mesh=harness.mesh(4),
+        in_specs=(specs, jax.P()),
+        out_specs=(jax.P(), specs),
+        check_vma=False,
+    )
+    counts, state = [], sharding.store(state) if shard_update else state
+    for x in (1.0, np.nan, 1.0):
+        n, state = jax.jit(run)(state, x)
+        counts.append(int(n))
+    assert counts == [1, 1, 2]
+
+
+@pytest.mark.parametrize("x", [1.0, np.nan])
+def test_random_keys_are_those_of_a_replicated_step(x):
+    def step(opt, params, x):
+        _, new = opt.minimize(lambda p: jnp.sum(p["m"]["w"]) * x, params)
+        return new, jax.random.normal(hk.next_rng_key())
+
+    key = jax.random.key(3)
+    ends = [
+        run_sharded(
+            lambda shard=shard: scaled(Momentum(name="noisy"), shard), step, ONE, [x], key=key
+        )[0]
+        for shard in (False, True)
+    ]
+    harness.assert_close(*ends, rtol=1e-6)
+
+
+def each_leaf(f):
+    """A rule without state that makes each new parameter of the old one and its gradient."""
+
+    class Each(base.Optimizer):
+        def update(self, grads, params):
+            return jax.tree.map(f, params, grads)
+
+    return Each(name="each")
+
+
+SUMS = {
+    "beside an array": lambda p, g: p - 0.1 * (g + jnp.sum(g)),
+    "beside a whole array": lambda p, g: p * (jnp.arange(8.0).reshape(4, 2) + jnp.sum(g)),
+    "of two, with a number": lambda p, g: p * (1.0 + (jnp.sum(g) + jnp.sum(p))),
+    "twice": lambda p, g: p * jnp.sum(g) + g / jnp.sum(g),
+    "truth": lambda p, g: jnp.where(jnp.isfinite(g) & jnp.all(jnp.isfinite(p)), g, p),
+    "in a cond": lambda p, g: jax.lax.cond(jnp.sum(g) > 0, lambda: g + jnp.sum(p), lambda: p),
+    "complex": lambda p, g: jnp.real(jax.lax.complex(p, g) ** 2),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_beside_other_things(name):
+    step = lambda opt, params, x: opt.minimize(lambda p: jnp.sum(p["m"]["w"] ** 2) * x, params)[1]
+    make = lambda shard: cross_shard.CrossShardOptimizer(each_leaf(SUMS[name]), shard_update=shard)
+    ends = [
+        run_sharded(lambda shard=shard: make(shard), step, ONE, [1.0])[0] for shard in (False, True)
+    ]
+    harness.assert_close(*ends, rtol=1e-5)
+
+
+def test_a_slot_is_of_the_parameter_whose_shape_it_has():
+    params = {"mu/linear": {"w": jnp.ones((4, 3))}, "linear": {"w": jnp.ones((8, 2))}}
+    step = lambda opt, params, x: opt.minimize(
+        lambda p: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)) * x, params
+    )[1]
+    make = lambda shard: cross_shard.CrossShardOptimizer(
+        by_optax(optax.adam(0.1), "adam"), shard_update=shard
+    )
+    ends = [
+        run_sharded(lambda shard=shard: make(shard), step, params, [1.0])[0]
+        for shard in (False, True)
+    ]
+    harness.assert_close(*ends, rtol=1e-5)
+
+
+def test_a_slot_named_error_of_a_scalar_is_a_slot():
+    of_params = {"m/s": layouts.layout("m/s", (), 4)}
+    assert layouts.of_state(of_params, {"rule": {"error/m/s": jnp.zeros(())}}) == {}
+
+
+class ByAttribute(base.OptimizerWrapper):
+    """Hands a value from one phase to another by an attribute."""
+
+    def __init__(self, opt):
+        super().__init__(name="by_attribute")
+        self.opt = opt
+
+    def aggregate(self, grads):
+        grads = self.opt.aggregate(grads)
+        self.norm = optax.tree.norm(grads)
+        return grads
+
+    def update(self, grads, params):
+        return self.opt.update(jax.tree.map(lambda g: g / self.norm, grads), params)
+
+
+def test_a_value_that_leaves_a_phase_by_an_attribute_is_refused():
+    make = lambda: ByAttribute(cross_shard.CrossShardOptimizer(optax.sgd(0.1), shard_update=True))
+    with pytest.raises(ValueError, match="by_attribute cannot be sharded: .* 'norm'"):
+        harness.transform_step(make).init(None, harness.params(), harness.batch())
+
+
+class Transparent(base.OptimizerWrapper):
+    """Is not seen by interceptors."""
+
+    def __init__(self, opt):
+        super().__init__()
+        self.opt = opt
+
+    @hk.transparent
+    def aggregate(self, grads):
+        return self.opt.aggregate(grads)
+
+
+def test_the_outermost_rule_may_be_transparent():
+    make = lambda: Transparent(cross_shard.CrossShardOptimizer(optax.sgd(0.1)))
+    harness.transform_step(make).init(None, harness.params(), harness.batch())
+
+
+class InList(base.Optimizer):
+    """Holds itself, by a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = [self]
+        self.all.append(self.all)
+
+
+def test_what_holds_itself_is_held_once():
+    held = hk.transform(lambda: len(base.held(InList()))).apply({}, None)
+    assert held == 1

@@ -18,7 +18,8 @@ devices reach never ends.
 The names and their meaning are those of `tf.compat.v1.train.Optimizer`.
 """
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import haiku as hk
@@ -213,7 +214,11 @@ class Optimizer(hk.Module):
         return (value, result) if global_step is None else (value, *result)
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """Phase 1: the group's gradients from each replica's. All collectives are here."""
+        """Phase 1: the group's gradients from each replica's. All collectives are here.
+
+        What a later phase is to know of it is Haiku state, not an attribute: where the update is sharded, phases are
+        programs of their own, and traced more than once.
+        """
         return grads
 
     def vote(self, grads: trees.Gradients) -> Any:
@@ -301,21 +306,23 @@ class OptimizerWrapper(Optimizer):
 def held(opt: Optimizer) -> list[Optimizer]:
     """The rule and all rules that it holds, in attributes, lists and dicts, outermost first."""
     found: list[Optimizer] = []
-    waiting: list[Any] = [opt]
+    seen: set[int] = set()
+    waiting: collections.deque[Any] = collections.deque([opt])
     while waiting:
-        x = waiting.pop(0)
-        if isinstance(x, Optimizer) and not any(x is rule for rule in found):
+        x = waiting.popleft()
+        if not isinstance(x, Optimizer | list | tuple | Mapping) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, Optimizer):
             found.append(x)
             waiting += vars(x).values()
-        elif isinstance(x, list | tuple):
-            waiting += x
-        elif isinstance(x, dict):
-            waiting += x.values()
+        else:
+            waiting += x.values() if isinstance(x, Mapping) else x
     return found
 
 
 def _duties(opt: Optimizer) -> list[tuple[Optimizer, str]]:
-    """The rules that `opt` holds, each with a phase of its own that a step must reach."""
+    """The rules that `opt` holds beside itself, each with a phase of its own that a step must reach."""
     handed_on = {
         Optimizer.aggregate,
         Optimizer.vote,
@@ -324,7 +331,7 @@ def _duties(opt: Optimizer) -> list[tuple[Optimizer, str]]:
     }
     return [
         (rule, phase)
-        for rule in held(opt)
+        for rule in held(opt)[1:]
         for phase in ("aggregate", "vote")
         if getattr(type(rule), phase) not in handed_on
     ]

@@ -41,10 +41,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     has summed those of parameters that do not vary: they are refused. With check_vma=False it has not, and
     nothing could tell.
 
-    Call it where `axis_name` is mapped, such as in `jax.shard_map`; while `hk.running_init()` that is
-    not needed. Elsewhere there is one replica, which is logged once, with the axes that are mapped. Replicas of a group stay equal bit
-    by bit. Groups go separate ways, so that their parameters and states must not be returned from
-    shard_map as replicated: give them a leading dimension.
+    Call it where `axis_name` is mapped, such as in `jax.shard_map`; while `hk.running_init()` that is not needed.
+    Elsewhere there is one replica, which is logged once, with the axes that are mapped. Replicas of a group
+    stay equal bit by bit. Groups go separate ways, so that their parameters and states must not be returned
+    from shard_map as replicated: give them a leading dimension.
 
     Source: `tf.compat.v1.tpu.CrossShardOptimizer`.
 
@@ -118,6 +118,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.scatter_steps = scatter_steps
         self.gather_steps = gather_steps
         self.sharding_rules = sharding_rules
+        # How many are rehearsed with where state is made, which needs no mapped axis.
+        self._replicas = 2
         if reduction not in tuple(Reduction):
             raise errors.UserError(f"reduction must be 'sum' or 'mean'; received {reduction!r}.")
         self.reduction = Reduction(reduction)
@@ -136,6 +138,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.sharding_rules = rules
         if self.axis_name == mesh.REPLICA:
             self.scatter_steps, self.gather_steps = mesh.torus_steps(on)
+            self._replicas = max(2, on.shape[mesh.REPLICA])
 
     def _check_axes(self) -> None:
         for axis in (self.axis_name, self.slice_axis_name):
@@ -251,9 +254,11 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         """The same where the update is sharded: with a `Shard` of each sum, and of what was lost."""
         grads, lost = arguments
         if isinstance(partition, shards.Rehearsal):
-            own = partition.map(values.shard, partition.own(grads))
-            return own if self.shard_update else grads, lost
+            if self.shard_update:
+                grads = partition.map(values.shard, partition.own(grads))
+            return grads, lost
         if not self.shard_update:
+            # Without slices, which only the rule that shards may have: nothing is lost.
             arrays, _ = self._reduce(jax.tree.map(values.raw, grads), {})
             return jax.tree.map(values.like, grads, arrays), lost
         self._check_slices()
@@ -281,7 +286,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         if not self.shard_update:
             return None
         if hk.running_init():
-            return shards.Rehearsal(params, self.sharding_rules)
+            return shards.Rehearsal(params, self._replicas, self.sharding_rules)
         return self._make_partition(params) if self._group_size() > 1 else None
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:

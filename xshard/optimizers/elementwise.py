@@ -20,7 +20,7 @@ from xshard.optimizers import shards, values
 # Primitives that make each element of their result from the elements at its place.
 _ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy",
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy",
     "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
     "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
     "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow",
@@ -221,13 +221,16 @@ class _Evaluator:
             for branch in eqn.params["branches"]
         ]
         index = which.value if isinstance(which, values.Filled) else which
-        return [self._select(index, cases) for cases in zip(*branches, strict=True)]
+        return [self._select(eqn, index, cases) for cases in zip(*branches, strict=True)]
 
-    def _select(self, index: Any, cases: Sequence[Any]) -> Any:
-        layout = next((case.layout for case in cases if isinstance(case, values.Shard)), None)
-        if layout is None:
+    def _select(self, eqn: Any, index: Any, cases: Sequence[Any]) -> Any:
+        sharded = [case for case in cases if isinstance(case, values.Shard)]
+        if not sharded:
             arrays = [case.array() if isinstance(case, values.Filled) else case for case in cases]
             return lax.select_n(index, *arrays)
+        layout = sharded[0].layout
+        if any(case.layout != layout for case in sharded):
+            raise self._refusal(eqn, sharded[0], " of arrays that are sharded differently")
         arrays = [jnp.broadcast_to(self._own(case, layout), layout.shard_shape) for case in cases]
         return values.Shard(lax.select_n(index, *arrays), layout)
 

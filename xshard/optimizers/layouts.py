@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xshard import mesh
 from xshard.optimizers import trees
 
 # Begins the names of the state that holds what rounding has lost.
@@ -171,13 +172,14 @@ def _of_slot(
 ) -> Layout | None:
     words = name.split("/")
     paths = ("/".join(words[i:]) for i in range(len(words)))
-    layout = next((params[path] for path in paths if path in params), None)
-    if layout is None:
-        return None
-    shapes = (layout.shape, layout.stored_shape)
-    if name == f"{ERROR}/{layout.path}" and shape[1:] in shapes:
-        return dataclasses.replace(layout, copies=copies)
-    return layout if slots and layout.dim is not None and shape in shapes else None
+    for layout in (params[path] for path in paths if path in params):
+        shapes = (layout.shape, layout.stored_shape)
+        of_rounding = name == f"{ERROR}/{layout.path}" and len(shape) == len(layout.shape) + 1
+        if of_rounding and shape[1:] in shapes:
+            return dataclasses.replace(layout, copies=copies)
+        if shape in shapes:
+            return layout if slots and layout.dim is not None else None
+    return None
 
 
 class StateSharding:
@@ -200,6 +202,7 @@ class StateSharding:
         group_assignment: Sequence[Sequence[int]] | None = None,
         slices: int = 1,
         slice_axis_name: str | None = None,
+        sharding_rules: mesh.Rules = (),
     ):
         """Decides how each array is sharded.
 
@@ -211,11 +214,12 @@ class StateSharding:
           group_assignment: as for `CrossShardOptimizer`.
           slices: the size of the mapped axis of slices, if there is one.
           slice_axis_name: its name.
+          sharding_rules: as for `CrossShardOptimizer`.
         """
         self._groups = group_assignment
         count = replicas if group_assignment is None else len(group_assignment[0])
         of_params = {
-            path: layout(path, tuple(x.shape), count)
+            path: layout(path, tuple(x.shape), count, mesh.spec_of(path, sharding_rules))
             for path, x in trees.leaves_by_path(params).items()
         }
         self._layouts = of_state(of_params, state, slices)

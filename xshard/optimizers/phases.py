@@ -1,7 +1,7 @@
 """The three phases of a step, of whole arrays or of this replica's shards."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -54,7 +54,7 @@ class Step:
             if partition is not None:
                 self._rehearse(grads, params, partition)
             return Applied(new, applied, None, grads, new, None)
-        state = self._state_shapes(params)
+        state = self._state_shapes(grads, params)
         applied, grads, new = self._on_shards(grads, params, partition, state)
         gathered = partition.map(lambda layout, _, x: partition.gather(layout, x), grads, new)
         whole = trees.replace(params, trees.leaves_by_path(gathered))
@@ -64,9 +64,9 @@ class Step:
         self, grads: trees.Gradients, params: trees.Params
     ) -> tuple[Any, trees.Gradients, trees.Params]:
         """Returns whether the step is applied, the aggregated gradients, and the new parameters."""
-        grads, applied = self._decide(grads)
+        grads, applied = _with_own_keys(self._decide)(grads)
         self._settle(applied)
-        update = self._rule.update
+        update = _with_own_keys(self._rule.update)
         if applied is True or hk.running_init():
             return applied, grads, update(grads, params)
         return applied, grads, hk.cond(applied, update, lambda _, old: old, grads, params)
@@ -86,11 +86,21 @@ class Step:
             grads, applied = self._decide(grads)
             return grads, None if applied is True else applied
 
-        grads, applied = calls(decide, grads)
+        before = _traced_attributes(self._rules)
+        grads, applied = calls(_with_own_keys(decide), grads)
+        for (rule, name), value in _traced_attributes(self._rules).items():
+            if value is not before.get((rule, name)):
+                raise ValueError(
+                    f"{rule} cannot be sharded: its aggregate or vote sets the attribute '{name}' to a value of the "
+                    "step, and each phase is a program of its own. Keep the value as Haiku state (hk.set_state)."
+                )
         applied = True if applied is None else applied
         self._settle(applied)
         old = partition.own(params)
-        new = calls(self._rule.update, grads, partition.map(values.shard, old), applied=applied)
+        shards_of_old = partition.map(values.shard, old)
+        update = _with_own_keys(self._rule.update)
+        new = calls(update, grads, shards_of_old, applied=applied)
+        new = trees.rebuild(params, trees.leaves_by_path(new))
         grads, new = (partition.map(calls.own, tree) for tree in (grads, new))
         new = jax.tree.map(lambda new, old: skips.select(applied, new, old), new, old)
         return applied, grads, new
@@ -109,17 +119,33 @@ class Step:
         for rule in self._rules:
             rule.settle(applied)
 
-    def _state_shapes(self, params: trees.Params) -> Any:
-        """The shapes and types of all state that the rules would have, if all parameters were trained."""
-        make = hk.transform_with_state(lambda params: self._on_whole(params, params))
-        _, state = jax.eval_shape(make.init, jax.random.key(0), params)
+    def _state_shapes(self, grads: trees.Gradients, params: trees.Params) -> Any:
+        """The shapes and types of the rules' state, whole."""
+        now = skips.current_state()
+        ends = {end for _, name in now for end in _ends(name)}
+        present = trees.leaves_by_path(grads)
+        leaves = trees.leaves_by_path(params)
+        trained = {path for path in leaves if present[path] is not None or path in ends}
+        # A phase may read what is made elsewhere; of no parameter's shape, it is whole already.
+        others = {key: x for key, x in now.items() if leaves.keys().isdisjoint(_ends(key[1]))}
+
+        def make(others: Any, params: trees.Params) -> None:
+            skips.write(others)
+            of_trained = {
+                path: x for path, x in trees.leaves_by_path(params).items() if path in trained
+            }
+            grads, _ = self._decide(trees.rebuild(params, of_trained))
+            self._rule.update(grads, params)
+
+        init = hk.transform_with_state(make).init
+        _, state = jax.eval_shape(init, jax.random.key(0), others, params)
         return state
 
     def _rehearse(
         self, grads: trees.Gradients, params: trees.Params, partition: shards.Partition
     ) -> None:
         """Raises ValueError if an update of such parameters could not be done on shards."""
-        whole = self._state_shapes(params)
+        whole = self._state_shapes(grads, params)
         step = hk.transform_with_state(
             lambda grads, params: self._on_shards(grads, params, partition, whole)[1:]
         )
@@ -153,3 +179,33 @@ class Step:
                     f"for would be left out. Derive {holder} from OptimizerWrapper, which hands {phase} on to "
                     f"`opt`, or call it in its {phase}(grads)."
                 )
+
+
+def _traced_attributes(rules: Sequence[Any]) -> dict[tuple[str, str], Any]:
+    """The attributes of rules that hold what is being traced, by the rule's name and their own."""
+    is_traced = lambda value: any(
+        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)
+    )
+    return {
+        (rule.name, name): value
+        for rule in rules
+        for name, value in vars(rule).items()
+        if is_traced(value)
+    }
+
+
+def _ends(name: str) -> list[str]:
+    """The paths that a name ends in."""
+    words = name.split("/")
+    return ["/".join(words[i:]) for i in range(len(words))]
+
+
+def _with_own_keys(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with random keys of its own: how many it takes changes none that are taken after it."""
+    key = hk.maybe_next_rng_key()
+
+    def with_keys(*args: Any) -> Any:
+        with contextlib.nullcontext() if key is None else hk.with_rng(key):
+            return f(*args)
+
+    return with_keys

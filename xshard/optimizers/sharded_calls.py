@@ -43,21 +43,12 @@ class ShardedCalls:
         before = skips.current_state()
         old = {key: self._shard(key, x) for key, x in before.items()}
 
-        def call(state: Any, rng: Any, args: Any) -> Any:
-            def with_rng() -> Any:
-                if rng is not None:
-                    hk.replace_rng_sequence_state(rng)
-                return f(*args), hk.maybe_get_rng_sequence_state()
+        def call(state: Any, args: Any) -> Any:
+            run = hk.transform_with_state(f)
+            out, state = run.apply({}, skips.by_module(state), None, *args)
+            return out, skips.by_name(state)
 
-            run = hk.transform_with_state(with_rng)
-            key = None if rng is None else rng[0]
-            (out, rng_after), state = run.apply({}, skips.by_module(state), key)
-            return out, rng_after, skips.by_name(state)
-
-        rng = hk.maybe_get_rng_sequence_state()
-        out, rng, new = elementwise.evaluate(call, (old, rng, args), self._partition, self._rules)
-        if rng is not None:
-            hk.replace_rng_sequence_state(rng)
+        out, new = elementwise.evaluate(call, (old, args), self._partition, self._rules)
         changed = {key: self._own_state(key, x) for key, x in new.items() if x is not old.get(key)}
         skips.write(
             {key: skips.select(applied, x, before.get(key, x)) for key, x in changed.items()}

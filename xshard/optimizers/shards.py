@@ -193,9 +193,9 @@ class Partition:
 class Rehearsal(Partition):
     """A partition that needs no mapped axis: to see on shapes alone whether a rule can be sharded."""
 
-    def __init__(self, params: Any, rules: mesh.Rules = ()):
-        """Cuts each leaf in two, if it has two elements."""
-        super().__init__(params, 2, "", rules=rules)
+    def __init__(self, params: Any, count: int, rules: mesh.Rules = ()):
+        """Shards as a `Partition` over so many replicas does."""
+        super().__init__(params, count, "", rules=rules)
 
     @property
     def index(self) -> int:

@@ -75,7 +75,10 @@ def like(value: Any, x: Any) -> Any:
 def joins(name: str, values: list[Any]) -> bool:
     """Returns whether a primitive puts reductions of one kind together, with one another or with a number."""
     kinds = {value.kind for value in values if isinstance(value, Partial)}
-    return len(values) == 2 and len(kinds) == 1 and JOINED_BY[min(kinds)] == name
+    scalars = [
+        x for x in values if isinstance(x, Partial) or (isinstance(x, Filled) and not x.shape)
+    ]
+    return len(scalars) == len(values) == 2 and [JOINED_BY[kind] for kind in kinds] == [name]
 
 
 def join(values: list[Any]) -> Partial:
