@@ -144,22 +144,20 @@ def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]
     restarts = sorted({start.first for index in shown for start in runs[index].starts[1:]})
     dashes = {"type": "line", "yref": "paper", "y0": 0, "y1": 1}
     dashes["line"] = {"color": "gray", "width": 1, "dash": "dot"}
-    above = {"y": 1.02, "yanchor": "bottom"}
+    kinds = ("linear", "log")
+    changes = [{"yaxis.type": kind, "yaxis.autorange": True} for kind in kinds]
     buttons = [
-        {
-            "method": "relayout",
-            "label": kind,
-            "args": [{"yaxis.type": kind, "yaxis.autorange": True}],
-        }
-        for kind in ("linear", "log")
+        {"method": "relayout", "label": kind, "args": [change]}
+        for kind, change in zip(kinds, changes, strict=True)
     ]
+    menu = {"type": "buttons", "buttons": buttons, "active": int(chart.is_log), "direction": "left"}
     return {
         # Without plotly's own template, which is as long as many a chart.
         "template": go.layout.Template(),
         "height": 470,
+        "margin": {"t": 60, "r": 20},
         "hovermode": "x unified" if len(chart.lines) <= 12 else "closest",
         "showlegend": True,
-        "legend": {"orientation": "h", **above},
         "xaxis": {"title": {"text": "step"}},
         "yaxis": {
             "type": "log" if chart.is_log else "linear",
@@ -167,10 +165,7 @@ def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]
             "hoverformat": ".6~g",
             "automargin": True,
         },
-        "updatemenus": [
-            {"type": "buttons", "buttons": buttons, "active": int(chart.is_log), "x": 1}
-            | {"direction": "left", "xanchor": "right", **above}
-        ],
+        "updatemenus": [menu | {"x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}],
         "shapes": [dashes | {"x0": step, "x1": step} for step in restarts[-_MARKS:]],
     }
 
