@@ -7,18 +7,18 @@ from tests.report import samples
 from xshard.report import charts, figures, runs
 
 
-def read(tmp_path, *all_made, **kwargs):
+def read(tmp_path, *contents, **kwargs):
     paths = [
-        samples.write(tmp_path / f"run{seed}", made, seed=seed, **kwargs)
-        for seed, made in enumerate(all_made)
+        samples.write(tmp_path / f"run{seed}", lines, seed=seed, **kwargs)
+        for seed, lines in enumerate(contents)
     ]
     return runs.read([str(path) for path in paths])
 
 
-def draw(found, name):
+def draw(some_runs, name):
     """The traces of a chart by their names, and the whole figure."""
-    (chart,) = [chart for chart in charts.charts(found) if chart.name == name]
-    figure = figures.figure(chart, found).to_plotly_json()
+    (chart,) = [chart for chart in charts.charts(some_runs) if chart.name == name]
+    figure = figures.figure(chart, some_runs).to_plotly_json()
     return figure["data"], figure["layout"]
 
 
@@ -27,8 +27,8 @@ def losses(*values):
 
 
 def test_all_that_rows_hold_has_a_chart(tmp_path):
-    found = read(tmp_path, samples.rows())
-    assert [(chart.section, chart.name) for chart in charts.charts(found)] == [
+    some_runs = read(tmp_path, samples.rows())
+    assert [(chart.section, chart.name) for chart in charts.charts(some_runs)] == [
         *((charts.LEARNING, name) for name in ("loss", "accuracy")),
         *(
             (charts.UPDATES, n)
@@ -37,7 +37,7 @@ def test_all_that_rows_hold_has_a_chart(tmp_path):
         *((charts.SPEED, f"perf/{name}_per_second") for name in ("steps", "examples", "flops")),
         *((charts.SPEED, f"perf/{name}") for name in ("utilisation", "goodput")),
     ]
-    _, layout = draw(found, "loss_scale")
+    _, layout = draw(some_runs, "loss_scale")
     assert layout["yaxis"]["type"] == "log" and [s["x0"] for s in layout["shapes"]] == [210]
 
 
@@ -92,11 +92,11 @@ def test_what_is_not_finite_is_marked(tmp_path):
 
 
 def test_seeds_have_a_mean_with_a_band(tmp_path):
-    found = read(tmp_path, losses(1.0, 2.0, 6.0, 0.5), losses(3.0, None, 2.0))
+    some_runs = read(tmp_path, losses(1.0, 2.0, 6.0, 0.5), losses(3.0, None, 2.0))
     other = samples.write(tmp_path / "other", losses(9.0, 9.0), steps=7)
-    found += runs.read([str(other)])
-    assert charts.seeds(found) == [0, 0, 1]
-    traces, _ = draw(found, "loss")
+    some_runs += runs.read([str(other)])
+    assert charts.seeds(some_runs) == [0, 0, 1]
+    traces, _ = draw(some_runs, "loss")
     band, mean, average, cross, *_ = traces
     # Only where all seeds have rows, and only where all are finite.
     assert (mean["x"], mean["y"]) == ([1, 2, 3], [2.0, None, 4.0])
@@ -111,9 +111,9 @@ def test_seeds_have_a_mean_with_a_band(tmp_path):
 
 
 def test_a_long_curve_is_drawn_short_with_its_peak_and_its_faults(tmp_path):
-    made = losses(*[1.0 + s % 2 for s in range(50_000)])
-    made[7777]["loss"], made[7780]["loss"] = 2.0**40, None
-    traces, _ = draw(read(tmp_path, made), "loss")
+    lines = losses(*[1.0 + s % 2 for s in range(50_000)])
+    lines[7777]["loss"], lines[7780]["loss"] = 2.0**40, None
+    traces, _ = draw(read(tmp_path, lines), "loss")
     rows, average, cross = traces
     assert len(rows["x"]) == len(average["x"]) <= 4002
     assert (7778, 2.0**40) in zip(rows["x"], rows["y"], strict=True) and cross["x"] == [7781]
@@ -137,8 +137,8 @@ def test_names_are_escaped_for_plotly(tmp_path):
     traces, _ = draw(read(tmp_path / "<b>", *[losses(1.0)] * 2), "loss")
     assert all("<" not in trace["name"] for trace in traces)
     (path,) = [samples.write(tmp_path / "<i>x", losses(1.0))]
-    found = runs.read([str(path), str(tmp_path / "<b>/run0")])
-    assert any(trace["name"] == "&lt;i&gt;x: training" for trace in draw(found, "loss")[0])
+    some_runs = runs.read([str(path), str(tmp_path / "<b>/run0")])
+    assert any(trace["name"] == "&lt;i&gt;x: training" for trace in draw(some_runs, "loss")[0])
 
 
 def test_colours_are_all_different():

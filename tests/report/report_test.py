@@ -44,8 +44,8 @@ def rows(page, index=0):
     return [dict(zip(names, line, strict=True)) for line in others]
 
 
-def read(tmp_path, made, **kwargs):
-    (run,) = runs.read([str(samples.write(tmp_path / "one", made, **kwargs))])
+def read(tmp_path, content, **kwargs):
+    (run,) = runs.read([str(samples.write(tmp_path / "one", content, **kwargs))])
     return run
 
 
@@ -121,9 +121,9 @@ def test_a_run_that_has_not_ended_finite_is_not_done(tmp_path, doing):
 
 
 def test_a_result_of_before_a_run_went_on_is_not_its_result_now(tmp_path):
-    made = [{"step": 400, "eval/accuracy": 0.5}, {"step": 500, "eval/accuracy": 0.75}]
+    content = [{"step": 400, "eval/accuracy": 0.5}, {"step": 500, "eval/accuracy": 0.75}]
     going_on = {"results": {"accuracy": 0.5}, "doing": "training", "ago": 0}
-    (row,) = rows(report(tmp_path, samples.write(tmp_path / "one", made, **going_on)))
+    (row,) = rows(report(tmp_path, samples.write(tmp_path / "one", content, **going_on)))
     assert row["eval accuracy"] == "0.75 at step 500"
 
 
@@ -134,9 +134,9 @@ def test_no_metrics_yet(tmp_path):
 
 
 def test_what_is_damaged_or_not_finite_is_told(tmp_path):
-    made = [{"step": step, "loss": 1.0} for step in range(380, 401, 5)]
-    made[0]["loss"] = made[-1]["loss"] = float("inf")
-    path = samples.write(tmp_path / "one", made)
+    content = [{"step": step, "loss": 1.0} for step in range(380, 401, 5)]
+    content[0]["loss"] = content[-1]["loss"] = float("inf")
+    path = samples.write(tmp_path / "one", content)
     with (path / "metrics.jsonl").open("a") as file:
         file.write('nonsense\n{"step": 410, "loss"')
     (path / "results.json").write_text("[1]")
@@ -162,11 +162,11 @@ EVIL = '</script><img src=x onerror="alert(1)">'
 
 
 def test_texts_from_files_are_only_texts(tmp_path):
-    made = [{"step": s, EVIL: 1.0, "loss": 1.0, "\ud800\x00\x1b": 1.0} for s in (1, 2)]
-    made.append({"step": 3, f"eval/{EVIL}": 2.0})
+    content = [{"step": s, EVIL: 1.0, "loss": 1.0, "\ud800\x00\x1b": 1.0} for s in (1, 2)]
+    content.append({"step": 3, f"eval/{EVIL}": 2.0})
     changes = {"experiment": EVIL, f"key {EVIL}": EVIL, "doing": f"failed: {EVIL}"}
     paths = [
-        samples.write(tmp_path / name, made, results={EVIL: 1.0}, seed=seed, **changes)
+        samples.write(tmp_path / name, content, results={EVIL: 1.0}, seed=seed, **changes)
         for seed, name in enumerate(["<img>", "$x$", "名前 \udce9"])
     ]
     for chosen in (paths, paths[:1]):
@@ -261,9 +261,9 @@ def test_no_device_is_touched(tmp_path, real):
 def test_processes_are_told_apart_also_where_the_first_row_comes_late(tmp_path):
     # Of the second process the first row is of a later second than the last one of the first.
     times = [(10, 100, 10), (20, 110, 20), (30, 150, 30), (40, 160, 40), (50, 300, 5)]
-    made = [{"step": s, "perf/time": t, "perf/seconds": p} for s, t, p in times]
-    made.append({"step": 60, "perf/time": None, "perf/seconds": 9.0})
-    starts = read(tmp_path, made).starts
+    content = [{"step": s, "perf/time": t, "perf/seconds": p} for s, t, p in times]
+    content.append({"step": 60, "perf/time": None, "perf/seconds": 9.0})
+    starts = read(tmp_path, content).starts
     assert starts == [(10, 20.0, {}), (30, 40.0, {}), (50, 9.0, {})]
 
 

@@ -25,7 +25,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m xshard.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("workdir", nargs="+", metavar="WORKDIR", help="a run's work directory")
+    page_help = "the page; report.html by default"
+    parser.add_argument("--output", default="report.html", metavar="FILE.html", help=page_help)
+    arguments = parser.parse_args(argv)
     print(make(arguments.workdir, pathlib.Path(arguments.output)))
     return 0
 
@@ -60,18 +68,6 @@ def make(workdirs: Sequence[str], output: pathlib.Path) -> str:
             f"--output={output} cannot be written: {e.strerror} ({e.filename})."
         ) from e
     return f"{output}: {'1 run' if len(runs) == 1 else f'{len(runs)} runs'}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m xshard.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("workdir", nargs="+", metavar="WORKDIR", help="a run's work directory")
-    page_help = "the page; report.html by default"
-    parser.add_argument("--output", default="report.html", metavar="FILE.html", help=page_help)
-    return parser
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -74,28 +75,11 @@ class Chart:
 def charts(runs: Sequence[runs_lib.Run]) -> list[Chart]:
     """All charts of runs, in the order of the page."""
     lines: dict[str, list[Line]] = {}
-    for index, run in enumerate(runs):
-        for columns, judge, mode in (
-            (run.training, "training", "lines"),
-            (run.evaluation, "evaluation", "lines+markers"),
-            (run.separate, "evaluation job", "markers"),
-        ):
-            for name, column in columns.items():
-                variants, metric = _variants(name)
-                dash = _DASHES.get(variants or judge, "dash")
-                words = [judge, variants] if variants else [judge]
-                for group, values in enumerate(column.values.T):
-                    groups = [f"group {group}"] if len(column.values.T) > 1 else []
-                    line = Line(
-                        (index,), ", ".join(words + groups), column.steps, values, dash, mode
-                    )
-                    lines.setdefault(metric, []).append(line)
+    for number, run in enumerate(runs):
+        for metric, line in _lines(number, run):
+            lines.setdefault(metric, []).append(line)
     families = seeds(runs)
-    drawn = [
-        Chart(name, _with_means(own, families))
-        for name, own in lines.items()
-        if name not in _NO_CHART and not (name[:5] == "perf/" and name.endswith("_seconds"))
-    ]
+    drawn = [Chart(metric, _with_means(own, families)) for metric, own in lines.items()]
     sections = (LEARNING, UPDATES, SPEED)
     return sorted(drawn, key=lambda chart: (sections.index(chart.section), chart.name != "loss"))
 
@@ -142,6 +126,24 @@ def thin(values: np.ndarray, parts: int) -> np.ndarray:
         # A part without a finite value stays a gap.
         kept.update(ends or index[:1])
     return np.array(sorted(kept))
+
+
+def _lines(number: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
+    """The curve of each group under each name, with the metric that it is of."""
+    for columns, judge, mode in (
+        (run.training, "training", "lines"),
+        (run.evaluation, "evaluation", "lines+markers"),
+        (run.separate, "evaluation job", "markers"),
+    ):
+        for name, (steps, values) in columns.items():
+            variants, metric = _variants(name)
+            if metric in _NO_CHART or re.fullmatch("perf/.*_seconds", metric):
+                continue
+            what = f"{judge}, {variants}" if variants else judge
+            dash = _DASHES.get(variants or judge, "dash")
+            for group, own in enumerate(values.T):
+                of = f", group {group}" if len(values.T) > 1 else ""
+                yield metric, Line((number,), f"{what}{of}", steps, own, dash, mode)
 
 
 def _with_means(lines: list[Line], families: list[int]) -> list[Line]:
