@@ -273,3 +273,12 @@ def test_the_time_of_a_process_is_all_in_its_parts(tmp_path):
     assert first.parts["training"] == pytest.approx(18.0) and second.first == 210
     assert sum(first.parts.values()) == pytest.approx(first.seconds) == 12 + 0.11 * 200
     assert tuple(first.parts) == runs.PARTS
+
+
+def test_numbers_at_the_ends_of_what_a_file_can_hold(tmp_path):
+    ends = [1e308, -1e308, 5e-324, 0, 10**400, None]
+    names = ("loss", "loss_scale", "perf/seconds", "perf/time", "perf/steps_per_second")
+    content = [{"step": step, **dict.fromkeys(names, end)} for step, end in enumerate(ends)]
+    content.append({"step": 2**63 - 1, "loss": 1e308, "eval/loss": [1e308, None]})
+    paths = [samples.write(tmp_path / str(seed), content, seed=seed) for seed in range(2)]
+    assert "values are not finite" in words(report(tmp_path, *paths))

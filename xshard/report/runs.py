@@ -221,11 +221,11 @@ def _starts(training: rows_lib.Columns) -> list[Start]:
         return []
     known = ~np.isnan(seconds.values[:, 0])
     steps, values = seconds.steps[known], seconds.values[known, 0]
-    other = np.diff(values) < 0
+    other = values[1:] < values[:-1]
     if clock is not None and np.array_equal(clock.steps, seconds.steps):
         # No comparison is true of a time that is not known.
         times = clock.values[known, 0]
-        other |= times[1:] - values[1:] > times[:-1]
+        other |= times[1:] > times[:-1] + values[1:]
     starts = []
     for begin, end in itertools.pairwise([0, *(np.flatnonzero(other) + 1), len(steps)]):
         if begin < end:
