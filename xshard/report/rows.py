@@ -44,10 +44,12 @@ def read(path: pathlib.Path) -> Rows:
         is_evaluation = any(name.startswith(_EVALUATION) for name in row)
         table = evaluation if is_evaluation else training
         for name, value in row.items():
-            steps, values = table.setdefault(name.removeprefix(_EVALUATION), ([], []))
+            steps, values = table.setdefault(name, ([], []))
             steps.append(step)
             values.append(value)
-    return Rows(_columns(training, path.name, notes), _columns(evaluation, path.name, notes), notes)
+    judged = _columns(evaluation, path.name, notes)
+    judged = {name.removeprefix(_EVALUATION): column for name, column in judged.items()}
+    return Rows(_columns(training, path.name, notes), judged, notes)
 
 
 def numbers_of(values: Any) -> dict[str, list[float]]:
@@ -115,21 +117,24 @@ def _column(steps: list[int], values: list[Any]) -> Column:
     groups = len(numbers[-1])
     kept = [index for index, row in enumerate(numbers) if groups and len(row) == groups]
     array = np.array([numbers[index] for index in kept], np.float64)
+    array = np.where(np.isfinite(array), array, np.nan)
     return Column(np.array([steps[index] for index in kept], np.int64), array)
 
 
 def _numbers(value: Any) -> list[float]:
-    """The numbers of all groups, nan for one that is not finite; none if it is something else."""
+    """The numbers of all groups, nan for null; none if it is something else."""
+    # Most are plain numbers, and there may be millions of them.
+    if type(value) is float:
+        return [value]
     numbers = value if isinstance(value, list) else [value]
     if not all(number is None or isinstance(number, int | float) for number in numbers):
         return []
-    return [_finite(number) for number in numbers]
+    return [_number(number) for number in numbers]
 
 
-def _finite(number: float | None) -> float:
-    """The number; nan in the place of one that is not finite, or none, or too large an integer."""
+def _number(number: float | None) -> float:
+    """The number; nan in the place of none, or of an integer that is too large."""
     try:
-        value = math.nan if number is None else float(number)
+        return math.nan if number is None else float(number)
     except OverflowError:
         return math.nan
-    return value if math.isfinite(value) else math.nan
