@@ -4,6 +4,7 @@ import html
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -82,6 +83,18 @@ def test_a_real_run(tmp_path, real):
     assert {row["state"] for row in saved.values()} == {"complete"}
     (best,) = [entry.step for entry in entries if entry.best]
     assert saved[best]["kept"] == "best 1 by error" and "written with" in words(page)
+
+
+def test_a_run_begins_again_by_what_the_page_says(tmp_path, real):
+    blocks = re.findall(r"<pre>(.*?)</pre>", report(tmp_path, real), re.DOTALL)
+    program, command = map(html.unescape, blocks)
+    names = {}
+    exec(program, names)
+    _, path = shlex.split(command)[3].split(":")
+    config = names["get_config"](path)
+    assert "_run" not in config
+    before = json.loads((real / "config.json").read_bytes())
+    assert json.loads(config.to_json()) == {k: v for k, v in before.items() if k != "_run"}
 
 
 def test_runs_side_by_side(tmp_path):

@@ -1,5 +1,6 @@
 """Lays out the page, in HTML that needs nothing but itself."""
 
+import shlex
 import string
 import time
 from collections.abc import Sequence
@@ -45,6 +46,16 @@ $sections
 </body>
 </html>
 """)
+_REPEAT = """# repeat.py
+import json
+import ml_collections
+
+def get_config(path):
+    with open(path) as file:
+        config = json.load(file)
+    config.pop("_run", None)  # A run of its own.
+    return ml_collections.ConfigDict(config)
+"""
 # A forged file may have any number of names.
 _CHARTS = 200
 _CONFIG = {
@@ -68,6 +79,7 @@ def build(runs: Sequence[runs_lib.Run]) -> str:
         sections["Where the time went"] = [_figure("Shares", shares, len(drawn), captions)]
     sections["Checkpoints"] = [tables.checkpoints(runs)]
     sections["Config"] = [tables.config(runs)]
+    sections["To run it again"] = [_repeat(runs)]
     experiments = dict.fromkeys(str(run.config.get("experiment", "")) for run in runs)
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
@@ -83,6 +95,18 @@ def build(runs: Sequence[runs_lib.Run]) -> str:
         notes=_paragraphs("notes", notes),
         sections="\n".join(f"<h2>{name}</h2>\n{''.join(s)}" for name, s in sections.items()),
     )
+
+
+def _repeat(runs: Sequence[runs_lib.Run]) -> str:
+    """Says how to begin a run again."""
+    config = f"--config=repeat.py:{runs[0].path / 'config.json'}"
+    command = shlex.join(["python", "-m", "xshard.main", config, "--workdir=runs/again"])
+    words = [
+        "The command of a run is not recorded. With this file, which takes a run's config from its work "
+        "directory, the command below begins the same run in another directory. Add the flags that are no part "
+        "of the config, such as --cpu_devices and --init_from."
+    ]
+    return f"{_paragraphs('', words)}\n<pre>{_REPEAT}</pre>\n<pre>{figures.text(command)}</pre>"
 
 
 def _paragraphs(kind: str, words: Sequence[str]) -> str:

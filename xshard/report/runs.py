@@ -46,13 +46,15 @@ class Run(NamedTuple):
     """One run.
 
     Attributes:
-      name: the end of its path that no other run has.
+      path: its work directory.
+      name: the end of that path which no other run has.
       separate: columns of the evaluation job; those of the run's own evaluations are `evaluation`.
       starts: its processes, one after the other; empty if their seconds were not recorded.
       state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'; `doing` is the same in words.
       results: the final evaluation; empty if it has not been made.
     """
 
+    path: pathlib.Path
     name: str
     config: dict[str, Any]
     training: rows_lib.Columns
@@ -137,6 +139,7 @@ def _run(
     if not columns:
         notes.append("no metrics yet.")
     return Run(
+        path,
         name,
         config,
         rows.training,
