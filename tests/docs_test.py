@@ -69,7 +69,7 @@ def test_blocks_of_python(page, tmp_path, monkeypatch, capsys):
     shared = {"config": digits.get_config()}
     blocks = fences(page)
     with jax.numpy_dtype_promotion("standard"):
-        for (language, block), following in zip(blocks, [*blocks[1:], None], strict=True):
+        for (language, block), following in zip(blocks, [*blocks, None][1:], strict=True):
             if language == "python":
                 exec(compile(block, f"{page.name}: {block[:40]!r}", "exec"), shared)
                 out = capsys.readouterr().out

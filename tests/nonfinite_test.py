@@ -18,7 +18,7 @@ from xshard import batches, checkpoint, loop, mesh, model, nonfinite, step
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.metrics import deferred
-from xshard.optimizers import shards
+from xshard.optimizers import phases
 from xshard.pod import notice
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -305,7 +305,7 @@ def test_gradients_of_any_type_are_counted():
             "scalar": jnp.asarray(-inf, jnp.bfloat16),
         }
     }
-    applied = shards.Applied(grads, {}, None)
+    applied = phases.Applied({}, True, None, grads, {}, None)
     counted = dict(zip(sorted(grads["m"]), model._count_nonfinite(applied).tolist(), strict=True))
     assert counted == {"complex": 2, "half": 1, "large": 0, "none": 0, "scalar": 1}
 

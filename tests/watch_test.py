@@ -55,7 +55,7 @@ def test_a_signal_becomes_a_notice_and_only_one(tmp_path, capfd, monkeypatch, nu
             # As those come that stop a job on many hosts, or at the limit of CPU time: several times over.
             os.kill(os.getpid(), number)
             harness.wait_until(lambda: len(signalled) == 2)
-            assert watching._asked is None and watching.poll() is None
+            assert watching._agreement._asked is None and watching.poll() is None
     said = f"{signal.Signals(number).name}: saving after this step"
     assert capfd.readouterr().err.count(said) == 1
 
@@ -78,7 +78,7 @@ def test_a_signal_while_python_stands_still(tmp_path):
     def stop():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-            harness.wait_until(lambda: watching._stopping)
+            harness.wait_until(lambda: watching._agreement.is_stopping)
         finally:
             libc.pthread_barrier_wait(barrier)
 
@@ -131,7 +131,7 @@ def test_a_save_that_is_asked_for_and_a_stop_that_outdoes_it(tmp_path):
         watching.poll()
         watching.ask(notice.Notice(notice.SAVE, "it is time"))
         assert poll(watching).kind == notice.SAVE
-        with watching._changed:
+        with watching._agreement._changed:
             watching.ask(notice.Notice(notice.SAVE, "it is time"))
             watching.ask(notice.Notice(notice.STOP, "enough"))
         assert poll(watching).why == "enough"
@@ -142,7 +142,7 @@ def test_a_save_for_the_same_point_does_not_undo_a_stop(tmp_path):
         watching.poll()
         for rounds, kind in enumerate((notice.STOP, notice.SAVE), 1):
             watching.ask(notice.Notice(kind, "it is time"))
-            harness.wait_until(lambda n=rounds: watching._round == n)
+            harness.wait_until(lambda n=rounds: watching._agreement._round == n)
         assert watching.poll().kind == notice.STOP
 
 
@@ -271,6 +271,7 @@ def test_two_agree_over_a_network_that_loses_calls(tmp_path, monkeypatch, seed):
             watching = watch.Watch(tmp_path, ["h0", "h0"])
             watching._index = index
             watching._board = LossyBoard(index, shared, random.Random(100 * seed + index))
+            watching._agreement._board = watching._board
             both.append(watching)
         for watching in both:
             stack.enter_context(watching)

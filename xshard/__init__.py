@@ -7,6 +7,7 @@ from xshard.mesh import make_mesh
 from xshard.optimizers.base import Optimizer, OptimizerWrapper
 from xshard.optimizers.cross_shard import CrossShardOptimizer, Reduction
 from xshard.optimizers.gradients import AggregationMethod, MicroBatches
+from xshard.optimizers.layouts import StateSharding
 from xshard.optimizers.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -32,6 +33,7 @@ __all__ = [
     "Optimizer",
     "OptimizerWrapper",
     "Reduction",
+    "StateSharding",
     "TrainState",
     "UserError",
     "abstract_state",

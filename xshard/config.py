@@ -68,6 +68,12 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def with_defaults(flat: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values by path, with what a config may do without at its default."""
+    optional = {key.name: key.default for key in KEYS if _is_optional(key.name)}
+    return {**optional, **flat}
+
+
 class Due(NamedTuple):
     """The steps at which a run evaluates and saves.
 

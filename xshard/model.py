@@ -17,6 +17,7 @@ from xshard.optimizers import (
     gradients,
     loss_scale,
     moving_average,
+    phases,
     shards,
     trees,
 )
@@ -35,11 +36,11 @@ class Update(NamedTuple):
       net_state: the new state of the network, the replica's own.
       global_step: the number of updates applied.
       metrics: the replica's own.
-      shares: where replicas have parts of the gradients, numbers of the replica's own, of which a norm's
+      shares: where replicas have shards of the gradients, numbers of the replica's own, of which a norm's
         square is the mean over the replicas and what is in `squares`.
       squares: the squares of norms, or the rest of them; equal on all replicas of a group, as are `agreed`.
       agreed: further metrics.
-      nonfinite: for each parameter how many elements of its gradient are not finite; where replicas have parts of
+      nonfinite: for each parameter how many elements of its gradient are not finite; where replicas have shards of
         the gradients, of the replica's own.
       lowered: whether the update has lowered a loss scale.
     """
@@ -57,8 +58,6 @@ class Update(NamedTuple):
 
 class _SkipNonfinite(base.OptimizerWrapper):
     """Leaves out each step with a gradient that is not finite, as a dynamic loss scale does; has no state."""
-
-    takes_parts = True
 
     def __init__(self, opt: base.Optimizer):
         super().__init__()
@@ -154,11 +153,12 @@ class Model:
         value, (new_state, _) = hk.transform(loss).apply({}, key)
         return value, new_state
 
-    def layouts(self, params: Any) -> Mapping[str, layouts_lib.Layouts]:
+    def layouts(self, params: Any, opt_state: Any) -> Mapping[str, layouts_lib.Layouts]:
         """Returns how the state of the rules is sharded over replicas: `{module: {name: layout}}`.
 
         Args:
           params: the parameters of one group, or their shapes.
+          opt_state: the state of one group's rules, or its shapes: whole, or as it is stored.
         """
         partition = shards.Partition(
             params,
@@ -167,8 +167,9 @@ class Model:
             rules=self.experiment.sharding_rules(),
             copies=mesh_lib.num_slices(self._mesh),
         )
-        layouts = hk.transform(lambda: self._optimizer().state_layouts(partition))
-        return layouts.apply({}, None)
+        is_sharded = lambda: any(rule.shard_update for rule in _reducing(self._optimizer()))
+        slots = hk.transform(is_sharded).apply({}, None)
+        return layouts_lib.of_state(partition.layouts, opt_state, partition.copies, slots=slots)
 
     def averaged(self, params: Any, opt_state: Any) -> Any | None:
         """The averages of the parameters, a tree of their structure; None if the rules keep none.
@@ -184,7 +185,7 @@ class Model:
         """The name under which the rules keep averages of the parameters; None if they do not."""
         find = lambda: [
             rule.module_name
-            for rule in base.unwrap(self._optimizer())
+            for rule in base.held(self._optimizer())
             if isinstance(rule, moving_average.MovingAverageOptimizer)
         ]
         return next(iter(hk.transform(find).apply({}, None)), None)
@@ -192,12 +193,9 @@ class Model:
     def _optimizer(self) -> base.Optimizer:
         opt = contract.optimizer(self.experiment)
         where = contract.method(self.experiment, "optimizer")
-        _check_reduces(where, base.unwrap(opt), self._mesh)
-        for rule in base.unwrap(opt):
-            if isinstance(rule, cross_shard.CrossShardOptimizer):
-                rule.sharding_rules = self.experiment.sharding_rules()
-                if rule.axis_name == mesh_lib.REPLICA:
-                    rule.scatter_steps, rule.gather_steps = mesh_lib.torus_steps(self._mesh)
+        _check_reduces(where, opt, self._mesh)
+        for rule in _reducing(opt):
+            rule.lie_on(self._mesh, self.experiment.sharding_rules())
         if self._skip_nonfinite:
             _check_skips(opt)
             opt = _SkipNonfinite(opt)
@@ -222,20 +220,20 @@ class Model:
         )
         grads = self.experiment.clip_gradients(grads)
         scales = _loss_scales(opt)
-        params, new_global_step = opt.apply_gradients(grads, params, global_step)
+        done = _apply(opt, grads, params, global_step)
         net_state, metrics = aux if parts == 1 else jax.tree.map(_mean_over_parts, aux)
         metrics = {**metrics, "loss": value}
-        shares, squares = _norms(opt.applied)
+        shares, squares = _norms(done)
         new_scales = _loss_scales(opt)
         agreed = {"loss_scale": new_scales[0]} if new_scales else {}
         lowered = jnp.asarray(False)
         for old, new in zip(scales, new_scales, strict=True):
             lowered |= new < old
-        nonfinite = _count_nonfinite(opt.applied)
+        nonfinite = _count_nonfinite(done)
         return Update(
-            params,
+            done.params,
             net_state,
-            new_global_step,
+            done.global_step,
             metrics,
             shares,
             squares,
@@ -270,17 +268,29 @@ def _with_all_gradients(
 def _loss_scales(opt: base.Optimizer) -> list[jax.Array]:
     return [
         rule.loss_scale()
-        for rule in base.unwrap(opt)
+        for rule in base.held(opt)
         if isinstance(rule, loss_scale.MixedPrecisionLossScaleOptimizer)
     ]
 
 
-def _count_nonfinite(applied: shards.Applied | None) -> jax.Array:
+def _apply(opt: base.Optimizer, grads: Any, params: Any, global_step: Any) -> phases.Applied:
+    if type(opt).apply_gradients is base.Optimizer.apply_gradients:
+        return opt.apply(grads, params, global_step)
+    # What it has aggregated is its own.
+    params, global_step = opt.apply_gradients(grads, params, global_step)
+    return phases.Applied(params, None, global_step, None, None, None)
+
+
+def _reducing(opt: base.Optimizer) -> list[cross_shard.CrossShardOptimizer]:
+    return [rule for rule in base.held(opt) if isinstance(rule, cross_shard.CrossShardOptimizer)]
+
+
+def _count_nonfinite(applied: phases.Applied) -> jax.Array:
     """Counts the elements of each gradient that are not finite, of a parameter without a gradient none, in float32.
 
     In the type of the norms, which come of the same arrays: what is summed of both goes in one reduction.
     """
-    if applied is None:  # A rule whose apply_gradients is its own.
+    if applied.grads is None:
         return jnp.zeros((0,), jnp.float32)
     grads = trees.leaves_by_path(applied.grads).values()
     none = jnp.zeros((), jnp.float32)
@@ -291,33 +301,33 @@ def _number_nonfinite(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), jnp.float32(1)))
 
 
-def _norms(applied: shards.Applied | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _norms(applied: phases.Applied) -> tuple[dict[str, Any], dict[str, Any]]:
     """`shares` and `squares` of the gradients of an update, and of the parameters that it has made."""
-    if applied is None:  # A rule whose apply_gradients is its own.
+    if applied.grads is None:
         return {}, {}
-    trees_of = (applied.grads, applied.params)
+    trees_of = (applied.grads, applied.new_params)
     if applied.partition is None:
         return {}, dict(zip(NORMS, map(trees.sum_of_squares, trees_of), strict=True))
     shares, squares = zip(*map(applied.partition.sums_of_squares, trees_of), strict=True)
     return dict(zip(NORMS, shares, strict=True)), dict(zip(NORMS, squares, strict=True))
 
 
-def _check_reduces(where: str, chain: list[base.Optimizer], mesh: jax.sharding.Mesh) -> None:
-    reducing = [rule for rule in chain if isinstance(rule, cross_shard.CrossShardOptimizer)]
+def _check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> None:
+    reducing = _reducing(opt)
     over = {axis for rule in reducing for axis in (rule.axis_name, rule.slice_axis_name)}
     wanted = {mesh_lib.REPLICA, *([mesh_lib.SLICE] if mesh_lib.num_slices(mesh) > 1 else [])}
     missing = sorted(wanted - over)
     if missing:
         argument = "axis_name" if mesh_lib.REPLICA in missing else "slice_axis_name"
         raise errors.UserError(
-            f"{where} returned {' around '.join(rule.name for rule in chain)}, which does not "
+            f"{where} returned {' around '.join(rule.name for rule in base.held(opt))}, which does not "
             f"reduce over the axis '{missing[0]}': replicas would drift apart. Wrap it in a "
             f"CrossShardOptimizer with {argument}='{missing[0]}'."
         )
     for rule in reducing:
         if rule.shard_update and rule.axis_name != mesh_lib.REPLICA:
             raise errors.UserError(
-                f"{rule.name} shards its update over the axis '{rule.axis_name}'; a run's state is cut over "
+                f"{rule.name} shards its update over the axis '{rule.axis_name}'; a run's state is sharded over "
                 f"'{mesh_lib.REPLICA}'. Set shard_update on the CrossShardOptimizer over that axis."
             )
         if rule.slice_dtype == "int8" and mesh_lib.num_slices(mesh) == 1:

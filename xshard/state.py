@@ -3,8 +3,8 @@
 With several groups all state but `step` and `rng` has a leading dimension of groups, since groups go
 separate ways.
 
-Where the optimizer shards its update, a slot lies along `replica` in the dimension that is cut. A slot
-that has none is stored flattened and filled up, which depends on the number of replicas; `Storage` gives
+Where the optimizer shards its update, a slot lies along `replica` in the dimension that is sharded. A slot
+that has none is stored flattened and padded, which depends on the number of replicas; `Storage` gives
 it the shape that a checkpoint has, and takes it back.
 """
 
@@ -23,8 +23,8 @@ from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import moving_average, trees
 
 Batch = model_lib.Batch
-_Cuts = Mapping[str, layouts_lib.Layouts]
-# Stands for what is not cut.
+_Layouts = Mapping[str, layouts_lib.Layouts]
+# Stands for what is not sharded.
 _WHOLE = layouts_lib.layout("", (), 1)
 
 # The position in the root key's stream that belongs to initialisation; no step has this number.
@@ -111,8 +111,8 @@ def as_stored(
 ) -> TrainState:
     """Shapes, types and shardings of what `init` returns, from those of `abstract_state(..., whole=True)`."""
     model = model_lib.Model(experiment, mesh)
-    cuts = _layouts(model, mesh, whole)
-    store = lambda opt_state: _reshape(cuts, mesh, opt_state, whole=False)
+    layouts = _layouts(model, mesh, whole)
+    store = lambda opt_state: _reshape(layouts, mesh, opt_state, whole=False)
     shapes = whole._replace(opt_state=jax.eval_shape(store, whole.opt_state))
     return _placed(shapes, _shardings(model, mesh, shapes))
 
@@ -128,8 +128,8 @@ def averaged(model: model_lib.Model, mesh: jax.sharding.Mesh, state: TrainState)
     name = model.averages_module()
     if name is None:
         return None
-    cuts = {name: _layouts(model, mesh, state).get(name, {})}
-    kept = _reshape(cuts, mesh, {name: state.opt_state[name]}, whole=True)
+    layouts = {name: _layouts(model, mesh, state).get(name, {})}
+    kept = _reshape(layouts, mesh, {name: state.opt_state[name]}, whole=True)
     return model.averaged(state.params, kept)
 
 
@@ -140,7 +140,7 @@ class Storage:
         self._model = model_lib.Model(experiment, mesh)
         self._mesh = mesh
         # What a save need not find anew: the shapes of a run stay.
-        self._cuts: _Cuts | None = None
+        self._layouts_of_state: _Layouts | None = None
         self._jitted: dict[bool, Any] = {}
 
     def to_whole(self, state: TrainState) -> TrainState:
@@ -171,25 +171,27 @@ class Storage:
         return state._replace(opt_state={**state.opt_state, name: slots})
 
     def _convert(self, state: TrainState, whole: bool) -> TrainState:
-        if self._cuts is None:
-            self._cuts = _layouts(self._model, self._mesh, state)
-        cuts = self._cuts
+        if self._layouts_of_state is None:
+            self._layouts_of_state = _layouts(self._model, self._mesh, state)
+        layouts = self._layouts_of_state
         is_due = lambda layout, x: (
             layout.flat and (x.shape[-len(layout.shape) :] == layout.shape) != whole
         )
         due = {
             module: {
-                name: x for name, x in arrays.items() if is_due(cuts[module].get(name, _WHOLE), x)
+                name: x
+                for name, x in arrays.items()
+                if is_due(layouts[module].get(name, _WHOLE), x)
             }
             for module, arrays in state.opt_state.items()
-            if module in cuts
+            if module in layouts
         }
         if not any(due.values()):
             return state
         if whole not in self._jitted:
-            reshape = functools.partial(_reshape, cuts, self._mesh, whole=whole)
+            reshape = functools.partial(_reshape, layouts, self._mesh, whole=whole)
             specs = _opt_specs(
-                self._model, self._mesh, cuts, jax.eval_shape(reshape, due), whole=whole
+                self._model, self._mesh, layouts, jax.eval_shape(reshape, due), whole=whole
             )
             places = jax.tree.map(lambda spec: mesh_lib.sharding(self._mesh, *spec), specs)
             self._jitted[whole] = jax.jit(reshape, out_shardings=places)
@@ -222,27 +224,25 @@ def _build(
     else:
         trees, global_step = init(keys[0], example), jnp.int32(0)
     state = TrainState(jnp.int32(0), global_step, *trees, root)
-    cuts = _layouts(model, mesh, state)
+    layouts = _layouts(model, mesh, state)
     # What differs from slice to slice is made for one.
     repeat = lambda layout, x: jnp.repeat(x, layout.copies, axis=0) if layout.copies else x
-    opt_state = _map_cut(repeat, cuts, mesh, state.opt_state)
+    opt_state = _map_sharded(repeat, layouts, mesh, state.opt_state)
     if not whole:
-        opt_state = _reshape(cuts, mesh, opt_state, whole=False)
+        opt_state = _reshape(layouts, mesh, opt_state, whole=False)
     return state._replace(opt_state=opt_state)
 
 
-def _reshape(cuts: _Cuts, mesh: jax.sharding.Mesh, opt_state: Any, *, whole: bool) -> Any:
+def _reshape(layouts: _Layouts, mesh: jax.sharding.Mesh, opt_state: Any, *, whole: bool) -> Any:
     """The rules' state with its arrays whole, or as they are stored."""
-
-    def one(layout: layouts_lib.Layout, x: Any) -> Any:
-        change = layout.whole if whole else layout.store
-        return jax.vmap(change)(x) if layout.copies else change(x)
-
-    return _map_cut(one, cuts, mesh, opt_state)
+    change = layouts_lib.whole if whole else layouts_lib.stored
+    return _map_sharded(change, layouts, mesh, opt_state)
 
 
-def _map_cut(f: Callable[..., Any], cuts: _Cuts, mesh: jax.sharding.Mesh, opt_state: Any) -> Any:
-    """Applies `f(layout, array)` to what of the rules' state is cut, in each group."""
+def _map_sharded(
+    f: Callable[..., Any], layouts: _Layouts, mesh: jax.sharding.Mesh, opt_state: Any
+) -> Any:
+    """Applies `f(layout, array)` to what of the rules' state is sharded, in each group."""
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def one(layout: layouts_lib.Layout | None, x: Any) -> Any:
@@ -251,13 +251,13 @@ def _map_cut(f: Callable[..., Any], cuts: _Cuts, mesh: jax.sharding.Mesh, opt_st
         in_group = functools.partial(f, layout)
         return jax.vmap(in_group)(x) if grouped else in_group(x)
 
-    return layouts_lib.map_state(one, cuts, opt_state)
+    return layouts_lib.map_state(one, layouts, opt_state)
 
 
-def _layouts(model: model_lib.Model, mesh: jax.sharding.Mesh, state: TrainState) -> _Cuts:
+def _layouts(model: model_lib.Model, mesh: jax.sharding.Mesh, state: TrainState) -> _Layouts:
     skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
     shape = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
-    return model.layouts(jax.tree.map(shape, state.params))
+    return model.layouts(*jax.tree.map(shape, (state.params, state.opt_state)))
 
 
 def specs(
@@ -271,13 +271,13 @@ def specs(
     """The axes that each leaf lies along; with `manual` without those that XLA sees to."""
     rules = () if manual else model.experiment.sharding_rules()
     place = functools.partial(_tree_specs, mesh, rules)
-    cuts = _layouts(model, mesh, state)
+    layouts = _layouts(model, mesh, state)
     return TrainState(
         jax.P(),
         jax.P(mesh_lib.GROUP) if mesh_lib.num_groups(mesh) > 1 else jax.P(),
         place(state.params),
         place(state.net_state, slots=True),
-        _opt_specs(model, mesh, cuts, state.opt_state, manual=manual, whole=whole),
+        _opt_specs(model, mesh, layouts, state.opt_state, manual=manual, whole=whole),
         jax.P(),
     )
 
@@ -285,7 +285,7 @@ def specs(
 def _opt_specs(
     model: model_lib.Model,
     mesh: jax.sharding.Mesh,
-    cuts: _Cuts,
+    layouts: _Layouts,
     opt_state: Any,
     *,
     manual: bool = False,
@@ -294,7 +294,7 @@ def _opt_specs(
     group = (mesh_lib.GROUP,) if mesh_lib.num_groups(mesh) > 1 else ()
     rules = () if manual else model.experiment.sharding_rules()
 
-    def cut(layout: layouts_lib.Layout | None, spec: jax.P) -> jax.P:
+    def spec_of(layout: layouts_lib.Layout | None, spec: jax.P) -> jax.P:
         if layout is None:
             return spec
         if layout.flat and whole:
@@ -302,7 +302,7 @@ def _opt_specs(
             layout = dataclasses.replace(layout, dim=None)
         return jax.P(*group, *layout.spec(mesh_lib.REPLICA, mesh_lib.SLICE, manual=manual))
 
-    return layouts_lib.map_state(cut, cuts, _tree_specs(mesh, rules, opt_state, slots=True))
+    return layouts_lib.map_state(spec_of, layouts, _tree_specs(mesh, rules, opt_state, slots=True))
 
 
 def _tree_specs(

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xshard.optimizers import base
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import shards
 
 REPLICAS = 8
 MESH_AXIS = "replica"
@@ -105,19 +105,23 @@ def sharded(
     step: hk.TransformedWithState, make_optimizer: Callable[[], Any], replicas: int = REPLICAS
 ) -> tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any], Any]]:
     """As `replicated`, each replica with its part of the slots; and what takes a whole state there and back."""
-    partition = shards.Partition(params(), replicas, MESH_AXIS)
-    layouts = hk.transform(lambda: make_optimizer().state_layouts(partition)).apply({}, None)
-    store = lambda state: layouts_lib.map_state(
-        lambda lay, x: lay.store(x) if lay else x, layouts, state
-    )
-    whole = lambda state: layouts_lib.map_state(
-        lambda lay, x: lay.whole(x) if lay else x, layouts, state
-    )
+
+    def sharding(state: Any) -> layouts_lib.StateSharding | None:
+        rules = hk.transform(lambda: base.held(make_optimizer())).apply({}, None)
+        shards = any(getattr(rule, "shard_update", False) for rule in rules)
+        return layouts_lib.StateSharding(state, params(), replicas) if shards else None
+
+    def store(state: Any) -> Any:
+        how = sharding(state)
+        return how.store(state) if how else state
+
+    def whole(state: Any) -> Any:
+        how = sharding(state)
+        return how.whole(state) if how else state
 
     def run(p: Any, s: Any, x: Any, n: Any = 0) -> Any:
-        specs = layouts_lib.map_state(
-            lambda lay, _: lay.spec(MESH_AXIS) if lay else jax.P(), layouts, s
-        )
+        how = sharding(s)
+        specs = how.specs if how else jax.tree.map(lambda _: jax.P(), s)
         none, split = jax.P(), jax.P(MESH_AXIS)
 
         def local(p: Any, s: Any, x: Any, n: Any) -> Any:

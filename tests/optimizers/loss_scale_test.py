@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from tests.optimizers import harness
-from xshard.optimizers import base, cross_shard, gradients, loss_scale, shards
+from xshard.optimizers import base, cross_shard, gradients, loss_scale
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
 
@@ -385,14 +385,8 @@ def test_steps_in_a_loop_with_a_sharded_update_leave_slots_as_they_were_before_t
     xs = jnp.stack([x, x.at[0, 0].set(jnp.inf), 2 * x])
     many = many_steps(minimized, shard_update=True)
     _, state = many.init(None, params, xs)
-    make = lambda: scale_outside(shard_update=True)
-    partition = shards.Partition(params, 4, "replica")
-    layouts = hk.transform(lambda: make().state_layouts(partition)).apply({}, None)
-    cut = lambda f, other: layouts_lib.map_state(
-        lambda layout, leaf: f(layout, leaf) if layout else other(leaf), layouts, state
-    )
-    specs = cut(lambda layout, _: layout.spec("replica"), lambda _: jax.P())
-    stored = cut(lambda layout, leaf: layout.store(leaf), lambda leaf: leaf)
+    sharding = layouts_lib.StateSharding(state, params, 4)
+    specs, stored = sharding.specs, sharding.store(state)
     run = jax.jit(
         jax.shard_map(
             lambda s, xs: (lambda out, s: (out, s["adam"]))(*many.apply({}, s, None, params, xs)),

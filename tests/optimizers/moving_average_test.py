@@ -151,7 +151,7 @@ def test_a_skipped_step_leaves_every_bit(place, shard_update):
 
 @pytest.mark.parametrize("place, replicas", [*zip(PLACES, (4, 8, 8, 4), strict=True)])
 def test_in_parts_as_whole_in_every_place(place, replicas):
-    # 4 divides a dimension of each array; of 8 parts the array of (3, 4) is flattened and filled up.
+    # 4 divides a dimension of each array; of 8 parts the array of (3, 4) is flattened and padded.
     ends = []
     for shard_update in (False, True):
         make = functools.partial(nest, place, shard_update)
@@ -164,11 +164,9 @@ def test_in_parts_as_whole_in_every_place(place, replicas):
             (_, params, _), state = run(params, state, x)
         ends.append((params, whole(state)[NAME]))
         partition = shards.Partition(params, replicas, "replica")
-        cuts = hk.transform(lambda make=make: make().state_layouts(partition)).apply({}, None)
+        cuts = partition.state_layouts({NAME: ends[-1][1]})
         cut = {path for path, layout in partition.layouts.items() if layout.dim is not None}
-        assert cuts.get(NAME, {}).keys() == (
-            {f"average/{p}" for p in cut} if shard_update else set()
-        )
+        assert cuts[NAME].keys() == {f"average/{p}" for p in cut}
         lies = state[NAME][f"average/{W1}"].sharding.spec
         assert any(lies) == shard_update
     # Sums of float32 in another order, and four steps of Adam.
@@ -188,9 +186,7 @@ def test_between_two_sums_of_which_the_outer_shards():
         lambda: make().apply_gradients({"m": {"w": jnp.ones(8)}}, params)
     )
     _, state = step.init(None)
-    partition = shards.Partition(params, 4, "replica")
-    cuts = hk.transform(lambda: make().state_layouts(partition)).apply({}, None)
-    specs = layouts_lib.map_state(lambda c, _: c.spec("replica") if c else jax.P(), cuts, state)
+    specs = layouts_lib.StateSharding(state, params, 4).specs
     run = jax.shard_map(
         lambda state: step.apply({}, state, None),
         mesh=mesh,
@@ -269,5 +265,5 @@ def test_state_that_is_not_mapped_as_it_is_cut_is_refused():
     step = harness.transform_step(make)
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
-    with pytest.raises(ValueError, match="The average of 'mlp/linear_.*Optimizer.state_layouts"):
+    with pytest.raises(ValueError, match="The state 'average/mlp/linear_.*xshard.StateSharding"):
         harness.replicated(step, replicas=4)(params, state, x)

@@ -34,18 +34,9 @@ def runner(make_optimizer):
 
     rules = hk.transform_with_state(step)
     _, state = rules.init(None, GRADS[0], jnp.ones(3))
-    partition = shards.Partition(PARAMS, MESH[1], "replica", copies=MESH[0])
-    layouts = hk.transform(lambda: make_optimizer().state_layouts(partition)).apply({}, None)
-    specs = layouts_lib.map_state(
-        lambda lay, _: lay.spec(*AXES[::-1]) if lay else jax.P(), layouts, state
+    sharding = layouts_lib.StateSharding(
+        state, PARAMS, MESH[1], slices=MESH[0], slice_axis_name="slice"
     )
-
-    def store(layout, x):
-        if layout is None:
-            return x
-        if layout.copies:
-            return jax.vmap(layout.store)(jnp.repeat(x, layout.copies, axis=0))
-        return layout.store(x)
 
     def local(state, w):
         new, state = rules.apply({}, state, None, w[0], jnp.ones(3))
@@ -54,11 +45,11 @@ def runner(make_optimizer):
     run = jax.shard_map(
         local,
         mesh=make_mesh(),
-        in_specs=(specs, jax.P(AXES)),
-        out_specs=(jax.P(AXES), specs),
+        in_specs=(sharding.specs, jax.P(AXES)),
+        out_specs=(jax.P(AXES), sharding.specs),
         check_vma=False,
     )
-    return jax.jit(run), layouts_lib.map_state(store, layouts, state)
+    return jax.jit(run), sharding.store(state)
 
 
 def options(**more):
@@ -299,9 +290,9 @@ def test_what_has_no_gradient_is_not_sent(more):
     rules = hk.transform_with_state(step)
     _, state = rules.init(None, jnp.ones(()))
     partition = shards.Partition(PARAMS, MESH[1], "replica", copies=MESH[0])
-    layouts = hk.transform(lambda: make().state_layouts(partition)).apply({}, None)
+    layouts = partition.state_layouts(state)
     # On each device what rounding has lost.
-    own = lambda layout, x: jnp.full((1, *layout.part_shape), 0.25) if layout else x
+    own = lambda layout, x: jnp.full((1, *layout.shard_shape), 0.25) if layout else x
     state = layouts_lib.map_state(own, layouts, state)
     run = jax.shard_map(
         lambda x: jax.tree.map(lambda x: x[None], rules.apply({}, state, None, x[0])),

@@ -24,11 +24,7 @@ def run_one(make_optimizer, params, grads_of, replicas=4):
     """The new parameters where replica i has the gradients `grads_of(i)`; and the state's step counts."""
     step = hk.transform_with_state(lambda i: make_optimizer().apply_gradients(grads_of(i), params))
     _, state = step.init(None, 0)
-    partition = shards.Partition(params, replicas, "replica")
-    layouts = hk.transform(lambda: make_optimizer().state_layouts(partition)).apply({}, None)
-    specs = layouts_lib.map_state(
-        lambda lay, _: lay.spec("replica") if lay else EVERYWHERE, layouts, state
-    )
+    sharding = layouts_lib.StateSharding(state, params, replicas)
 
     def local(state):
         return step.apply({}, state, None, jax.lax.axis_index("replica"))
@@ -36,13 +32,11 @@ def run_one(make_optimizer, params, grads_of, replicas=4):
     run = jax.shard_map(
         local,
         mesh=harness.mesh(replicas),
-        in_specs=(specs,),
-        out_specs=(EVERYWHERE, specs),
+        in_specs=(sharding.specs,),
+        out_specs=(EVERYWHERE, sharding.specs),
         check_vma=False,
     )
-    return jax.jit(run)(
-        layouts_lib.map_state(lambda lay, x: lay.store(x) if lay else x, layouts, state)
-    )
+    return jax.jit(run)(sharding.store(state))
 
 
 WIDE = {"m": {"w": jnp.zeros(8)}}
@@ -203,7 +197,7 @@ def test_steps_that_do_not_fit_are_refused(options):
     "shape, count, spec, dim, part, stored",
     [
         ((16, 3), 8, (), 0, (2, 3), (16, 3)),
-        # Of two that could be cut the first whose parts fill a TPU's tiles.
+        # Of two that could be sharded the first whose parts fill a TPU's tiles.
         ((16, 1024), 8, (), 1, (16, 128), (16, 1024)),
         ((64, 1024), 8, (), 0, (8, 1024), (64, 1024)),
         ((3, 16), 8, (), 1, (3, 2), (3, 16)),
@@ -218,10 +212,10 @@ def test_steps_that_do_not_fit_are_refused(options):
 )
 def test_how_arrays_are_cut(shape, count, spec, dim, part, stored):
     layout = layouts_lib.layout("w", shape, count, spec)
-    assert (layout.dim, layout.part_shape, layout.stored_shape) == (dim, part, stored)
+    assert (layout.dim, layout.shard_shape, layout.stored_shape) == (dim, part, stored)
     x = jnp.arange(float(np.prod(shape, dtype=int))).reshape(shape)
     harness.assert_equal(layout.whole(layout.store(x)), x)
-    parts = [layout.part(x, i) for i in range(count)]
+    parts = [layout.shard(x, i) for i in range(count)]
     joined = parts[0] if dim is None else jnp.concatenate(parts, dim)
     harness.assert_equal(joined, layout.store(x))
 
@@ -231,9 +225,7 @@ def test_reductions_do_not_see_what_arrays_are_filled_up_with(kind):
     x = {"max": -1.0, "min": 1.0}.get(kind, 2.0) * jnp.ones((3, 5))
     x = x > 0 if kind in ("and", "or") else x
     partition = shards.Partition({"w": x}, 8, "replica")
-    reduce = lambda x: partition.reduce(
-        kind, partition.layouts["w"], partition.parts({"w": x})["w"]
-    )
+    reduce = lambda x: partition.reduce(kind, partition.layouts["w"], partition.own({"w": x})["w"])
     run = jax.shard_map(
         reduce, mesh=harness.mesh(), in_specs=EVERYWHERE, out_specs=EVERYWHERE, check_vma=False
     )
@@ -241,41 +233,31 @@ def test_reductions_do_not_see_what_arrays_are_filled_up_with(kind):
     np.testing.assert_array_equal(jax.jit(run)(x), whole(x))
 
 
-class Wrapper(base.OptimizerWrapper):
-    """A user's wrapper with an update of its own."""
+class Sorted(base.OptimizerWrapper):
+    """A user's wrapper with a phase of its own, which mixes elements."""
 
-    def __init__(self, opt):
-        super().__init__()
-        self.opt = opt
+    def __init__(self, opt, phase):
+        super().__init__(name="sorted")
+        self.opt, self.phase = opt, phase
 
-    def update(self, grads, params):
-        return self.opt.update(jax.tree.map(jnp.sort, grads), params)
+    def aggregate(self, grads):
+        grads = self.opt.aggregate(grads)
+        return jax.tree.map(jnp.sort, grads) if self.phase == "aggregate" else grads
 
-
-class Rule(base.Optimizer):
-    """A user's rule."""
-
-    def update(self, grads, params):
-        return jax.tree.map(lambda g, p: p - g, grads, params)
-
-
-class ElementwiseRule(Rule):
-    """One that says what it is."""
-
-    takes_parts = True
+    def vote(self, grads):
+        in_order = [jnp.sort(grad)[0] <= grad[0] for grad in jax.tree.leaves(grads)]
+        return in_order[0] if self.phase == "vote" else self.opt.vote(grads)
 
     def update(self, grads, params):
-        return super().update(grads, params)
+        grads = jax.tree.map(jnp.sort, grads) if self.phase == "update" else grads
+        return self.opt.update(grads, params)
 
 
-def test_a_users_rule_says_whether_it_takes_parts():
-    ones = lambda i: {"m": {"w": jnp.ones(8)}}
-    with pytest.raises(ValueError, match="Rule cannot be sharded.*takes_parts = True"):
-        run_one(lambda: CrossShard(Rule(), "sum"), WIDE, ones)
-    with pytest.raises(ValueError, match="Wrapper cannot be sharded"):
-        run_one(lambda: Wrapper(CrossShard(optax.sgd(1.0), "sum")), WIDE, ones)
-    new, _ = run_one(lambda: CrossShard(ElementwiseRule(), "sum"), WIDE, ones)
-    np.testing.assert_array_equal(new["m"]["w"], np.full(8, -4.0))
+@pytest.mark.parametrize("phase", ["aggregate", "vote", "update"])
+def test_a_phase_that_mixes_elements_is_refused_by_name(phase):
+    make = lambda: Sorted(CrossShard(optax.sgd(1.0)), phase)
+    with pytest.raises(ValueError, match="sorted cannot be sharded: its sort takes 'm/w'"):
+        run_one(make, WIDE, lambda i: WIDE)
 
 
 def test_the_check_of_varying_values_is_refused_with_the_mend():
@@ -287,7 +269,7 @@ def test_the_check_of_varying_values_is_refused_with_the_mend():
 
 
 def test_two_sharded_updates_are_refused():
-    with pytest.raises(ValueError, match="already cuts gradients into parts"):
+    with pytest.raises(ValueError, match="already scatters gradients"):
         hk.testing.transform_and_run(
             lambda: CrossShard(CrossShard(optax.sgd(1.0), axis_name="group"))
         )()
@@ -369,76 +351,11 @@ def test_booleans_have_a_maximum_too():
         harness.assert_equal(new, wanted)
 
 
-class Between(base.OptimizerWrapper):
-    """A user's wrapper with a phase of its own between two of another."""
-
-    def __init__(self, opt, phase):
-        super().__init__()
-        self.opt = opt
-        setattr(type(self), phase, lambda self, grads: getattr(self.opt, phase)(grads))
-
-
-@pytest.mark.parametrize("phase", ["aggregate", "vote"])
-def test_a_phase_of_a_users_own_is_refused_unless_it_takes_parts(phase):
-    kind = type("Own", (Between,), {})
-    make = lambda: kind(CrossShard(optax.sgd(1.0)), phase)
-    with pytest.raises(ValueError, match=f"Own cannot be sharded: its {phase} may mix"):
-        run_one(make, WIDE, lambda i: WIDE)
-
-
-def test_a_loss_scale_that_looks_at_more_than_finiteness_is_refused():
-    class Norm(loss_scale.FixedLossScale):
-        only_finite = False
-
-    make = lambda: LossScaled(CrossShard(optax.sgd(1.0)), Norm(2))
-    with pytest.raises(
-        ValueError, match="Norm cannot be used with shard_update.*only_finite = True"
-    ):
-        run_one(make, WIDE, lambda i: WIDE)
-
-
-class Momentum(base.Optimizer):
-    """A user's rule with state."""
-
-    takes_parts = True
-    names_state = True
-
-    def update(self, grads, params):
-        like = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-
-        def one(path, g, p):
-            m = hk.get_state(like(path), p.shape, p.dtype, jnp.zeros)
-            hk.set_state(like(path), 0.9 * m + g)
-            return p - (0.9 * m + g)
-
-        return jax.tree_util.tree_map_with_path(one, grads, params)
-
-    def state_layouts(self, partition):
-        return {self.module_name: partition.layouts} if self.names_state else {}
-
-
-class Forgetful(Momentum):
-    """Does not say that its state is to be cut."""
-
-    names_state = False
-
-
-def test_a_users_rule_names_its_state():
-    ones = lambda i: {"m": {"w": jnp.ones(8)}}
-    new, state = run_one(lambda: CrossShard(Momentum(), "sum"), WIDE, ones)
-    np.testing.assert_array_equal(new["m"]["w"], np.full(8, -4.0))
-    np.testing.assert_array_equal(state["momentum"]["m/w"], np.full(8, 4.0))
-    with pytest.raises(ValueError, match="names it in state_layouts"):
-        run_one(lambda: CrossShard(Forgetful(), "sum"), WIDE, ones, replicas=8)
-
-
 def test_state_that_is_not_mapped_as_it_is_cut_is_refused():
     step = harness.transform_step(lambda: CrossShard(optax.adam(0.1)))
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
-    with pytest.raises(
-        ValueError, match="The slot '0/mu/mlp/linear_.*Optimizer.state_layouts says"
-    ):
+    with pytest.raises(ValueError, match="The state '0/mu/mlp/linear_.*xshard.StateSharding"):
         harness.replicated(step, replicas=4)(params, state, x)
 
 
@@ -452,9 +369,7 @@ def test_a_rule_over_another_axis_around_a_sharded_one():
 
     step = hk.transform_with_state(lambda g: make().apply_gradients({"m": {"w": g}}, WIDE))
     _, state = step.init(None, jnp.ones(8))
-    partition = shards.Partition(WIDE, 4, "replica")
-    cuts = hk.transform(lambda: make().state_layouts(partition)).apply({}, None)
-    specs = layouts_lib.map_state(lambda c, _: c.spec("replica") if c else EVERYWHERE, cuts, state)
+    specs = layouts_lib.StateSharding(state, WIDE, 4).specs
     run = jax.shard_map(
         lambda state: step.apply({}, state, None, jnp.ones(8)),
         mesh=the_mesh,

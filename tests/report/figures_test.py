@@ -1,154 +1,145 @@
-"""Which charts there are, and what is in them."""
+"""Which charts there are, what is in them, and how they are drawn."""
 
 import numpy as np
 import pytest
 
 from tests.report import samples
-from xshard.report import draw, figures, runs, style, words
+from xshard.report import charts, figures, runs
 
 
-def read(tmp_path, **all_made):
-    paths = [samples.write(tmp_path / name, made) for name, made in all_made.items()]
+def read(tmp_path, *contents, **kwargs):
+    paths = [
+        samples.write(tmp_path / f"run{seed}", lines, seed=seed, **kwargs)
+        for seed, lines in enumerate(contents)
+    ]
     return runs.read([str(path) for path in paths])
 
 
-def by_title(found):
-    charts = {chart.title: chart for chart in figures.charts(found)}
-    assert len(charts) == len(figures.charts(found))
-    return charts
+def draw(some_runs, name):
+    """The traces of a chart by their names, and the whole figure."""
+    (chart,) = [chart for chart in charts.charts(some_runs) if chart.name == name]
+    figure = figures.figure(chart, some_runs).to_plotly_json()
+    return figure["data"], figure["layout"]
+
+
+def losses(*values):
+    return [{"step": step, "loss": value} for step, value in enumerate(values, 1)]
 
 
 def test_all_that_rows_hold_has_a_chart(tmp_path):
-    charts = by_title(read(tmp_path, one=samples.rows()))
-    assert list(charts) == [
-        "Training loss",
-        "Training: accuracy",
-        "Evaluation: accuracy",
-        "Loss scale",
-        "Gradient norm",
-        "Parameter norm",
-        "Steps",
-        "Examples",
-        "Model FLOPs, all devices together",
-        "Utilisation of the devices",
-        "Shares of the time since a process began",
-        "Goodput since the process began",
+    some_runs = read(tmp_path, samples.rows())
+    assert [(chart.section, chart.name) for chart in charts.charts(some_runs)] == [
+        *((charts.LEARNING, name) for name in ("loss", "accuracy")),
+        *(
+            (charts.UPDATES, n)
+            for n in ("loss_scale", "gradient_norm", "parameter_norm", "skipped")
+        ),
+        *((charts.SPEED, f"perf/{name}_per_second") for name in ("steps", "examples", "flops")),
+        *((charts.SPEED, f"perf/{name}") for name in ("utilisation", "goodput")),
     ]
-    assert charts["Loss scale"].scale == figures.LOG2
-    assert charts["Gradient norm"].scale == charts["Parameter norm"].scale == figures.LOG
-    (line,) = charts["Steps"].lines
-    assert line.restarts == [210] and len(line.steps) == 40
+    _, layout = draw(some_runs, "loss_scale")
+    assert layout["yaxis"]["type"] == "log" and [s["x0"] for s in layout["shapes"]] == [210]
 
 
-def test_skipped_updates_lie_between_rows(tmp_path):
-    totals = [1, 1, 2, 3, 3, None, 4]
-    made = [{"step": 10 * i, "loss_scale": 8.0, "skipped": n} for i, n in enumerate(totals, 1)]
-    (run,) = read(tmp_path, one=made)
-    assert figures.skipped(run, 0) == [(0, 10), (20, 40), (50, 70)]
-    assert figures.skipped(run, 1) == []
-    (line,) = by_title([run])["Loss scale"].lines
-    assert line.skips == [(0, 10), (20, 40), (50, 70)]
-
-
-def test_groups_of_one_run_have_a_colour_each_and_their_ensemble_another(tmp_path):
-    charts = by_title(read(tmp_path, one=samples.rows(groups=3)))
-    assert [line.label for line in charts["Training loss"].lines] == [
-        "group 0",
-        "group 1",
-        "group 2",
-    ]
-    lines = {line.label: line for line in charts["Evaluation: accuracy"].lines}
-    assert {name: (line.colour, line.style) for name, line in lines.items()} == {
-        **{f"group {g}": (g, figures.SOLID) for g in range(3)},
-        **{f"group {g}, moving average": (g, figures.DASHED) for g in range(3)},
-        "ensemble": (3, figures.DOTTED),
-    }
-
-
-def test_of_several_runs_each_has_one_colour_in_all_charts(tmp_path):
-    found = read(
-        tmp_path, a=samples.rows(), b=[{"step": 1, "b only": 1.0}], c=samples.rows(groups=2)
-    )
-    charts = by_title(found)
-    for chart in charts.values():
-        for line in getattr(chart, "lines", []):
-            name = line.label.split(",")[0]
-            assert not name or line.colour == "abc".index(name)
-    assert [line.colour for line in charts["Training loss"].lines] == [0, 2, 2]
-    assert [line.thin for line in charts["Training loss"].lines] == [False, True, True]
-    (line,) = charts["Training: b only"].lines
-    assert (line.label, line.colour) == ("b", 1)
-
-
-def test_the_evaluation_job_is_points_beside_the_runs_own(tmp_path):
+def test_training_and_evaluation_of_a_metric_are_on_one_axis(tmp_path):
     job = [samples.evaluation(step, better=0.1) for step in (150, 100)]
-    path = samples.write(tmp_path / "one", samples.rows(), job=job)
-    chart = by_title(runs.read([str(path)]))["Evaluation: accuracy"]
-    lines = {line.label: line for line in chart.lines}
-    assert list(lines) == [
-        "in the run", "moving average", "evaluation job", "moving average, evaluation job",
-    ]  # fmt: skip
-    assert [line.points for line in lines.values()] == [False, False, True, True]
-    np.testing.assert_array_equal(lines["evaluation job"].steps, [100, 150])
+    traces, _ = draw(read(tmp_path, samples.rows(), job=job), "accuracy")
+    shown = {t["name"]: t for t in traces if t.get("showlegend") is not False}
+    assert {name: (t["mode"], t["line"]["dash"]) for name, t in shown.items()} == {
+        "training": ("lines", "solid"),
+        "evaluation": ("lines+markers", "dash"),
+        "evaluation, average": ("lines+markers", "dot"),
+        "evaluation job": ("markers", "dash"),
+        "evaluation job, average": ("markers", "dot"),
+    }
+    assert shown["evaluation job"]["x"] == [100, 150]
+    assert len({t["line"]["color"] for t in shown.values()}) == 5
 
 
-@pytest.mark.parametrize(
-    "values,scale",
-    [([2.3, 0.5], figures.LINEAR), ([9.0, 0.01], figures.LOG), ([0.99, 0.001], figures.LINEAR),
-     ([9.0, 0.0], figures.LINEAR), ([None, None], figures.LINEAR)],
-)  # fmt: skip
-def test_a_loss_that_spreads_wide_is_on_a_log_scale(tmp_path, values, scale):
-    made = [{"step": i, "loss": value} for i, value in enumerate(values)]
-    assert by_title(read(tmp_path, one=made))["Training loss"].scale == scale
+def test_groups_have_a_curve_each(tmp_path):
+    traces, _ = draw(read(tmp_path, samples.rows(groups=2)), "accuracy")
+    names = [trace["name"] for trace in traces if trace.get("showlegend") is not False]
+    assert names[:3] == ["training, group 0", "training, group 1", "evaluation, group 0"]
+    assert names[-1] == "evaluation, ensemble"
 
 
-def test_a_bar_for_each_process_and_of_many_for_each_run(tmp_path):
-    bars = by_title(read(tmp_path, one=samples.rows()))["Shares of the time since a process began"]
-    (_, seconds, parts), second = bars.bars
-    assert second[0] == "process 2: steps 210 to 400"
-    # The rows' own arithmetic: 12 s and 0.11 s a step, of which 0.09 s in the step.
-    assert seconds == pytest.approx(12 + 0.11 * 200) and parts["training"] == pytest.approx(18.0)
-    assert sum(parts.values()) == pytest.approx(seconds) and list(parts) == list(runs.PARTS)
-    often = read(tmp_path / "many", many=samples.rows(restarts=tuple(range(10, 400, 10))))
-    bars = by_title(often)["Shares of the time since a process began"]
-    assert len(often[0].starts) == 40 and len(often[0].restarts) == 39
-    ((name, seconds, _),) = bars.bars
-    assert name == "40 processes" and seconds == pytest.approx(often[0].seconds)
+def test_a_slider_changes_the_averages_and_never_the_rows(tmp_path):
+    values = [1.0, 3.0, None, 5.0]
+    traces, layout = draw(read(tmp_path, losses(*values)), "loss")
+    rows, average, cross = traces
+    (slider,) = layout["sliders"]
+    assert rows["y"] == values and rows["x"] == [1, 2, 3, 4]
+    assert rows["legendgroup"] == average["legendgroup"] == cross["legendgroup"]
+    assert [float(step["label"]) for step in slider["steps"]] == list(figures.WEIGHTS)
+    for step, weight in zip(slider["steps"], figures.WEIGHTS, strict=True):
+        (changed,), traces_changed = step["args"][0]["y"], step["args"][1]
+        # The weights of what came before, those of the values themselves.
+        w = weight
+        expected = [1, (w + 3) / (w + 1), None, (w * w + 3 * w + 5) / (w * w + w + 1)]
+        assert traces_changed == [1] and changed[2] is None
+        assert changed[:2] + changed[3:] == pytest.approx(expected[:2] + expected[3:])
+    assert slider["steps"][slider["active"]]["args"][0]["y"][0] == average["y"]
+    _, layout = draw(read(tmp_path / "more", samples.rows()), "loss_scale")
+    assert "sliders" not in layout
 
 
-def test_charts_that_files_could_not_tell_apart_have_names_of_their_own(tmp_path):
-    made = [{"step": 1, "A/b": 1.0, "a b": 2.0, "é": 3.0, "../../x": 4.0, "y" * 300: 5.0}]
-    names = [chart.name for chart in figures.charts(read(tmp_path, one=made))]
-    assert names == ["a_b", "a_b_2", "chart", "x", "y" * 60]
+def test_what_is_not_finite_is_marked(tmp_path):
+    *_, cross = draw(read(tmp_path, losses(None, 2.0, float("nan"), 3.0, None)), "loss")[0]
+    assert (cross["x"], cross["y"]) == ([1, 3, 5], [2.0, 2.0, 3.0])
+    assert cross["marker"]["symbol"] == "x" and cross["hovertemplate"] == "not finite"
+    *_, cross = draw(read(tmp_path / "none", losses(None, None)), "loss")[0]
+    assert cross["x"] == [1, 2]
 
 
-def test_colours_are_all_different_and_none_of_them_stands_for_something_else():
-    for count in (1, 10, 11, 60):
-        colours = style.series(count)
-        lights = [colour.light for colour in style.variables(colours).values()]
-        assert len(colours) == count and len(set(lights)) == len(lights)
+def test_seeds_have_a_mean_with_a_band(tmp_path):
+    some_runs = read(tmp_path, losses(1.0, 2.0, 6.0, 0.5), losses(3.0, None, 2.0))
+    other = samples.write(tmp_path / "other", losses(9.0, 9.0), steps=7)
+    some_runs += runs.read([str(other)])
+    assert charts.seeds(some_runs) == [0, 0, 1]
+    traces, _ = draw(some_runs, "loss")
+    band, mean, average, cross, *_ = traces
+    # Only where all seeds have rows, and only where all are finite.
+    assert (mean["x"], mean["y"]) == ([1, 2, 3], [2.0, None, 4.0])
+    assert (cross["x"], average["line"]["width"]) == ([2], 2.5)
+    assert (band["x"], band["y"]) == ([1, 1, None, 3, 3, None], [1.0, 3.0, None, 2.0, 6.0, None])
+    assert band["fill"] == "toself" and band["legendgroup"] == average["legendgroup"]
+    assert average["name"] == "mean of 2 seeds (run0, …): training"
+    by_name = {trace["name"]: trace for trace in traces}
+    assert by_name["run0: training"]["y"] == [1.0, 2.0, 6.0, 0.5]
+    colours = [by_name[f"{name}: training"]["line"]["color"] for name in ("run0", "run1", "other")]
+    assert colours[0] == colours[1] == average["line"]["color"] != colours[2]
 
 
-def test_words_for_who_does_not_see_a_chart(tmp_path):
-    made = [{"step": s, "loss": v} for s, v in ((1, 3.0), (2, 0.25), (3, None), (4, 1.5))]
-    chart = by_title(read(tmp_path, one=made))["Training loss"]
-    assert words.describe(chart) == (
-        "Training loss over steps. Training loss: 3 at step 1, 1.5 at step 4, lowest 0.25 at 2, highest 3 at 1."
-    )
+def test_a_long_curve_is_drawn_short_with_its_peak_and_its_faults(tmp_path):
+    lines = losses(*[1.0 + s % 2 for s in range(50_000)])
+    lines[7777]["loss"], lines[7780]["loss"] = 2.0**40, None
+    traces, _ = draw(read(tmp_path, lines), "loss")
+    rows, average, cross = traces
+    assert len(rows["x"]) == len(average["x"]) <= 4002
+    assert (7778, 2.0**40) in zip(rows["x"], rows["y"], strict=True) and cross["x"] == [7781]
 
 
-def test_a_chart_of_nothing_that_is_finite_says_so(tmp_path):
-    chart = by_title(read(tmp_path, one=[{"step": 1, "loss_scale": None}]))["Loss scale"]
-    drawn = draw.draw(chart, style.series(1), words.describe(chart))
-    assert "no finite values" in drawn.svg and not drawn.thinned
+def test_a_part_without_a_finite_value_stays_a_gap():
+    values = np.array([1.0, 2.0, 3.0, np.nan, np.nan, np.nan, 4.0, 5.0, 6.0])
+    np.testing.assert_array_equal(charts.thin(values, 3), [0, 2, 3, 6, 8])
+    np.testing.assert_array_equal(charts.thin(values, 5), np.arange(9))
 
 
-def test_a_long_curve_is_drawn_short_with_its_peak(tmp_path):
-    rows = [
-        {"step": s, "loss_scale": 2.0 ** (15 + s % 2), "skipped": s // 3} for s in range(1, 20_001)
-    ]
-    rows[7777]["loss_scale"] = 2.0**40
-    chart = by_title(read(tmp_path, one=rows))["Loss scale"]
-    drawn = draw.draw(chart, style.series(1), words.describe(chart))
-    assert drawn.thinned and len(drawn.svg) < 100_000
-    assert "highest 1,099,511,627,776 at 7778" in drawn.svg
+def test_the_shares_of_the_time_add_up(tmp_path):
+    figure = figures.bars(read(tmp_path, samples.rows(), samples.rows(restarts=())))
+    assert [trace.name for trace in figure.data] == list(runs.PARTS)
+    assert figure.data[0].x[0] == pytest.approx(36 / 68)
+    assert sum(np.array(trace.x) for trace in figure.data) == pytest.approx([1.0, 1.0])
+    assert figures.bars(read(tmp_path / "more", losses(1.0))) is None
+
+
+def test_names_are_escaped_for_plotly(tmp_path):
+    traces, _ = draw(read(tmp_path / "<b>", *[losses(1.0)] * 2), "loss")
+    assert all("<" not in trace["name"] for trace in traces)
+    (path,) = [samples.write(tmp_path / "<i>x", losses(1.0))]
+    some_runs = runs.read([str(path), str(tmp_path / "<b>/run0")])
+    assert any(trace["name"] == "&lt;i&gt;x: training" for trace in draw(some_runs, "loss")[0])
+
+
+def test_colours_are_all_different():
+    assert len({figures.colour(number) for number in range(60)}) == 60

@@ -287,7 +287,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if _SLICES.value is not None:
         with config.unlocked():
-            config.slices = _SLICES.value
+            config.update(slices=_SLICES.value)
     show_result = jsonfile.dumps if _JSON.value else summary.show
     # In a thread, since the compiler does not return for a signal and this thread does.
     work = concurrent.futures.ThreadPoolExecutor(1).submit(dry_run, config, _TOPOLOGY.value)

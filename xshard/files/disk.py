@@ -92,8 +92,9 @@ def naming(path: _Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        e.filename = e.filename if isinstance(e.filename, str) else os.fspath(path)
-        raise
+        if isinstance(e.filename, str):
+            raise
+        raise OSError(e.errno, e.strerror, os.fspath(path)) from e
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
     Raises:
       UserError: if a change would make it another run.
     """
-    old, new = config_lib.flatten(old), config_lib.flatten(new)
+    old, new = (config_lib.with_defaults(config_lib.flatten(config)) for config in (old, new))
     if old.get("experiment") != new.get("experiment"):
         raise errors.UserError(
             f"{whose} a run of experiment={old.get('experiment')!r}, not of {new.get('experiment')!r}; give "

@@ -1,6 +1,7 @@
 """The mapped axes of where a rule is called: their sizes, and what varies over them."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import haiku as hk
@@ -50,6 +51,24 @@ def size(axis_name: str) -> int:
         axis_name,
     )
     return 1
+
+
+def group_size(axis_name: str, groups: Sequence[Sequence[int]] | None) -> int:
+    """The number of replicas in a group along an axis; 1 while state is made, and where nothing is mapped.
+
+    Args:
+      axis_name: the axis.
+      groups: the numbers of each group's replicas along it; None: all are one group.
+    """
+    replicas = size(axis_name)
+    if groups is None or hk.running_init():
+        return replicas
+    if replicas != len(groups) * len(groups[0]):
+        raise ValueError(
+            f"group_assignment={groups} is for {len(groups) * len(groups[0])} replicas, but the axis "
+            f"{axis_name!r} has {replicas}; it must hold each replica once."
+        )
+    return len(groups[0])
 
 
 def is_tracked(axis_name: str) -> bool:

@@ -7,10 +7,10 @@ An update runs in three phases, and a wrapper may stand between any two of them:
    group decide alike.
 3. `update` turns gradients into new parameters and slots. It is local, and it alone is conditional.
 
-Where the update is sharded, `aggregate` gives each replica its part of the gradients, and `update` its
-part of the parameters; `vote` sees for each gradient a scalar, finite if all gradients are. The parts of
-the new parameters are gathered at the end. The update may then hold reductions over replicas, such as a
-norm; it is not conditional, but its result is selected.
+Where the update is sharded, all three are traced on whole arrays, their Haiku state included, and evaluated
+on this replica's shards (`elementwise`): a rule declares nothing. The shards of the new parameters are
+gathered at the end. The update may then hold reductions over replicas, such as a norm; it is not conditional,
+but its result is selected.
 
 No collective is conditional: groups may skip at different steps, and a collective that only some
 devices reach never ends.
@@ -18,14 +18,15 @@ devices reach never ends.
 The names and their meaning are those of `tf.compat.v1.train.Optimizer`.
 """
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 
-from xshard.optimizers import gradients, shards, skips, trees
-from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import gradients, phases, shards, skips, trees
 
 
 class Optimizer(hk.Module):
@@ -52,13 +53,6 @@ class Optimizer(hk.Module):
     GATE_OP = gradients.GATE_OP
     GATE_GRAPH = gradients.GATE_GRAPH
 
-    # Whether the phases can do with parts of arrays (see `partition`). It counts for the class that says
-    # so and defines them: one that overrides a phase says so itself.
-    takes_parts = False
-    # What `update` is given the parts of; None: whole arrays. Set before each update.
-    given: shards.Partition | None = None
-    # What `apply_gradients` of this rule has done last.
-    applied: shards.Applied | None = None
     # The state that losses have written since the last step.
     _written: skips.Written = skips.NOTHING
 
@@ -124,6 +118,32 @@ class Optimizer(hk.Module):
         grads = gradients.gate(grads, gate_gradients)
         return ((value, aux) if has_aux else value), trees.rebuild(params, grads)
 
+    def init(self, params: trees.Params, var_list: trees.VarList = None) -> None:
+        """Makes the state of this rule and of those that it holds, without a loss.
+
+        Args:
+          params: a Haiku tree of floating-point arrays.
+          var_list: what is to be trained, and has slots, as for `compute_gradients`.
+
+        Raises:
+          ValueError: where no state is made, that is unless `hk.running_init()`.
+
+        >>> make = lambda: xshard.OptaxOptimizer(optax.adam(0.1), name='adam')
+        >>> rule = hk.transform_with_state(lambda params: make().init(params))
+        >>> _, state = rule.init(None, {'m': {'w': jnp.ones(3)}})
+        >>> sorted(state['adam'])
+        ['0/count', '0/mu/m/w', '0/nu/m/w']
+        """
+        if not hk.running_init():
+            raise ValueError(
+                "Optimizer.init makes state: call it in hk.transform_with_state(...).init. A step is given its "
+                "state by apply."
+            )
+        trees.check_params(params)
+        trained = trees.select(trees.as_arrays(params), var_list)
+        zeros = {path: jnp.zeros_like(leaf) for path, leaf in trained.items()}
+        self.apply_gradients(trees.rebuild(params, zeros), params)
+
     def apply_gradients(
         self,
         grads: trees.Gradients,
@@ -141,35 +161,37 @@ class Optimizer(hk.Module):
 
         Returns:
           The new parameters, or `(params, global_step)` when a `global_step` was given. After a vote
-          against the step both are what they were, bit by bit, and so is all state of the rules, and what
-          losses have written since the last step, in this trace and through this rule.
+          against the step both are what they were, bit by bit, and so is all state that `aggregate` and
+          `update` have written, and what losses have written since the last step, in this trace and through
+          this rule.
 
         Raises:
-          ValueError: if the gradients do not have the parameters' structure and shapes.
+          ValueError: if the gradients do not have the parameters' structure and shapes; or if this rule holds
+            another one and leaves out how that aggregates or votes.
         """
+        done = self.apply(grads, params, global_step, name)
+        return done.params if global_step is None else (done.params, done.global_step)
+
+    @hk.transparent
+    def apply(
+        self,
+        grads: trees.Gradients,
+        params: trees.Params,
+        global_step: Any = None,
+        name: str | None = None,
+    ) -> phases.Applied:
+        """Does as `apply_gradients`, and returns the aggregated gradients, too."""
         trees.check_params(params)
         trees.check_gradients(grads, params)
         skips.check_count(global_step)
-        given, params = params, trees.as_arrays(params)
-        grads = trees.steepest(grads, params)
+        old = trees.as_arrays(params)
+        grads = trees.steepest(grads, old)
         with jax.named_scope(name or self.get_name()):
-            partition = self.partition(params)
-            grads = self.aggregate(grads)
-            applied = self.vote(grads if partition is None else partition.ballots(grads))
-            for rule in unwrap(self):
-                rule._settle(applied)
-            if partition is not None:
-                new_params = self._update_parts(applied, grads, params, partition)
-            elif applied is True or hk.running_init():
-                new_params = self.update(grads, params)
-            else:
-                new_params = hk.cond(applied, self.update, lambda _, old: old, grads, params)
-            if partition is None:
-                self.applied = shards.Applied(grads, new_params, None)
-        new_params = trees.rebuild(given, trees.leaves_by_path(new_params))
-        return (
-            new_params if global_step is None else (new_params, skips.count(applied, global_step))
-        )
+            step = phases.Step(held(self), _duties(self))
+            done = step.apply(grads, old)
+        whole = trees.rebuild(params, trees.leaves_by_path(done.params))
+        count = None if global_step is None else skips.count(done.applied, global_step)
+        return done._replace(params=whole, global_step=count)
 
     @hk.transparent
     def minimize(
@@ -192,7 +214,11 @@ class Optimizer(hk.Module):
         return (value, result) if global_step is None else (value, *result)
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """Phase 1: the group's gradients from each replica's. All collectives are here."""
+        """Phase 1: the group's gradients from each replica's. All collectives are here.
+
+        What a later phase is to know of it is Haiku state, not an attribute: where the update is sharded, phases are
+        programs of their own, and traced more than once.
+        """
         return grads
 
     def vote(self, grads: trees.Gradients) -> Any:
@@ -207,63 +233,12 @@ class Optimizer(hk.Module):
         )
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
-        """Returns how parameters and slots are sharded over the replicas; None: they are not."""
+        """Returns how this rule itself shards parameters and slots over the replicas; None: it does not."""
         del params
         return None
 
-    def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
-        """Returns how the state of this rule, and of those that it wraps, is sharded: `{module: {name: layout}}`.
-
-        What is not named there is whole on each replica. A rule of your own with state of its parameters'
-        shapes names it, each as its parameter: `{self.module_name: {name: partition.layouts[path], ...}}`.
-        """
-        del partition
-        return {}
-
-    def updates_parts(self) -> bool | None:
-        """Returns whether the update is of shards of arrays; None if it is for rules around this one to say."""
-        return None
-
-    def rehearse(self, params: trees.Params) -> None:
-        """Raises ValueError if an update of such parameters could not be done on parts of them."""
-        del params
-        self.check_takes_parts()
-
-    def check_takes_parts(self) -> None:
-        """Raises ValueError if a phase of this rule does not take parts of arrays."""
-        for phase in ("aggregate", "vote", "update"):
-            owner = next(cls for cls in type(self).__mro__ if phase in vars(cls))
-            handed_on = owner is Optimizer and phase != "update"
-            if not (handed_on or vars(owner).get("takes_parts", False)):
-                raise ValueError(
-                    f"{type(self).__name__} cannot be sharded: its {phase} may mix the elements of an array, "
-                    "of which each replica would hold a part. If it goes element by element, set takes_parts "
-                    "= True in its class, and name its state in state_layouts; else shard_update=False."
-                )
-
-    def _update_parts(
-        self,
-        applied: Any,
-        grads: trees.Gradients,
-        params: trees.Params,
-        partition: shards.Partition,
-    ) -> trees.Params:
-        rules = unwrap(self)
-        for rule in rules:
-            rule.check_takes_parts()
-            rule.given = partition
-        old = partition.parts(params)
-        with hk.custom_setter(skips.setter(applied, skips.current_state())):
-            new = self.update(grads, old)
-        for rule in rules:
-            rule.given = None
-        partition.check(new)
-        new = jax.tree.map(lambda new, old: skips.select(applied, new, old), new, old)
-        self.applied = shards.Applied(grads, new, partition)
-        gathered = partition.map(lambda layout, _, new: partition.gather(layout, new), grads, new)
-        return trees.replace(params, trees.leaves_by_path(gathered))
-
-    def _settle(self, applied: Any) -> None:
+    def settle(self, applied: Any) -> None:
+        """Puts back what losses have written since the last step where this one is not applied."""
         losses, self._written = self._written, skips.NOTHING
         skips.put_back(applied, losses)
 
@@ -274,7 +249,7 @@ class Optimizer(hk.Module):
     def get_slot(self, var: str, name: str) -> Any:
         """The slot of a parameter, such as `get_slot('mlp/linear_0/w', 'mu')`, or None.
 
-        In a step whose update is sharded it is this replica's part.
+        In a step whose update is sharded it is this replica's shard.
         """
         del var, name
         return None
@@ -296,7 +271,6 @@ class OptimizerWrapper(Optimizer):
     """A rule around another: hands every phase and every question on to `opt`, which it sets."""
 
     opt: Optimizer
-    takes_parts = True
 
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
@@ -316,18 +290,6 @@ class OptimizerWrapper(Optimizer):
         """The wrapped rule's."""
         return self.opt.update(grads, params)
 
-    def partition(self, params: trees.Params) -> shards.Partition | None:
-        """The wrapped rule's."""
-        return self.opt.partition(params)
-
-    def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
-        """The wrapped rule's."""
-        return self.opt.state_layouts(partition)
-
-    def updates_parts(self) -> bool | None:
-        """The wrapped rule's."""
-        return self.opt.updates_parts()
-
     def get_slot(self, var: str, name: str) -> Any:
         """The wrapped rule's."""
         return self.opt.get_slot(var, name)
@@ -341,9 +303,35 @@ class OptimizerWrapper(Optimizer):
         return {**self.state_dict(), **self.opt.state_by_name()}
 
 
-def unwrap(opt: Optimizer) -> list[Optimizer]:
-    """The rule and all that it wraps, outermost first."""
-    chain = [opt]
-    while isinstance(chain[-1], OptimizerWrapper):
-        chain.append(chain[-1].opt)
-    return chain
+def held(opt: Optimizer) -> list[Optimizer]:
+    """The rule and all rules that it holds, in attributes, lists and dicts, outermost first."""
+    found: list[Optimizer] = []
+    seen: set[int] = set()
+    waiting: collections.deque[Any] = collections.deque([opt])
+    while waiting:
+        x = waiting.popleft()
+        if not isinstance(x, Optimizer | list | tuple | Mapping) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, Optimizer):
+            found.append(x)
+            waiting += vars(x).values()
+        else:
+            waiting += x.values() if isinstance(x, Mapping) else x
+    return found
+
+
+def _duties(opt: Optimizer) -> list[tuple[Optimizer, str]]:
+    """The rules that `opt` holds beside itself, each with a phase of its own that a step must reach."""
+    handed_on = {
+        Optimizer.aggregate,
+        Optimizer.vote,
+        OptimizerWrapper.aggregate,
+        OptimizerWrapper.vote,
+    }
+    return [
+        (rule, phase)
+        for rule in held(opt)[1:]
+        for phase in ("aggregate", "vote")
+        if getattr(type(rule), phase) not in handed_on
+    ]

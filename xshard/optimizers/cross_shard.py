@@ -1,6 +1,5 @@
 """Gradients reduced across replicas."""
 
-import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
@@ -12,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xshard import errors, mesh
-from xshard.optimizers import axes, base, int8, shards, trees
-from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import axes, base, elementwise, int8, layouts, shards, slots, trees, values
 from xshard.optimizers import optax as optax_optimizer
 
 NOTHING_BETWEEN_SLICES = (
@@ -43,10 +41,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     has summed those of parameters that do not vary: they are refused. With check_vma=False it has not, and
     nothing could tell.
 
-    Call it where `axis_name` is mapped, such as in `jax.shard_map`; while `hk.running_init()` that is
-    not needed. Elsewhere there is one replica, which is logged once, with the axes that are mapped. Replicas of a group stay equal bit
-    by bit. Groups go separate ways, so that their parameters and states must not be returned from
-    shard_map as replicated: give them a leading dimension.
+    Call it where `axis_name` is mapped, such as in `jax.shard_map`; while `hk.running_init()` that is not needed.
+    Elsewhere there is one replica, which is logged once, with the axes that are mapped. Replicas of a group
+    stay equal bit by bit. Groups go separate ways, so that their parameters and states must not be returned
+    from shard_map as replicated: give them a leading dimension.
 
     Source: `tf.compat.v1.tpu.CrossShardOptimizer`.
 
@@ -65,8 +63,6 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     >>> print(params['linear']['w'])
     -0.75
     """
-
-    takes_parts = True
 
     def __init__(
         self,
@@ -99,13 +95,13 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             a gradient is) or 'bfloat16', which halves the bytes.
           slice_dtype: the same for `slice_axis_name`; also 'int8', where what is lost to rounding is
             kept and added to the next step's gradients.
-          shard_update: whether each replica updates its part of each array, and holds the slots of that
-            part only; the parts of the new parameters are then gathered.
+          shard_update: whether each replica updates its shard of each array, and holds the slots of that
+            shard only; the shards of the new parameters are then gathered.
           scatter_steps: sizes whose product is the number of replicas, to scatter sums in as many steps,
             each among replicas a step apart; see `xshard.mesh.torus_steps`, which a run takes.
-          gather_steps: the same, to gather parts.
+          gather_steps: the same, to gather shards.
           sharding_rules: what parameters lie along other axes, as `xshard.mesh.tree_shardings` takes them:
-            such dimensions are not cut into parts. In a run those of the experiment.
+            such dimensions are not sharded again. In a run those of the experiment.
 
         Raises:
           ValueError: for an argument other than these, or an `opt` that already reduces over this axis.
@@ -122,9 +118,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.scatter_steps = scatter_steps
         self.gather_steps = gather_steps
         self.sharding_rules = sharding_rules
-        self._errors: dict[str, jax.Array] = {}
-        self._made: shards.Partition | None = None
-        self._in_parts = shard_update
+        # How many are rehearsed with where state is made, which needs no mapped axis.
+        self._replicas = 2
         if reduction not in tuple(Reduction):
             raise errors.UserError(f"reduction must be 'sum' or 'mean'; received {reduction!r}.")
         self.reduction = Reduction(reduction)
@@ -132,6 +127,18 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.slice_dtype = _check_dtype("slice_dtype", slice_dtype, ("float32", "bfloat16", "int8"))
         self.group_assignment = mesh.check_groups(group_assignment)
         self._check_axes()
+
+    def lie_on(self, on: jax.sharding.Mesh, rules: mesh.Rules) -> None:
+        """Takes `sharding_rules`, and the steps in which a mesh of `xshard.mesh.make_mesh` scatters and gathers.
+
+        Args:
+          on: the mesh.
+          rules: as `sharding_rules`.
+        """
+        self.sharding_rules = rules
+        if self.axis_name == mesh.REPLICA:
+            self.scatter_steps, self.gather_steps = mesh.torus_steps(on)
+            self._replicas = max(2, on.shape[mesh.REPLICA])
 
     def _check_axes(self) -> None:
         for axis in (self.axis_name, self.slice_axis_name):
@@ -152,22 +159,21 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "group_assignment and slice_axis_name exclude each other: give groups a mapped axis of "
                 "their own."
             )
-        for inner in base.unwrap(self.opt):
+        for inner in base.held(self.opt):
             if not isinstance(inner, CrossShardOptimizer):
                 continue
-            inner._in_parts |= self.shard_update
             if inner.axis_name in (self.axis_name, self.slice_axis_name):
                 raise ValueError(
                     f"opt already reduces over the axis {inner.axis_name!r} ({inner.name}): the gradients "
                     "would be summed twice. Use one CrossShardOptimizer for each axis."
                 )
-            if inner._cuts() and self._cuts():
+            if inner._scatters() and self._scatters():
                 raise ValueError(
-                    f"opt already cuts gradients into parts ({inner.name}); set shard_update and "
+                    f"opt already scatters gradients ({inner.name}); set shard_update and "
                     "slice_axis_name on one CrossShardOptimizer."
                 )
 
-    def _cuts(self) -> bool:
+    def _scatters(self) -> bool:
         return self.shard_update or self.slice_axis_name is not None
 
     @hk.transparent
@@ -182,27 +188,33 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return value, grads
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """Implements `Optimizer.aggregate`: sums over the group and all slices.
-
-        Returns:
-          The sums in float32 or wider; with `shard_update` this replica's part of each.
-        """
+        """Implements `Optimizer.aggregate`: sums over the group and all slices, in float32 or wider."""
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
         self._check_gradients(grads)
-        slices = self._num_slices()
-        if slices == 1 and self.slice_dtype == "int8" and not hk.running_init():
-            raise ValueError(NOTHING_BETWEEN_SLICES)
-        try:
-            return self._aggregate(grads, slices)
-        except NotImplementedError as e:
-            raise ValueError(
-                f"group_assignment={self.group_assignment} needs jax.shard_map(..., check_vma=False): JAX has "
-                "no sums over groups where it checks which values vary, nor under vmap."
-            ) from e
+        lost = self._lost(grads)
+        if elementwise.is_traced():
+            totals, lost = elementwise.call(self._reduce_shards, (grads, lost))
+        else:
+            totals, lost = self._reduce(grads, lost)
+        for path, error in lost.items():
+            hk.set_state(f"{layouts.ERROR}/{path}", error)
+        return totals
+
+    def _lost(self, grads: trees.Gradients) -> dict[str, jax.Array]:
+        """What rounding has lost of each gradient in earlier steps."""
+        if self.slice_dtype != "int8":
+            return {}
+        shapes = {path: x.shape for path, x in trees.leaves_by_path(grads).items() if x is not None}
+        made = self.state_dict()
+        for path in shapes:
+            if not hk.running_init() and f"{self.module_name}/{layouts.ERROR}/{path}" not in made:
+                raise slots.missing_error(self.name, path)
+        return {
+            path: hk.get_state(f"{layouts.ERROR}/{path}", [1, *shape], jnp.float32, jnp.zeros)
+            for path, shape in shapes.items()
+        }
 
     def _check_gradients(self, grads: trees.Gradients) -> None:
-        for axis in self._mapped_axes():
-            axes.check_varying(grads, axis)
         exact = self.reduce_dtype == self.slice_dtype == "float32"
         for path, grad in trees.leaves_by_path(grads).items():
             if not exact and grad is not None and jnp.iscomplexobj(grad):
@@ -216,51 +228,66 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         names = (self.axis_name, self.slice_axis_name)
         return [name for name in names if name is not None and axes.size(name) > 1]
 
-    def _aggregate(self, grads: trees.Gradients, slices: int) -> trees.Gradients:
-        if slices == 1 and not self._shards():
-            return self._sum(grads) if self._group_size() > 1 else grads
-        partition = self._partition(grads)
+    def _reduce(
+        self, grads: trees.Gradients, lost: dict[str, jax.Array]
+    ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
+        """The whole sums; and what rounding has lost of them, given what it has lost before."""
+        for axis in self._mapped_axes():
+            axes.check_varying(grads, axis)
+        try:
+            if self._num_slices() == 1:
+                self._check_slices()
+                return self._sum(grads) if self._group_size() > 1 else grads, lost
+            partition = self._make_partition(grads)
+            shards_, lost = self._scatter(partition, grads, lost)
+            gather = lambda layout, x: partition.gather(layout, x, self.reduce_dtype)
+            return partition.map(gather, shards_), lost
+        except NotImplementedError as e:
+            raise ValueError(
+                f"group_assignment={self.group_assignment} needs jax.shard_map(..., check_vma=False): JAX has "
+                "no sums over groups where it checks which values vary, nor under vmap."
+            ) from e
+
+    def _reduce_shards(
+        self, partition: shards.Partition, arguments: Any
+    ) -> tuple[trees.Gradients, dict[str, Any]]:
+        """The same where the update is sharded: with a `Shard` of each sum, and of what was lost."""
+        grads, lost = arguments
+        if isinstance(partition, shards.Rehearsal):
+            if self.shard_update:
+                grads = partition.map(values.shard, partition.own(grads))
+            return grads, lost
+        if not self.shard_update:
+            # Without slices, which only the rule that shards may have: nothing is lost.
+            arrays, _ = self._reduce(jax.tree.map(values.raw, grads), {})
+            return jax.tree.map(values.like, grads, arrays), lost
+        self._check_slices()
+        own = {path: values.raw(x) for path, x in lost.items()}
+        arrays, after = self._scatter(partition, grads, own)
+        after = {path: values.like(lost[path], x) for path, x in after.items()}
+        return partition.map(values.shard, arrays), after
+
+    def _scatter(
+        self, partition: shards.Partition, grads: trees.Gradients, lost: dict[str, jax.Array]
+    ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
+        """This replica's shards of the sums over all slices."""
         scatter = lambda layout, x: partition.scatter(layout, x, self.reduce_dtype)
-        parts = partition.map(scatter, grads)
-        if self.slice_axis_name is not None and slices > 1:
-            parts = self._sum_over_slices(parts, self.slice_axis_name)
-        if self._shards():
-            return parts
-        gather = lambda layout, x: partition.gather(layout, x, self.reduce_dtype)
-        return partition.map(gather, parts)
+        found = partition.map(scatter, grads)
+        if self.slice_axis_name is None or self._num_slices() == 1:
+            return found, lost
+        return self._sum_over_slices(found, lost, self.slice_axis_name)
+
+    def _check_slices(self) -> None:
+        if self._num_slices() == 1 and self.slice_dtype == "int8" and not hk.running_init():
+            raise ValueError(NOTHING_BETWEEN_SLICES)
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
         """Implements `Optimizer.partition`: with `shard_update`, and more replicas than one."""
-        return self._partition(params) if self._shards() else self.opt.partition(params)
-
-    def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
-        """Implements `Optimizer.state_layouts`: what rounding has lost differs from slice to slice."""
-        layouts = {
-            f"error/{path}": dataclasses.replace(layout, copies=partition.copies)
-            for path, layout in partition.layouts.items()
-        }
-        own = {self.module_name: layouts} if self.slice_dtype == "int8" else {}
-        # Where no rule shards its update slots are whole, and only this module's own state is cut.
-        return {**(self.opt.state_layouts(partition) if self.updates_parts() else {}), **own}
-
-    def updates_parts(self) -> bool:
-        """Implements `Optimizer.updates_parts`."""
-        return self._in_parts or bool(self.opt.updates_parts())
-
-    def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """Implements `Optimizer.update`."""
+        if not self.shard_update:
+            return None
         if hk.running_init():
-            if self.shard_update:
-                for rule in base.unwrap(self.opt):
-                    rule.rehearse(params)
-            if self.slice_dtype == "int8":
-                self._errors = {
-                    path: hk.get_state(f"error/{path}", [1, *leaf.shape], jnp.float32, jnp.zeros)
-                    for path, leaf in trees.leaves_by_path(params).items()
-                }
-        for path, error in self._errors.items():
-            hk.set_state(f"error/{path}", error)
-        return self.opt.update(grads, params)
+            return shards.Rehearsal(params, self._replicas, self.sharding_rules)
+        return self._make_partition(params) if self._group_size() > 1 else None
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
         groups, dtype = self.group_assignment, self.reduce_dtype
@@ -269,31 +296,23 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             return psum(grads)
         return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
 
-    def _sum_over_slices(self, parts: trees.Gradients, axis: str) -> trees.Gradients:
+    def _sum_over_slices(
+        self, sums: trees.Gradients, lost: dict[str, jax.Array], axis: str
+    ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
         if self.slice_dtype != "int8":
             psum, dtype = functools.partial(lax.psum, axis_name=axis), self.slice_dtype
-            return jax.tree.map(lambda x: shards.summed(psum, x, dtype), parts)
-        present = {path: x for path, x in trees.leaves_by_path(parts).items() if x is not None}
-        errors = [hk.get_state(f"error/{path}")[0] for path in present]
+            return jax.tree.map(lambda x: shards.summed(psum, x, dtype), sums), lost
+        present = {path: x for path, x in trees.leaves_by_path(sums).items() if x is not None}
+        errors = [lost[path][0] for path in present]
         totals, errors = int8.all_reduce(list(present.values()), errors, axis)
-        # Kept only if the step is applied: `update` stores them.
-        self._errors = {path: x[None] for path, x in zip(present, errors, strict=True)}
-        return trees.replace(parts, dict(zip(present, totals, strict=True)))
+        lost = {path: x[None] for path, x in zip(present, errors, strict=True)}
+        return trees.replace(sums, dict(zip(present, totals, strict=True))), lost
 
     def _per_replica(self, params: trees.Params) -> trees.Params:
         # Or their gradients would come back summed, and be summed twice.
         for axis in self._mapped_axes():
             params = axes.mark_varying(params, axis)
         return params
-
-    def _shards(self) -> bool:
-        return self.shard_update and self._group_size() > 1
-
-    def _partition(self, tree: Any) -> shards.Partition:
-        present = {path for path, x in trees.leaves_by_path(tree).items() if x is not None}
-        if self._made is None or not present <= self._made.layouts.keys():
-            self._made = self._make_partition(tree)
-        return self._made
 
     def _make_partition(self, tree: Any) -> shards.Partition:
         if axes.is_tracked(self.axis_name):
@@ -316,23 +335,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return 1 if self.slice_axis_name is None else axes.size(self.slice_axis_name)
 
     def _group_size(self) -> int:
-        groups, replicas = self.group_assignment, self._num_replicas()
-        return replicas if groups is None or hk.running_init() else len(groups[0])
-
-    def _num_replicas(self) -> int:
-        """The size of the mapped axis; 1 outside of it."""
-        groups = self.group_assignment
-        replicas = axes.size(self.axis_name)
-        if (
-            groups is not None
-            and not hk.running_init()
-            and replicas != len(groups) * len(groups[0])
-        ):
-            raise ValueError(
-                f"group_assignment={groups} is for {len(groups) * len(groups[0])} replicas, but the "
-                f"axis {self.axis_name!r} has {replicas}; it must hold each replica once."
-            )
-        return replicas
+        return axes.group_size(self.axis_name, self.group_assignment)
 
 
 def _check_dtype(argument: str, value: Any, allowed: tuple[str, ...]) -> str:

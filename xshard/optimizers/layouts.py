@@ -9,6 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xshard import mesh
+from xshard.optimizers import trees
+
+# Begins the names of the state that holds what rounding has lost.
+ERROR = "error"
 # What an index in 32 bits can reach.
 _LARGEST_FLAT = 2**31 - 1
 
@@ -17,16 +22,16 @@ _LARGEST_FLAT = 2**31 - 1
 class Layout:
     """The sharding of one array into `count` equal shards.
 
-    An array is cut along a dimension that `count` divides. One that has none is flattened and filled up
+    An array is sharded along a dimension that `count` divides. One that has none is flattened and padded
     with zeros to a multiple of `count`; its dimensions but the last are then 1, so that rules which go by
     the number of dimensions see no other. A scalar, an array of less than `count` elements, and one of 2**31
-    or more that would have to be flattened, is not cut: each replica has it whole.
+    or more that would have to be flattened, is not sharded: each replica has it whole.
 
     Attributes:
       path: the array's name, for messages.
       shape: of the whole array.
-      count: the number of parts.
-      dim: the dimension of `stored_shape` that is cut, or None.
+      count: the number of shards.
+      dim: the dimension of `stored_shape` that is sharded, or None.
       flat: whether the array is stored flattened.
       along: the mesh axes that the dimensions of `shape` lie along besides.
       copies: the size of a leading dimension, for arrays that differ by slice; 0: there is none.
@@ -47,18 +52,23 @@ class Layout:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of all parts together, without the leading dimension of copies."""
+        """The shape of all shards together, without the leading dimension of copies."""
         if not self.flat:
             return self.shape
         return (*(1 for _ in self.shape[1:]), -(-self.size // self.count) * self.count)
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
-        """The shape of one part."""
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of one shard."""
         shape = list(self.stored_shape)
         if self.dim is not None:
             shape[self.dim] //= self.count
         return tuple(shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of one shard with the dimension of copies, of which a replica has one."""
+        return (*((1,) if self.copies else ()), *self.shard_shape)
 
     def spec(
         self, axis_name: str, slice_axis_name: str | None = None, *, manual: bool = False
@@ -77,7 +87,7 @@ class Layout:
         return jax.P(*([slice_axis_name] if self.copies else []), *dims)
 
     def store(self, x: Any) -> jax.Array:
-        """All parts together, of `stored_shape`, of a whole array."""
+        """All shards together, of `stored_shape`, of a whole array."""
         if not self.flat:
             return jnp.asarray(x)
         rows = jnp.ravel(x)
@@ -87,20 +97,20 @@ class Layout:
         """The inverse of `store`."""
         return jnp.ravel(stored)[: self.size].reshape(self.shape) if self.flat else stored
 
-    def part(self, x: Any, index: Any) -> jax.Array:
-        """The part number `index` of a whole array."""
+    def shard(self, x: Any, index: Any) -> jax.Array:
+        """The shard number `index` of a whole array."""
         if self.dim is None:
             return jnp.asarray(x)
-        size = self.part_shape[self.dim]
+        size = self.shard_shape[self.dim]
         return lax.dynamic_slice_in_dim(self.store(x), index * size, size, self.dim)
 
-    def mask(self, part: jax.Array, index: Any, filling: Any) -> jax.Array:
-        """A part with `filling` where it holds no element of the whole array."""
+    def mask(self, shard: jax.Array, index: Any, filling: Any) -> jax.Array:
+        """A shard with `filling` where it holds no element of the whole array."""
         if not self.flat or self.size == self.stored_shape[-1]:
-            return part
-        number = lax.broadcasted_iota(jnp.int32, part.shape, part.ndim - 1)
-        number = number + jnp.int32(index * self.part_shape[-1])
-        return jnp.where(number < self.size, part, jnp.full_like(part, filling))
+            return shard
+        number = lax.broadcasted_iota(jnp.int32, shard.shape, shard.ndim - 1)
+        number = number + jnp.int32(index * self.shard_shape[-1])
+        return jnp.where(number < self.size, shard, jnp.full_like(shard, filling))
 
 
 Layouts = Mapping[str, Layout]
@@ -112,8 +122,8 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
     Args:
       path: its name.
       shape: its shape.
-      count: the number of parts.
-      spec: the mesh axis that each dimension lies along already; such a dimension is not cut, nor is an
+      count: the number of shards.
+      spec: the mesh axis that each dimension lies along already; such a dimension is not sharded, nor is an
         array flattened that has one.
     """
     along = tuple(spec)
@@ -135,6 +145,139 @@ def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
     return shape[dim] // count % tile == 0
 
 
+def of_state(
+    params: Layouts, state: Any, copies: int = 1, *, slots: bool = True
+) -> dict[str, dict[str, Layout]]:
+    """Returns how the state of rules is sharded: `{module: {name: layout}}`; what is not named there is whole.
+
+    A slot is sharded as the parameter whose path ends its name, and whose shape it has.
+
+    Args:
+      params: of the parameters.
+      state: the rules' state, or its shapes: whole, or as it is stored.
+      copies: the number of slices, each of which keeps what its rounding has lost.
+      slots: whether the update is sharded; if not, only what rounding has lost is.
+    """
+    found: dict[str, dict[str, Layout]] = {}
+    for module, arrays in state.items():
+        for name, x in arrays.items():
+            layout = _of_slot(params, name, x.shape, copies, slots)
+            if layout is not None:
+                found.setdefault(module, {})[name] = layout
+    return found
+
+
+def _of_slot(
+    params: Layouts, name: str, shape: tuple[int, ...], copies: int, slots: bool
+) -> Layout | None:
+    words = name.split("/")
+    paths = ("/".join(words[i:]) for i in range(len(words)))
+    for layout in (params[path] for path in paths if path in params):
+        shapes = (layout.shape, layout.stored_shape)
+        of_rounding = name == f"{ERROR}/{layout.path}" and len(shape) == len(layout.shape) + 1
+        if of_rounding and shape[1:] in shapes:
+            return dataclasses.replace(layout, copies=copies)
+        if shape in shapes:
+            return layout if slots and layout.dim is not None else None
+    return None
+
+
+class StateSharding:
+    """How the state of rules with `shard_update=True` lies over the replicas, for a step of one's own.
+
+    Where there are several groups (`group_assignment`), a whole state has a leading dimension of groups, and a
+    stored one a leading dimension of replicas, of which a replica's step takes the one entry that it has.
+
+    Attributes:
+      specs: the mesh axes that each stored array lies along, a tree of `jax.P` as the state.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        params: Any,
+        replicas: int,
+        axis_name: str = "replica",
+        *,
+        group_assignment: Sequence[Sequence[int]] | None = None,
+        slices: int = 1,
+        slice_axis_name: str | None = None,
+        sharding_rules: mesh.Rules = (),
+    ):
+        """Decides how each array is sharded.
+
+        Args:
+          state: the whole state of one group's rules, or its shapes: what `Optimizer.init` makes.
+          params: the parameters of one group, or their shapes.
+          replicas: the size of the mapped axis that the replicas are along.
+          axis_name: its name.
+          group_assignment: as for `CrossShardOptimizer`.
+          slices: the size of the mapped axis of slices, if there is one.
+          slice_axis_name: its name.
+          sharding_rules: as for `CrossShardOptimizer`.
+        """
+        self._groups = group_assignment
+        count = replicas if group_assignment is None else len(group_assignment[0])
+        of_params = {
+            path: layout(path, tuple(x.shape), count, mesh.spec_of(path, sharding_rules))
+            for path, x in trees.leaves_by_path(params).items()
+        }
+        self._layouts = of_state(of_params, state, slices)
+
+        def spec(layout: Layout | None, x: Any) -> jax.P:
+            del x
+            if group_assignment is not None:
+                return jax.P(axis_name)
+            return jax.P() if layout is None else layout.spec(axis_name, slice_axis_name)
+
+        self.specs = map_state(spec, self._layouts, state)
+
+    def store(self, state: Any) -> Any:
+        """The state as a step takes it, of a whole one."""
+        if self._groups is None:
+            return map_state(stored, self._layouts, state)
+        places = sorted(
+            (i, g, n) for g, group in enumerate(self._groups) for n, i in enumerate(group)
+        )
+
+        def store(layout: Layout | None, x: Any) -> jax.Array:
+            own = [x[g] if layout is None else layout.shard(x[g], n) for _, g, n in places]
+            return jnp.stack(own)
+
+        return map_state(store, self._layouts, state)
+
+    def whole(self, state: Any) -> Any:
+        """The inverse of `store`."""
+        if self._groups is None:
+            return map_state(whole, self._layouts, state)
+
+        def of_groups(layout: Layout | None, x: Any) -> jax.Array:
+            groups = [x[jnp.asarray(group)] for group in self._groups or ()]
+            if layout is None or layout.dim is None:
+                return jnp.stack([own[0] for own in groups])
+            joined = [jnp.concatenate(list(own), layout.dim) for own in groups]
+            return jnp.stack([layout.whole(x) for x in joined])
+
+        return map_state(of_groups, self._layouts, state)
+
+
+def stored(layout: Layout | None, x: Any) -> Any:
+    """An array of state as it is stored, of a whole one; what has none for each slice is repeated."""
+    if layout is None:
+        return x
+    if not layout.copies:
+        return layout.store(x)
+    each = x if len(x) == layout.copies else jnp.repeat(x, layout.copies, axis=0)
+    return jax.vmap(layout.store)(each)
+
+
+def whole(layout: Layout | None, x: Any) -> Any:
+    """The inverse of `stored`, but that there is one for each slice."""
+    if layout is None:
+        return x
+    return jax.vmap(layout.whole)(x) if layout.copies else layout.whole(x)
+
+
 def map_state(
     f: Callable[[Layout | None, Any], Any], layouts: Mapping[str, Layouts], state: Any
 ) -> Any:
@@ -142,7 +285,7 @@ def map_state(
 
     Args:
       f: the function.
-      layouts: what `Optimizer.state_layouts` returns.
+      layouts: what `of_state` returns.
       state: the state of the rules.
     """
     return {

@@ -8,6 +8,7 @@ Sources: Micikevicius et al., "Mixed Precision Training", 2018, https://arxiv.or
 `tf.compat.v1.mixed_precision.{FixedLossScale, DynamicLossScale, MixedPrecisionLossScaleOptimizer}`.
 """
 
+import functools
 import math
 import numbers
 from typing import Any
@@ -25,14 +26,7 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class LossScale(hk.Module):
-    """A loss scale with its state. Source: `tf.mixed_precision.experimental.LossScale`.
-
-    Attributes:
-      only_finite: whether `update` looks at nothing but whether gradients are finite. Where an update is
-        sharded it is given, for each, a scalar which is that.
-    """
-
-    only_finite = False
+    """A loss scale with its state. Source: `tf.mixed_precision.experimental.LossScale`."""
 
     def __call__(self) -> jax.Array:
         """The current scale, a float32 scalar."""
@@ -57,8 +51,6 @@ class FixedLossScale(LossScale):
     >>> print(scale.apply({}, None))
     128.0
     """
-
-    only_finite = True
 
     def __init__(self, loss_scale_value: float, name: str | None = None):
         """Makes a fixed scale.
@@ -106,8 +98,6 @@ class DynamicLossScale(LossScale):
     True 16.0
     False 8.0
     """
-
-    only_finite = True
 
     def __init__(
         self,
@@ -190,8 +180,6 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
     0.0 16384.0
     """
 
-    takes_parts = True
-
     def __init__(self, opt: Any, loss_scale: Any, name: str | None = None):
         """Wraps an optimizer.
 
@@ -205,7 +193,7 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
-        for inner in base.unwrap(self.opt):
+        for inner in base.held(self.opt):
             if isinstance(inner, MixedPrecisionLossScaleOptimizer):
                 raise ValueError(
                     f"opt already scales losses ({inner.name}): two scales would multiply, and each "
@@ -225,16 +213,6 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
             loss, params, grad_loss=scaled if several else scaled[0], **kwargs
         )
         return value, jax.tree.map(lambda g: _divide(trees.widen(g), scale), grads)
-
-    def check_takes_parts(self) -> None:
-        """Implements `Optimizer.check_takes_parts`."""
-        super().check_takes_parts()
-        if not self.loss_scale.only_finite:
-            raise ValueError(
-                f"{type(self.loss_scale).__name__} cannot be used with shard_update=True: its update may look "
-                "at more of the gradients than whether they are finite, and each replica has a part of them. "
-                "If it does not, set only_finite = True in its class."
-            )
 
     def vote(self, grads: trees.Gradients) -> Any:
         """Implements `Optimizer.vote`: adapts the scale, and refuses gradients that are not finite."""
@@ -272,7 +250,9 @@ def get(identifier: Any) -> LossScale:
 
 def all_finite(grads: trees.Gradients) -> jax.Array:
     """Returns whether all elements of all gradients are finite, a boolean scalar."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)]))
+    finite = [jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)]
+    # One after the other: where gradients are sharded, that takes one collective.
+    return functools.reduce(jnp.logical_and, finite)
 
 
 def _times(weight: Any, scale: jax.Array) -> jax.Array:

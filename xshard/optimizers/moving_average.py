@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from xshard import errors
-from xshard.optimizers import base, shards, trees
-from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import base, trees
 from xshard.optimizers import optax as optax_optimizer
 from xshard.optimizers import slots as slots_lib
 
@@ -32,7 +31,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
 
     It stands anywhere among the rules, inside of `CrossShardOptimizer` and
     `MixedPrecisionLossScaleOptimizer` or outside. Where the update is sharded, each replica holds the
-    averages of its parts. State: `average/<path>` for each parameter that is trained, in float32 or wider;
+    averages of its shards. State: `average/<path>` for each parameter that is trained, in float32 or wider;
     with `num_updates='count'` also `num_updates`, int32.
 
     Source: `tf.contrib.opt.MovingAverageOptimizer`.
@@ -48,8 +47,6 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
     >>> print(params['linear']['w'], average)
     -4.0 -1.0
     """
-
-    takes_parts = True
 
     def __init__(
         self,
@@ -73,7 +70,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
-        for inner in base.unwrap(self.opt):
+        for inner in base.held(self.opt):
             if isinstance(inner, MovingAverageOptimizer):
                 raise ValueError(
                     f"opt already keeps averages of its parameters ({inner.name}): 'average' would be the "
@@ -105,14 +102,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
     def _get(self, path: str, first: jax.Array) -> jax.Array:
         # A copy: what holds both may be donated, which one buffer cannot be twice.
         copy = lambda *_: jnp.array(first, copy=True)
-        average = hk.get_state(f"{SLOT}/{path}", first.shape, first.dtype, copy)
-        if average.shape != first.shape:
-            raise ValueError(
-                f"The average of '{path}' has the shape {average.shape}, and this replica's part of it "
-                f"would be {first.shape}. The state of a sharded update is stored, and mapped over the "
-                "replicas, as Optimizer.state_layouts says: docs/scale.md has an example."
-            )
-        return average
+        return hk.get_state(f"{SLOT}/{path}", first.shape, first.dtype, copy)
 
     def _next_count(self) -> Any:
         if self.num_updates != "count":
@@ -129,16 +119,6 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
             return rate
         # 1 - (1 + n) / (10 + n), without what the difference would lose.
         return jnp.maximum(rate, 9 / (10 + jnp.asarray(count).astype(dtype)))
-
-    def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
-        """Implements `Optimizer.state_layouts`: an average is sharded as its parameter is."""
-        layouts = {
-            f"{SLOT}/{path}": layout
-            for path, layout in partition.layouts.items()
-            if layout.dim is not None
-        }
-        own = {} if self.updates_parts() is False else {self.module_name: layouts}
-        return {**self.opt.state_layouts(partition), **own}
 
     def get_slot(self, var: str, name: str) -> Any:
         """Implements `Optimizer.get_slot`; 'average' is the average."""

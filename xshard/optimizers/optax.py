@@ -1,6 +1,5 @@
 """Any optax transformation as an `Optimizer`."""
 
-import functools
 import re
 import traceback
 from typing import Any
@@ -11,8 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from xshard.optimizers import base, elementwise, shards, trees
-from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import base, trees
 from xshard.optimizers import slots as slots_lib
 
 
@@ -22,9 +20,6 @@ class OptaxOptimizer(base.Optimizer):
     A state's name is its path in optax's state, such as '0/mu/mlp/linear_0/w'. Parameters narrower
     than float32 are updated in float32 and rounded once; their slots are float32 too, unless the
     transformation asks for another type itself (such as `mu_dtype`).
-
-    Of a sharded update it sees whole arrays, of which each replica computes its part: a transformation
-    may go element by element, and take sums and norms of whole arrays. Others are refused.
 
     >>> def step(params, x):
     ...     opt = OptaxOptimizer(optax.adam(0.1), name='adam')
@@ -38,8 +33,6 @@ class OptaxOptimizer(base.Optimizer):
     >>> print(loss, params['linear']['w'].round(3))
     2.0 [0.1 0.1]
     """
-
-    takes_parts = True
 
     def __init__(self, transformation: Any, name: str | None = None):
         """Wraps a transformation.
@@ -77,75 +70,12 @@ class OptaxOptimizer(base.Optimizer):
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), shown(grads), shown(wide))
         # optax mixes counts with floats, which JAX's strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = self._transform(
-                gradients,
-                slots_lib.map_all(shown, params, old_state),
-                shown(wide),
-                self.given,
+            updates, state = self.transformation.update(
+                gradients, slots_lib.map_all(shown, params, old_state), shown(wide)
             )
         new = restored(wide, optax.apply_updates(shown(wide), updates))
         self._set_state(slots_lib.map_all(restored, params, old_state, state), old_state)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, params)
-
-    def _transform(
-        self, grads: Any, state: Any, params: Any, partition: shards.Partition | None
-    ) -> tuple[Any, Any]:
-        """The transformation's update; of parts, if the leaves are parts of `partition`."""
-        if partition is None:
-            return self.transformation.update(grads, state, params)
-        slots = self._slot_layouts(partition)
-        _check_slots(state, slots)
-        in_slot = lambda f, tree: jax.tree_util.tree_map_with_path(
-            lambda path, x: f(slots[name], x) if (name := trees.path_name(path)) in slots else x,
-            tree,
-        )
-        of_param = functools.partial(partition.map, lambda layout, x: elementwise.part(layout, x))
-        updates, state = elementwise.evaluate(
-            self.transformation.update,
-            (of_param(grads), in_slot(elementwise.part, state), of_param(params)),
-            partition,
-            f"The update of {self.name} ({type(self.transformation).__name__})",
-        )
-        own = lambda layout, x: elementwise.own(layout, x, partition.index)
-        state = in_slot(own, state)
-        for path, leaf in trees.leaves_by_path(state).items():
-            if isinstance(leaf, elementwise.Part):
-                raise ValueError(
-                    f"{self.name} cannot be sharded: its state '{path}' is of the shape of "
-                    f"'{leaf.layout.path}', but is no tree with an entry for each parameter, by which it "
-                    "would be known as a slot."
-                )
-        return partition.map(own, updates), state
-
-    def _slot_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layout]:
-        """Returns how the slots are sharded: each as its parameter, if it has its shape."""
-        params = partition.shapes
-        with jax.numpy_dtype_promotion("standard"):
-            state = jax.eval_shape(self.transformation.init, params)
-        found: dict[str, layouts_lib.Layout] = {}
-        for path, slot in slots_lib.find(state, params):
-            for name, leaf in trees.leaves_by_path(slot).items():
-                layout = partition.layouts.get(name)
-                if layout and layout.dim is not None and leaf.shape == layout.shape:
-                    found[f"{path}/{name}" if path else name] = layout
-        return found
-
-    def state_layouts(self, partition: shards.Partition) -> dict[str, layouts_lib.Layouts]:
-        """Implements `Optimizer.state_layouts`: a slot of a parameter's shape is sharded as its parameter is."""
-        return {self.module_name: self._slot_layouts(partition)}
-
-    def rehearse(self, params: trees.Params) -> None:
-        """Implements `Optimizer.rehearse`: traces the update as it would go on one of two shards."""
-        rehearsal = shards.Rehearsal(params)
-        with jax.numpy_dtype_promotion("standard"):
-            state = jax.eval_shape(self.transformation.init, rehearsal.shapes)
-            slots = self._slot_layouts(rehearsal)
-            parts = rehearsal.map(_part_shape, rehearsal.shapes)
-            state = jax.tree_util.tree_map_with_path(
-                lambda path, x: _part_shape(slots.get(trees.path_name(path)), x), state
-            )
-            update = functools.partial(self._transform, partition=rehearsal)
-            jax.eval_shape(update, parts, state, parts)
 
     def get_slot(self, var: str, name: str) -> Any:
         """Implements `Optimizer.get_slot`; where several slots share a name, give its path.
@@ -228,10 +158,8 @@ class OptaxOptimizer(base.Optimizer):
 
         Args:
           present: the paths of the parameters that have a gradient.
-          params: the parameters, or this replica's parts of them.
+          params: the parameters.
         """
-        if self.given is not None:
-            params = self.given.whole_shapes(params)
         shown, _ = slots_lib.hidden(params, self._trained(present, params))
         state = self._state_shapes(shown(params))
         slots = slots_lib.find(state, params)
@@ -303,22 +231,6 @@ def _make_leaf(path: tuple[Any, ...], leaf: Any) -> None:
     # may be donated, which one buffer cannot be twice.
     leaf = jnp.array(_strong(leaf), copy=True)
     hk.get_state(trees.path_name(path), leaf.shape, leaf.dtype, lambda *_: leaf)
-
-
-def _check_slots(state: Any, layouts: layouts_lib.Layouts) -> None:
-    for path, leaf in trees.leaves_by_path(state).items():
-        if path in layouts and leaf.shape != layouts[path].part_shape:
-            raise ValueError(
-                f"The slot '{path}' has the shape {leaf.shape}, and this replica's part of it would be "
-                f"{layouts[path].part_shape}. The state of a sharded update is stored, and mapped over the "
-                "replicas, as Optimizer.state_layouts says: docs/scale.md has an example."
-            )
-
-
-def _part_shape(layout: layouts_lib.Layout | None, x: Any) -> Any:
-    if layout is None:
-        return x
-    return jax.ShapeDtypeStruct(layout.part_shape, x.dtype)
 
 
 def _missing_arguments(e: Exception) -> tuple[str, str] | None:

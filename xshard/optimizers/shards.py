@@ -1,4 +1,4 @@
-"""The parts of arrays that replicas hold, and what goes between them.
+"""The shards of arrays that replicas hold, and what goes between them.
 
 Source: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020,
 https://arxiv.org/abs/2004.13336.
@@ -7,7 +7,7 @@ https://arxiv.org/abs/2004.13336.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,10 @@ _AS_IT_IS = (None, "float32")
 
 
 class Partition:
-    """The parts of the leaves of a tree, one for each replica of a group, and what goes between them.
+    """The shards of the leaves of a tree, one for each replica of a group, and what goes between them.
 
     Attributes:
-      count: the number of parts.
+      count: the number of shards.
       copies: the number of slices.
       shapes: the tree, its whole leaves' shapes and types.
       layouts: of each leaf, by path.
@@ -42,7 +42,7 @@ class Partition:
         scatter_steps: Sequence[int] = (),
         gather_steps: Sequence[int] = (),
     ):
-        """Decides how each leaf is cut.
+        """Decides how each leaf is sharded.
 
         Args:
           params: a tree of arrays or shapes.
@@ -50,7 +50,7 @@ class Partition:
           axis_name: the mapped axis that they are along.
           groups: the numbers of each group's replicas along it, if there are several.
           rules: what lies along other axes already.
-          copies: the number of slices, in each of which the whole is cut alike.
+          copies: the number of slices, in each of which the whole is sharded alike.
           scatter_steps: sizes whose product is `count`, to scatter in so many steps.
           gather_steps: the same, to gather.
         """
@@ -69,7 +69,7 @@ class Partition:
 
     @property
     def index(self) -> Any:
-        """The number of this replica's parts."""
+        """The number of this replica's shards."""
         number = lax.axis_index(self._axis["axis_name"])
         groups = self._axis["axis_index_groups"]
         if groups is None:
@@ -102,27 +102,16 @@ class Partition:
             is_leaf=is_leaf,
         )
 
-    def whole_shapes(self, tree: Any) -> Any:
-        """The shapes of the whole arrays of a tree of parts."""
-        return self.map(lambda layout, x: jax.ShapeDtypeStruct(layout.shape, x.dtype), tree)
+    def own(self, tree: Any) -> Any:
+        """This replica's shard of each leaf of a tree that all have whole."""
+        return self.map(lambda layout, x: layout.shard(x, self.index), tree)
 
-    def parts(self, tree: Any) -> Any:
-        """This replica's part of each leaf of a tree that all have whole."""
-        return self.map(lambda layout, x: layout.part(x, self.index), tree)
-
-    def check(self, parts: Any) -> None:
-        """Raises ValueError unless a tree that an update returns is of this replica's parts."""
-        for path, part in trees.leaves_by_path(parts).items():
-            wanted = self.layouts[path].part_shape
-            if part.shape != wanted:
-                raise ValueError(
-                    f"The update of '{path}' has the shape {part.shape}, and this replica's part of it "
-                    f"{wanted}. A rule whose state is of its parameters' shapes names it in state_layouts, "
-                    "so that it is cut as they are."
-                )
+    def state_layouts(self, state: Any) -> dict[str, dict[str, layouts_lib.Layout]]:
+        """Returns how the state of rules is sharded: `{module: {name: layout}}`; see `layouts.of_state`."""
+        return layouts_lib.of_state(self.layouts, state, self.copies)
 
     def scatter(self, layout: layouts_lib.Layout, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """This replica's part of the sum over the group; a leaf that is not cut, summed.
+        """This replica's shard of the sum over the group; a leaf that is not sharded, summed.
 
         Args:
           layout: the leaf's.
@@ -141,32 +130,39 @@ class Partition:
             x = _in_place(functools.partial(summed, scatter, dtype=dtype), layout)(x)
         return x
 
-    def gather(self, layout: layouts_lib.Layout, part: jax.Array, dtype: Any = None) -> jax.Array:
-        """The whole of what each replica has a part of; sent in a type, if one is given."""
+    def gather(self, layout: layouts_lib.Layout, shard: jax.Array, dtype: Any = None) -> jax.Array:
+        """The whole of what each replica has a shard of; sent in a type, if one is given."""
         if self.count == 1 or layout.dim is None:
-            return part
-        x = part if dtype in _AS_IT_IS else part.astype(dtype)
+            return shard
+        x = shard if dtype in _AS_IT_IS else shard.astype(dtype)
         for step in reversed(self._gathers):
             gather = functools.partial(lax.all_gather, axis=layout.dim, tiled=True, **step)
             x = _in_place(gather, layout)(x)
-        return layout.whole(x).astype(part.dtype)
+        return layout.whole(x).astype(shard.dtype)
 
-    def reduce(self, kind: str, layout: layouts_lib.Layout, part: jax.Array) -> jax.Array:
+    def reduce(self, kind: str, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
         """A reduction, such as 'sum', of all elements of a whole array, a scalar on all replicas.
 
         Args:
           kind: 'sum', 'max' or 'min'; of booleans also 'and' and 'or'.
           layout: the array's.
-          part: this replica's part.
+          shard: this replica's shard.
         """
-        if part.dtype == jnp.bool_:
+        if shard.dtype == jnp.bool_:
             kind = {"max": "or", "min": "and"}.get(kind, kind)
-        masked = layout.mask(part, self.index, _neutral(kind, part.dtype))
-        reductions: dict[str, Any] = {"and": jnp.all, "or": jnp.any, "sum": jnp.sum}
-        local = (reductions | {"max": jnp.max, "min": jnp.min})[kind](masked)
-        return local if layout.dim is None or self.count == 1 else self._across(kind, local)
+        own = self.reduce_own(kind, layout, shard)
+        return own if layout.dim is None else self.across(kind, own)
 
-    def _across(self, kind: str, x: jax.Array) -> jax.Array:
+    def reduce_own(self, kind: str, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
+        """A reduction of the elements that this replica has: `across` is then that of all."""
+        masked = layout.mask(shard, self.index, _neutral(kind, shard.dtype))
+        reductions: dict[str, Any] = {"and": jnp.all, "or": jnp.any, "sum": jnp.sum}
+        return (reductions | {"max": jnp.max, "min": jnp.min})[kind](masked)
+
+    def across(self, kind: str, x: jax.Array) -> jax.Array:
+        """A reduction, as `reduce` has them, of a number of each replica."""
+        if self.count == 1:
+            return x
         if kind in ("and", "or"):
             hits = lax.psum(jnp.asarray(x if kind == "or" else ~x, jnp.int32), **self._axis)
             return (hits > 0) if kind == "or" else (hits == 0)
@@ -176,59 +172,38 @@ class Partition:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return result
         # Not every backend's hands NaN on.
-        return jnp.where(self._across("or", jnp.isnan(x)), jnp.full_like(x, jnp.nan), result)
+        return jnp.where(self.across("or", jnp.isnan(x)), jnp.full_like(x, jnp.nan), result)
 
-    def sums_of_squares(self, parts: Any) -> tuple[jax.Array, jax.Array]:
+    def sums_of_squares(self, shards: Any) -> tuple[jax.Array, jax.Array]:
         """The sum of the squares of all elements of whole arrays, in two summands.
 
         Args:
-          parts: a tree of this replica's parts; what is not cut is whole on each.
+          shards: a tree of this replica's shards; what is not sharded is whole on each.
 
         Returns:
-          A number of the replica's own, whose mean over the replicas is the sum for all arrays that are cut;
+          A number of the replica's own, whose mean over the replicas is the sum for all arrays that are sharded;
           and the sum for those that are not, equal on all replicas.
         """
-        masked = self.map(lambda layout, x: layout.mask(x, self.index, 0), parts)
-        cut = self.map(lambda layout, x: x if layout.dim is not None else None, masked)
+        masked = self.map(lambda layout, x: layout.mask(x, self.index, 0), shards)
+        sharded = self.map(lambda layout, x: x if layout.dim is not None else None, masked)
         whole = self.map(lambda layout, x: x if layout.dim is None else None, masked)
-        return self.count * trees.sum_of_squares(cut), trees.sum_of_squares(whole)
-
-    def ballots(self, grads: Any) -> Any:
-        """For each gradient the same scalar on all replicas: 0, or NaN if an element of any is not finite."""
-        bad = [~jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)]
-        any_bad = jnp.any(jnp.stack(bad))
-        any_bad = self._across("or", any_bad) if self.count > 1 else any_bad
-        ballot = jnp.where(any_bad, jnp.nan, 0.0)
-        return jax.tree.map(lambda _: ballot, grads)
-
-
-class Applied(NamedTuple):
-    """The inputs and the result of an update.
-
-    Attributes:
-      grads: the aggregated gradients; None where there are none.
-      params: the new parameters, or the old ones if the step was skipped.
-      partition: what both are this replica's parts of; None: they are whole.
-    """
-
-    grads: trees.Gradients
-    params: trees.Params
-    partition: Partition | None
+        return self.count * trees.sum_of_squares(sharded), trees.sum_of_squares(whole)
 
 
 class Rehearsal(Partition):
-    """A partition that needs no mapped axis: to see on shapes alone whether a rule can be cut."""
+    """A partition that needs no mapped axis: to see on shapes alone whether a rule can be sharded."""
 
-    def __init__(self, params: Any):
-        """Cuts each leaf in two, if it has two elements."""
-        super().__init__(params, 2, "")
+    def __init__(self, params: Any, count: int, rules: mesh.Rules = ()):
+        """Shards as a `Partition` over so many replicas does."""
+        super().__init__(params, count, "", rules=rules)
 
     @property
     def index(self) -> int:
-        """The first part."""
+        """The first shard."""
         return 0
 
-    def _across(self, kind: str, x: jax.Array) -> jax.Array:
+    def across(self, kind: str, x: jax.Array) -> jax.Array:
+        """That of one replica."""
         del kind
         return x
 
@@ -236,7 +211,7 @@ class Rehearsal(Partition):
 def _in_place(
     f: Callable[[jax.Array], jax.Array], layout: layouts_lib.Layout
 ) -> Callable[[jax.Array], jax.Array]:
-    """Does the same to each part of an array that lies along other axes besides.
+    """Does the same to each shard of an array that lies along other axes besides.
 
     XLA's partitioner, left to it, makes an array whole on each device to scatter or gather it.
     """

@@ -1,7 +1,7 @@
 """Steps that are not applied: what they leave as it was, beside what is conditional."""
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import haiku as hk
@@ -56,15 +56,24 @@ def current_state() -> State:
     }
 
 
-def setter(applied: Any, old: State) -> Callable[[Any, Any, Any], Any]:
-    """A setter for `hk.custom_setter` that leaves the arrays of a state where the step is not applied."""
-    by_name = {"/".join(key): value for key, value in old.items()}
+def by_module(state: State) -> dict[str, dict[str, Any]]:
+    """The state as Haiku has it."""
+    found: dict[str, dict[str, Any]] = {}
+    for (module, name), array in state.items():
+        found.setdefault(module, {})[name] = array
+    return found
 
-    def keep(store: Any, value: Any, context: Any) -> Any:
-        name = context.full_name
-        return store(select(applied, value, by_name[name]) if name in by_name else value)
 
-    return keep
+def by_name(state: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
+    """The inverse of `by_module`."""
+    return {(module, name): x for module, arrays in state.items() for name, x in arrays.items()}
+
+
+def write(state: State) -> None:
+    """Sets arrays of state."""
+    modules = _AnyModule()
+    for (module, name), array in state.items():
+        modules.write(module, name, array)
 
 
 def written(before: State, after: State, earlier: Written) -> Written:

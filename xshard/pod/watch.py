@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TextIO
 import jax
 
 from xshard import errors
-from xshard.pod import ends, processes, rendezvous, signals, status
+from xshard.pod import agreement, ends, heartbeat, processes, rendezvous, signals, status
 from xshard.pod import notice as notice_lib
 
 _TICK_SECONDS = 0.5
@@ -70,28 +70,16 @@ class Watch:
         self._end = processes.Exchange("the end of the run", timeouts.shutdown)
         self._ended = threading.Event()
         self._published = False
-        # Between the training and the thread that talks.
-        self._nudge = threading.Event()
-        self._changed = threading.Condition()
-        self._polls = 0
-        self._posted: int | None = None
-        self._decided: dict[int, notice_lib.Notice] = {}
-        self._asked: notice_lib.Notice | None = None
+        self._agreement = agreement.Agreement(self._board)
+        self._heartbeat = heartbeat.Heartbeat(len(self._hosts), timeouts, _TICK_SECONDS)
         self._status = status.Status(self._hosts[self._index])
-        # The threads' own.
-        self._round = 0
-        self._said = ""
-        self._silent_ticks = 0
         self._due = 0.0
-        self._stopping = False
-        self._lost: set[int] = set()
         self._leaving = threading.Lock()
         self._interrupts = 0
         self._numbers: set[signal.Signals] = set()
         self._taken = contextlib.ExitStack()
 
     def __enter__(self) -> "Watch":
-        self._heard = {i: ("", 0) for i in range(len(self._hosts))}
         if len(self._hosts) > 1:
             self._taken.enter_context(ends.before_abort(self._before_abort))
         self._signals = self._given or self._taken.enter_context(signals.Heard())
@@ -104,25 +92,18 @@ class Watch:
 
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
-        self._nudge.set()
+        self._agreement.nudge()
         for thread in self._threads:
             thread.join(_LEAVE_SECONDS)
         self._taken.close()
 
     def poll(self) -> notice_lib.Notice | None:
         """Returns what is to be done now, if anything: the same on all processes, which poll at the same points."""
-        with self._changed:
-            self._polls += 1
-            while self._posted is not None and self._polls >= self._posted:
-                self._changed.wait()
-            return self._decided.pop(self._polls, None)
+        return self._agreement.poll()
 
     def ask(self, notice: notice_lib.Notice) -> None:
         """Asks all processes for something, at the next point that all can still reach."""
-        with self._changed:
-            if self._asked is None or notice.kind == notice_lib.STOP:
-                self._asked = notice
-        self._nudge.set()
+        self._agreement.ask(notice)
 
     def doing(self, what: str, **more: Any) -> None:
         """Says what this process is doing, and where it is: `step`, `steps`."""
@@ -173,17 +154,15 @@ class Watch:
                 ends.leave(notice_lib.INTERRUPTED)
             self.ask(notice_lib.Notice(notice_lib.STOP, f"SIGINT{where}", notice_lib.INTERRUPTED))
             self._say("SIGINT: saving after this step; once more leaves at once.")
-        elif number not in self._numbers and not self._stopping:
+        elif number not in self._numbers and not self._agreement.is_stopping:
             # Some come again and again: SIGTERM to all of a job's hosts, SIGXCPU with each second.
             self._numbers.add(number)
             self.ask(notice_lib.Notice(notice_lib.STOP, f"{number.name}{where}"))
             self._say(f"{number.name}: saving after this step.")
 
     def _check_coordinator(self) -> None:
-        # In ticks, which do not pass while something keeps Python from running.
-        self._silent_ticks += 1
-        silent = self._silent_ticks * _TICK_SECONDS
-        if silent > self._timeouts.heartbeat and self._index:
+        silent = self._heartbeat.unanswered()
+        if silent and self._index:
             self._say(
                 f"error: {self._name(0)}, which coordinates, has not answered for {silent:.0f} s: it, its "
                 f"host or the network is gone. {_GO_ON}"
@@ -194,13 +173,11 @@ class Watch:
 
     def _talk(self) -> None:
         while not self._ended.is_set():
-            self._nudge.wait(_TICK_SECONDS)
-            self._nudge.clear()
+            self._agreement.wait(_TICK_SECONDS)
             try:
                 self._look_around()
                 self._hear()
-                begun = self._asked is not None or self._posted is not None
-                if begun or self._board.read(f"round {self._round}"):
+                if self._agreement.is_due():
                     self._agree()
             except _EndedError:
                 return
@@ -213,7 +190,7 @@ class Watch:
                 self.fail(f"the watch over the run has failed: {type(e).__name__}: {e}")
 
     def _look_around(self) -> None:
-        if self._stopping:
+        if self._agreement.is_stopping:
             return
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
             self.ask(notice_lib.Notice(notice_lib.STOP, "the time of --stop_after has passed"))
@@ -240,7 +217,7 @@ class Watch:
                 self._leave(notice_lib.FAILED, f"error: {failure}")
         if self._index == 0:
             self._count_heads()
-        self._silent_ticks = 0
+        self._heartbeat.answered()
 
     def _first_failure(self) -> str:
         failures = self._board.read("failed")
@@ -250,51 +227,22 @@ class Watch:
         self._board.write("alive", json.dumps(self._status.row()))
 
     def _count_heads(self) -> None:
-        silence, over = {0: 0.0}, False
-        said = self._board.read("alive")
-        for index, (heard, ticks) in self._heard.items():
-            text = said.get(index, "")
-            self._heard[index] = (text, 0) if text != heard else (heard, ticks + 1)
-            starting = not text or json.loads(text)["doing"] == status.STARTING
-            limit = self._timeouts.start if starting else self._timeouts.heartbeat
-            silence[index] = ticks * _TICK_SECONDS
-            over |= bool(index and silence[index] > limit)
+        silent = self._heartbeat.hear(self._board.read("alive"))
         self._write_status()
-        if over:
-            # What cuts off one may cut off others, of whom a tick more was heard.
-            longest = max(silence.values())
-            self._lost = {i for i, seconds in silence.items() if i and seconds > longest / 2}
-            names = ", ".join(map(self._name, sorted(self._lost)))
-            message = f"{names}: not heard of for {longest:.0f} s; gone, or the host or the network is. {_GO_ON}"
+        if silent:
+            names = ", ".join(map(self._name, sorted(self._heartbeat.lost)))
+            message = f"{names}: not heard of for {silent:.0f} s; gone, or the host or the network is. {_GO_ON}"
             with self._leaving:
                 self._fail_all(message)
                 self._leave(notice_lib.FAILED, f"error: {message}")
 
     def _agree(self) -> None:
-        """All say the next point at which they can still act, and take the last of these."""
-        with self._changed:
-            # Once said it stands: this may be the second try, after an outage, and the others know of the first.
-            if self._posted is None:
-                self._posted = self._polls + 1
-                self._said, self._asked = json.dumps([self._posted, self._asked]), None
-        topic = f"round {self._round}"
-        said = [json.loads(text) for text in self._board.gather(topic, self._said, self._hear)]
-        self._round += 1
-        notices = [notice_lib.Notice(*notice) for _, notice in said if notice]
-        notice = next((n for n in notices if n.kind == notice_lib.STOP), notices[0])
-        at = max(point for point, _ in said)
-        if notice.kind == notice_lib.STOP:
-            self._stopping = True
-            if at == 1:
-                self.doing("stopped")
-                with self._leaving:
-                    self._leave(notice.code, f"{notice.why}: stopped before the first step.")
-        with self._changed:
-            # A save that was decided after a stop, for the same point, does not undo it.
-            if notice.kind == notice_lib.STOP or at not in self._decided:
-                self._decided[at] = notice
-            self._posted = None
-            self._changed.notify_all()
+        notice, point = self._agreement.gather(self._hear)
+        if notice.kind == notice_lib.STOP and point == 1:
+            self.doing("stopped")
+            with self._leaving:
+                self._leave(notice.code, f"{notice.why}: stopped before the first step.")
+        self._agreement.settle(notice, point)
 
     # Leaving.
 
@@ -325,7 +273,7 @@ class Watch:
         if self._index:
             self._board.write("gone", "")
             return
-        others = set(range(1, len(self._hosts))) - self._lost
+        others = set(range(1, len(self._hosts))) - self._heartbeat.lost
         while not others <= self._board.read("gone").keys():
             time.sleep(_LEAVE_SECONDS / 100)
 

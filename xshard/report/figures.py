@@ -1,305 +1,175 @@
-"""The charts of a report, and what is in each: no drawing yet."""
+"""Draws charts with plotly. All text from files is escaped here: plotly takes it as HTML."""
 
-import dataclasses
-import re
-from collections.abc import Iterator, Sequence
+import html
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 
-from xshard.report import curves
-from xshard.report import rows as rows_lib
+from xshard.metrics import show
+from xshard.report import charts
 from xshard.report import runs as runs_lib
 
-LINEAR, LOG, LOG2 = "linear", "log", "log2"
-SOLID, DASHED, DOTTED, DASHDOT = "solid", "dashed", "dotted", "dashdot"
-LEARNING, UPDATES, SPEED, TIME = (
-    "Training and evaluation",
-    "Updates",
-    "Speed",
-    "Where the time went",
-)
-# Training rows' own, each with its chart or shown otherwise; what else they hold are the experiment's.
-_UPDATES = {
-    "loss_scale": ("Loss scale", "loss scale (powers of two)", LOG2),
-    "gradient_norm": ("Gradient norm", "norm of the gradients (log)", LOG),
-    "parameter_norm": ("Parameter norm", "norm of the parameters (log)", LOG),
-}
-_SPEED = {
-    "perf/steps_per_second": ("Steps", "steps/s", ""),
-    "perf/examples_per_second": ("Examples", "examples/s", ""),
-    "perf/flops_per_second": ("Model FLOPs, all devices together", "FLOP/s", ""),
-    "perf/utilisation": ("Utilisation of the devices", "share of their peak", "%"),
-}
-_NO_CHART = {"global_step", "skipped", "perf/time", "perf/seconds", "perf/goodput"}
-_VARIANTS = {"average": "moving average", "ensemble": "ensemble"}
-_STYLES = {
-    (): SOLID,
-    ("average",): DASHED,
-    ("ensemble",): DOTTED,
-    ("average", "ensemble"): DASHDOT,
-}
-# What has no other name beside its variants.
-_PLAIN = "in the run"
-_MANY_BARS = 24
+WEIGHTS = (0.0, 0.6, 0.9, 0.97, 0.99)
+# Parts of all curves of a chart together, of each of which two rows are drawn, and of any curve at least.
+_PARTS, _FEWEST_PARTS = 2000, 100
+# Marks in a chart of what may be in every row.
+_MARKS = 300
+_RED = "#d62728"
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One curve.
-
-    Attributes:
-      label: what it is called in the key; empty if the key has its colour already.
-      colour: the number of its colour.
-      style: SOLID, DASHED, DOTTED or DASHDOT.
-      steps: shape [rows].
-      values: shape [rows], nan where there is no finite one.
-      points: whether it is drawn as points that nothing joins.
-      thin: whether it is drawn as one of many.
-      skips: the intervals of steps in which updates were skipped.
-      restarts: the first steps of its later processes.
-    """
-
-    label: str
-    colour: int
-    style: str
-    steps: np.ndarray
-    values: np.ndarray
-    points: bool = False
-    thin: bool = False
-    skips: Sequence[tuple[int, int]] = ()
-    restarts: Sequence[int] = ()
+def text(value: object) -> str:
+    """A text as HTML."""
+    return html.escape(show.printable(str(value)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Chart:
-    """Curves over steps.
-
-    Attributes:
-      name: of its file, without an ending.
-      section: where it is in the page.
-      title: what it shows.
-      label: the vertical axis, with its unit.
-      lines: its curves.
-      scale: of the vertical axis: LINEAR, LOG or LOG2.
-      unit: '%' for shares, else empty.
-      smoothed: whether the mean of the rows around is drawn over the rows.
-      from_zero: whether the vertical axis begins at 0.
-    """
-
-    name: str
-    section: str
-    title: str
-    label: str
-    lines: list[Line]
-    scale: str = LINEAR
-    unit: str = ""
-    smoothed: bool = False
-    from_zero: bool = False
-
-    @property
-    def window(self) -> int:
-        """The number of rows that a smoothed value is the mean of, in the longest curve."""
-        longest = max(len(line.steps) for line in self.lines)
-        return curves.window(longest) if self.smoothed else 1
+def colour(number: int) -> str:
+    """A colour far from its neighbours', by the golden angle; the first is blue."""
+    return f"hsl({(215 + 137.508 * number) % 360:.0f}, 65%, {42 + 12 * (number % 2)}%)"
 
 
-@dataclasses.dataclass(frozen=True)
-class Bars:
-    """Shares of time, a bar for each process or run.
+def figure(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> go.Figure:
+    """Draws a chart, with a slider for its smoothing."""
+    families = charts.seeds(runs)
+    traces: list[dict[str, Any]] = []
+    averages: dict[int, list[Any]] = {}
+    for number, line in enumerate(chart.lines):
+        kept = charts.thin(line.values, parts(chart))
+        is_smoothed = chart.is_smoothed and line.mode == "lines" and not line.is_member
+        shade = colour(families[line.runs[0]] if len(runs) > 1 else number)
+        base = _base(line, runs, shade) | {"x": line.steps[kept].tolist()}
+        is_faint = line.is_member or is_smoothed
+        traces += _band(line, base)
+        traces.append(base | {"y": _listed(line.values[kept]), "opacity": 0.35 if is_faint else 1})
+        if is_smoothed:
+            traces[-1] |= {"name": f"{base['name']}, unsmoothed", "showlegend": False}
+            levels = [_listed(charts.smooth(line.values, weight)[kept]) for weight in WEIGHTS]
+            averages[len(traces)] = levels
+            traces.append(base | {"y": levels[1], "line": base["line"] | {"width": 2.5}})
+        traces += _crosses(line, base)
+    layout = _layout(chart, runs) | ({"sliders": [_slider(averages)]} if averages else {})
+    return go.Figure(traces, layout)
 
-    Attributes:
-      name: of its file, without an ending.
-      section: where it is in the page.
-      title: what it shows.
-      bars: the name of each, its seconds and the seconds of its parts.
-      merged: whether each bar is all processes of a run.
-    """
 
-    name: str
-    section: str
-    title: str
-    bars: list[tuple[str, float, dict[str, float]]]
-    merged: bool
+def parts(chart: charts.Chart) -> int:
+    """The number of parts of each curve, of each of which two rows are drawn."""
+    return max(_FEWEST_PARTS, _PARTS // len(chart.lines))
 
 
-def charts(runs: Sequence[runs_lib.Run]) -> list[Chart | Bars]:
-    """All charts of runs, in the order of the page."""
-    names = _in_order(name for run in runs for name in run.training)
-    own = [n for n in names if n not in {"loss", *_UPDATES, *_NO_CHART} and n[:5] != "perf/"]
-    found: list[Chart | Bars | None] = [
-        _training(runs, "loss", LEARNING, "Training loss", "loss", smoothed=True)
-    ]
-    found += [_training(runs, n, LEARNING, f"Training: {n}", n, smoothed=True) for n in own]
-    found += [_evaluation(runs, name) for name in _evaluated(runs)]
-    for name, (title, label, scale) in _UPDATES.items():
-        smoothed = name == "gradient_norm"
-        found.append(_training(runs, name, UPDATES, title, label, scale=scale, smoothed=smoothed))
-    others = {
-        name: (name[5:], name[5:], "")
-        for name in names
-        if name[:5] == "perf/" and name not in {*_SPEED, *_NO_CHART} and name[-8:] != "_seconds"
+def bars(runs: Sequence[runs_lib.Run]) -> go.Figure | None:
+    """Shares of the time of each run's processes; None if they were not recorded."""
+    known = [(run.name, [start.parts for start in run.starts if start.parts]) for run in runs]
+    known = [(name, starts) for name, starts in known if starts]
+    traces = []
+    for number, part in enumerate(runs_lib.PARTS):
+        seconds = [sum(start.get(part, 0.0) for start in starts) for _, starts in known]
+        totals = [sum(sum(start.values()) for start in starts) for _, starts in known]
+        trace: dict[str, Any] = {"type": "bar", "orientation": "h", "name": part}
+        trace["x"] = [s / max(total, 1e-12) for s, total in zip(seconds, totals, strict=True)]
+        trace["y"] = [text(name) for name, _ in known]
+        trace["text"] = [show.duration(s) for s in seconds]
+        trace |= {"hovertemplate": "%{x:.1%}: %{text}", "marker": {"color": colour(number)}}
+        traces.append(trace)
+    layout = {
+        "template": go.layout.Template(),
+        "barmode": "stack",
+        "height": 160 + 30 * len(known),
+        "xaxis": {"tickformat": ".0%"},
+        "yaxis": {"type": "category", "autorange": "reversed", "automargin": True},
     }
-    for name, (title, label, unit) in (_SPEED | others).items():
-        found.append(
-            _training(runs, name, SPEED, title, label, unit=unit, from_zero=True, smoothed=True)
-        )
-    title, label = "Goodput since the process began", "share of the time in steps"
-    found.append(_bars(runs))
-    found.append(_training(runs, "perf/goodput", TIME, title, label, unit="%", from_zero=True))
-    return _with_own_names([chart for chart in found if chart is not None])
+    return go.Figure(traces, layout) if known else None
 
 
-def skipped(run: runs_lib.Run, group: int) -> list[tuple[int, int]]:
-    """The intervals of steps in which a group skipped updates, as far as the rows tell.
+def _base(line: charts.Line, runs: Sequence[runs_lib.Run], shade: str) -> dict[str, Any]:
+    """Returns all that the traces of one line have in common."""
+    names = [runs[index].name for index in line.runs]
+    label = names[0] if len(names) == 1 else f"mean of {len(names)} seeds ({names[0]}, …)"
+    name = text(f"{label}: {line.what}" if len(runs) > 1 else line.what)
+    return {
+        "type": "scatter",
+        "mode": line.mode,
+        "name": name,
+        # All that is drawn of a line comes and goes with its name.
+        "legendgroup": name,
+        "line": {"color": shade, "dash": line.dash, "width": 1.3},
+        "marker": {"color": shade, "size": 6},
+    }
 
-    Returns:
-      Steps after which and up to which there were skips; neighbours as one.
-    """
-    column = run.training.get("skipped")
-    if column is None or group >= column.values.shape[1]:
+
+def _band(line: charts.Line, base: dict[str, Any]) -> list[dict[str, Any]]:
+    """The area from the least to the greatest of the runs that a mean is of, with gaps as the mean's."""
+    if line.band is None:
         return []
-    totals = column.values[:, group]
-    known = np.isfinite(totals)
-    steps = [0, *map(int, column.steps[known])]
-    rises = np.diff(totals[known], prepend=0.0) > 0
-    found: list[tuple[int, int]] = []
-    for index in np.flatnonzero(rises):
-        begin, end = steps[index], steps[index + 1]
-        if found and found[-1][1] == begin:
-            begin = found.pop()[0]
-        found.append((begin, end))
-    return found
+    low, high = line.band
+    x: list[Any] = []
+    y: list[Any] = []
+    for piece in np.ma.clump_unmasked(np.ma.masked_invalid(low)):
+        # Of few enough rows, by their extremes.
+        lowest, highest = (piece.start + charts.thin(edge[piece], _MARKS) for edge in (low, high))
+        x += [*line.steps[lowest].tolist(), *line.steps[highest][::-1].tolist(), None]
+        y += [*low[lowest].tolist(), *high[highest][::-1].tolist(), None]
+    shape = {"x": x, "y": y, "mode": "lines", "fill": "toself", "opacity": 0.2}
+    hidden = {"line": {"width": 0, "color": base["line"]["color"]}, "hoverinfo": "skip"}
+    return [base | shape | hidden | {"showlegend": False}]
 
 
-def _training(
-    runs: Sequence[runs_lib.Run],
-    name: str,
-    section: str,
-    title: str,
-    label: str,
-    *,
-    scale: str = LINEAR,
-    unit: str = "",
-    smoothed: bool = False,
-    from_zero: bool = False,
-) -> Chart | None:
-    """The chart of one column of training rows; None if no run has it."""
-    lines = [
-        dataclasses.replace(
-            line,
-            restarts=run.restarts,
-            skips=skipped(run, group) if scale == LOG2 else (),
-        )
-        for index, run in enumerate(runs)
-        if name in run.training
-        for group, line in enumerate(_lines(runs, index, run.training[name], SOLID, ""))
+def _crosses(line: charts.Line, base: dict[str, Any]) -> list[dict[str, Any]]:
+    """Marks rows that are not finite, at the height of the last finite row before each."""
+    known, lost = np.flatnonzero(np.isfinite(line.values)), np.flatnonzero(np.isnan(line.values))
+    if not len(lost):
+        return []
+    lost = lost[:: math.ceil(len(lost) / _MARKS)]
+    before = np.maximum(np.searchsorted(known, lost) - 1, 0)
+    heights = line.values[known[before]] if len(known) else np.ones(len(lost))
+    cross = {"mode": "markers", "x": line.steps[lost].tolist(), "y": heights.tolist()}
+    cross |= {"marker": {"symbol": "x", "size": 9, "color": _RED}, "showlegend": False}
+    return [base | cross | {"hovertemplate": "not finite"}]
+
+
+def _slider(averages: dict[int, list[Any]]) -> dict[str, Any]:
+    """Puts averages in the place of one another, by their traces' numbers; the rows stay as they are."""
+    steps = []
+    for level, weight in enumerate(WEIGHTS):
+        values = [levels[level] for levels in averages.values()]
+        step = {"method": "restyle", "label": f"{weight:g}", "args": [{"y": values}, [*averages]]}
+        steps.append(step)
+    shown = {"prefix": "smoothing (weight of what came before): "}
+    return {"steps": steps, "active": 1, "currentvalue": shown, "pad": {"t": 35}}
+
+
+def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]:
+    shown = {index for line in chart.lines for index in line.runs}
+    restarts = sorted({start.first for index in shown for start in runs[index].starts[1:]})
+    dashes = {"type": "line", "yref": "paper", "y0": 0, "y1": 1}
+    dashes["line"] = {"color": "gray", "width": 1, "dash": "dot"}
+    kinds = ("linear", "log")
+    changes = [{"yaxis.type": kind, "yaxis.autorange": True} for kind in kinds]
+    buttons = [
+        {"method": "relayout", "label": kind, "args": [change]}
+        for kind, change in zip(kinds, changes, strict=True)
     ]
-    if not lines:
-        return None
-    if scale == LINEAR and not unit and not from_zero and _spans(lines):
-        scale, label = LOG, f"{label} (log)"
-    return Chart(name, section, title, label, lines, scale, unit, smoothed, from_zero)
+    menu = {"type": "buttons", "buttons": buttons, "active": int(chart.is_log), "direction": "left"}
+    return {
+        # Without plotly's own template, which is as long as many a chart.
+        "template": go.layout.Template(),
+        "height": 470,
+        "margin": {"t": 60, "r": 20},
+        "hovermode": "x unified" if len(chart.lines) <= 12 else "closest",
+        "showlegend": True,
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {
+            "type": "log" if chart.is_log else "linear",
+            "rangemode": "tozero" if chart.section == charts.SPEED else "normal",
+            "hoverformat": ".6~g",
+            "automargin": True,
+        },
+        "updatemenus": [menu | {"x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}],
+        "shapes": [dashes | {"x0": step, "x1": step} for step in restarts[-_MARKS:]],
+    }
 
 
-def _evaluation(runs: Sequence[runs_lib.Run], name: str) -> Chart:
-    """The chart of a value of the evaluation, with its variants."""
-    lines: list[Line] = []
-    for index, run in enumerate(runs):
-        for columns, job in ((run.evaluation, False), (run.separate, True)):
-            for full, column in columns.items():
-                variants, base = _variants(full)
-                if base != name:
-                    continue
-                words = [*(_VARIANTS[v] for v in variants), *(["evaluation job"] if job else [])]
-                made = list(_lines(runs, index, column, _STYLES[variants], ", ".join(words)))
-                made = [dataclasses.replace(line, points=job) for line in made]
-                if len(runs) == 1 and "ensemble" in variants:
-                    # Of no group, and so in none's colour.
-                    groups = max(other.values.shape[1] for other in columns.values())
-                    made = [dataclasses.replace(line, colour=groups) for line in made]
-                lines += made
-    if len(runs) == 1 and len(lines) > 1:
-        lines = [dataclasses.replace(line, label=line.label or _PLAIN) for line in lines]
-    scale, label = (LOG, f"{name} (log)") if _spans(lines) else (LINEAR, name)
-    return Chart(f"eval/{name}", LEARNING, f"Evaluation: {name}", label, lines, scale)
-
-
-def _lines(
-    runs: Sequence[runs_lib.Run], index: int, column: rows_lib.Column, style: str, said: str
-) -> Iterator[Line]:
-    """The curve of each group."""
-    groups = column.values.shape[1]
-    for group in range(groups):
-        if len(runs) > 1:
-            # A run has one colour, whatever there are several of in it.
-            label = ", ".join(part for part in (runs[index].name, said) if part)
-            colour, label = index, "" if group else label
-        else:
-            parts = (f"group {group}" if groups > 1 else "", said)
-            colour, label = group, ", ".join(part for part in parts if part)
-        values = column.values[:, group]
-        thin = len(runs) > 1 and groups > 1
-        yield Line(label, colour, style, column.steps, values, thin=thin)
-
-
-def _spans(lines: Sequence[Line]) -> bool:
-    """Returns whether values that are above 1 at times spread so far that a linear axis would not show them."""
-    values = np.concatenate([line.values for line in lines])
-    values = values[np.isfinite(values)]
-    return bool(len(values) and values.min() > 0 and values.max() > max(1, 100 * values.min()))
-
-
-def _bars(runs: Sequence[runs_lib.Run]) -> Bars | None:
-    known = [(run, [start for start in run.starts if start.parts]) for run in runs]
-    known = [(run, starts) for run, starts in known if starts]
-    if not known:
-        return None
-    merged = sum(len(starts) for _, starts in known) > max(_MANY_BARS, len(known))
-    bars = []
-    for run, starts in known:
-        own = [] if len(runs) == 1 else [run.name]
-        for number, start in enumerate(starts, 1):
-            steps = f"steps {start.first} to {start.last}"
-            name = [f"process {number}: {steps}"] if len(starts) > 1 or not own else []
-            if not merged:
-                bars.append((", ".join([*own, *name]), start.seconds, start.parts))
-        if merged:
-            parts = {name: sum(s.parts.get(name, 0.0) for s in starts) for name in runs_lib.PARTS}
-            text = ", ".join([*own, *([f"{len(starts)} processes"] if len(starts) > 1 else [])])
-            bars.append((text, sum(s.seconds for s in starts), parts))
-    return Bars("time", TIME, "Shares of the time since a process began", bars, merged)
-
-
-def _evaluated(runs: Sequence[runs_lib.Run]) -> list[str]:
-    """The names of what was evaluated, without the variants."""
-    tables = [columns for run in runs for columns in (run.evaluation, run.separate)]
-    names = _in_order(_variants(name)[1] for columns in tables for name in columns)
-    return [name for name in names if not name.startswith("perf/")]
-
-
-def _variants(name: str) -> tuple[tuple[str, ...], str]:
-    """Returns what an evaluation is of, as 'average/loss', in alphabetic order; and the name without that."""
-    found: set[str] = set()
-    while name.partition("/")[0] in _VARIANTS.keys() - found and "/" in name:
-        variant, _, name = name.partition("/")
-        found.add(variant)
-    return tuple(sorted(found)), name
-
-
-def _in_order(names: Iterator[str]) -> list[str]:
-    return list(dict.fromkeys(names))
-
-
-def _with_own_names(found: Sequence[Chart | Bars]) -> list[Chart | Bars]:
-    """Charts whose names are those of files: of plain letters, and no two alike where case does not count."""
-    taken: set[str] = set()
-    renamed = []
-    for chart in found:
-        name = re.sub(r"[^a-z0-9_-]+", "_", chart.name.lower()).strip("_")[:60] or "chart"
-        own, number = name, 1
-        while own in taken:
-            number += 1
-            own = f"{name}_{number}"
-        taken.add(own)
-        renamed.append(dataclasses.replace(chart, name=own))
-    return renamed
+def _listed(values: np.ndarray) -> list[float | None]:
+    """Values as JSON can hold them."""
+    return [value if math.isfinite(value) else None for value in values.tolist()]

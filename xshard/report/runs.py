@@ -1,11 +1,11 @@
 """Reads what a work directory says of its run. Nothing is written there, and no device is touched."""
 
-import dataclasses
+import itertools
 import pathlib
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,33 +22,19 @@ _CHECKPOINT_SECONDS = 30.0
 _LARGEST = 1 << 62
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """One process's part of a run, up to its last row.
+class Start(NamedTuple):
+    """One process's part of a run: its first step, its seconds until its last row, and their parts.
 
-    Attributes:
-      first: the step of its first row.
-      last: that of its last one.
-      seconds: how long it had been running then.
-      parts: the seconds of each of `PARTS`; empty if they were not recorded.
+    The parts are empty if they were not recorded.
     """
 
     first: int
-    last: int
     seconds: float
     parts: dict[str, float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoints:
-    """The checkpoints of a run.
-
-    Attributes:
-      place: where they are.
-      entries: what is there, the oldest step first.
-      written_with: versions and devices that the newest was written with.
-      problem: why nothing is known of them; empty if something is.
-    """
+class Checkpoints(NamedTuple):
+    """The checkpoints of a run, what the newest was written with, and why nothing is known of them, if so."""
 
     place: str
     entries: list[checkpoint.Entry]
@@ -56,28 +42,20 @@ class Checkpoints:
     problem: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One run.
 
     Attributes:
-      name: what it is called in the page: the end of its path that no other run has.
       path: its work directory.
-      config: its config, flat.
-      training: columns of training rows.
-      evaluation: columns of the run's own evaluations.
-      separate: columns of the evaluation job's.
+      name: the end of that path which no other run has.
+      separate: columns of the evaluation job; those of the run's own evaluations are `evaluation`.
       starts: its processes, one after the other; empty if their seconds were not recorded.
-      state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'.
-      doing: the same in words.
-      step: the last step that is known of.
+      state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'; `doing` is the same in words.
       results: the final evaluation; empty if it has not been made.
-      checkpoints: its checkpoints.
-      notes: what is to be known of its files.
     """
 
-    name: str
     path: pathlib.Path
+    name: str
     config: dict[str, Any]
     training: rows_lib.Columns
     evaluation: rows_lib.Columns
@@ -90,45 +68,9 @@ class Run:
     checkpoints: Checkpoints
     notes: list[str]
 
-    @property
-    def restarts(self) -> list[int]:
-        """The first logged step of each process but the first."""
-        return [start.first for start in self.starts[1:]]
 
-    @property
-    def seconds(self) -> float | None:
-        """The seconds that its processes ran, all together; None if it is not known."""
-        return sum(start.seconds for start in self.starts) if self.starts else None
-
-
-class _Look:
-    """A look at checkpoints in a thread of its own, since an object store may not answer for long."""
-
-    def __init__(self, place: str, is_own: bool):
-        self._place = place
-        self._is_own = is_own
-        self._found: list[Checkpoints] = []
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def wait(self, deadline: float) -> Checkpoints:
-        """Returns what was found until `deadline`, of the monotonic clock."""
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._found:
-            return self._found[0]
-        return Checkpoints(self._place, [], {}, "it has not answered in time")
-
-    def _look(self) -> None:
-        entries: list[checkpoint.Entry] = []
-        written_with: dict[str, Any] = {}
-        problem = ""
-        try:
-            if not self._is_own or pathlib.Path(self._place).is_dir():
-                entries, written_with = checkpoint.read_catalog(self._place)
-        except Exception as e:
-            # Whatever it is, the rest of the page does not depend on it.
-            problem = str(e) or type(e).__name__
-        self._found.append(Checkpoints(self._place, entries, written_with, problem))
+# Waits for what is known of checkpoints, until a time of the monotonic clock.
+_Answer = Callable[[float], Checkpoints]
 
 
 def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) -> list[Run]:
@@ -139,7 +81,7 @@ def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) 
       checkpoint_seconds: how long all places of checkpoints have to answer.
 
     Raises:
-      ValueError: if any of them is no run's directory; all such are named.
+      UserError: if any of them is no run's directory; all such are named.
     """
     unique: dict[pathlib.Path, pathlib.Path] = {}
     for path in paths:
@@ -154,63 +96,65 @@ def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) 
     if problems:
         raise errors.UserError("\n".join(problems))
     deadline = time.monotonic() + checkpoint_seconds
-    looks = []
-    for directory, config in zip(directories, configs, strict=True):
-        elsewhere = config.get("checkpoint.directory")
-        looks.append(_Look(str(elsewhere or directory / "checkpoints"), not elsewhere))
-    parts = zip(directories, _names(directories), configs, looks, strict=True)
+    answers = [_ask(*pair) for pair in zip(directories, configs, strict=True)]
+    parts = zip(directories, _names(directories), configs, answers, strict=True)
     return [_run(*part, deadline) for part in parts]
 
 
+def _ask(directory: pathlib.Path, config: dict[str, Any]) -> _Answer:
+    """Looks at checkpoints in a thread of its own, since an object store may not answer for long."""
+    elsewhere = config.get("checkpoint.directory")
+    place = str(elsewhere or directory / "checkpoints")
+    answers: list[Checkpoints] = []
+
+    def look() -> None:
+        try:
+            is_there = elsewhere or pathlib.Path(place).is_dir()
+            catalog = checkpoint.read_catalog(place) if is_there else ([], {})
+            answers.append(Checkpoints(place, *catalog, ""))
+        except Exception as e:
+            # Whatever it is, the rest of the page does not depend on it.
+            answers.append(Checkpoints(place, [], {}, str(e) or type(e).__name__))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+
+    def wait(deadline: float) -> Checkpoints:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        return answers[0] if answers else Checkpoints(place, [], {}, "it has not answered in time")
+
+    return wait
+
+
 def _run(
-    path: pathlib.Path, name: str, config: dict[str, Any], look: _Look, deadline: float
+    path: pathlib.Path, name: str, config: dict[str, Any], answer: _Answer, deadline: float
 ) -> Run:
     rows = rows_lib.read(path / "metrics.jsonl")
     separate = rows_lib.read(path / "eval" / "metrics.jsonl")
     notes = [*rows.notes, *(f"eval/: {note}" for note in separate.notes)]
-    starts = _starts(rows.training)
-    results = _json(path / "results.json", dict, notes)
+    results = _json(path / workdir.RESULTS, dict, notes)
     processes = [row for row in _json(path / status.FILE, list, notes) if isinstance(row, dict)]
-    final = rows_lib.numbers_of(results.get("eval"))
-    steps = [column.steps[-1] for column in (rows.training | rows.evaluation).values()]
-    last = max(map(int, steps), default=None)
-    state, doing, step = _state(processes, results, last)
+    columns = [*rows.training.values(), *rows.evaluation.values()]
+    last = max((int(column.steps[-1]) for column in columns), default=None)
+    if not columns:
+        notes.append("no metrics yet.")
     return Run(
-        name=name,
-        path=path,
-        config=config,
-        training=rows.training,
-        evaluation=_with_results(rows.evaluation, final, _number(results.get("step"))),
-        separate=separate.evaluation,
-        starts=starts,
-        state=state,
-        doing=show.printable(doing),
-        step=step,
-        results=final,
-        checkpoints=look.wait(deadline),
-        notes=notes,
+        path,
+        name,
+        config,
+        rows.training,
+        rows.evaluation,
+        separate.evaluation,
+        _starts(rows.training),
+        *_state(processes, results, last),
+        rows_lib.numbers_of(results.get("eval")),
+        answer(deadline),
+        notes,
     )
 
 
-def _with_results(
-    columns: rows_lib.Columns, results: dict[str, list[float]], step: int | None
-) -> rows_lib.Columns:
-    """Evaluations and the final one, of which there need not be a row."""
-    if step is None:
-        return columns
-    extended = dict(columns)
-    for name, numbers in results.items():
-        one = rows_lib.Column(np.array([step]), np.array([numbers]))
-        column = columns.get(name, one)
-        if column.steps[-1] < step and column.values.shape[1] == len(numbers):
-            steps = np.append(column.steps, one.steps)
-            column = rows_lib.Column(steps, np.append(column.values, one.values, axis=0))
-        extended[name] = column
-    return extended
-
-
 def _config(path: pathlib.Path) -> dict[str, Any]:
-    """A run's config, flat; ValueError if there is no run."""
+    """A run's config, flat; UserError if there is no run."""
     if not path.exists():
         raise errors.UserError(f"{path}: there is no such directory.")
     if not path.is_dir():
@@ -219,15 +163,10 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
         )
     file = path / "config.json"
     if not file.exists():
-        below = [p.parent.name for p in sorted(path.glob("*/config.json"))]
-        hint = (
-            f" Those below it are: give {path}/*/, or some of {', '.join(below)}." if below else ""
-        )
+        below = ", ".join(p.parent.name for p in sorted(path.glob("*/config.json")))
+        hint = f" Those below it are: give {path}/*/, or some of {below}." if below else ""
         raise errors.UserError(f"{path} is no run's work directory: it has no {file.name}.{hint}")
-    try:
-        config = jsonfile.read(file)
-    except errors.UserError as e:
-        raise errors.UserError(f"{e} Leave this run out.") from e
+    config = jsonfile.read(file)
     config.pop(workdir.IDENTITY, None)
     return config_lib.flatten(config)
 
@@ -245,32 +184,26 @@ def _state(
     processes: list[dict[str, Any]], results: dict[str, Any], last: int | None
 ) -> tuple[str, str, int | None]:
     """A run's state, the same in words, and its step."""
-    step = _number(results.get("step"))
-    not_finite = ""
-    if results.get("finite") is False:
-        not_finite = f"not finite: {results.get('why')}"
-    if not processes:
-        if not_finite:
-            return "failed", not_finite, step
-        if results:
-            return "done", "done", step
-        return "unknown", "not known: there is no status.json", last
     failed = [row for row in processes if str(row.get("doing")).startswith("failed")]
-    said = (failed or processes)[0]
-    doing = str(said.get("doing"))
+    speaker = (failed or processes or [{}])[0]
+    doing = show.printable(str(speaker.get("doing")))
     # Rows may be older than what the process said last, or a result than a run that goes on.
-    steps = [s for s in (_number(processes[0].get("step")), last) if s is not None]
-    reached = max(steps, default=step)
-    for state in status.ENDS:
-        if doing.startswith(state):
-            if not_finite and state != "stopped":
-                return "failed", not_finite, reached
-            words = f"stopped at step {reached}" if state == "stopped" else doing
-            return state, words, reached
-    age = time.time() - (_number(said.get("time")) or 0)
+    steps = [_number(row.get("step")) for row in processes[:1]] + [last]
+    step = max((s for s in steps if s is not None), default=_number(results.get("step")))
+    if results.get("finite") is False and not doing.startswith("stopped"):
+        is_over = not processes or doing.startswith(status.ENDS)
+        if is_over:
+            return "failed", show.printable(f"not finite: {results.get('why')}"), step
+    if not processes:
+        known = ("done", "done") if results else ("unknown", "not known: there is no status.json")
+        return *known, step
+    for end in status.ENDS:
+        if doing.startswith(end):
+            return end, f"stopped at step {step}" if end == "stopped" else doing, step
+    age = time.time() - (_number(speaker.get("time")) or 0)
     if age > status.SILENT_SECONDS:
-        return "silent", f"gone, or silent for {show.age(age)}; was {doing}", reached
-    return "running", doing if doing == "training" else f"running: {doing}", reached
+        return "silent", f"gone, or silent for {show.age(age)}; was {doing}", step
+    return "running", doing if doing == "training" else f"running: {doing}", step
 
 
 def _number(value: Any) -> int | None:
@@ -291,36 +224,33 @@ def _starts(training: rows_lib.Columns) -> list[Start]:
         return []
     known = ~np.isnan(seconds.values[:, 0])
     steps, values = seconds.steps[known], seconds.values[known, 0]
-    if not len(steps):
-        return []
-    other = np.diff(values) < 0
+    other = values[1:] < values[:-1]
     if clock is not None and np.array_equal(clock.steps, seconds.steps):
         # No comparison is true of a time that is not known.
         times = clock.values[known, 0]
-        other |= times[1:] - values[1:] > times[:-1]
-    begins = [0, *(np.flatnonzero(other) + 1)]
-    ends = [*(begin - 1 for begin in begins[1:]), len(steps) - 1]
-    return [
-        Start(int(steps[begin]), int(steps[end]), float(values[end]), _parts(training, steps[end]))
-        for begin, end in zip(begins, ends, strict=True)
-    ]
+        other |= times[1:] > times[:-1] + values[1:]
+    starts = []
+    for begin, end in itertools.pairwise([0, *(np.flatnonzero(other) + 1), len(steps)]):
+        if begin < end:
+            parts = _parts(training, steps[end - 1], float(values[end - 1]))
+            starts.append(Start(int(steps[begin]), float(values[end - 1]), parts))
+    return starts
 
 
-def _parts(training: rows_lib.Columns, step: int) -> dict[str, float]:
+def _parts(training: rows_lib.Columns, step: int, seconds: float) -> dict[str, float]:
     """The seconds of a process's parts, up to the row of a step."""
 
     def at(name: str) -> float:
         column = training.get(f"perf/{name}")
-        found = column.values[column.steps == step, 0] if column is not None else []
-        return float(found[0]) if len(found) and np.isfinite(found[0]) else np.nan
+        there = [] if column is None else column.values[column.steps == step, 0]
+        return float(there[0]) if len(there) else np.nan
 
-    total, goodput = at("seconds"), at("goodput")
-    if np.isnan(goodput):
-        return {}
-    parts = {"training": goodput * total}
+    parts = {"training": at("goodput") * seconds}
     parts |= {name: at(f"{name}_seconds") for name in PARTS[1:-1]}
+    if np.isnan(parts["training"]):
+        return {}
     parts = {name: max(0.0, value) for name, value in parts.items() if np.isfinite(value)}
-    return {**parts, "other": max(0.0, total - sum(parts.values()))}
+    return {**parts, "other": max(0.0, seconds - sum(parts.values()))}
 
 
 def _names(paths: Sequence[pathlib.Path]) -> list[str]:

@@ -1,0 +1,572 @@
+"""Rules of rules: whatever a user puts together ends sharded where it ends replicated, or is refused by name."""
+
+import functools
+import random
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+from tests.optimizers import harness
+from xshard.optimizers import base, cross_shard, layouts, loss_scale, moving_average
+from xshard.optimizers import optax as optax_optimizer
+
+STEPS = 4
+BAD = 2
+
+
+def path_name(path):
+    return "/".join(key.key for key in path)
+
+
+def by_optax(transformation, name):
+    return optax_optimizer.OptaxOptimizer(transformation, name=name)
+
+
+class NormalizedDescent(base.Optimizer):
+    """Without state; divides each gradient by its norm."""
+
+    def update(self, grads, params):
+        step = lambda p, g: p if g is None else p - 0.1 * g / (jnp.linalg.norm(g) + 1e-6)
+        return jax.tree.map(step, params, grads)
+
+
+class Momentum(base.Optimizer):
+    """With a slot of its own, and noise."""
+
+    def update(self, grads, params):
+        def step(path, p, g):
+            if g is None:
+                return p
+            name = f"momentum/{path_name(path)}"
+            m = hk.get_state(name, p.shape, p.dtype, jnp.zeros)
+            if not hk.running_init():
+                m = 0.9 * m + g
+                hk.set_state(name, m)
+            noise = (
+                0.0 if hk.running_init() else jax.random.normal(hk.next_rng_key(), p.shape, p.dtype)
+            )
+            return p - 0.1 * m - 1e-3 * noise
+
+        return jax.tree_util.tree_map_with_path(step, params, grads)
+
+
+class ByLayer(base.Optimizer):
+    """One rule for the first layer, another for the rest: no OptimizerWrapper."""
+
+    def __init__(self, first, rest, name):
+        super().__init__(name=name)
+        self.rules = {"first": first, "rest": rest}
+
+    def update(self, grads, params):
+        is_first = lambda path: path[0].key == "mlp/linear_0"
+        of = lambda wanted: jax.tree_util.tree_map_with_path(
+            lambda path, g: g if is_first(path) == wanted else None, grads
+        )
+        return self.rules["rest"].update(of(False), self.rules["first"].update(of(True), params))
+
+
+class Lookahead(base.OptimizerWrapper):
+    """Moves slow parameters every other step."""
+
+    def __init__(self, opt, name):
+        super().__init__(name=name)
+        self.opt = opt
+
+    def update(self, grads, params):
+        fast = self.opt.update(grads, params)
+        n = hk.get_state("n", [], jnp.int32, jnp.zeros) + 1
+
+        def one(path, new, old):
+            name = f"slow/{path_name(path)}"
+            slow = hk.get_state(name, old.shape, old.dtype, lambda *_: jnp.array(old, copy=True))
+            if hk.running_init():
+                return new
+            slow = jnp.where(n % 2 == 0, slow + 0.5 * (new - slow), slow)
+            hk.set_state(name, slow)
+            return jnp.where(n % 2 == 0, slow, new)
+
+        new = jax.tree_util.tree_map_with_path(one, fast, params)
+        if not hk.running_init():
+            hk.set_state("n", n)
+        return new
+
+
+class Clipped(base.OptimizerWrapper):
+    """Clips the group's gradients by the norm of all of them."""
+
+    def __init__(self, opt, name):
+        super().__init__(name=name)
+        self.opt = opt
+
+    def aggregate(self, grads):
+        grads = self.opt.aggregate(grads)
+        factor = jnp.minimum(1.0, 0.5 / optax.tree.norm(grads))
+        return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
+
+
+class LeavesOutLarge(base.OptimizerWrapper):
+    """Votes by the norm of all gradients, and counts."""
+
+    def __init__(self, opt, name):
+        super().__init__(name=name)
+        self.opt = opt
+
+    def vote(self, grads):
+        small = optax.tree.norm(grads) < 3.0
+        count = hk.get_state("left_out", [], jnp.int32, jnp.zeros)
+        hk.set_state("left_out", count + jnp.where(small, 0, 1))
+        vote = self.opt.vote(grads)
+        return small if vote is True else small & vote
+
+
+LEAVES = {
+    "adam": lambda name: by_optax(optax.adam(0.1), name),
+    "lamb": lambda name: by_optax(optax.lamb(0.1), name),
+    "clipped": lambda name: by_optax(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)), name
+    ),
+    "several steps": lambda name: by_optax(optax.MultiSteps(optax.adam(0.1), 2), name),
+    "masked": lambda name: by_optax(
+        optax.chain(
+            optax.masked(
+                optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+            ),
+            optax.lion(0.05),
+        ),
+        name,
+    ),
+    "by kind": lambda name: by_optax(
+        optax.partition(
+            {"matrix": optax.adam(0.1), "vector": optax.sgd(0.1)},
+            lambda p: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", p),
+        ),
+        name,
+    ),
+    "normalized": lambda name: NormalizedDescent(name=name),
+    "momentum": lambda name: Momentum(name=name),
+}
+
+
+def compose(seed, shard_update):
+    """A rule drawn at random; of one seed the same."""
+    draw = random.Random(seed)
+    names = (f"rule_{i}" for i in range(99))
+
+    def local(depth):
+        kind = draw.choice(["leaf", "leaf", "by layer", "lookahead"]) if depth else "leaf"
+        if kind == "by layer":
+            return ByLayer(local(depth - 1), local(depth - 1), next(names))
+        if kind == "lookahead":
+            return Lookahead(local(depth - 1), next(names))
+        return LEAVES[draw.choice(sorted(LEAVES))](next(names))
+
+    rule = local(2)
+    reducing = functools.partial(cross_shard.CrossShardOptimizer, shard_update=shard_update)
+    scaling = lambda opt: loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
+    averaging = lambda opt: moving_average.MovingAverageOptimizer(opt, 0.9, "count")
+    looking_ahead = lambda opt: Lookahead(opt, "outer")
+    around = [reducing, scaling, draw.choice([averaging, looking_ahead])]
+    draw.shuffle(around)
+    # What looks at the group's gradients stands outside of what makes them.
+    around += draw.sample(
+        [lambda opt: Clipped(opt, "clips"), lambda opt: LeavesOutLarge(opt, "votes")], 1
+    )
+    for wrap in around:
+        rule = wrap(rule)
+    return rule
+
+
+def train(make, x, replicas):
+    """Parameters, counts of updates, and whole states of the rules, after each of some steps."""
+    transformed = harness.transform_step(make)
+    params = harness.params(np.float64)
+    _, state = transformed.init(jax.random.key(0), params, x)
+    rules = hk.transform(lambda: base.held(make())).apply({}, None)
+    sharding = layouts.StateSharding(state, params, replicas)
+    sharded = any(getattr(rule, "shard_update", False) for rule in rules)
+    specs = sharding.specs if sharded else jax.tree.map(lambda _: jax.P(), state)
+
+    def local(params, state, x, n, key):
+        (_, params, n), state = transformed.apply({}, state, key, params, x, n)
+        return params, state, n
+
+    run = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=harness.mesh(replicas),
+            in_specs=(jax.P(), specs, jax.P("replica"), jax.P(), jax.P()),
+            out_specs=(jax.P(), specs, jax.P()),
+            check_vma=False,
+        )
+    )
+    state, n, found = sharding.store(state) if sharded else state, jnp.int32(0), []
+    for step in range(STEPS):
+        inputs = x.at[3, 1].set(jnp.nan) if step == BAD else x
+        params, state, n = run(params, state, inputs, n, jax.random.key(step))
+        found.append((params, n, sharding.whole(state) if sharded else state))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_composition_ends_sharded_where_it_ends_replicated(seed):
+    # 4 divides a dimension of each array; of 8 shards some are padded.
+    replicas = 4 if seed % 2 else 8
+    with jax.enable_x64(True):
+        x = harness.batch(np.float64)
+        whole, sharded = (
+            train(functools.partial(compose, seed, shard), x, replicas) for shard in (False, True)
+        )
+        for wanted, got in zip(whole, sharded, strict=True):
+            # Sums in another order; the rules divide by norms and by roots of second moments.
+            harness.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
+        before, after = sharded[BAD - 1], sharded[BAD]
+        harness.assert_equal(after[:2], before[:2])
+        # A vote may count what it has left out.
+        kept = {m for m in after[2] if m not in ("votes",) and "scale" not in m}
+        harness.assert_equal({m: after[2][m] for m in kept}, {m: before[2][m] for m in kept})
+        assert int(after[1]) == int(before[1])
+
+
+def two_networks(params, x, shard_update):
+    """A step of each of two networks by one rule."""
+    adam = by_optax(optax.adam(0.1), "adam")
+    opt = cross_shard.CrossShardOptimizer(adam, "sum", shard_update=shard_update)
+    new = {}
+    for module in params:
+        loss = lambda p: sum(jnp.sum(jnp.mean(x) * leaf**2) for leaf in jax.tree.leaves(p))
+        new |= opt.minimize(loss, {module: params[module]})[1]
+    return new
+
+
+def test_one_rule_for_two_networks():
+    params, x = harness.params(), harness.batch()
+    ends = []
+    for shard_update in (False, True):
+        step = hk.transform_with_state(functools.partial(two_networks, shard_update=shard_update))
+        _, state = step.init(None, params, x)
+        sharding = layouts.StateSharding(state, params, 4)
+        specs = sharding.specs if shard_update else jax.tree.map(lambda _: jax.P(), state)
+        run = jax.shard_map(
+            lambda state, x, step=step: step.apply({}, state, None, params, x)[0],
+            mesh=harness.mesh(4),
+            in_specs=(specs, jax.P("replica")),
+            out_specs=jax.P(),
+            check_vma=False,
+        )
+        ends.append(jax.jit(run)(sharding.store(state) if shard_update else state, x))
+    assert not np.array_equal(ends[0]["mlp/linear_1"]["w"], params["mlp/linear_1"]["w"])
+    harness.assert_close(*ends, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "transformation, operation",
+    [
+        (contrib.muon(0.1), "reduce_sum|dot_general|transpose"),
+        (optax.adafactor(0.1, min_dim_size_to_factor=2), "reduce_sum"),
+    ],
+)
+def test_what_mixes_elements_is_refused_where_state_is_made(transformation, operation):
+    def make():
+        rule = ByLayer(by_optax(transformation, "mixes"), by_optax(optax.sgd(0.1), "b"), "by_layer")
+        return Lookahead(cross_shard.CrossShardOptimizer(rule, shard_update=True), "outer")
+
+    step = harness.transform_step(make)
+    with pytest.raises(ValueError, match=f"mixes.* cannot be sharded: its ({operation}) takes"):
+        step.init(None, harness.params(), harness.batch())
+
+
+class Holder(base.Optimizer):
+    """Holds a rule, and hands only the update on."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = [inner]
+
+    def update(self, grads, params):
+        return self.inner[0].update(grads, params)
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+@pytest.mark.parametrize("phase", ["aggregate", "vote"])
+def test_what_is_held_and_not_reached_is_refused(phase, shard_update):
+    def make():
+        sgd = by_optax(optax.sgd(0.1), "sgd")
+        if phase == "aggregate":
+            return Holder(cross_shard.CrossShardOptimizer(sgd, shard_update=shard_update))
+        rule = Holder(loss_scale.MixedPrecisionLossScaleOptimizer(sgd, "dynamic"))
+        return cross_shard.CrossShardOptimizer(rule, shard_update=shard_update)
+
+    step = harness.transform_step(make)
+    with pytest.raises(
+        ValueError, match=f"holds .*, whose {phase} is not called.*OptimizerWrapper"
+    ):
+        step.init(None, harness.params(), harness.batch())
+
+
+def test_state_whose_name_does_not_say_of_what_it_is_is_refused():
+    class Nameless(base.Optimizer):
+        def update(self, grads, params):
+            def step(i, p, g):
+                m = hk.get_state(f"m{i}", p.shape, p.dtype, jnp.zeros) + g
+                hk.set_state(f"m{i}", m)
+                return p - m
+
+            leaves, structure = jax.tree.flatten(params)
+            found = [
+                step(i, p, g)
+                for i, (p, g) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True))
+            ]
+            return jax.tree.unflatten(structure, found)
+
+    step = harness.transform_step(
+        lambda: cross_shard.CrossShardOptimizer(Nameless(), shard_update=True)
+    )
+    with pytest.raises(
+        ValueError,
+        match="the state 'm0' of .*nameless is of the shape of 'mlp/linear_0/b', but its name",
+    ):
+        step.init(None, harness.params(), harness.batch())
+
+
+def test_state_is_made_without_a_loss():
+    make = functools.partial(compose, 1, True)
+    params = harness.params()
+    by_loss = harness.transform_step(make).init(jax.random.key(0), params, harness.batch())
+    alone = hk.transform_with_state(lambda params: make().init(params)).init(
+        jax.random.key(0), params
+    )
+    harness.assert_equal(alone, by_loss)
+    with pytest.raises(ValueError, match="Optimizer.init makes state"):
+        hk.transform_with_state(lambda params: make().init(params)).apply(
+            {}, alone[1], None, params
+        )
+
+
+def test_only_what_is_to_be_trained_gets_slots():
+    rule = lambda params: by_optax(optax.adam(0.1), "adam").init(params, ["mlp/linear_1/w"])
+    _, state = hk.transform_with_state(rule).init(None, harness.params())
+    assert sorted(state["adam"]) == ["0/count", "0/mu/mlp/linear_1/w", "0/nu/mlp/linear_1/w"]
+
+
+def test_groups_have_shards_of_their_own():
+    groups = [[0, 3], [1, 2]]
+
+    def step(params, x, **options):
+        opt = cross_shard.CrossShardOptimizer(by_optax(optax.adam(0.1), "adam"), **options)
+        return opt.minimize(lambda p: harness.loss(p, x), params)[1]
+
+    alone = hk.transform_with_state(step)
+    rules = hk.transform_with_state(
+        functools.partial(step, group_assignment=groups, shard_update=True)
+    )
+    params, x = harness.params(), harness.batch()
+    _, state = rules.init(None, params, x)
+    sharding = layouts.StateSharding(state, params, 4, group_assignment=groups)
+    twice = jax.tree.map(lambda a: jnp.stack([a, a]), state)
+
+    def local(params, state, x):
+        params, state = jax.tree.map(lambda a: a[0], (params, state))
+        return jax.tree.map(lambda a: a[None], rules.apply({}, state, None, params, x))
+
+    run = jax.shard_map(
+        local,
+        mesh=harness.mesh(4),
+        in_specs=(jax.P("replica"), sharding.specs, jax.P("replica")),
+        out_specs=(jax.P("replica"), sharding.specs),
+        check_vma=False,
+    )
+    new, after = jax.jit(run)(harness.stack(params, 4), sharding.store(twice), x)
+    after = sharding.whole(after)
+    for g, group in enumerate(groups):
+        mine = jnp.concatenate([x.reshape(4, 4, 3)[i] for i in group])
+        wanted, wanted_state = alone.apply({}, state, None, params, mine)
+        for i in group:
+            harness.assert_close(jax.tree.map(lambda a, i=i: a[i], new), wanted, 1e-4, 1e-6)
+        harness.assert_close(jax.tree.map(lambda a, g=g: a[g], after), wanted_state, 1e-4, 1e-6)
+
+
+def run_sharded(make, step_of, params, inputs, replicas=4, key=None):
+    """What `step_of(rule, params, input)` returns for some inputs, each replica alike; and the whole state."""
+    rules = hk.transform_with_state(lambda params, x: step_of(make(), params, x))
+    _, state = rules.init(key, params, inputs[0])
+    held = hk.transform(lambda: base.held(make())).apply({}, None)
+    if not any(getattr(rule, "shard_update", False) for rule in held):
+        return [rules.apply({}, state, key, params, x)[0] for x in inputs], None
+    sharding = layouts.StateSharding(state, params, replicas)
+    run = jax.jit(
+        jax.shard_map(
+            lambda state, x: rules.apply({}, state, key, params, x),
+            mesh=harness.mesh(replicas),
+            in_specs=(sharding.specs, jax.P()),
+            out_specs=(jax.P(), sharding.specs),
+            check_vma=False,
+        )
+    )
+    found, state = [], sharding.store(state)
+    for x in inputs:
+        out, state = run(state, x)
+        found.append(out)
+    return found, sharding.whole(state)
+
+
+def scaled(opt, shard_update):
+    opt = cross_shard.CrossShardOptimizer(opt, shard_update=shard_update)
+    return loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
+
+
+ONE = {"m": {"w": jnp.arange(8.0).reshape(4, 2)}}
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_what_a_loss_has_written_is_put_back_by_a_skipped_step(shard_update):
+    def step(opt, params, x):
+        def loss(p):
+            n = hk.get_state("n", [], jnp.int32, jnp.zeros)
+            hk.set_state("n", n + 1)
+            return jnp.sum(p["m"]["w"]) * x
+
+        opt.minimize(loss, params)
+        return hk.get_state("n")
+
+    make = lambda: scaled(by_optax(optax.adam(0.1), "adam"), shard_update)
+    rules = hk.transform_with_state(lambda x: step(make(), ONE, x))
+    _, state = rules.init(None, 1.0)
+    sharding = layouts.StateSharding(state, ONE, 4)
+    specs = sharding.specs if shard_update else jax.tree.map(lambda _: jax.P(), state)
+    run = jax.shard_map(
+        lambda state, x: rules.apply({}, state, None, x),
+        mesh=harness.mesh(4),
+        in_specs=(specs, jax.P()),
+        out_specs=(jax.P(), specs),
+        check_vma=False,
+    )
+    counts, state = [], sharding.store(state) if shard_update else state
+    for x in (1.0, np.nan, 1.0):
+        n, state = jax.jit(run)(state, x)
+        counts.append(int(n))
+    assert counts == [1, 1, 2]
+
+
+@pytest.mark.parametrize("x", [1.0, np.nan])
+def test_random_keys_are_those_of_a_replicated_step(x):
+    def step(opt, params, x):
+        _, new = opt.minimize(lambda p: jnp.sum(p["m"]["w"]) * x, params)
+        return new, jax.random.normal(hk.next_rng_key())
+
+    key = jax.random.key(3)
+    ends = [
+        run_sharded(
+            lambda shard=shard: scaled(Momentum(name="noisy"), shard), step, ONE, [x], key=key
+        )[0]
+        for shard in (False, True)
+    ]
+    harness.assert_close(*ends, rtol=1e-6)
+
+
+def each_leaf(f):
+    """A rule without state that makes each new parameter of the old one and its gradient."""
+
+    class Each(base.Optimizer):
+        def update(self, grads, params):
+            return jax.tree.map(f, params, grads)
+
+    return Each(name="each")
+
+
+SUMS = {
+    "beside an array": lambda p, g: p - 0.1 * (g + jnp.sum(g)),
+    "beside a whole array": lambda p, g: p * (jnp.arange(8.0).reshape(4, 2) + jnp.sum(g)),
+    "of two, with a number": lambda p, g: p * (1.0 + (jnp.sum(g) + jnp.sum(p))),
+    "twice": lambda p, g: p * jnp.sum(g) + g / jnp.sum(g),
+    "truth": lambda p, g: jnp.where(jnp.isfinite(g) & jnp.all(jnp.isfinite(p)), g, p),
+    "in a cond": lambda p, g: jax.lax.cond(jnp.sum(g) > 0, lambda: g + jnp.sum(p), lambda: p),
+    "complex": lambda p, g: jnp.real(jax.lax.complex(p, g) ** 2),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_beside_other_things(name):
+    step = lambda opt, params, x: opt.minimize(lambda p: jnp.sum(p["m"]["w"] ** 2) * x, params)[1]
+    make = lambda shard: cross_shard.CrossShardOptimizer(each_leaf(SUMS[name]), shard_update=shard)
+    ends = [
+        run_sharded(lambda shard=shard: make(shard), step, ONE, [1.0])[0] for shard in (False, True)
+    ]
+    harness.assert_close(*ends, rtol=1e-5)
+
+
+def test_a_slot_is_of_the_parameter_whose_shape_it_has():
+    params = {"mu/linear": {"w": jnp.ones((4, 3))}, "linear": {"w": jnp.ones((8, 2))}}
+    step = lambda opt, params, x: opt.minimize(
+        lambda p: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)) * x, params
+    )[1]
+    make = lambda shard: cross_shard.CrossShardOptimizer(
+        by_optax(optax.adam(0.1), "adam"), shard_update=shard
+    )
+    ends = [
+        run_sharded(lambda shard=shard: make(shard), step, params, [1.0])[0]
+        for shard in (False, True)
+    ]
+    harness.assert_close(*ends, rtol=1e-5)
+
+
+def test_a_slot_named_error_of_a_scalar_is_a_slot():
+    of_params = {"m/s": layouts.layout("m/s", (), 4)}
+    assert layouts.of_state(of_params, {"rule": {"error/m/s": jnp.zeros(())}}) == {}
+
+
+class ByAttribute(base.OptimizerWrapper):
+    """Hands a value from one phase to another by an attribute."""
+
+    def __init__(self, opt):
+        super().__init__(name="by_attribute")
+        self.opt = opt
+
+    def aggregate(self, grads):
+        grads = self.opt.aggregate(grads)
+        self.norm = optax.tree.norm(grads)
+        return grads
+
+    def update(self, grads, params):
+        return self.opt.update(jax.tree.map(lambda g: g / self.norm, grads), params)
+
+
+def test_a_value_that_leaves_a_phase_by_an_attribute_is_refused():
+    make = lambda: ByAttribute(cross_shard.CrossShardOptimizer(optax.sgd(0.1), shard_update=True))
+    with pytest.raises(ValueError, match="by_attribute cannot be sharded: .* 'norm'"):
+        harness.transform_step(make).init(None, harness.params(), harness.batch())
+
+
+class Transparent(base.OptimizerWrapper):
+    """Is not seen by interceptors."""
+
+    def __init__(self, opt):
+        super().__init__()
+        self.opt = opt
+
+    @hk.transparent
+    def aggregate(self, grads):
+        return self.opt.aggregate(grads)
+
+
+def test_the_outermost_rule_may_be_transparent():
+    make = lambda: Transparent(cross_shard.CrossShardOptimizer(optax.sgd(0.1)))
+    harness.transform_step(make).init(None, harness.params(), harness.batch())
+
+
+class InList(base.Optimizer):
+    """Holds itself, by a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = [self]
+        self.all.append(self.all)
+
+
+def test_what_holds_itself_is_held_once():
+    held = hk.transform(lambda: len(base.held(InList()))).apply({}, None)
+    assert held == 1

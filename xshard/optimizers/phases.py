@@ -1,0 +1,211 @@
+"""The three phases of a step, of whole arrays or of this replica's shards."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+
+from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import sharded_calls, shards, skips, trees, values
+
+
+class Applied(NamedTuple):
+    """What `Optimizer.apply` has done.
+
+    Attributes:
+      params: the new parameters.
+      applied: True, or a boolean scalar: whether the step was applied.
+      global_step: the number of updates applied; None if none was given.
+      grads: the aggregated gradients, None where there are none; None: they are not known.
+      new_params: the new parameters again, as `grads` are.
+      partition: what `grads` and `new_params` are this replica's shards of; None: they are whole.
+    """
+
+    params: trees.Params
+    applied: Any
+    global_step: Any
+    grads: trees.Gradients | None
+    new_params: trees.Params | None
+    partition: shards.Partition | None
+
+
+class Step:
+    """One step of a rule."""
+
+    def __init__(self, rules: Sequence[Any], duties: Sequence[tuple[Any, str]]):
+        """Keeps the rules.
+
+        Args:
+          rules: the rule, and all that it holds.
+          duties: those that have to aggregate or vote, each with the name of that phase.
+        """
+        self._rule = rules[0]
+        self._rules = rules
+        self._duties = duties
+
+    def apply(self, grads: trees.Gradients, params: trees.Params) -> Applied:
+        """Aggregates, votes and updates; sharded, if a rule says so."""
+        partitions = [rule.partition(params) for rule in self._rules]
+        partition = next((found for found in partitions if found is not None), None)
+        if partition is None or hk.running_init():
+            applied, grads, new = self._on_whole(grads, params)
+            if partition is not None:
+                self._rehearse(grads, params, partition)
+            return Applied(new, applied, None, grads, new, None)
+        state = self._state_shapes(grads, params)
+        applied, grads, new = self._on_shards(grads, params, partition, state)
+        gathered = partition.map(lambda layout, _, x: partition.gather(layout, x), grads, new)
+        whole = trees.replace(params, trees.leaves_by_path(gathered))
+        return Applied(whole, applied, None, grads, new, partition)
+
+    def _on_whole(
+        self, grads: trees.Gradients, params: trees.Params
+    ) -> tuple[Any, trees.Gradients, trees.Params]:
+        """Returns whether the step is applied, the aggregated gradients, and the new parameters."""
+        grads, applied = _with_own_keys(self._decide)(grads)
+        self._settle(applied)
+        update = _with_own_keys(self._rule.update)
+        if applied is True or hk.running_init():
+            return applied, grads, update(grads, params)
+        return applied, grads, hk.cond(applied, update, lambda _, old: old, grads, params)
+
+    def _on_shards(
+        self,
+        grads: trees.Gradients,
+        params: trees.Params,
+        partition: shards.Partition,
+        state: Any,
+    ) -> tuple[Any, trees.Gradients, trees.Params]:
+        """Does the same where each replica has a shard: of the result's gradients and parameters, too."""
+        names = [rule.name for rule in self._rules]
+        calls = sharded_calls.ShardedCalls(partition, state, names)
+
+        def decide(grads: trees.Gradients) -> Any:
+            grads, applied = self._decide(grads)
+            return grads, None if applied is True else applied
+
+        before = _traced_attributes(self._rules)
+        grads, applied = calls(_with_own_keys(decide), grads)
+        for (rule, name), value in _traced_attributes(self._rules).items():
+            if value is not before.get((rule, name)):
+                raise ValueError(
+                    f"{rule} cannot be sharded: its aggregate or vote sets the attribute '{name}' to a value of the "
+                    "step, and each phase is a program of its own. Keep the value as Haiku state (hk.set_state)."
+                )
+        applied = True if applied is None else applied
+        self._settle(applied)
+        old = partition.own(params)
+        shards_of_old = partition.map(values.shard, old)
+        update = _with_own_keys(self._rule.update)
+        new = calls(update, grads, shards_of_old, applied=applied)
+        new = trees.rebuild(params, trees.leaves_by_path(new))
+        grads, new = (partition.map(calls.own, tree) for tree in (grads, new))
+        new = jax.tree.map(lambda new, old: skips.select(applied, new, old), new, old)
+        return applied, grads, new
+
+    def _decide(self, grads: trees.Gradients) -> tuple[trees.Gradients, Any]:
+        """The first two phases: the aggregated gradients, and whether they are applied."""
+        before = skips.current_state()
+        with self._all_reached():
+            grads = self._rule.aggregate(grads)
+            written = skips.written(before, skips.current_state(), skips.NOTHING)
+            applied = self._rule.vote(grads)
+        skips.put_back(applied, written)
+        return grads, applied
+
+    def _settle(self, applied: Any) -> None:
+        for rule in self._rules:
+            rule.settle(applied)
+
+    def _state_shapes(self, grads: trees.Gradients, params: trees.Params) -> Any:
+        """The shapes and types of the rules' state, whole."""
+        now = skips.current_state()
+        ends = {end for _, name in now for end in _ends(name)}
+        present = trees.leaves_by_path(grads)
+        leaves = trees.leaves_by_path(params)
+        trained = {path for path in leaves if present[path] is not None or path in ends}
+        # A phase may read what is made elsewhere; of no parameter's shape, it is whole already.
+        others = {key: x for key, x in now.items() if leaves.keys().isdisjoint(_ends(key[1]))}
+
+        def make(others: Any, params: trees.Params) -> None:
+            skips.write(others)
+            of_trained = {
+                path: x for path, x in trees.leaves_by_path(params).items() if path in trained
+            }
+            grads, _ = self._decide(trees.rebuild(params, of_trained))
+            self._rule.update(grads, params)
+
+        init = hk.transform_with_state(make).init
+        _, state = jax.eval_shape(init, jax.random.key(0), others, params)
+        return state
+
+    def _rehearse(
+        self, grads: trees.Gradients, params: trees.Params, partition: shards.Partition
+    ) -> None:
+        """Raises ValueError if an update of such parameters could not be done on shards."""
+        whole = self._state_shapes(grads, params)
+        step = hk.transform_with_state(
+            lambda grads, params: self._on_shards(grads, params, partition, whole)[1:]
+        )
+        state = layouts_lib.map_state(
+            lambda layout, x: (
+                x if layout is None else jax.ShapeDtypeStruct(layout.local_shape, x.dtype)
+            ),
+            partition.state_layouts(whole),
+            whole,
+        )
+        # What it may lack is what only a step has, such as a mapped axis.
+        with contextlib.suppress(NameError):
+            jax.eval_shape(step.apply, {}, state, jax.random.key(0), grads, params)
+
+    @contextlib.contextmanager
+    def _all_reached(self) -> Iterator[None]:
+        """Raises ValueError at the end unless each rule has done its duty meanwhile."""
+        reached: set[tuple[int, str]] = set()
+
+        def note(method: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
+            reached.add((id(context.module), context.method_name))
+            return method(*args, **kwargs)
+
+        with hk.intercept_methods(note):
+            yield
+        for rule, phase in self._duties:
+            if (id(rule), phase) not in reached:
+                holder = type(self._rule).__name__
+                raise ValueError(
+                    f"{holder} holds {rule.name}, whose {phase} is not called by its own: what {rule.name} is "
+                    f"for would be left out. Derive {holder} from OptimizerWrapper, which hands {phase} on to "
+                    f"`opt`, or call it in its {phase}(grads)."
+                )
+
+
+def _traced_attributes(rules: Sequence[Any]) -> dict[tuple[str, str], Any]:
+    """The attributes of rules that hold what is being traced, by the rule's name and their own."""
+    is_traced = lambda value: any(
+        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)
+    )
+    return {
+        (rule.name, name): value
+        for rule in rules
+        for name, value in vars(rule).items()
+        if is_traced(value)
+    }
+
+
+def _ends(name: str) -> list[str]:
+    """The paths that a name ends in."""
+    words = name.split("/")
+    return ["/".join(words[i:]) for i in range(len(words))]
+
+
+def _with_own_keys(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with random keys of its own: how many it takes changes none that are taken after it."""
+    key = hk.maybe_next_rng_key()
+
+    def with_keys(*args: Any) -> Any:
+        with contextlib.nullcontext() if key is None else hk.with_rng(key):
+            return f(*args)
+
+    return with_keys

@@ -1,0 +1,84 @@
+"""Functions that use Haiku state, called with this replica's shards of arrays and of that state."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import haiku as hk
+import jax
+
+from xshard.optimizers import elementwise, layouts, shards, skips, values
+
+
+class ShardedCalls:
+    """Calls functions of whole arrays that use Haiku state, of which this replica has shards."""
+
+    def __init__(self, partition: shards.Partition, state: Any, rules: Sequence[str]):
+        """Decides what of the state is sharded, and checks that it is.
+
+        Args:
+          partition: of the parameters.
+          state: the shapes of the rules' whole state.
+          rules: their names, outermost first.
+        """
+        self._partition = partition
+        self._rules = rules
+        self._layouts = skips.by_name(partition.state_layouts(state))
+        for (module, name), x in skips.current_state().items():
+            layout = self._layouts.get((module, name))
+            if layout is not None and x.shape != layout.local_shape:
+                raise ValueError(
+                    f"The state '{name}' of {module} has the shape {x.shape}, and this replica's shard of it "
+                    f"{layout.local_shape}. The state of a sharded update is stored, and mapped over the "
+                    "replicas, as xshard.StateSharding has it: docs/scale.md has an example."
+                )
+
+    def __call__(self, f: Callable[..., Any], *args: Any, applied: Any = True) -> Any:
+        """`f(*args)`; its state is read from Haiku's, and written there.
+
+        Args:
+          f: a function of whole arrays.
+          *args: trees of `Shard`s, and of arrays that are whole.
+          applied: True, or a boolean scalar: whether what it writes is kept.
+        """
+        before = skips.current_state()
+        old = {key: self._shard(key, x) for key, x in before.items()}
+
+        def call(state: Any, args: Any) -> Any:
+            run = hk.transform_with_state(f)
+            out, state = run.apply({}, skips.by_module(state), None, *args)
+            return out, skips.by_name(state)
+
+        out, new = elementwise.evaluate(call, (old, args), self._partition, self._rules)
+        changed = {key: self._own_state(key, x) for key, x in new.items() if x is not old.get(key)}
+        skips.write(
+            {key: skips.select(applied, x, before.get(key, x)) for key, x in changed.items()}
+        )
+        return out
+
+    def own(self, layout: layouts.Layout, x: Any) -> jax.Array:
+        """This replica's shard of what a function has made, in a parameter's place."""
+        if not isinstance(x, values.Shard):
+            return layout.shard(x, self._partition.index)
+        if x.layout != layout:
+            raise ValueError(
+                f"{self._rules[0]} cannot be sharded: what it makes of '{layout.path}' {layout.shape} has the shape "
+                f"of '{x.layout.path}' {x.layout.shape}."
+            )
+        return x.array
+
+    def _shard(self, key: tuple[str, str], x: Any) -> Any:
+        layout = self._layouts.get(key)
+        return x if layout is None else values.shard(layout, x)
+
+    def _own_state(self, key: tuple[str, str], x: Any) -> Any:
+        layout = self._layouts.get(key)
+        if layout is not None:
+            return self.own(layout, x)
+        if isinstance(x, values.Shard):
+            module, name = key
+            raise ValueError(
+                f"{self._rules[0]} cannot be sharded: the state '{name}' of {module} is of the shape of "
+                f"'{x.layout.path}', but its name does not end in that path, by which it would be known as a "
+                f"slot of that parameter. Name it '.../{x.layout.path}'."
+            )
+        return x
