@@ -183,7 +183,7 @@ def _of_slot(
 
 
 class StateSharding:
-    """How the state of rules with `shard_update=True` lies over the replicas, for a step of one's own.
+    """The sharding of the state of rules with `shard_update=True`, for a step of one's own.
 
     Where there are several groups (`group_assignment`), a whole state has a leading dimension of groups, and a
     stored one a leading dimension of replicas, of which a replica's step takes the one entry that it has.

@@ -12,7 +12,7 @@ from xshard.optimizers import sharded_calls, shards, skips, trees, values
 
 
 class Applied(NamedTuple):
-    """What `Optimizer.apply` has done.
+    """The result of `Optimizer.apply`.
 
     Attributes:
       params: the new parameters.

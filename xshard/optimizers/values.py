@@ -1,4 +1,4 @@
-"""What stands for an array while a function is evaluated on shards."""
+"""Stand-ins for arrays while a function is evaluated on shards."""
 
 import dataclasses
 import functools
