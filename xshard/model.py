@@ -18,7 +18,6 @@ from xshard.optimizers import (
     loss_scale,
     moving_average,
     phases,
-    shards,
     trees,
 )
 from xshard.optimizers import layouts as layouts_lib
@@ -160,16 +159,13 @@ class Model:
           params: the parameters of one group, or their shapes.
           opt_state: the state of one group's rules, or its shapes: whole, or as it is stored.
         """
-        partition = shards.Partition(
-            params,
-            self._mesh.shape[mesh_lib.REPLICA],
-            mesh_lib.REPLICA,
-            rules=self.experiment.sharding_rules(),
-            copies=mesh_lib.num_slices(self._mesh),
-        )
+        count = self._mesh.shape[mesh_lib.REPLICA]
+        of_params = layouts_lib.of_params(params, count, self.experiment.sharding_rules())
         is_sharded = lambda: any(rule.shard_update for rule in _reducing(self._optimizer()))
         slots = hk.transform(is_sharded).apply({}, None)
-        return layouts_lib.of_state(partition.layouts, opt_state, partition.copies, slots=slots)
+        return layouts_lib.of_state(
+            of_params, opt_state, mesh_lib.num_slices(self._mesh), slots=slots
+        )
 
     def averaged(self, params: Any, opt_state: Any) -> Any | None:
         """The averages of the parameters, a tree of their structure; None if the rules keep none.

@@ -226,11 +226,8 @@ def _build(
     state = TrainState(jnp.int32(0), global_step, *trees, root)
     layouts = _layouts(model, mesh, state)
     # What differs from slice to slice is made for one.
-    repeat = lambda layout, x: jnp.repeat(x, layout.copies, axis=0) if layout.copies else x
-    opt_state = _map_sharded(repeat, layouts, mesh, state.opt_state)
-    if not whole:
-        opt_state = _reshape(layouts, mesh, opt_state, whole=False)
-    return state._replace(opt_state=opt_state)
+    change = layouts_lib.for_each_slice if whole else layouts_lib.stored
+    return state._replace(opt_state=_map_sharded(change, layouts, mesh, state.opt_state))
 
 
 def _reshape(layouts: _Layouts, mesh: jax.sharding.Mesh, opt_state: Any, *, whole: bool) -> Any:

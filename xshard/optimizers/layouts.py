@@ -145,6 +145,21 @@ def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
     return shape[dim] // count % tile == 0
 
 
+def of_params(params: Any, count: int, rules: mesh.Rules = ()) -> dict[str, Layout]:
+    """Decides how to shard the arrays of a tree, by their paths.
+
+    Args:
+      params: arrays or shapes; what is None has no layout.
+      count: the number of shards.
+      rules: what lies along other axes already.
+    """
+    return {
+        path: layout(path, tuple(x.shape), count, mesh.spec_of(path, rules))
+        for path, x in trees.leaves_by_path(params).items()
+        if x is not None
+    }
+
+
 def of_state(
     params: Layouts, state: Any, copies: int = 1, *, slots: bool = True
 ) -> dict[str, dict[str, Layout]]:
@@ -170,9 +185,7 @@ def of_state(
 def _of_slot(
     params: Layouts, name: str, shape: tuple[int, ...], copies: int, slots: bool
 ) -> Layout | None:
-    words = name.split("/")
-    paths = ("/".join(words[i:]) for i in range(len(words)))
-    for layout in (params[path] for path in paths if path in params):
+    for layout in (params[path] for path in trees.endings(name) if path in params):
         shapes = (layout.shape, layout.stored_shape)
         of_rounding = name == f"{ERROR}/{layout.path}" and len(shape) == len(layout.shape) + 1
         if of_rounding and shape[1:] in shapes:
@@ -218,11 +231,7 @@ class StateSharding:
         """
         self._groups = group_assignment
         count = replicas if group_assignment is None else len(group_assignment[0])
-        of_params = {
-            path: layout(path, tuple(x.shape), count, mesh.spec_of(path, sharding_rules))
-            for path, x in trees.leaves_by_path(params).items()
-        }
-        self._layouts = of_state(of_params, state, slices)
+        self._layouts = of_state(of_params(params, count, sharding_rules), state, slices)
 
         def spec(layout: Layout | None, x: Any) -> jax.P:
             del x
@@ -265,10 +274,15 @@ def stored(layout: Layout | None, x: Any) -> Any:
     """An array of state as it is stored, of a whole one; what has none for each slice is repeated."""
     if layout is None:
         return x
-    if not layout.copies:
-        return layout.store(x)
-    each = x if len(x) == layout.copies else jnp.repeat(x, layout.copies, axis=0)
-    return jax.vmap(layout.store)(each)
+    each = for_each_slice(layout, x)
+    return jax.vmap(layout.store)(each) if layout.copies else layout.store(each)
+
+
+def for_each_slice(layout: Layout, x: Any) -> Any:
+    """A whole array of state, repeated if it is made for one slice and each keeps its own."""
+    if not layout.copies or len(x) == layout.copies:
+        return x
+    return jnp.repeat(x, layout.copies, axis=0)
 
 
 def whole(layout: Layout | None, x: Any) -> Any:

@@ -122,12 +122,14 @@ class Step:
     def _state_shapes(self, grads: trees.Gradients, params: trees.Params) -> Any:
         """The shapes and types of the rules' state, whole."""
         now = skips.current_state()
-        ends = {end for _, name in now for end in _ends(name)}
+        ends = {end for _, name in now for end in trees.endings(name)}
         present = trees.leaves_by_path(grads)
         leaves = trees.leaves_by_path(params)
         trained = {path for path in leaves if present[path] is not None or path in ends}
         # A phase may read what is made elsewhere; of no parameter's shape, it is whole already.
-        others = {key: x for key, x in now.items() if leaves.keys().isdisjoint(_ends(key[1]))}
+        others = {
+            key: x for key, x in now.items() if leaves.keys().isdisjoint(trees.endings(key[1]))
+        }
 
         def make(others: Any, params: trees.Params) -> None:
             skips.write(others)
@@ -192,12 +194,6 @@ def _traced_attributes(rules: Sequence[Any]) -> dict[tuple[str, str], Any]:
         for name, value in vars(rule).items()
         if is_traced(value)
     }
-
-
-def _ends(name: str) -> list[str]:
-    """The paths that a name ends in."""
-    words = name.split("/")
-    return ["/".join(words[i:]) for i in range(len(words))]
 
 
 def _with_own_keys(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,7 +27,6 @@ class Partition:
     Attributes:
       count: the number of shards.
       copies: the number of slices.
-      shapes: the tree, its whole leaves' shapes and types.
       layouts: of each leaf, by path.
     """
 
@@ -56,16 +55,10 @@ class Partition:
         """
         self.count = count
         self.copies = copies
-        self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         self._axis: dict[str, Any] = {"axis_name": axis_name, "axis_index_groups": groups}
         self._scatters = self._in_steps(scatter_steps)
         self._gathers = self._in_steps(gather_steps)
-        self.layouts: dict[str, layouts_lib.Layout] = {}
-        for path, leaf in trees.leaves_by_path(self.shapes).items():
-            if leaf is None:
-                continue
-            spec = mesh.spec_of(path, rules)
-            self.layouts[path] = layouts_lib.layout(path, tuple(leaf.shape), count, spec)
+        self.layouts = layouts_lib.of_params(params, count, rules)
 
     @property
     def index(self) -> Any:

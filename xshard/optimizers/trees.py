@@ -23,6 +23,12 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def endings(path: str) -> list[str]:
+    """The paths that a path ends in, the longest first: 'a/b' ends in 'a/b' and 'b'."""
+    words = path.split("/")
+    return ["/".join(words[i:]) for i in range(len(words))]
+
+
 def plain(tree: Any) -> Any:
     """The tree with a dict for each mapping: of others, such as Haiku's FlatMap, JAX may not know the keys."""
     if isinstance(tree, Mapping):
