@@ -16,7 +16,7 @@ import xshard
 from configs import digits
 
 
-class Layers(xshard.Experiment):
+class Layers(xshard.Supervised):
     """Layers without biases, as wide as they are deep; the data is made up."""
 
     def train_data(self):

@@ -1,7 +1,7 @@
 """Handwritten digits in float16 with a dynamic loss scale, on eight replicas.
 
-Data: the 1,797 images that scikit-learn ships (a part of the UCI data set "Optical Recognition of
-Handwritten Digits"), 360 of them held out.
+Data: 1,797 images of the UCI data set "Optical Recognition of Handwritten Digits", which come with the
+repository, 360 of them held out.
 
 Cost: about half a minute on 2 CPU cores, half of it compiling and starting. Expected: a test accuracy of
 98.9 to 99.7 % (seeds 0 to 5), which is 4 to 1 of the 360 images.

@@ -66,5 +66,6 @@ def get_config() -> ml_collections.ConfigDict:
         # 1: as likely as the model says; 0: the most likely.
         "temperature": 0.8,
     }
+    config.samples_every_steps = 1000
     config.checkpoint.best_metric = "bits_per_byte"
     return config

@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     jobs = sweep.jobs(job, points) or [job]
     plan = chosen.launch(jobs)
     if points and not _DRY_RUN.value:
-        sweep.claim(job.workdir, points)
+        sweep.claim(job.workdir, points, jobs)
     if not isinstance(chosen, local.Local) or _DRY_RUN.value:
         return _do(plan)
     return sweep.run(jobs, chosen, _PARALLEL.value) if points else local.run(job, chosen)
@@ -124,10 +124,11 @@ def main(argv: Sequence[str]) -> int:
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The launcher's arguments, and the command after '--'."""
-    if "--" not in argv:
-        return list(argv), []
-    at = list(argv).index("--")
-    return list(argv[:at]), list(argv[at + 1 :])
+    words = list(argv)
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
 
 
 def _look_after(chosen: engine.Engine, words: list[str]) -> engine.Plan:
@@ -136,9 +137,10 @@ def _look_after(chosen: engine.Engine, words: list[str]) -> engine.Plan:
         raise engine.LaunchError(
             f"{' '.join(words)}: use 'status DIR', 'list', 'logs NAME', 'kill NAME', or '-- COMMAND' to start."
         )
-    return (
-        chosen.running() if verb == "list" else getattr(chosen, verb)(engine.check_name(names[0]))
-    )
+    if verb == "list":
+        return chosen.running()
+    name = engine.check_name(names[0])
+    return chosen.logs(name) if verb == "logs" else chosen.kill(name)
 
 
 def _job(command: tuple[str, ...]) -> engine.Job:

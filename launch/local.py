@@ -99,13 +99,14 @@ class Supervisor:
                 self._say(f"not started again: {self._job.workdir / notice.STOP_FILE} is there")
                 return code
             # A failure after new steps is another one. To stop early is one only without any.
-            new = self._step() > best
-            best = max(best, self._step())
-            if code == notice.PREEMPTED and new:
+            step = self._step()
+            has_progress = step > best
+            best = max(best, step)
+            if code == notice.PREEMPTED and has_progress:
                 failures = 0
                 self._say("stopped early with its state saved; starting it again")
                 continue
-            failures = 1 if new else failures + 1
+            failures = 1 if has_progress else failures + 1
             if failures >= self._options.max_failures:
                 self._say(f"giving up after failure {failures} without a new step: {pod.cause}")
                 return code
@@ -157,41 +158,45 @@ class _Pod:
         Args:
           asked: signals to pass on, as they come.
         """
-        deadline, told = float("inf"), False
-        while (codes := [p.poll() for p in self._processes]) and None in codes:
+        deadline, is_told = float("inf"), False
+        while None in (codes := [process.poll() for process in self._processes]):
             if asked:
                 self._send(asked.popleft())
                 deadline = min(deadline, time.monotonic() + self._grace)
-            if any(_failed(code) for code in codes) and not self._first:
-                self._first = [i for i, code in enumerate(codes) if _failed(code)]
+            failed = [index for index, code in enumerate(codes) if _failed(code)]
+            if failed and not self._first:
+                self._first = failed
                 # Without a peer that was killed the others can neither train nor save.
-                told = any((codes[i] or 0) < 0 for i in self._first)
-                patience = _SETTLE_SECONDS if told else _HEAR_SECONDS
+                is_told = any((codes[index] or 0) < 0 for index in failed)
+                patience = _SETTLE_SECONDS if is_told else _HEAR_SECONDS
                 deadline = min(deadline, time.monotonic() + patience)
             if time.monotonic() >= deadline:
                 # What did not leave at SIGTERM is killed.
-                self._send(signal.SIGKILL if told else signal.SIGTERM)
-                told, deadline = True, time.monotonic() + _SETTLE_SECONDS
+                self._send(signal.SIGKILL if is_told else signal.SIGTERM)
+                is_told, deadline = True, time.monotonic() + _SETTLE_SECONDS
             time.sleep(_STEP_SECONDS)
         for reader in self._readers:
             reader.join(_READ_SECONDS)
         # As a shell has it where a signal has ended a process.
         ends = [128 - code if code < 0 else code for code in codes if code is not None]
-        if any(_failed(code) for code in ends):
-            first = (self._first or [i for i, code in enumerate(ends) if _failed(code)])[0]
-            self.cause = self._describe(first, ends[first])
-            return ends[first]
-        return max(ends)
+        failed = [index for index, code in enumerate(ends) if _failed(code)]
+        if not failed:
+            return max(ends)
+        # All may have ended since they were last looked at, so that none was seen to be the first.
+        first = (self._first or failed)[0]
+        self.cause = self._describe(first, ends[first])
+        return ends[first]
 
     def _describe(self, index: int, code: int) -> str:
-        who = f"process {index} of {len(self._processes)}" if len(self._processes) > 1 else "it"
+        count = len(self._processes)
+        who = f"process {index} of {count}" if count > 1 else "it"
         how = f"ended with exit code {code}"
         if code > 128:
             with contextlib.suppress(ValueError):
                 how = f"was ended by {signal.Signals(code - 128).name}"
         # Process 0 says what it has heard of another's failure.
-        error = self._errors.get(index) or self._errors.get(0, "")
-        return f"{who} {how}{': ' if error else ''}{error}"
+        error = self._errors.get(index) or self._errors.get(0)
+        return f"{who} {how}: {error}" if error else f"{who} {how}"
 
     def _send(self, number: int) -> None:
         for process in self._processes:
@@ -255,9 +260,9 @@ def run(job: engine.Job, options: Local) -> int:
 @contextlib.contextmanager
 def passed_on(take: Callable[[int], None]) -> Iterator[None]:
     """Gives the signals that stop a run to `take` meanwhile."""
-    previous = {
-        number: signal.signal(number, lambda got, _: take(got)) for number in signals.to_hear()
-    }
+    previous = {}
+    for number in signals.to_hear():
+        previous[number] = signal.signal(number, lambda received, _: take(received))
     try:
         yield
     finally:

@@ -53,13 +53,13 @@ class Slurm(engine.Engine):
 
     def kill(self, name: str) -> engine.Plan:
         """Asks the processes to save and leave, and keeps the job from being requeued."""
-        mine = [f"--name={name}", "--me"]
+        own_jobs = [f"--name={name}", "--me"]
         return engine.Plan(
             [
                 # The signal alone would have the job start again, and one that waits would not hear it.
                 ["scontrol", "update", f"JobName={name}", f"UserID={os.getuid()}", "Requeue=0"],
-                ["scancel", *mine, "--state=PENDING"],
-                ["scancel", *mine, "--signal=TERM"],
+                ["scancel", *own_jobs, "--state=PENDING"],
+                ["scancel", *own_jobs, "--signal=TERM"],
             ]
         )
 

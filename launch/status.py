@@ -28,8 +28,8 @@ def show(words: Sequence[str], as_json: bool) -> int:
     processes, latest = rows(directory), latest_checkpoint(directory)
     why = workdir.not_finite(directory)
     if as_json:
-        said = {"processes": processes, "checkpoint": latest, "not_finite": why}
-        print(jsonfile.dumps(said, indent=2))
+        content = {"processes": processes, "checkpoint": latest, "not_finite": why}
+        print(jsonfile.dumps(content, indent=2))
         return 0
     print(show_lib.table([_for_people(row) for row in processes]))
     if latest is None:
@@ -66,10 +66,9 @@ def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
             f"{directory / 'config.json'} is no run's config: its checkpoint.directory is {elsewhere!r}, no text."
         )
     store = store_lib.Store(elsewhere or directory / "checkpoints")
-    there = format_lib.committed(store)
-    if not there:
+    newest = max(format_lib.committed(store), key=lambda attempt: attempt.step, default=None)
+    if newest is None:
         return None
-    newest = max(there, key=lambda attempt: attempt.step)
     commit = source.read_commit(newest)
     finite = not commit.get(format_lib.NONFINITE)
     return {"step": newest.step, "age": time.time() - commit["time"], "finite": finite}
@@ -78,14 +77,17 @@ def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
 def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:
     age = time.time() - process["time"]
     step, steps, rate = process["step"], process["steps"], process["rate"]
-    going = not process["doing"].startswith(status_lib.ENDS)
-    left = (steps - step) / rate if going and rate and steps and step is not None else None
+    is_going_on = not process["doing"].startswith(status_lib.ENDS)
+    is_silent = is_going_on and age > status_lib.SILENT_SECONDS
+    left = None
+    if is_going_on and rate and steps and step is not None:
+        left = (steps - step) / rate
     return {
         "process": index,
         "host": process["host"],
         "pid": process["pid"],
         "doing": process["doing"],
-        "silent": age if going and age > status_lib.SILENT_SECONDS else None,
+        "silent": age if is_silent else None,
         "heard": age,
         "step": step,
         "steps": steps,

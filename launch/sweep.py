@@ -1,11 +1,13 @@
 """Sweeps: a job for each point, and one table of what came out."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import difflib
 import json
 import pathlib
 import runpy
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import engine, local
+from xshard import config as config_lib
 from xshard import errors
 from xshard.files import disk, jsonfile, workdir
 from xshard.files import identity as identity_lib
@@ -21,6 +24,12 @@ from xshard.pod import notice, status
 
 Point = Mapping[str, Any]
 POINTS_FILE = "sweep.json"
+# The ID of the run that the sweep has begun in each point's directory, by the directory's name.
+RUNS_FILE = "sweep_runs.json"
+# Stands for the ID of a run that was begun by a version that gave it none; it is not noted.
+_OLDER = "of an older version"
+# Of what differs in a config so much is shown.
+_SHOWN = 3
 
 
 def read(path: pathlib.Path) -> list[Point]:
@@ -38,8 +47,7 @@ def read(path: pathlib.Path) -> list[Point]:
         points = runpy.run_path(str(path))["get_sweep"]()
     except Exception as e:
         raise engine.LaunchError(f"--sweep={path} raised {type(e).__name__}: {e}.") from e
-    good = isinstance(points, list) and points and all(isinstance(p, dict) and p for p in points)
-    if not good or any(not isinstance(key, str) for p in points for key in p):
+    if not isinstance(points, list) or not points or not all(map(_is_point, points)):
         raise engine.LaunchError(
             f"--sweep={path}: get_sweep() must return a list of overrides, as [{{'seed': 0}}, {{'seed': 1}}]; "
             f"received {points!r}."
@@ -49,36 +57,99 @@ def read(path: pathlib.Path) -> list[Point]:
 
 def jobs(job: engine.Job, points: Sequence[Point]) -> list[engine.Job]:
     """A job for each point, in a work directory of its own below the job's."""
-    return [
-        dataclasses.replace(
-            job.with_flags(
-                **{f"config.{key}": _text(value) for key, value in point.items()},
-                workdir=job.workdir / f"{index:03}",
-            ),
-            name=engine.check_name(f"{job.name}-{index:03}"),
-        )
-        for index, point in enumerate(points)
-    ]
+    jobs_of_points = []
+    for index, point in enumerate(points):
+        overrides = {f"config.{key}": _text(value) for key, value in point.items()}
+        own = job.with_flags(**overrides, workdir=job.workdir / f"{index:03}")
+        name = engine.check_name(f"{job.name}-{index:03}")
+        jobs_of_points.append(dataclasses.replace(own, name=name))
+    return jobs_of_points
 
 
-def claim(directory: pathlib.Path, points: Sequence[Point]) -> None:
-    """Makes a directory this sweep's; LaunchError if it is another's, whose results it would mix with."""
+def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[engine.Job]) -> None:
+    """Makes a directory this sweep's, and notes which run is in each point's directory.
+
+    A run that the sweep did not begin, such as one that somebody has begun again by --restart_from_scratch, is taken
+    for the point's if its config is what is asked for; that is printed.
+
+    Raises:
+      LaunchError: if the directory is another sweep's, whose results it would mix with; or if a run in it is not the
+        one that the sweep began there, and has another config than is asked for.
+    """
     path = directory / POINTS_FILE
     content = json.dumps(points, indent=1, default=str)
     old = jsonfile.read_if_exists(path, list)
-    if old is None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            disk.replace(path, content.encode())
-        except OSError as e:
-            raise engine.LaunchError(f"{path} cannot be written: {e.strerror}.") from e
-    elif old != json.loads(content):
+    if old not in (None, json.loads(content)):
         before, after = json.dumps(old, indent=1).splitlines(), content.splitlines()
         changed = difflib.unified_diff(before, after, lineterm="", n=0)
         raise engine.LaunchError(
             f"{directory} holds another sweep, which differs in {' '.join(list(changed)[3:7])}: give --workdir "
             "another directory."
         )
+    runs, texts = read_runs(directory), []
+    for job in all_jobs:
+        name = job.workdir.name
+        try:
+            there = run_in(job.workdir)
+        except errors.UserError:
+            # The run itself says what is wrong.
+            continue
+        # What a sweep that is there already has not noted it has begun: its launcher ended before its runs.
+        begun = runs.pop(name, "" if old is None else there)
+        if there != begun:
+            texts.append(_taken(job, there, begun))
+        if there not in ("", _OLDER):
+            runs[name] = there
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # A run that was there before is told from the sweep's own by the sweep's file, which is not there yet.
+        disk.replace(directory / RUNS_FILE, json.dumps(runs, indent=1).encode())
+        disk.replace(path, content.encode())
+    except OSError as e:
+        raise engine.LaunchError(f"{path} cannot be written: {e.strerror}.") from e
+    for text in texts:
+        print(text, flush=True)
+
+
+def _taken(job: engine.Job, there: str, begun: str) -> str:
+    """The words for a point whose directory has another run than was begun in it; LaunchError if it is not taken."""
+    its_own = f"it began run {begun}" if begun else "it was there before"
+    if not there:
+        return f"{job.name}: run {begun}, which this sweep began, is not there any more; it begins again"
+    differs = _differences(job)
+    if differs:
+        raise engine.LaunchError(
+            f"{job.workdir} holds run {there}, which this sweep did not begin ({its_own}), and which has another "
+            f"config ({differs}): move it away, or give --workdir another directory."
+        )
+    return f"{job.name}: takes run {there}, which this sweep did not begin ({its_own}): its config is what is asked for"
+
+
+def _differences(job: engine.Job) -> str:
+    """What of the config in a job's work directory is not as the job asks for it; empty if all is."""
+    there, asked = jsonfile.read(job.workdir / "config.json"), _asked_for(job)
+    if asked is None:
+        return "it cannot be told which one is asked for"
+    there.pop(workdir.IDENTITY, None)
+    old, new = config_lib.flatten(there), config_lib.flatten(asked)
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    texts = [f"{key}: {old.get(key)!r} for {new.get(key)!r}" for key in changed[:_SHOWN]]
+    if len(changed) > _SHOWN:
+        texts.append(f"and {len(changed) - _SHOWN} more")
+    return "; ".join(texts)
+
+
+def read_runs(directory: pathlib.Path) -> dict[str, Any]:
+    """The ID of the run that a sweep has begun in each point's directory, as far as it has noted them."""
+    return jsonfile.read_if_exists(directory / RUNS_FILE) or {}
+
+
+def run_in(directory: pathlib.Path) -> str:
+    """The ID of the run in a work directory; empty if there is none. UserError if it cannot be told."""
+    identity = workdir.Workdir(directory).identity()
+    if identity is not None:
+        return identity.id
+    return _OLDER if disk.exists(directory / "config.json") else ""
 
 
 def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> int:
@@ -98,6 +169,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
         )
     supervisors: list[local.Supervisor] = []
     stopped: list[int] = []
+    noting = threading.Lock()
 
     def pass_on(number: int) -> None:
         stopped.append(number)
@@ -115,6 +187,8 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
                 return notice.PREEMPTED
             print(f"{job.name}: started; its output goes to {log.name}", flush=True)
             code = supervisor.run()
+        with noting:
+            _note(job)
         print(f"{job.name}: ended with exit code {code}", flush=True)
         return code
 
@@ -127,6 +201,17 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
     print(f"\n{show.table(table)}")
     codes |= dict.fromkeys(failed, notice.NONFINITE)
     return next((code for code in codes.values() if code), notice.DONE)
+
+
+def _note(job: engine.Job) -> None:
+    """Notes which run a job has begun, or gone on with."""
+    directory = job.workdir.parent
+    # Where it cannot be noted now, as on a full disk, the next start of the sweep does.
+    with contextlib.suppress(errors.UserError):
+        there = run_in(job.workdir)
+        if there not in ("", _OLDER):
+            runs = {**read_runs(directory), job.workdir.name: there}
+            jsonfile.write(directory / RUNS_FILE, runs)
 
 
 def has_ended(job: engine.Job) -> bool:
@@ -170,29 +255,40 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     points = jsonfile.read(path, list)
     if not all(isinstance(point, dict) for point in points):
         raise engine.LaunchError(f"{path} is no sweep's: a point is to be an object.")
-    return [_row(directory / f"{index:03}", point) for index, point in enumerate(points)]
+    runs = read_runs(directory)
+    return [
+        _row(directory / f"{index:03}", point, runs.get(f"{index:03}"))
+        for index, point in enumerate(points)
+    ]
 
 
-def _row(directory: pathlib.Path, point: Point) -> dict[str, Any]:
+def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
     try:
+        there = run_in(directory)
         results = jsonfile.read_if_exists(directory / workdir.RESULTS) or {}
         processes = status.read_if_exists(directory)
     except errors.UserError as e:
         # The other points' rows are as good as without this one's.
         return {"run": directory.name, **point, "doing": f"not known: {e}", "step": ""}
-    (process, *_) = processes or [{"doing": "not started", "step": ""}]
-    step = results.get("step", process["step"])
-    evaluation = results.get("eval")
-    doing = "done" if results else process["doing"]
+    if begun is not None and there != begun:
+        # Whatever its results are, they are not of what the sweep began.
+        has = f"run {there}" if there else "no run"
+        doing = f"not known: it holds {has}, and the sweep began run {begun}"
+        return {"run": directory.name, **point, "doing": doing, "step": ""}
+    process = processes[0] if processes else {"doing": "not started", "step": None}
+    doing = str("done" if results else process["doing"])
     if results.get("finite") is False:
         doing = notice.ENDS[notice.NONFINITE]
-    return {
-        "run": directory.name,
-        **point,
-        "doing": doing,
-        "step": "" if step is None else step,
-        **(evaluation if isinstance(evaluation, dict) else {}),
-    }
+    step = results.get("step", process["step"])
+    row = {"run": directory.name, **point, "doing": doing, "step": "" if step is None else step}
+    evaluation = results.get("eval")
+    if isinstance(evaluation, dict):
+        row |= evaluation
+    return row
+
+
+def _is_point(point: Any) -> bool:
+    return isinstance(point, dict) and bool(point) and all(isinstance(key, str) for key in point)
 
 
 def _text(value: Any) -> str:

@@ -72,5 +72,5 @@ class TpuVm(engine.Engine):
         return [*begin, f"--worker={worker}", *self._where(), f"--command={remote}"]
 
     def _where(self) -> list[str]:
-        given = {"zone": self.zone, "project": self.project}
-        return [f"--{name}={value}" for name, value in given.items() if value]
+        options = {"zone": self.zone, "project": self.project}
+        return [f"--{name}={value}" for name, value in options.items() if value]

@@ -14,23 +14,27 @@ ORDER = """
 errors torus
 config
 files
-data mesh
+callbacks mesh samples
+data
 optimizers
-batches experiment
 contract
-model
-metrics state
+learners
+experiment
+supervised
+state
+stored
+step
+metrics
 pod
 cli
 checkpoint
-nonfinite
-step
-evaluation preflight resuming
-saving
+evaluation
+run
 loop
-follow new profiling
-main
-dryrun report
+modes new trained
+export main
+dryrun replay report
+bisect
 """
 DEPTH = {room: depth for depth, line in enumerate(ORDER.split("\n")) for room in line.split()}
 # Those of the template are a user's, who sees the package from outside.
@@ -106,12 +110,15 @@ def test_each_thing_has_one_place(path):
         "checkpoint/__main__",
         "new/__main__",
         "report/__main__",
+        "export/__main__",
+        "replay/__main__",
+        "bisect",
     )
     if name not in programs:
         assert not any(dotted in ("absl.flags", "absl.app", "argparse") for dotted in used)
     if not name.startswith("checkpoint/"):
         assert "tensorstore" not in tops
-    if not name.startswith("optimizers/") and name not in ("model", "main"):
+    if not name.startswith("optimizers/") and name not in ("learners/learner", "main"):
         assert "haiku" not in tops
     if name != "mesh":
         makers = ("Mesh", "make_mesh", "create_device_mesh")
@@ -159,3 +166,11 @@ def test_the_compiler_is_the_one_that_jax_is_made_for():
     locked = (ROOT / "requirements_dryrun_lock.txt").read_text()
     assert locked.startswith(wanted.removesuffix("*"))
     assert "linux" in locked.splitlines()[0] and locked.count("--hash=sha256:") >= 3
+
+
+def test_tests_share_by_files_that_are_no_tests():
+    """Bazel lays out the file of one test, and those that are none."""
+    for path in ALL_FILES:
+        if path.is_relative_to(ROOT / "tests"):
+            found = [name for name in imports(path) if re.match(r"tests\..*_test\b", name)]
+            assert not found, f"{path}: {found}"

@@ -9,10 +9,11 @@ import pytest
 
 from configs import digits
 from tests import pods, toy
-from xshard import batches, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard import step
+from xshard.data import batches
 from xshard.dryrun import collectives
 from xshard.metrics import show
 
@@ -33,6 +34,11 @@ def compile_step(config, mesh):
     return jax.jit(step.make_watched_step(experiment, mesh)).lower(state, next(train)).compile()
 
 
+def fingerprints(mesh, kinds):
+    """How many numbers: for each replica of a group, and each kind of arrays, the halves of two words."""
+    return mesh_lib.num_replicas(mesh) * kinds * 2 * 2
+
+
 def compile_map(f, mesh, in_spec, out_spec, shape, dtype=np.float32):
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_spec, out_specs=out_spec, check_vma=False)
     return jax.jit(mapped).lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
@@ -50,7 +56,7 @@ def test_the_step_reduces_once_and_within_a_group(groups, micro_batches):
     assert (found.kind, found.dtypes) == ("all-reduce", ("f32",))
     assert collectives.axes(mesh, found) == ("replica",)
     params, net_state, metrics = 4, 1, 2
-    assert found.bytes == 4 * (params + net_state + metrics)
+    assert found.bytes == 4 * (params + net_state + metrics + fingerprints(mesh, kinds=4))
 
 
 @pytest.mark.parametrize("groups, micro_batches", [((), 1), ((), 4), (HALVES, 2)])
@@ -64,7 +70,8 @@ def test_the_budget_of_the_digits_step(groups, micro_batches):
         (found,) = collectives.of(compile_step(config, mesh))
     assert (found.kind, collectives.axes(mesh, found)) == ("all-reduce", ("replica",))
     params, metrics_of_a_replica = 85_450, 2
-    assert found.bytes == 4 * (params + metrics_of_a_replica) and found.times == 1
+    numbers = params + metrics_of_a_replica + fingerprints(mesh, kinds=3)
+    assert found.bytes == 4 * numbers and found.times == 1
 
 
 def test_the_norms_of_a_sharded_step_go_with_its_metrics():
@@ -77,7 +84,8 @@ def test_the_norms_of_a_sharded_step_go_with_its_metrics():
     # The vote, of integers; and two metrics with two shares of norms, and for each gradient how much of it is not
     # finite. Nothing is left that is not cut.
     assert reduced.keys() == {("s32",), ("f32",)} and reduced["s32",].bytes == 4
-    assert reduced["f32",].bytes == 4 * (2 + 2 + 8)
+    # The slots that are not cut have a fingerprint beside those that are.
+    assert reduced["f32",].bytes == 4 * (2 + 2 + 8 + fingerprints(mesh, kinds=4))
     assert len(reduced) == sum(one.kind == "all-reduce" for one in found)
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from configs import digits, digits_groups
-from experiments.digits import experiment
+from experiments.digits import experiment, images
+from experiments.digits import images as digit_images
 from xshard import loop
 
 
@@ -26,7 +27,7 @@ def small(get_config, **changes):
 
 
 def test_the_split_is_fixed_and_holds_each_image_once():
-    train, test = experiment._split()
+    train, test = images.split()
     assert (len(train["label"]), len(test["label"])) == (1437, 360)
     assert train["image"].shape == (1437, 8, 8, 1) and train["image"].max() == 1.0
     together = np.concatenate([train["image"], test["image"]])
@@ -36,11 +37,11 @@ def test_the_split_is_fixed_and_holds_each_image_once():
 def test_shifts_move_whole_images():
     images = np.zeros((64, 8, 8, 1), np.float32)
     images[:, 4, 4] = 1
-    moved = np.asarray(experiment._shift(jax.random.key(0), images, 1))
+    moved = np.asarray(digit_images.shift(jax.random.key(0), images, 1))
     places = {tuple(np.argwhere(image[..., 0])[0]) for image in moved}
     assert places == {(row, column) for row in (3, 4, 5) for column in (3, 4, 5)}
     assert moved.sum() == 64
-    assert experiment._shift(None, images, 0) is images
+    assert digit_images.shift(None, images, 0) is images
 
 
 @pytest.mark.parametrize("get_config", [digits.get_config, digits_groups.get_config])

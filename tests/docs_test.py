@@ -40,10 +40,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATF
 
 @pytest.fixture(scope="module")
 def names():
-    """What the examples of docstrings may use: libraries, and the experiment that `Experiment` shows."""
+    """What the examples of docstrings may use: libraries, and the experiment that `Supervised` shows."""
     names = {"hk": hk, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "xshard": xshard}
     names["ml_collections"] = ml_collections
-    (example,) = doctest.DocTestFinder(recurse=False).find(xshard.Experiment, globs=names)
+    (example,) = doctest.DocTestFinder(recurse=False).find(xshard.Supervised, globs=names)
     assert not doctest.DocTestRunner().run(example, clear_globs=False).failed
     return {**names, "line": example.globs["line"]}
 
@@ -78,6 +78,26 @@ def test_blocks_of_python(page, tmp_path, monkeypatch, capsys):
         assert float(shared["loss"]) < 0.01
         (rules,) = [block for language, block in blocks if language == "python"]
         assert len([line for line in rules.splitlines() if line]) <= 25
+
+
+def test_the_notebook(tmp_path, monkeypatch):
+    """Its cells run one after the other, in one namespace, as they do in Jupyter, which is not needed for it."""
+    notebook = json.loads((ROOT / "docs/in_a_notebook.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = notebook["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    monkeypatch.chdir(tmp_path)
+    shared = {}
+    with jax.numpy_dtype_promotion("standard"):
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                # What is stored are no outputs, which would be another machine's.
+                assert cell["outputs"] == [] and cell["execution_count"] is None
+                exec(compile("".join(cell["source"]), cell["id"], "exec"), shared)
+    assert shared["accuracy"] > 0.5
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {
+        "notebook", "notebook.safetensors", "notebook.stablehlo"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -166,6 +186,9 @@ BAD = [
     ["xshard.dryrun", "--config=configs/digits.py", "--topologie=v5e:16x16"],
     ["xshard.checkpoint", "list", "runs"],
     ["xshard.new"],
+    ["xshard.export", "runs/digits"],
+    ["xshard.replay", "runs/digits", "--step=many"],
+    ["xshard.replay", "--verify_resume=8", "--config=configs/no.py"],
     ["xshard.nothing"],
     ["launch", "--engin=slurm", "--", "python", "-m", "xshard.main", "--workdir=x"],
     ["launch", "--sweep=configs/no.py", "--", "python", "-m", "xshard.main", "--workdir=x"],
@@ -201,6 +224,16 @@ def check(module, *arguments):
         from xshard.checkpoint import __main__ as tool
 
         tool._parser().parse_args(arguments)
+    elif module == "xshard.export":
+        from xshard.export import __main__ as program
+
+        program._parser().parse_args(arguments)
+    elif module == "xshard.replay":
+        from xshard.replay import __main__ as program
+
+        _, rest = program.parse(arguments)
+        if rest:
+            check("xshard.main", *rest)
     elif module == "xshard.new":
         assert len(arguments) == 1
     elif module != "-c":

@@ -10,12 +10,13 @@ import pytest
 
 from tests import rows, toy
 from tests.checkpoint import harness
-from xshard import checkpoint, errors, follow, loop
+from xshard import checkpoint, errors, loop
 from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import arrays
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import disk, workdir
+from xshard.modes import follow
 
 
 def make_config(directory="", **changes):

@@ -12,8 +12,9 @@ from jax.experimental import pallas
 
 from configs import digits
 from tests import toy
-from xshard import batches, mesh
 from xshard import experiment as experiment_lib
+from xshard import mesh
+from xshard.data import batches
 from xshard.metrics import chips, flops
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))

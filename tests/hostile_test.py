@@ -1,113 +1,31 @@
 """Files that are damaged or forged at random: an error with a name, or what the file is to hold, in little memory."""
 
 import contextlib
-import copy
 import io
 import json
 import os
 import pathlib
-import tracemalloc
 
 import hypothesis
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import xshard
 from launch import status, sweep
+from tests import hostile
 from tests.checkpoint import harness
 from tests.report import samples
-from xshard import errors, follow
+from xshard import errors
 from xshard.checkpoint import __main__ as tool
-from xshard.checkpoint import arrays, schema, source
+from xshard.checkpoint import arrays, parts, schema, source
 from xshard.checkpoint import format as format_lib
 from xshard.files import jsonfile, workdir
-from xshard.metrics import show
-from xshard.report import runs
-
-# Many more, and other ones each time: XSHARD_FUZZ=10000.
-EXAMPLES = int(os.environ.get("XSHARD_FUZZ", "0"))
-# Of a value of some kB; what the values themselves take is far less.
-PEAK_BYTES = 20 << 20
-NUMBERS = st.one_of(
-    st.integers(-3, 3),
-    st.sampled_from([2**31, 2**63, -(2**63), 10**400, 1 << 42, 1e300, 5e-324, 0.5]),
-    st.floats(),
-)
-TEXTS = st.one_of(
-    st.sampled_from(
-        ["", "..", "/", "../../x", "nan", "done", "failed", "\ud800", "\x1b[2J", "a" * 300]
-    ),
-    # Of a few characters: tables of all of them take half a minute to make.
-    st.text('ab/\\"\0\n\u00e9\u65e5', max_size=5),
-)
-VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=3)),
-    max_leaves=8,
-)
-DEEP = st.sampled_from([b"[" * 100_000, b'{"a":' * 100_000, b"[" * 500 + b"]" * 500])
-
-
-def settings(slow=False):
-    """The settings of a test; `slow` is of one whose examples take long."""
-    return hypothesis.settings(
-        derandomize=not EXAMPLES,
-        max_examples=(EXAMPLES or 200) // (3 if slow else 1) or 1,
-        database=None,
-        # The machine may have other work.
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-
-
-@st.composite
-def forged(draw, document):
-    """A document in which a value, at any depth, is another one, or is gone."""
-    document = copy.deepcopy(document)
-    for _ in range(draw(st.integers(1, 2))):
-        place, key, inner = [document], 0, document
-        # Deep more often than not: most of what is said is there.
-        while isinstance(inner, dict | list) and inner and draw(st.integers(0, 4)):
-            place = inner
-            keys = sorted(inner) if isinstance(inner, dict) else range(len(inner))
-            key = draw(st.sampled_from(keys))
-            inner = place[key]
-        if place[key] is document:
-            return draw(VALUES)
-        if draw(st.integers(0, 3)):
-            place[key] = draw(st.one_of(NUMBERS, VALUES, VALUES.map(lambda value: [value])))
-        else:
-            del place[key]
-    return document
-
-
-@st.composite
-def damaged(draw, content):
-    """The bytes of a file, of which some are cut off, others, or more."""
-    place = draw(st.integers(0, len(content)))
-    if draw(st.booleans()):
-        return content[:place]
-    return (
-        content[:place] + draw(st.binary(max_size=20)) + content[place + draw(st.integers(0, 20)) :]
-    )
-
-
-def contents(document, dump=lambda value: json.dumps(value).encode()):
-    """What may stand in a file that is to hold a document."""
-    changed = forged(document).map(dump)
-    broken = st.one_of(damaged(dump(document)), DEEP, VALUES.map(dump), st.binary(max_size=50))
-    return st.one_of(changed, changed, changed, broken)
-
-
-@contextlib.contextmanager
-def little_memory():
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES
-    finally:
-        tracemalloc.stop()
+from xshard.metrics import event_files, show, writers
+from xshard.modes import follow
+from xshard.report import gallery, runs
 
 
 def user_error(action):
@@ -121,7 +39,7 @@ def user_error(action):
 
 def parsed(parse, content):
     """What a function makes of bytes; None if it refuses them."""
-    with little_memory():
+    with hostile.little_memory():
         try:
             return parse(content)
         except ValueError as e:
@@ -135,8 +53,8 @@ COMMIT = {
 }  # fmt: skip
 
 
-@settings()
-@hypothesis.given(contents(COMMIT, lambda value: format_lib.seal(value)))
+@hostile.settings()
+@hypothesis.given(hostile.contents(COMMIT, lambda value: format_lib.seal(value)))
 def test_commit(content):
     said = parsed(schema.commit, content)
     if said is not None:
@@ -145,8 +63,8 @@ def test_commit(content):
         )
 
 
-@settings()
-@hypothesis.given(contents({"error": 0.5}, lambda value: format_lib.seal(value)))
+@hostile.settings()
+@hypothesis.given(hostile.contents({"error": 0.5}, lambda value: format_lib.seal(value)))
 def test_metrics(content):
     said = parsed(schema.metrics, content)
     if said is not None:
@@ -170,11 +88,11 @@ def metas(document):
     """What may stand in a meta.json: half of the time it is an array that is another one."""
     path, entry = sorted(document["arrays"].items())[-1]
     other = lambda array: document | {"arrays": document["arrays"] | {path: array}}
-    arrays_only = forged(entry).map(other).map(format_lib.to_json)
-    return st.one_of(arrays_only, contents(document, format_lib.to_json))
+    arrays_only = hostile.forged(entry).map(other).map(format_lib.to_json)
+    return st.one_of(arrays_only, hostile.contents(document, format_lib.to_json))
 
 
-@settings()
+@hostile.settings()
 @hypothesis.given(metas(META))
 def test_meta(content):
     said = parsed(schema.meta, content)
@@ -198,7 +116,7 @@ def whole(tmp_path_factory):
     return folder, step, {path: path.read_bytes() for path in step.glob("*") if path.is_file()}
 
 
-@settings(slow=True)
+@hostile.settings(slow=True)
 @hypothesis.given(st.data())
 def test_a_checkpoint(whole, data):
     folder, step, files = whole
@@ -206,13 +124,13 @@ def test_a_checkpoint(whole, data):
     name = data.draw(st.sampled_from(names))
     path = step / name
     if name == "manifest.ocdbt":
-        content = data.draw(damaged(files[path]))
+        content = data.draw(hostile.damaged(files[path]))
     elif name == "meta.json":
         content = data.draw(metas(json.loads(files[path])))
     else:
         document = format_lib.unseal(files[step / "COMMIT"])
         document = document if name == "COMMIT" else document["metrics"]
-        content = data.draw(contents(document, format_lib.seal))
+        content = data.draw(hostile.contents(document, format_lib.seal))
     commit = format_lib.unseal(files[step / "COMMIT"])
     commit["sha256"][name] = format_lib.checksum(content)
     (step / "COMMIT").write_bytes(format_lib.seal(commit))
@@ -230,7 +148,7 @@ def test_a_checkpoint(whole, data):
 def run_tool(arguments):
     """Runs the tool; what it prints is strict JSON, or a message, and its arrays are no larger than what is stored."""
     out, err = io.StringIO(), io.StringIO()
-    allocate = source._aligned
+    allocate = parts._aligned
 
     def bounded(shape, dtype):
         array = allocate(shape, dtype)
@@ -238,7 +156,7 @@ def run_tool(arguments):
         return array
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "_aligned", bounded)
+        patch.setattr(parts, "_aligned", bounded)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = tool.main(arguments)
     assert "Traceback" not in err.getvalue(), err.getvalue()
@@ -256,6 +174,8 @@ FILES = {
     "config.json": samples.CONFIG,
     "origin.json": {"training": "a", "evaluation": "b", "commit": "c"},
     "sweep.json": [{"seed": 0}, {"seed": 1}],
+    "sweep_runs.json": {"000": "0123456789abcdef", "001": "a"},
+    "000/config.json": {"_run": {"id": "0123456789abcdef", "fingerprint": "a"}, "seed": 0},
     "000/status.json": [PROCESS],
     "000/results.json": RESULTS,
     "eval/best.json": {
@@ -291,18 +211,19 @@ def look(directory):
         config = ml_collections.ConfigDict(samples.CONFIG)
         user_error(lambda: workdir.Workdir(directory).check(config))
         user_error(lambda: workdir.Workdir(directory).check_origin(workdir.Origin("a", "b", "c")))
-        best = user_error(lambda: follow._best_of(directory / "eval/best.json"))
+        best = user_error(lambda: follow._read_best(directory / "eval/best.json"))
         assert best is None or all(isinstance(step, int) for step in best["pinned"])
-        assert isinstance(follow._last_step(directory / "eval/metrics.jsonl"), int)
+        judged = follow._rows(directory / "eval/metrics.jsonl")
+        assert all(isinstance(row["step"], int) for row in judged)
         follow._judged(directory / "eval/metrics.jsonl", "eval/accuracy", [10])
 
 
-@settings(slow=True)
+@hostile.settings(slow=True)
 @hypothesis.given(st.data())
 def test_a_work_directory(directory, data):
     name = data.draw(st.sampled_from(sorted(FILES)))
     path = directory / name
-    path.write_bytes(data.draw(contents(FILES[name])))
+    path.write_bytes(data.draw(hostile.contents(FILES[name])))
     try:
         # Of a sweep nothing else is shown.
         if name != "sweep.json" and data.draw(st.booleans()):
@@ -313,18 +234,36 @@ def test_a_work_directory(directory, data):
             changed.write_text(json.dumps(FILES[changed.relative_to(directory).as_posix()]))
 
 
-@settings(slow=True)
+@hostile.settings(slow=True)
 @hypothesis.given(st.data())
 def test_rows(directory, data):
     lines = [json.dumps(row).encode() for row in samples.rows(steps=30)]
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(0, len(lines) - 1))
         lines[place] = data.draw(
-            contents(json.loads(json.dumps(samples.rows(steps=30)[place % 3])))
+            hostile.contents(json.loads(json.dumps(samples.rows(steps=30)[place % 3])))
         )
     for name in ("metrics.jsonl", "eval/metrics.jsonl"):
         (directory / name).write_bytes(b"\n".join(lines))
     look(directory)
+
+
+SHOWN = {
+    "a": {"kind": "text", "text": "x"},
+    "b": xshard.Image(np.eye(2)).item(),
+    "c": xshard.Histogram(np.arange(3)).item(),
+}
+
+
+@hostile.settings(slow=True)
+@hypothesis.given(hostile.contents({"step": 5, "samples": SHOWN}))
+def test_samples(directory, content):
+    (directory / "samples.jsonl").write_bytes(content + b"\n")
+    for run in user_error(lambda: runs.read([str(directory)])) or []:
+        assert "<script" not in gallery.gallery([run])
+    rows = lambda: writers.read(directory / "samples.jsonl")
+    part = writers.Part(directory, 5, {}, rows, rows)
+    event_files.EventFiles(directory / "tensorboard", part.everything).close()
 
 
 def test_a_file_that_is_none(directory):
@@ -352,7 +291,7 @@ def test_what_is_too_long_is_not_kept_in_memory(tmp_path):
         for _ in range(64):
             file.write(b"x" * (1 << 20))
         file.write(b'"}\n{"step": 3}\n' + b"[" * (5 << 20))
-    with little_memory():
+    with hostile.little_memory():
         found = list(jsonfile.read_lines(path))
     assert found == [(True, {"step": 1}), (True, None), (True, {"step": 3}), (False, None)]
     with path.open("ab") as file:

@@ -14,10 +14,11 @@ import pytest
 import xshard
 from configs import lm, lm_pod, lm_tiny
 from experiments.lm import experiment, model, text
-from xshard import batches, step
 from xshard import config as config_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard import step
+from xshard.data import batches
 from xshard.dryrun import collectives
 
 FLOAT32 = "params=float32,compute=float32,output=float32"
@@ -298,12 +299,14 @@ def one_step(config, devices):
     train = batches.TrainBatches(made.train_batches, mesh, batch_size=config.batch_size, seed=0)
     batch, state = next(train), state_lib.init(made, mesh, 0, train.example)
     # A head that is not zero, so that all other gradients are not.
-    head = state.params["transformer"]["head"]
+    head = state.experiment.params["transformer"]["head"]
     values = 0.1 * jax.random.normal(jax.random.key(7), head.shape)
-    state.params["transformer"]["head"] = jax.device_put(values, head.sharding)
+    state.experiment.params["transformer"]["head"] = jax.device_put(values, head.sharding)
     compiled = jax.jit(step.make_train_step(made, mesh)).lower(state, batch).compile()
     new, metrics = compiled(state, batch)
-    grads = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), state.params, new.params)
+    grads = jax.tree.map(
+        lambda a, b: np.asarray(a) - np.asarray(b), state.experiment.params, new.experiment.params
+    )
     return float(metrics["loss"]), grads, collectives.rows(mesh, collectives.of(compiled))
 
 

@@ -1,6 +1,7 @@
 """A run, in this process and in real ones: resumed, stopped, killed, it ends in the same bits."""
 
 import collections
+import dataclasses
 import json
 import os
 import signal
@@ -17,10 +18,11 @@ import pytest
 
 from tests import pace, rows, toy
 from tests.optimizers import harness
-from xshard import checkpoint, follow, loop
+from xshard import checkpoint, loop
 from xshard import config as config_lib
 from xshard.files import workdir
 from xshard.metrics import clock
+from xshard.modes import follow
 from xshard.optimizers import trees
 from xshard.pod import notice
 
@@ -32,8 +34,7 @@ def make_config(**changes):
 
 
 def final_state(directory, config=None):
-    run = loop.Run(config or make_config(), str(directory))
-    return run.checkpoints.manager.restore(run._target).state
+    return rows.final_state(directory, config or make_config())
 
 
 def test_a_run_and_what_it_leaves(tmp_path, capsys):
@@ -50,6 +51,8 @@ def test_a_run_and_what_it_leaves(tmp_path, capsys):
     logged = rows.read(tmp_path / "run")
     assert [row["step"] for row in logged] == [4, 6, 8, 12, 12]
     assert {"loss", "error", "loss_scale", "global_step", "skipped"} <= logged[0].keys()
+    # Of 50 examples 16 are in a batch.
+    assert [row.get("epoch") for row in logged] == [1.28, None, 2.56, 3.84, None]
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert results["step"] == 12 and results["eval"]["error"] < logged[0]["error"]
     assert logged[-1]["eval/error"] == results["eval"]["error"]
@@ -66,7 +69,7 @@ def test_what_the_trained_network_shows_for_itself(tmp_path, capsys, groups):
     assert loop.run(config, str(tmp_path), "") == 0
     said = json.loads((tmp_path / "results.json").read_text())["samples"]
     assert f"samples:\n{said}\n" in capsys.readouterr().out
-    linear = final_state(tmp_path, config).params["linear"]
+    linear = final_state(tmp_path, config).experiment.params["linear"]
     w, b = np.asarray(linear["w"]), np.asarray(linear["b"])
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3)))
     # The mean over groups, of which there may be one; six digits of float32.
@@ -126,9 +129,9 @@ def test_a_run_in_parts_ends_in_the_same_bits(tmp_path, groups):
             assert loop.run(make_config(steps=steps, **config), str(tmp_path / name), "") == 0
     whole, parts = (final_state(tmp_path / n, make_config(**config)) for n in ("whole", "parts"))
     harness.assert_equal(parts, whole)
-    assert np.any(np.asarray(whole.global_step) < 12)
+    assert np.any(np.asarray(whole.experiment.global_step) < 12)
     if groups:
-        w = np.asarray(whole.params["linear"]["w"])
+        w = np.asarray(whole.experiment.params["linear"]["w"])
         assert w.shape[0] == 2 and not np.array_equal(w[0], w[1])
         ensemble = json.loads((tmp_path / "whole/results.json").read_text())["eval"]
         assert len(ensemble["error"]) == 2 and ensemble["ensemble/error"] < max(ensemble["error"])
@@ -160,12 +163,8 @@ def test_what_is_traced_before_a_run_is_not_traced_again(tmp_path, groups):
     before = Counting.traced.copy()
     assert before["evaluate"] and before["loss"]
     state, *_ = run.train_step(state, next(run.batches))
-    assert run._evaluation(state) and run._samples(state)
+    assert run._evaluation(state) and run._sampler(1, state)
     assert Counting.traced == before
-
-
-class Killed(BaseException):
-    """The end of a process at an instant that a test chooses."""
 
 
 def test_rows_of_what_is_in_a_checkpoint_are_in_the_file_when_it_counts(tmp_path, monkeypatch):
@@ -177,10 +176,10 @@ def test_rows_of_what_is_in_a_checkpoint_are_in_the_file_when_it_counts(tmp_path
 
                 def save(self, *args, **options):
                     original(self, *args, **options)
-                    raise Killed
+                    raise rows.Killed
 
                 patch.setattr(loop.Run, "_save", save)
-                with pytest.raises(Killed):
+                with pytest.raises(rows.Killed):
                     loop.run(config, str(tmp_path / name), "")
         assert loop.run(config, str(tmp_path / name), "") == 0
     assert rows.same_bits(tmp_path / "whole") == rows.same_bits(tmp_path / "killed")
@@ -231,7 +230,7 @@ def test_a_best_metric_that_the_evaluation_does_not_have_is_refused_at_the_start
 
 @pytest.mark.parametrize("on_failure", ["stop", "go_on"])
 def test_a_full_disk(tmp_path, capfd, on_failure, monkeypatch):
-    original = checkpoint.manager.writer.write_part
+    original = checkpoint.saver.writer.write_part
     full = [False]
 
     def write_part(attempt, *args):
@@ -241,7 +240,7 @@ def test_a_full_disk(tmp_path, capfd, on_failure, monkeypatch):
             raise OSError(28, "No space left on device")
         return original(attempt, *args)
 
-    monkeypatch.setattr(checkpoint.manager.writer, "write_part", write_part)
+    monkeypatch.setattr(checkpoint.saver.writer, "write_part", write_part)
     config = with_checkpoint(make_config(), every_steps=3, on_failure=on_failure, keep_last=9)
     if on_failure == "stop":
         with pytest.raises(ValueError, match="Step 6 could not be saved in .*No space left"):
@@ -259,7 +258,7 @@ def test_the_last_save_must_succeed_whatever_the_config_says(tmp_path, monkeypat
     def commit(attempt, *args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.manager.writer, "commit", commit)
+    monkeypatch.setattr(checkpoint.saver.writer, "commit", commit)
     config = with_checkpoint(make_config(), every_steps=100, on_failure="go_on")
     with pytest.raises(ValueError, match="Step 12 could not be saved"):
         loop.run(config, str(tmp_path), "")
@@ -330,7 +329,7 @@ def test_data_to_judge_by_and_code_may_change_and_it_is_said(tmp_path, monkeypat
     eval_data = toy.Toy.eval_data
     fewer = lambda self: {name: array[1:] for name, array in eval_data(self).items()}
     monkeypatch.setattr(toy.Toy, "eval_data", fewer)
-    monkeypatch.setattr(loop.fingerprint, "commit", lambda file: "0123")
+    monkeypatch.setattr(loop.origin_lib, "commit", lambda file: "0123")
     (tmp_path / "origin.json").write_text(json.dumps(origin(tmp_path) | {"commit": "4567-dirty"}))
     capsys.readouterr()
     assert loop.run(make_config(steps=6), str(tmp_path), "") == 0
@@ -346,8 +345,13 @@ def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
     init = checkpoint.Source(str(tmp_path / "first"))
     run = loop.Run(make_config(steps=24), str(tmp_path / "second"), init)
     state = run.resume_or_init().state
-    harness.assert_equal((state.params, state.net_state), (first.params, first.net_state))
-    harness.assert_equal(state.opt_state, loop.state_lib.init(*run._init_args).opt_state)
+    harness.assert_equal(
+        (state.experiment.params, state.experiment.net_state),
+        (first.experiment.params, first.experiment.net_state),
+    )
+    harness.assert_equal(
+        state.experiment.opt_state, loop.state_lib.init(*run._init_args).experiment.opt_state
+    )
     assert "initialised 4 arrays from" in capsys.readouterr().out
     # Averages begin where the parameters that were taken are, however the update is cut.
     averaged = make_config(experiment="tests.toy.Averaged", hidden=20)
@@ -359,9 +363,9 @@ def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
     begun = loop.Run(averaged, str(tmp_path / "averaged"), source)
     state = begun.resume_or_init().state
     whole = begun.checkpoints.storage.to_whole(state)
-    for path, param in trees.leaves_by_path(whole.params).items():
+    for path, param in trees.leaves_by_path(whole.experiment.params).items():
         np.testing.assert_array_equal(
-            whole.opt_state["MovingAverageOptimizer"][f"average/{path}"], param
+            whole.experiment.opt_state["MovingAverageOptimizer"][f"average/{path}"], param
         )
     values = begun.evaluate(state)
     assert values["average/error"] == pytest.approx(values["error"], rel=1e-6)
@@ -375,13 +379,17 @@ def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
 def with_frozen_slots(state, layer="linear_0"):
     """A state as one was when all parameters had slots, of those that are not trained too."""
     slots = {}
-    for name, param in state.params["mlp/~/linear_0"].items():
+    for name, param in state.experiment.params["mlp/~/linear_0"].items():
         for slot in ("0/mu", "0/nu", "average"):
             slots[f"{slot}/mlp/~/{layer}/{name}"] = jnp.full_like(param, 7)
     of = lambda average: {k: x for k, x in slots.items() if k.startswith("average/") == average}
     modules = {"adam": False, "MovingAverageOptimizer": True}
-    added = {name: {**state.opt_state[name], **of(average)} for name, average in modules.items()}
-    return state._replace(opt_state={**state.opt_state, **added})
+    added = {
+        name: {**state.experiment.opt_state[name], **of(average)}
+        for name, average in modules.items()
+    }
+    opt_state = {**state.experiment.opt_state, **added}
+    return dataclasses.replace(state, experiment=state.experiment.replace(opt_state=opt_state))
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
@@ -396,10 +404,10 @@ def test_slots_of_what_is_not_trained_are_left_out_of_older_checkpoints(
         return made
 
     def begin(directory, add):
-        to_whole = loop.state_lib.Storage.to_whole
+        to_whole = loop.storage.Storage.to_whole
         with pytest.MonkeyPatch.context() as patch:
             older = lambda storage, state: add(to_whole(storage, state))
-            patch.setattr(loop.state_lib.Storage, "to_whole", older)
+            patch.setattr(loop.storage.Storage, "to_whole", older)
             assert loop.run(config(steps=5), str(tmp_path / directory), "") == 0
 
     assert loop.run(config(), str(tmp_path / "whole"), "") == 0
@@ -408,8 +416,8 @@ def test_slots_of_what_is_not_trained_are_left_out_of_older_checkpoints(
     assert "holds what is not used here: opt_state/" in capsys.readouterr().err
     states = [final_state(tmp_path / name, config()) for name in ("whole", "older")]
     harness.assert_equal(*states)
-    assert "0/mu/mlp/~/linear_1/w" in states[0].opt_state["adam"]
-    assert not any("linear_0" in name for name in states[0].opt_state["adam"])
+    assert "0/mu/mlp/~/linear_1/w" in states[0].experiment.opt_state["adam"]
+    assert not any("linear_0" in name for name in states[0].experiment.opt_state["adam"])
     # The job of --mode=eval reads them, and a run may begin with them.
     assert follow.run(config(), str(tmp_path / "older"), "", None) == 0
     assert [row["step"] for row in rows.read(tmp_path / "older/eval")] == [3, 5, 6, 9, 12]
@@ -584,33 +592,14 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
-class ScriptedWatch:
-    """Stands in for what comes from outside: a notice at one poll."""
-
-    def __init__(self, at, kind):
-        self._at = at
-        self._kind = kind
-        self.polls = 0
-
-    def poll(self):
-        self.polls += 1
-        return notice.Notice(self._kind, "scripted") if self.polls == self._at else None
-
-    def doing(self, what, **more):
-        pass
-
-    def publish(self):
-        pass
-
-
 def disturbed(directory, config, at, kind, again=None):
     """Runs to the end, with a notice at one poll of the first start, and of the next; the number of polls."""
-    scripted = ScriptedWatch(at, kind)
+    scripted = rows.ScriptedWatch(at, kind)
     code = loop.run(config, str(directory), "", None, scripted)
     assert code == (42 if at <= scripted.polls and kind == notice.STOP else 0)
     if code and again:
         # Unless there are no so many polls left.
-        loop.run(config, str(directory), "", None, ScriptedWatch(again, kind))
+        loop.run(config, str(directory), "", None, rows.ScriptedWatch(again, kind))
     if code:
         assert loop.run(config, str(directory), "") == 0
     return scripted.polls
@@ -654,13 +643,13 @@ def test_two_processes_do_not_share_a_directory(tmp_path):
 
 def test_metrics_are_not_fetched_step_by_step(tmp_path, monkeypatch):
     fetched = []
-    original = loop.rows.to_number
-    monkeypatch.setattr(loop.rows, "to_number", lambda v: fetched.append(v) or original(v))
+    original = loop.ending.rows.to_number
+    monkeypatch.setattr(loop.ending.rows, "to_number", lambda v: fetched.append(v) or original(v))
     run = loop.Run(make_config(eval_every_steps=100), str(tmp_path))
     with run.workdir.opened(run.config):
         run.train()
-    # Three rows of seven numbers, and the evaluation's one; nothing of the other nine steps.
-    assert len(fetched) == 3 * 7 + 1
+    # Three rows of seven numbers and four fingerprints; nothing of the other nine steps.
+    assert len(fetched) == 3 * (7 + 4)
 
 
 def test_the_steps_that_are_evaluated_and_saved():

@@ -136,6 +136,12 @@ INIT = {
         ["'^weights/' matches none", "params/"],
     ),
     "group": (["--init_from={0}", "--init_group=-1"], ["init_group", "-1"]),
+    "renaming": (
+        ["--init_from={0}", "--init_rename=params/lineer=params/linear"],
+        ["no path in", "begins with 'params/lineer' (near it: params/linear"],
+    ),
+    "no source": (["--init_rename=a=b"], ["--init_rename is for --init_from"]),
+    "file": (["--init_from={0}/a.safetensors"], ["a.safetensors cannot be read"]),
 }
 
 

@@ -1,6 +1,5 @@
 """How processes meet: real sockets; the processes are threads here, real ones in tests/launch."""
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -12,122 +11,27 @@ import threading
 
 import pytest
 
+from tests.guests import (
+    FACTS,
+    OPEN,
+    OTHER,
+    TOKEN,
+    Heard,
+    Stranger,
+    connect,
+    make_places,
+    meet,
+    processes,
+)
 from tests.launch import harness
 from xshard.pod import handshake, meeting, places, reception, rendezvous, signals
-
-FACTS = {"config.steps": "12", "xshard/loop.py": "0a1b2c3d"}
-OTHER = {**FACTS, "config.steps": "13", "xshard/loop.py": "ffffffff"}
-TOKEN = "5e" * 32
-
-
-_OPEN = contextlib.ExitStack()
 
 
 @pytest.fixture(autouse=True)
 def close_connections():
     """Closes what a test has opened."""
-    with _OPEN:
+    with OPEN:
         yield
-
-
-class Heard:
-    """Stands in for the signals of a process, which only a main thread can take."""
-
-    def __init__(self):
-        self._end, self._wake = map(_OPEN.enter_context, socket.socketpair())
-        self._end.setblocking(False)
-
-    def fileno(self):
-        return self._end.fileno()
-
-    def read(self):
-        with contextlib.suppress(BlockingIOError):
-            return [signal.Signals(number) for number in self._end.recv(64)]
-        return []
-
-    def send(self, number):
-        self._wake.send(bytes([number]))
-
-
-@contextlib.contextmanager
-def processes():
-    """Starts processes, each a thread: what it hears is the hosts, or the error."""
-
-    def attend(place, facts=FACTS, token=TOKEN, seconds=harness.FOREVER, heard=None):
-        try:
-            return meeting.meet(place, seconds, facts, token, heard)
-        except (places.StartError, places.StoppedError) as e:
-            return e
-
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        yield lambda place, **options: pool.submit(attend, place, **options)
-
-
-def meet(at, **options):
-    """What each of some processes hears."""
-    with processes() as start:
-        return [future.result() for future in [start(place, **options) for place in at]]
-
-
-def make_places(count, port=None, host="127.0.0.1"):
-    address = f"{host}:{port or harness.free_port()}"
-    return [places.Place(address, count, index) for index in range(count)]
-
-
-def connect(place):
-    """A connection to process 0, as soon as that listens."""
-    host, _, port = place.address.rpartition(":")
-
-    def attempt():
-        with contextlib.suppress(ConnectionRefusedError):
-            return socket.create_connection((host.strip("[]"), int(port)), harness.FOREVER)
-        return None
-
-    return _OPEN.enter_context(harness.wait_until(attempt))
-
-
-class Stranger:
-    """A program at the port of process 0 that speaks the protocol, as far as it likes."""
-
-    def __init__(self, place, token=TOKEN):
-        self.connection = connect(place)
-        self._file = _OPEN.enter_context(self.connection.makefile("rb"))
-        self._token = token
-
-    def greet(self):
-        """Shows the token; False if process 0 does not show the same."""
-        self.connection.sendall(handshake.nonce_line("a" * 32))
-        nonces = f"{'a' * 32} {handshake.read_nonce(self._file.readline()[:-1])}"
-        self._seals = handshake.Seals(self._token, handshake.GUEST, nonces)
-        with contextlib.suppress(handshake.MalformedError):
-            self._seals.read(self._file.readline()[:-1])
-            self.say({})
-            return True
-        return False
-
-    def say(self, message):
-        self.connection.sendall(self._seals.line(message))
-
-    def say_body(self, body):
-        """Says something that is no message, with the right seal."""
-        line = self._seals._seal(handshake.GUEST, self._seals._said, body) + b" " + body
-        self.connection.sendall(line + b"\n")
-
-    def say_hello(self, **fields):
-        hello = {"index": 1, "count": 2, "host": "stranger", "pid": 1, "facts": FACTS}
-        self.say({**hello, **fields})
-
-    def hear(self):
-        """The next message; None at the end."""
-        with contextlib.suppress(ConnectionError):
-            line = self._file.readline()
-            return self._seals.read(line[:-1]) if line else None
-        return None
-
-    def is_dropped(self):
-        with contextlib.suppress(ConnectionError):
-            return self.connection.recv(1) == b""
-        return True
 
 
 # Who comes, and what they hear.
@@ -618,6 +522,20 @@ def test_a_real_signal_to_a_real_process(number):
         process.send_signal(number)
         code, output = harness.finish(process)
     assert code == signals.CODES[number] and f"{number.name} on process 0" in output
+
+
+def test_a_crowd_that_takes_all_files_keeps_nobody_out():
+    first, second = make_places(2)
+    shell = 'ulimit -n 64; exec "$@"'
+    process = harness.start(
+        ["bash", "-c", shell, "-", sys.executable, "-c", PROGRAM, first.address]
+    )
+    with harness.running(process), processes() as start:
+        harness.read_until(process, "heard")
+        crowd = [connect(first) for _ in range(100)]
+        assert isinstance(start(second, facts={}, token="").result(), list)
+        code, output = harness.finish(process)
+        assert (code, output) == (0, "") and len(crowd) == 100
 
 
 def test_what_it_was_started_to_ignore_is_ignored():

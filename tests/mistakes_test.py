@@ -49,7 +49,7 @@ MISTAKES = {
     ),
     "loss for each example": (
         in_loss("jnp.mean(_cross_entropy(outputs, batch))", "_cross_entropy(outputs, batch)"),
-        ["a loss of shape (1,)", "return jnp.mean(loss)"],
+        ["a loss of shape (24,)", "return jnp.mean(loss)"],
     ),
     "loss of Python's": ((LOSS, "        return 1.0, {}"), ["1.0 as the loss", "computed from"]),
     "loss of an integer": (
@@ -63,14 +63,14 @@ MISTAKES = {
     ),
     "a scalar for each example": (
         in_loss("accuracy}", "_hits(outputs, batch)}"),
-        ["'accuracy' of shape (1,)", "jnp.mean(accuracy)"],
+        ["'accuracy' of shape (24,)", "jnp.mean(accuracy)"],
     ),
     "a scalar of text": (in_loss("accuracy}", "'high'}"), ["'high' called 'accuracy'", "numbers"]),
     "a scalar that is there": (in_loss('"accuracy"', '"loss"'), ["'loss', which every run logs"]),
     "a name that is none": (in_loss('"accuracy"', "1"), ["under 1; names must be strings"]),
     "parameters in loss": (
         before(LOSS, "        hk.get_parameter('w', (), init=jnp.ones)"),
-        ["in Spirals.loss: Unable to retrieve parameter 'w'", "made in forward alone"],
+        ["in Spirals.loss: Unable to retrieve parameter 'w'", "made in the network alone"],
     ),
     "evaluation of nothing": (
         (EVALUATE, "        pass"),
@@ -90,10 +90,6 @@ MISTAKES = {
     ),
     "evaluation that counts": (in_evaluate("_hits(outputs, batch), 'count': 1"), ["'count', which"]),
     "evaluation of other text": (in_evaluate("'high'"), ["'high' as 'accuracy'", "a value for each"]),
-    "keys in an evaluation": (
-        before(FORWARD, "        hk.next_rng_key()"),
-        ["in Spirals.forward: hk.next_rng_key() was called in an evaluation", "if is_training:"],
-    ),
     "a layer in evaluation alone": (
         before(FORWARD, "        is_training or hk.Linear(2, name='more')(batch['point'])"),
         ["in Spirals.forward: Unable to retrieve parameter 'w' for module 'more'", "whether"],
@@ -127,19 +123,19 @@ MISTAKES = {
         ["Spirals.train_data (experiment_", "{'point': 194, 'label': 193}", "one row for each"],
     ),
     "no examples": (train("{k: v[:0] for k, v in d.items()}"), ["different numbers of rows, or of"]),
-    "several splits": (
-        (EVAL, "        return {'valid': _spirals(np.arange(96)), 'test': _spirals(np.arange(9))}"),
-        ["What Spirals.eval_data (experiment_", "a dictionary under 'valid'", "one split"],
+    "a split among arrays": (
+        (EVAL, "        return {'point': np.ones((9, 2)), 'test': _spirals(np.arange(9))}"),
+        ["What Spirals.eval_data (experiment_", "a dictionary under 'test'", "several splits"],
+    ),
+    "an empty split": (
+        (EVAL, "        return {'valid': _spirals(np.arange(96)), 'test': _spirals(np.arange(0))}"),
+        ["returned as 'test' has arrays of different numbers of rows, or of none"],
     ),
     "loss misspelt": (("    def loss(", "    def losss("), ["lacks loss(self, outputs, batch) (is it 'losss'"]),
     "optimizer misspelt": (("    def optimizer(", "    def optimiser("), ["is it 'optimiser'"]),
     "no training data": (
         ("    def train_data(", "    def training_data("),
         ["lacks train_data(self) (is it 'training_data', misspelt?)"],
-    ),
-    "a network over replicas": (
-        before(FORWARD, NORM.format(", cross_replica_axis='replica'")),
-        ["in Spirals.forward: the network reduces over the axis 'replica'", "Leave the axis out"],
     ),
     "a network over another axis": (
         before(FORWARD, NORM.format(", cross_replica_axis='i'")),
@@ -151,7 +147,7 @@ MISTAKES = {
     ),
     "state of a replica's examples": (
         before(FORWARD, STATE.format("(), jnp.int32", "x + jnp.sum(batch['label'])")),
-        ["state 'x' of '~', of type int32, which differs between the replicas"],
+        ["A network keeps the state 'net_state/~/x', of type int32, which differs between"],
     ),
     "state of a replica's keys": (
         before(
@@ -161,20 +157,12 @@ MISTAKES = {
         ),
         ["of type int32, which differs between the replicas"],
     ),
-    "state of a replica's number": (
-        before(
-            FORWARD,
-            "        try: r = jax.lax.axis_index('replica').astype(jnp.float32)\n"
-            f"        except NameError: r = jnp.float32(0)\n{STATE.format('()', 'r')}",
-        ),
-        ["of type float32, which differs between the replicas"],
-    ),
 }  # fmt: skip
 # Bugs of the user's code, which show where, and with which words they end.
 BUGS = {
     "a shape": (
         (FORWARD, '        return network(batch["point"].reshape(-1))'),
-        [", in _cross_entropy, called by Spirals.loss: ValueError: indices and arr must"],
+        [", in Spirals.forward: ValueError: 'mlp/~/linear_0/w' with retrieved shape"],
     ),
     "a name in a batch": (
         (FORWARD, '        return network(batch["points"])'),

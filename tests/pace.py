@@ -32,6 +32,7 @@ class _Slow:
         self._batches = batches
         self._file = file
         self.summary = batches.summary
+        self.epoch_examples = batches.epoch_examples
         self.get_state = batches.get_state
         self.set_state = batches.set_state
 

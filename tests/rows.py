@@ -1,6 +1,32 @@
-"""What a run has logged, for comparisons."""
+"""What a run leaves, for comparisons; and what stops it on its way."""
 
 import json
+
+from xshard import loop
+from xshard.pod import notice
+
+
+class Killed(BaseException):
+    """The end of a run at an instant that a test chooses."""
+
+
+class ScriptedWatch:
+    """Stands in for what comes from outside: a notice at one poll."""
+
+    def __init__(self, at, kind):
+        self._at = at
+        self._kind = kind
+        self.polls = 0
+
+    def poll(self):
+        self.polls += 1
+        return notice.Notice(self._kind, "scripted") if self.polls == self._at else None
+
+    def doing(self, what, **more):
+        pass
+
+    def publish(self):
+        pass
 
 
 def read(directory):
@@ -22,3 +48,9 @@ def results(directory):
     found = json.loads((directory / "results.json").read_text())
     assert found.pop("run")
     return found
+
+
+def final_state(directory, config):
+    """The state in its newest checkpoint."""
+    run = loop.Run(config, str(directory))
+    return run.checkpoints.manager.restore(run._target).state

@@ -1,12 +1,15 @@
 """Runs whose update is sharded: they end where replicated ones end, and go on as these and back."""
 
+import dataclasses
+
 import jax
 import pytest
 
 from tests import toy
 from tests.optimizers import harness
-from xshard import batches, loop, mesh, step
+from xshard import loop, mesh, step
 from xshard import state as state_lib
+from xshard.data import batches
 from xshard.dryrun import collectives
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -48,7 +51,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_sharded_run_ends_where_a_replicated_one_does(tmp_path, shape):
     ends = [train(tmp_path / str(on), shard_update=on, **shape)[2] for on in (True, False)]
-    (sharded, replicated) = ({"state": end._replace(rng=None)} for end in ends)
+    (sharded, replicated) = ({"state": dataclasses.replace(end, rng=None)} for end in ends)
     # The norm of nothing is taken here: only sums over replicas are in another order.
     harness.assert_close(sharded, replicated, rtol=2e-4, atol=1e-5)
 
@@ -73,17 +76,20 @@ def test_slots_take_an_nth_of_the_memory(hidden, filling):
     whole, cut = state(False), state(True)
     # The last bias, the count and the loss scale are whole on each.
     small = 2 * 4 + 4 + 2 * 4
-    slots = lambda state: bytes_a_device(state.opt_state) - small
+    slots = lambda state: bytes_a_device(state.experiment.opt_state) - small
     # Of the six slots that are cut each is filled up by less than an element on each replica.
     assert slots(cut) <= slots(whole) / 8 + 4 * filling
-    assert bytes_a_device(cut.params) == bytes_a_device(whole.params)
+    assert bytes_a_device(cut.experiment.params) == bytes_a_device(whole.experiment.params)
 
 
 @pytest.mark.parametrize("hidden, kind", [(16, "Wide"), (20, "Averaged")])
 def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden, kind):
     of_kind = {"hidden": hidden, "experiment": f"tests.toy.{kind}"}
     run, state, whole = train(tmp_path, shard_update=True, **of_kind)
-    names = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    names = lambda tree: {
+        jax.tree_util.keystr(path): (x.shape, x.dtype)
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
     replicated = loop.Run(config(**of_kind), str(tmp_path / "other"))
     assert names(replicated._target) == names(run._target) == names(whole)
     for changes in (
@@ -113,7 +119,12 @@ def test_a_run_goes_on_sharded_and_back(tmp_path):
     _, _, whole = train(tmp_path / "one")
     for steps, on in ((4, False), (8, True), (12, False)):
         _, _, again = train(tmp_path / "two", steps=steps, shard_update=on)
-    harness.assert_close(again._replace(rng=None), whole._replace(rng=None), rtol=2e-4, atol=1e-5)
+    harness.assert_close(
+        dataclasses.replace(again, rng=None),
+        dataclasses.replace(whole, rng=None),
+        rtol=2e-4,
+        atol=1e-5,
+    )
 
 
 def test_what_int8_has_kept_is_of_so_many_slices(tmp_path):

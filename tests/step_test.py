@@ -1,5 +1,7 @@
 """The step: replicas, groups, micro-batches, precision, skips, shardings."""
 
+import dataclasses
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,12 @@ import pytest
 import xshard
 from tests import toy
 from tests.optimizers import harness
-from xshard import batches, mesh, model, step
+from xshard import errors, mesh, step
 from xshard import state as state_lib
+from xshard.data import batches
+from xshard.learners import within
+from xshard.optimizers import inspection
+from xshard.stored import storage
 
 GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))
 
@@ -59,7 +65,11 @@ class Quiet(toy.Toy):
 
 def test_one_device_and_eight_train_alike():
     one, eight = (run(*make(Quiet, devices=n), 6) for n in (1, 8))
-    for a, b in zip(jax.tree.leaves(one[0].params), jax.tree.leaves(eight[0].params), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(one[0].experiment.params),
+        jax.tree.leaves(eight[0].experiment.params),
+        strict=True,
+    ):
         # float32 sums in another order, six steps of Adam.
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     losses = [[float(m["loss"]) for m in history] for _, history in (one, eight)]
@@ -70,7 +80,9 @@ def test_one_device_and_eight_train_alike():
 def test_micro_batches_train_as_the_whole_batch():
     whole, parts = (run(*make(Quiet, devices=2, micro_batches=n), 6) for n in (1, 4))
     for a, b in zip(
-        jax.tree.leaves(whole[0].params), jax.tree.leaves(parts[0].params), strict=True
+        jax.tree.leaves(whole[0].experiment.params),
+        jax.tree.leaves(parts[0].experiment.params),
+        strict=True,
     ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(whole[1][-1]["loss"], parts[1][-1]["loss"], rtol=1e-4)
@@ -94,18 +106,18 @@ def test_there_is_one_reduction_of_gradients_for_all_micro_batches():
 def test_groups_are_models_of_their_own():
     experiment, the_mesh = make(group_assignment=GROUPS)
     state, history = run(experiment, the_mesh, 4)
-    w = np.asarray(state.params["linear"]["w"])
+    w = np.asarray(state.experiment.params["linear"]["w"])
     assert w.shape == (2, 3, 1) and not np.array_equal(w[0], w[1])
-    assert state.params["linear"]["w"].sharding.spec[0] == "group"
+    assert state.experiment.params["linear"]["w"].sharding.spec[0] == "group"
     assert history[0]["loss"].shape == (2,) and history[0]["loss"][0] != history[0]["loss"][1]
-    assert state.global_step.shape == (2,) and state.step.shape == ()
+    assert state.experiment.global_step.shape == (2,) and state.step.shape == ()
 
 
 def test_the_first_group_is_what_a_run_of_one_group_would_be():
     grouped, _ = run(*make(Quiet, group_assignment=((0, 1, 2, 3), (4, 5, 6, 7))), 3)
     alone, _ = run(*make(Quiet, devices=4), 3)
-    first = jax.tree.map(lambda a: np.asarray(a)[0], grouped.params)
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(alone.params), strict=True):
+    first = jax.tree.map(lambda a: np.asarray(a)[0], grouped.experiment.params)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(alone.experiment.params), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -114,9 +126,11 @@ def test_groups_skip_at_steps_of_their_own():
     state, history = run(experiment, the_mesh, 12)
     skipped = np.array([m["skipped"] for m in history])
     assert skipped.any(axis=0).all() and (skipped[:, 0] != skipped[:, 1]).any()
-    np.testing.assert_array_equal(state.global_step, 12 - skipped.sum(axis=0))
-    np.testing.assert_array_equal(state.opt_state["adam"]["0/count"], state.global_step)
-    for leaf in jax.tree.leaves((state.params, state.net_state)):
+    np.testing.assert_array_equal(state.experiment.global_step, 12 - skipped.sum(axis=0))
+    np.testing.assert_array_equal(
+        state.experiment.opt_state["adam"]["0/count"], state.experiment.global_step
+    )
+    for leaf in jax.tree.leaves((state.experiment.params, state.experiment.net_state)):
         assert np.all(np.isfinite(leaf))
 
 
@@ -156,17 +170,20 @@ def test_norms_are_those_of_the_whole_batch_and_of_the_new_parameters(changes):
         micro_batches=experiment.config.micro_batches,
     )  # fmt: skip
     batch = jax.device_get(next(train))
-    network = model.Model(experiment, the_mesh)
 
     def loss(params):
-        return experiment.loss(network.forward(params, {}, None, batch, True)[0], batch)[0]
+        of_params = state.experiment.replace(params=params)
+        outputs, _ = experiment.learner.apply(of_params, None, batch, is_training=True)
+        return experiment.loss(outputs, batch)[0]
 
-    gradient_norm = global_norm(jax.grad(loss)(jax.device_get(state.params)))
+    gradient_norm = global_norm(jax.grad(loss)(jax.device_get(state.experiment.params)))
     after, (metrics,) = run(experiment, the_mesh, 1, state)
-    assert {metrics[name].dtype for name in model.NORMS} == {np.dtype(np.float32)}
+    assert {metrics[name].dtype for name in inspection.NORMS} == {np.dtype(np.float32)}
     # The loss is scaled by 2**15, which loses nothing; float32 is summed in another order.
     np.testing.assert_allclose(metrics["gradient_norm"], gradient_norm, rtol=1e-5)
-    np.testing.assert_allclose(metrics["parameter_norm"], global_norm(after.params), rtol=1e-6)
+    np.testing.assert_allclose(
+        metrics["parameter_norm"], global_norm(after.experiment.params), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
@@ -184,7 +201,9 @@ def test_each_group_has_norms_of_its_own_and_a_skipped_step_shows(shard_update):
     lengths = np.array([m["parameter_norm"] for m in history])
     for step_number, group in zip(*np.nonzero(skipped[1:]), strict=True):
         assert lengths[step_number + 1, group] == lengths[step_number, group]
-    ends = [global_norm(jax.tree.map(lambda x, g=g: x[g], state.params)) for g in range(2)]
+    ends = [
+        global_norm(jax.tree.map(lambda x, g=g: x[g], state.experiment.params)) for g in range(2)
+    ]
     np.testing.assert_allclose(lengths[-1], ends, rtol=1e-6)
 
 
@@ -193,7 +212,7 @@ def test_norms_are_equal_on_all_replicas_bit_by_bit():
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
     train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=16, seed=0)
     _, metrics = jax.jit(step.make_train_step(experiment, the_mesh))(state, next(train))
-    for name in model.NORMS:
+    for name in inspection.NORMS:
         copies = {shard.data.tobytes() for shard in metrics[name].addressable_shards}
         assert len(metrics[name].addressable_shards) == 8 and len(copies) == 1
 
@@ -201,12 +220,12 @@ def test_norms_are_equal_on_all_replicas_bit_by_bit():
 def test_a_skipped_step_leaves_parameters_and_network_state():
     experiment, the_mesh = make(overflow_above=-1e9)
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
-    before = jax.tree.map(np.asarray, state._replace(rng=None))
+    before = jax.tree.map(np.asarray, state.experiment)
     after, (metrics,) = run(experiment, the_mesh, 1, state)
     for name in ("params", "net_state", "global_step"):
         for a, b in zip(
             jax.tree.leaves(getattr(before, name)),
-            jax.tree.leaves(getattr(after, name)),
+            jax.tree.leaves(getattr(after.experiment, name)),
             strict=True,
         ):
             np.testing.assert_array_equal(a, b)
@@ -216,10 +235,10 @@ def test_a_skipped_step_leaves_parameters_and_network_state():
 
 def test_network_state_is_equal_on_all_replicas():
     state, _ = run(*make(), 3)
-    for leaf in jax.tree.leaves(state.net_state):
+    for leaf in jax.tree.leaves(state.experiment.net_state):
         copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         assert all(np.array_equal(copies[0], copy) for copy in copies)
-    assert int(state.net_state["~"]["count"]) == 3
+    assert int(state.experiment.net_state["~"]["count"]) == 3
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
@@ -238,7 +257,7 @@ def test_precision_policies(compute):
 
     state, _ = run(*make(Spy, precision=f"params=float32,compute={compute},output=float32"), 2)
     assert (True, jnp.dtype(compute), jnp.dtype(compute)) in seen
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.experiment.params))
 
 
 def test_the_state_is_donated_and_nothing_compiles_again():
@@ -247,7 +266,7 @@ def test_the_state_is_donated_and_nothing_compiles_again():
     train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=16, seed=0)
     state = state_lib.init(experiment, the_mesh, 0, examples)
     apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
-    first = state.params["linear"]["w"]
+    first = state.experiment.params["linear"]["w"]
     state, _ = apply(state, next(train))
     assert first.is_deleted()
     prepared = [next(train), next(train)]
@@ -282,10 +301,17 @@ class Wide(Quiet):
 def test_the_model_axis_shards_parameters_and_slots_and_changes_no_numbers():
     sharded, _ = run(*make(Wide, devices=8, model_parallel=2), 4)
     alone, _ = run(*make(Wide, devices=4), 4)
-    for leaf in (sharded.params["wide"]["w"], sharded.opt_state["adam"]["0/mu/wide/w"]):
+    for leaf in (
+        sharded.experiment.params["wide"]["w"],
+        sharded.experiment.opt_state["adam"]["0/mu/wide/w"],
+    ):
         assert leaf.sharding.spec == jax.P(None, "model")
         assert leaf.addressable_shards[0].data.shape == (3, 8)
-    for a, b in zip(jax.tree.leaves(sharded.params), jax.tree.leaves(alone.params), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(sharded.experiment.params),
+        jax.tree.leaves(alone.experiment.params),
+        strict=True,
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -303,7 +329,7 @@ def test_evaluation_counts_each_example_once_and_makes_an_ensemble():
     sums = [evaluate(state, b) for b in batches.eval_batches(examples, the_mesh, 8)]
     total = jax.tree.map(lambda *xs: np.sum([np.asarray(x) for x in xs], axis=0), *sums)
     np.testing.assert_array_equal(total["count"], [10, 10])
-    w, b = (np.asarray(state.params["linear"][name]) for name in ("w", "b"))
+    w, b = (np.asarray(state.experiment.params["linear"][name]) for name in ("w", "b"))
     outputs = np.stack([(examples["x"] @ w[g] + b[g])[:, 0] for g in range(2)])
     np.testing.assert_allclose(total["error"], ((outputs - examples["y"]) ** 2).sum(1), rtol=1e-5)
     ensemble = ((outputs.mean(0) - examples["y"]) ** 2).sum()
@@ -327,15 +353,16 @@ def test_evaluation_of_averages(changes):
     evaluate = jax.jit(step.make_eval_step(experiment, the_mesh))
     batch = next(batches.eval_batches(experiment.eval_data(), the_mesh, 8))
     sums = jax.device_get(evaluate(state, batch))
-    whole = state_lib.Storage(experiment, the_mesh).to_whole(state)
-    averages = whole.opt_state["MovingAverageOptimizer"]
+    whole = storage.Storage(experiment, the_mesh).to_whole(state)
+    averages = whole.experiment.opt_state["MovingAverageOptimizer"]
     params = jax.tree_util.tree_map_with_path(
         lambda path, _: averages[
             "average/" + jax.tree_util.keystr(path, simple=True, separator="/")
         ],
-        whole.params,
+        whole.experiment.params,
     )
-    wanted = jax.device_get(evaluate(whole._replace(params=params), batch))
+    whole = dataclasses.replace(whole, experiment=whole.experiment.replace(params=params))
+    wanted = jax.device_get(evaluate(whole, batch))
     # Here the averages are in the parameters' place, as a checkpoint has them.
     np.testing.assert_allclose(sums["average/error"], wanted["error"], rtol=1e-6)
     np.testing.assert_allclose(sums["average/error"], wanted["average/error"], rtol=1e-6)
@@ -346,7 +373,8 @@ def test_evaluation_of_averages(changes):
 def test_a_run_without_averages_has_none():
     experiment, the_mesh = make()
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
-    assert state_lib.averaged(model.Model(experiment, the_mesh), the_mesh, state) is None
+    with within.run_on(the_mesh), pytest.raises(errors.UserError, match="keeps no averages"):
+        experiment.learner.averages(state.experiment)
     batch = next(batches.eval_batches(experiment.eval_data(), the_mesh, 8))
     assert jax.eval_shape(step.make_eval_step(experiment, the_mesh), state, batch).keys() == {
         "error",
@@ -360,9 +388,9 @@ def test_gradients_can_be_clipped_per_replica():
             return jax.tree.map(jnp.zeros_like, grads)
 
     experiment, the_mesh = make(Clipped)
-    before = state_lib.init(experiment, the_mesh, 0, experiment.train_data()).params
+    before = state_lib.init(experiment, the_mesh, 0, experiment.train_data()).experiment.params
     after, _ = run(experiment, the_mesh, 1)
-    np.testing.assert_array_equal(after.params["linear"]["w"], before["linear"]["w"])
+    np.testing.assert_array_equal(after.experiment.params["linear"]["w"], before["linear"]["w"])
 
 
 class Normed(Wide):
@@ -383,5 +411,5 @@ def test_groups_along_the_model_axis_skip_at_steps_of_their_own():
     state, history = run(experiment, the_mesh, 12)
     skipped = np.array([m["skipped"] for m in history])
     assert (skipped[:, 0] != skipped[:, 1]).any() and (skipped == 0).any(axis=0).all()
-    assert state.params["wide"]["w"].sharding.spec == jax.P("group", None, "model")
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.params))
+    assert state.experiment.params["wide"]["w"].sharding.spec == jax.P("group", None, "model")
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.experiment.params))

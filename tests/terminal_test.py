@@ -17,6 +17,7 @@ from tests import toy
 from tests.checkpoint.harness import environment
 from xshard import mesh
 from xshard.metrics import log, overview, terminal
+from xshard.optimizers import trees
 
 ROW = {"step": 5, "accuracy": 0.5, "loss": [1.25, 3e-7], "scale": 65536.0, "perf/seconds": 3.0}
 
@@ -230,7 +231,9 @@ def params(**shapes):
 
 def table_of(tree, the_mesh, whole=False):
     """The lines of the table, without the title."""
-    return overview.model(toy.get_config(), the_mesh, tree, whole=whole).splitlines()[1:]
+    return overview.model(
+        toy.get_config(), the_mesh, trees.leaves_by_path(tree), whole=whole
+    ).splitlines()[1:]
 
 
 def test_the_table_of_parameters():

@@ -11,7 +11,7 @@ import xshard
 from tests import pace
 
 
-class Toy(xshard.Experiment):
+class Toy(xshard.Supervised):
     """Linear regression on made-up numbers, with noise in training so that keys count."""
 
     def train_data(self):
@@ -137,6 +137,13 @@ class Frozen(Averaged):
         return {**grads, first: dict.fromkeys(grads[first])}
 
 
+class Kept(Averaged):
+    """Trains its last layer alone, as it says by a path."""
+
+    def frozen(self):
+        return self.config.kept
+
+
 class OneSlice(Toy):
     """Reduces within each slice only."""
 
@@ -183,6 +190,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.overflow_at = 12
     config.optimizer = {"learning_rate": 0.1}
     config.log_every_steps = 4
+    config.fingerprint_every_steps = 1
     config.writers = ("jsonl", "csv")
     config.eval_every_steps = 6
     config.checkpoint.update({"every_steps": 5, "keep_last": 2, "best_metric": "error"})

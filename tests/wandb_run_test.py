@@ -3,8 +3,10 @@
 import sys
 import types
 
+import numpy as np
 import pytest
 
+from xshard import samples
 from xshard.metrics import writers
 
 
@@ -37,15 +39,28 @@ def sent(monkeypatch):
         found.options.append(options)
         return Run(found.rows, options)
 
-    stand_in = types.SimpleNamespace(init=init, Error=Error, Settings=lambda **options: options)
+    stand_in = types.SimpleNamespace(
+        init=init,
+        Error=Error,
+        Settings=lambda **options: options,
+        Html=lambda content: ("html", content),
+        Histogram=lambda *, np_histogram: ("histogram", *np_histogram),
+    )
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     return found
 
 
 def part(directory, step, rows, *, killed=False):
     history = lambda: writers.read(directory / "metrics.jsonl")
-    opened = writers.open_all(["wandb", "jsonl"], writers.Part(directory, step, {"a": 1}, history))
+    shown = writers.JsonLines(directory / "samples.jsonl", step)
+    from_file = lambda: writers.read(directory / "samples.jsonl")
+    the_part = writers.Part(directory, step, {"a": 1}, history, from_file)
+    opened = writers.open_all(["wandb", "jsonl"], the_part)
     for row in rows:
+        if samples.is_row(row):
+            shown.write(row)
+            opened[-1].write_samples(row)
+            continue
         for writer in opened:
             writer.write(row)
     for writer in opened:
@@ -86,3 +101,23 @@ def test_what_weights_and_biases_refuses_is_a_message(tmp_path, sent):
     sent.error = "no key."
     with pytest.raises(ValueError, match="does not begin: no key. .*WANDB_MODE=offline"):
         part(tmp_path, 0, [])
+
+
+def test_samples_are_sent_once_and_after_the_rows_of_their_step(tmp_path, sent):
+    pixels = samples.Image(np.zeros((2, 4))).item()
+    bars = samples.Histogram(np.arange(4)).item()
+    shown = {"a": {"kind": "text", "text": "x < y"}, "b": pixels, "c": bars}
+    # Of several learners, each of whose losses has its name; an evaluation follows its step's row.
+    rows = [{"step": 1, "net/loss": 1.0}, {"step": 1, "eval/error": 2.0}]
+    rows += [{"step": 1, "samples": shown}, {"step": 2, "net/loss": 1.0}]
+    part(tmp_path, 0, rows, killed=True)
+    values = [values for _, values in sent.rows]
+    assert [step for step, _ in sent.rows] == [1, 1, 1, 2] and values[:2] == rows[:2]
+    assert values[2]["a"] == ("html", "<pre>x &lt; y</pre>")
+    assert f"data:image/png;base64,{pixels['png']}" in values[2]["b"][1]
+    assert values[2]["c"] == ("histogram", bars["counts"], bars["edges"])
+    # The next part sends again what nobody knows to be there, in the same order, and then nothing twice.
+    part(tmp_path, 2, [])
+    assert sent.rows[4:8] == sent.rows[:4] and sent.rows[8:] == ["finished"]
+    part(tmp_path, 2, [])
+    assert sent.rows[9:] == ["finished"]

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import types
 import jax
 import pytest
 
+from tests import standstill
 from tests.launch import harness
-from xshard.pod import notice, signals, watch
+from xshard.pod import heartbeat, notice, signals, status, watch
 
 
 def poll(watching):
@@ -278,3 +280,37 @@ def test_two_agree_over_a_network_that_loses_calls(tmp_path, monkeypatch, seed):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             left, right = pool.map(train, both, (True, False))
     assert left == right and left[-1][1] == notice.STOP and len(left) >= 3
+
+
+def test_progress_is_asked_of_what_comes_on_by_steps():
+    progress = heartbeat.Progress(seconds=2.0, tick_seconds=0.5)
+    assert not any(progress.stalled(status.TRAINING) for _ in range(4))
+    progress.made()
+    # A compilation takes as long as it takes, and what comes after it begins anew.
+    assert not any(progress.stalled("compiling") for _ in range(100))
+    progress.made()
+    assert [progress.stalled(status.EVALUATING) for _ in range(5)] == [0, 0, 0, 0, 2.5]
+    never = heartbeat.Progress(seconds=0, tick_seconds=0.5)
+    assert not any(never.stalled(status.TRAINING) for _ in range(100))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_that_never_ends_ends_the_run_which_is_started_again(tmp_path, processes):
+    options = ("--config.experiment=tests.standstill.Standstill", "--step_timeout_seconds=15")
+    process = harness.launch(
+        f"--num_processes={processes}",
+        "--cpu_devices=2",
+        command=[*harness.TOY, f"--workdir={tmp_path}/run", *options],
+        env=harness.environment(**{standstill.VARIABLE: str(tmp_path / "file")}),
+    )
+    code, output = harness.finish(process)
+    assert code == 0, output
+    said = next(line for line in output.splitlines() if "no progress for" in line)
+    # The host is some steps ahead of the one that does not end.
+    assert re.search(r"since \d\d:\d\d:\d\d, in training at step [789]: a device", said)
+    assert "--step_timeout_seconds=15" in said and "goes on from it" in said
+    # What the threads are at: the main thread in the loop, and, of one of the processes, the function that waits.
+    logs = [path.read_text() for path in (tmp_path / "run").glob("logs/*.log")]
+    assert "loop.py" in output and any("standstill.py" in text for text in (output, *logs))
+    assert output.count("failure 1 of") == 1
+    assert "resumed from the checkpoint of step 5" in output

@@ -66,9 +66,9 @@ def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> l
 
 def is_bug(e: Exception) -> bool:
     """Returns whether an exception is to be shown with its traceback: it is neither the user's input nor the disk's."""
-    return not (
-        isinstance(e, errors.UserError) or (isinstance(e, OSError) and errors.is_frameworks(e))
-    )
+    if isinstance(e, errors.UserError):
+        return False
+    return not (isinstance(e, OSError) and errors.is_frameworks(e))
 
 
 def summary(e: Exception) -> str:
@@ -78,12 +78,18 @@ def summary(e: Exception) -> str:
     wrong.
     """
     where = errors.location(e)
-    if not is_bug(e):
-        is_passed_on = where and errors.is_frameworks(e)
-        return f"{where}: {message(e)}" if is_passed_on else message(e)
-    first_line = message(e).splitlines()[0]
-    named = first_line if first_line == type(e).__name__ else f"{type(e).__name__}: {first_line}"
-    return f"{where}: {named}" if where else named
+    text = message(e)
+    if is_bug(e):
+        text = text.splitlines()[0]
+        kind = type(e).__name__
+        # An exception without words is its kind already.
+        if text != kind:
+            text = f"{kind}: {text}"
+    elif not errors.is_frameworks(e):
+        where = ""
+    if not where:
+        return text
+    return f"{where}: {text}"
 
 
 def print_error(e: Exception, *, has_debug_flag: bool) -> None:
@@ -94,9 +100,10 @@ def print_error(e: Exception, *, has_debug_flag: bool) -> None:
         traceback.print_exception(e)
     elif is_bug(e):
         _print_bug(e)
-    shows_less = has_debug_flag and not debug and not is_bug(e)
-    hint = "\n(--debug shows where)" if shows_less else ""
-    print(f"error: {summary(e)}{hint}", file=sys.stderr, flush=True)
+    text = f"error: {summary(e)}"
+    if has_debug_flag and not debug and not is_bug(e):
+        text += "\n(--debug shows where)"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _print_bug(e: Exception) -> None:
@@ -115,15 +122,17 @@ def with_flag(command: str, name: str, value: object) -> str:
 
 def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
     """Arguments without some flags, each of them given as --name=value or as --name value."""
-    left: list[str] = []
+    rest: list[str] = []
     value_follows = False
     for word in words:
         name, equals, _ = word.removeprefix("-").removeprefix("-").partition("=")
-        is_one = word.startswith("-") and name in names
-        if not is_one and not value_follows:
-            left.append(word)
-        value_follows = is_one and not equals
-    return left
+        if word.startswith("-") and name in names:
+            value_follows = not equals
+        elif value_follows:
+            value_follows = False
+        else:
+            rest.append(word)
+    return rest
 
 
 def message(e: Exception) -> str:
@@ -136,18 +145,22 @@ def message(e: Exception) -> str:
 
 def _flag_error(e: Exception) -> str:
     """The message for what parsing the flags, or loading the config that they name, has raised."""
-    path = _config_path()
     if isinstance(e, flags.UnrecognizedFlagError):
         return f"{e}. --help lists the flags."
     if isinstance(e, flags.Error):
         return f"{e}."
+    path = _config_path()
     if isinstance(e, OSError) and not os.path.isfile(path):
         return f"--config={path}: there is no such file (seen from {os.getcwd()})."
-    unknown = _unknown_key(path) if isinstance(e, AttributeError | KeyError) else None
-    if unknown:
-        return unknown
+    if isinstance(e, AttributeError | KeyError):
+        unknown = _unknown_key(path)
+        if unknown:
+            return unknown
+    text = f"--config={path} raised {type(e).__name__}: {e}"
     where = errors.location(e)
-    return f"--config={path} raised {type(e).__name__}: {e}{f' ({where})' if where else ''}."
+    if where:
+        text += f" ({where})"
+    return f"{text}."
 
 
 def _config_path() -> str:
@@ -155,8 +168,10 @@ def _config_path() -> str:
     path = ""
     for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
         name, equals, value = argument.partition("=")
-        if name == "--config":
-            path = value if equals else following
+        if name == "--config" and equals:
+            path = value
+        elif name == "--config":
+            path = following
     return path
 
 
@@ -165,11 +180,20 @@ def _unknown_key(path: str) -> str | None:
     try:
         keys = list(config_lib.flatten(identity_lib.plain(runpy.run_path(path)["get_config"]())))
     except Exception:
+        # The file itself is what is wrong.
         return None
-    for arg in sys.argv[1:]:
-        match = re.match(r"--config\.([^=]+)", arg)
-        if match and not any(key == match[1] or key.startswith(f"{match[1]}.") for key in keys):
-            near = difflib.get_close_matches(match[1], keys, cutoff=0.4)
-            meant = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(keys)}."
-            return f"--config.{match[1]}: {path} has no such key; {meant}"
+    for argument in sys.argv[1:]:
+        match = re.match(r"--config\.([^=]+)", argument)
+        if match is None or _has(keys, match[1]):
+            continue
+        text = f"--config.{match[1]}: {path} has no such key;"
+        near = difflib.get_close_matches(match[1], keys, cutoff=0.4)
+        if near:
+            return f"{text} did you mean {' or '.join(near)}?"
+        return f"{text} it has {', '.join(keys)}."
     return None
+
+
+def _has(keys: Sequence[str], name: str) -> bool:
+    """Returns whether there is a key of this name, or below it."""
+    return any(key == name or key.startswith(f"{name}.") for key in keys)

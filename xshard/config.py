@@ -10,7 +10,7 @@ import ml_collections
 from xshard import errors
 
 # What a run does about a loss or gradients that are not finite.
-ON_NONFINITE = ("stop", "skip", "warn")
+ON_NONFINITE = STOP, SKIP, WARN, ROLL_BACK = ("stop", "skip", "warn", "roll_back")
 
 
 def default() -> ml_collections.ConfigDict:
@@ -24,7 +24,10 @@ def default() -> ml_collections.ConfigDict:
     values: dict[str, Any] = {}
     for key in KEYS:
         folder, _, name = key.name.rpartition(".")
-        (values.setdefault(folder, {}) if folder else values)[name] = key.default
+        if folder:
+            values.setdefault(folder, {})[name] = key.default
+        else:
+            values[name] = key.default
     return ml_collections.ConfigDict(values)
 
 
@@ -53,8 +56,10 @@ def describe(config: ml_collections.ConfigDict) -> str:
     for key in KEYS:
         if key.name in values:
             lines += [f"# {key.meaning}", f"{key.name} = {values.pop(key.name)!r}"]
-    own = [f"{name} = {value!r}" for name, value in values.items()]
-    return "\n".join([*lines, "# The experiment's own.", *own] if own else lines)
+    if values:
+        lines.append("# The experiment's own.")
+        lines += [f"{name} = {value!r}" for name, value in values.items()]
+    return "\n".join(lines)
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -82,20 +87,21 @@ class Due(NamedTuple):
       evaluation_every: so many steps lie between evaluations.
       save_every: the same of saves.
       saves_evaluated: whether each state that is evaluated is saved, too, since one of them may be the best.
+      samples_every: so many steps lie between samples; 0: there are some after the last step alone.
     """
 
     last: int
     evaluation_every: int
     save_every: int
     saves_evaluated: bool
+    samples_every: int = 0
 
     @classmethod
     def of(cls, config: ml_collections.ConfigDict) -> "Due":
         """Those of a run's config."""
         options = config.checkpoint
-        return cls(
-            config.steps, config.eval_every_steps, options.every_steps, options.keep_best > 0
-        )
+        every = config.eval_every_steps, options.every_steps
+        return cls(config.steps, *every, options.keep_best > 0, config.samples_every_steps)
 
     def evaluation(self, step: int) -> bool:
         """Returns whether the state after a step is to be evaluated."""
@@ -103,8 +109,13 @@ class Due(NamedTuple):
 
     def save(self, step: int) -> bool:
         """Returns whether it is to be saved."""
-        is_due = step == self.last or step % self.save_every == 0
-        return is_due or (self.saves_evaluated and self.evaluation(step))
+        if self.saves_evaluated and self.evaluation(step):
+            return True
+        return step == self.last or step % self.save_every == 0
+
+    def samples(self, step: int) -> bool:
+        """Returns whether the state after a step, which is not the last, is to show samples."""
+        return step < self.last and self.samples_every > 0 and step % self.samples_every == 0
 
 
 def _anything(name: str, value: Any) -> None:
@@ -115,6 +126,11 @@ def _anything(name: str, value: Any) -> None:
 def _count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise errors.UserError(f"{name}={value!r} must be an integer of at least 1.")
+
+
+def _count_or_never(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise errors.UserError(f"{name}={value!r} must be an integer from 0, which is never.")
 
 
 def _seed(name: str, value: Any) -> None:
@@ -130,6 +146,12 @@ def _text(name: str, value: Any) -> None:
 def _minutes(name: str, value: Any) -> None:
     if not isinstance(value, int | float) or not value >= 0:
         raise errors.UserError(f"{name}={value!r} must be a number from 0, which is never.")
+
+
+def _factor_or_never(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (value != 0 and not 1 < value < math.inf):
+        raise errors.UserError(f"{name}={value!r} must be a number above 1, or 0, which is never.")
 
 
 def _gigabytes(name: str, value: Any) -> None:
@@ -150,8 +172,8 @@ def _precision(name: str, value: Any) -> None:
 def _on_nonfinite(name: str, value: Any) -> None:
     if value not in ON_NONFINITE:
         raise errors.UserError(
-            f"{name}={value!r} must be 'stop', 'skip', which leaves out steps whose gradients are not finite, or "
-            "'warn', which says so and goes on."
+            f"{name}={value!r} must be 'stop', 'skip', which leaves out steps whose gradients are not finite, "
+            "'roll_back', which goes back to a checkpoint and past the data, or 'warn', which says so and goes on."
         )
 
 
@@ -209,7 +231,7 @@ KEYS = (
         "on_nonfinite",
         "stop",
         "At a loss or gradients that are not finite: 'stop'; 'skip', which leaves out steps with such gradients, "
-        "whatever the rule; or 'warn', which says so and goes on.",
+        "whatever the rule; 'roll_back', to a checkpoint, and past the data; or 'warn', which says so and goes on.",
         _on_nonfinite,
         may_change=True,
     ),
@@ -217,6 +239,23 @@ KEYS = (
         "max_skips_in_a_row",
         100,
         "So many steps skipped in a row, with no loss scale left to be lowered, end the run.",
+        _count,
+        may_change=True,
+    ),
+    Key(
+        "roll_back.limit", 3, "So many roll-backs at most; the next one ends the run.", _count, True
+    ),
+    Key(
+        "roll_back.loss_factor",
+        0.0,
+        "Rolls back also at a loss above so many times the median of the last ones; 0: never.",
+        _factor_or_never,
+        may_change=True,
+    ),
+    Key(
+        "roll_back.loss_steps",
+        100,
+        "The median is of so many steps, and nothing is said before these have been made.",
         _count,
         may_change=True,
     ),
@@ -259,7 +298,21 @@ KEYS = (
         may_change=True,
     ),
     Key("log_every_steps", 50, "The steps from one logged row to the next.", _count, True),
+    Key(
+        "fingerprint_every_steps",
+        10,
+        "The steps from one fingerprint of the state to the next, which shows replicas that part; 0: never.",
+        _count_or_never,
+        may_change=True,
+    ),
     Key("eval_every_steps", 500, "The steps from one evaluation to the next.", _count, True),
+    Key(
+        "samples_every_steps",
+        0,
+        "The steps from one call of `Experiment.samples` to the next; 0: after the last step alone.",
+        _count_or_never,
+        may_change=True,
+    ),
     Key(
         "checkpoint.directory",
         "",

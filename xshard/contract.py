@@ -5,7 +5,8 @@ later, in a library, or train something else than was meant.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ import numpy as np
 import optax
 
 from xshard import errors
-from xshard import experiment as experiment_lib
 from xshard.optimizers import base
 
 # The step's own, beside which an experiment's are logged.
@@ -25,19 +25,54 @@ _MAPPED_AXES = ("group", "slice", "replica")
 _Scalars = dict[str, jax.Array]
 
 
-def loss(experiment: experiment_lib.Experiment, outputs: Any, batch: Any) -> tuple[Any, _Scalars]:
-    """The loss and the scalars of `experiment.loss`, the scalars as float32."""
-    returned = experiment.loss(outputs, batch)
-    where = method(experiment, "loss")
+def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
+    """The loss and the scalars that `Supervised.loss` returned, the scalars as float32."""
+    where = described(method)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise errors.UserError(
-            f"{where} returned {_described(returned)}. It must return two things, the loss and a dictionary of "
+            f"{where} returned {_in_words(returned)}. It must return two things, the loss and a dictionary of "
             "scalars to log: return loss, {'accuracy': accuracy}, or return loss, {}."
         )
-    value, scalars = returned
+    return _checked_loss(where, *returned)
+
+
+def learner_loss(
+    method: Callable[..., Any], returned: Any, net_state: Any
+) -> tuple[Any, Any, _Scalars, tuple[Any, ...]]:
+    """The loss, the network's state, the scalars, and what else the loss of a learner returned.
+
+    Args:
+      method: the loss.
+      returned: what it returned.
+      net_state: the network's state before.
+    """
+    where = described(method)
+    if not isinstance(returned, tuple) or len(returned) not in (3, 4):
+        raise errors.UserError(
+            f"{where} returned {_in_words(returned)}. The loss of a learner must return three things, or four: the "
+            "loss, the network's state, a dictionary of scalars to log, and arrays that the step needs: outputs, "
+            "net_state = learner.apply(...); ...; return loss, net_state, {'accuracy': accuracy}."
+        )
+    value, new_state, scalars, *aux = returned
+    structure: Any = jax.tree.structure(net_state)
+    if jax.tree.structure(new_state) != structure:
+        raise errors.UserError(
+            f"{where} returned {_in_words(new_state)} as the network's state, which is not of the structure that it "
+            "has: return the second of what learner.apply returns, or state.net_state where the network has not run."
+        )
+    value, scalars = _checked_loss(where, value, scalars)
+    if not all(jnp.ndim(x) for x in jax.tree.leaves(aux)):
+        raise errors.UserError(
+            f"{where} returned a scalar as its fourth thing, where each array must have a row for every example: "
+            "micro-batches are joined along it. Scalars are the third, a dictionary."
+        )
+    return value, new_state, scalars, tuple(aux)
+
+
+def _checked_loss(where: str, value: Any, scalars: Any) -> tuple[Any, _Scalars]:
     if not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
         raise errors.UserError(
-            f"{where} returned {_described(value)} as the loss. It must be a floating-point scalar computed from "
+            f"{where} returned {_in_words(value)} as the loss. It must be a floating-point scalar computed from "
             "the network's outputs, such as jnp.mean(errors)."
         )
     if value.shape:
@@ -47,13 +82,14 @@ def loss(experiment: experiment_lib.Experiment, outputs: Any, batch: Any) -> tup
         )
     if not isinstance(scalars, Mapping):
         raise errors.UserError(
-            f"{where} returned {_described(scalars)} beside the loss. It must be a dictionary of scalars to log: "
+            f"{where} returned {_in_words(scalars)} beside the loss. It must be a dictionary of scalars to log: "
             "{'accuracy': accuracy}, or {} for none."
         )
-    return value, {name: _scalar(where, name, value) for name, value in scalars.items()}
+    return value, {name: scalar(where, name, x) for name, x in scalars.items()}
 
 
-def _scalar(where: str, name: Any, value: Any) -> jax.Array:
+def scalar(where: str, name: Any, value: Any) -> jax.Array:
+    """A scalar to be logged, as float32."""
     _check_name(where, name)
     if name in _OWN_METRICS:
         raise errors.UserError(
@@ -68,7 +104,7 @@ def _scalar(where: str, name: Any, value: Any) -> jax.Array:
         )
     if not _is_number(value):
         raise errors.UserError(
-            f"{where} returned {_described(value)} called {name!r}. What is logged beside the loss are scalars: "
+            f"{where} returned {_in_words(value)} called {name!r}. What is logged beside the loss are scalars: "
             "numbers computed from the outputs and the batch."
         )
     if np.shape(value):
@@ -79,15 +115,48 @@ def _scalar(where: str, name: Any, value: Any) -> jax.Array:
     return jnp.asarray(value, jnp.float32)
 
 
-def evaluate(
-    experiment: experiment_lib.Experiment, outputs: Any, batch: Mapping[str, Any], rows: int
+def per_example(
+    init: Callable[..., Any], name: str, arrays: Sequence[jax.ShapeDtypeStruct], rows: int
+) -> None:
+    """Raises UserError unless each of the arrays, those of all replicas, has a row for each example of a replica."""
+    for array in arrays:
+        shape = array.shape[2:]
+        if shape[:1] != (rows,):
+            raise errors.UserError(
+                f"{described(init)} makes {name!r} with an array of shape {shape} as xshard.PerExample. Its first "
+                f"dimension must be that of the batch that init is given, {rows}; what is a replica's own otherwise is "
+                "xshard.PerReplica."
+            )
+
+
+def step(method: Callable[..., Any], returned: Any) -> tuple[Any, Any]:
+    """The state and the metrics that `Experiment.train_step` returned."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        state, metrics = returned
+        # An update's account is a tuple, too.
+        if isinstance(metrics, Mapping | tuple):
+            return state, metrics
+    raise errors.UserError(
+        f"{described(method)} returned {_in_words(returned)}. It must return two things, the new state and a dictionary "
+        "of what is logged: return state, {'generator': outcome, 'distance': distance}, or return state, {}."
+    )
+
+
+def evaluation(
+    method: Callable[..., Any], returned: Any, rows: int, *, arrays: bool = False
 ) -> _Scalars:
-    """The values of `experiment.evaluate` for a batch of so many rows, each of shape (rows,)."""
-    returned = experiment.evaluate(outputs, batch)
-    where = method(experiment, "evaluate")
+    """The values that a method returned for a batch.
+
+    Args:
+      method: the method.
+      returned: what it returned.
+      rows: the examples of the batch.
+      arrays: whether a value for an example may be an array, since the experiment summarizes their sums itself.
+    """
+    where = described(method)
     if not isinstance(returned, Mapping):
         raise errors.UserError(
-            f"{where} returned {_described(returned)}. It must return a dictionary of arrays with a value for "
+            f"{where} returned {_in_words(returned)}. It must return a dictionary of arrays with a value for "
             "each example, of shape (batch,): return {'accuracy': hits}."
         )
     for name, value in returned.items():
@@ -96,16 +165,32 @@ def evaluate(
             raise errors.UserError(
                 f"{where} returned a value called 'count', which is the number of examples; give it another name."
             )
-        _check_per_example(where, name, value, rows)
+        _check_per_example(where, name, value, rows, arrays)
     return {name: jnp.asarray(value) for name, value in returned.items()}
 
 
-def _check_per_example(where: str, name: str, value: Any, rows: int) -> None:
+def summary(where: str, returned: Any) -> dict[str, float]:
+    """The numbers that `Experiment.summarize` returned, which is described by `where`."""
+    if not isinstance(returned, Mapping):
+        raise errors.UserError(
+            f"{where} returned {_in_words(returned)}. It must return a dictionary of numbers by name."
+        )
+    for name, value in returned.items():
+        _check_name(where, name)
+        if not _is_number(value) or np.shape(value):
+            raise errors.UserError(
+                f"{where} returned {_in_words(value)} as {name!r}. What an evaluation reports are numbers: what is to "
+                "become of the sum of an array is said in summarize."
+            )
+    return {name: float(value) for name, value in returned.items()}
+
+
+def _check_per_example(where: str, name: str, value: Any, rows: int, arrays: bool) -> None:
     rule = "It must hold a value for each example, of shape (batch,): the framework takes the mean over all of them"
     if not _is_number(value):
-        raise errors.UserError(f"{where} returned {_described(value)} as {name!r}. {rule}.")
+        raise errors.UserError(f"{where} returned {_in_words(value)} as {name!r}. {rule}.")
     shape = np.shape(value)
-    if shape == (rows,):
+    if shape == (rows,) or (arrays and shape[:1] == (rows,)):
         return
     if not shape:
         fix = (
@@ -114,56 +199,52 @@ def _check_per_example(where: str, name: str, value: Any, rows: int) -> None:
         )
     elif shape[0] == rows:
         axes = tuple(range(1, len(shape)))
-        fix = f"{rule}. Reduce the other dimensions: jnp.mean({_variable(name)}, axis={axes})."
+        fix = (
+            f"{rule}. Reduce the other dimensions, jnp.mean({_variable(name)}, axis={axes}), or say in a summarize "
+            "method what is made of the sums of arrays."
+        )
     else:
         fix = f"{rule}. Here a replica's part of the batch has {rows} examples."
     raise errors.UserError(f"{where} returned {name!r} of shape {shape}. {fix}")
 
 
-def optimizer(experiment: experiment_lib.Experiment) -> base.Optimizer:
-    """The rule of `experiment.optimizer`."""
-    returned = experiment.optimizer()
+def optimizer(method: Callable[[], Any]) -> base.Optimizer:
+    """The rule that a method returns."""
+    returned = method()
     if isinstance(returned, base.Optimizer):
         return returned
-    where = method(experiment, "optimizer")
-    if returned is None:
-        raise errors.UserError(
-            f"{where} returned None. It must return the update rule: does it end in return opt?"
-        )
-    kind = (
-        "an optax transformation"
-        if isinstance(returned, optax.GradientTransformation)
-        else _described(returned)
-    )
+    kind = "None (does it end in return opt?)" if returned is None else _in_words(returned)
+    if isinstance(returned, optax.GradientTransformation):
+        kind = "an optax transformation"
     raise errors.UserError(
-        f"{where} returned {kind}. It must return a rule that reduces the gradients over the replicas: "
+        f"{described(method)} returned {kind}. It must return a rule that reduces the gradients over the replicas: "
         "return xshard.CrossShardOptimizer(optax.adam(rate), slice_axis_name='slice')."
     )
 
 
-def outputs(experiment: experiment_lib.Experiment, returned: Any) -> Any:
-    """Returns the outputs of `experiment.forward`, if there are any."""
+def outputs(network: Callable[..., Any], returned: Any) -> Any:
+    """Returns the outputs of a network, if there are any."""
     if not jax.tree.leaves(returned):
         raise errors.UserError(
-            f"{method(experiment, 'forward')} returned {_described(returned)}. It must return the network's "
+            f"{described(network)} returned {_in_words(returned)}. It must return the network's "
             "outputs, an array or a tree of arrays: does it end in return outputs?"
         )
     return returned
 
 
-def parameters(experiment: experiment_lib.Experiment, params: Mapping[str, Any]) -> None:
-    """Raises UserError if `experiment.forward` has made no parameters."""
+def parameters(network: Callable[..., Any], params: Mapping[str, Any]) -> None:
+    """Raises UserError if a network has made no parameters."""
     if not params:
         raise errors.UserError(
-            f"{method(experiment, 'forward')} made no parameters, so that there is nothing to train. Parameters "
+            f"{described(network)} made no parameters, so that there is nothing to train. Parameters "
             "are Haiku's: use its modules, as hk.Linear(2)(x), or hk.get_parameter; arrays made in another way, "
             "or by another library, are constants."
         )
 
 
-def network_state(experiment: experiment_lib.Experiment, old: Any, new: Any) -> None:
-    """Raises UserError if `experiment.forward` has changed the names or shapes of the network's Haiku state."""
-    where = method(experiment, "forward")
+def network_state(network: Callable[..., Any], old: Any, new: Any) -> None:
+    """Raises UserError if a network has changed the names or shapes of its Haiku state."""
+    where = described(network)
     for module, arrays in new.items():
         for name, array in arrays.items():
             made = old.get(module, {}).get(name)
@@ -181,33 +262,27 @@ def network_state(experiment: experiment_lib.Experiment, old: Any, new: Any) -> 
 
 
 @contextlib.contextmanager
-def network(experiment: experiment_lib.Experiment, *, is_training: bool) -> Iterator[None]:
-    """Says of what Haiku and JAX refuse in `experiment.forward` what to write instead."""
+def network_errors(network: Callable[..., Any]) -> Iterator[None]:
+    """Says of what Haiku and JAX refuse in a network what to write instead."""
     try:
         yield
     except (NameError, ValueError) as e:
-        fix = _network_fix(e, is_training)
-        where = errors.location(e) or method(experiment, "forward")
+        fix = _network_fix(e)
+        where = errors.location(e) or described(network)
         if not fix:
             raise
         raise errors.UserError(f"{where}: {fix}") from e
 
 
-def _network_fix(e: Exception, is_training: bool) -> str:
+def _network_fix(e: Exception) -> str:
     text = str(e)
     if isinstance(e, NameError) and "unbound axis name" in text:
         axis = text.partition("unbound axis name: ")[2].partition(".")[0]
-        if axis not in _MAPPED_AXES:
-            return f"there is no axis {axis!r}; those of a run are {', '.join(_MAPPED_AXES)}."
+        return f"there is no axis {axis!r}; those of a run are {', '.join(_MAPPED_AXES)}."
+    if type(e).__name__ == "MissingRNGError":
         return (
-            f"the network reduces over the axis {axis!r}, as hk.BatchNorm(cross_replica_axis=...) does, which is "
-            "not supported in forward. Leave the axis out: each replica normalises its own part of the batch, and "
-            "floating-point state is averaged over the replicas after each step."
-        )
-    if type(e).__name__ == "MissingRNGError" and not is_training:
-        return (
-            "hk.next_rng_key() was called in an evaluation, which has no keys. Draw them while training only: "
-            "if is_training: x = hk.dropout(hk.next_rng_key(), rate, x)."
+            "hk.next_rng_key() was called where there are no keys, as in a prediction. Draw them while training "
+            "only: if is_training: x = hk.dropout(hk.next_rng_key(), rate, x)."
         )
     if "must be created as part of `init`" in text:
         return (
@@ -218,23 +293,27 @@ def _network_fix(e: Exception, is_training: bool) -> str:
 
 
 @contextlib.contextmanager
-def rules(experiment: experiment_lib.Experiment) -> Iterator[None]:
-    """Says of parameters that `experiment.loss` asks Haiku for where they are to be made."""
+def loss_errors(loss: Callable[..., Any]) -> Iterator[None]:
+    """Says of parameters that a loss asks Haiku for where they are to be made."""
     try:
         yield
     except ValueError as e:
         if "must be created as part of `init`" not in str(e):
             raise
-        where = errors.location(e) or method(experiment, "loss")
+        where = errors.location(e) or described(loss)
         raise errors.UserError(
-            f"{where}: {str(e).partition(' All parameters')[0]}. Parameters are made in forward alone: make it "
-            "there, and return it among the outputs."
+            f"{where}: {str(e).partition(' All parameters')[0]}. Parameters are made in the network alone, such "
+            "as forward: make it there, and return it among the outputs."
         ) from e
 
 
-def method(experiment: experiment_lib.Experiment, name: str) -> str:
+def described(method: Callable[..., Any]) -> str:
     """A method and its place, for messages: 'Digits.loss (experiment.py:39)'."""
-    return experiment_lib.described(getattr(experiment, name))
+    while isinstance(method, functools.partial):
+        method = method.func
+    place = errors.place_of(method)
+    name = getattr(method, "__qualname__", repr(method))
+    return f"{name} ({place})" if place else name
 
 
 def _check_name(where: str, name: Any) -> None:
@@ -253,7 +332,7 @@ def _variable(name: str) -> str:
     return name if name.isidentifier() else "value"
 
 
-def _described(value: Any) -> str:
+def _in_words(value: Any) -> str:
     """A value in words that fit into a sentence."""
     if value is None:
         return "None"

@@ -3,7 +3,6 @@
 import os
 import traceback
 import types
-from collections.abc import Iterator
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 # The launcher stands beside the package. What the template holds is a user's.
@@ -30,7 +29,7 @@ def from_users_code(e: BaseException) -> types.TracebackType | None:
         file = step.tb_frame.f_code.co_filename
         if _is_framework(file):
             called = True
-        elif called and _is_users(file):
+        elif called and is_users(file):
             return step
         step = step.tb_next
     return None
@@ -42,20 +41,31 @@ def location(e: BaseException) -> str:
     Empty if it was not raised by the user's code, nor by what that has called.
     """
     if isinstance(e, SyntaxError) and e.filename:
-        return f"{_shown(e.filename)}:{e.lineno}"
-    frames = list(_users_frames(e))
+        return f"{shown(e.filename)}:{e.lineno}"
+    frames = []
+    for frame, line in traceback.walk_tb(from_users_code(e)):
+        if is_users(frame.f_code.co_filename):
+            frames.append((frame.f_code, line))
     if not frames:
         return ""
-    method, (function, file, line) = frames[0][0], frames[-1]
-    where = f"{_shown(file)}:{line}, in {function}"
-    return where if function == method else f"{where}, called by {method}"
+    # The first is the method that the framework has called, the last is where it has failed.
+    method, _ = frames[0]
+    function, line = frames[-1]
+    where = f"{shown(function.co_filename)}:{line}, in {function.co_qualname}"
+    if function.co_qualname == method.co_qualname:
+        return where
+    return f"{where}, called by {method.co_qualname}"
 
 
 def is_frameworks(e: BaseException) -> bool:
     """Returns whether the framework itself has raised this error, or met it in the standard library."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(e.__traceback__)]
-    own = [file for file in files if not _is_standard(file)]
-    return not own or _is_framework(own[-1])
+    is_own = True
+    for frame, _ in traceback.walk_tb(e.__traceback__):
+        file = frame.f_code.co_filename
+        # The last frame decides that is not the standard library's.
+        if not is_standard(file):
+            is_own = _is_framework(file)
+    return is_own
 
 
 def place_of(function: object) -> str:
@@ -64,31 +74,33 @@ def place_of(function: object) -> str:
     code = getattr(function, "__code__", None)
     if code is None:
         return ""
-    return f"{_shown(code.co_filename)}:{code.co_firstlineno}"
-
-
-def _users_frames(e: BaseException) -> Iterator[tuple[str, str, int]]:
-    for frame, line in traceback.walk_tb(from_users_code(e)):
-        code = frame.f_code
-        if _is_users(code.co_filename):
-            yield code.co_qualname, code.co_filename, line
+    return f"{shown(code.co_filename)}:{code.co_firstlineno}"
 
 
 def _is_framework(file: str) -> bool:
     return file.startswith(_FRAMEWORK) and not file.startswith(_TEMPLATE)
 
 
-def _is_standard(file: str) -> bool:
-    inside = file.startswith(_STANDARD) and not any(part in file for part in _INSTALLED)
-    return inside or file.startswith("<frozen")
+def _is_installed(file: str) -> bool:
+    return any(part in file for part in _INSTALLED)
 
 
-def _is_users(file: str) -> bool:
-    installed = any(part in file for part in _INSTALLED)
-    return not (installed or _is_framework(file) or _is_standard(file))
+def is_standard(file: str) -> bool:
+    """Returns whether a source file is of the standard library."""
+    if file.startswith("<frozen"):
+        return True
+    # Where there is no virtual environment, installed packages are below the standard library.
+    return file.startswith(_STANDARD) and not _is_installed(file)
 
 
-def _shown(file: str) -> str:
+def is_users(file: str) -> bool:
+    """Returns whether a source file is the user's: not the framework's, nor installed, nor of the standard library."""
+    return not (_is_installed(file) or _is_framework(file) or is_standard(file))
+
+
+def shown(file: str) -> str:
     """A path as seen from here, where it is below."""
     relative = os.path.relpath(file)
-    return file if relative.startswith(os.pardir) else relative
+    if relative.startswith(os.pardir):
+        return file
+    return relative

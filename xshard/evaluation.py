@@ -1,5 +1,6 @@
 """Evaluation of a state: the means over all evaluation examples."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,12 +8,13 @@ import jax
 import ml_collections
 import numpy as np
 
-from xshard import batches, data, errors, step
+from xshard import contract, data, errors, samples, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.metrics import rows
+from xshard.data import batches
 from xshard.pod import processes
+from xshard.stored import replicas
 
 
 class Evaluation:
@@ -31,10 +33,14 @@ class Evaluation:
         Raises:
           ValueError: if there are none, or the batch does not divide into replicas.
         """
-        self._examples = experiment_lib.checked_eval_data(experiment)
+        self._eval_step = experiment.eval_step
+        self._summarize = experiment.summarize
+        self._where = contract.described(experiment.summarize)
+        self._splits = experiment_lib.checked_eval_data(experiment)
         self._mesh = mesh
         self._batch_size = batch_size
-        self._batches()
+        for examples in self._splits.values():
+            self._batches(examples)
         # Replicated, so that each process has those of all groups.
         self._jitted = jax.jit(
             step.make_eval_step(experiment, mesh), out_shardings=mesh_lib.sharding(mesh)
@@ -43,25 +49,51 @@ class Evaluation:
 
     def summary(self) -> str:
         """Returns a summary of the data, to be compared between processes."""
-        return data.summary(self._examples)
+        return "; ".join(
+            f"{name}: {data.summary(examples)}" if name else data.summary(examples)
+            for name, examples in self._splits.items()
+        )
 
-    def check(self, state: state_lib.TrainState, options: ml_collections.ConfigDict) -> None:
+    def check(
+        self, state: state_lib.TrainState, options: ml_collections.ConfigDict
+    ) -> dict[str, bool] | None:
         """Traces the evaluation.
 
         Args:
           state: the shapes of a state.
           options: `config.checkpoint`, which may name a metric that the best checkpoint is told by.
 
+        Returns:
+          The names of the metrics, and whether each is a list of groups; None where they are not known.
+
         Raises:
           UserError: if the experiment's methods do not fit, or nothing is called so.
         """
-        shapes = batches.eval_shapes(self._examples, self._mesh, self._batch_size)
-        names = self._jitted.trace(state, shapes).out_info.keys() - {"count"}
+        totals = {}
+        for split, examples in self._splits.items():
+            shapes = batches.eval_shapes(examples, self._mesh, self._batch_size)
+            traced = self._jitted.trace(state, shapes, np.int32(0))
+            replicas.check_unread(self._eval_step, traced.jaxpr, state, self._mesh)
+            sums = traced.out_info
+            totals[split] = {name: np.zeros(x.shape) for name, x in sums.items()}
+            totals[split]["count"] = np.ones(sums["count"].shape)
+        names: dict[str, bool] = {}
+        try:
+            with np.errstate(all="ignore"):
+                for split in totals:
+                    results = self._results(split, totals[split])
+                    names |= {name: isinstance(value, list) for name, value in results.items()}
+        except errors.UserError:
+            raise
+        except (ArithmeticError, ValueError):
+            # Of such sums an experiment need make nothing, as where it divides by one. Then the names are not known.
+            return None
         if options.keep_best and options.best_metric not in names:
             raise errors.UserError(
                 f"checkpoint.best_metric={options.best_metric!r} must be a metric of the evaluation: "
                 f"{', '.join(sorted(names))}."
             )
+        return names
 
     def __call__(
         self, state: state_lib.TrainState, go_on: Callable[[], bool] = lambda: True
@@ -75,17 +107,77 @@ class Evaluation:
         Returns:
           The values by name; None if `go_on` said no.
         """
-        totals: dict[str, np.ndarray] = {}
-        for batch in self._batches():
-            for name, value in jax.device_get(self._step(state, batch)).items():
-                totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
-            if not go_on():
-                return None
-        count = totals.pop("count").max()
-        return {name: rows.to_number(value / count) for name, value in totals.items()}
+        results: dict[str, Any] = {}
+        for split, examples in self._splits.items():
+            totals: dict[str, np.ndarray] = {}
+            for number, batch in enumerate(self._batches(examples)):
+                sums = jax.device_get(self._step(state, batch, np.int32(number)))
+                for name, value in sums.items():
+                    totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
+                if not go_on():
+                    return None
+            results |= self._results(split, totals)
+        return results
 
-    def _batches(self) -> Any:
-        return batches.eval_batches(self._examples, self._mesh, self._batch_size)
+    def _results(self, split: str, totals: dict[str, np.ndarray]) -> dict[str, Any]:
+        """The results that the experiment makes of the sums over a split, for each group, and for the ensemble and averages."""
+        count = totals.pop("count")
+        results: dict[str, Any] = {}
+        for kind in ("", "average/", "ensemble/"):
+            sums = {
+                name.removeprefix(kind): value
+                for name, value in totals.items()
+                if _kind(name) == kind
+            }
+            if not sums:
+                continue
+            of_groups = count.ndim and kind != "ensemble/"
+            each = (
+                [
+                    self._checked({name: x[group] for name, x in sums.items()}, count[group])
+                    for group in range(len(count))
+                ]
+                if of_groups
+                else [self._checked(sums, count.max())]
+            )
+            for name in each[0]:
+                values = [one[name] for one in each]
+                name = f"{split}/{kind}{name}" if split else f"{kind}{name}"
+                results[name] = values if of_groups else values[0]
+        return results
+
+    def _checked(self, sums: dict[str, np.ndarray], count: Any) -> dict[str, float]:
+        returned = self._summarize(sums, float(count))
+        return contract.summary(self._where, returned)
+
+    def _batches(self, examples: data.Examples) -> Any:
+        return batches.eval_batches(examples, self._mesh, self._batch_size)
+
+
+def _kind(name: str) -> str:
+    kind = name.partition("/")[0] + "/"
+    return kind if kind in ("average/", "ensemble/") else ""
+
+
+class Sampler:
+    """Calls an experiment's `samples` for states."""
+
+    def __init__(
+        self,
+        experiment: experiment_lib.Experiment,
+        predict: Callable[[state_lib.TrainState, Mapping[str, Any]], Any],
+    ):
+        """Keeps what is called: of `predict` see `predictions`."""
+        self._experiment = experiment
+        self._predict = predict
+
+    def __call__(self, step: int, state: state_lib.TrainState) -> tuple[dict[str, Any], str]:
+        """The samples of the state after a step, as a row and as a text for people; all processes call it alike."""
+        where = contract.described(self._experiment.samples)
+        key = experiment_lib.samples_key(self._experiment)
+        predict = functools.partial(self._predict, state)
+        found = samples.named(where, self._experiment.samples(predict, key))
+        return samples.row(where, step, found), samples.text(found)
 
 
 def predictor(
@@ -98,5 +190,12 @@ def predictor(
       mesh: the run's mesh.
       state: a state.
     """
+    return functools.partial(predictions(jitted, mesh), state)
+
+
+def predictions(
+    jitted: Any, mesh: jax.sharding.Mesh
+) -> Callable[[state_lib.TrainState, Mapping[str, Any]], Any]:
+    """The function that takes a state and a batch on the host to a network's outputs there: see `predictor`."""
     outputs = processes.compiled_by_all(jitted, "the prediction")
-    return lambda batch: jax.device_get(outputs(state, mesh_lib.put_whole(mesh, batch)))
+    return lambda state, batch: jax.device_get(outputs(state, mesh_lib.put_whole(mesh, batch)))

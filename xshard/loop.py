@@ -5,39 +5,35 @@ everything that decides the next step is in the checkpointed `TrainState`, or a 
 """
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import ml_collections
 
-from xshard import (
-    batches,
-    checkpoint,
-    cli,
-    evaluation,
-    nonfinite,
-    preflight,
-    resuming,
-    saving,
-)
+from xshard import callbacks, checkpoint, evaluation
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.files import workdir
+from xshard.data import batches
+from xshard.files import cache, workdir
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import log as log_lib
-from xshard.metrics import overview, rows, writers
+from xshard.metrics import overview, writers
 from xshard.metrics import terminal as terminal_lib
-from xshard.pod import fingerprint, processes
 from xshard.pod import notice as notice_lib
+from xshard.pod import origin as origin_lib
+from xshard.pod import processes, status
 from xshard.pod import watch as watch_lib
+from xshard.run import ending, nonfinite, preflight, replication, resuming, roll_backs, saving
+from xshard.stored import storage
 
 
 class Run:
     """An experiment in a work directory, checked as far as that can be done without touching it."""
+
+    _stop: notice_lib.Notice | None = None
+    _save_now, _made = False, -1
 
     def __init__(
         self,
@@ -76,34 +72,41 @@ class Run:
         self._first = jax.process_index() == 0
         self._run = resuming.identify(config, self.workdir, set_aside)
         data = self.batches.summary(), self._evaluation.summary()
-        self.origin = fingerprint.origin(type(self.experiment).__module__, *data)
+        self.origin = origin_lib.origin(type(self.experiment).__module__, *data)
         self.changes = [*self._run.changes]
         if self._first and not self._run.sets_aside:
             self.changes += self.workdir.check_origin(self.origin)
-        self._watch = watch
-        self._stop: notice_lib.Notice | None = None
-        self._save_now = False
+        self._watch, self._init = watch, init
         self._init_args = (self.experiment, self.mesh, config.seed, self.batches.example)
         self._target = state_lib.abstract_state(*self._init_args, whole=True)
-        self._init = init
-        storage = state_lib.Storage(self.experiment, self.mesh)
-        kept = self.batches, storage, self.terminal.say, self.origin
+        stored = storage.Storage(self.experiment, self.mesh)
+        kept = self.batches, stored, self.terminal.say, self.origin
         self.checkpoints = saving.Checkpoints(config, self.workdir, self._run, *kept)
         self.checkpoints.check_begin(self._target, init)
-        self._finite = nonfinite.Watch(config, self.mesh, self._target.params, self.terminal.say)
-        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        told = self.checkpoints.manager, self.batches, self.terminal.say, self.doing
+        self.roll_backs = roll_backs.RollBacks(config, self.workdir, *told)
         self._check_programs()
+        # What is open from the first step to the results.
+        self._held = contextlib.ExitStack()
 
     def _check_programs(self) -> None:
         """Traces all that the run will run."""
-        stored = state_lib.as_stored(self.experiment, self.mesh, self._target)
-        inputs = stored, self.batches.shapes()
-        train_step, self._predict = preflight.programs(self.experiment, self.mesh, *inputs)
+        stored = storage.as_stored(self.experiment, self.mesh, self._target)
+        inputs = stored, self.batches.shapes(), self.batches.rehearsal()
+        train_step, predict = preflight.programs(self.experiment, self.mesh, *inputs)
         self.train_step = processes.compiled_by_all(train_step, "the training step")
-        self._evaluation.check(stored, self.config.checkpoint)
+        self.predict = evaluation.predictions(predict, self.mesh)
+        self._sampler = evaluation.Sampler(self.experiment, self.predict)
+        self._copies = replication.Watch(self.experiment, self.mesh)
+        metrics = self._evaluation.check(stored, self.config.checkpoint)
+        # Of its own: the manager's is that of its saves in the background.
+        meet = processes.Exchange("what the callbacks say", callbacks.SECONDS)
+        self._evaluations = callbacks.Evaluations(self.experiment.callbacks, metrics, meet)
 
     def train(self) -> tuple[state_lib.TrainState, notice_lib.Notice | None]:
-        """Trains from where the run stands to its last step, or until it is told to stop.
+        """Trains from where the run stands to its last step, or until a callback ends it or it is told to stop.
+
+        When it is called again it begins again: from the newest checkpoint, with nothing that it has come to since.
 
         Returns:
           The state, and what has stopped the run before its end.
@@ -111,62 +114,92 @@ class Run:
         Raises:
           NonfiniteError: of `nonfinite` or of `checkpoint`, if the run ends with what is not finite.
         """
-        # 1. The state decides the step, and with it the batches and keys that follow.
-        self.doing("restoring")
-        begin = self.resume_or_init()
-        state, start = begin.state, int(begin.state.step)
-        self.checkpoints.go_on_from(begin)
-        self._say_start(start, state)
-        self._made, goes_on = start, start < self.config.steps
-        self._failure = self.checkpoints.manager.agree(lambda: self.workdir.failure(goes_on))
-        # 2. Rows after the checkpoint are dropped: their steps will be made again.
-        kept = self.batches.shapes(), self.clock, self.terminal
-        with log_lib.begin(
-            self.workdir, start, self.config, self.experiment, self.mesh, *kept
-        ) as log:
-            self.checkpoints.check_rows(begin, log)
-            due = config_lib.Due.of(self.config)
-            by_clock = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
-            # 3. An evaluation that a stop has cut short is made now, if no other stop does the same.
-            self.doing("compiling", step=start, steps=self.config.steps)
-            if start and not begin.evaluated:
-                self._evaluate_late(start, state, log)
-            for made in range(start + 1, (start if self._stop else self.config.steps) + 1):
-                with self.clock.waiting(log.newest):
-                    batch = next(self.batches)
-                state, values, observed = self.train_step(state, batch)
-                self._made = made
-                log.push(made, values)
-                self._finite.push(made, observed)
-                self.doing("training", step=made)
-                self._poll()
-                if self._stop is None and due.evaluation(made):
-                    self._evaluate(made, state, log)
-                # Each process has a clock of its own: that of process 0 counts, for all.
-                if self._first and by_clock.has_passed():
-                    self._ask_for_save()
-                if self._stop is not None or self._save_now or due.save(made):
-                    self._save(made, state, log, evaluation_due=due.evaluation(made))
-                if self._stop is not None:
-                    break
-                self.checkpoints.check()
-            self._flush(log)
+        begin = self._begin()
+        state, start, log = begin.state, self._made, self._log
+        due = config_lib.Due.of(self.config)
+        by_clock = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
+        self.doing("compiling", step=start, steps=self.config.steps)
+        # What a stop has cut short is made now, if no other stop does the same.
+        self._make_up_for(begin, start)
+        if not begin.folder and self.config.on_nonfinite == config_lib.ROLL_BACK:
+            self._save(start, state, evaluation_due=False)
+        for made in range(start + 1, (start if self._is_over() else self.config.steps) + 1):
+            log.write_ahead(self.roll_backs.row(made))
+            with self.clock.waiting(log.newest):
+                batch = self.batches.of_step(made, self.predict, state)
+            state, values, observed, begun = self.train_step(state, batch)
+            self._made = made
+            log.push(made, {**values, **self._copies.push(made, begun, state)})
+            self._finite.push(made, observed)
+            self.doing(status.TRAINING, step=made)
+            self._poll()
+            if self._stop is None and due.evaluation(made):
+                self._evaluate(made, state)
+            if due.samples(made) and not self._is_over():
+                self._sample(made, state)
+            if self._first and by_clock.has_passed():
+                self._ask_for_save()
+            if self._is_over() or self._save_now or due.save(made):
+                self._save(made, state, evaluation_due=due.evaluation(made))
+            if self._is_over():
+                break
+            self.checkpoints.check()
+        self._flush()
+        self.terminal.close()
         return state, self._stop
 
-    def _flush(self, log: log_lib.Log) -> None:
-        """Writes the rows of all steps so far, and checks that the steps were finite."""
-        log.flush()
-        self._finite.flush()
+    def _begin(self) -> resuming.Begin:
+        """Restores where the run stands, after a roll-back too, and opens its log."""
+        self._held.close()
+        self._copies.forget()
+        say = self.terminal.say
+        self.doing("restoring")
+        # 1. The state decides the step, and with it the batches and keys that follow.
+        self.roll_backs.begin()
+        begin = self.resume_or_init()
+        start = int(begin.state.step)
+        self.checkpoints.go_on_from(begin)
+        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        learners = state_lib.learners(self._target)
+        self._finite = nonfinite.Watch(self.config, self.mesh, learners, say, begin.watched)
+        self._evaluations.begin(lambda: writers.evaluations(self.workdir.metrics, start))
+        if self._made < 0:
+            model = self.config, self.mesh, state_lib.params(begin.state)
+            say(overview.begin(*model, self.changes, whole=self.terminal.verbose))
+        checkpoints = self.checkpoints.manager
+        say(overview.plan(start, self.config.steps, checkpoints.store, self._evaluations.end))
+        self._made = start
+        goes_on = start < self.config.steps and not self._is_over()
+        self._failure = checkpoints.agree(lambda: self.workdir.failure(goes_on))
+        # 2. Rows after the checkpoint are dropped: their steps will be made again.
+        kept = self.config, self.experiment, self.mesh, self.batches, self.clock, self.terminal
+        self._log = self._held.enter_context(log_lib.begin(self.workdir, start, *kept))
+        self.checkpoints.check_rows(begin, self._log)
+        return begin
 
-    def _evaluate_late(self, start: int, state: state_lib.TrainState, log: log_lib.Log) -> None:
-        """Makes the evaluation that is due at the first state, unless its row has been written."""
-        found = self.checkpoints.late_evaluation(start)
-        if found is None:
-            self._evaluate(start, state, log)
-        else:
-            self._evaluated = start, found
-        if self._stop is None:
-            self.checkpoints.evaluated_late(start, self._evaluated[1], log)
+    def _is_over(self) -> bool:
+        """Returns whether no more steps are to be made: something has stopped the run, or a callback has ended it."""
+        return self._stop is not None or bool(self._evaluations.end)
+
+    def _flush(self) -> None:
+        """Writes the rows of all steps so far, and checks that the steps were finite, and replicas alike."""
+        self._log.flush()
+        self._finite.flush()
+        self._copies.flush()
+
+    def _make_up_for(self, begin: resuming.Begin, start: int) -> None:
+        """Makes the evaluation and the samples that are due at the first state, unless their rows have been written."""
+        if start and not begin.evaluated:
+            found = self.checkpoints.late_evaluation(start)
+            if found is None:
+                self._evaluate(start, begin.state)
+            else:
+                self._evaluated = start, found
+            if self._stop is None:
+                self.checkpoints.evaluated_late(start, self._evaluated[1], self._log)
+        is_due = start and config_lib.Due.of(self.config).samples(start) and not self._is_over()
+        if is_due and self.checkpoints.manager.agree(self._log.sampled) < start:
+            self._sample(start, begin.state)
 
     def resume_or_init(self) -> resuming.Begin:
         """The newest checkpoint's state or a new one."""
@@ -175,13 +208,10 @@ class Run:
         return self.checkpoints.resume_or_init(self._target, init, self._init, older)
 
     def evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
-        """The means over all evaluation examples; lists where there are several groups.
-
-        None if the run is told to stop meanwhile.
-        """
+        """The means over all evaluation examples, of several groups lists; None if the run is told to stop meanwhile."""
         made = int(state.step)
         if self._evaluated[0] != made:
-            self.doing("evaluating")
+            self.doing(status.EVALUATING)
             with self.clock.phase(clock_lib.EVALUATION):
                 values = self._evaluation(state, self._goes_on)
             if values is None:
@@ -197,11 +227,9 @@ class Run:
     def _poll(self) -> None:
         """Hears what all processes are to do; at the same points on all of them."""
         notice = None if self._watch is None else self._watch.poll()
-        if notice is None:
-            return
-        if notice.kind == notice_lib.STOP:
+        if notice is not None and notice.kind == notice_lib.STOP:
             self._stop = notice
-        else:
+        elif notice is not None:
             self._save_now = True
 
     def doing(self, what: str, **more: int) -> None:
@@ -216,76 +244,74 @@ class Run:
             if self._first:
                 whose = self._run.identity, self.origin, self._run.sets_aside
                 held.enter_context(self.workdir.opened(self.config, *whose))
+            held.enter_context(cache.kept(self.workdir.path, self.terminal.say))
             held.enter_context(self.checkpoints.opened())
             if self._watch is not None:
                 self._watch.publish()
+            held.enter_context(self._held)
             yield
 
-    def finish(
-        self, state: state_lib.TrainState
-    ) -> tuple[dict[str, Any], notice_lib.Notice | None]:
-        """Evaluates the last state and writes the results; or what has stopped the run before that."""
-        values = self.evaluate(state)
-        applied = rows.to_number(mesh_lib.replicate(self.mesh, state.global_step))
-        results = {"step": self._made, "global_step": applied, "eval": values, "samples": ""}
+    def complete(self) -> "tuple[state_lib.TrainState, notice_lib.Notice | None, dict[str, Any]]":
+        """Trains, evaluates the last state and writes the results; returns what `train` does, and the results."""
+        (state, stop), results = self.train(), dict[str, Any]()
+        if stop is None:
+            # While the last checkpoint is written.
+            values = self.evaluate(state)
+            results = ending.results(self.mesh, self._made, state, values, self._evaluations.end)
+        self.doing("saving")
         if self._stop is None:
             self.checkpoints.wait()
             why = self.checkpoints.nonfinite(self._made) or self._finite.at_end() or self._failure
             results |= {"finite": not why, "why": why}
             try:
-                results["samples"] = "" if why else self._samples(state)
+                results["samples"] = "" if why else self._sample(self._made, state, last=True)
             finally:
                 # Of which samples are the least.
                 if self._first:
                     self.workdir.write_results(results)
-        return results, self._stop
+        with self.roll_backs.left_undecided(is_stopped=self._stop is not None):
+            self.checkpoints.wait()
+        return state, self._stop, results
 
     def fail(self, why: str) -> None:
         """Ends a run of which a step was not finite: says so, in the results too."""
-        message = f"{nonfinite.message(why)} {self.checkpoints.kept()}"
-        results = {"step": self._made, "eval": {}, "samples": "", "finite": False, "why": why}
-        if self._first:
-            self.workdir.write_results(results)
-        print(message, file=sys.stderr, flush=True)
+        self.terminal.close()
+        ending.fail(self._made, why, self.checkpoints.kept(), self.workdir)
 
-    def _samples(self, state: state_lib.TrainState) -> str:
-        predict = evaluation.predictor(self._predict, self.mesh, state)
-        return self.experiment.samples(predict, preflight.samples_key(self.experiment))
+    def _sample(self, made: int, state: state_lib.TrainState, *, last: bool = False) -> str:
+        with self.clock.phase(clock_lib.EVALUATION):
+            row, text = self._sampler(made, state)
+        if row["samples"]:
+            self._log.write_samples(row)
+            if not last:
+                self.terminal.say(f"step {made}  samples:\n{text}")
+        return text
 
-    def _evaluate(self, made: int, state: state_lib.TrainState, log: log_lib.Log) -> None:
-        self._flush(log)
+    def _evaluate(self, made: int, state: state_lib.TrainState) -> None:
+        self._flush()
         values = self.evaluate(state)
         if values is not None:
-            log.write_evaluation(made, values)
+            self._log.write_evaluation(made, values)
+            self._evaluations.add(made, values)
 
     def _ask_for_save(self) -> None:
-        """Has all processes save, at a step that they agree on."""
+        """Has all processes save by the clock of the first, at a step that they agree on."""
         if jax.process_count() == 1:
             self._save_now = True
         elif self._watch is not None:
             self._watch.ask(notice_lib.BY_CLOCK)
 
-    def _save(
-        self, made: int, state: state_lib.TrainState, log: log_lib.Log, *, evaluation_due: bool
-    ) -> None:
+    def _save(self, made: int, state: state_lib.TrainState, *, evaluation_due: bool) -> None:
         # What has been logged when a checkpoint counts is what resuming keeps.
-        self._flush(log)
+        self._flush()
         self._save_now = False
-        evaluated = self._evaluated[0] == made
-        values = self._evaluated[1] if evaluated else {}
+        is_evaluated = self._evaluated[0] == made
+        values = self._evaluated[1] if is_evaluated else {}
+        known = self._finite.get_state()
+        noted = {"evaluated": is_evaluated or not evaluation_due, "watched": known}
         with self.clock.phase(clock_lib.CHECKPOINT):
-            self.checkpoints.save(
-                made, state, values, evaluated=evaluated or not evaluation_due, log=log
-            )
-
-    def _say_start(self, start: int, state: state_lib.TrainState) -> None:
-        say, whole = self.terminal.say, self.terminal.verbose
-        say(overview.model(self.config, self.mesh, state.params, whole=whole))
-        for change in self.changes:
-            say(f"changed since the run was started: {change}")
-        if start:
-            say(f"resumed from the checkpoint of step {start} in {self.checkpoints.manager.store}")
-        say(overview.plan(start, self.config.steps))
+            noted["fingerprint"] = self._copies.of_state(state)
+            self.checkpoints.save(made, state, values, noted, self._log)
 
 
 def run(
@@ -312,30 +338,13 @@ def run(
       The process's exit code: 0 done; 3 not finite; else that of the notice that has stopped it, the state saved.
     """
     current = Run(config, directory, init, watch, show, set_aside)
-    results: dict[str, Any] = {}
     with current.opened():
         try:
-            state, stop = current.train()
-            if stop is None:
-                # While the last checkpoint is written.
-                results, stop = current.finish(state)
-            current.doing("saving")
-            current.checkpoints.wait()
+            state, stop, results = current.roll_backs.repeated(current.complete)
         except (nonfinite.NonfiniteError, checkpoint.NonfiniteError) as e:
             current.fail(str(e))
             return notice_lib.NONFINITE
-    saved, count = current.checkpoints.manager.store, jax.process_count()
-    each = f", by each of {count} processes" if count > 1 else ""
+    saved = current.checkpoints.manager.store
     if stop is not None:
-        print(f"{stop.why}: stopped at step {int(state.step)}, state saved in {saved}")
-        print(f"to go on{each}: {command}")
-        return stop.code
-    print(overview.results(results))
-    print(f"  in {current.workdir.results}; metrics of the run in {current.workdir.metrics}")
-    print(f"checkpoints: {saved}")
-    if not results["finite"]:
-        print(nonfinite.message(results["why"]), file=sys.stderr, flush=True)
-        return notice_lib.NONFINITE
-    more = cli.with_flag(command, "config.steps", 2 * max(config.steps, results["step"]))
-    print(f"to train on{each}: {more}")
-    return notice_lib.DONE
+        return ending.stopped(stop, int(state.step), saved, command)
+    return ending.announce(results, current.workdir, saved, config.steps, command)

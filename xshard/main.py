@@ -19,19 +19,22 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from xshard import checkpoint, cli, errors, follow, loop, profiling
+from xshard import checkpoint, cli, errors, loop
 from xshard import config as config_lib
 from xshard.files import streams, workdir
 from xshard.metrics import terminal
-from xshard.pod import fingerprint, handshake, notice, places, rendezvous, signals, watch
+from xshard.modes import follow, profiling
+from xshard.pod import handshake, notice, places, rendezvous, signals, watch
+from xshard.pod import origin as origin_lib
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; --config.key=value changes a value.", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory: the same one again resumes.")
 _INIT_FROM = flags.DEFINE_string(
-    "init_from", None, "A new run begins with the network of this checkpoint: DIR or DIR@STEP."
-)
+    "init_from", None,
+    "A new run begins with the network of this checkpoint, DIR or DIR@STEP, or of FILE.safetensors.",
+)  # fmt: skip
 _RESTART = flags.DEFINE_string(
     "restart_from_scratch", "",
     "The ID of the run in --workdir, as a message names it: it is put away, and a new one begins. Does nothing once "
@@ -42,6 +45,9 @@ _INIT_SELECT = flags.DEFINE_string(
     checkpoint.BY_DEFAULT,
     "What it takes: a regular expression of paths; by default parameters and the network's state.",
 )
+_INIT_RENAME = flags.DEFINE_multi_string(
+    "init_rename", [], "OLD=NEW: paths that begin with OLD there begin with NEW here; again, or with commas, for more."
+)  # fmt: skip
 _INIT_GROUP = flags.DEFINE_integer("init_group", 0, "Of which group, if it has several.", 0)
 _SHOW_CONFIG = flags.DEFINE_bool(
     "show_config", False, "Print every key of the config, with what it means, and leave."
@@ -81,6 +87,11 @@ _HEARTBEAT = flags.DEFINE_integer(
     "heartbeat_timeout_seconds", _DEFAULTS.heartbeat,
     "How long a process may be silent: a shorter outage is survived, a longer one ends all.", 5,
 )  # fmt: skip
+_STEP = flags.DEFINE_integer(
+    "step_timeout_seconds", _DEFAULTS.step,
+    "How long a run may train or evaluate without coming on, as where a device stands still; then it ends with 1, and a "
+    "launcher starts it again. 0: for ever.", 0,
+)  # fmt: skip
 _SHUTDOWN = flags.DEFINE_integer(
     "shutdown_timeout_seconds", _DEFAULTS.shutdown, "How long processes wait until all leave.", 1
 )
@@ -113,7 +124,9 @@ def main(argv: Sequence[str], config: Any) -> int:
     hk.config.set(check_jax_usage=True)
     if _MODE.value != "train" and _INIT_FROM.value is not None:
         raise errors.UserError("--init_from is for --mode=train, which begins runs.")
-    timeouts = rendezvous.Timeouts(_START.value, _HEARTBEAT.value, _SHUTDOWN.value)
+    if _INIT_RENAME.value and _INIT_FROM.value is None:
+        raise errors.UserError("--init_rename is for --init_from, whose paths it renames.")
+    timeouts = rendezvous.Timeouts(_START.value, _HEARTBEAT.value, _SHUTDOWN.value, _STEP.value)
     try:
         code = _run_on_place(config, _WORKDIR.value, timeouts)
     except places.StoppedError as e:
@@ -163,15 +176,19 @@ def _run_watched(config: Any, directory: str, watching: watch.Watch, *, is_pod: 
 
 def _run_mode(config: Any, directory: str, watching: watch.Watch) -> int:
     command = _command()
-    show = terminal.Show.QUIET if _QUIET.value else terminal.Show.NORMAL
-    show = terminal.Show.VERBOSE if _VERBOSE.value else show
+    show = terminal.Show.NORMAL
+    if _QUIET.value:
+        show = terminal.Show.QUIET
+    if _VERBOSE.value:
+        show = terminal.Show.VERBOSE
     if _MODE.value == "eval":
         return follow.run(config, directory, command, watching, show)
     if _MODE.value == "profile":
         return profiling.run(config, directory, _PROFILE_STEPS.value, watching, show)
     init = None
     if _INIT_FROM.value is not None:
-        init = checkpoint.Source(_INIT_FROM.value, _INIT_SELECT.value, _INIT_GROUP.value)
+        rename = checkpoint.renames(_INIT_RENAME.value)
+        init = checkpoint.Source(_INIT_FROM.value, _INIT_SELECT.value, _INIT_GROUP.value, rename)
     return loop.run(config, directory, command, init, watching, show, _RESTART.value)
 
 
@@ -191,9 +208,11 @@ def _join(
     token = os.environ.pop(handshake.VARIABLE, "")
     if place is None:
         return [], None
-    # Before the others count on this process.
-    log = workdir.Workdir(directory).open_log(place.index) if place.index else None
-    facts = fingerprint.of(config, _CPU_DEVICES.value)
+    log = None
+    if place.index:
+        # Before the others count on this process.
+        log = workdir.Workdir(directory).open_log(place.index)
+    facts = origin_lib.of(config, _CPU_DEVICES.value)
     hosts = rendezvous.join(place, timeouts, facts, token, heard)
     if log is None:
         return hosts, None
@@ -206,8 +225,8 @@ def _join(
 def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
     """Says why this process has failed, and ends the others, which would wait for it."""
     # What breaks in the middle of a computation may be the end of a peer; but not this.
-    own = str(e).startswith(("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED"))
-    if isinstance(e, jax.errors.JaxRuntimeError) and not own:
+    is_own = str(e).startswith(("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED"))
+    if isinstance(e, jax.errors.JaxRuntimeError) and not is_own:
         print(f"{cli.summary(e)}\nwaiting to hear of the cause", file=sys.stderr, flush=True)
         watching.await_cause()
     cli.print_error(e, has_debug_flag=True)

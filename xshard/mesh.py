@@ -7,7 +7,7 @@ slower. The axis `model` is left to XLA's partitioner.
 
 import numbers
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,18 +57,18 @@ def make_mesh(
         # By number, since the order of `jax.devices()` is that of processes.
         devices = sorted(jax.devices(), key=lambda device: device.id)
     devices = list(devices)
-    if not isinstance(model, int) or model < 1 or len(devices) % model:
+    good = _divisors(len(devices))
+    if not isinstance(model, int) or model not in good:
         raise errors.UserError(
-            f"model_parallel={model!r} must divide the number of devices, {len(devices)}; good values: "
-            f"{[n for n in range(1, len(devices) + 1) if len(devices) % n == 0]}."
+            f"model_parallel={model!r} must divide the number of devices, {len(devices)}; good values: {good}."
         )
     replicas = len(devices) // model
     groups = check_groups(group_assignment) or [list(range(replicas))]
     if len(groups) * len(groups[0]) != replicas:
+        good_groups = np.arange(replicas).reshape(2 if replicas % 2 == 0 else 1, -1).tolist()
         raise errors.UserError(
             f"group_assignment={_shortened(groups)} does not fit: it must hold each of the {replicas} replicas "
-            f"({len(devices)} devices / model_parallel={model}) once, as "
-            f"{_shortened(np.arange(replicas).reshape(2 - replicas % 2, -1).tolist())} does."
+            f"({len(devices)} devices / model_parallel={model}) once, as {_shortened(good_groups)} does."
         )
     _check_slices(slices, len(groups[0]), devices)
     shape = (len(groups), slices, len(groups[0]) // slices, model)
@@ -95,7 +95,9 @@ def _hardware_slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """The devices of each slice, in the order of the slices' numbers."""
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
-        slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+        # Devices other than TPUs have none; those of a single slice may have None.
+        number = getattr(device, "slice_index", None) or 0
+        slices.setdefault(number, []).append(device)
     return [slices[number] for number in sorted(slices)]
 
 
@@ -105,14 +107,18 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
         raise errors.UserError(
             f"The devices are in slices of different sizes, {sizes}; give `devices` as many of each slice."
         )
-    found = len(sizes)
-    if not isinstance(slices, int) or slices < 1 or replicas % slices or found not in (1, slices):
-        good = [n for n in range(1, replicas + 1) if replicas % n == 0 and found in (1, n)]
+    # One hardware slice may be taken for several: machines, say, that a slower network joins.
+    good = [n for n in _divisors(replicas) if len(sizes) in (1, n)]
+    if not isinstance(slices, int) or slices not in good:
         raise errors.UserError(
             f"slices={slices!r} must divide the {replicas} replicas of a group, and be the number of slices "
-            f"that the devices are in where these say it ({found}); good values: "
+            f"that the devices are in where these say it ({len(sizes)}); good values: "
             f"{good or 'none: each group needs as many replicas in each slice'}."
         )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def check_groups(groups: Any) -> list[list[int]] | None:
@@ -124,17 +130,17 @@ def check_groups(groups: Any) -> list[list[int]] | None:
     if groups is None:
         return None
     sequence = list | tuple
-    if not (
-        isinstance(groups, sequence) and groups and all(isinstance(g, sequence) for g in groups)
-    ):
+    is_nested = isinstance(groups, sequence) and all(isinstance(g, sequence) for g in groups)
+    if not is_nested or not groups:
         raise errors.UserError(
             "group_assignment must be a list of lists of replica numbers, as [[0, 1], [2, 3]] is; "
             f"received {_shortened(groups)}."
         )
-    if len({len(group) for group in groups}) > 1 or not groups[0]:
+    sizes = [len(group) for group in groups]
+    if len(set(sizes)) > 1 or sizes[0] == 0:
         raise errors.UserError(
             f"The groups of group_assignment must be of one size; received {_shortened(groups)}, of "
-            f"sizes {_shortened([len(group) for group in groups])}."
+            f"sizes {_shortened(sizes)}."
         )
     ids = [i for group in groups for i in group]
     are_numbers = all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in ids)
@@ -151,6 +157,11 @@ def num_groups(mesh: jax.sharding.Mesh) -> int:
     return mesh.shape[GROUP]
 
 
+def group_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    """The axes that an array of a state has for its groups: none where there is one group."""
+    return (GROUP,) if num_groups(mesh) > 1 else ()
+
+
 def num_replicas(mesh: jax.sharding.Mesh) -> int:
     """The number of replicas of a group, on all slices."""
     return mesh.shape[SLICE] * mesh.shape[REPLICA]
@@ -165,21 +176,20 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
     and writes more memory than it saves on the wire; there it is one step. Empty: in one step, as it is where
     a slice's order is not that of its torus, since a step's replicas would not be neighbours.
     """
-    whole = (), ()
+    one_step: tuple[int, ...] = ()
     slices = _hardware_slices(list(mesh.devices.flat))
-    if mesh.shape[REPLICA] * num_slices(mesh) != mesh.devices.size or len(slices) != num_slices(
-        mesh
-    ):
-        return whole
+    has_other_axes = num_groups(mesh) > 1 or mesh.shape[MODEL] > 1
+    if has_other_axes or len(slices) != num_slices(mesh):
+        return one_step, one_step
     # All slices are of one shape, and laid out alike.
     chips = torus.box(slices[0])
     if chips is None or list(chips.flat) != list(mesh.devices[0, 0].flat):
-        return whole
+        return one_step, one_step
     sides = [size for size in chips.shape if size > 1]
     if len(sides) < 2:
-        return whole
+        return one_step, one_step
     steps = (chips.size // sides[-1], sides[-1])
-    return steps, steps if len(sides) == 2 else ()
+    return steps, steps if len(sides) == 2 else one_step
 
 
 def num_slices(mesh: jax.sharding.Mesh) -> int:
@@ -199,22 +209,37 @@ def sharding(mesh: jax.sharding.Mesh, *spec: Any) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
 
+def on_replicas(f: Callable[..., Any], mesh: jax.sharding.Mesh, **specs: Any) -> Callable[..., Any]:
+    """A function on each replica of each group, by `jax.shard_map` with these specs."""
+    # Values that differ between groups are returned with a dimension of groups: nothing for the
+    # check of varying values to find, and it knows no sums over groups.
+    manual = {GROUP, *REPLICAS}
+    if mesh.shape[MODEL] == 1:
+        # Or XLA's compiler for CPUs aborts where a network sums bfloat16 over the replicas.
+        manual.add(MODEL)
+    return jax.shard_map(f, mesh=mesh, axis_names=manual, check_vma=False, **specs)
+
+
 def put_whole(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     """Arrays of the host, equal on all processes, whole on every device; each process calls it alike."""
-    place = sharding(mesh)
-    put = lambda x: jax.make_array_from_callback(x.shape, place, lambda index: x[index])
-    return jax.tree.map(lambda x: put(np.asarray(x)), tree)
+    replicated = sharding(mesh)
+
+    def put(x: Any) -> jax.Array:
+        array = np.asarray(x)
+        return jax.make_array_from_callback(array.shape, replicated, lambda index: array[index])
+
+    return jax.tree.map(put, tree)
 
 
 def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     """Arrays whose values this process can read, all of them; every process calls it alike."""
 
-    def one(array: jax.Array) -> jax.Array:
+    def readable(array: jax.Array) -> jax.Array:
         if array.is_fully_addressable or array.is_fully_replicated:
             return array
         return jax.device_put(array, sharding(mesh))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(readable, tree)
 
 
 def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules, *, slots: bool = False) -> Any:
@@ -231,26 +256,28 @@ def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules, *, slots: b
     Raises:
       ValueError: if a spec does not fit its leaf.
     """
-    grouped = num_groups(mesh) > 1
+    of_groups = group_axes(mesh)
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.sharding.NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        shape = leaf.shape[1:] if grouped else leaf.shape
         spec = spec_of(name, rules)
         try:
-            _check_spec(mesh, name, shape, spec)
+            _check_spec(mesh, name, leaf.shape[len(of_groups) :], spec)
         except ValueError:
             if not slots:
                 raise
             spec = ()
-        return sharding(mesh, *((GROUP,) if grouped else ()), *spec)
+        return sharding(mesh, *of_groups, *spec)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def spec_of(path: str, rules: Rules) -> tuple[Any, ...]:
     """The spec of the first rule whose expression is found in a leaf's path; empty if there is none."""
-    return next((tuple(spec) for pattern, spec in rules if re.search(pattern, path)), ())
+    for pattern, spec in rules:
+        if re.search(pattern, path):
+            return tuple(spec)
+    return ()
 
 
 def _check_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...], spec: Any) -> None:

@@ -1,9 +1,9 @@
 """The state of a run: all that it needs to go on, how it is made, and how it lies on the mesh.
 
-With several groups all state but `step` and `rng` has a leading dimension of groups, since groups go
-separate ways.
+With several groups the experiment's state has a leading dimension of groups, since groups go separate ways.
+What is a replica's own has one of replicas after it, those of one slice after those of another.
 
-Where the optimizer shards its update, a slot lies along `replica` in the dimension that is sharded. A slot
+Where a learner's rule shards its update, a slot lies along `replica` in the dimension that is sharded. A slot
 that has none is stored flattened and padded, which depends on the number of replicas; `Storage` gives
 it the shape that a checkpoint has, and takes it back.
 """
@@ -11,44 +11,57 @@ it the shape that a checkpoint has, and takes it back.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from xshard import contract, errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import model as model_lib
+from xshard.learners import within
+from xshard.learners.state import LearnerState, is_learner
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import moving_average, trees
+from xshard.optimizers import trees
 
-Batch = model_lib.Batch
-_Layouts = Mapping[str, layouts_lib.Layouts]
-# Stands for what is not sharded.
-_WHOLE = layouts_lib.layout("", (), 1)
+Batch = experiment_lib.Batch
+Layouts = Mapping[str, layouts_lib.Layouts]
 
 # The position in the root key's stream that belongs to initialisation; no step has this number.
 _INIT = 2**32 - 1
 
 
-class TrainState(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class TrainState:
     """All that a run needs to go on; what is not here is not resumed.
+
+    As a pytree its children are `step`, `rng`, and those of `experiment`, under their own names, which are those of a
+    checkpoint.
 
     Attributes:
       step: the number of steps made, an int32 scalar.
-      global_step: the number of updates applied, int32: a skipped step does not advance it.
-      params: the network's parameters.
-      net_state: the network's Haiku state.
-      opt_state: the state of the update rules: slots, counts, loss scale.
+      experiment: what `Experiment.init` has made and each step advances.
       rng: the root key. The keys of a step are folded from it and the step's number.
     """
 
     step: Any
-    global_step: Any
-    params: Any
-    net_state: Any
-    opt_state: Any
+    experiment: Any
     rng: Any
+
+
+def _flatten(state: TrainState) -> tuple[list[Any], Any]:
+    children, inner = experiment_lib.children(state.experiment, "experiment")
+    key = jax.tree_util.GetAttrKey
+    return [(key("step"), state.step), (key("rng"), state.rng), *children], inner
+
+
+def _unflatten(inner: Any, children: Any) -> TrainState:
+    step, rng, *rest = children
+    return TrainState(step, jax.tree.unflatten(inner, rest), rng)
+
+
+jax.tree_util.register_pytree_with_keys(TrainState, _flatten, _unflatten)
 
 
 def init(
@@ -63,16 +76,15 @@ def init(
         the key that is folded from the seed and g.
       example: a few examples, of which only names, types and the shapes of one count.
 
-    With the experiment that `Experiment` shows, and two groups:
+    With the experiment that `Supervised` shows, and two groups:
 
     >>> mesh = xshard.make_mesh([[0, 1], [2, 3]], devices=jax.devices()[:4])
     >>> state = xshard.init(line, mesh, 0, line.train_data())
-    >>> print(state.params['linear']['w'].shape, state.global_step, state.step)
+    >>> print(state.experiment.params['linear']['w'].shape, state.experiment.global_step, state.step)
     (2, 1, 1) [0 0] 0
     """
-    model = model_lib.Model(experiment, mesh)
-    build = lambda: _build(model, mesh, seed, example, whole=False)
-    shardings = _shardings(model, mesh, jax.eval_shape(build))
+    build = functools.partial(_build, experiment, mesh, seed, example, whole=False)
+    shardings = shardings_of(experiment, mesh, jax.eval_shape(build))
     return jax.jit(build, out_shardings=shardings)()
 
 
@@ -85,7 +97,7 @@ def abstract_state(
     whole: bool = False,
     all_slots: bool = False,
 ) -> TrainState:
-    """Shapes, types and shardings of what `init` returns.
+    """Shapes, types and shardings of what `init` returns, which has the first arguments.
 
     Args:
       experiment: the experiment.
@@ -95,115 +107,45 @@ def abstract_state(
       whole: as checkpoints have it: `Storage.to_whole`.
       all_slots: with slots for what is not trained, which checkpoints had once.
     """
-    model = model_lib.Model(experiment, mesh)
-    build = functools.partial(_build, model, mesh, seed, example, whole=whole, all_slots=all_slots)
+    args = experiment, mesh, seed, example
+    build = functools.partial(_build, *args, whole=whole, all_slots=all_slots)
     shapes = jax.eval_shape(build)
-    return _placed(shapes, _shardings(model, mesh, shapes, whole=whole))
+    return placed(shapes, shardings_of(experiment, mesh, shapes, whole=whole))
 
 
-def _placed(shapes: TrainState, shardings: TrainState) -> TrainState:
-    place = lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
-    return jax.tree.map(place, shapes, shardings)
+def placed(shapes: TrainState, shardings: TrainState) -> TrainState:
+    """The shapes of a state with their shardings."""
+    return jax.tree.map(lambda leaf, there: leaf.update(sharding=there), shapes, shardings)
 
 
-def as_stored(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, whole: TrainState
-) -> TrainState:
-    """Shapes, types and shardings of what `init` returns, from those of `abstract_state(..., whole=True)`."""
-    model = model_lib.Model(experiment, mesh)
-    layouts = _layouts(model, mesh, whole)
-    store = lambda opt_state: _reshape(layouts, mesh, opt_state, whole=False)
-    shapes = whole._replace(opt_state=jax.eval_shape(store, whole.opt_state))
-    return _placed(shapes, _shardings(model, mesh, shapes))
+def learners(state: TrainState) -> dict[str, LearnerState]:
+    """The states of the learners by their paths in the experiment's state; of one that is all of it: ''."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.experiment, is_leaf=is_learner)
+    return {trees.path_name(path): x for path, x in leaves if is_learner(x)}
 
 
-def averaged(model: model_lib.Model, mesh: jax.sharding.Mesh, state: TrainState) -> Any | None:
-    """The averages of the parameters, whole as these are; None if the rules keep none.
-
-    Args:
-      model: of the run.
-      mesh: of the run.
-      state: as a step has it, or as a checkpoint.
-    """
-    name = model.averages_module()
-    if name is None:
-        return None
-    layouts = {name: _layouts(model, mesh, state).get(name, {})}
-    kept = _reshape(layouts, mesh, {name: state.opt_state[name]}, whole=True)
-    return model.averaged(state.params, kept)
+def params(state: TrainState) -> dict[str, Any]:
+    """The parameters of all learners by path, each path beginning with the learner's."""
+    return {
+        f"{name}/{path}" if name else path: leaf
+        for name, of_learner in learners(state).items()
+        for path, leaf in trees.leaves_by_path(of_learner.params).items()
+    }
 
 
-class Storage:
-    """Takes a run's state to the shapes of a checkpoint, which no number of replicas shows in, and back."""
-
-    def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
-        self._model = model_lib.Model(experiment, mesh)
-        self._mesh = mesh
-        # What a save need not find anew: the shapes of a run stay.
-        self._layouts_of_state: _Layouts | None = None
-        self._jitted: dict[bool, Any] = {}
-
-    def to_whole(self, state: TrainState) -> TrainState:
-        """The state as a checkpoint has it. Every process calls it alike."""
-        return self._convert(state, whole=True)
-
-    def from_whole(self, state: TrainState) -> TrainState:
-        """The state as a step takes it; one that is so already stays. Every process calls it alike."""
-        return self._convert(state, whole=False)
-
-    def begin_averages(self, state: TrainState, before: TrainState) -> TrainState:
-        """Begins averages of parameters anew, as they are where parameters were taken from elsewhere.
-
-        Args:
-          state: as a checkpoint has it.
-          before: what it was before some of its arrays were replaced: averages that were, too, stay.
-        """
-        name = self._model.averages_module()
-        if name is None:
-            return state
-        slots, old = dict(state.opt_state[name]), before.opt_state[name]
-        for path, param in trees.leaves_by_path(state.params).items():
-            key = f"{moving_average.SLOT}/{path}"
-            if key in slots and slots[key] is old[key]:
-                # A copy: what holds both may be donated.
-                copy = lambda x, dtype=old[key].dtype: jnp.array(x, dtype, copy=True)
-                slots[key] = jax.jit(copy, out_shardings=old[key].sharding)(param)
-        return state._replace(opt_state={**state.opt_state, name: slots})
-
-    def _convert(self, state: TrainState, whole: bool) -> TrainState:
-        if self._layouts_of_state is None:
-            self._layouts_of_state = _layouts(self._model, self._mesh, state)
-        layouts = self._layouts_of_state
-        is_due = lambda layout, x: (
-            layout.flat and (x.shape[-len(layout.shape) :] == layout.shape) != whole
-        )
-        due = {
-            module: {
-                name: x
-                for name, x in arrays.items()
-                if is_due(layouts[module].get(name, _WHOLE), x)
-            }
-            for module, arrays in state.opt_state.items()
-            if module in layouts
-        }
-        if not any(due.values()):
-            return state
-        if whole not in self._jitted:
-            reshape = functools.partial(_reshape, layouts, self._mesh, whole=whole)
-            specs = _opt_specs(
-                self._model, self._mesh, layouts, jax.eval_shape(reshape, due), whole=whole
-            )
-            places = jax.tree.map(lambda spec: mesh_lib.sharding(self._mesh, *spec), specs)
-            self._jitted[whole] = jax.jit(reshape, out_shardings=places)
-        done = self._jitted[whole](due)
-        opt_state = {
-            module: {**arrays, **done.get(module, {})} for module, arrays in state.opt_state.items()
-        }
-        return state._replace(opt_state=opt_state)
+def map_learners(f: Callable[[str, LearnerState], LearnerState], state: TrainState) -> TrainState:
+    """The state with `f(path, state)` for that of each learner."""
+    old = learners(state)
+    new = {name: f(name, x) for name, x in old.items()}
+    if all(new[name] is x for name, x in old.items()):
+        return state
+    replace = lambda path, x: new.get(trees.path_name(path), x) if is_learner(x) else x
+    mapped = jax.tree_util.tree_map_with_path(replace, state.experiment, is_leaf=is_learner)
+    return dataclasses.replace(state, experiment=mapped)
 
 
 def _build(
-    model: model_lib.Model,
+    experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
     seed: int,
     example: Batch,
@@ -212,84 +154,170 @@ def _build(
     all_slots: bool = False,
 ) -> TrainState:
     """The first state."""
-    init = functools.partial(model.init, all_slots=all_slots)
-    example = {name: jnp.asarray(array[:1]) for name, array in example.items()}
     root = jax.random.key(seed)
     init_key = jax.random.fold_in(root, _INIT)
     groups = mesh_lib.num_groups(mesh)
-    keys = jax.vmap(lambda group: jax.random.fold_in(init_key, group))(jnp.arange(groups))
-    if groups > 1:
-        trees = jax.vmap(lambda key: init(key, example))(keys)
-        global_step = jnp.zeros((groups,), jnp.int32)
-    else:
-        trees, global_step = init(keys[0], example), jnp.int32(0)
-    state = TrainState(jnp.int32(0), global_step, *trees, root)
-    layouts = _layouts(model, mesh, state)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(init_key, jnp.arange(groups))
+    init = functools.partial(_init_group, experiment, mesh, example, all_slots)
+    dim = 0 if groups > 1 else None
+    made = jax.vmap(init, dim, dim, mesh_lib.GROUP, groups)(keys if groups > 1 else keys[0])
+    # A number of Python's has no type of its own, and a checkpoint's has one: the programs would differ.
+    state = TrainState(jnp.int32(0), jax.tree.map(strong, made), root)
     # What differs from slice to slice is made for one.
     change = layouts_lib.for_each_slice if whole else layouts_lib.stored
-    return state._replace(opt_state=_map_sharded(change, layouts, mesh, state.opt_state))
+    return map_rules_state(change, experiment, mesh, state)
 
 
-def _reshape(layouts: _Layouts, mesh: jax.sharding.Mesh, opt_state: Any, *, whole: bool) -> Any:
-    """The rules' state with its arrays whole, or as they are stored."""
-    change = layouts_lib.whole if whole else layouts_lib.stored
-    return _map_sharded(change, layouts, mesh, opt_state)
+def strong(x: Any) -> jax.Array:
+    """An array whose type is its own, and not the one that a number of Python's takes on beside others."""
+    x = jnp.asarray(x)
+    return lax.convert_element_type(x, x.dtype) if x.weak_type else x
 
 
-def _map_sharded(
-    f: Callable[..., Any], layouts: _Layouts, mesh: jax.sharding.Mesh, opt_state: Any
+def _init_group(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    example: Batch,
+    all_slots: bool,
+    key: jax.Array,
+) -> Any:
+    """The first state of a group: what is equal on its replicas once, what is a replica's own of all of them."""
+    rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
+    batch = {
+        name: jnp.broadcast_to(jnp.asarray(array[:1]), (rows, *array.shape[1:]))
+        for name, array in example.items()
+    }
+
+    init = _jitted_init(experiment, mesh, all_slots)
+
+    def on_replicas(out_axes: Any) -> Callable[[jax.Array], Any]:
+        mapped = lambda key: init(key, batch)
+        for axis in reversed(mesh_lib.REPLICAS):
+            mapped = jax.vmap(mapped, None, out_axes, axis, mesh.shape[axis])
+        return mapped
+
+    shapes = jax.eval_shape(on_replicas(0), key)
+    own = jax.tree.map(experiment_lib.is_own, shapes, is_leaf=experiment_lib.is_own)
+    for path, x in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=experiment_lib.is_own):
+        if isinstance(x, experiment_lib.PerExample):
+            contract.per_example(experiment.init, trees.path_name(path), jax.tree.leaves(x), rows)
+    try:
+        made = on_replicas(jax.tree.map(lambda is_own: 0 if is_own else None, own))(key)
+    except ValueError as e:
+        if "out_axes is None" not in str(e):
+            raise
+        raise errors.UserError(
+            f"{contract.described(experiment.init)} makes a state that depends on the replica's number, as "
+            "jax.lax.axis_index has it, and is not marked as its own: wrap it in xshard.PerReplica or xshard.PerExample."
+        ) from e
+    return jax.tree.map(lambda is_own, x: x.joined() if is_own else x, own, made)
+
+
+@functools.lru_cache(maxsize=4)
+def _jitted_init(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, all_slots: bool
+) -> Callable[..., Any]:
+    """`experiment.init` on a replica. JAX keeps its trace, which the shapes, the shardings and the state itself share."""
+
+    @jax.jit
+    def init(key: jax.Array, batch: Batch) -> Any:
+        with within.run_on(mesh, experiment.sharding_rules(), all_slots=all_slots):
+            return experiment.init(key, batch)
+
+    return init
+
+
+def map_rules_state(
+    f: Callable[[layouts_lib.Layout, Any], Any],
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: TrainState,
+) -> TrainState:
+    """Applies `f(layout, array)` to what of the state of all learners' rules is sharded, in each group."""
+    rules = experiment.sharding_rules()
+
+    def of_learner(_: str, state: LearnerState) -> LearnerState:
+        layouts = layouts_of(mesh, rules, state)
+        return state.replace(opt_state=map_sharded(f, layouts, mesh, state.opt_state))
+
+    return map_learners(of_learner, state)
+
+
+def map_sharded(
+    f: Callable[..., Any], layouts: Layouts, mesh: jax.sharding.Mesh, opt_state: Any
 ) -> Any:
     """Applies `f(layout, array)` to what of the rules' state is sharded, in each group."""
     grouped = mesh_lib.num_groups(mesh) > 1
 
-    def one(layout: layouts_lib.Layout | None, x: Any) -> Any:
+    def map_one(layout: layouts_lib.Layout | None, x: Any) -> Any:
         if layout is None:
             return x
         in_group = functools.partial(f, layout)
         return jax.vmap(in_group)(x) if grouped else in_group(x)
 
-    return layouts_lib.map_state(one, layouts, opt_state)
+    return layouts_lib.map_state(map_one, layouts, opt_state)
 
 
-def _layouts(model: model_lib.Model, mesh: jax.sharding.Mesh, state: TrainState) -> _Layouts:
+def layouts_of(mesh: jax.sharding.Mesh, rules: mesh_lib.Rules, state: LearnerState) -> Layouts:
+    """The sharding of the rules' state over replicas, whether it is whole or as it is stored."""
     skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
     shape = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
-    return model.layouts(*jax.tree.map(shape, (state.params, state.opt_state)))
+    params, opt_state = jax.tree.map(shape, (state.params, state.opt_state))
+    of_params = layouts_lib.of_params(params, mesh.shape[mesh_lib.REPLICA], rules)
+    slices = mesh_lib.num_slices(mesh)
+    return layouts_lib.of_state(of_params, opt_state, slices, slots=state.rules.shards_update)
 
 
 def specs(
-    model: model_lib.Model,
+    experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
     state: TrainState,
     *,
     manual: bool = False,
     whole: bool = False,
 ) -> TrainState:
-    """The axes that each leaf lies along; with `manual` without those that XLA sees to."""
-    rules = () if manual else model.experiment.sharding_rules()
-    place = functools.partial(_tree_specs, mesh, rules)
-    layouts = _layouts(model, mesh, state)
-    return TrainState(
-        jax.P(),
-        jax.P(mesh_lib.GROUP) if mesh_lib.num_groups(mesh) > 1 else jax.P(),
-        place(state.params),
-        place(state.net_state, slots=True),
-        _opt_specs(model, mesh, layouts, state.opt_state, manual=manual, whole=whole),
-        jax.P(),
-    )
+    """The axes that each leaf lies along: `manual`, without those that XLA sees to; `whole`, with the rules' state whole."""
+    rules = experiment.sharding_rules()
+    group = mesh_lib.group_axes(mesh)
+    place = functools.partial(_tree_specs, mesh, () if manual else rules)
+
+    def of(x: Any) -> Any:
+        if is_learner(x):
+            layouts = layouts_of(mesh, rules, x)
+            return x.replace(
+                params=place(x.params),
+                net_state=place(x.net_state, slots=True),
+                opt_state=opt_specs(mesh, rules, layouts, x.opt_state, manual=manual, whole=whole),
+                global_step=jax.P(*group),
+            )
+        if experiment_lib.is_own(x):
+            return jax.tree.map(functools.partial(_own_spec, mesh, x), x)
+        return place(x, slots=True)
+
+    leaf = lambda x: is_learner(x) or experiment_lib.is_own(x)
+    return TrainState(jax.P(), jax.tree.map(of, state.experiment, is_leaf=leaf), jax.P())
 
 
-def _opt_specs(
-    model: model_lib.Model,
+def _own_spec(mesh: jax.sharding.Mesh, own: Any, leaf: Any) -> jax.P:
+    """Along replicas; whole where there are other numbers of them, as in what a run on others has left."""
+    group = mesh_lib.group_axes(mesh)
+    is_other = leaf.shape[len(group)] != mesh_lib.num_replicas(mesh)
+    if is_other and isinstance(own, experiment_lib.PerReplica):
+        return jax.P(*group)
+    return jax.P(*group, mesh_lib.REPLICAS)
+
+
+def opt_specs(
     mesh: jax.sharding.Mesh,
-    layouts: _Layouts,
+    rules: mesh_lib.Rules,
+    layouts: Layouts,
     opt_state: Any,
     *,
     manual: bool = False,
     whole: bool = False,
 ) -> Any:
-    group = (mesh_lib.GROUP,) if mesh_lib.num_groups(mesh) > 1 else ()
-    rules = () if manual else model.experiment.sharding_rules()
+    """The axes that the rules' state lies along, with the arguments of `specs`."""
+    group = mesh_lib.group_axes(mesh)
 
     def spec_of(layout: layouts_lib.Layout | None, spec: jax.P) -> jax.P:
         if layout is None:
@@ -299,7 +327,8 @@ def _opt_specs(
             layout = dataclasses.replace(layout, dim=None)
         return jax.P(*group, *layout.spec(mesh_lib.REPLICA, mesh_lib.SLICE, manual=manual))
 
-    return layouts_lib.map_state(spec_of, layouts, _tree_specs(mesh, rules, opt_state, slots=True))
+    places = _tree_specs(mesh, () if manual else rules, opt_state, slots=True)
+    return layouts_lib.map_state(spec_of, layouts, places)
 
 
 def _tree_specs(
@@ -309,8 +338,13 @@ def _tree_specs(
     return jax.tree.map(lambda place: place.spec, places)
 
 
-def _shardings(
-    model: model_lib.Model, mesh: jax.sharding.Mesh, state: TrainState, *, whole: bool = False
+def shardings_of(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: TrainState,
+    *,
+    whole: bool = False,
 ) -> TrainState:
-    found = specs(model, mesh, state, whole=whole)
-    return jax.tree.map(lambda spec: mesh_lib.sharding(mesh, *spec), found)
+    """The sharding of each leaf, with the arguments of `specs`."""
+    place = lambda spec: mesh_lib.sharding(mesh, *spec)
+    return jax.tree.map(place, specs(experiment, mesh, state, whole=whole))

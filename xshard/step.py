@@ -1,26 +1,51 @@
 """The steps that advance and judge a state: pure functions, not jitted.
 
-A step runs on every device under `jax.shard_map` over the axes `group`, `slice` and `replica`: the
-replica's gradients are computed from its part of the batch, reduced over its group and voted on by the
-experiment's optimizer.
+A step runs on every device under `jax.shard_map` over the axes `group`, `slice` and `replica`: an experiment's
+methods see one replica of one group.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import contract, nonfinite
+from xshard import contract, errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import model as model_lib
 from xshard import state as state_lib
+from xshard.learners import learner as learner_lib
+from xshard.learners import within
+from xshard.learners.state import Observed as ObservedUpdate
+from xshard.learners.state import Outcome
+from xshard.optimizers import trees
+from xshard.stored import fingerprint, storage
 
-Batch = model_lib.Batch
+Batch = experiment_lib.Batch
 TrainState = state_lib.TrainState
+Observed = dict[str, ObservedUpdate]
+
+# The position in the root key's stream that belongs to evaluations.
+_EVALUATION = 2**32 - 2
+
+
+class Stepped(NamedTuple):
+    """The results of a step, as a run has it.
+
+    Attributes:
+      state: the new state.
+      metrics: what is logged, by name.
+      observed: what is observed of each learner, by its name.
+      begun: the fingerprints of the state that the step was given; None if the run has none.
+    """
+
+    state: TrainState
+    metrics: dict[str, jax.Array]
+    observed: Observed
+    begun: fingerprint.Fingerprints | None
 
 
 def make_train_step(
@@ -29,9 +54,10 @@ def make_train_step(
     """The function that takes a state and a batch to the next state and metrics.
 
     Jit it with `donate_argnums=0`. The batch lies along ('group', 'slice', 'replica'). Metrics are float32 and
-    int32 scalars, means over the replicas, or one for each of several groups: 'loss', 'skipped' (1 if
-    the step was not applied), 'global_step', 'loss_scale' (as the step leaves it) if the optimizer
-    scales losses, 'gradient_norm', 'parameter_norm', and the experiment's own.
+    int32 scalars, means over the replicas, or one for each of several groups: those of each learner, after
+    its name where it is not the whole of the experiment's state, and the experiment's own. A learner's are
+    'loss', 'skipped' (1 if the step was not applied), 'global_step', 'loss_scale' (as the step leaves it) if
+    the rule scales losses, 'gradient_norm', 'parameter_norm', and what its loss returns.
 
     The norms are the square roots of the sums of the squares of all elements: of the group's gradients,
     reduced and unscaled, as the rules' update is given them; and of the parameters that the step leaves.
@@ -39,14 +65,14 @@ def make_train_step(
     have these arrays whole, no collective is for the norms. Where the update is sharded, each replica's share
     of their squares goes with the other metrics. For what lies along 'model' XLA adds sums over that.
 
-    With the experiment that `Experiment` shows:
+    With the experiment that `Supervised` shows:
 
     >>> mesh, batch = xshard.make_mesh(devices=jax.devices()[:4]), line.train_data()
     >>> state = xshard.init(line, mesh, 0, batch)
     >>> train_step = jax.jit(xshard.make_train_step(line, mesh), donate_argnums=0)
     >>> for _ in range(50):
     ...     state, metrics = train_step(state, batch)
-    >>> print(int(state.step), metrics['loss'] < 1e-3, state.params['linear']['w'].round(1))
+    >>> print(int(state.step), metrics['loss'] < 1e-3, state.experiment.params['linear']['w'].round(1))
     50 True [[3.]]
     """
     watched_step = make_watched_step(experiment, mesh)
@@ -54,49 +80,39 @@ def make_train_step(
 
 
 def make_watched_step(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, *, skip_nonfinite: bool = False
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array], nonfinite.Observed]]:
-    """Makes what `make_train_step` does; the function also returns whether the step was finite.
-
-    Args:
-      experiment: the experiment.
-      mesh: a mesh of `xshard.mesh.make_mesh`.
-      skip_nonfinite: whether a step with a gradient that is not finite is left out, whatever the rule does.
-    """
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
+) -> Callable[[TrainState, Batch], Stepped]:
+    """Makes what `make_train_step` does; the function also returns what a run watches."""
     grouped = mesh_lib.num_groups(mesh) > 1
-    model = model_lib.Model(experiment, mesh, skip_nonfinite=skip_nonfinite)
+    rules = experiment.sharding_rules()
+    every = experiment.config.get("fingerprint_every_steps", 0)
 
-    def local_step(
-        state: TrainState, batch: Batch
-    ) -> tuple[TrainState, dict[str, jax.Array], nonfinite.Observed]:
-        old = _one_group(state) if grouped else state
-        made, opt_state = model.update(
-            old.params, old.net_state, old.opt_state, old.global_step, _step_key(old), batch
-        )
-        applied = made.global_step != old.global_step
-        # All in one collective.
-        net_state, metrics, shares, bad = _mean_over_replicas(
-            (made.net_state, made.metrics, made.shares, made.nonfinite if made.shares else None)
-        )
-        observed = _observe(applied, metrics["loss"], bad if made.shares else made.nonfinite, made)
-        net_state = jax.tree.map(functools.partial(jnp.where, applied), net_state, old.net_state)
-        metrics |= {name: _norm(x, shares.get(name)) for name, x in made.squares.items()}
-        metrics |= {**made.agreed, "skipped": jnp.int32(~applied), "global_step": made.global_step}
-        new = TrainState(old.step + 1, made.global_step, made.params, net_state, opt_state, old.rng)
-        if grouped:
-            return _with_group(new), _add_dim(metrics), _add_dim(observed)
-        return new, metrics, observed
+    def local_step(shapes: TrainState, state: TrainState, batch: Batch) -> Stepped:
+        old = _local(state, grouped)
+        begun = None
+        if every:
+            # It goes with what the step reduces anyway: XLA makes one collective of them.
+            is_due = every == 1 or (state.step + 1) % every == 0
+            begun = fingerprint.of_replica(experiment, mesh, shapes, state, is_due)
+        with within.run_on(mesh, rules):
+            returned = experiment.train_step(old.experiment, batch, _step_key(old))
+        made, logged = contract.step(experiment.train_step, returned)
+        _check_structure(experiment, old.experiment, made)
+        metrics, observed = _metrics(experiment, logged)
+        _check_observed(experiment, old.experiment, made, observed)
+        made = jax.tree.map(state_lib.strong, made)
+        new = _stored(TrainState(old.step + 1, made, old.rng), grouped)
+        watched = metrics, observed, begun
+        return Stepped(new, *(_add_dim(watched) if grouped else watched))
 
-    def train_step(
-        state: TrainState, batch: Batch
-    ) -> tuple[TrainState, dict[str, jax.Array], nonfinite.Observed]:
-        state_spec = state_lib.specs(model, mesh, state, manual=True)
-        per_group = jax.P(mesh_lib.GROUP) if grouped else jax.P()
-        mapped = _map(
-            local_step,
+    def train_step(state: TrainState, batch: Batch) -> Stepped:
+        state_spec = state_lib.specs(experiment, mesh, state, manual=True)
+        per_group: Any = jax.P(mesh_lib.GROUP) if grouped else jax.P()
+        mapped = mesh_lib.on_replicas(
+            functools.partial(local_step, state),
             mesh,
             in_specs=(state_spec, jax.P(mesh_lib.BATCH)),
-            out_specs=(state_spec, per_group, per_group),
+            out_specs=Stepped(state_spec, per_group, per_group, per_group),
         )
         return mapped(state, batch)
 
@@ -105,15 +121,14 @@ def make_watched_step(
 
 def make_eval_step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
-) -> Callable[[TrainState, Batch], dict[str, jax.Array]]:
-    """The function that takes a state and a batch to sums over the batch's examples.
+) -> Callable[..., dict[str, jax.Array]]:
+    """The function that takes a state, a batch and the batch's number to sums over the batch's examples.
 
     The batch lies along ('slice', 'replica'), equal for all groups; its rows where '_mask' is False do not count.
-    The result has the sum of each value of `experiment.evaluate`, and 'count'; with several groups
-    there is one of each per group, and for the outputs of `experiment.ensemble` 'ensemble/<name>'. Where the
-    rules keep averages of the parameters, 'average/<name>' is what these give.
+    The result has the sum of each value of `Experiment.eval_step`, and 'count'; with several groups there is one of
+    each per group, but for what is called 'ensemble/...', which is equal in all of them.
 
-    With the experiment that `Experiment` shows, not trained:
+    With the experiment that `Supervised` shows, not trained:
 
     >>> mesh, examples = xshard.make_mesh(devices=jax.devices()[:4]), line.eval_data()
     >>> state = xshard.init(line, mesh, 0, examples)
@@ -123,37 +138,34 @@ def make_eval_step(
     60.0 True
     """
     grouped = mesh_lib.num_groups(mesh) > 1
-    model = model_lib.Model(experiment, mesh)
+    rules = experiment.sharding_rules()
 
-    def local_eval(nets: Any, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
-        params, averages, net_state = jax.tree.map(lambda x: x[0], nets) if grouped else nets
+    def local_eval(state: TrainState, batch: Batch, number: Any) -> tuple[Any, Any]:
         batch = dict(batch)
         mask = batch.pop("_mask")
-        forward = lambda params: model.forward(params, net_state, None, batch, False)[0]
-        outputs = forward(params)
-        evaluate = lambda outputs: contract.evaluate(experiment, outputs, batch, len(mask))
-        values = {**evaluate(outputs), "count": mask}
-        if averages is not None:
-            of_averages = evaluate(forward(averages))
-            values |= {f"average/{name}": value for name, value in of_averages.items()}
-        sums = _masked_sums(values, mask)
+        local = _local(state, grouped)
+        key = _replica_key(jax.random.fold_in(jax.random.fold_in(local.rng, _EVALUATION), number))
+        with within.run_on(mesh, rules, whole=True):
+            values = experiment.eval_step(local.experiment, batch, key)
+        arrays = experiment_lib.summarizes(experiment)
+        values = contract.evaluation(experiment.eval_step, values, len(mask), arrays=arrays)
+        sums = _masked_sums({**values, "count": mask}, mask)
         if not grouped:
             return sums, {}
-        together = experiment.ensemble(lax.all_gather(outputs, mesh_lib.GROUP))
-        ensemble = _masked_sums(evaluate(together), mask)
-        return _add_dim(sums), {f"ensemble/{name}": value for name, value in ensemble.items()}
+        ensemble = {name: sums.pop(name) for name in list(sums) if name.startswith("ensemble/")}
+        return _add_dim(sums), ensemble
 
     per_group = jax.P(mesh_lib.GROUP) if grouped else jax.P()
-    mapped = _map(
-        local_eval,
-        mesh,
-        in_specs=(per_group, jax.P(mesh_lib.REPLICAS)),
-        out_specs=(per_group, jax.P()),
-    )
 
-    def eval_step(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
-        averages = state_lib.averaged(model, mesh, state)
-        sums, ensemble = mapped((state.params, averages, state.net_state), batch)
+    def eval_step(state: TrainState, batch: Batch, number: Any = 0) -> dict[str, jax.Array]:
+        whole = storage.to_whole(experiment, mesh, state)
+        mapped = mesh_lib.on_replicas(
+            local_eval,
+            mesh,
+            in_specs=(_whole_specs(experiment, mesh, whole), jax.P(mesh_lib.REPLICAS), jax.P()),
+            out_specs=(per_group, jax.P()),
+        )
+        sums, ensemble = mapped(whole, batch, number)
         return {**sums, **ensemble}
 
     return eval_step
@@ -162,77 +174,151 @@ def make_eval_step(
 def make_predict(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Batch], Any]:
-    """The function that takes a state and a batch to the network's outputs, equal on all devices.
+    """The function that takes a state and a batch to the outputs of `Experiment.predict`, equal on all devices.
 
-    The batch is equal on all devices, too. With several groups the outputs are those of
-    `experiment.ensemble`.
+    The batch is equal on all devices, too.
     """
     grouped = mesh_lib.num_groups(mesh) > 1
-    model = model_lib.Model(experiment, mesh)
+    rules = experiment.sharding_rules()
 
-    def local_predict(nets: Any, batch: Batch) -> Any:
-        params, net_state = jax.tree.map(lambda x: x[0], nets) if grouped else nets
-        outputs, _ = model.forward(params, net_state, None, batch, False)
-        return experiment.ensemble(lax.all_gather(outputs, mesh_lib.GROUP)) if grouped else outputs
+    def local_predict(state: TrainState, batch: Batch) -> Any:
+        with within.run_on(mesh, rules, whole=True):
+            return experiment.predict(_local(state, grouped).experiment, batch)
 
-    per_group = jax.P(mesh_lib.GROUP) if grouped else jax.P()
-    mapped = _map(local_predict, mesh, in_specs=(per_group, jax.P()), out_specs=jax.P())
-    return lambda state, batch: mapped((state.params, state.net_state), batch)
+    def predict(state: TrainState, batch: Batch) -> Any:
+        whole = storage.to_whole(experiment, mesh, state)
+        in_specs = (_whole_specs(experiment, mesh, whole), jax.P())
+        return mesh_lib.on_replicas(local_predict, mesh, in_specs=in_specs, out_specs=jax.P())(
+            whole, batch
+        )
 
-
-def _map(f: Callable[..., Any], mesh: jax.sharding.Mesh, **specs: Any) -> Callable[..., Any]:
-    # Values that differ between groups are returned with a dimension of groups: nothing for the
-    # check of varying values to find, and it knows no sums over groups.
-    manual = {mesh_lib.GROUP, *mesh_lib.REPLICAS}
-    return jax.shard_map(f, mesh=mesh, axis_names=manual, check_vma=False, **specs)
+    return predict
 
 
-def _mean_over_replicas(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda x: lax.pmean(x, mesh_lib.REPLICAS) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
-        tree,
-    )
+def _whole_specs(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
+) -> TrainState:
+    """As a step has it, but with the rules' state whole on each replica."""
+    per_group = jax.P(mesh_lib.GROUP) if mesh_lib.num_groups(mesh) > 1 else jax.P()
+    found = state_lib.specs(experiment, mesh, state, manual=True)
+    whole = lambda tree: jax.tree.map(lambda _: per_group, tree)
+    return state_lib.map_learners(lambda _, x: x.replace(opt_state=whole(x.opt_state)), found)
 
 
-def _observe(
-    applied: jax.Array, loss: jax.Array, bad: jax.Array, made: model_lib.Update
-) -> nonfinite.Observed:
-    bad = bad > 0
-    trouble = jnp.any(bad) | ~jnp.isfinite(loss)
-    of_applied = jnp.where(trouble, nonfinite.TROUBLE, nonfinite.FINE)
-    of_skipped = jnp.where(made.lowered, nonfinite.FINE, nonfinite.STUCK)
-    verdict = jnp.where(applied, of_applied, of_skipped).astype(jnp.int32)
-    return nonfinite.Observed(verdict, loss, bad)
+def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) -> None:
+    """Raises UserError unless the state that a step returns has the structure, shapes and types of the old one."""
+    where = contract.described(experiment.train_step)
+    before, after = (dict(jax.tree_util.tree_leaves_with_path(x)) for x in (old, new))
+    for path in [*before, *after]:
+        if path not in after:
+            raise errors.UserError(
+                f"{where} returned a state without {trees.path_name(path)!r}, which init has made. A step returns the whole state."
+            )
+        if path not in before:
+            raise errors.UserError(
+                f"{where} returned a state with {trees.path_name(path)!r}, which init has not made: make it there, too."
+            )
+        x, y = before[path], jnp.asarray(after[path])
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            raise errors.UserError(
+                f"{where} returned {trees.path_name(path)!r} as {y.dtype} of shape {y.shape}; init has made it as {x.dtype} of "
+                f"shape {x.shape}. What is in the state keeps its type and shape."
+            )
+    structure: Any = jax.tree.structure(old)
+    if jax.tree.structure(new) != structure:
+        raise errors.UserError(
+            f"{where} returned a state of another structure than init has made: {jax.tree.structure(new)} for "
+            f"{structure}."
+        )
 
 
-def _norm(square: jax.Array, share: jax.Array | None) -> jax.Array:
-    return jnp.sqrt(square if share is None else square + share).astype(jnp.float32)
+def _metrics(
+    experiment: experiment_lib.Experiment, logged: Any
+) -> tuple[dict[str, jax.Array], Observed]:
+    """The logged values by name, and what is observed of each learner."""
+    if isinstance(logged, Outcome):
+        return dict(logged.metrics), {"": logged.observed}
+    where = contract.described(experiment.train_step)
+    metrics: dict[str, jax.Array] = {}
+    own: dict[str, jax.Array] = {}
+    observed: Observed = {}
+    for name, value in logged.items():
+        if isinstance(value, Outcome):
+            _check_outcome(where, name, value)
+            metrics |= {f"{name}/{key}" if name else key: x for key, x in value.metrics.items()}
+            observed[name] = value.observed
+        else:
+            own[name] = contract.scalar(where, name, value)
+    taken = sorted(metrics.keys() & own.keys())
+    if taken:
+        raise errors.UserError(
+            f"{where} returned a scalar called {taken[0]!r}, which a learner logs: give it another name."
+        )
+    return metrics | learner_lib.mean_over_replicas(own), observed
+
+
+def _check_outcome(where: str, name: str, outcome: Outcome) -> None:
+    """Raises UserError if an outcome is that of several updates, as a scan of updates returns them."""
+    if jnp.shape(outcome.observed.verdict):
+        raise errors.UserError(
+            f"{where} returned the outcomes of {jnp.shape(outcome.observed.verdict)[0]} updates together as {name!r}. Return "
+            "that of one, such as the last: jax.tree.map(lambda x: x[-1], outcomes)."
+        )
+
+
+def _check_observed(
+    experiment: experiment_lib.Experiment, old: Any, new: Any, observed: Observed
+) -> None:
+    """Raises UserError if what a learner's update returned is not among the metrics of a step."""
+    before, after = (state_lib.learners(TrainState(0, x, 0)) for x in (old, new))
+    missing = []
+    for name in sorted(before.keys() - observed.keys()):
+        # One that is not updated, such as a teacher, is the same arrays.
+        same = zip(jax.tree.leaves(before[name]), jax.tree.leaves(after[name]), strict=True)
+        if not all(x is y for x, y in same):
+            missing.append(name)
+    if missing:
+        name = missing[0]
+        raise errors.UserError(
+            f"{contract.described(experiment.train_step)} returned metrics without those of the learner "
+            f"{name or 'whose state it is'!r}: return what its update returned under the name that its state has, as in "
+            f"state, outcome = learner.update(...); return state, {f'{{{name!r}: outcome}}' if name else 'outcome'}. "
+            "Whether its steps are finite is seen there."
+        )
 
 
 def _masked_sums(values: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
-    wide = {name: value.astype(jnp.float32) for name, value in values.items()}
-    sums = {name: jnp.sum(jnp.where(mask, value, 0)) for name, value in wide.items()}
+    def masked_sum(value: jax.Array) -> jax.Array:
+        counts = mask.reshape(-1, *(1 for _ in value.shape[1:]))
+        return jnp.sum(jnp.where(counts, value.astype(jnp.float32), 0), axis=0)
+
+    sums = {name: masked_sum(value) for name, value in values.items()}
     return lax.psum(sums, mesh_lib.REPLICAS)
 
 
 def _step_key(state: TrainState) -> jax.Array:
-    key = jax.random.fold_in(state.rng, state.step)
+    return _replica_key(jax.random.fold_in(state.rng, state.step))
+
+
+def _replica_key(key: jax.Array) -> jax.Array:
     for axis in (mesh_lib.GROUP, mesh_lib.REPLICAS):
         key = jax.random.fold_in(key, lax.axis_index(axis))
     return key
 
 
-def _one_group(state: TrainState) -> TrainState:
-    return _map_groups(lambda x: x[0], state)
+def _local(state: TrainState, grouped: bool) -> TrainState:
+    """A replica's view of its state: of its group, and what is its own."""
+    inner = jax.tree.map(lambda x: x[0], state.experiment) if grouped else state.experiment
+    own = lambda x: x.local() if experiment_lib.is_own(x) else x
+    inner = jax.tree.map(own, inner, is_leaf=experiment_lib.is_own)
+    return dataclasses.replace(state, experiment=inner)
 
 
-def _with_group(state: TrainState) -> TrainState:
-    return _map_groups(lambda x: x[None], state)
-
-
-def _map_groups(f: Callable[[Any], Any], state: TrainState) -> TrainState:
-    mapped = jax.tree.map(f, state._replace(step=None, rng=None))
-    return mapped._replace(step=state.step, rng=state.rng)
+def _stored(state: TrainState, grouped: bool) -> TrainState:
+    """The inverse of `_local`."""
+    own = lambda x: x.stored() if experiment_lib.is_own(x) else x
+    inner = jax.tree.map(own, state.experiment, is_leaf=experiment_lib.is_own)
+    return dataclasses.replace(state, experiment=_add_dim(inner) if grouped else inner)
 
 
 def _add_dim(tree: Any) -> Any:

@@ -28,13 +28,14 @@ def box(devices: Sequence[Any]) -> np.ndarray | None:
     if any(device.platform != "tpu" for device in devices):
         return None
     places = _places(devices)
+    # A slice may be a part of a pod: its box need not begin at 0.
     places -= places.min(axis=0)
-    found = np.full(places.max(axis=0) + 1, None, dtype=object)
+    chips = np.full(places.max(axis=0) + 1, None, dtype=object)
     for device, place in zip(devices, places, strict=True):
-        found[tuple(place)] = device
+        chips[tuple(place)] = device
     # Two devices at one place leave another one empty.
-    is_full = found.size == len(devices) and all(device is not None for device in found.flat)
-    return found if is_full else None
+    is_full = chips.size == len(devices) and all(device is not None for device in chips.flat)
+    return chips if is_full else None
 
 
 def lay_out(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
@@ -56,19 +57,19 @@ def lay_out(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
         return chips.reshape(sizes)
     shape = chips.shape
     split = min(_splits(shape, sizes), key=lambda split: _preference(split, shape))
-    axes, levels = range(len(shape)), range(len(sizes))
     # Of each axis of the torus the parts of all dimensions, the first one's outermost.
-    chips = chips.reshape([split[level][axis] for axis in axes for level in levels])
-    chips = chips.transpose([axis * len(sizes) + level for level in levels for axis in axes])
-    return chips.reshape(sizes)
+    chips = chips.reshape(np.transpose(split).ravel())
+    # Then the parts of each dimension together.
+    order = np.arange(chips.ndim).reshape(len(shape), len(sizes))
+    return chips.transpose(order.T.ravel()).reshape(sizes)
 
 
 def whole_axes(shape: Sequence[int]) -> list[int]:
     """The numbers of chips that some of the axes of a torus hold together."""
-    found = {1}
+    products = {1}
     for size in shape:
-        found |= {size * other for other in found}
-    return sorted(found)
+        products |= {size * product for product in products}
+    return sorted(products)
 
 
 def hops(devices: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[int]:
@@ -87,8 +88,12 @@ def hops(devices: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[int]:
         return []
     places = _places(devices)[:, :-1]
     shape = tuple(places.max(axis=0) - places.min(axis=0) + 1)
-    closed = np.where(_closed(devices[0].device_kind, shape), shape, 0)
-    return [length for group in groups for length in _tree(places[list(group)], closed)]
+    # The length of each axis that is a ring, 0 of one that is not.
+    rings = np.where(_closed(devices[0].device_kind, shape), shape, 0)
+    lengths = []
+    for group in groups:
+        lengths += _tree(places[list(group)], rings)
+    return lengths
 
 
 def _places(devices: Sequence[Any]) -> np.ndarray:
@@ -107,24 +112,26 @@ def _closed(kind: str, shape: _Shape) -> list[bool]:
     return [size == _POD for size in shape]
 
 
-def _tree(places: np.ndarray, closed: np.ndarray) -> list[int]:
+def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
     """The lengths of the branches of the shortest tree over places, by Prim's algorithm."""
     lengths = []
     far = np.iinfo(int).max
     nearest = np.full(len(places), far)
     outside = np.ones(len(places), dtype=bool)
-    joined = 0
+    last = 0
     for _ in range(len(places) - 1):
-        outside[joined] = False
-        nearest = np.minimum(nearest, _distances(places, places[joined], closed))
-        joined = int(np.argmin(np.where(outside, nearest, far)))
-        lengths.append(int(nearest[joined]))
+        outside[last] = False
+        # What is nearest to the tree may now be so through the place that was joined last.
+        nearest = np.minimum(nearest, _distances(places, places[last], rings))
+        last = int(np.argmin(np.where(outside, nearest, far)))
+        lengths.append(int(nearest[last]))
     return lengths
 
 
-def _distances(places: np.ndarray, place: np.ndarray, closed: np.ndarray) -> np.ndarray:
+def _distances(places: np.ndarray, place: np.ndarray, rings: np.ndarray) -> np.ndarray:
+    """The links from a place to each of these; a ring may be gone the other way round."""
     apart = np.abs(places - place)
-    around = np.where(closed > 0, closed - apart, apart)
+    around = np.where(rings > 0, rings - apart, apart)
     return np.minimum(apart, around).sum(axis=1)
 
 
@@ -134,7 +141,7 @@ def _splits(room: _Shape, sizes: _Shape) -> Iterator[tuple[_Shape, ...]]:
         yield (room,)
         return
     for part in _parts(room, sizes[-1]):
-        rest = tuple(size // taken for size, taken in zip(room, part, strict=True))
+        rest = tuple(size // side for size, side in zip(room, part, strict=True))
         for before in _splits(rest, sizes[:-1]):
             yield (*before, part)
 
@@ -145,27 +152,29 @@ def _parts(room: _Shape, count: int) -> Iterator[_Shape]:
         if count == 1:
             yield ()
         return
-    for side in range(1, room[0] + 1):
-        if room[0] % side == 0 and count % side == 0:
-            for others in _parts(room[1:], count // side):
-                yield (side, *others)
+    first, *others = room
+    for side in range(1, first + 1):
+        if first % side == 0 and count % side == 0:
+            for sides in _parts(tuple(others), count // side):
+                yield (side, *sides)
 
 
 def _preference(split: tuple[_Shape, ...], shape: _Shape) -> tuple[Any, ...]:
     """Less is better: the way that is gone, then axes of the torus that are shared, then later ones."""
-    ways, shared = [], []
-    strides = (1,) * len(shape)
+    ways, whole = [], []
+    strides = [1] * len(shape)
     # Nothing goes along the first dimension.
     for part in reversed(split[1:]):
         ways.append(_way(part, strides))
-        strides = tuple(stride * side for stride, side in zip(strides, part, strict=True))
-        taken = [side for side, size in zip(part, shape, strict=True) if side == size]
-        shared.append(-math.prod(taken))
-    later = [tuple(-side for side in part) for part in reversed(split)]
-    return ways, shared, later
+        strides = [stride * side for stride, side in zip(strides, part, strict=True)]
+        whole_sides = [side for side, size in zip(part, shape, strict=True) if side == size]
+        whole.append(-math.prod(whole_sides))
+    # Of two that are as good, the one with the larger sides along the first axes.
+    sides = [[-side for side in part] for part in reversed(split)]
+    return ways, whole, sides
 
 
-def _way(part: _Shape, strides: _Shape) -> int:
+def _way(part: _Shape, strides: Sequence[int]) -> int:
     """Returns what a sum over a box sends, times the links that it goes over.
 
     As a reduce-scatter along one axis after another, that of the nearest neighbours first, whose data the

@@ -13,7 +13,7 @@ from experiments.lm import model, text
 _BITS = 1 / math.log(2)
 
 
-class LanguageModel(xshard.Experiment):
+class LanguageModel(xshard.Supervised):
     """Windows of text, each byte predicted from those before it in its window."""
 
     def __init__(self, config):
@@ -57,7 +57,7 @@ class LanguageModel(xshard.Experiment):
             optax.clip_by_global_norm(config.clip_norm),
             optax.adamw(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=_decays),
         )
-        opt = xshard.OptaxOptimizer(rule, name="adamw")
+        opt = xshard.OptaxOptimizer(rule, name="adamw", schedules={"learning_rate": rate})
         opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
         scale = self.config.loss_scale
         if scale.kind == "none":
@@ -132,10 +132,14 @@ def _decays(params):
 
 
 def _show(written):
-    """Bytes as text, up to the end of a file, without what would move a terminal's cursor."""
-    shown = bytes(written).split(bytes([text.SEPARATOR]))[0].decode("utf8", "replace")
+    """Bytes as text, up to the end of a file."""
+    return printable(bytes(written).split(bytes([text.SEPARATOR]))[0].decode("utf8", "replace"))
+
+
+def printable(written):
+    """A text without what would move a terminal's cursor."""
     return "".join(
-        c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown
+        c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in written
     )
 
 

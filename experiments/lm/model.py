@@ -22,14 +22,23 @@ _ROTARY_BASE = 10_000.0
 
 
 class Transformer(hk.Module):
-    """Logits of the next byte at each position.
+    """Logits of the next byte, or token, at each position.
 
     Layers are scanned: the program is as large as for one, and a layer's parameters have a leading
     dimension of layers. The embedding and the last matrix are two arrays: for 256 symbols a second one costs
     next to nothing, and the last can begin at zero, where each byte is equally likely.
     """
 
-    def __init__(self, layers: int, width: int, heads: int, feed_forward: int, *, remat: bool):
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        feed_forward: int,
+        *,
+        remat: bool,
+        vocabulary: int = BYTES,
+    ):
         """Makes the module.
 
         Args:
@@ -38,6 +47,7 @@ class Transformer(hk.Module):
           heads: the number of attention heads, each of width / heads.
           feed_forward: the hidden size of the feed-forward layer.
           remat: whether a layer's activations are computed again for its gradient instead of kept.
+          vocabulary: the number of bytes, or of tokens.
         """
         super().__init__(name="transformer")
         self._layers = layers
@@ -45,21 +55,35 @@ class Transformer(hk.Module):
         self._heads = heads
         self._feed_forward = feed_forward
         self._remat = remat
+        self._vocabulary = vocabulary
 
-    def __call__(self, text: jax.Array) -> jax.Array:
-        """Float32 logits of shape (batch, length, 256) for bytes of shape (batch, length)."""
+    def __call__(self, text: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        """Computes logits.
+
+        Args:
+          text: bytes or tokens, of shape (batch, length).
+          segments: of the same shape; a token attends to those of its own segment alone. None: to all before it.
+            Positions need not begin anew in each, as with rotary ones only distances count.
+
+        Returns:
+          Float32 logits of shape (batch, length, vocabulary).
+        """
         init = hk.initializers.TruncatedNormal(1.0)
-        table = hk.get_parameter("embedding", (BYTES, self._width), jnp.float32, init)
+        table = hk.get_parameter("embedding", (self._vocabulary, self._width), jnp.float32, init)
         # Looked up in float32, so that the gradients of a byte's many places are summed in it.
         x = table.astype(jnp.float32)[text].astype(table.dtype)
 
+        mask = None
+        if segments is not None:
+            mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+
         def layer(x: jax.Array) -> jax.Array:
-            return Layer(self._layers, self._heads, self._feed_forward)(x)
+            return Layer(self._layers, self._heads, self._feed_forward)(x, mask)
 
         x = hk.layer_stack(self._layers, name="layers")(hk.remat(layer) if self._remat else layer)(
             x
         )
-        head = hk.get_parameter("head", (self._width, BYTES), jnp.float32, jnp.zeros)
+        head = hk.get_parameter("head", (self._width, self._vocabulary), jnp.float32, jnp.zeros)
         return jnp.einsum(
             "btd,dv->btv", RMSNorm("norm")(x), head, preferred_element_type=jnp.float32
         )
@@ -77,12 +101,12 @@ class Layer(hk.Module):
         # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
         self._out_scale = 1 / math.sqrt(2 * layers)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """An array of the shape (batch, length, width) to one of the same."""
-        x = x + self._attention(RMSNorm("attention_norm")(x))
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """An array of the shape (batch, length, width) to one of the same; the mask is (batch, 1, length, length)."""
+        x = x + self._attention(RMSNorm("attention_norm")(x), mask)
         return x + self._feed_forward_layer(RMSNorm("feed_forward_norm")(x))
 
-    def _attention(self, x: jax.Array) -> jax.Array:
+    def _attention(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         width, heads = x.shape[-1], self._heads
         size = width // heads
         # As one product: the gradient of its input is one sum over 'model', and not three.
@@ -91,7 +115,8 @@ class Layer(hk.Module):
         # In float16 it asks for a product that CPUs and TPUs have not.
         dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
         query, key, value = (y.astype(dtype) for y in (rotary(query), rotary(key), value))
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True).astype(x.dtype)
+        attend = functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=True)
+        mixed = attend(query, key, value).astype(x.dtype)
         out = _weights("attention_out", (heads, size, width), width, self._out_scale)
         return _product("bthe,hed->btd", mixed, out)
 

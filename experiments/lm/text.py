@@ -41,22 +41,48 @@ def read(files: tuple[str, ...], held_out: float) -> tuple[np.ndarray, np.ndarra
     Raises:
       ValueError: if there is nothing that an entry names, or it cannot be read.
     """
-    if isinstance(files, str):
-        raise errors.UserError(
-            f"text.files={files!r} must be a tuple of names, as ({files!r},) is."
-        )
-    found: dict[str, str] = {}
-    for entry in files:
-        found |= _find(entry)
-    if not files:
-        found = _standard_library(sysconfig.get_path("stdlib"))
+    found = _named(files)
     paths = sorted(found, key=lambda path: (found[path], path))
     if len(paths) == 1:
         whole = _join(paths)
         cut = len(whole) - round(held_out * len(whole))
         return whole[:cut], whole[cut:]
-    held = [path for path in paths if _fraction(found[path]) < held_out]
-    return _join([path for path in paths if path not in set(held)]), _join(held)
+    return _join(_side(found, held_out, False)), _join(_side(found, held_out, True))
+
+
+def documents(files: tuple[str, ...], held_out: float) -> tuple[list[str], list[str]]:
+    """The paths of the files to train on, and of those that are held out, as `read` has them; none is cut.
+
+    Raises:
+      ValueError: if there is nothing that an entry names, or there are no files on one of the sides.
+    """
+    found = _named(files)
+    train, held = (_side(found, held_out, side) for side in (False, True))
+    if not train or not held:
+        raise errors.UserError(
+            f"text.files={files!r} has {len(train)} files to train on and {len(held)} that are held out, as "
+            f"text.held_out={held_out} has it; each side needs one: give more files, or another text.held_out."
+        )
+    return train, held
+
+
+def _named(files: tuple[str, ...]) -> dict[str, str]:
+    """The paths that entries stand for, and their relative names."""
+    if isinstance(files, str):
+        raise errors.UserError(
+            f"text.files={files!r} must be a tuple of names, as ({files!r},) is."
+        )
+    if not files:
+        return _standard_library(sysconfig.get_path("stdlib"))
+    found: dict[str, str] = {}
+    for entry in files:
+        found |= _find(entry)
+    return found
+
+
+def _side(found: dict[str, str], held_out: float, is_held: bool) -> list[str]:
+    paths = sorted(found, key=lambda path: (found[path], path))
+    return [path for path in paths if (_fraction(found[path]) < held_out) == is_held]
 
 
 def windows(text: np.ndarray, length: int, what: str) -> np.ndarray:

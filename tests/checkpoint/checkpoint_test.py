@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from tests.optimizers import harness
 from xshard import checkpoint, mesh
 from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import arrays as arrays_lib
+from xshard.checkpoint import parts, reader
 from xshard.checkpoint import store as store_lib
 
 
@@ -75,6 +77,14 @@ def test_every_type_and_shape_as_bytes_and_as_zarr_and_to_anyone_with_tensorstor
         opened = ts.open({"driver": "zarr3", "kvstore": base}, open=True).result()
         assert opened.dtype.name == name and opened.shape == shape
         assert opened.read().result().tobytes() == np.asarray(array).tobytes()
+
+
+@pytest.mark.parametrize("size", [3, arrays_lib.LARGE_BYTES])
+def test_an_array_that_is_the_whole_tree(tmp_path, size):
+    array = jnp.arange(size, dtype=jnp.int32)
+    manager = make_manager(tmp_path)
+    save(manager, 1, array)
+    harness.assert_equal(manager.restore(array).state, array)
 
 
 def test_another_number_of_devices_and_another_sharding(tmp_path):
@@ -136,6 +146,29 @@ def test_what_is_kept(tmp_path):
     assert manager.restore(target)[0]["a"][0] == 30 and manager.restore(target, 3)[0]["a"][0] == 3
     with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of step 4 .* \[3, 30\]"):
         manager.restore(target, 4)
+
+
+def test_what_is_on_the_devices_is_not_held_on_the_host_as_well(tmp_path, monkeypatch):
+    tree = {str(i): jnp.full(100, i, jnp.float32) for i in range(20)}
+    manager = make_manager(tmp_path, budget_bytes=1)
+    save(manager, 1, tree)
+    allocate, to_device = parts._aligned, jax.device_put
+    memory, held = [], []
+
+    def noted(*args):
+        held.append(sum(reference() is not None for reference in memory))
+        array = allocate(*args)
+        memory.append(weakref.ref(array))
+        return array
+
+    # As on devices with memory of their own: a CPU's arrays are the host's.
+    copied = lambda values, devices: to_device(jax.tree.map(np.array, values), devices)
+    monkeypatch.setattr(parts, "_aligned", noted)
+    monkeypatch.setattr(reader, "_PLACED_AT_ONCE", 2)
+    monkeypatch.setattr(jax, "device_put", copied)
+    harness.assert_equal(manager.restore(tree).state, tree)
+    # Those that are put together, and what was read last.
+    assert len(held) == 20 and max(held) <= 3
 
 
 def test_metrics_that_come_after_a_save_count_for_the_best(tmp_path, monkeypatch):

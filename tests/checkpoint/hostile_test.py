@@ -13,7 +13,7 @@ from tests.checkpoint.harness import make_manager
 from xshard import checkpoint
 from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import source
+from xshard.checkpoint import parts
 
 DEEP = b"[" * 100_000
 STATE = {"params": {"w": jnp.arange(4.0)}, "x": jnp.ones(3), "large": jnp.ones(300_000)}
@@ -31,14 +31,14 @@ def whole(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
     """The bytes of all memory that is taken for arrays."""
-    allocate, taken = source._aligned, []
+    allocate, taken = parts._aligned, []
 
     def count(shape, dtype):
         taken.append(int(np.prod(shape, dtype=object)) * dtype.itemsize)
         assert taken[-1] <= 2 << 20, "more than is stored"
         return allocate(shape, dtype)
 
-    monkeypatch.setattr(source, "_aligned", count)
+    monkeypatch.setattr(parts, "_aligned", count)
     return taken
 
 

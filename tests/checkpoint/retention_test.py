@@ -23,6 +23,8 @@ def saved(**metrics):
         (checkpoint.Keep(2), {6, 7}),
         (checkpoint.Keep(9), {1, 2, 3, 4, 5, 6, 7}),
         (checkpoint.Keep(1, every_steps=3), {3, 6, 7}),
+        (checkpoint.Keep(1, newest_of=3), {6, 7}),
+        (checkpoint.Keep(1, newest_of=8), {7}),
         (checkpoint.Keep(1, best=2, metric="m"), {3, 5, 7}),
         (checkpoint.Keep(1, best=2, metric="m", mode="min"), {1, 4, 7}),
         (checkpoint.Keep(2, 3, 1, "m"), {3, 6, 7}),
@@ -155,11 +157,10 @@ def test_the_best_survive_a_restart_and_what_is_damaged_takes_no_place(tmp_path)
 
 
 def test_deleting_begins_with_commit(tmp_path, monkeypatch):
-    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1))
+    said = []
+    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), say=said.append)
     save(manager, 1, STATE)
     monkeypatch.setattr(type(manager.store), "delete_folder", lambda *args: 1 / 0)
-    said = []
-    monkeypatch.setattr(manager, "_say", said.append)
     # The new one counts though the old one could not be deleted, and the old one does not any more.
     save(manager, 2, STATE)
     assert manager.all_steps() == [2] and "could not be deleted: division" in said[0]

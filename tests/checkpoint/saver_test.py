@@ -14,7 +14,7 @@ from tests.checkpoint.harness import FOREVER, environment, make_manager, make_tr
 from tests.optimizers import harness
 from xshard import checkpoint, mesh
 from xshard.checkpoint import arrays as arrays_lib
-from xshard.checkpoint import budget, ownership, writer
+from xshard.checkpoint import budget, host_copy, ownership, writer
 
 
 @pytest.fixture
@@ -198,12 +198,12 @@ def test_from_a_device_with_memory_of_its_own_only_the_piece_is_copied():
     array = jnp.arange(24.0).reshape(4, 6)
     whole = ownership.Piece("a", (0, 0), 0, (0, 0), (4, 6))
     part = ownership.Piece("a", (1, 0), 0, (2, 0), (2, 6))
-    np.testing.assert_array_equal(writer.start_device_copy(array, whole)(), array)
-    np.testing.assert_array_equal(writer.start_device_copy(array, part)(), array[2:])
+    np.testing.assert_array_equal(host_copy.start_device_copy(array, whole)(), array)
+    np.testing.assert_array_equal(host_copy.start_device_copy(array, part)(), array[2:])
 
 
 def test_a_save_by_the_path_of_such_devices(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "start_copy", writer.start_device_copy)
+    monkeypatch.setattr(host_copy, "start_copy", host_copy.start_device_copy)
     monkeypatch.setattr(arrays_lib, "CHUNK_BYTES", 256)
     devices = mesh.make_mesh([[0, 1, 2, 3], [4, 5, 6, 7]])
     tree = {

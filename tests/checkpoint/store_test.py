@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoint import harness, torture
 from tests.optimizers.harness import assert_equal
 from xshard import checkpoint
+from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import lock
 from xshard.checkpoint import store as store_lib
 
@@ -68,6 +69,19 @@ def test_objects(folder):
     assert store.names() == []
 
 
+def test_a_run_that_was_killed_while_it_took_a_folder_leaves_it_to_the_next(tmp_path):
+    (tmp_path / "RUN.__lock").write_text("of another run, with a longer config. " * 100)
+    (tmp_path / "step_00000001.01234567").mkdir()
+    (tmp_path / "step_00000001.01234567" / "COMMIT.__lock").write_text("half")
+    owner = format_lib.Owner("a" * 16, "b" * 16, "host:/runs/a", {"seed": 0})
+    for step in (2, 3):
+        manager = harness.make_manager(tmp_path, owner=owner)
+        harness.save(manager, step, harness.make_tree())
+        manager.close()
+    assert manager.all_steps() == [2, 3] and format_lib.read_owner(manager.store) == owner
+    assert not list(tmp_path.rglob("*__lock"))
+
+
 def test_a_checkpoint(folder):
     tree = harness.make_tree()
     manager = harness.make_manager(folder, keep_last=2)
@@ -102,13 +116,12 @@ def test_two_runs_at_once_are_refused(folder, monkeypatch):
 
 def test_the_lease_of_a_dead_run_is_taken_over_and_a_run_that_was_slow_notices(gcs, tmp_path):
     folder = f"{gcs}{tmp_path.name}"
-    slow, other = harness.make_manager(folder), harness.make_manager(folder)
+    said = []
+    slow, other = harness.make_manager(folder), harness.make_manager(folder, say=said.append)
     slow.acquire()
     # As if it was stopped for long: it does not renew its lease any more.
-    slow._lock._ended.set()
-    slow._lock._thread.join()
-    said = []
-    other._say = said.append
+    slow._folder._lock._ended.set()
+    slow._folder._lock._thread.join()
     other.acquire()
     assert "watching for 1 s whether it is alive" in said[0]
     with pytest.raises(

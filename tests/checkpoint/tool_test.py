@@ -1,6 +1,7 @@
 """`python -m xshard.checkpoint`: what it says of checkpoints, whole and damaged."""
 
 import json
+import sys
 import warnings
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from tests.checkpoint.harness import make_manager, save
 from xshard import checkpoint, mesh
 from xshard.checkpoint import __main__ as tool
+from xshard.checkpoint import store
 
 OPTIONS = {"keep_best": 2, "best_metric": "error", "best_mode": "min"}
 
@@ -124,6 +126,18 @@ def test_a_pinned_step_is_kept_from_the_rules_until_it_is_unpinned(directory, ca
 def test_rm(directory, capsys):
     assert run(capsys, "rm", directory, 1)[0] == 0
     assert make_manager(directory).all_steps() == [2]
+
+
+def test_rm_ends_what_another_has_begun(directory, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(store.Store, "delete_folder", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            run(capsys, "rm", directory, 1)
+    assert list(directory.glob("step_00000001.*"))
+    assert run(capsys, "rm", directory, 1)[0] == 0
+    assert not list(directory.glob("step_00000001.*"))
+    code, error = run(capsys, "rm", directory, 1)
+    assert code == 1 and "no checkpoint of step 1" in error
 
 
 def test_orbax_opens_what_it_has_been_told_of(directory, capsys):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.harness import make_manager, save
-from xshard import checkpoint, mesh
+from xshard import checkpoint, errors, mesh
+from xshard.files import tensors
 
 
 def make_state(groups=0, value=1.0, head=3, dtype=jnp.float32):
@@ -144,3 +145,114 @@ def test_all_groups_begin_alike_on_their_devices(tmp_path, stored):
 def test_what_is_not_there(tmp_path, source, select, match):
     with pytest.raises(checkpoint.CheckpointError, match=match):
         take(save_state(tmp_path) + source, make_state(), select=select)
+
+
+def write(path, state, **changes):
+    arrays = {
+        name: np.asarray(x)
+        for name, x in checkpoint.flatten(state).items()
+        if name.startswith("params/")
+    }
+    tensors.write(path, {**arrays, **changes}, {"groups": str(state["global_step"].size)})
+    return str(path)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_a_file_is_as_good_as_a_checkpoint(tmp_path, groups, dtype):
+    stored = make_state(groups=groups, value=2.0, dtype=dtype)
+    stored["global_step"] = stored["global_step"] if groups else jnp.zeros(0)
+    file = write(tmp_path / "a.safetensors", stored)
+    # One group of several, and one model for all groups.
+    for count in (0, 2):
+        state, said = take(file, make_state(groups=count, value=-1.0), group=groups // 2)
+        wanted = stored["params"]
+        if groups and not count:
+            wanted = jax.tree.map(lambda x: x[1], wanted)
+        elif count and not groups:
+            wanted = jax.tree.map(lambda x: jnp.stack([x, x]), wanted)
+        same = lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.float32))
+        jax.tree.map(same, state["params"], wanted)
+        assert "initialised 3 arrays" in said[-1] and "a.safetensors" in said[-1]
+
+
+def test_a_file_is_read_in_the_parts_that_devices_hold(tmp_path):
+    state = make_state(value=-1.0)
+    place = mesh.sharding(mesh.make_mesh(model=4), "model")
+    state["params"]["body"]["w"] = jax.device_put(state["params"]["body"]["w"], place)
+    file = write(tmp_path / "a.safetensors", {**make_state(value=2.0), "global_step": jnp.zeros(0)})
+    taken, _ = take(file, state)
+    assert taken["params"]["body"]["w"].sharding == place
+    wanted = make_state(value=2.0)["params"]
+    jax.tree.map(np.testing.assert_array_equal, taken["params"], wanted)
+
+
+RENAMES = [
+    (["params/old=params/body", "params/top=params/head"], "params/{}", "old", "top"),
+    (["model=params,model/top=params/head"], "model/{}", "body", "head"),
+    (["=params"], "{}", "body", "head"),
+    (["model.body.w=params/body/w", "a/b=params/body/b"], None, "", ""),
+]
+
+
+@pytest.mark.parametrize("of_file", [False, True])
+@pytest.mark.parametrize(("texts", "form", "body", "head"), RENAMES)
+def test_paths_are_renamed(tmp_path, of_file, texts, form, body, head):
+    params = make_state(value=2.0)["params"]
+    if form is None:
+        stored = {
+            "model.body.w": params["body"]["w"],
+            "a/b": params["body"]["b"],
+            "params/head/w": params["head"]["w"],
+        }
+    else:
+        stored = {f"{form.format(body)}/{k}": x for k, x in params["body"].items()}
+        stored[f"{form.format(head)}/w"] = params["head"]["w"]
+    if "model/top" in texts[0]:
+        stored["model/top/w"] = stored.pop("model/head/w")
+        texts = ["model/top=params/head,model=params"]
+    if of_file:
+        place = str(tmp_path / "a.safetensors")
+        tensors.write(tmp_path / "a.safetensors", {k: np.asarray(x) for k, x in stored.items()}, {})
+    else:
+        place = str(tmp_path)
+        manager = make_manager(tmp_path)
+        save(manager, 1, stored)
+        manager.close()
+    taken, _ = take(place, make_state(value=-1.0), rename=checkpoint.renames(texts))
+    jax.tree.map(np.testing.assert_array_equal, taken["params"], params)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (
+            ["params/bodi=params/body"],
+            "no path in .* begins with 'params/bodi' .near it: params/body",
+        ),
+        (["params/body=params/bode"], "this run has no 'params/bode/b' .near it: .*params/body/b"),
+        (["params/head=params/body"], "makes 'params/body/w' of both"),
+    ],
+)
+def test_a_renaming_that_does_not_fit_is_named(tmp_path, texts, message):
+    place = save_state(tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        take(place, make_state(), rename=checkpoint.renames(texts))
+
+
+def test_what_is_no_renaming_or_no_file(tmp_path):
+    for text in ("params", "a=b=c", "a=a", "a=b,"):
+        with pytest.raises(checkpoint.CheckpointError, match="OLD=NEW"):
+            checkpoint.renames([text])
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(errors.UserError, match="cannot be read"):
+        take(str(path), make_state())
+    for content in (b"", b"no such file", b"\xff" * 100, (10).to_bytes(8, "little") + b"[" * 10):
+        path.write_bytes(content)
+        with pytest.raises(errors.UserError, match="cannot be read"):
+            take(str(path), make_state())
+    write(path, {**make_state(head=4), "global_step": jnp.zeros(0)})
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"head/w' is float32\[5, 4\] in it, float32\[5, 3\]"
+    ):
+        take(str(path), make_state())

@@ -78,6 +78,12 @@ def test_a_loop_of_unknown_length_counts_as_one_round_and_is_told():
     assert costs.of(program).flops == 2 * 4 * 8 * 8
 
 
+def test_the_number_of_a_parameter_is_no_bound():
+    text = SCAN.replace("START", "0").replace("constant(BOUND)", "parameter(7)")
+    program = hlo.parse(text)
+    assert program.unknown_loops() == 1 and program.times()["body"] == 1
+
+
 def test_a_count_that_the_compiler_gives_is_taken():
     given = 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'
     program = hlo.parse(SCAN.replace("direction=LT", "direction=NE").replace("body=%body", given))

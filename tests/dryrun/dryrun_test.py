@@ -229,7 +229,7 @@ def test_a_step_that_does_not_fit(needed, first):
     memory = {"parameters": 8 * 2**30, "optimizer_state": 16 * 2**30, "batch": 2**20}
     result = {"topology": "v5e:4x4", "memory": memory}
     words = f"the total memory required ({needed}) exceeds available HBM (15.75G)."
-    e = dryrun._does_not_fit(RuntimeError(words), result, state)
+    e = dryrun._compiler_error(RuntimeError(words), result, state)
     assert isinstance(e, dryrun.DoesNotFitError) and e.result["memory"]["fits"] is False
     message = str(e)
     assert f"needs {needed[:-1]} GiB a chip of the 15.75 GiB" in message

@@ -121,15 +121,56 @@ print(os.waitstatus_to_exitcode(os.wait()[1]), (folder / "a").read_text())
 """
 
 
-def test_calls_do_as_they_are_told(tmp_path):
+def printed_under_the_shim(tmp_path, program):
+    """The lines that a program prints, whose calls in a folder of its own the shim sees."""
     needs_compiler("disk")
     (tmp_path / "folder").mkdir()
     environment = {**harness.environment(), **shim.preloaded(tmp_path)}
-    command = [sys.executable, "-c", CALLS, str(tmp_path / "folder")]
+    command = [sys.executable, "-c", program, str(tmp_path / "folder")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    return done.stdout.splitlines()
+
+
+def test_calls_do_as_they_are_told(tmp_path):
+    assert printed_under_the_shim(tmp_path, CALLS) == [
         "{'Stale file handle'} ['a']",
         "b'con' 3 writent",
         "-9 writent",
+    ]
+
+
+KILLED = """
+import os, pathlib, sys
+from tests.faults import shim
+from xshard.checkpoint import store
+folder = pathlib.Path(sys.argv[1])
+seam = shim.Shim(folder)
+def do(action, kind=None, at=0):
+    seam.plan(kind, at, shim.KILL)
+    if os.fork() == 0:
+        seam.watch()
+        # Tensorstore's threads would be lost by a fork.
+        action(store.Store(folder))
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    print(code, {path.name: path.read_text() for path in sorted(folder.iterdir())})
+do(lambda store: store.create("RUN", b"a long content"), "rename", 1)
+do(lambda store: store.create("RUN", b"short"))
+# The lock file goes after what it is of.
+do(lambda store: store.delete("RUN"), "unlink", 2)
+do(lambda store: store.create("RUN", b"again"))
+do(lambda store: store.delete("RUN"), "unlink", 1)
+do(lambda store: store.delete("RUN"))
+"""
+
+
+def test_what_a_killed_process_leaves_of_an_object_is_no_part_of_the_next(tmp_path):
+    assert printed_under_the_shim(tmp_path, KILLED) == [
+        "-9 {'RUN.__lock': 'a long content'}",
+        "0 {'RUN': 'short'}",
+        "-9 {'RUN.__lock': ''}",
+        "0 {'RUN': 'again'}",
+        "-9 {'RUN': 'again', 'RUN.__lock': ''}",
+        "0 {}",
     ]

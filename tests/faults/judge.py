@@ -16,7 +16,7 @@ import re
 from tensorboard.backend.event_processing import event_accumulator
 
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import source
+from xshard.checkpoint import parts, source
 from xshard.checkpoint import store as store_lib
 
 _BUDGET_BYTES = 1 << 30
@@ -157,7 +157,7 @@ def _checkpoint(attempt):
     """The bits of a checkpoint, its position in the data, its metrics, and whether it is pinned."""
     meta = source.read_meta(attempt)
     digest = hashlib.sha256(json.dumps(meta["data"], sort_keys=True).encode())
-    for name, value in source.read_arrays(attempt, source.array_metas(meta), _BUDGET_BYTES):
+    for name, value in parts.read_arrays(attempt, source.array_metas(meta), _BUDGET_BYTES):
         digest.update(name.encode() + str(value.dtype).encode() + value.tobytes())
     return {
         "state": digest.hexdigest(),

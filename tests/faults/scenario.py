@@ -25,8 +25,8 @@ _IMPORTED = (
     "tensorboard.backend.event_processing.event_accumulator",
     "xshard.checkpoint.orbax",
     "xshard.metrics.event_files",
-    "xshard.follow",
-    "xshard.profiling",
+    "xshard.modes.follow",
+    "xshard.modes.profiling",
     "xshard.pod.watch",
 )
 # Longer than any part takes beside other work: who is not done by then hangs.

@@ -11,7 +11,7 @@ import socket
 import numpy as np
 import pytest
 
-from tests import pace
+from tests import pace, rows
 from tests.launch import harness
 from xshard.pod import handshake
 
@@ -237,6 +237,23 @@ def test_what_is_not_finite_on_one_process_ends_all_and_starts_none_again(tmp_pa
     assert f"not finite: step 31: {where}the loss is nan" in shown
 
 
+def test_two_go_back_past_the_data_also_when_one_is_killed_meanwhile(tmp_path):
+    options = ["--config.experiment=tests.toy.Poisoned", "--config.overflow_above=1e9",
+               "--config.poisoned=((0,31),)", "--config.on_nonfinite=roll_back", "--config.steps=50"]  # fmt: skip
+    code, output = harness.finish(start(tmp_path / "whole", *options, count=2))
+    assert code == 0, output
+    said = "went back to step 20, and on from there past batches 21 to 31 of the data"
+    assert said in output and (tmp_path / "whole/roll_backs.json").exists()
+    with pace.slow(tmp_path / "slow", 31) as variables:
+        process = start(tmp_path / "run", *options, count=2, **variables)
+        harness.read_until(process, said)
+        os.kill(pid_of(tmp_path / "run", 1), signal.SIGKILL)
+        harness.read_until(process, "resumed from the checkpoint of step 20")
+    code, output = harness.finish(process)
+    assert code == 0, output
+    harness.assert_same_end(tmp_path / "run", tmp_path / "whole", 50)
+
+
 def test_other_data_on_one_process_is_refused_before_it_is_used(tmp_path):
     options = ("--config.experiment=tests.toy.Uneven",)
     code, output = harness.finish(start(tmp_path / "run", *options, flags=["--max_failures=1"]))
@@ -253,6 +270,32 @@ def test_all_save_when_the_clock_of_one_says_so(tmp_path):
     with harness.running(process):
         checkpoints = tmp_path / "run" / "checkpoints"
         harness.wait_until(lambda: len(list(checkpoints.glob("*/COMMIT"))) > 1)
+
+
+def test_a_pod_ends_and_shows_what_one_process_does_also_when_it_was_stopped(tmp_path):
+    options = ["--config.experiment=tests.stopping.Showing",
+               "--config.steps=60", "--config.eval_every_steps=10", "--config.samples_every_steps=10",
+               "--config.checkpoint.every_steps=15", "--config.examples=100",
+               "--config.overflow_above=1e9"]  # fmt: skip
+    code, output = harness.finish(start(tmp_path / "whole", *options, count=2))
+    assert code == 0, output
+    ended = rows.results(tmp_path / "whole")
+    assert "error has not improved in 2 evaluations" in ended["ended"] and ended["step"] < 60
+    with pace.slow(tmp_path / "slow", 12) as variables:
+        process = start(tmp_path / "run", *options, count=2, **variables)
+        harness.read_until(process, "step 15: saved")
+        os.kill(pid_of(tmp_path / "run", 1), signal.SIGKILL)
+        harness.read_until(process, "again in 1 s")
+    code, output = harness.finish(process)
+    assert code == 0, output
+    assert rows.results(tmp_path / "run") == ended
+    assert rows.same_bits(tmp_path / "run") == rows.same_bits(tmp_path / "whole")
+    shown = [(tmp_path / name / "samples.jsonl").read_text() for name in ("run", "whole")]
+    assert shown[0] == shown[1] and shown[0].count("\n") == ended["step"] // 10
+    # Once more, on the same processes: there is nothing to train, and both hear of it.
+    code, output = harness.finish(start(tmp_path / "run", *options, count=2))
+    assert code == 0 and f"nothing to train: the run has ended at step {ended['step']}" in output
+    assert rows.results(tmp_path / "run") == ended
 
 
 def test_groups_on_several_processes(tmp_path):

@@ -1,6 +1,7 @@
 """Sweeps here: a job for each point, a table, and only what is missing when it is started again."""
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from launch import engine, sweep
 from tests import pace
 from tests.launch import harness
+
+# By ml_collections, as it reads the config of a job.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
 def points_file(tmp_path, points):
@@ -42,6 +46,8 @@ def test_a_sweep_runs_each_point_once_and_shows_what_came_out(tmp_path):
     ]  # fmt: skip
     config = json.loads((tmp_path / "runs" / "001" / "config.json").read_bytes())
     assert config["optimizer"]["learning_rate"] == 0.01
+    begun = json.loads((tmp_path / "runs" / "sweep_runs.json").read_bytes())
+    assert begun.keys() == {"000", "001"} and begun["001"] == config["_run"]["id"]
     code, again = harness.finish(start(tmp_path, points))
     assert code == 0 and "2 of 2 jobs are done" in again and "started" not in again
     assert again.strip().splitlines()[-3:] == lines
@@ -87,9 +93,126 @@ def test_a_sweep_that_is_stopped_goes_on(tmp_path):
 
 def test_another_sweep_does_not_take_the_directory(tmp_path):
     for _ in range(2):
-        sweep.claim(tmp_path / "runs", [{"seed": 0}, {"seed": 1}])
+        sweep.claim(tmp_path / "runs", [{"seed": 0}, {"seed": 1}], [])
     with pytest.raises(engine.LaunchError, match="holds another sweep"):
-        sweep.claim(tmp_path / "runs", [{"seed": 0}, {"seed": 2}])
+        sweep.claim(tmp_path / "runs", [{"seed": 0}, {"seed": 2}], [])
+
+
+POINTS = [{"seed": 0}, {"seed": 1}]
+
+
+class Sweep:
+    """A sweep whose runs are files: what there is of them when they have ended."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        command = (*harness.TOY, f"--workdir={directory}")
+        self.jobs = sweep.jobs(engine.Job("s", command), POINTS)
+
+    def claim(self):
+        sweep.claim(self.directory, POINTS, self.jobs)
+
+    def end(self, index, run, **changed):
+        """Puts a run that has ended into the directory of a point, in the place of what is there."""
+        job = self.jobs[index]
+        job.workdir.mkdir(parents=True, exist_ok=True)
+        owner = {"id": run, "fingerprint": "f"} if run else None
+        config = {**sweep._asked_for(job), **changed, **({"_run": owner} if owner else {})}
+        (job.workdir / "config.json").write_text(json.dumps(config))
+        results = {"step": 12, "finite": True, "eval": {"error": 0.5}, "run": run}
+        (job.workdir / "results.json").write_text(json.dumps(results))
+
+    def doing(self):
+        return [row["doing"] for row in sweep.rows(self.directory)]
+
+    def noted(self):
+        return json.loads((self.directory / "sweep_runs.json").read_bytes())
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """A sweep that has begun the runs 'a' and 'b', which have ended."""
+    ended = Sweep(tmp_path / "runs")
+    ended.claim()
+    for index, run in enumerate("ab"):
+        ended.end(index, run)
+        sweep._note(ended.jobs[index])
+    return ended
+
+
+def test_a_run_that_was_begun_again_is_taken_if_its_config_is_what_is_asked_for(ended, capsys):
+    assert ended.noted() == {"000": "a", "001": "b"} and ended.doing() == ["done", "done"]
+    ended.end(1, "c")
+    # Until the sweep is asked, it is nobody's.
+    assert ended.doing() == ["done", "not known: it holds run c, and the sweep began run b"]
+    ended.claim()
+    said = capsys.readouterr().out
+    assert "s-001: takes run c, which this sweep did not begin (it began run b)" in said
+    assert "s-000" not in said
+    assert ended.noted() == {"000": "a", "001": "c"} and ended.doing() == ["done", "done"]
+    ended.claim()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("run", ["c", ""])
+def test_another_run_of_another_config_is_refused_by_name(ended, run):
+    ended.end(1, run, seed=7, steps=3)
+    its_name = run or "of an older version"
+    with pytest.raises(engine.LaunchError) as e:
+        ended.claim()
+    assert f"runs/001 holds run {its_name}, which this sweep did not begin (it began" in str(
+        e.value
+    )
+    assert "(seed: 7 for 1; steps: 3 for 12)" in str(e.value)
+    assert ended.noted() == {"000": "a", "001": "b"}
+    assert ended.doing() == [
+        "done",
+        f"not known: it holds run {its_name}, and the sweep began run b",
+    ]
+
+
+def test_its_own_run_may_go_on_with_another_config(ended, capsys):
+    ended.end(1, "b", steps=3)
+    ended.claim()
+    assert capsys.readouterr().out == "" and not sweep.has_ended(ended.jobs[1])
+
+
+def test_a_run_that_is_gone_begins_again(ended, capsys):
+    shutil.rmtree(ended.jobs[0].workdir)
+    assert ended.doing() == ["not known: it holds no run, and the sweep began run a", "done"]
+    ended.claim()
+    assert "s-000: run a, which this sweep began, is not there any more" in capsys.readouterr().out
+    assert ended.noted() == {"001": "b"} and ended.doing() == ["not started", "done"]
+    assert not sweep.has_ended(ended.jobs[0])
+
+
+def test_a_run_that_was_there_before_the_sweep(tmp_path, capsys):
+    new = Sweep(tmp_path / "runs")
+    new.end(0, "x", seed=5)
+    with pytest.raises(
+        engine.LaunchError, match=r"run x, .*\(it was there before\).*seed: 5 for 0"
+    ):
+        new.claim()
+    assert not (tmp_path / "runs" / "sweep.json").exists()
+    new.end(0, "x")
+    new.claim()
+    assert "s-000: takes run x, which this sweep did not begin" in capsys.readouterr().out
+    assert new.noted() == {"000": "x"}
+
+
+def test_what_was_not_noted_is_the_sweeps_own(ended, capsys):
+    # As of a sweep on a cluster, or one whose launcher was killed.
+    (ended.directory / "sweep_runs.json").unlink()
+    ended.end(1, "b", steps=3)
+    ended.claim()
+    assert capsys.readouterr().out == "" and ended.noted() == {"000": "a", "001": "b"}
+
+
+def test_a_config_that_is_damaged_is_left_to_its_run(ended):
+    (ended.jobs[1].workdir / "config.json").write_text("{")
+    ended.claim()
+    assert ended.noted() == {"000": "a", "001": "b"} and not sweep.has_ended(ended.jobs[1])
+    assert ended.doing()[1].startswith("not known: ") and "cannot be read" in ended.doing()[1]
 
 
 def test_a_dry_run_of_a_sweep_leaves_nothing(tmp_path):

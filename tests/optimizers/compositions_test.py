@@ -15,6 +15,9 @@ from tests.optimizers import harness
 from xshard.optimizers import base, cross_shard, layouts, loss_scale, moving_average
 from xshard.optimizers import optax as optax_optimizer
 
+# Coverage is measured by the other tests: it would double the time of these, which trace many rules.
+pytestmark = pytest.mark.no_cover
+
 STEPS = 4
 BAD = 2
 

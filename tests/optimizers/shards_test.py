@@ -225,7 +225,9 @@ def test_reductions_do_not_see_what_arrays_are_filled_up_with(kind):
     x = {"max": -1.0, "min": 1.0}.get(kind, 2.0) * jnp.ones((3, 5))
     x = x > 0 if kind in ("and", "or") else x
     partition = shards.Partition({"w": x}, 8, "replica")
-    reduce = lambda x: partition.reduce(kind, partition.layouts["w"], partition.own({"w": x})["w"])
+    own = lambda x: partition.own({"w": x})["w"]
+    part = lambda x: partition.reduce_own(kind, partition.layouts["w"], own(x))
+    reduce = lambda x: partition.across(kind, part(x))
     run = jax.shard_map(
         reduce, mesh=harness.mesh(), in_specs=EVERYWHERE, out_specs=EVERYWHERE, check_vma=False
     )
@@ -258,6 +260,28 @@ def test_a_phase_that_mixes_elements_is_refused_by_name(phase):
     make = lambda: Sorted(CrossShard(optax.sgd(1.0)), phase)
     with pytest.raises(ValueError, match="sorted cannot be sharded: its sort takes 'm/w'"):
         run_one(make, WIDE, lambda i: WIDE)
+
+
+class WithParameter(base.OptimizerWrapper):
+    """A user's wrapper that keeps a rate as a parameter of Haiku."""
+
+    def __init__(self, opt):
+        super().__init__(name="with_parameter")
+        self.opt = opt
+
+    def update(self, grads, params):
+        rate = hk.get_parameter("rate", [], init=jnp.ones)
+        return self.opt.update(jax.tree.map(lambda g: rate * g, grads), params)
+
+
+def test_a_parameter_of_a_rule_is_refused_before_the_first_step():
+    step = hk.transform_with_state(
+        lambda: WithParameter(CrossShard(optax.sgd(1.0))).apply_gradients(WIDE, WIDE)
+    )
+    with pytest.raises(
+        ValueError, match="hk.get_parameter for .'with_parameter/rate'.*hk.get_state"
+    ):
+        step.init(None)
 
 
 def test_the_check_of_varying_values_is_refused_with_the_mend():

@@ -41,6 +41,17 @@ def test_all_that_rows_hold_has_a_chart(tmp_path):
     assert layout["yaxis"]["type"] == "log" and [s["x0"] for s in layout["shapes"]] == [210]
 
 
+def test_what_each_learner_has_is_drawn_as_that_of_one(tmp_path):
+    names = ("critic/global_step", "epoch", "critic/loss_scale", "critic/loss", "learning_rate")
+    logged = [{"step": step, **dict.fromkeys(names, float(step))} for step in (1, 2)]
+    drawn = charts.charts(read(tmp_path, logged))
+    assert [(chart.section, chart.name, chart.is_log, chart.is_smoothed) for chart in drawn] == [
+        (charts.LEARNING, "critic/loss", False, True),
+        (charts.UPDATES, "critic/loss_scale", True, False),
+        (charts.UPDATES, "learning_rate", False, False),
+    ]
+
+
 def test_training_and_evaluation_of_a_metric_are_on_one_axis(tmp_path):
     job = [samples.evaluation(step, better=0.1) for step in (150, 100)]
     traces, _ = draw(read(tmp_path, samples.rows(), job=job), "accuracy")
@@ -54,6 +65,19 @@ def test_training_and_evaluation_of_a_metric_are_on_one_axis(tmp_path):
     }
     assert shown["evaluation job"]["x"] == [100, 150]
     assert len({t["line"]["color"] for t in shown.values()}) == 5
+
+
+def test_a_curve_has_the_same_colour_in_all_charts(tmp_path):
+    # As rows are written: in the order of the alphabet.
+    content = [{"step": 1, "loss": 1.0, "accuracy": 0.1}]
+    names = ("eval/accuracy", "eval/average/accuracy", "eval/average/loss", "eval/loss")
+    content.append({"step": 2, **dict.fromkeys(names, 0.5)})
+    some_runs = read(tmp_path, content)
+    colours = [
+        {trace["name"]: trace["line"]["color"] for trace in draw(some_runs, name)[0]}
+        for name in ("loss", "accuracy")
+    ]
+    assert colours[0] == colours[1] and len(colours[0]) == 4
 
 
 def test_groups_have_a_curve_each(tmp_path):

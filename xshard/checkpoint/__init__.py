@@ -1,5 +1,6 @@
 """Checkpoints of everything that a run needs to go on, on tensorstore."""
 
+from xshard.checkpoint.arrays import flatten
 from xshard.checkpoint.catalog import Catalog, Entry, newest_metadata, read_catalog
 from xshard.checkpoint.format import Owner, read_owner
 from xshard.checkpoint.manager import Manager
@@ -7,10 +8,21 @@ from xshard.checkpoint.reader import Restored
 from xshard.checkpoint.retention import Keep, Saved
 from xshard.checkpoint.saver import Committed, NonfiniteError
 from xshard.checkpoint.store import CheckpointError, Store
-from xshard.checkpoint.transfer import BY_DEFAULT, PARAMS, Source, check_init, init_from
+from xshard.checkpoint.transfer import (
+    BY_DEFAULT,
+    GROUPS,
+    PARAMS,
+    Source,
+    check_init,
+    init_from,
+    renames,
+    selected,
+    split_place,
+)
 
 __all__ = [
     "BY_DEFAULT",
+    "GROUPS",
     "PARAMS",
     "Catalog",
     "CheckpointError",
@@ -25,8 +37,12 @@ __all__ = [
     "Source",
     "Store",
     "check_init",
+    "flatten",
     "init_from",
     "newest_metadata",
     "read_catalog",
     "read_owner",
+    "renames",
+    "selected",
+    "split_place",
 ]

@@ -35,12 +35,13 @@ import numpy as np
 
 from xshard import cli
 from xshard.checkpoint import arrays as arrays_lib
-from xshard.checkpoint import catalog, manager, orbax, retention, writer
+from xshard.checkpoint import catalog, manager, orbax, parts, retention, writer
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source as source_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile
 from xshard.metrics import show as show_lib
+from xshard.stored import fingerprint
 
 Rows = list[dict[str, Any]]
 _BUDGET_BYTES = 1 << 30
@@ -49,23 +50,22 @@ _MOST_SCALES = 1024
 # What no entry of an archive is to have in its name; % begins what stands for such.
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\%\ud800-\udfff]|^\.{1,2}$|^$|\.(?=npy$)")
 _LONGEST_PART, _LONGEST_NAME = 200, 1000
-_METAVARS = {"store": "DIR", "source": "ORBAX", "step": "STEP", "file": "FILE"}
 
 
 def list_steps(store: store_lib.Store) -> Rows:
     """A row for each attempt."""
-    return [
-        {
-            "step": entry.step,
-            "state": entry.state,
-            "age": "" if entry.time is None else show_lib.age(time.time() - entry.time),
-            "MB": "" if entry.nbytes is None else entry.nbytes / 1e6,
-            "pinned": "pinned" if entry.pinned else "",
-            "best": _best(entry),
-            "folder": entry.folder,
-        }
-        for entry in catalog.read_catalog(store).entries
-    ]
+    rows: Rows = []
+    for entry in catalog.read_catalog(store).entries:
+        row: dict[str, Any] = {"step": entry.step, "state": entry.state, "age": "", "MB": ""}
+        if entry.time is not None:
+            row["age"] = show_lib.age(time.time() - entry.time)
+        if entry.nbytes is not None:
+            row["MB"] = entry.nbytes / 1e6
+        row["pinned"] = "pinned" if entry.pinned else ""
+        row["best"] = _best(entry)
+        row["folder"] = entry.folder
+        rows.append(row)
+    return rows
 
 
 def show(store: store_lib.Store, step: int) -> Rows:
@@ -74,28 +74,28 @@ def show(store: store_lib.Store, step: int) -> Rows:
     meta = source_lib.read_meta(attempt)
     arrays = source_lib.array_metas(meta)
     scales = {name: array for name, array in arrays.items() if _is_scale(name, array)}
-    values = dict(source_lib.read_arrays(attempt, scales, _BUDGET_BYTES))
-    rows: Rows = [
-        {
-            "path": name,
-            "type": array.key_impl or array.dtype,
-            "shape": list(array.shape),
-            "sharding": array.sharding,
-            "value": values[name].tolist() if name in values else "",
-        }
-        for name, array in arrays.items()
-    ]
+    values = dict(parts.read_arrays(attempt, scales, _BUDGET_BYTES))
+    rows = []
+    for name, array in arrays.items():
+        value = values[name].tolist() if name in values else ""
+        kind = array.key_impl or array.dtype
+        rows.append(_item(name, value, kind, list(array.shape), array.sharding))
     extra = {"step": meta["step"], **meta["metadata"], "data": meta["data"], **meta["written_with"]}
     nonfinite = source_lib.read_commit(attempt).get(format_lib.NONFINITE)
     if nonfinite:
         extra["not finite"] = nonfinite
-    for key, value in extra.items():
-        rows.append({"path": key, "type": "", "shape": "", "sharding": "", "value": value})
-    return rows
+    return rows + [_item(name, value) for name, value in extra.items()]
+
+
+def _item(
+    path: str, value: Any, kind: str = "", shape: Any = "", sharding: str = ""
+) -> dict[str, Any]:
+    return {"path": path, "type": kind, "shape": shape, "sharding": sharding, "value": value}
 
 
 def verify(store: store_lib.Store, step: int | None) -> Rows:
     """A row for each checkpoint, with what is damaged."""
+    # Those that are marked as damaged, too.
     chosen = [a for a in format_lib.attempts(store) if format_lib.COMMIT in a.marks]
     if step is not None or not chosen:
         chosen = format_lib.choose(store, format_lib.committed(store), step)[:1]
@@ -104,22 +104,23 @@ def verify(store: store_lib.Store, step: int | None) -> Rows:
 
 def diff(store: store_lib.Store, a: int, b: int) -> Rows:
     """A row for each array that differs."""
-    attempts = [format_lib.find(store, step) for step in (a, b)]
-    metas = [source_lib.array_metas(source_lib.read_meta(attempt)) for attempt in attempts]
-    both = [name for name in metas[0] if name in metas[1] and _same(metas, name)]
-    rows: Rows = [
-        {"path": name, "largest difference": "only in one, or of another shape"}
-        for name in sorted(metas[0].keys() | metas[1].keys())
-        if name not in both
-    ]
+    first, second = (format_lib.find(store, step) for step in (a, b))
+    of_first, of_second = (source_lib.read_array_metas(attempt) for attempt in (first, second))
+    rows: Rows = []
+    in_both = {}
+    for path in sorted(of_first.keys() | of_second.keys()):
+        array, other = of_first.get(path), of_second.get(path)
+        if array is not None and other is not None and array.kind == other.kind:
+            in_both[path] = array
+        else:
+            rows.append({"path": path, "largest difference": "only in one, or of another shape"})
     # One array of each at a time, however large they are together.
-    sides = [
-        source_lib.read_arrays(attempt, {name: meta[name] for name in both}, _BUDGET_BYTES)
-        for attempt, meta in zip(attempts, metas, strict=True)
-    ]
-    for (name, left), (_, right) in zip(*sides, strict=True):
+    lefts = parts.read_arrays(first, in_both, _BUDGET_BYTES)
+    others = {path: of_second[path] for path in in_both}
+    rights = parts.read_arrays(second, others, _BUDGET_BYTES)
+    for (path, left), (_, right) in zip(lefts, rights, strict=True):
         if left.tobytes() != right.tobytes():
-            rows.append({"path": name, "largest difference": _gap(left, right)})
+            rows.append({"path": path, "largest difference": _gap(left, right)})
     return sorted(rows, key=lambda row: row["path"])
 
 
@@ -136,8 +137,11 @@ def unpin(store: store_lib.Store, step: int) -> Rows:
 
 
 def remove(store: store_lib.Store, step: int) -> Rows:
-    """Deletes a step."""
-    writer.remove(format_lib.find(store, step), by_hand=True)
+    """Deletes a step, and what a deletion of it that was cut short has left."""
+    there = [attempt for attempt in format_lib.attempts(store) if attempt.step == step]
+    chosen = [a for a in there if a.counts or format_lib.is_removed(store, a.folder)]
+    for attempt in chosen or [format_lib.find(store, step)]:
+        writer.remove(attempt, by_hand=True)
     return [{"deleted": step}]
 
 
@@ -155,12 +159,11 @@ def heal(store: store_lib.Store, step: int) -> Rows:
         )
     rows: Rows = []
     for attempt in marked:
-        damage = _damage(attempt)
-        if not damage:
+        state = _damage(attempt)
+        if not state:
             attempt.store.delete(attempt.prefix + format_lib.DAMAGED)
-        rows.append(
-            {"step": step, "folder": attempt.folder, "state": damage or "whole; counts again"}
-        )
+            state = "whole; counts again"
+        rows.append({"step": step, "folder": attempt.folder, "state": state})
     return rows
 
 
@@ -175,9 +178,12 @@ def export(store: store_lib.Store, step: int, file: pathlib.Path) -> Rows:
             with contextlib.suppress(OSError):
                 file.unlink()
             raise
-    row = {"file": str(file), "arrays": len(names), "MB": file.stat().st_size / 1e6}
+    row: dict[str, Any] = {"file": str(file), "arrays": len(names)}
+    row["MB"] = file.stat().st_size / 1e6
     renamed = {path: name for path, name in names.items() if name != path}
-    return [row | {"renamed": renamed} if renamed else row]
+    if renamed:
+        row["renamed"] = renamed
+    return [row]
 
 
 def to_orbax(store: store_lib.Store, step: int) -> Rows:
@@ -207,15 +213,20 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str]) -> int:
     arguments = vars(_parser().parse_args(argv))
     command: Callable[..., Rows] = arguments.pop("command")
-    as_json, _ = arguments.pop("json"), arguments.pop("name")
+    as_json = arguments.pop("json")
+    del arguments["name"]
     for key in arguments.keys() & {"store", "source"}:
-        arguments[key] = place = store_lib.Store(arguments[key])
-        if place.path is not None and not place.path.is_dir() and command is not from_orbax:
-            raise format_lib.CheckpointError(f"{place} is no directory.")
+        store = store_lib.Store(arguments[key])
+        is_missing = store.path is not None and not store.path.is_dir()
+        # An import makes the folder that it writes to.
+        if is_missing and command is not from_orbax:
+            raise format_lib.CheckpointError(f"{store} is no directory.")
+        arguments[key] = store
     rows = command(**arguments)
     print(jsonfile.dumps(rows, indent=1) if as_json else show_lib.table(rows))
-    is_judged = command in (verify, heal)
-    return int(is_judged and any(not row["state"].startswith("whole") for row in rows))
+    if command not in (verify, heal):
+        return 0
+    return int(any(not row["state"].startswith("whole") for row in rows))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -225,35 +236,45 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="name", required=True)
-    specs: dict[str, tuple[Callable[..., Rows], list[str]]] = {
-        "ls": (list_steps, ["store"]),
-        "show": (show, ["store", "step"]),
-        "verify": (verify, ["store", "step?"]),
-        "diff": (diff, ["store", "a", "b"]),
-        "pin": (pin, ["store", "step"]),
-        "unpin": (unpin, ["store", "step"]),
-        "rm": (remove, ["store", "step"]),
-        "heal": (heal, ["store", "step"]),
-        "export": (export, ["store", "step", "file"]),
-        "orbax": (to_orbax, ["store", "step"]),
-        "import": (from_orbax, ["source", "store"]),
-    }
-    kinds = {"store": str, "source": str, "file": pathlib.Path}
-    for name, (command, positionals) in specs.items():
+    for name, (command, positionals) in _COMMANDS.items():
         sub = commands.add_parser(name)
         sub.set_defaults(command=command)
         sub.add_argument("--json", action="store_true")
-        for positional in positionals:
+        for positional in positionals.split():
             key = positional.rstrip("?")
-            kind: Any = kinds.get(key, int)
-            optional = "?" if positional != key else None
-            sub.add_argument(key, type=kind, nargs=optional, metavar=_METAVARS.get(key))
+            kind, metavar = _POSITIONALS[key]
+            nargs = "?" if positional != key else None
+            sub.add_argument(key, type=kind, nargs=nargs, metavar=metavar)
     return parser
 
 
+# By a positional's name: its type, and what the help calls it.
+_POSITIONALS: dict[str, tuple[Any, str]] = {
+    "store": (str, "DIR"),
+    "source": (str, "ORBAX"),
+    "step": (int, "STEP"),
+    "a": (int, "a"),
+    "b": (int, "b"),
+    "file": (pathlib.Path, "FILE"),
+}
+# By name: what runs, and its positionals, of which one with a question mark may be left out.
+_COMMANDS: dict[str, tuple[Callable[..., Rows], str]] = {
+    "ls": (list_steps, "store"),
+    "show": (show, "store step"),
+    "verify": (verify, "store step?"),
+    "diff": (diff, "store a b"),
+    "pin": (pin, "store step"),
+    "unpin": (unpin, "store step"),
+    "rm": (remove, "store step"),
+    "heal": (heal, "store step"),
+    "export": (export, "store step file"),
+    "orbax": (to_orbax, "store step"),
+    "import": (from_orbax, "source store"),
+}
+
+
 def _read_all(attempt: format_lib.Attempt) -> Iterator[tuple[str, np.ndarray]]:
-    arrays = source_lib.array_metas(source_lib.read_meta(attempt))
-    return source_lib.read_arrays(attempt, arrays, _BUDGET_BYTES)
+    return parts.read_arrays(attempt, source_lib.read_array_metas(attempt), _BUDGET_BYTES)
 
 
 def _write_npz(out: IO[bytes], arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, str]:
@@ -261,19 +282,20 @@ def _write_npz(out: IO[bytes], arrays: Iterator[tuple[str, np.ndarray]]) -> dict
     names = {}
     with zipfile.ZipFile(out, "w") as archive:
         for path, value in arrays:
-            names[path] = name = _entry_name(path)
-            is_plain = value.dtype.kind in "biufc" and value.dtype.isbuiltin
+            names[path] = _entry_name(path)
+            if value.dtype.kind not in "biufc" or not value.dtype.isbuiltin:
+                value = value.astype("f4")
             # Which arrays are larger than 4 GiB is not known before they are written.
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, value if is_plain else value.astype("f4"))
+            with archive.open(f"{names[path]}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, value)
     return names
 
 
 def _entry_name(path: str) -> str:
     """A path as the name of an entry of an archive, other paths having other names."""
-    parts = [_UNSAFE.sub(_escaped, part) or "%" for part in path.split("/")]
-    name = "/".join(parts)
-    longest = max(len(part.encode()) for part in parts)
+    folders = [_UNSAFE.sub(_escaped, folder) or "%" for folder in path.split("/")]
+    name = "/".join(folders)
+    longest = max(len(folder.encode()) for folder in folders)
     if longest > _LONGEST_PART or len(name.encode()) > _LONGEST_NAME:
         return f"%{hashlib.sha256(name.encode()).hexdigest()}"
     return name
@@ -292,8 +314,11 @@ def _is_scale(path: str, array: arrays_lib.ArrayMeta) -> bool:
 
 def _damage(attempt: format_lib.Attempt) -> str:
     try:
-        for _ in _read_all(attempt):
-            pass
+        found = fingerprint.of_arrays(_read_all(attempt))
+        saved = source_lib.read_meta(attempt)["metadata"].get("fingerprint")
+        known = fingerprint.total(saved.values()) if isinstance(saved, dict) else None
+        if known not in (None, found):
+            return f"the fingerprint of its arrays is {found}, and on the devices it was {known}"
         source_lib.added_metrics(attempt)
     except source_lib.UnreadableError:
         # Which is no damage: what could not be read may be whole.
@@ -307,10 +332,6 @@ def _best(entry: catalog.Entry) -> str:
     if entry.best is None:
         return ""
     return f"{entry.best}: {entry.best_metric} {entry.metrics[entry.best_metric]:.4g}"
-
-
-def _same(metas: list[dict[str, arrays_lib.ArrayMeta]], name: str) -> bool:
-    return metas[0][name].kind == metas[1][name].kind
 
 
 def _gap(left: np.ndarray, right: np.ndarray) -> float:

@@ -37,6 +37,10 @@ _SHOWN = 5
 _SMALL_FACTORS = 7
 
 CheckpointError = store_lib.CheckpointError
+Shape = tuple[int, ...]
+# Of a chunk, in the grid of its array.
+Place = tuple[int, ...]
+# The bounds of a part of an array, in each dimension.
 Box = tuple[tuple[int, int], ...]
 
 
@@ -54,12 +58,12 @@ class ArrayMeta:
         it; None in a checkpoint of a version that did not keep them.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
-    chunk_shape: tuple[int, ...]
+    chunk_shape: Shape
     key_impl: str | None = None
     sharding: str = ""
-    sums: tuple[int, ...] | None = None
+    sums: Shape | None = None
 
     def __str__(self) -> str:
         return f"{self.key_impl or self.dtype}{list(self.shape)}"
@@ -85,7 +89,7 @@ class ArrayMeta:
         return math.prod(self.shape) * self.itemsize
 
     @property
-    def grid(self) -> tuple[int, ...]:
+    def grid(self) -> Shape:
         """The number of its chunks in each dimension."""
         pairs = zip(self.shape, self.chunk_shape, strict=True)
         return tuple(-(-size // part) for size, part in pairs)
@@ -100,23 +104,26 @@ class ArrayMeta:
         """The place of the checksum in the bytes of a chunk."""
         return slice(self.chunk_bytes, self.chunk_bytes + CRC_BYTES)
 
-    def chunks(self, box: Box | None = None) -> list[tuple[int, ...]]:
+    def chunks(self, box: Box | None = None) -> list[Place]:
         """The places in the grid of the chunks that hold a part of the array; all by default."""
-        box = box or tuple((0, size) for size in self.shape)
-        ranges = [
-            range(low // size, -(-high // size) if high > low else low // size)
-            for (low, high), size in zip(box, self.chunk_shape, strict=True)
-        ]
+        if box is None:
+            box = whole_box(self.shape)
+        ranges = []
+        for (low, high), size in zip(box, self.chunk_shape, strict=True):
+            first = low // size
+            # Of an empty part there are none.
+            end = -(-high // size) if high > low else first
+            ranges.append(range(first, end))
         return list(itertools.product(*ranges))
 
-    def box(self, chunk: tuple[int, ...]) -> Box:
+    def box(self, chunk: Place) -> Box:
         """The part of the array that a chunk holds."""
-        return tuple(
-            (i * size, min((i + 1) * size, end))
-            for i, size, end in zip(chunk, self.chunk_shape, self.shape, strict=True)
-        )
+        box = []
+        for i, size, end in zip(chunk, self.chunk_shape, self.shape, strict=True):
+            box.append((i * size, min((i + 1) * size, end)))
+        return tuple(box)
 
-    def sum_of(self, chunk: tuple[int, ...]) -> int | None:
+    def sum_of(self, chunk: Place) -> int | None:
         """The CRC-32C of a chunk, if it is known."""
         if self.sums is None:
             return None
@@ -127,7 +134,11 @@ class ArrayMeta:
 
     def keys(self, path: str) -> list[str]:
         """The keys of the database that hold the array."""
-        return [f"{path}/zarr.json", *(chunk_key(path, chunk) for chunk in self.chunks())]
+        return [f"{path}/zarr.json", *self.chunk_keys(path)]
+
+    def chunk_keys(self, path: str) -> list[str]:
+        """The keys of `chunks()`."""
+        return [chunk_key(path, chunk) for chunk in self.chunks()]
 
     def zarr(self) -> dict[str, Any]:
         """The content of the array's zarr.json."""
@@ -145,12 +156,42 @@ class ArrayMeta:
         }
 
 
-def chunk_key(path: str, chunk: tuple[int, ...]) -> str:
+# Those of a tree, by their paths.
+ArrayMetas = dict[str, ArrayMeta]
+
+
+def whole_box(shape: Shape) -> Box:
+    """The box that is all of an array."""
+    return tuple((0, size) for size in shape)
+
+
+def box_shape(box: Box) -> Shape:
+    """The shape of what is in a box."""
+    return tuple(high - low for low, high in box)
+
+
+def box_index(box: Box) -> tuple[slice, ...]:
+    """The index that takes a box out of an array."""
+    return tuple(slice(low, high) for low, high in box)
+
+
+def as_box(index: tuple[slice, ...], shape: Shape) -> Box:
+    """The box that an index of slices takes out of an array."""
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+
+def is_large(path: str, meta: ArrayMeta) -> bool:
+    """Returns whether tensorstore puts an array's chunks together, which takes the time to open the array."""
+    # It takes a path that begins with a slash, as that of an array that is a whole tree, for another.
+    return bool(path) and meta.chunk_bytes >= LARGE_BYTES
+
+
+def chunk_key(path: str, chunk: Place) -> str:
     """The key of a chunk."""
     return "/".join([path, "c", *map(str, chunk)])
 
 
-def encode(chunk: np.ndarray, shape: tuple[int, ...]) -> bytes:
+def encode(chunk: np.ndarray, shape: Shape) -> bytes:
     """A chunk's bytes and their CRC-32C, filled up to a shape with zeros."""
     if chunk.shape != shape:
         whole = np.zeros(shape, chunk.dtype)
@@ -166,14 +207,14 @@ def stored_sum(content: bytes) -> int:
     return stored
 
 
-def check_sum(content: bytes, meta: ArrayMeta, chunk: tuple[int, ...]) -> None:
+def check_sum(content: bytes, meta: ArrayMeta, chunk: Place) -> None:
     """Raises ValueError if bytes, or their end, are another chunk's."""
     expected = meta.sum_of(chunk)
     if expected is not None and stored_sum(content) != expected:
         raise ValueError("it is another chunk than was written")
 
 
-def decode(content: bytes, meta: ArrayMeta, chunk: tuple[int, ...]) -> np.ndarray:
+def decode(content: bytes, meta: ArrayMeta, chunk: Place) -> np.ndarray:
     """A chunk from its bytes.
 
     Args:
@@ -218,9 +259,11 @@ def describe(leaf: Any, holders: int = 1) -> ArrayMeta:
     shape, dtype = tuple(data.shape), jnp.dtype(data.dtype)
     sharding = getattr(data, "sharding", None)
     block = sharding.shard_shape(shape) if sharding else shape
-    # A few for each, so that one more or less makes no great difference.
-    part = math.prod(block) * dtype.itemsize // (_CHUNKS_EACH * holders)
-    limit = CHUNK_BYTES if holders == 1 else min(max(part, SHARED_CHUNK_BYTES), CHUNK_BYTES)
+    limit = CHUNK_BYTES
+    if holders > 1:
+        # A few for each, so that one more or less makes no great difference.
+        part = math.prod(block) * dtype.itemsize // (_CHUNKS_EACH * holders)
+        limit = min(max(part, SHARED_CHUNK_BYTES), CHUNK_BYTES)
     chunk = _chunk_shape(shape, block, limit // dtype.itemsize)
     return ArrayMeta(shape, dtype.name, chunk, impl, str(getattr(sharding, "spec", "")))
 
@@ -243,8 +286,10 @@ def key_data(leaf: Any) -> tuple[Any, str | None]:
 
 def listed(problems: list[str]) -> str:
     """The first of the problems, and how many more there are, for a message."""
-    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return f"{'; '.join(problems[:_SHOWN])}{more}"
+    text = "; ".join(problems[:_SHOWN])
+    if len(problems) > _SHOWN:
+        text += f"; and {len(problems) - _SHOWN} more"
+    return text
 
 
 def _check_type(name: str, leaf: Any) -> None:
@@ -259,20 +304,19 @@ def _check_type(name: str, leaf: Any) -> None:
         raise CheckpointError(f"'{name}' is of type {dtype}, which zarr cannot hold; convert it.")
 
 
-def _chunk_shape(shape: tuple[int, ...], block: tuple[int, ...], limit: int) -> tuple[int, ...]:
+def _chunk_shape(shape: Shape, block: Shape, limit: int) -> Shape:
     """Parts of a block of at most `limit` values, so that each chunk has one owner."""
     chunk = [max(size, 1) for size in block]
     while math.prod(chunk) > limit:
-        smaller = [
-            _smaller(size, alone=part == whole)
-            for size, part, whole in zip(chunk, block, shape, strict=True)
-        ]
         # The longest dimension that can be cut; none if all are prime numbers of their blocks.
-        candidates = [i for i, size in enumerate(smaller) if size < chunk[i]]
-        if not candidates:
+        longest, cut = None, 0
+        for i, size in enumerate(chunk):
+            smaller = _smaller(size, alone=block[i] == shape[i])
+            if smaller < size and (longest is None or size > chunk[longest]):
+                longest, cut = i, smaller
+        if longest is None:
             break
-        longest = max(candidates, key=lambda i: chunk[i])
-        chunk[longest] = smaller[longest]
+        chunk[longest] = cut
     return tuple(chunk)
 
 
@@ -280,8 +324,10 @@ def _smaller(size: int, *, alone: bool) -> int:
     """The next smaller part: what divides the size, or a half if no other blocks follow."""
     # A part that does not divide is filled up, which costs a copy.
     most = min(size, _SMALL_FACTORS) if alone else size
-    exact = next((size // n for n in range(2, most + 1) if size % n == 0), None)
-    return exact or (-(-size // 2) if alone else size)
+    for factor in range(2, most + 1):
+        if size % factor == 0:
+            return size // factor
+    return -(-size // 2) if alone else size
 
 
 def _fill_value(dtype: str) -> Any:
@@ -290,4 +336,6 @@ def _fill_value(dtype: str) -> Any:
         return False
     if jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating):
         return [0.0, 0.0]
-    return 0.0 if jnp.issubdtype(jnp.dtype(dtype), jnp.floating) else 0
+    if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        return 0.0
+    return 0

@@ -4,6 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 
+# Between two messages on progress, and before the first.
+_EVERY_SECONDS = 10.0
+
 
 class Budget:
     """A number of bytes that may be taken, and are given back."""
@@ -46,8 +49,6 @@ class Progress:
         what: str,
         total: int,
         say: Callable[[str], None],
-        *,
-        every: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Begins.
@@ -56,22 +57,26 @@ class Progress:
           what: what is done, such as 'saving step 400'.
           total: the bytes of all of it.
           say: takes the message.
-          every: the seconds between two messages, and before the first.
           clock: the time in seconds.
         """
-        self._what, self._total, self._say = what, total, say
-        self._every, self._clock = every, clock
-        self._begin = self._last = clock()
+        self._what = what
+        self._total = total
+        self._say = say
+        self._clock = clock
+        self._begin = clock()
+        self._last = self._begin
         self._done = 0
 
     def add(self, nbytes: int) -> None:
         """So many more bytes are done."""
         self._done += nbytes
         now = self._clock()
-        if now - self._last >= self._every:
-            self._last = now
-            rate = self._done / (now - self._begin)
-            self._say(
-                f"{self._what}: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, "
-                f"{rate / 1e6:.0f} MB/s, {(self._total - self._done) / max(rate, 1):.0f} s left"
-            )
+        if now - self._last < _EVERY_SECONDS:
+            return
+        self._last = now
+        rate = self._done / (now - self._begin)
+        seconds_left = (self._total - self._done) / max(rate, 1)
+        self._say(
+            f"{self._what}: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, "
+            f"{rate / 1e6:.0f} MB/s, {seconds_left:.0f} s left"
+        )

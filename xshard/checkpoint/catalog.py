@@ -59,26 +59,23 @@ def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
     store = folder if isinstance(folder, store_lib.Store) else store_lib.Store(folder)
     if store.path is not None and not store.path.is_dir():
         raise format_lib.CheckpointError(f"{store} is no directory.")
-    attempts, commits = [], {}
+    # What each says of itself; nothing if it does not count, or is damaged.
+    contents: dict[format_lib.Attempt, dict[str, Any]] = {}
     for attempt in format_lib.attempts(store):
-        commit: dict[str, Any] | None = {}
-        if attempt.counts:
-            commit = _commit(attempt)
-        if commit is None:
-            continue
-        attempts.append(attempt)
-        if commit:
-            commits[attempt] = commit
-    meta = _newest_meta(commits)
+        content = _commit(attempt) if attempt.counts else {}
+        # A run that goes on may have deleted it since it was listed.
+        if content is not None:
+            contents[attempt] = content
+    commits = {attempt: content for attempt, content in contents.items() if content}
+    meta = _newest_meta(list(commits))
     best = _best(commits, meta)
-    entries = [_entry(attempt, commits.get(attempt, {}), best) for attempt in attempts]
+    entries = [_entry(attempt, content, best) for attempt, content in contents.items()]
     return Catalog(entries, meta.get("written_with", {}))
 
 
 def newest_metadata(store: store_lib.Store) -> dict[str, Any]:
     """Returns the metadata of the newest checkpoint; nothing if there is none, or it is damaged."""
-    there = format_lib.committed(store)
-    return {} if not there else _newest_meta({there[-1]: {}}).get("metadata", {})
+    return _newest_meta(format_lib.committed(store)).get("metadata", {})
 
 
 def _entry(
@@ -86,22 +83,25 @@ def _entry(
     commit: dict[str, Any],
     best: dict[format_lib.Attempt, tuple[int, str]],
 ) -> Entry:
-    state = "complete" if commit else "incomplete"
-    if format_lib.COMMIT in attempt.marks and not commit:
-        state = "damaged"
     if commit.get(format_lib.NONFINITE):
         state = "not finite"
+    elif commit:
+        state = "complete"
+    elif format_lib.COMMIT in attempt.marks:
+        state = "damaged"
+    else:
+        state = "incomplete"
     place, metric = best.get(attempt, (None, ""))
     return Entry(
-        attempt.step,
-        state,
-        attempt.folder,
-        commit.get("time"),
-        commit.get("bytes"),
-        commit.get("metrics", {}),
-        format_lib.PINNED in attempt.marks,
-        place,
-        metric,
+        step=attempt.step,
+        state=state,
+        folder=attempt.folder,
+        time=commit.get("time"),
+        nbytes=commit.get("bytes"),
+        metrics=commit.get("metrics", {}),
+        pinned=format_lib.PINNED in attempt.marks,
+        best=place,
+        best_metric=metric,
     )
 
 
@@ -110,14 +110,16 @@ def _commit(attempt: format_lib.Attempt) -> dict[str, Any] | None:
     try:
         return source.read_commit(attempt)
     except source.DamagedError:
-        return None if attempt.store.read(attempt.prefix + format_lib.COMMIT) is None else {}
+        is_gone = attempt.store.read(attempt.prefix + format_lib.COMMIT) is None
+        return None if is_gone else {}
 
 
-def _newest_meta(commits: dict[format_lib.Attempt, dict[str, Any]]) -> dict[str, Any]:
-    if not commits:
+def _newest_meta(attempts: list[format_lib.Attempt]) -> dict[str, Any]:
+    """Reads the description of the last of some attempts; nothing if there is none, or it is damaged."""
+    if not attempts:
         return {}
     try:
-        return source.read_meta(max(commits, key=lambda attempt: attempt.step))
+        return source.read_meta(attempts[-1])
     except source.DamagedError:
         return {}
 
@@ -129,9 +131,14 @@ def _best(
     keep = _rule(meta)
     if keep is None:
         return {}
-    saved = {a.step: (a, commit["metrics"].get(keep.metric)) for a, commit in commits.items()}
-    steps = keep.best_steps([retention.Saved(step, m) for step, (_, m) in saved.items()])
-    return {saved[step][0]: (place, keep.metric) for place, step in enumerate(steps, 1)}
+    attempts = {attempt.step: attempt for attempt in commits}
+    saved = []
+    for step, attempt in attempts.items():
+        saved.append(retention.Saved(step, commits[attempt]["metrics"].get(keep.metric)))
+    best = {}
+    for place, step in enumerate(keep.best_steps(saved), 1):
+        best[attempts[step]] = (place, keep.metric)
+    return best
 
 
 def _rule(meta: dict[str, Any]) -> retention.Keep | None:

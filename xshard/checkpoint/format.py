@@ -31,7 +31,7 @@ VERSION = 2
 COMMIT, META, MANIFEST, SUMS = "COMMIT", "meta.json", "manifest.ocdbt", "sums.json"
 PINNED, DAMAGED, METRICS = "PINNED", "DAMAGED", "METRICS"
 RUN, REMOVED = "RUN", "removed/"
-# In COMMIT, and not in those of before.
+# In COMMIT, but not in those that older versions have written.
 NONFINITE, OWNER = "nonfinite", "run"
 # JSON has no such number: {"not finite": "nan"} stands for it.
 _NOT_FINITE = "not finite"
@@ -100,16 +100,18 @@ class Attempt:
 
 def attempts(store: store_lib.Store) -> list[Attempt]:
     """All attempts in a store, the oldest step first."""
-    found = []
+    listed = []
     for name, folder in store.folders(_NAME).items():
-        step, nonce = name.removeprefix("step_").split(".")
-        found.append(Attempt(store, int(step), nonce, folder.names & _MARKS, folder.is_link))
-    return sorted(found, key=lambda attempt: (attempt.step, attempt.nonce))
+        listed.append(attempt_in(store, name, folder.names & _MARKS, folder.is_link))
+    return sorted(listed, key=lambda attempt: (attempt.step, attempt.nonce))
 
 
-def step_of(folder: str) -> int:
-    """The step of an attempt, by its name in the store."""
-    return int(folder.removeprefix("step_").partition(".")[0])
+def attempt_in(
+    store: store_lib.Store, folder: str, marks: frozenset[str] = frozenset(), is_link: bool = False
+) -> Attempt:
+    """The attempt whose folder has a name such as 'step_00001200.3f9a11c2'."""
+    step, nonce = folder.removeprefix("step_").split(".")
+    return Attempt(store, int(step), nonce, marks, is_link)
 
 
 def committed(store: store_lib.Store) -> list[Attempt]:
@@ -132,12 +134,12 @@ def choose(store: store_lib.Store, there: list[Attempt], step: int | None) -> li
     Raises:
       CheckpointError: if there is none.
     """
-    found = [attempt for attempt in reversed(there) if step in (None, attempt.step)]
-    if not found:
+    chosen = [attempt for attempt in reversed(there) if step in (None, attempt.step)]
+    if not chosen:
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         steps = sorted({attempt.step for attempt in there})
         raise CheckpointError(f"There is no {wanted} in {store}; steps there: {steps or 'none'}.")
-    return found
+    return chosen
 
 
 def pin(attempt: Attempt) -> bool:
@@ -160,10 +162,15 @@ def note_removed(attempt: Attempt) -> None:
         attempt.store.create(REMOVED + attempt.folder, to_json(note))
 
 
+def is_removed(store: store_lib.Store, folder: str) -> bool:
+    """Returns whether a person has deleted the attempt of this name, or begun to."""
+    # Asked for by its name: what is not listed is no evidence.
+    return store.read(REMOVED + folder) is not None
+
+
 def is_given_up(store: store_lib.Store, folder: str) -> bool:
     """Returns whether an attempt of this name is known to be gone: deleted by hand, or damaged."""
-    marks = (REMOVED + folder, f"{folder}/{DAMAGED}")
-    return any(store.read(mark) is not None for mark in marks)
+    return is_removed(store, folder) or store.read(f"{folder}/{DAMAGED}") is not None
 
 
 def read_owner(store: store_lib.Store) -> Owner | None:
@@ -189,12 +196,12 @@ def read_owner(store: store_lib.Store) -> Owner | None:
 
 def claim(store: store_lib.Store, owner: Owner) -> None:
     """Makes the checkpoints in a store a run's; CheckpointError if they are another's."""
-    there = read_owner(store)
-    if there is None:
+    other = read_owner(store)
+    if other is None:
         store.create(RUN, seal(owner._asdict()))
-    elif there.id != owner.id:
+    elif other.id != owner.id:
         raise CheckpointError(
-            f"{store} holds the checkpoints of run {there.id} ({there.workdir}), and this is run {owner.id} "
+            f"{store} holds the checkpoints of run {other.id} ({other.workdir}), and this is run {owner.id} "
             f"({owner.workdir}): give another checkpoint.directory; --init_from takes their parameters."
         )
 
@@ -245,9 +252,9 @@ def _dump(value: Any) -> bytes:
 def _without_nonfinite(value: Any) -> Any:
     """A value with what stands for each number that is not finite."""
     if isinstance(value, Mapping):
-        return {key: _without_nonfinite(one) for key, one in value.items()}
+        return {key: _without_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nonfinite(one) for one in value]
+        return [_without_nonfinite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {_NOT_FINITE: str(float(value))}
     return value
@@ -256,9 +263,9 @@ def _without_nonfinite(value: Any) -> Any:
 def _with_nonfinite(value: Any) -> Any:
     """A value with the numbers that are not finite in the place of what stands for them."""
     if isinstance(value, list):
-        return [_with_nonfinite(one) for one in value]
+        return [_with_nonfinite(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {_NOT_FINITE} and value[_NOT_FINITE] in ("nan", "inf", "-inf"):
         return float(value[_NOT_FINITE])
-    return {key: _with_nonfinite(one) for key, one in value.items()}
+    return {key: _with_nonfinite(item) for key, item in value.items()}

@@ -74,12 +74,13 @@ class Lease:
         self._store = store
         self._owner = f"{platform.node()}/{secrets.token_hex(8)}"
         self._beats = 0
-        generation = self._free_generation(say)
-        taken = store.replace(NAME, self._content(), generation)
-        if taken is None:
-            raise _in_use(store, "another process, which came first")
-        self._generation = taken
+        # Who has it now, if another process has taken it over.
         self._lost = ""
+        free = self._free_generation(say)
+        generation = store.replace(NAME, self._content(), free)
+        if generation is None:
+            raise _in_use(store, "another process, which came first")
+        self._generation = generation
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="checkpoint lease", daemon=True)
         self._thread.start()
@@ -88,8 +89,9 @@ class Lease:
         """Raises CheckpointError if another process has taken it over."""
         if not self._lost:
             _, content = self._store.stat(NAME)
-            if content is None or json.loads(content)["owner"] != self._owner:
-                self._lost = json.loads(content)["owner"] if content else "nobody"
+            holder = _owner_of(content) if content else "nobody"
+            if holder != self._owner:
+                self._lost = holder
         if self._lost:
             raise store_lib.CheckpointError(
                 f"{self._store} is not this process's any more ({self._lost} has it), since it was not heard "
@@ -114,7 +116,7 @@ class Lease:
         generation, content = self._store.stat(NAME)
         if content is None:
             return generation
-        owner = json.loads(content)["owner"]
+        owner = _owner_of(content)
         say(f"{self._store} is {owner}'s; watching for {WATCH_SECONDS:g} s whether it is alive")
         end = time.monotonic() + WATCH_SECONDS
         while time.monotonic() < end:
@@ -123,7 +125,7 @@ class Lease:
             if content is None:
                 return now
             if now != generation:
-                raise _in_use(self._store, json.loads(content)["owner"])
+                raise _in_use(self._store, _owner_of(content))
         return generation
 
     def _renew(self) -> None:
@@ -137,6 +139,11 @@ class Lease:
                 self._lost = "another process"
                 return
             self._generation = renewed
+
+
+def _owner_of(content: bytes) -> str:
+    """The owner that a lease names."""
+    return json.loads(content)["owner"]
 
 
 def _in_use(store: store_lib.Store, owner: str) -> store_lib.CheckpointError:

@@ -26,9 +26,10 @@ def describe(attempt: format_lib.Attempt) -> int:
     Returns:
       The number of arrays.
     """
-    arrays = source_lib.array_metas(source_lib.read_meta(attempt))
-    tree = {
-        str((path,)): {
+    arrays = source_lib.read_array_metas(attempt)
+    tree = {}
+    for path, meta in arrays.items():
+        tree[str((path,))] = {
             "key_metadata": [{"key": path, "key_type": _DICT_KEY}],
             "value_metadata": {
                 "value_type": "jax.Array",
@@ -36,8 +37,6 @@ def describe(attempt: format_lib.Attempt) -> int:
                 "write_shape": list(meta.shape),
             },
         }
-        for path, meta in arrays.items()
-    }
     content = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": True, "custom_metadata": None}
     attempt.store.create(attempt.prefix + _METADATA, json.dumps(content).encode())
     return len(arrays)
@@ -88,7 +87,8 @@ def _names(meta: dict[str, Any]) -> dict[str, str]:
         keys = _keys(name, entry.get("key_metadata"))
         path, folder = "/".join(keys), ".".join(keys)
         # The folder is looked for below the checkpoint, and not elsewhere on the disk.
-        if {"", ".", ".."} & set(folder.split("/")) or "\0" in folder:
+        is_elsewhere = not {"", ".", ".."}.isdisjoint(folder.split("/"))
+        if is_elsewhere or "\0" in folder:
             raise ValueError(f"its entry {name!r} is called {path!r}, which is no path of an array")
         if path in names:
             raise ValueError(f"it has two arrays {path!r}")
@@ -97,26 +97,29 @@ def _names(meta: dict[str, Any]) -> dict[str, str]:
 
 
 def _keys(name: str, keys: Any) -> list[str]:
-    are_right = isinstance(keys, list) and all(
-        isinstance(key, dict) and "key" in key for key in keys
-    )
-    if not keys or not are_right:
-        raise ValueError(f"its entry {name!r} has key_metadata {keys!r}")
-    return [str(key["key"]) for key in keys]
+    error = ValueError(f"its entry {name!r} has key_metadata {keys!r}")
+    if not isinstance(keys, list) or not keys:
+        raise error
+    names = []
+    for key in keys:
+        if not isinstance(key, dict) or "key" not in key:
+            raise error
+        names.append(str(key["key"]))
+    return names
 
 
 def _check_size(source: store_lib.Store, arrays: dict[str, Any]) -> None:
     """Raises CheckpointError if the arrays are larger than memory, as a damaged description may say."""
-    sizes = {
-        path: math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
-        for path, array in arrays.items()
-    }
+    sizes = {}
+    for path, array in arrays.items():
+        sizes[path] = math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
+    total = sum(sizes.values())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if sum(sizes.values()) <= memory:
+    if total <= memory:
         return
     largest = max(sizes, key=lambda path: sizes[path])
     raise store_lib.CheckpointError(
-        f"{source} says that its arrays have {sum(sizes.values())} bytes, '{largest}' {sizes[largest]} of them; "
+        f"{source} says that its arrays have {total} bytes, '{largest}' {sizes[largest]} of them; "
         f"this machine has {memory}, and they are imported in memory."
     )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,10 +22,10 @@ class Piece:
     """
 
     path: str
-    chunk: tuple[int, ...]
+    chunk: arrays_lib.Place
     shard: int
     start: tuple[int, ...]
-    shape: tuple[int, ...]
+    shape: arrays_lib.Shape
 
 
 # A piece, and its values.
@@ -42,7 +42,7 @@ class Plan:
       loads: the bytes that each process writes.
     """
 
-    arrays: dict[str, arrays_lib.ArrayMeta]
+    arrays: arrays_lib.ArrayMetas
     pieces: list[Piece]
     loads: list[int]
 
@@ -55,72 +55,87 @@ def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
       index: this process.
       count: the number of processes.
     """
-    arrays: dict[str, arrays_lib.ArrayMeta] = {}
-    choices: list[tuple[str, tuple[int, ...], list[int]]] = []
+    arrays: arrays_lib.ArrayMetas = {}
+    choices = []
     for path, leaf in leaves.items():
         holders = _holders(leaf, count)
-        meta = arrays_lib.describe(leaf, min(map(len, holders.values())))
+        fewest = min(len(processes) for processes in holders.values())
+        meta = arrays_lib.describe(leaf, fewest)
         arrays[path] = meta
         for chunk in meta.chunks():
-            choices.append((path, chunk, holders[_block(holders, meta.box(chunk))]))
+            block = _block(holders, meta.box(chunk))
+            choices.append(_Choice(path, chunk, meta.chunk_bytes, holders[block]))
     loads = [0] * count
-    mine = []
-    # What only one process holds first, then the largest: the small ones even out what is left.
-    for path, chunk, owners in sorted(
-        choices, key=lambda c: (len(c[2]) > 1, -arrays[c[0]].chunk_bytes, c[0], c[1])
-    ):
-        owner = min(owners, key=lambda process: (loads[process], process))
-        loads[owner] += arrays[path].chunk_bytes
+    own = []
+    for choice in sorted(choices, key=_order):
+        # Of those that have least to write the first, as on every other process.
+        owner = min(choice.holders, key=lambda process: loads[process])
+        loads[owner] += choice.nbytes
         if owner == index:
-            mine.append((path, chunk))
-    return Plan(arrays, _pieces(leaves, arrays, mine), loads)
+            own.append(choice)
+    return Plan(arrays, _pieces(leaves, arrays, own), loads)
+
+
+class _Choice(NamedTuple):
+    """A chunk, its size, and the processes that hold it, of which one writes it."""
+
+    path: str
+    chunk: arrays_lib.Place
+    nbytes: int
+    holders: list[int]
+
+
+def _order(choice: _Choice) -> tuple[Any, ...]:
+    # What only one process holds first, then the largest: the small ones even out what is left.
+    return len(choice.holders) > 1, -choice.nbytes, choice.path, choice.chunk
 
 
 def _holders(leaf: Any, count: int) -> dict[arrays_lib.Box, list[int]]:
-    """The processes that hold each distinct block."""
+    """The processes that hold each distinct block, in ascending order."""
     data, _ = arrays_lib.key_data(leaf)
     if not isinstance(leaf, jax.Array) or count == 1:
-        return {tuple((0, size) for size in data.shape): list(range(count))}
-    found: dict[arrays_lib.Box, set[int]] = {}
-    for device, block in data.sharding.devices_indices_map(data.shape).items():
-        found.setdefault(as_box(block, data.shape), set()).add(device.process_index)
-    return {block: sorted(processes) for block, processes in found.items()}
+        return {arrays_lib.whole_box(data.shape): list(range(count))}
+    holders: dict[arrays_lib.Box, set[int]] = {}
+    for device, index in data.sharding.devices_indices_map(data.shape).items():
+        block = arrays_lib.as_box(index, data.shape)
+        holders.setdefault(block, set()).add(device.process_index)
+    return {block: sorted(processes) for block, processes in holders.items()}
 
 
 def _block(blocks: Iterable[arrays_lib.Box], box: arrays_lib.Box) -> arrays_lib.Box:
     """The block that a box lies in; blocks are of one size."""
-    sizes = [high - low for low, high in next(iter(blocks))]
-    starts = [low // size * size for (low, _), size in zip(box, sizes, strict=True)]
-    return tuple((low, low + size) for low, size in zip(starts, sizes, strict=True))
+    sizes = arrays_lib.box_shape(next(iter(blocks)))
+    block = []
+    for (low, _), size in zip(box, sizes, strict=True):
+        start = low // size * size
+        block.append((start, start + size))
+    return tuple(block)
 
 
 def _pieces(
-    leaves: dict[str, Any],
-    arrays: dict[str, arrays_lib.ArrayMeta],
-    mine: list[tuple[str, tuple[int, ...]]],
+    leaves: dict[str, Any], arrays: arrays_lib.ArrayMetas, own: list[_Choice]
 ) -> list[Piece]:
+    """Finds where this process has each of its own chunks, array after array."""
     pieces = []
     blocks: dict[str, dict[arrays_lib.Box, int]] = {}
-    for path, chunk in sorted(mine):
+    for choice in sorted(own):
+        path = choice.path
         if path not in blocks:
             blocks[path] = _local_blocks(leaves[path])
-        box = arrays[path].box(chunk)
+        box = arrays[path].box(choice.chunk)
         block = _block(blocks[path], box)
-        start = tuple(b[0] - s[0] for b, s in zip(box, block, strict=True))
-        shape = tuple(high - low for low, high in box)
-        pieces.append(Piece(path, chunk, blocks[path][block], start, shape))
+        start = tuple(low - first for (low, _), (first, _) in zip(box, block, strict=True))
+        shape = arrays_lib.box_shape(box)
+        pieces.append(Piece(path, choice.chunk, blocks[path][block], start, shape))
     return pieces
 
 
 def _local_blocks(leaf: Any) -> dict[arrays_lib.Box, int]:
+    """The first of this process's shards that holds each block."""
     data, _ = arrays_lib.key_data(leaf)
     if not isinstance(data, jax.Array):
-        return {tuple((0, size) for size in np.shape(data)): 0}
-    shards = enumerate(data.addressable_shards)
-    # Of equal shards the first.
-    return {as_box(shard.index, data.shape): i for i, shard in reversed(list(shards))}
-
-
-def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> arrays_lib.Box:
-    """The bounds of an index of slices."""
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+        return {arrays_lib.whole_box(np.shape(data)): 0}
+    blocks: dict[arrays_lib.Box, int] = {}
+    for i, shard in enumerate(data.addressable_shards):
+        blocks.setdefault(arrays_lib.as_box(shard.index, data.shape), i)
+    return blocks

@@ -10,7 +10,8 @@ import numpy as np
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import ownership, source
+from xshard.checkpoint import parts as parts_lib
+from xshard.checkpoint import source
 
 # Arrays are put on devices in groups, since a call for each of thousands takes longer than reading them.
 _PLACED_AT_ONCE = 64
@@ -31,24 +32,28 @@ class Leaf:
 
     path: str
     meta: arrays_lib.ArrayMeta
-    shape: tuple[int, ...]
+    shape: arrays_lib.Shape
     sharding: Any
     group: int | None = None
     repeat: bool = False
 
     def stored_box(self, index: tuple[slice, ...]) -> arrays_lib.Box:
         """The part of the stored array that belongs at an index of the wanted one."""
-        box = ownership.as_box(index, self.shape)
-        box = box[1:] if self.repeat else box
-        return box if self.group is None else ((self.group, self.group + 1), *box)
+        box = arrays_lib.as_box(index, self.shape)
+        if self.repeat:
+            box = box[1:]
+        if self.group is not None:
+            box = ((self.group, self.group + 1), *box)
+        return box
 
     def wanted(self, part: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         """Cuts what belongs at an index out of the part of the stored array."""
-        part = part if self.group is None else part[0]
-        if not self.repeat:
-            return part
-        (low, high), *_ = ownership.as_box(index, self.shape)
-        return np.broadcast_to(part, (high - low, *part.shape))
+        if self.group is not None:
+            part = part[0]
+        if self.repeat:
+            count, *_ = arrays_lib.box_shape(arrays_lib.as_box(index, self.shape))
+            part = np.broadcast_to(part, (count, *part.shape))
+        return part
 
 
 class Restored(NamedTuple):
@@ -105,7 +110,8 @@ def read(
 
     Args:
       attempt: a checkpoint that counts.
-      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
+      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a function that makes one of the
+        stored shapes by path.
       meta: its description.
       budget_bytes: how much may be read at a time, beyond the arrays themselves.
       say: takes messages on progress.
@@ -117,15 +123,17 @@ def read(
       CheckpointError: if the checkpoint has another structure, shape or type than the target.
     """
     stored = source.array_metas(meta)
+    if callable(target):
+        target = target({path: stored[path].shape for path in stored})
     wanted = arrays_lib.flatten(target)
     described = {path: arrays_lib.describe(leaf) for path, leaf in wanted.items()}
     unread = _unread(stored, described, may_hold)
     if unread:
         say(f"{attempt} holds what is not used here: {arrays_lib.listed(sorted(unread))}")
-    _check_same(attempt, {p: meta for p, meta in stored.items() if p not in unread}, described)
-    leaves = [
-        Leaf(path, stored[path], stored[path].shape, leaf.sharding) for path, leaf in wanted.items()
-    ]
+    _check_same(attempt, stored, described, unread)
+    leaves = []
+    for path, leaf in wanted.items():
+        leaves.append(Leaf(path, stored[path], stored[path].shape, leaf.sharding))
     values = read_leaves(attempt, leaves, budget_bytes, say)
     return jax.tree.unflatten(jax.tree.structure(target), values)
 
@@ -141,102 +149,103 @@ def read_leaves(
     Raises:
       DamagedError: if something is not what was written.
     """
-    boxes = [_Boxes(leaf) for leaf in leaves]
-    parts = [(one, box) for one in boxes for box in one.distinct]
-    total = sum(source.box_bytes(one.leaf.meta, box) for one, box in parts)
+    parts: list[parts_lib.Part] = []
+    readings: list[_Reading] = []
+    for leaf in leaves:
+        reading = _Reading(leaf)
+        for box in reading.boxes:
+            parts.append(parts_lib.Part(leaf.path, leaf.meta, box))
+            readings.append(reading)
+    total = sum(part.nbytes for part in parts)
     progress = budget_lib.Progress(f"reading {attempt}", total, say)
-    requests = ((one.leaf.path, one.leaf.meta, box) for one, box in parts)
-    done: list[_Boxes] = []
+    values = parts_lib.read_parts(attempt, parts, budget_bytes)
+    full: list[_Reading] = []
     arrays: dict[str, jax.Array] = {}
-    for (one, box), part in zip(
-        parts, source.read_parts(attempt, requests, budget_bytes), strict=True
-    ):
-        one.fill(box, part)
-        progress.add(part.nbytes)
-        if one.is_full:
-            done.append(one)
-        if len(done) >= _PLACED_AT_ONCE:
-            arrays |= _place(done)
-    arrays |= _place(done)
+    for reading, part, value in zip(readings, parts, values, strict=True):
+        reading.parts[part.box] = value
+        progress.add(value.nbytes)
+        if len(reading.parts) == len(reading.boxes):
+            full.append(reading)
+        if len(full) >= _PLACED_AT_ONCE:
+            arrays |= _place(full)
+            full.clear()
+    arrays |= _place(full)
     return [arrays[leaf.path] for leaf in leaves]
 
 
-class _Boxes:
-    """The parts of an array that this process's devices hold."""
+class _Reading:
+    """The parts of an array that this process's devices hold, as they are read."""
 
     def __init__(self, leaf: Leaf):
         self.leaf = leaf
         self._indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-        self._boxes = {d: leaf.stored_box(index) for d, index in self._indices.items()}
-        self.distinct = list(dict.fromkeys(self._boxes.values()))
-        self._parts: dict[arrays_lib.Box, np.ndarray] = {}
+        self._device_boxes = {d: leaf.stored_box(index) for d, index in self._indices.items()}
+        self.devices = list(self._indices)
+        # Each is read once, on however many devices it belongs.
+        self.boxes = list(dict.fromkeys(self._device_boxes.values()))
+        self.parts: dict[arrays_lib.Box, np.ndarray] = {}
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._parts) == len(self.distinct)
-
-    def fill(self, box: arrays_lib.Box, part: np.ndarray) -> None:
-        self._parts[box] = part
-
-    def on_host(self) -> list[tuple[Any, np.ndarray]]:
-        """Returns what belongs on each device."""
-        return [
-            (device, self.leaf.wanted(self._parts[box], self._indices[device]))
-            for device, box in self._boxes.items()
-        ]
+    def on_host(self) -> list[np.ndarray]:
+        """Returns what belongs on each of `devices`."""
+        values = []
+        for device, box in self._device_boxes.items():
+            values.append(self.leaf.wanted(self.parts[box], self._indices[device]))
+        return values
 
     def join(self, parts: list[jax.Array]) -> jax.Array:
         """One array of what is on the devices."""
         leaf = self.leaf
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
-        impl = leaf.meta.key_impl
-        return jax.random.wrap_key_data(array, impl=impl) if impl else array
+        if leaf.meta.key_impl is None:
+            return array
+        return jax.random.wrap_key_data(array, impl=leaf.meta.key_impl)
 
 
-def _place(done: list[_Boxes]) -> dict[str, jax.Array]:
-    """Puts arrays on their devices, in one call, and forgets them on the host."""
-    hosts = [one.on_host() for one in done]
-    devices = [device for parts in hosts for device, _ in parts]
-    placed = iter(jax.device_put([value for parts in hosts for _, value in parts], devices))
-    arrays = {
-        one.leaf.path: one.join([next(placed) for _ in parts])
-        for one, parts in zip(done, hosts, strict=True)
-    }
+def _place(readings: list[_Reading]) -> dict[str, jax.Array]:
+    """Puts arrays on their devices, in one call for all, forgets them on the host, and returns them by path."""
+    values = [reading.on_host() for reading in readings]
+    devices = [reading.devices for reading in readings]
+    placed = jax.device_put(values, devices)
+    arrays = {}
+    for reading, parts in zip(readings, placed, strict=True):
+        arrays[reading.leaf.path] = reading.join(parts)
     # Until then the host's memory is in use.
     jax.block_until_ready(list(arrays.values()))
-    done.clear()
+    for reading in readings:
+        reading.parts.clear()
     return arrays
 
 
 def _unread(
-    stored: dict[str, arrays_lib.ArrayMeta],
-    wanted: dict[str, arrays_lib.ArrayMeta],
+    stored: arrays_lib.ArrayMetas,
+    wanted: arrays_lib.ArrayMetas,
     may_hold: Callable[[], Any] | None,
 ) -> set[str]:
     """The paths of what is stored and not wanted, and may be so."""
     more = stored.keys() - wanted.keys()
     if not more or may_hold is None:
         return set()
-    allowed = arrays_lib.flatten(may_hold())
-    return {
-        path
-        for path in more & allowed.keys()
-        if stored[path].kind == arrays_lib.describe(allowed[path]).kind
-    }
+    unread = set()
+    for path, leaf in arrays_lib.flatten(may_hold()).items():
+        if path in more and stored[path].kind == arrays_lib.describe(leaf).kind:
+            unread.add(path)
+    return unread
 
 
 def _check_same(
     attempt: format_lib.Attempt,
-    stored: dict[str, arrays_lib.ArrayMeta],
-    wanted: dict[str, arrays_lib.ArrayMeta],
+    stored: arrays_lib.ArrayMetas,
+    wanted: arrays_lib.ArrayMetas,
+    unread: set[str],
 ) -> None:
-    problems = [f"'{path}' is missing in it" for path in sorted(wanted.keys() - stored.keys())]
-    problems += [f"'{path}' is only in it" for path in sorted(stored.keys() - wanted.keys())]
-    problems += [
-        f"'{path}' is {stored[path]} in it, {wanted[path]} here"
-        for path in sorted(stored.keys() & wanted.keys())
-        if stored[path].kind != wanted[path].kind
-    ]
+    """Raises CheckpointError if what is read of a checkpoint is not what the target wants."""
+    missing = sorted(wanted.keys() - stored.keys())
+    more = sorted(stored.keys() - wanted.keys() - unread)
+    problems = [f"'{path}' is missing in it" for path in missing]
+    problems += [f"'{path}' is only in it" for path in more]
+    for path in sorted(stored.keys() & wanted.keys()):
+        if stored[path].kind != wanted[path].kind:
+            problems.append(f"'{path}' is {stored[path]} in it, {wanted[path]} here")
     if problems:
         raise format_lib.CheckpointError(
             f"{attempt} is of another model or optimizer: {arrays_lib.listed(problems)}. "

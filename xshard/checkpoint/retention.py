@@ -34,6 +34,7 @@ class Keep:
       best: how many of the best by `metric`; 0: none.
       metric: the name of the metric, as it is in `Manager.save`.
       mode: 'max' or 'min', whichever is better.
+      newest_of: the newest of steps that this divides, to which a run may go back; 0: none.
     """
 
     last: int
@@ -41,6 +42,7 @@ class Keep:
     best: int = 0
     metric: str = ""
     mode: str = "max"
+    newest_of: int = 0
 
     def __post_init__(self) -> None:
         """Checks the values."""
@@ -58,21 +60,25 @@ class Keep:
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
         """The steps that are kept."""
-        steps = sorted(one.step for one in saved)
-        kept = {*steps[-self.last :], *(one.step for one in saved if one.pinned)}
-        finite = [one.step for one in saved if one.finite]
-        if finite:
-            kept.add(max(finite))
-        if self.every_steps:
-            kept |= {step for step in steps if step % self.every_steps == 0}
-        return kept | set(self.best_steps(saved))
+        steps = sorted(checkpoint.step for checkpoint in saved)
+        kept = {*steps[-self.last :], *self.best_steps(saved)}
+        finite = [checkpoint.step for checkpoint in saved if checkpoint.finite]
+        # What a run may go on from must not give way to newer ones from which it could only fail again.
+        kept.update(sorted(finite)[-1:])
+        if self.newest_of:
+            kept.update([step for step in steps if step % self.newest_of == 0][-1:])
+        for checkpoint in saved:
+            is_due = self.every_steps and checkpoint.step % self.every_steps == 0
+            if checkpoint.pinned or is_due:
+                kept.add(checkpoint.step)
+        return kept
 
     def best_steps(self, saved: Sequence[Saved]) -> list[int]:
         """The steps that are kept as the best ones, the best first; of equals the earlier."""
+        # In ascending order the best come first, and of equals the earlier step.
         sign = -1 if self.mode == "max" else 1
-        ranked = sorted(
-            (sign * one.metric, one.step)
-            for one in saved
-            if one.metric is not None and not math.isnan(one.metric)
-        )
-        return [step for _, step in ranked[: self.best]]
+        ranked = []
+        for checkpoint in saved:
+            if checkpoint.metric is not None and not math.isnan(checkpoint.metric):
+                ranked.append((sign * checkpoint.metric, checkpoint.step))
+        return [step for _, step in sorted(ranked)[: self.best]]

@@ -3,45 +3,48 @@
 import atexit
 import dataclasses
 import json
-import queue
 import re
-import secrets
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from xshard.checkpoint import agreement as agreement_lib
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import finite as finite_lib
+from xshard.checkpoint import folder as folder_lib
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import ownership, writer
+from xshard.checkpoint import host_copy, ownership, writer
 from xshard.checkpoint import store as store_lib
-from xshard.pod import processes
 
-# After so long without a chunk, what has been gathered is written: the copy may wait for its bytes.
-_IDLE_SECONDS = 0.05
 # What a process says to all others is short.
-_SHOWN = 1000
-_NAMED = 8
+_LONGEST_REASON = 1000
+_MOST_PATHS = 8
 _SAVERS: "weakref.WeakSet[Saver]" = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
-class Extra:
-    """The data that is saved with a state.
+class Request:
+    """A step to be saved, and what is saved beside its arrays.
 
     Attributes:
+      step: the step's number.
       metadata: the run's own, as JSON can hold it; equal on all processes.
       data: this process's position in the data, as JSON can hold it.
       metrics: what the best checkpoint can be chosen by.
+      before_commit: called on process 0 when all is written; what it raises makes the save fail.
+      begin: when the save was asked for, by the clock that never goes back.
     """
 
+    step: int
     metadata: dict[str, Any]
-    data: Any = None
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    data: Any
+    metrics: dict[str, float]
+    before_commit: Callable[[], None]
+    begin: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Committed(NamedTuple):
@@ -63,7 +66,15 @@ class Committed(NamedTuple):
 
 
 class NonfiniteError(store_lib.CheckpointError):
-    """A state that is to be finite and is not: its checkpoint does not count."""
+    """A state that is to be finite and is not: its checkpoint does not count.
+
+    Attributes:
+      step: the step that leaves it.
+    """
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
 
 
 class Saver:
@@ -71,79 +82,60 @@ class Saver:
 
     def __init__(
         self,
-        store: store_lib.Store,
-        exchange: processes.Exchange,
+        folder: folder_lib.Folder,
+        agreement: agreement_lib.Agreement,
         *,
         budget_bytes: int,
         finite: str,
         refuse_nonfinite: bool,
-        owner: format_lib.Owner | None,
         say: Callable[[str], None],
-        before: Callable[[int], bool],
-        guard: Callable[[], None],
-        after: Callable[[Committed], None],
+        committed: Callable[[Committed], None],
     ):
         """Prepares.
 
         Args:
-          store: where to.
-          exchange: how the processes agree.
+          folder: where to.
+          agreement: the processes that save together.
           budget_bytes: how much of the state may be in host memory at a time.
           finite: a regular expression of the paths of what is looked at whether it is finite; empty: nothing.
           refuse_nonfinite: whether a checkpoint in which that is not finite does not count.
-          owner: the run that the checkpoints are of.
           say: takes messages on progress.
-          before: called on process 0 with the step, before anything is written; whether to save it.
-          guard: called on process 0 when all is written; raises if it may not count.
-          after: called on process 0 when a checkpoint counts, with what it is.
+          committed: called on process 0 when a checkpoint counts, before old ones are deleted.
         """
-        self._store = store
-        self._exchange = exchange
+        self._folder = folder
+        self._agreement = agreement
         self._budget_bytes = budget_bytes
-        self._finite, self._refuse_nonfinite = finite, refuse_nonfinite
-        self._owner = owner
+        self._finite = finite
+        self._refuse_nonfinite = refuse_nonfinite
         self._say = say
-        self._before, self._guard, self._after = before, guard, after
+        self._committed = committed
         self._plan: tuple[Any, ownership.Plan] | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         _SAVERS.add(self)
 
-    def start(
-        self,
-        step: int,
-        state: Any,
-        extra: Extra,
-        before_commit: Callable[[], None] = lambda: None,
-    ) -> None:
+    def start(self, request: Request, state: Any) -> None:
         """Begins to save; returns when the state has been copied, and may be donated.
-
-        `before_commit` is called on process 0 when all is written; what it raises makes the save fail.
 
         Raises:
           CheckpointError: if the state or what is saved with it cannot be, or if the save before has
             failed. In that case this one is under way all the same, as it is on all other processes,
             which may have learnt of the failure earlier.
         """
-        _check_json(step, extra)
+        _check_json(request)
         leaves = arrays_lib.flatten(state)
         plan = self._plan_for(leaves)
-        job = _Job(step, plan, extra, before_commit, self._budget_bytes, self._say)
-        before = self._end()
+        nbytes = sum(plan.arrays[piece.path].chunk_bytes for piece in plan.pieces)
+        progress = budget_lib.Progress(f"saving step {request.step}", nbytes, self._say)
+        copy = host_copy.HostCopy(plan, self._budget_bytes, progress)
+        failure = self._join()
         self._thread = threading.Thread(
-            target=self._run, args=(job,), name="checkpoint", daemon=True
+            target=self._run, args=(request, plan, copy), name="checkpoint", daemon=True
         )
         self._thread.start()
-        try:
-            writer.copy_to_host(job.plan, leaves, job.budget, job.chunks.put, job.go.set)
-            job.chunks.put(None)
-        except BaseException as e:
-            job.chunks.put(e)
-            raise
-        finally:
-            job.go.set()
-        if before is not None:
-            raise before
+        copy.make(leaves)
+        if failure is not None:
+            raise failure
 
     def check(self) -> None:
         """Raises what has made the last save fail, if it is known by now.
@@ -161,26 +153,12 @@ class Saver:
         Raises:
           CheckpointError: if it has failed; earlier checkpoints are as they were.
         """
-        failure = self._end()
+        failure = self._join()
         if failure is not None:
             raise failure
 
-    def first(self, action: Callable[[], Any]) -> Any:
-        """Returns, on every process, what process 0's action returns; raises CheckpointError if it fails."""
-        said: dict[str, Any] = {}
-        cause = None
-        if self._exchange.index == 0:
-            try:
-                said = {"value": action()}
-            except Exception as e:
-                cause, said = e, {"error": store_lib.reason(e)}
-        answer = json.loads(self._exchange(json.dumps(said))[0])
-        if "error" in answer:
-            raise store_lib.CheckpointError(answer["error"]) from cause
-        return answer["value"]
-
-    def _end(self) -> BaseException | None:
-        """Waits for the last save; what has made it fail, once."""
+    def _join(self) -> BaseException | None:
+        """Waits for the last save; returns what has made it fail, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -194,90 +172,90 @@ class Saver:
             for path, leaf in leaves.items()
         ]
         if self._plan is None or self._plan[0] != key:
-            plan = ownership.plan(leaves, self._exchange.index, self._exchange.count)
+            plan = ownership.plan(leaves, self._agreement.index, self._agreement.count)
             self._plan = (key, plan)
         return self._plan[1]
 
-    def _run(self, job: "_Job") -> None:
+    def _run(self, request: Request, plan: ownership.Plan, copy: host_copy.HostCopy) -> None:
+        """Saves, in the thread, and keeps what goes wrong for the caller."""
         try:
-            self._save(job)
+            self._save(request, plan, copy)
         except NonfiniteError as e:
             self._failure = e
         except Exception as e:
             self._failure = store_lib.CheckpointError(
-                f"Step {job.step} could not be saved in {self._store}: {store_lib.reason(e)}. Earlier "
-                "checkpoints are as they were."
+                f"Step {request.step} could not be saved in {self._folder.store}: {store_lib.reason(e)}. "
+                "Earlier checkpoints are as they were."
             )
             self._failure.__cause__ = e
         finally:
             # Whoever still copies need not wait any more.
-            job.budget.close()
+            copy.close()
 
-    def _save(self, job: "_Job") -> None:
-        nonce = self.first(lambda: secrets.token_hex(4) if self._before(job.step) else "")
+    def _save(self, request: Request, plan: ownership.Plan, copy: host_copy.HostCopy) -> None:
+        """Saves a step: the order of these lines is the order in which things come to be on the disk."""
+        folder, step = self._folder, request.step
+        nonce = self._agreement.from_first(lambda: folder.begin_attempt(step))
         if not nonce:
             return
-        attempt = format_lib.Attempt(self._store, job.step, nonce)
-        said: dict[str, Any] = {"data": job.extra.data}
-        bad: set[str] = set()
-        chunks = job.received()
+        attempt = format_lib.Attempt(folder.store, step, nonce)
+        report = self._write_own_blocks(attempt, plan, copy)
+        # When the meeting ends all processes have written, or have said why not: nobody stays away.
+        reports = self._agreement.gather({**report, "data": request.data})
+        errors = _errors(reports)
+        nonfinite = _nonfinite(reports)
+        if nonfinite and self._refuse_nonfinite and not errors:
+            self._agreement.from_first(lambda: folder.remove_failed(attempt))
+            listed = ", ".join(nonfinite)
+            raise NonfiniteError(f"step {step}: what it leaves is not finite: {listed}", step)
+
+        def complete() -> None:
+            nbytes = sum(plan.loads)
+            try:
+                if errors:
+                    raise store_lib.CheckpointError("; ".join(errors))
+                writers = [i for i, report in enumerate(reports) if report["keys"]]
+                merged = writer.merge(attempt, writers)
+                keys = writer.verify(merged, plan.arrays)
+                arrays = writer.with_sums(attempt, writers, plan.arrays)
+                data = [report["data"] for report in reports]
+                writer.describe(attempt, arrays, request.metadata, data)
+                request.before_commit()
+                folder.check_lock()
+                looked_at = nonfinite if self._finite else None
+                writer.commit(attempt, keys, nbytes, request.metrics, looked_at, folder.owner)
+            except BaseException:
+                folder.remove_failed(attempt)
+                raise
+            # From here on it counts, whatever comes; so the run notes how far it has come before old ones go.
+            seconds = time.monotonic() - request.begin
+            self._committed(Committed(step, attempt.folder, nbytes, seconds, tuple(nonfinite)))
+            folder.remove_old()
+
+        # Process 0 completes it; what goes wrong there, all of them raise.
+        self._agreement.from_first(complete)
+
+    def _write_own_blocks(
+        self, attempt: format_lib.Attempt, plan: ownership.Plan, copy: host_copy.HostCopy
+    ) -> dict[str, Any]:
+        """Writes what this process owns.
+
+        Returns:
+          How many keys that were, or what went wrong; and which arrays are not finite.
+        """
+        report: dict[str, Any] = {}
+        nonfinite: set[str] = set()
+        chunks = copy.chunks()
         if self._finite:
-            chunks = finite_lib.noting_nonfinite(chunks, re.compile(self._finite).search, bad)
+            is_watched = re.compile(self._finite).search
+            chunks = finite_lib.noting_nonfinite(chunks, is_watched, nonfinite)
         try:
-            said["keys"] = writer.write_part(
-                attempt, self._exchange.index, job.plan.arrays, chunks, job.written
-            )
+            index = self._agreement.index
+            report["keys"] = writer.write_part(attempt, index, plan.arrays, chunks, copy.written)
         except Exception as e:
-            said["error"] = store_lib.reason(e)[:_SHOWN]
-        said["nonfinite"] = sorted(bad)[:_NAMED]
-        parts = [json.loads(part) for part in self._exchange(json.dumps(said))]
-        nonfinite = sorted({path for part in parts for path in part["nonfinite"]})[:_NAMED]
-        whole = all("error" not in part for part in parts)
-        if nonfinite and whole and self._refuse_nonfinite:
-            self.first(lambda: self._remove_failed(attempt))
-            raise NonfiniteError(
-                f"step {job.step}: what it leaves is not finite: {', '.join(nonfinite)}"
-            )
-        self.first(lambda: self._finish(attempt, job, parts, nonfinite))
-
-    def _finish(
-        self,
-        attempt: format_lib.Attempt,
-        job: "_Job",
-        parts: list[dict[str, Any]],
-        nonfinite: list[str],
-    ) -> None:
-        """Completes a save, on process 0, when all have written."""
-        one = len(parts) == 1
-        errors = [
-            part["error"] if one else f"process {i}: {part['error']}"
-            for i, part in enumerate(parts)
-            if "error" in part
-        ]
-        arrays = job.plan.arrays
-        try:
-            if errors:
-                raise store_lib.CheckpointError("; ".join(errors))
-            wrote = [i for i, part in enumerate(parts) if part["keys"]]
-            arrays = writer.merge(attempt, wrote, arrays)
-            keys = sum(len(meta.keys(path)) for path, meta in arrays.items())
-            writer.describe(attempt, arrays, job.extra.metadata, [part["data"] for part in parts])
-            job.before_commit()
-            self._guard()
-            looked_at = nonfinite if self._finite else None
-            nbytes = sum(job.plan.loads)
-            writer.commit(attempt, keys, nbytes, job.extra.metrics, looked_at, self._owner)
-        except BaseException:
-            self._remove_failed(attempt)
-            raise
-        seconds = time.monotonic() - job.begin
-        self._after(Committed(job.step, attempt.folder, nbytes, seconds, tuple(nonfinite)))
-
-    def _remove_failed(self, attempt: format_lib.Attempt) -> None:
-        try:
-            writer.remove(attempt)
-        except Exception as e:
-            self._say(f"{attempt} does not count, but could not be removed: {store_lib.reason(e)}")
+            report["error"] = store_lib.reason(e)[:_LONGEST_REASON]
+        report["nonfinite"] = sorted(nonfinite)[:_MOST_PATHS]
+        return report
 
 
 @atexit.register
@@ -290,54 +268,27 @@ def _wait_at_exit() -> None:
             print(f"NOT SAVED: {e}", file=sys.stderr)
 
 
-def _check_json(step: int, extra: Extra) -> None:
-    for name, value in vars(extra).items():
+def _check_json(request: Request) -> None:
+    for name in ("metadata", "data", "metrics"):
         try:
-            json.dumps(value)
+            json.dumps(getattr(request, name))
         except (TypeError, ValueError) as e:
             raise store_lib.CheckpointError(
-                f"The {name} of step {step} must be what JSON can hold: {e}."
+                f"The {name} of step {request.step} must be what JSON can hold: {e}."
             ) from e
 
 
-class _Job:
-    """A save on its way from the caller to the thread."""
+def _errors(reports: list[dict[str, Any]]) -> list[str]:
+    """The errors of those that could not write; of several processes, after the name of each."""
+    errors = []
+    for index, report in enumerate(reports):
+        if "error" in report:
+            process = f"process {index}: " if len(reports) > 1 else ""
+            errors.append(process + report["error"])
+    return errors
 
-    def __init__(
-        self,
-        step: int,
-        plan: ownership.Plan,
-        extra: Extra,
-        before_commit: Callable[[], None],
-        budget_bytes: int,
-        say: Callable[[str], None],
-    ):
-        self.step, self.plan, self.extra = step, plan, extra
-        self.before_commit = before_commit
-        self.begin = time.monotonic()
-        self.budget = budget_lib.Budget(budget_bytes)
-        self.go = threading.Event()
-        self.chunks: queue.SimpleQueue[ownership.Chunk | BaseException | None] = queue.SimpleQueue()
-        nbytes = sum(plan.arrays[piece.path].chunk_bytes for piece in plan.pieces)
-        self._progress = budget_lib.Progress(f"saving step {step}", nbytes, say)
 
-    def received(self) -> Iterator[ownership.Chunk | None]:
-        """The chunks, and None where none has come for a while."""
-        # To write beside the copy would slow down what the caller waits for.
-        self.go.wait()
-        while True:
-            try:
-                chunk = self.chunks.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
-                yield None
-                continue
-            if chunk is None:
-                return
-            if isinstance(chunk, BaseException):
-                raise store_lib.CheckpointError(f"copying to the host failed: {chunk}")
-            yield chunk
-
-    def written(self, nbytes: int) -> None:
-        """Gives back what is on the disk."""
-        self.budget.give(nbytes)
-        self._progress.add(nbytes)
+def _nonfinite(reports: list[dict[str, Any]]) -> list[str]:
+    """The paths of arrays that are not finite in any process's part; the first of many."""
+    paths = {path for report in reports for path in report["nonfinite"]}
+    return sorted(paths)[:_MOST_PATHS]

@@ -36,11 +36,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return isinstance(value, list) and all(map(_is_text, value))
 
 
 def _are_checksums(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
 
 
 def _are_metrics(value: Any) -> bool:
@@ -52,11 +52,10 @@ def _are_counts(value: Any) -> bool:
 
 
 def _is_shape(value: Any) -> bool:
-    right = (
-        isinstance(value, list) and len(value) <= _MOST_DIMENSIONS and all(map(_is_count, value))
-    )
+    if not _are_counts(value) or len(value) > _MOST_DIMENSIONS:
+        return False
     # NumPy has no array of more, even if one of its dimensions is 0; the widest type has 16 bytes.
-    return right and math.prod(max(size, 1) for size in value) <= _LARGEST // 16
+    return math.prod(max(size, 1) for size in value) <= _LARGEST // 16
 
 
 _COUNT = _Field("an integer of at least 0", _is_count)
@@ -89,21 +88,20 @@ _ARRAY = {
 
 def commit(content: bytes) -> dict[str, Any]:
     """Parses a COMMIT, which may say more than what is asked for here; raises ValueError if it is none."""
-    said = format_lib.unseal(content)
-    _check("", said, _COMMIT)
-    if format_lib.NONFINITE in said:
-        _check("", said, {format_lib.NONFINITE: _Field("a list of texts", _are_texts)})
-    if format_lib.OWNER in said:
-        _check("", said, {format_lib.OWNER: _OBJECT})
-        _check(format_lib.OWNER, said[format_lib.OWNER], {"id": _TEXT})
-    return said
+    value = format_lib.unseal(content)
+    _check("", value, _COMMIT)
+    if format_lib.NONFINITE in value:
+        _check("", value, {format_lib.NONFINITE: _Field("a list of texts", _are_texts)})
+    if format_lib.OWNER in value:
+        _check(format_lib.OWNER, value[format_lib.OWNER], {"id": _TEXT})
+    return value
 
 
 def metrics(content: bytes) -> dict[str, float]:
     """Parses a METRICS; raises ValueError if it is none."""
-    said = format_lib.unseal(content)
-    _check("", {"metrics": said}, {"metrics": _METRICS})
-    return said
+    value = format_lib.unseal(content)
+    _check("", {"metrics": value}, {"metrics": _METRICS})
+    return value
 
 
 def meta(content: bytes) -> dict[str, Any]:
@@ -113,16 +111,16 @@ def meta(content: bytes) -> dict[str, Any]:
       CheckpointError: if it is of another version.
       ValueError: if it is none.
     """
-    said = format_lib.from_json(content)
-    version = said.get("version")
+    value = format_lib.from_json(content)
+    version = value.get("version")
     if _is_count(version) and version != format_lib.VERSION:
         raise format_lib.CheckpointError(
             f"has format version {version}; this code reads {format_lib.VERSION}."
         )
-    _check("", said, _META)
-    for path, entry in said["arrays"].items():
+    _check("", value, _META)
+    for path, entry in value["arrays"].items():
         _check_array(f"arrays/{path}", entry)
-    return said
+    return value
 
 
 def _check_array(name: str, entry: Any) -> None:
@@ -131,16 +129,21 @@ def _check_array(name: str, entry: Any) -> None:
         _check(name, entry, {"key_impl": _TEXT})
     if "sharding" in entry:
         _check(name, entry, {"sharding": _TEXT})
+    shape, chunk = entry["shape"], entry["chunk_shape"]
+    if not _is_part(chunk, shape):
+        raise ValueError(f"{name}/chunk_shape is {_shown(chunk)}, no part of {_shown(shape)}")
     if entry.get("sums") is not None:
         _check(name, entry, {"sums": _Field("a list of checksums", _are_counts)})
-    shape, chunk = entry["shape"], entry["chunk_shape"]
-    fits = len(shape) == len(chunk)
-    # Of an array without values the chunks are as large as they can be.
-    if not fits or any(not 1 <= c <= max(s, 1) for s, c in zip(shape, chunk, strict=True)):
-        raise ValueError(f"{name}/chunk_shape is {_shown(chunk)}, no part of {_shown(shape)}")
-    count = arrays_lib.ArrayMeta(tuple(shape), entry["dtype"], tuple(chunk)).chunk_count
-    if entry.get("sums") is not None and len(entry["sums"]) != count:
-        raise ValueError(f"{name}/sums has {len(entry['sums'])} checksums for {count} chunks")
+        count = arrays_lib.ArrayMeta(tuple(shape), entry["dtype"], tuple(chunk)).chunk_count
+        if len(entry["sums"]) != count:
+            raise ValueError(f"{name}/sums has {len(entry['sums'])} checksums for {count} chunks")
+
+
+def _is_part(chunk: list[int], shape: list[int]) -> bool:
+    """Returns whether a chunk fits in an array; of one without values chunks are as large as they can be."""
+    if len(chunk) != len(shape):
+        return False
+    return all(1 <= part <= max(size, 1) for part, size in zip(chunk, shape, strict=True))
 
 
 def _check(name: str, content: Any, fields: Mapping[str, _Field]) -> None:

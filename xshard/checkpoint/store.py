@@ -24,7 +24,11 @@ from xshard.files import disk
 
 # For object stores; tensorstore waits longer and longer between tries, up to 32 s.
 RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}
-_S3_OPTIONS = {"endpoint": "endpoint", "region": "aws_region"}
+# By the scheme of a URL: tensorstore's driver, and its names for the options that may follow.
+_SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
+    "gs": ("gcs", {}),
+    "s3": ("s3", {"endpoint": "endpoint", "region": "aws_region"}),
+}
 
 
 class CheckpointError(errors.UserError):
@@ -74,18 +78,13 @@ class Store:
 
         A context that lived long would keep what it has cached in memory.
         """
-        base = {**self._spec, "path": f"{self._spec['path']}{prefix}"}
-        return self._result(
-            ts.KvStore.open(
-                {
-                    "driver": "ocdbt",
-                    "base": base,
-                    "config": {"manifest_kind": "single", "max_inline_value_bytes": 1024},
-                    **options,
-                },
-                context=context or make_context(),
-            )
-        )
+        spec = {
+            "driver": "ocdbt",
+            "base": {**self._spec, "path": f"{self._spec['path']}{prefix}"},
+            "config": {"manifest_kind": "single", "max_inline_value_bytes": 1024},
+            **options,
+        }
+        return self._result(ts.KvStore.open(spec, context=context or make_context()))
 
     def spec(self) -> dict[str, Any]:
         """Tensorstore's spec of the folder."""
@@ -104,58 +103,71 @@ class Store:
         Raises:
           CheckpointError: if there is another of that name already.
         """
-        absent, there = self.stat(name)
-        if there is None:
+        absent, existing = self.stat(name)
+        if existing is None:
+            if self.path is not None:
+                # A process that was killed may have left a lock file, of which tensorstore would overwrite only the
+                # beginning. Who deletes what is not there deletes that file, and waits for who still writes it.
+                self._result(self._kv().write(name, None, if_equal=absent))
             written = self._result(self._kv().write(name, content, if_equal=absent))
+            if written.generation:
+                return
             # A reply that was lost makes the second try fail on what the first one wrote.
-            there = content if written.generation else self.read(name)
-        if there != content:
+            existing = self.read(name)
+        if existing != content:
             raise CheckpointError(f"{self.url}/{name} appeared while this process wrote it")
 
     def replace(self, name: str, content: bytes, generation: bytes) -> bytes | None:
         """Writes an object if it is still the one of a generation; the new generation, or None."""
         written = self._result(self._kv().write(name, content, if_equal=generation))
-        if written.generation == b"":
-            generation, found = self.stat(name)
-            return generation if found == content else None
-        return written.generation
+        if written.generation:
+            return written.generation
+        # It may be this process's own all the same, as in `create`.
+        generation, existing = self.stat(name)
+        return generation if existing == content else None
 
     def stat(self, name: str) -> tuple[bytes, bytes | None]:
         """The generation of an object, and its content or None."""
-        found = self._result(self._kv().read(name))
-        return found.stamp.generation, found.value if found.state == "value" else None
+        entry = self._result(self._kv().read(name))
+        content = entry.value if entry.state == "value" else None
+        return entry.stamp.generation, content
 
     def names(self, prefix: str = "") -> list[str]:
         """The names of all objects below a prefix that ends with a slash, or of all; no link is followed."""
-        if self.path is None:
-            end = prefix.encode()
-            keys = ts.KvStore.KeyRange(end, _after(end)) if end else ts.KvStore.KeyRange()
-            return sorted(key.decode() for key in self._result(self._kv().list(keys)))
-        with _named():
-            return sorted(_files(self.path, prefix))
+        if self.path is not None:
+            with _named():
+                return sorted(_files(self.path, prefix))
+        keys = self._result(self._kv().list(_below(prefix)))
+        return sorted(key.decode() for key in keys)
 
     def size(self, prefix: str) -> int | None:
         """The bytes of all files below a prefix; None where that is not known without a request for each."""
         if self.path is None:
             return None
+        total = 0
         with _named():
-            paths = [self.path / name for name in _files(self.path, prefix)]
-            return sum(disk.retried(path.stat).st_size for path in paths)
+            for name in _files(self.path, prefix):
+                total += disk.retried((self.path / name).stat).st_size
+        return total
 
     def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
         """The folders directly in it whose names match, with what is directly in each."""
         if self.path is None:
             return _grouped(self.names(), wanted)
-        found = {}
+        folders = {}
         with _named():
             for entry in disk.entries(self.path) or ():
-                if wanted.fullmatch(entry.name) and (entry.is_dir() or entry.is_symlink()):
-                    inside = disk.entries(entry.path) if entry.is_dir() else ()
-                    # Deleted since the folder was listed, if there is nothing now.
-                    if inside is not None:
-                        names = frozenset(one.name for one in inside)
-                        found[entry.name] = Folder(names, entry.is_symlink())
-        return found
+                if not wanted.fullmatch(entry.name):
+                    continue
+                if not entry.is_dir() and not entry.is_symlink():
+                    continue
+                # A link that leads to nothing has nothing in it.
+                inside = disk.entries(entry.path) if entry.is_dir() else []
+                # A folder that is gone has been deleted since this one was listed.
+                if inside is not None:
+                    names = frozenset(file.name for file in inside)
+                    folders[entry.name] = Folder(names, entry.is_symlink())
+        return folders
 
     def delete(self, name: str) -> None:
         """Deletes one object, or nothing if there is none."""
@@ -163,12 +175,11 @@ class Store:
 
     def delete_folder(self, prefix: str) -> None:
         """Deletes all objects below a prefix, and on a disk the folder, if it is no link."""
-        if self.path is not None:
-            with _named(), contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(self.path / prefix)
-        else:
-            key = prefix.encode()
-            self._result(self._kv().delete_range(ts.KvStore.KeyRange(key, _after(key))))
+        if self.path is None:
+            self._result(self._kv().delete_range(_below(prefix)))
+            return
+        with _named(), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.path / prefix)
 
     def sync(self, prefix: str) -> None:
         """Makes the folders above and below a prefix durable; objects always are."""
@@ -206,29 +217,33 @@ class Store:
 def reason(e: BaseException) -> str:
     """An error's text as a user needs it: without tensorstore's list of source locations."""
     if isinstance(e, OSError) and e.errno:
-        return f"{e.strerror or e} ({e.filename})" if e.filename else str(e.strerror or e)
+        text = e.strerror or str(e)
+        return f"{text} ({e.filename})" if e.filename else text
     text = re.split(r" \[(source locations|tensorstore_spec|os_error_code)", str(e))[0]
     return text.strip().rstrip(".") or type(e).__name__
 
 
 def _parse(url: str) -> tuple[dict[str, Any], str]:
+    """Tensorstore's spec of a folder, and its name without options."""
     scheme, separator, rest = url.partition("://")
-    if not url or not separator:
+    if not separator:
         # Absolute, since tensorstore takes no other path.
         path = os.path.abspath(url)
         return {"driver": "file", "path": path.rstrip("/") + "/"}, path
     rest, _, query = rest.partition("?")
     bucket, _, path = rest.partition("/")
+    path = path.strip("/")
+    driver, known = _SCHEMES.get(scheme, ("", {}))
     options = dict(urllib.parse.parse_qsl(query))
-    known = _S3_OPTIONS if scheme == "s3" else {}
-    if scheme not in ("gs", "s3") or not bucket or not path.strip("/") or options.keys() - known:
+    if not driver or not bucket or not path or options.keys() - known.keys():
         raise CheckpointError(
             f"'{url}' is no place for checkpoints: give a path, gs://BUCKET/FOLDER or "
             "s3://BUCKET/FOLDER[?endpoint=URL&region=REGION]."
         )
-    path = path.strip("/")
-    spec = {"driver": {"gs": "gcs", "s3": "s3"}[scheme], "bucket": bucket, "path": f"{path}/"}
-    return {**spec, **{known[k]: v for k, v in options.items()}}, f"{scheme}://{bucket}/{path}"
+    spec = {"driver": driver, "bucket": bucket, "path": f"{path}/"}
+    for name, value in options.items():
+        spec[known[name]] = value
+    return spec, f"{scheme}://{bucket}/{path}"
 
 
 def open_array(database: Any, path: str, metadata: dict[str, Any], context: ts.Context) -> Any:
@@ -259,8 +274,12 @@ def make_context() -> ts.Context:
     )
 
 
-def _after(prefix: bytes) -> bytes:
-    return prefix[:-1] + bytes([prefix[-1] + 1])
+def _below(prefix: str) -> ts.KvStore.KeyRange:
+    """The keys that begin with a prefix; all, if it is empty."""
+    if not prefix:
+        return ts.KvStore.KeyRange()
+    start = prefix.encode()
+    return ts.KvStore.KeyRange(start, start[:-1] + bytes([start[-1] + 1]))
 
 
 @contextlib.contextmanager
@@ -291,9 +310,10 @@ def _folders(top: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def _grouped(names: list[str], wanted: re.Pattern[str]) -> dict[str, Folder]:
     """Groups the names of objects as a disk's listing would."""
-    inside: dict[str, set[str]] = {}
+    folders: dict[str, set[str]] = {}
     for name in names:
         folder, slash, rest = name.partition("/")
         if slash and wanted.fullmatch(folder):
-            inside.setdefault(folder, set()).add(rest.partition("/")[0])
-    return {folder: Folder(frozenset(found), False) for folder, found in inside.items()}
+            first, _, _ = rest.partition("/")
+            folders.setdefault(folder, set()).add(first)
+    return {folder: Folder(frozenset(inside), False) for folder, inside in folders.items()}

@@ -1,10 +1,12 @@
-"""Takes a part of another run's checkpoint: its parameters, or what a pattern selects."""
+"""Takes a part of another run's checkpoint, or of a file: its parameters, or what a pattern selects."""
 
 import dataclasses
+import difflib
+import functools
 import os
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,32 +16,72 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import reader
 from xshard.checkpoint import source as source_lib
 from xshard.checkpoint import store as store_lib
+from xshard.files import tensors
 
-PARAMS = "^params/"
-_NET_STATE = "net_state/"
+# Of each network, those of several beginning with a name: 'generator/params/mlp/w'. The rules have slots that are
+# named for parameters.
+PARAMS = "^(?!.*opt_state/)(.*/)?params/"
+_NET_STATE = "^(?!.*opt_state/)(.*/)?net_state/"
 # Of the network's state what is there: averages that a batch norm keeps go with the parameters.
-BY_DEFAULT = "^(params|net_state)/"
+BY_DEFAULT = f"{PARAMS}|{_NET_STATE}"
+# The number of groups, among what a file says of itself.
+GROUPS = "groups"
 _BUDGET_BYTES = 1 << 30
 _SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The part of another checkpoint that is taken.
+    """The part of another checkpoint, or of a file, that is taken.
 
     Where the checkpoint has a model for each group and the state has one model, `group` says which; where
     the state has groups and the checkpoint has not, or others, all get the same.
 
     Attributes:
-      place: a run's directory or a folder of checkpoints, with @STEP for another than the newest.
+      place: a run's directory or a folder of checkpoints, with @STEP for another than the newest; or a file of which
+        the name ends in .safetensors.
       select: a regular expression, searched for in the leaves' paths. By default that of parameters and the
         network's state, and of the latter what does not fit is left as the state has it.
       group: the group that is taken of a checkpoint with several.
+      rename: pairs of a beginning of paths there, which ends where a name does, and what it is here; of several the
+        first that fits. An empty one is what all paths begin with.
     """
 
     place: str
     select: str = BY_DEFAULT
     group: int = 0
+    rename: Sequence[tuple[str, str]] = ()
+
+
+class _Stored(NamedTuple):
+    """The arrays that may be taken.
+
+    Attributes:
+      where: the checkpoint or the file, for messages.
+      names: the name there of each array, by its path here.
+      metas: how each is stored, by its path here.
+      groups: the number of groups that are a leading dimension; 0: none.
+      read: reads arrays by their names there onto devices.
+    """
+
+    where: Any
+    names: dict[str, str]
+    metas: arrays_lib.ArrayMetas
+    groups: int
+    read: Callable[[list[reader.Leaf], Callable[[str], None]], list[jax.Array]]
+
+
+def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """The pairs that 'old/prefix=new/prefix' say, of which one text may hold several, with commas between them."""
+    pairs = []
+    for text in ",".join(texts).split(",") if texts else ():
+        old, equals, new = text.partition("=")
+        if not equals or "=" in new or old == new:
+            raise format_lib.CheckpointError(
+                f"--init_rename={text}: a renaming is OLD=NEW, as params/encoder=params/backbone/encoder."
+            )
+        pairs.append((old.strip("/"), new.strip("/")))
+    return tuple(pairs)
 
 
 def check_init(source: Source, target: Any) -> None:
@@ -69,57 +111,150 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
       CheckpointError: as `check_init`, or if the checkpoint is damaged.
     """
     leaves = arrays_lib.flatten(state)
-    attempt, stored, requests = _requests(source, leaves)
-    values = reader.read_leaves(attempt, requests, _BUDGET_BYTES, say)
-    for request, value in zip(requests, values, strict=True):
-        key = request.meta.key_impl is not None
-        leaves[request.path] = value if key else value.astype(leaves[request.path].dtype)
-    taken = {request.path for request in requests}
-    unused = sorted(path for path in stored if _search(source.select, path) and path not in taken)
-    lacking = sorted(path for path in leaves if _search(source.select, path) and path not in taken)
-    notes = f"; not used: {', '.join(unused[:_SHOWN])}" if unused else ""
-    notes += f"; not in it, and left as new: {', '.join(lacking[:_SHOWN])}" if lacking else ""
-    say(f"initialised {len(requests)} arrays from {attempt}{notes}")
+    stored, requests = _requests(source, leaves)
+    values = stored.read(list(requests.values()), say)
+    for path, value in zip(requests, values, strict=True):
+        if requests[path].meta.key_impl is None:
+            value = value.astype(leaves[path].dtype)
+        leaves[path] = value
+    unused = sorted(set(_selected(source, stored.metas)) - requests.keys())
+    lacking = sorted(set(_selected(source, leaves)) - requests.keys())
+    message = f"initialised {len(requests)} arrays from {stored.where}"
+    if unused:
+        message += f"; not used: {', '.join(unused[:_SHOWN])}"
+    if lacking:
+        message += f"; not in it, and left as new: {', '.join(lacking[:_SHOWN])}"
+    say(message)
     return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
 
 
-def _requests(
-    source: Source, leaves: dict[str, Any]
-) -> tuple[format_lib.Attempt, dict[str, arrays_lib.ArrayMeta], list[reader.Leaf]]:
-    """The checkpoint, what is in it, and what to read of it."""
-    attempt = find(source.place)
-    stored = source_lib.array_metas(source_lib.read_meta(attempt))
-    paths = [path for path in leaves if _search(source.select, path)]
+def _requests(source: Source, leaves: dict[str, Any]) -> tuple[_Stored, dict[str, reader.Leaf]]:
+    """The arrays that are there, and what to read of them for which path here."""
+    stored = _open(source, leaves)
+    paths = _selected(source, leaves)
     if not paths:
         raise format_lib.CheckpointError(
             f"--init_select='{source.select}' matches none of the paths of this run, such as "
             f"{', '.join(list(leaves)[:_SHOWN])}."
         )
-    wanted = {path: arrays_lib.describe(leaves[path]) for path in paths}
-    groups = _Groups(_count(stored), _count(leaves), source.group)
-    found = {path: _problem(path, stored.get(path), wanted[path], groups) for path in paths}
-    if source.select == BY_DEFAULT:
-        fits = lambda path: not (path.startswith(_NET_STATE) and found[path])
-        paths = [path for path in paths if fits(path)]
-    problems = [problem for path in paths if (problem := found[path])]
+    groups = _Groups(stored.groups, _count(leaves), source.group)
+    fitting, problems = [], []
+    for path in paths:
+        wanted = arrays_lib.describe(leaves[path])
+        problem = _problem(path, stored.metas.get(path), wanted, groups)
+        if not problem:
+            fitting.append(path)
+        # A network's state that is not there, or has another shape, is left as it is in a new run.
+        elif source.select != BY_DEFAULT or not re.search(_NET_STATE, path):
+            problems.append(problem + ("" if path in stored.metas else _near(path, stored.metas)))
     if problems:
         raise format_lib.CheckpointError(
-            f"{attempt} does not have what --init_select='{source.select}' selects: "
-            f"{arrays_lib.listed(problems)}. Narrow it, as in --init_select='^params/(?!head)'."
+            f"{stored.where} does not have what --init_select='{source.select}' selects: "
+            f"{arrays_lib.listed(problems)}. Narrow it, as in --init_select='^params/(?!head)', or say what is called "
+            "otherwise there, as in --init_rename=params/old=params/new."
         )
-    return attempt, stored, [_request(path, stored[path], leaves[path], groups) for path in paths]
+    requests = {}
+    for path in fitting:
+        leaf = _request(path, stored.metas[path], leaves[path], groups)
+        requests[path] = dataclasses.replace(leaf, path=stored.names[path])
+    return stored, requests
+
+
+def _open(source: Source, leaves: Iterable[str]) -> _Stored:
+    """Finds what may be taken, under the names that it has here."""
+    where: Any
+    if source.place.endswith(tensors.SUFFIX):
+        file = tensors.File(source.place)
+        where, read = source.place, functools.partial(_read_file, file)
+        metas = {
+            name: arrays_lib.ArrayMeta(shape, file.dtypes[name], shape)
+            for name, shape in file.shapes.items()
+        }
+        count = file.metadata.get(GROUPS, "")
+        groups = int(count) if count.isdecimal() else 0
+    else:
+        where = find(source.place)
+        metas = source_lib.read_array_metas(where)
+        groups, read = _count(metas), functools.partial(_read_checkpoint, where)
+    names = _renamed(source, where, metas, leaves)
+    return _Stored(where, names, {path: metas[name] for path, name in names.items()}, groups, read)
+
+
+def _read_checkpoint(
+    attempt: format_lib.Attempt, leaves: list[reader.Leaf], say: Callable[[str], None]
+) -> list[jax.Array]:
+    return reader.read_leaves(attempt, leaves, _BUDGET_BYTES, say)
+
+
+def _read_file(
+    file: tensors.File, leaves: list[reader.Leaf], say: Callable[[str], None]
+) -> list[jax.Array]:
+    del say
+
+    def read(leaf: reader.Leaf) -> jax.Array:
+        def part(index: Any) -> Any:
+            box = tuple(slice(*ends) for ends in leaf.stored_box(index))
+            return leaf.wanted(file.read(leaf.path, box), index)
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+    return [read(leaf) for leaf in leaves]
+
+
+def _renamed(
+    source: Source, where: Any, stored: Iterable[str], leaves: Iterable[str]
+) -> dict[str, str]:
+    """The name there of each array by its path here."""
+    names: dict[str, str] = {}
+    made: dict[tuple[str, str], list[str]] = {pair: [] for pair in source.rename}
+    for name in stored:
+        path = name
+        for pair in source.rename:
+            old, new = pair
+            if not old or f"{name}/".startswith(f"{old}/"):
+                path = "/".join(filter(None, [new, name[len(old) :].strip("/")]))
+                made[pair].append(path)
+                break
+        if path in names:
+            raise format_lib.CheckpointError(
+                f"--init_rename makes '{path}' of both '{names[path]}' and '{name}' in {where}: rename one of them."
+            )
+        names[path] = name
+    for (old, new), paths in made.items():
+        if not paths:
+            raise format_lib.CheckpointError(
+                f"--init_rename={old}={new}: no path in {where} begins with '{old}'{_near(old, stored)}."
+            )
+        if not set(paths) & set(leaves):
+            raise format_lib.CheckpointError(
+                f"--init_rename={old}={new}: this run has no '{paths[0]}'{_near(paths[0], leaves)}."
+            )
+    return names
+
+
+def _near(path: str, paths: Iterable[str]) -> str:
+    """The paths that one may stand for, in words; those that begin alike, too."""
+    parts = {"/".join(x.split("/")[: path.count("/") + 1]) for x in paths}
+    near = difflib.get_close_matches(path, sorted({*paths, *parts}), n=2, cutoff=0.5)
+    return f" (near it: {', '.join(near)})" if near else ""
+
+
+def split_place(source: str) -> tuple[str, int | None]:
+    """The directory and the step that 'DIR' or 'DIR@STEP' names; None where it names no step."""
+    place, at, step = source.rpartition("@")
+    if at and step.isdigit():
+        return place, int(step)
+    return source, None
 
 
 def find(source: str) -> format_lib.Attempt:
     """The checkpoint that 'DIR' or 'DIR@STEP' names; CheckpointError if there is none."""
-    place, at, step = source.rpartition("@")
-    if not at or not step.isdigit():
-        place, step = source, ""
+    place, step = split_place(source)
     store = store_lib.Store(place)
     if store.path is not None and not format_lib.attempts(store):
         store = store_lib.Store(os.path.join(place, "checkpoints"))
-    if step:
-        return format_lib.find(store, int(step))
+    if step is not None:
+        return format_lib.find(store, step)
     there = format_lib.committed(store)
     if not there:
         raise format_lib.CheckpointError(f"There is no checkpoint in {place}.")
@@ -138,52 +273,63 @@ class _Groups:
         """Returns whether a leaf has another first dimension here than there."""
         return self.stored != self.wanted and path not in ("step", "rng")
 
-    def stored_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def stored_shape(self, path: str, shape: arrays_lib.Shape) -> arrays_lib.Shape:
         """The shape in the checkpoint that fits one here."""
         if not self.differ(path):
             return shape
-        one = shape[1:] if self.wanted else shape
-        return (self.stored, *one) if self.stored else one
+        of_one_group = shape[1:] if self.wanted else shape
+        return (self.stored, *of_one_group) if self.stored else of_one_group
 
 
 def _count(tree: dict[str, Any]) -> int:
     """The groups of a run's state, which all but its step and key have as their first dimension."""
-    shape = tree["global_step"].shape if "global_step" in tree else ()
-    return shape[0] if shape else 0
+    for path, leaf in tree.items():
+        # Of a learner, of which there may be several.
+        if path.rpartition("/")[2] == "global_step" and len(leaf.shape) == 1:
+            return int(leaf.shape[0])
+    return 0
 
 
 def _request(path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: _Groups) -> reader.Leaf:
-    differ = groups.differ(path)
-    if differ and groups.stored and not 0 <= groups.chosen < groups.stored:
-        raise format_lib.CheckpointError(
-            f"--init_group={groups.chosen}: the checkpoint has the groups 0 to {groups.stored - 1}."
-        )
-    return reader.Leaf(
-        path,
-        meta,
-        tuple(arrays_lib.key_data(leaf)[0].shape),
-        leaf.sharding,
-        group=groups.chosen if differ and groups.stored else None,
-        repeat=bool(differ and groups.wanted),
-    )
+    group, repeat = None, False
+    if groups.differ(path):
+        repeat = groups.wanted > 0
+        if groups.stored:
+            group = groups.chosen
+            if not 0 <= group < groups.stored:
+                raise format_lib.CheckpointError(
+                    f"--init_group={group}: the checkpoint has the groups 0 to {groups.stored - 1}."
+                )
+    data, _ = arrays_lib.key_data(leaf)
+    return reader.Leaf(path, meta, tuple(data.shape), leaf.sharding, group, repeat)
 
 
 def _problem(
     path: str, stored: arrays_lib.ArrayMeta | None, wanted: arrays_lib.ArrayMeta, groups: _Groups
-) -> str | None:
+) -> str:
+    """Says why an array of the checkpoint cannot be taken; empty if it can."""
     if stored is None:
         return f"'{path}' is missing in it"
-    floats = all(jnp.issubdtype(jnp.dtype(m.dtype), jnp.floating) for m in (stored, wanted))
-    same_type = (stored.dtype, stored.key_impl) == (wanted.dtype, wanted.key_impl)
-    if stored.shape != groups.stored_shape(path, wanted.shape) or not (same_type or floats):
-        return f"'{path}' is {stored} in it, {wanted} here"
-    return None
+    is_same_type = (stored.dtype, stored.key_impl) == (wanted.dtype, wanted.key_impl)
+    fits = is_same_type or (_is_float(stored) and _is_float(wanted))
+    if fits and stored.shape == groups.stored_shape(path, wanted.shape):
+        return ""
+    return f"'{path}' is {stored} in it, {wanted} here"
 
 
-def _search(select: str, path: str) -> bool:
+def _is_float(meta: arrays_lib.ArrayMeta) -> bool:
+    return jnp.issubdtype(jnp.dtype(meta.dtype), jnp.floating)
+
+
+def _selected(source: Source, paths: Iterable[str]) -> list[str]:
+    return selected(source.select, paths, "--init_select")
+
+
+def selected(pattern: str, paths: Iterable[str], flag: str) -> list[str]:
+    """The paths in which a regular expression is found; CheckpointError, naming the flag, if it is none."""
     try:
-        return bool(re.search(select, path))
+        return [path for path in paths if re.search(pattern, path)]
     except re.error as e:
         raise format_lib.CheckpointError(
-            f"--init_select='{select}' is no regular expression: {e}."
+            f"{flag}='{pattern}' is no regular expression: {e}."
         ) from e

@@ -13,12 +13,9 @@ import numpy as np
 import tensorstore as ts
 
 from xshard.checkpoint import arrays as arrays_lib
-from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
-
-Copy = Callable[[], np.ndarray]
 
 # What is written in one transaction, which holds it until it is committed, and how many are under way.
 _BATCH_BYTES = 128 << 20
@@ -28,60 +25,10 @@ _FILE_BYTES = 32 << 20
 _PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "tensorstore", "numpy")
 
 
-def copy_to_host(
-    plan: ownership.Plan,
-    leaves: dict[str, Any],
-    budget: budget_lib.Budget,
-    put: Callable[[ownership.Chunk], None],
-    full: Callable[[], None],
-) -> None:
-    """Copies what this process writes, so that the arrays may be donated afterwards.
-
-    Args:
-      plan: what this process writes.
-      leaves: the arrays by path.
-      budget: the bytes that may be held; given back when they are written.
-      put: takes each chunk.
-      full: called before this waits for bytes.
-    """
-    shards: dict[str, list[Any]] = {}
-    copying: list[tuple[ownership.Piece, Copy]] = []
-    for piece in plan.pieces:
-        nbytes = plan.arrays[piece.path].chunk_bytes
-        if copying and not budget.fits(nbytes):
-            _finish_copies(copying, put)
-            full()
-        budget.take(nbytes)
-        if piece.path not in shards:
-            shards[piece.path] = _local_shards(leaves[piece.path])
-        copying.append((piece, start_copy(shards[piece.path][piece.shard], piece)))
-    _finish_copies(copying, put)
-
-
-def start_copy(shard: Any, piece: ownership.Piece) -> Copy:
-    """Begins to copy a piece of a shard, and returns what ends it."""
-    box = tuple(slice(i, i + n) for i, n in zip(piece.start, piece.shape, strict=True))
-    if isinstance(shard, np.ndarray):
-        return lambda: np.array(shard[box])
-    if shard.device.platform == "cpu":
-        # The array's own memory: as long as NumPy looks at it, JAX donates it to nobody.
-        return lambda: np.asarray(shard)[box]
-    return start_device_copy(shard, piece)
-
-
-def start_device_copy(shard: jax.Array, piece: ownership.Piece) -> Copy:
-    """Begins to copy a piece of a shard from a device that has memory of its own."""
-    if piece.shape != shard.shape:
-        # On the device, so that only what this process writes goes over the bus.
-        shard = jax.lax.dynamic_slice(shard, piece.start, piece.shape)
-    shard.copy_to_host_async()
-    return lambda: np.asarray(shard)
-
-
 def write_part(
     attempt: format_lib.Attempt,
     process: int,
-    arrays: dict[str, arrays_lib.ArrayMeta],
+    arrays: arrays_lib.ArrayMetas,
     chunks: Iterator[ownership.Chunk | None],
     written: Callable[[int], None],
 ) -> int:
@@ -97,35 +44,30 @@ def write_part(
     Returns:
       The number of keys.
     """
-    batches, keys = _Batches(attempt, process, arrays, written), 0
-    for path, meta in arrays.items() if process == 0 else ():
-        batches.write(f"{path}/zarr.json", json.dumps(meta.zarr()).encode())
-        keys += 1
+    batches = _Batches(attempt, process, arrays, written)
+    keys = 0
+    if process == 0:
+        for path, meta in arrays.items():
+            batches.write(f"{path}/zarr.json", json.dumps(meta.zarr()).encode())
+            keys += 1
     for chunk in chunks:
         if chunk is None:
             batches.flush()
         else:
-            batches.write_chunk(*chunk)
+            piece, value = chunk
+            batches.write_chunk(piece, value)
             keys += 1
     batches.flush()
+    prefix = attempt.part(process)
     if keys:
-        sums = format_lib.to_json(batches.sums())
-        attempt.store.create(attempt.part(process) + format_lib.SUMS, sums)
-    attempt.store.sync(attempt.part(process))
+        attempt.store.create(prefix + format_lib.SUMS, format_lib.to_json(batches.sums()))
+    # What other processes are told is written must be there after a loss of power, too.
+    attempt.store.sync(prefix)
     return keys
 
 
-def merge(
-    attempt: format_lib.Attempt, processes: list[int], arrays: dict[str, arrays_lib.ArrayMeta]
-) -> dict[str, arrays_lib.ArrayMeta]:
-    """Makes one database of those of some processes; their data stays where it is.
-
-    Returns:
-      How each array is stored, with the checksums of what is stored.
-
-    Raises:
-      CheckpointError: if they do not hold each key of the arrays.
-    """
+def merge(attempt: format_lib.Attempt, processes: list[int]) -> ts.KvStore:
+    """Makes one database of those of some processes; their data stays where it is."""
     # Entries are copied within one context only.
     context = store_lib.make_context()
     merged = attempt.store.database(attempt.prefix, context)
@@ -134,26 +76,46 @@ def merge(
         part = attempt.store.database(attempt.part(process), context)
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
+    return merged
+
+
+def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
+    """Sees that a merged database holds each key of the arrays, and no other; returns how many they are.
+
+    Raises:
+      CheckpointError: if it does not.
+    """
     expected = {key.encode() for path, meta in arrays.items() for key in meta.keys(path)}
-    found = set(merged.list().result())
-    if found != expected:
+    listed = set(merged.list().result())
+    if listed != expected:
         raise format_lib.CheckpointError(
-            f"{len(expected - found)} keys are missing and {len(found - expected)} are too many, "
-            f"such as {sorted(found ^ expected)[0].decode()}"
+            f"{len(expected - listed)} keys are missing and {len(listed - expected)} are too many, "
+            f"such as {sorted(listed ^ expected)[0].decode()}"
         )
+    return len(expected)
+
+
+def with_sums(
+    attempt: format_lib.Attempt, processes: list[int], arrays: arrays_lib.ArrayMetas
+) -> arrays_lib.ArrayMetas:
+    """Returns how each array is stored, with the checksums that some processes have noted of its chunks."""
     sums: dict[str, int] = {}
     for process in processes:
-        content = attempt.store.read(attempt.part(process) + format_lib.SUMS)
+        name = attempt.part(process) + format_lib.SUMS
+        content = attempt.store.read(name)
         if content is None:
-            raise format_lib.CheckpointError(f"{attempt.part(process)}{format_lib.SUMS} is gone")
+            raise format_lib.CheckpointError(f"{name} is gone")
         sums |= json.loads(content)
-    of_chunks = lambda path, meta: tuple(sums[key] for key in meta.keys(path)[1:])
-    return {p: dataclasses.replace(m, sums=of_chunks(p, m)) for p, m in arrays.items()}
+    summed = {}
+    for path, meta in arrays.items():
+        of_chunks = tuple(sums[key] for key in meta.chunk_keys(path))
+        summed[path] = dataclasses.replace(meta, sums=of_chunks)
+    return summed
 
 
 def describe(
     attempt: format_lib.Attempt,
-    arrays: dict[str, arrays_lib.ArrayMeta],
+    arrays: arrays_lib.ArrayMetas,
     metadata: dict[str, Any],
     data: list[Any],
 ) -> None:
@@ -186,8 +148,8 @@ def commit(
     keys: int,
     nbytes: int,
     metrics: dict[str, float],
-    nonfinite: list[str] | None = None,
-    owner: format_lib.Owner | None = None,
+    nonfinite: list[str] | None,
+    owner: format_lib.Owner | None,
 ) -> None:
     """Makes an attempt count.
 
@@ -207,7 +169,7 @@ def commit(
         checksums[name] = format_lib.checksum(content)
     # All folders must be on the disk before the file that says so.
     attempt.store.sync(attempt.prefix)
-    said: dict[str, Any] = {
+    commit: dict[str, Any] = {
         "step": attempt.step,
         "attempt": attempt.nonce,
         "keys": keys,
@@ -217,11 +179,10 @@ def commit(
         "metrics": metrics,
     }
     if nonfinite is not None:
-        said[format_lib.NONFINITE] = nonfinite
+        commit[format_lib.NONFINITE] = nonfinite
     if owner is not None:
-        said[format_lib.OWNER] = {"id": owner.id, "fingerprint": owner.fingerprint}
-    content = format_lib.seal(said)
-    attempt.store.create(attempt.prefix + format_lib.COMMIT, content)
+        commit[format_lib.OWNER] = {"id": owner.id, "fingerprint": owner.fingerprint}
+    attempt.store.create(attempt.prefix + format_lib.COMMIT, format_lib.seal(commit))
 
 
 def remove(attempt: format_lib.Attempt, *, by_hand: bool = False) -> None:
@@ -249,7 +210,7 @@ class _Batches:
         self,
         attempt: format_lib.Attempt,
         process: int,
-        arrays: dict[str, arrays_lib.ArrayMeta],
+        arrays: arrays_lib.ArrayMetas,
         written: Callable[[int], None],
     ):
         context = store_lib.make_context()
@@ -259,10 +220,12 @@ class _Batches:
         self._context = context
         self._arrays = arrays
         self._written = written
-        self._open: tuple[str, Any] = ("", None)
+        # The array that was opened last, since its chunks follow one another.
+        self._path: str | None = None
+        self._array: Any = None
         self._under_way: list[tuple[Any, int]] = []
         self._sums: dict[str, int] = {}
-        self._large: list[tuple[str, tuple[int, ...]]] = []
+        self._large: list[tuple[str, arrays_lib.Place]] = []
         self._begin()
 
     def write(self, key: str, content: bytes) -> None:
@@ -271,14 +234,14 @@ class _Batches:
 
     def write_chunk(self, piece: ownership.Piece, value: np.ndarray) -> None:
         meta = self._arrays[piece.path]
-        if meta.chunk_bytes < arrays_lib.LARGE_BYTES:
+        if not arrays_lib.is_large(piece.path, meta):
             content = arrays_lib.encode(value, meta.chunk_shape)
             key = arrays_lib.chunk_key(piece.path, piece.chunk)
             self._sums[key] = arrays_lib.stored_sum(content)
             self.write(key, content)
         else:
-            box = tuple(slice(*bounds) for bounds in meta.box(piece.chunk))
-            target = self._array(piece.path)[box].with_transaction(self._transaction)
+            index = arrays_lib.box_index(meta.box(piece.chunk))
+            target = self._open(piece.path)[index].with_transaction(self._transaction)
             # Tensorstore refers to the memory instead of copying it.
             writing = target.write(value, can_reference_source_data_indefinitely=True)
             self._copies.append(writing.copy)
@@ -304,12 +267,12 @@ class _Batches:
             self._commit()
         self._wait(leave=0)
 
-    def _array(self, path: str) -> Any:
-        if self._open[0] != path:
+    def _open(self, path: str) -> Any:
+        if path != self._path:
             zarr = self._arrays[path].zarr()
-            opened = store_lib.open_array(self._database, path, zarr, self._context)
-            self._open = path, opened
-        return self._open[1]
+            self._array = store_lib.open_array(self._database, path, zarr, self._context)
+            self._path = path
+        return self._array
 
     def _begin(self) -> None:
         self._transaction = ts.Transaction(atomic=True)
@@ -329,18 +292,3 @@ class _Batches:
             future, nbytes = self._under_way.pop(0)
             future.result()
             self._written(nbytes)
-
-
-def _local_shards(leaf: Any) -> list[Any]:
-    data, _ = arrays_lib.key_data(leaf)
-    if not isinstance(data, jax.Array):
-        return [np.asarray(data)]
-    return [data.addressable_data(i) for i in range(len(data.addressable_shards))]
-
-
-def _finish_copies(
-    copying: list[tuple[ownership.Piece, Copy]], put: Callable[[ownership.Chunk], None]
-) -> None:
-    for piece, copy in copying:
-        put((piece, copy()))
-    copying.clear()

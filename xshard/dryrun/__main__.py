@@ -23,15 +23,18 @@ from absl import flags, logging
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from xshard import batches, cli, errors, preflight
+from xshard import cli, errors
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard.data import batches
 from xshard.dryrun import collectives, costs, estimate, hlo, summary
 from xshard.files import jsonfile, streams
+from xshard.learners.state import is_learner
 from xshard.metrics import chips
 from xshard.pod import notice
+from xshard.run import preflight
 
 # Its own, since the flags of `xshard.main` have the same names.
 _FLAGS = flags.FlagValues()
@@ -102,6 +105,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
     experiment = experiment_lib.load(config.experiment)(config)
     example = experiment_lib.example(experiment)
     state = state_lib.abstract_state(experiment, mesh, config.seed, example)
+    learners = state_lib.learners(state).values()
     batch = batches.train_shapes(example, mesh, config.batch_size)
     result = {
         "topology": topology,
@@ -111,9 +115,10 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
         "examples": config.batch_size * mesh_lib.num_groups(mesh),
         "chip": dataclasses.asdict(chip),
         "memory": {
-            "parameters": estimate.shard_bytes(state.params),
-            "network_state": estimate.shard_bytes(state.net_state),
-            "optimizer_state": estimate.shard_bytes(state.opt_state),
+            "parameters": estimate.shard_bytes([x.params for x in learners]),
+            "network_state": estimate.shard_bytes([x.net_state for x in learners]),
+            "optimizer_state": estimate.shard_bytes([x.opt_state for x in learners]),
+            "other_state": estimate.shard_bytes(_other(state)),
             "batch": estimate.shard_bytes(batch),
         },
     }
@@ -125,6 +130,12 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
         raise _compiler_error(e, result, state) from e
     result["compile_seconds"] = time.monotonic() - begin
     return _describe(result, compiled, chip, mesh)
+
+
+def _other(state: state_lib.TrainState) -> Any:
+    """The experiment's state that is no learner's."""
+    leaves = jax.tree.leaves(state.experiment, is_leaf=is_learner)
+    return [x for x in leaves if not is_learner(x)]
 
 
 def _check(config: Any) -> None:
@@ -155,38 +166,39 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
         # Some versions of libtpu ask for a host of four.
         options["chips_per_host_bounds"] = [1, 1, 1]
     try:
-        found = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             platform="tpu", topology_name=topology, **options
-        ).devices
+        )
     except jax.errors.JaxRuntimeError as e:
         raise errors.UserError(
             f"--topology={topology}, --slices={slices}: libtpu cannot be loaded, or knows no such topology ({cli.message(e)})."
         ) from e
-    return list(found)
+    return list(description.devices)
 
 
 def _describe(
     result: dict[str, Any], compiled: jax.stages.Compiled, chip: chips.Chip, mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
-    _describe_memory(result, compiled)
+    """Adds to a result what a step that fits sends and computes."""
+    analysis: Any = compiled.memory_analysis()
+    result["memory"] |= {
+        "workspace": analysis.temp_size_in_bytes,
+        "program": analysis.generated_code_size_in_bytes,
+        "peak": analysis.peak_memory_in_bytes,
+        "fits": True,
+    }
     try:
         program = hlo.parse(compiled.as_text() or "")
     except jax.errors.JaxRuntimeError as e:
         raise _unreadable(e, result) from e
-    found = collectives.in_program(program)
-    sent = [
-        sum(
-            one.times * collectives.sent(mesh, one)
-            for one in found
-            if one.between_slices == between
-        )
-        for between in (False, True)
-    ]
-    limits = estimate.bounds(chip, costs.of(program), *sent)
+    rows = collectives.rows(mesh, collectives.in_program(program))
+    sent = {True: 0, False: 0}
+    for row in rows:
+        sent[row["between_slices"]] += row["sent"]
+    limits = estimate.bounds(chip, costs.of(program), ici=sent[False], dcn=sent[True])
     bound = max(limits, key=lambda limit: limit.seconds or 0.0)
     seconds = bound.seconds or 0.0
     by_xla: Any = compiled.cost_analysis()
-    rows = collectives.rows(mesh, found)
     return {
         **result,
         "collectives": rows,
@@ -198,16 +210,6 @@ def _describe(
         "seconds": seconds,
         "dominated_by": bound.name,
         "examples_per_second": result["examples"] / seconds if seconds else None,
-    }
-
-
-def _describe_memory(result: dict[str, Any], compiled: jax.stages.Compiled) -> None:
-    analysis: Any = compiled.memory_analysis()
-    result["memory"] |= {
-        "workspace": analysis.temp_size_in_bytes,
-        "program": analysis.generated_code_size_in_bytes,
-        "peak": analysis.peak_memory_in_bytes,
-        "fits": True,
     }
 
 
@@ -223,8 +225,10 @@ def _unreadable(e: Exception, result: dict[str, Any]) -> UnreadableError:
 
 def _compiler_error(e: Exception, result: dict[str, Any], state: Any) -> errors.UserError:
     """The error for what the compiler refuses."""
-    if _OUT_OF_MEMORY.search(str(e)):
-        return _does_not_fit(e, result, state)
+    sizes = _OUT_OF_MEMORY.search(str(e))
+    if sizes:
+        needed, available = _bytes(*sizes.group(1, 2)), _bytes(*sizes.group(3, 4))
+        return _does_not_fit(needed, available, result, state)
     return errors.UserError(
         f"libtpu {_libtpu_version()} cannot compile the step for {result['topology']}, slices={result['slices']}: "
         f"{cli.message(e)} Another topology, other reduction.* or slices may do; so may the libtpu that jax "
@@ -243,14 +247,15 @@ def _first_line(e: Exception) -> str:
     return cli.message(e).splitlines()[0]
 
 
-def _does_not_fit(e: Exception, result: dict[str, Any], state: Any) -> DoesNotFitError:
+def _bytes(number: str, unit: str) -> int:
+    """The size that the compiler writes as 15.75G."""
+    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
+
+
+def _does_not_fit(
+    needed: int, available: int, result: dict[str, Any], state: Any
+) -> DoesNotFitError:
     """The error for a step that needs more memory than there is."""
-    found = _OUT_OF_MEMORY.search(str(e))
-    assert found
-    needed, available = (
-        int(float(number) * 1024 ** " KMGT".index(unit or " "))
-        for number, unit in (found.groups()[:2], found.groups()[2:])
-    )
     memory = result["memory"]
     memory |= {"needed": needed, "available": available, "fits": False}
     held = {name: memory[name] for name in ("parameters", "optimizer_state", "batch")}
@@ -259,14 +264,16 @@ def _does_not_fit(e: Exception, result: dict[str, Any], state: Any) -> DoesNotFi
     parts = ", ".join(
         f"{name.replace('_', ' ')} {summary.size(size)}" for name, size in held.items()
     )
-    named = {"params": state.params, "net_state": state.net_state, "opt_state": state.opt_state}
-    arrays = ", ".join(f"{path} {summary.size(size)}" for path, size in estimate.largest(named, 3))
+    largest = estimate.largest(state.experiment, 3)
+    arrays = ", ".join(f"{path} {summary.size(size)}" for path, size in largest)
     mends = [
         "split the parameters with config.model_parallel, along what the experiment's sharding_rules say, "
         "and the optimizer's state over the replicas with CrossShardOptimizer(shard_update=True)",
         "make activations smaller with more config.micro_batches, a smaller config.batch_size or hk.remat",
     ]
-    first, second = mends if rest < needed / 2 else mends[::-1]
+    if rest >= needed / 2:
+        mends.reverse()
+    first, second = mends
     return DoesNotFitError(
         f"The step does not fit on {result['topology']}: it needs {summary.size(needed)} a chip of the "
         f"{summary.size(available)} that the compiler may use, {summary.size(needed - available)} too much. About: {parts}. "

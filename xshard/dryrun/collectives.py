@@ -7,6 +7,7 @@ A program for several TPU slices is one slice's: what stays within a slice is wr
 that slice's devices, and what goes between slices as a transfer by the hosts.
 """
 
+import collections
 import dataclasses
 import itertools
 import re
@@ -75,24 +76,21 @@ def of(compiled: jax.stages.Compiled) -> list[Collective]:
 def in_program(program: hlo.Program) -> list[Collective]:
     """The collectives of a program that has been read."""
     times = program.times()
-    return [
-        dataclasses.replace(one, times=times[name])
-        for name, computation in program.computations.items()
-        if times[name]
-        for one in _in_computation(name, computation)
-    ]
+    collectives = []
+    for name, computation in program.computations.items():
+        if times[name]:
+            for collective in _in_computation(name, computation):
+                collectives.append(dataclasses.replace(collective, times=times[name]))
+    return collectives
 
 
 def axes(mesh: jax.sharding.Mesh, collective: Collective) -> tuple[str, ...]:
     """The mesh axes that a collective goes over; ('?',) if its groups are those of no axes."""
+    if not collective.between_slices:
+        return _over(mesh, collective, lambda groups, lines: groups == lines) or ("?",)
     slices = _slices(mesh)
-    if collective.between_slices:
-        return tuple(
-            name
-            for axis, name in enumerate(mesh.axis_names)
-            if (slices != slices.take([0], axis)).any()
-        )
-    return _over(mesh, collective, lambda groups, lines: groups == lines) or ("?",)
+    names = enumerate(mesh.axis_names)
+    return tuple(name for axis, name in names if (slices != slices.take([0], axis)).any())
 
 
 def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
@@ -105,13 +103,18 @@ def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
     size = collective.bytes
     if collective.kind == "collective-permute":
         return size
-    count = len(np.unique(_slices(mesh))) if collective.between_slices else mesh.devices.size
-    if not collective.between_slices:
-        count //= len(np.unique(_slices(mesh)))
-        count = len(collective.groups[0]) if collective.groups else count
+    slices = len(np.unique(_slices(mesh)))
+    if collective.between_slices:
+        count = slices
+    elif collective.groups:
+        count = len(collective.groups[0])
+    else:
+        count = mesh.devices.size // slices
     if collective.kind == "reduce-scatter":
+        # Its size is that of a part, of which there are as many as devices.
         return (count - 1) * size
-    return (2 if collective.kind == "all-reduce" else 1) * (count - 1) * size // count
+    part = (count - 1) * size
+    return (2 * part if collective.kind == "all-reduce" else part) // count
 
 
 def hops(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[int]:
@@ -121,78 +124,75 @@ def hops(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[int
     """
     slices = _slices(mesh)
     devices = list(mesh.devices[slices == slices.flat[0]].flat)
-    found: list[int] = []
+    links: list[int] = []
     for groups in {one.groups for one in collectives if not one.between_slices}:
-        found += torus.hops(devices, groups or [range(len(devices))])
-    return found
+        links += torus.hops(devices, groups or [range(len(devices))])
+    return links
 
 
 def rows(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[dict[str, Any]]:
     """For `metrics.table`: a row for each kind, axes and types; what is in a loop counts each time."""
-    table: dict[tuple[Any, ...], list[Collective]] = {}
+    alike = collections.defaultdict(list)
     for one in collectives:
-        over = _show_axes(mesh, one)
-        key = (one.kind, over, " ".join(one.dtypes), one.between_slices)
-        table.setdefault(key, []).append(one)
-    found = []
-    for (kind, over, dtypes, between), ones in table.items():
-        links = hops(mesh, ones)
+        key = (one.kind, _show_axes(mesh, one), " ".join(one.dtypes), one.between_slices)
+        alike[key].append(one)
+    table = []
+    for (kind, over, dtypes, between_slices), members in alike.items():
+        links = hops(mesh, members)
         row = {
             "kind": kind,
             "over": over,
             "types": dtypes,
-            "count": sum(one.times for one in ones),
-            "arrays": sum(one.times * one.arrays for one in ones),
-            "bytes": sum(one.times * one.bytes for one in ones),
-            "sent": sum(one.times * sent(mesh, one) for one in ones),
-            "between_slices": between,
+            "count": sum(one.times for one in members),
+            "arrays": sum(one.times * one.arrays for one in members),
+            "bytes": sum(one.times * one.bytes for one in members),
+            "sent": sum(one.times * sent(mesh, one) for one in members),
+            "between_slices": between_slices,
             "hops": max(links, default=None),
             "mean_hops": sum(links) / len(links) if links else None,
         }
-        found.append(row)
-    return found
+        table.append(row)
+    return table
 
 
 def _in_computation(name: str, computation: hlo.Computation) -> Iterator[Collective]:
-    again = any(_DONE in one.attributes for one in computation.instructions.values())
-    if again or name.startswith(_MEANWHILE):
+    instructions = computation.instructions.values()
+    if name.startswith(_MEANWHILE) or any(_DONE in one.attributes for one in instructions):
         return
-    fused = name.startswith(_FUSED_SCATTER)
-    for one in computation.instructions.values():
-        start = one.opcode.endswith("-start")
+    for one in instructions:
         kind = one.opcode.removesuffix("-start")
-        between = _BETWEEN.search(one.attributes) if kind == "recv" else None
-        if between:
-            # The transfer itself: its buffer, and what it waits with.
+        between = _BETWEEN.search(one.attributes)
+        if kind == "recv" and between:
             kind = between[1].lower().replace("_", "-")
-            kind = kind if kind in KINDS else "collective-permute"
-            yield _collective(kind, one.arrays[:1], one.attributes, between_slices=True)
-        elif kind in KINDS and fused:
-            yield _collective(
-                "reduce-scatter", computation.instructions[computation.root].arrays, one.attributes
-            )
+            if kind not in KINDS:
+                kind = "collective-permute"
+            # The first array is the buffer of the transfer, the others are what it waits with.
+            collective = _collective(kind, one.arrays[:1], ())
+            yield dataclasses.replace(collective, between_slices=True)
+        elif kind in KINDS and name.startswith(_FUSED_SCATTER):
+            arrays = computation.instructions[computation.root].arrays
+            yield _collective("reduce-scatter", arrays, _groups(one.attributes))
         elif kind in KINDS:
-            yield _collective(kind, _results(kind, start, one.arrays), one.attributes)
+            yield _collective(kind, _results(one), _groups(one.attributes))
 
 
-def _results(kind: str, asynchronous: bool, arrays: list[hlo.Array]) -> list[hlo.Array]:
-    if not asynchronous or kind == "all-reduce":
-        return arrays
+def _results(one: hlo.Instruction) -> list[hlo.Array]:
+    """The arrays that a collective gives."""
+    arrays = one.arrays
     # The result of a start holds the operands, too, and for a permutation a context after both.
-    return arrays[1:2] if kind == "collective-permute" else arrays[len(arrays) // 2 :]
+    if one.opcode == "collective-permute-start":
+        return arrays[1:2]
+    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
+        return arrays[len(arrays) // 2 :]
+    return arrays
 
 
 def _collective(
-    kind: str, arrays: list[hlo.Array], attributes: str, *, between_slices: bool = False
+    kind: str, arrays: Sequence[hlo.Array], groups: tuple[tuple[int, ...], ...]
 ) -> Collective:
-    return Collective(
-        kind,
-        tuple(dict.fromkeys(array.dtype for array in arrays)),
-        len(arrays),
-        sum(array.bytes for array in arrays),
-        () if between_slices else _groups(attributes),
-        between_slices=between_slices,
-    )
+    dtypes = tuple(dict.fromkeys(array.dtype for array in arrays))
+    size = sum(array.bytes for array in arrays)
+    return Collective(kind, dtypes, len(arrays), size, groups)
 
 
 def _show_axes(mesh: jax.sharding.Mesh, collective: Collective) -> str:

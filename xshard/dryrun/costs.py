@@ -6,6 +6,7 @@ in the chip's vector memory. Here loops count as often as they run, and only wha
 
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from xshard.dryrun import hlo
@@ -49,24 +50,24 @@ class _Counter:
     def computation(self, name: str) -> Cost:
         """The cost of all instructions of a computation that runs on its own."""
         if name not in self._known:
+            # In its own place meanwhile, so that what calls itself comes to an end.
             self._known[name] = Cost()
-            if name in self._program.computations:
-                instructions = self._program.computations[name].instructions.values()
-                costs = [self._instruction(name, one) for one in instructions]
-                self._known[name] = Cost(
-                    *(sum(column) for column in zip(Cost(), *costs, strict=True))
-                )
+            computation = self._program.computations.get(name, hlo.Computation())
+            costs = [self._instruction(name, one) for one in computation.instructions.values()]
+            self._known[name] = _total(costs)
         return self._known[name]
 
     def _instruction(self, name: str, one: hlo.Instruction) -> Cost:
         loop = self._program.loop(name, one)
         if loop:
-            times = 1 if loop[1] is None else loop[1]
-            return Cost(*(times * value for value in self.computation(loop[0])))
+            body, rounds = loop
+            cost = self.computation(body)
+            times = 1 if rounds is None else rounds
+            return Cost(times * cost.flops, times * cost.hbm_bytes)
         if one.opcode == "conditional":
             return max((self.computation(body) for body in one.bodies), default=Cost(), key=sum)
         if one.opcode in ("call", "async-start"):
-            return Cost(*map(sum, zip(Cost(), *map(self.computation, one.bodies), strict=True)))
+            return _total([self.computation(body) for body in one.bodies])
         return Cost(self._flops(name, one), self._traffic(name, one))
 
     def _flops(self, name: str, one: hlo.Instruction) -> int:
@@ -89,9 +90,10 @@ class _Counter:
         if one.opcode in _FREE or one.opcode.endswith("-done"):
             return 0
         if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
-            return _in_hbm(one)  # Its result holds its operands, too.
+            # Its result holds its operands, too.
+            return _in_hbm(one)
         read = sum(self._read(name, one, place) for place in range(len(one.operands)))
-        return read + (self._written(name, one) if _in_hbm(one) else 0)
+        return read + self._written(name, one)
 
     def _read(self, name: str, one: hlo.Instruction, place: int) -> int:
         """Counts the bytes that an instruction reads of its operand."""
@@ -105,16 +107,18 @@ class _Counter:
 
     def _read_inside(self, body: str, place: int) -> int:
         """Counts the bytes that a fused computation reads of its parameter: those which its users take."""
-        instructions = self._program.computations[body].instructions.values()
-        for one in instructions:
+        for one in self._program.computations[body].instructions.values():
             if one.opcode == "parameter" and one.literal == str(place):
-                return self._taken(body, one.name, sum(array.bytes for array in one.arrays))
+                return self._taken(body, one.name, one.bytes)
         return 0
 
     def _taken(self, body: str, name: str, whole: int) -> int:
+        """Counts the bytes that the users of a result take of it, at most the whole."""
         total = 0
         for user in self._program.computations[body].users(name):
-            for place in (i for i, operand in enumerate(user.operands) if operand == name):
+            for place, operand in enumerate(user.operands):
+                if operand != name:
+                    continue
                 if user.opcode == "bitcast":
                     total += self._taken(body, user.name, whole)
                 elif user.opcode == "fusion":
@@ -125,18 +129,15 @@ class _Counter:
 
     def _written(self, name: str, one: hlo.Instruction) -> int:
         """Counts the bytes of a result that are written to main memory; of an update in place, the update's."""
+        in_hbm = _in_hbm(one)
+        if not in_hbm:
+            return 0
         if one.opcode == "fusion":
-            return min(_in_hbm(one), sum(self._root(body) for body in one.bodies))
+            return min(in_hbm, self._result(name, one))
         return self._result(name, one)
 
-    def _root(self, body: str) -> int:
-        computation = self._program.computations[body]
-        root = computation.instructions.get(computation.root)
-        names = root.operands if root and root.opcode == "tuple" else (computation.root,)
-        found = (computation.instructions.get(name) for name in names)
-        return sum(self._result(body, one) for one in found if one)
-
     def _result(self, name: str, one: hlo.Instruction) -> int:
+        """Counts the bytes that are made of a result, wherever they are."""
         instructions = self._program.computations[name].instructions
         while one.opcode == "bitcast" and one.operands and one.operands[0] in instructions:
             one = instructions[one.operands[0]]
@@ -144,15 +145,32 @@ class _Counter:
             return sum(self._root(body) for body in one.bodies)
         if one.opcode == "dynamic-update-slice" and one.operands[1] in instructions:
             one = instructions[one.operands[1]]
-        return sum(array.bytes for array in one.arrays)
+        return one.bytes
+
+    def _root(self, body: str) -> int:
+        """Counts the bytes that are made of a fused computation's result, of a tuple all."""
+        computation = self._program.computations[body]
+        root = computation.instructions.get(computation.root)
+        if not root:
+            return 0
+        if root.opcode != "tuple":
+            return self._result(body, root)
+        elements = [computation.instructions.get(name) for name in root.operands]
+        return sum(self._result(body, element) for element in elements if element)
+
+
+def _total(costs: Sequence[Cost]) -> Cost:
+    return Cost(sum(cost.flops for cost in costs), sum(cost.hbm_bytes for cost in costs))
 
 
 def _slice(one: hlo.Instruction, place: int, whole: int) -> int:
     """Returns the slice that an instruction takes of an operand."""
-    if one.opcode in _SLICES and place == 0:
-        return sum(array.bytes for array in one.arrays)
-    # What is updated in place is neither read nor written but for the update.
-    return 0 if one.opcode == "dynamic-update-slice" and place == 0 else whole
+    if place == 0 and one.opcode in _SLICES:
+        return one.bytes
+    if place == 0 and one.opcode == "dynamic-update-slice":
+        # What is updated in place is neither read nor written but for the update.
+        return 0
+    return whole
 
 
 def _in_hbm(one: hlo.Instruction) -> int:
@@ -160,9 +178,9 @@ def _in_hbm(one: hlo.Instruction) -> int:
 
 
 def _dot(one: hlo.Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    found = _CONTRACTED.search(one.attributes)
-    contracted = [int(n) for n in found[1].split(",") if n] if found else []
-    return 2 * math.prod(one.arrays[0].shape) * math.prod(left[n] for n in contracted)
+    named = _CONTRACTED.search(one.attributes)
+    contracted = [left[int(n)] for n in named[1].split(",") if n] if named else []
+    return 2 * math.prod(one.arrays[0].shape) * math.prod(contracted)
 
 
 def _convolution(one: hlo.Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> int:
@@ -181,9 +199,13 @@ def _convolution(one: hlo.Instruction, left: tuple[int, ...], right: tuple[int, 
 
 
 def _window(attributes: str) -> dict[str, list[str]]:
-    found = _WINDOW.search(attributes)
-    pairs = (entry.split("=") for entry in found[1].split()) if found else ()
-    return {key: value.split("x") for key, value in pairs}
+    """What a window says of each dimension, by name; nothing where there is no window."""
+    window = _WINDOW.search(attributes)
+    values = {}
+    for entry in window[1].split() if window else ():
+        name, _, sizes = entry.partition("=")
+        values[name] = sizes.split("x")
+    return values
 
 
 def _taps(size: int, kernel: int, result: int, window: dict[str, str]) -> int:

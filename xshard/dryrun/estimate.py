@@ -40,10 +40,14 @@ def bounds(chip: chips.Chip, cost: costs.Cost, ici: int, dcn: int) -> list[Bound
         ("ICI", ici, chip.ici_rate),
         ("DCN", dcn, chip.dcn_rate),
     ]
-    return [
-        Bound(name, amount, rate, amount / rate if rate else None if amount else 0.0)
-        for name, amount, rate in limits
-    ]
+    return [Bound(name, amount, rate, _seconds(amount, rate)) for name, amount, rate in limits]
+
+
+def _seconds(amount: int, rate: float | None) -> float | None:
+    """The least time for an amount; None if the rate is not published."""
+    if not amount:
+        return 0.0
+    return amount / rate if rate else None
 
 
 def shard_bytes(tree: Any) -> int:

@@ -63,10 +63,17 @@ class Instruction:
     @property
     def arrays(self) -> list[Array]:
         """The arrays that it gives, of a tuple all."""
-        return [
-            Array(dtype, tuple(int(n) for n in shape.split(",") if n), _space(layout))
-            for dtype, shape, layout in _ARRAY.findall(self.result)
-        ]
+        arrays = []
+        for dtype, sizes, layout in _ARRAY.findall(self.result):
+            # A scalar has no sizes.
+            shape = tuple(int(size) for size in sizes.split(",") if size)
+            arrays.append(Array(dtype, shape, _space(layout)))
+        return arrays
+
+    @property
+    def bytes(self) -> int:
+        """The size of all of its arrays together."""
+        return sum(array.bytes for array in self.arrays)
 
     @property
     def bodies(self) -> list[str]:
@@ -83,7 +90,7 @@ class Computation:
 
     def users(self, name: str) -> Iterator[Instruction]:
         """The instructions that read another one's result."""
-        return (one for one in self.instructions.values() if name in one.operands)
+        return (user for user in self.instructions.values() if name in user.operands)
 
 
 @dataclasses.dataclass
@@ -102,12 +109,16 @@ class Program:
         Returns:
           None for what is no loop; the count is None where it cannot be told.
         """
-        found = _WHILE.search(instruction.attributes) if instruction.opcode == "while" else None
-        if not found:
+        if instruction.opcode != "while":
             return None
-        condition, body = found.groups()
+        named = _WHILE.search(instruction.attributes)
+        if not named:
+            return None
+        condition, body = named.groups()
         known = _KNOWN.search(instruction.attributes)
-        return body, int(known[1]) if known else self._count(name, instruction, condition, body)
+        if known:
+            return body, int(known[1])
+        return body, self._count(name, instruction, condition, body)
 
     def times(self) -> dict[str, int]:
         """Counts how often each computation runs in one run of the program.
@@ -123,40 +134,44 @@ class Program:
             for instruction in self.computations[name].instructions.values():
                 loop = self.loop(name, instruction)
                 if loop:
-                    run(loop[0], count * (1 if loop[1] is None else loop[1]))
-                for body in instruction.bodies:
-                    run(body, count)
+                    body, rounds = loop
+                    run(body, count * (1 if rounds is None else rounds))
+                for called in instruction.bodies:
+                    run(called, count)
 
         run(self.entry, 1)
         return times
 
     def unknown_loops(self) -> int:
-        """The loops of which it cannot be told how often they run."""
-        return sum(
-            loop is not None and loop[1] is None
-            for name, computation in self.computations.items()
-            for loop in (self.loop(name, one) for one in computation.instructions.values())
-        )
+        """The number of loops of which it cannot be told how often they run."""
+        count = 0
+        for name, computation in self.computations.items():
+            for instruction in computation.instructions.values():
+                loop = self.loop(name, instruction)
+                if loop and loop[1] is None:
+                    count += 1
+        return count
 
     def _count(self, name: str, loop: Instruction, condition: str, body: str) -> int | None:
+        """The rounds of a loop that counts up to a constant; None if it is of another kind."""
         test = self.computations.get(condition, Computation())
         compared = test.instructions.get(test.root)
-        if (
-            not compared
-            or compared.opcode != "compare"
-            or "direction=LT" not in compared.attributes
-        ):
+        if not compared or compared.opcode != "compare":
             return None
-        counter, bound = (self._origin(condition, one) for one in compared.operands)
-        if not counter or not bound or counter.opcode != "get-tuple-element":
+        if "direction=LT" not in compared.attributes:
             return None
+        counter = self._origin(condition, compared.operands[0])
+        if not counter or counter.opcode != "get-tuple-element":
+            return None
+        # The counter's place in the tuple that goes from round to round.
         place = int(counter.attributes.partition("index=")[2].partition(",")[0])
         start = self._number(name, self._element(name, loop.operands[0], place))
+        end = self._number(condition, compared.operands[1])
         step = self._step(body, place)
-        end = int(bound.literal) if bound.literal.lstrip("-").isdigit() else None
         if start is None or end is None or not step or step < 0:
             return None
-        return max(0, -(-(end - start) // step))
+        # Rounded up, in integers.
+        return max(0, -((start - end) // step))
 
     def _step(self, body: str, place: int) -> int | None:
         """Returns what a round adds to the counter."""
@@ -165,24 +180,33 @@ class Program:
         last = self._origin(body, self._element(body, self.computations[body].root, place))
         if not last or last.opcode != "add":
             return None
-        added = [self._number(body, operand) for operand in last.operands]
-        return next((number for number in added if number is not None), None)
+        for operand in last.operands:
+            number = self._number(body, operand)
+            if number is not None:
+                return number
+        return None
 
     def _element(self, name: str, operand: str, place: int) -> str:
-        found = self.computations[name].instructions.get(operand)
-        good = found and found.opcode == "tuple" and place < len(found.operands)
-        return found.operands[place] if found and good else ""
+        """The name of what is at a place of a tuple; empty if it cannot be told."""
+        made = self.computations[name].instructions.get(operand)
+        if made and made.opcode == "tuple" and place < len(made.operands):
+            return made.operands[place]
+        return ""
 
     def _number(self, name: str, operand: str) -> int | None:
-        found = self._origin(name, operand)
-        is_number = found and found.opcode == "constant" and found.literal.lstrip("-").isdigit()
-        return int(found.literal) if found and is_number else None
+        """The integer that an operand is; None if it is no constant."""
+        origin = self._origin(name, operand)
+        if origin and origin.opcode == "constant" and origin.literal.lstrip("-").isdigit():
+            return int(origin.literal)
+        return None
 
     def _origin(self, name: str, operand: str) -> Instruction | None:
-        found = self.computations[name].instructions.get(operand)
-        while found and found.opcode in _SAME and found.operands:
-            found = self.computations[name].instructions.get(found.operands[0])
-        return found
+        """The instruction whose result an operand is, before copies and conversions."""
+        instructions = self.computations[name].instructions
+        origin = instructions.get(operand)
+        while origin and origin.opcode in _SAME and origin.operands:
+            origin = instructions.get(origin.operands[0])
+        return origin
 
 
 def parse(text: str) -> Program:
@@ -192,19 +216,22 @@ def parse(text: str) -> Program:
     for line in text.splitlines():
         header = _HEADER.match(line)
         if header:
-            current = program.computations.setdefault(header[2], Computation())
-            program.entry = header[2] if header[1] else program.entry
+            is_entry, name = header.groups()
+            current = program.computations.setdefault(name, Computation())
+            if is_entry:
+                program.entry = name
             continue
-        found = _INSTRUCTION.match(line)
-        if found:
-            root, name, result, opcode, rest = found.groups()
+        instruction = _INSTRUCTION.match(line)
+        if instruction:
+            is_root, name, result, opcode, rest = instruction.groups()
             end = _closing(rest)
-            inside = rest[:end]
-            operands = tuple(_NAME.findall(inside))
+            literal, attributes = rest[:end], rest[end:]
+            operands = tuple(_NAME.findall(literal))
             current.instructions[name] = Instruction(
-                name, opcode, result, operands, inside, rest[end:]
+                name, opcode, result, operands, literal, attributes
             )
-            current.root = name if root else current.root
+            if is_root:
+                current.root = name
     return program
 
 
@@ -219,5 +246,5 @@ def _closing(text: str) -> int:
 
 
 def _space(layout: str) -> int:
-    found = _SPACE.search(layout)
-    return int(found[1]) if found else 0
+    named = _SPACE.search(layout)
+    return int(named[1]) if named else 0

@@ -20,21 +20,21 @@ def show(result: dict[str, Any]) -> str:
     if "collectives" not in result:
         return f"{head}\n\n{show_lib.table(_held(memory, chip))}"
     times = [_show_bound(limit) for limit in result["bounds"] if limit["amount"]]
-    rate = result["examples_per_second"]
-    loops = result["unknown_loops"]
-    return "\n\n".join(
-        [
-            f"{head}; compiled in {result['compile_seconds']:.0f} s: it fits",
-            show_lib.table(_held(memory, chip)),
-            f"collectives of a step\n{show_lib.table(_sent(result))}",
-            *result["warnings"],
-            f"a step takes at least\n{show_lib.table(times)}",
-            f"A step takes at least {show_lib.scaled(result['seconds'], 's')}, at most {show_lib.scaled(rate or 0.0, '')} "
-            f"examples a second: {result['dominated_by']} dominates. Bounds, not predictions.",
-            *([f"{loops} loops of unknown length count as one round."] if loops else []),
-            f"Peaks: {chip['source']}",
-        ]
-    )
+    seconds = show_lib.scaled(result["seconds"], "s")
+    rate = show_lib.scaled(result["examples_per_second"] or 0.0, "")
+    parts = [
+        f"{head}; compiled in {result['compile_seconds']:.0f} s: it fits",
+        show_lib.table(_held(memory, chip)),
+        f"collectives of a step\n{show_lib.table(_sent(result))}",
+        *result["warnings"],
+        f"a step takes at least\n{show_lib.table(times)}",
+        f"A step takes at least {seconds}, at most {rate} examples a second: {result['dominated_by']} dominates. "
+        "Bounds, not predictions.",
+    ]
+    if result["unknown_loops"]:
+        parts.append(f"{result['unknown_loops']} loops of unknown length count as one round.")
+    parts.append(f"Peaks: {chip['source']}")
+    return "\n\n".join(parts)
 
 
 def warnings(rows: list[dict[str, Any]], topology: str) -> list[str]:
@@ -56,15 +56,17 @@ def warnings(rows: list[dict[str, Any]], topology: str) -> list[str]:
 
 
 def _held(memory: dict[str, Any], chip: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "memory a chip": _NAMES.get(name, name.replace("_", " ")),
-            "size": size(held_bytes),
-            "share": f"{100 * held_bytes / chip['hbm']:.2f} %",
-        }
-        for name, held_bytes in memory.items()
-        if name != "fits"
-    ]
+    rows = []
+    for name, held_bytes in memory.items():
+        # Not a size, but whether they are too much together.
+        if name != "fits":
+            row = {
+                "memory a chip": _NAMES.get(name, name.replace("_", " ")),
+                "size": size(held_bytes),
+                "share": f"{100 * held_bytes / chip['hbm']:.2f} %",
+            }
+            rows.append(row)
+    return rows
 
 
 def _sent(result: dict[str, Any]) -> list[dict[str, Any]]:

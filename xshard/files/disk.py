@@ -53,14 +53,14 @@ def exists(path: _Path) -> bool:
     if not name:
         return True
     try:
-        there = entries(parent)
+        siblings = entries(parent)
     except NotADirectoryError:
         # Below a file there is nothing.
         return False
     except PermissionError:
         # Nobody may list it, as on some machines that many share; then its own word must do.
         return retried(lambda: os.path.lexists(path))
-    return there is not None and any(entry.name == name for entry in there)
+    return siblings is not None and any(entry.name == name for entry in siblings)
 
 
 def replace(path: pathlib.Path, content: bytes, *, durably: bool = True) -> None:
@@ -111,6 +111,7 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 def _unless_absent(path: _Path, action: Callable[[_Path], _T]) -> _T | None:
     """Applies an action to a path; None if there is nothing of this name."""
+    # A disk on a network may say that a file is absent which its folder's listing still has.
     for _ in range(_TRIES):
         try:
             return retried(lambda: action(path))
@@ -127,5 +128,5 @@ def _content(path: _Path) -> bytes:
 
 
 def _listed(folder: _Path) -> list[os.DirEntry[str]]:
-    with naming(folder), os.scandir(folder) as found:
-        return sorted(found, key=lambda entry: entry.name)
+    with naming(folder), os.scandir(folder) as listed:
+        return sorted(listed, key=lambda entry: entry.name)

@@ -50,18 +50,22 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
     Raises:
       UserError: if a change would make it another run.
     """
-    old, new = (config_lib.with_defaults(config_lib.flatten(config)) for config in (old, new))
+    old = config_lib.with_defaults(config_lib.flatten(old))
+    new = config_lib.with_defaults(config_lib.flatten(new))
     if old.get("experiment") != new.get("experiment"):
         raise errors.UserError(
             f"{whose} a run of experiment={old.get('experiment')!r}, not of {new.get('experiment')!r}; give "
             "another directory."
         )
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    texts = [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed]
-    fixed, asked = _fixed(old), _fixed(new)
-    fatal = [
-        text for key, text in zip(changed, texts, strict=True) if fixed.get(key) != asked.get(key)
-    ]
+    old_fixed, new_fixed = _fixed(old), _fixed(new)
+    texts, fatal = [], []
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) == new.get(key):
+            continue
+        text = f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+        texts.append(text)
+        if old_fixed.get(key) != new_fixed.get(key):
+            fatal.append(text)
     if fatal:
         raise errors.UserError(
             f"{whose} a run with another config ({'; '.join(fatal)}). Going on would make it neither the one nor "

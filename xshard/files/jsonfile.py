@@ -14,7 +14,7 @@ from xshard.files import disk
 
 # Nothing that a run writes comes near these, and what does is not kept in memory to see what it is.
 _FILE_BYTES = 64 << 20
-_LINE_BYTES = 4 << 20
+LINE_BYTES = 4 << 20
 # Low enough for what walks through a value by calling itself.
 _DEPTH = 200
 _LARGEST = 1 << 63
@@ -49,10 +49,12 @@ def dumps(value: Any, indent: int | None = None) -> str:
 def finite(value: Any) -> Any:
     """The value with None in the place of each number that is not finite."""
     if isinstance(value, Mapping):
-        return {name: finite(v) for name, v in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def read(path: pathlib.Path, kind: type = dict) -> Any:
@@ -110,14 +112,16 @@ def is_number(value: Any) -> bool:
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     """The lines, of those that are too long only the last part, which is no JSON."""
-    is_too_long = False
-    while part := file.readline(_LINE_BYTES):
-        is_cut = len(part) == _LINE_BYTES and not part.endswith(b"\n")
-        if not is_cut:
-            yield b"\0" + part if is_too_long else part
-        is_too_long = is_cut
-    if is_too_long:
-        yield b"\0"
+    # What stands before the end of a line that is too long: with it no line is JSON.
+    prefix = b""
+    while part := file.readline(LINE_BYTES):
+        if len(part) == LINE_BYTES and not part.endswith(b"\n"):
+            prefix = b"\0"
+        else:
+            yield prefix + part
+            prefix = b""
+    if prefix:
+        yield prefix
 
 
 def _object_in(line: bytes) -> dict[str, Any] | None:
@@ -154,30 +158,29 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         raise ValueError("it has a key twice")
-    return found
+    return value
 
 
 def _check_depth(content: bytes, value: Any) -> None:
+    """Raises ValueError if a value is nested too deeply; goes through it level by level, without calling itself."""
+    # Of most files this is known by a look at the text.
     if content.count(b"[") + content.count(b"{") <= _DEPTH:
         return
     level = [value]
     for _ in range(_DEPTH):
-        level = [inner for one in level for inner in _inside(one)]
+        below: list[Any] = []
+        for container in level:
+            if isinstance(container, dict):
+                below.extend(container.values())
+            elif isinstance(container, list):
+                below.extend(container)
+        level = [item for item in below if isinstance(item, dict | list)]
         if not level:
             return
     raise ValueError("it is nested too deeply")
-
-
-def _inside(value: Any) -> list[Any]:
-    """The objects and lists in an object or a list."""
-    if isinstance(value, dict):
-        return [one for one in value.values() if isinstance(one, dict | list)]
-    if isinstance(value, list):
-        return [one for one in value if isinstance(one, dict | list)]
-    return []
 
 
 def _reason(e: Exception) -> str:

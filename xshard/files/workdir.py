@@ -1,16 +1,18 @@
 """A run's directory: whose it is, and what is in it.
 
 config.json      the config that the run was started with, and the run's identity
-origin.json      a checksum of the data, and the commit of the experiment's code
+origin.json      a checksum of the data, the commit of the experiment's code, libraries and devices
 reached.json     the newest checkpoint that has counted: below it the run never begins again by itself
+roll_backs.json  to which checkpoints it has gone back, and past what data; see `xshard.run.roll_backs`
 checkpoints/     see `xshard.checkpoint`
 metrics.jsonl    a row for each logged step and each evaluation
 metrics.csv      the same as a table, and
 tensorboard/     as event files, and
 wandb/           as Weights & Biases keeps them, if config.writers has them; see `xshard.metrics.writers`
+samples.jsonl    a row for each step after which the experiment has shown samples; see `xshard.samples`
 results.json     the final evaluation, and whether the run has ended finite
 status.json      what each process is doing; see `xshard.pod.watch`
-eval/            what `--mode=eval` writes; see `xshard.follow`
+eval/            what `--mode=eval` writes; see `xshard.modes.follow`
 logs/            what the processes but the first print, a file each
 set_aside/       what --restart_from_scratch has put away, in a folder for each run
 STOP             made by a person: the run saves and leaves until it is removed
@@ -59,11 +61,15 @@ class Origin(NamedTuple):
       training: the training data, as `xshard.data.summary` has it.
       evaluation: the data that it is judged on.
       commit: the git commit of the experiment's code.
+      libraries: their versions.
+      devices: how many of which kind, and on how many processes.
     """
 
     training: str
     evaluation: str
     commit: str
+    libraries: str = ""
+    devices: str = ""
 
 
 class Workdir:
@@ -73,9 +79,11 @@ class Workdir:
         self.path = pathlib.Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples.jsonl"
         self.results = self.path / RESULTS
         self.config = self.path / "config.json"
         self.origin = self.path / "origin.json"
+        self.roll_backs = self.path / "roll_backs.json"
         self._reached = self.path / REACHED
 
     def check(self, config: ml_collections.ConfigDict) -> list[str]:
@@ -87,9 +95,11 @@ class Workdir:
         Raises:
           ValueError: if the directory is another run's, or a change would make it another run.
         """
-        there = next(path for path in (self.path, *self.path.parents) if disk.exists(path))
-        if not there.is_dir():
-            where = "" if there == self.path else f" is below {there}, which"
+        existing = self.path
+        while not disk.exists(existing):
+            existing = existing.parent
+        if not existing.is_dir():
+            where = "" if existing == self.path else f" is below {existing}, which"
             raise errors.UserError(f"--workdir={self.path}{where} is a file; give a directory.")
         if disk.exists(self.checkpoints) and not self.checkpoints.is_dir():
             raise errors.UserError(
@@ -97,11 +107,11 @@ class Workdir:
             )
         old = _read(self.config, "config")
         if old is None:
-            written = (self.checkpoints, self.metrics, self.results, self._reached)
-            found = [path.name for path in written if disk.exists(path)]
-            if found:
+            of_runs = (self.checkpoints, self.metrics, self.results, self._reached)
+            names = [path.name for path in of_runs if disk.exists(path)]
+            if names:
                 raise errors.UserError(
-                    f"--workdir={self.path} holds {', '.join(found)} but no {self.config.name}, so that "
+                    f"--workdir={self.path} holds {', '.join(names)} but no {self.config.name}, so that "
                     "it cannot be told whose they are; give a new directory."
                 )
             return []
@@ -110,26 +120,28 @@ class Workdir:
 
     def identity(self) -> identity_lib.Identity | None:
         """The identity of the run that is here; None if there is none, or one of a version that had no such."""
-        said = (_read(self.config, "config") or {}).get(IDENTITY)
-        if said is None:
+        config = _read(self.config, "config") or {}
+        content = config.get(IDENTITY)
+        if content is None:
             return None
         try:
-            return identity_lib.Identity(str(said["id"]), str(said["fingerprint"]))
+            return identity_lib.Identity(str(content["id"]), str(content["fingerprint"]))
         except (TypeError, KeyError) as e:
             raise errors.UserError(
-                f"{self.config} is not what a run has written: '{IDENTITY}' is {said!r}; give a new --workdir."
+                f"{self.config} is not what a run has written: '{IDENTITY}' is {content!r}; give a new --workdir."
             ) from e
 
     def reached(self) -> Reached | None:
         """Returns how far the run here has come, as far as it is known."""
-        said = _read(self._reached, "high-water mark")
-        if said is None:
+        content = _read(self._reached, "high-water mark")
+        if content is None:
             return None
         try:
-            return Reached(int(said["step"]), str(said["folder"]), str(said["checkpoints"]))
+            step, folder = int(content["step"]), str(content["folder"])
+            return Reached(step, folder, str(content["checkpoints"]))
         except (TypeError, KeyError, ValueError) as e:
             raise errors.UserError(
-                f"{self._reached} is not what a run has written: {said!r}. Delete it if you know that the newest "
+                f"{self._reached} is not what a run has written: {content!r}. Delete it if you know that the newest "
                 "checkpoint is there."
             ) from e
 
@@ -240,9 +252,9 @@ class Workdir:
         jsonfile.write(self.results, results)
 
     def failure(self, goes_on: bool) -> str:
-        """Returns why the run has not ended finite before; of one that goes on it is forgotten."""
+        """Returns why the run has not ended finite before; of one that goes on it is forgotten, as is an early end."""
         why = not_finite(self.path)
-        if why and goes_on:
+        if goes_on and (why or ended(self.path) is not None):
             self.results.unlink()
         return "" if goes_on else why
 
@@ -252,12 +264,10 @@ class Workdir:
         if content is None:
             return ""
         identity = self.identity()
+        if identity is not None:
+            return identity.id
         # A run of a version that had no identity is named by its config.
-        return (
-            hashlib.sha256(content).hexdigest()[: identity_lib.ID_LENGTH]
-            if identity is None
-            else identity.id
-        )
+        return hashlib.sha256(content).hexdigest()[: identity_lib.ID_LENGTH]
 
     def _set_aside(self, run: str, elsewhere: str) -> None:
         """Moves all that a run has written to a folder of its own; what was begun before is gone on with.
@@ -271,6 +281,7 @@ class Workdir:
                 os.rename(elsewhere, f"{elsewhere.rstrip('/')}.{run}")
         folder = self.path / SET_ASIDE / run
         names = [entry.name for entry in disk.entries(self.path) or () if entry.name not in _STAYS]
+        # The config names the run: while it is here, a command that was cut off can be repeated.
         names.sort(key=lambda name: name == self.config.name)
         with disk.writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -288,6 +299,17 @@ def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:
         raise errors.UserError(
             f"{e} It is to be the run's {what}: give it back, or give a new --workdir."
         ) from e
+
+
+def ended(directory: pathlib.Path) -> tuple[int, str] | None:
+    """The step at which a callback has ended the run in a work directory, and why; None if none has.
+
+    Raises:
+      UserError: if the run has ended, and what it has said is damaged.
+    """
+    results = jsonfile.read_if_exists(directory / RESULTS) or {}
+    why, step = results.get("ended"), results.get("step")
+    return (step, str(why)) if why and type(step) is int else None
 
 
 def not_finite(directory: pathlib.Path) -> str:

@@ -108,7 +108,9 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     """
     if device_kind in _TPUS and dtype == "bfloat16":
         return CHIPS[_TPUS[device_kind]].flops
-    return _GPUS.get(device_kind) if dtype in ("bfloat16", "float16") else None
+    if device_kind in _GPUS and dtype in ("bfloat16", "float16"):
+        return _GPUS[device_kind]
+    return None
 
 
 def parse_topology(topology: str) -> Chip:
@@ -118,12 +120,12 @@ def parse_topology(topology: str) -> Chip:
       ValueError: if there is no such slice. libtpu is no judge of that: it takes slices that Google does
         not offer, and ends the process at one of size 0.
     """
-    found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", topology)
-    if not found:
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", topology)
+    if match is None:
         raise errors.UserError(
             f"--topology={topology} must be a chip and the shape of a slice, as v5e:16x16 or v5p:4x4x8."
         )
-    name, sizes = found.groups()
+    name, sizes = match.groups()
     if name not in CHIPS:
         raise errors.UserError(
             f"--topology={topology}: there is no chip '{name}' here; it must be one of {', '.join(CHIPS)}."
@@ -139,8 +141,13 @@ def parse_topology(topology: str) -> Chip:
 def _exists(chip: Chip, shape: tuple[int, ...]) -> bool:
     if chip.dimensions == 2:
         return shape in _PLANES
-    cubes = len(shape) == 3 and all(n and n % 4 == 0 for n in shape) and sorted(shape) == [*shape]
-    return shape in _PARTS or (cubes and math.prod(shape) <= chip.largest)
+    if shape in _PARTS:
+        return True
+    if len(shape) != 3 or sorted(shape) != list(shape):
+        return False
+    # Cubes of 4x4x4.
+    is_of_cubes = shape[0] > 0 and all(size % 4 == 0 for size in shape)
+    return is_of_cubes and math.prod(shape) <= chip.largest
 
 
 def _rule(chip: Chip) -> str:

@@ -14,6 +14,7 @@ training    all the rest.
 With several processes each has its own, and they differ little: they meet in every step.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import os
@@ -51,6 +52,26 @@ class Every:
         return True
 
 
+class Rate:
+    """The steps a second, over the last times that it was told of a step."""
+
+    def __init__(self, times: int):
+        self._steps: collections.deque[tuple[float, int]] = collections.deque(maxlen=times)
+
+    def add(self, now: float, step: int) -> None:
+        """Takes the step that a run is at."""
+        self._steps.append((now, step))
+
+    def value(self) -> float | None:
+        """The rate; None while no step has been made between the times."""
+        if not self._steps:
+            return None
+        (begin, first), (end, last) = self._steps[0], self._steps[-1]
+        if last <= first:
+            return None
+        return (last - first) / (end - begin)
+
+
 class Clock:
     """Counts the seconds of each phase, from the begin of the process on; for one thread."""
 
@@ -62,7 +83,11 @@ class Clock:
           now: the time in seconds.
         """
         self._now = now
-        self._begin = self._since = -_age() + now() if begin is None else begin
+        if begin is None:
+            # In this order no time counts before the begin: what passes between the two is left out.
+            age = _age()
+            begin = now() - age
+        self._since = begin
         self._phase = START
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._waiting = _Waiting(self)
@@ -96,10 +121,18 @@ class Clock:
 
     def _enter(self, phase: str) -> str:
         """Counts what has passed, and goes on in another phase; the one before."""
-        now, before = self._now(), self._phase
+        now = self._now()
+        before = self._phase
         self._seconds[before] += now - self._since
-        self._since, self._phase = now, phase
+        self._since = now
+        self._phase = phase
         return before
+
+    def _move_to_data(self, seconds: float) -> None:
+        """Counts seconds that have just passed, and are not counted yet, as a wait for data."""
+        # They will be counted as part of the present phase, too.
+        self._seconds[self._phase] -= seconds
+        self._seconds[DATA] += seconds
 
 
 class _Waiting:
@@ -115,15 +148,18 @@ class _Waiting:
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._closer = self._busy = False
-        self._last = 0.0
+        # Whether the devices were idle when the wait before ended, and how long it was.
+        self._was_idle = False
+        self._last_seconds = 0.0
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
 
     def __enter__(self) -> None:
         self._begin = self._clock._now()
         self._ended: concurrent.futures.Future[float] | None = None
-        self._busy = self._closer and not self.newest.is_ready()
-        if self._busy and self._last > _SHORT_SECONDS:
+        # Before the first step of a run, and after a roll-back, there is none to be computed.
+        self._was_idle = self._was_idle and self.newest is not None
+        self._is_busy = self._was_idle and not self.newest.is_ready()
+        if self._is_busy and self._last_seconds > _SHORT_SECONDS:
             if self._thread is None:
                 self._thread = concurrent.futures.ThreadPoolExecutor(1, "idle")
             self._ended = self._thread.submit(self._wait, self.newest)
@@ -131,18 +167,19 @@ class _Waiting:
     def __exit__(self, *exc: object) -> None:
         if self.newest is None:
             return
-        now, idle = self._clock._now(), self.newest.is_ready()
-        if idle and self._closer:
-            wait, seconds = max(now - self._idle_since(now), 0.0), self._clock._seconds
-            # It will be counted as part of the present phase, too.
-            seconds[self._clock._phase] -= wait
-            seconds[DATA] += wait
-        self._closer, self._last = idle, now - self._begin
+        now = self._clock._now()
+        is_idle = self.newest.is_ready()
+        if is_idle and self._was_idle:
+            self._clock._move_to_data(max(now - self._idle_since(now), 0.0))
+        self._was_idle = is_idle
+        self._last_seconds = now - self._begin
 
     def _idle_since(self, now: float) -> float:
-        if not self._busy:
+        if not self._is_busy:
             return self._begin
-        return (self._begin + now) / 2 if self._ended is None else self._ended.result()
+        if self._ended is None:
+            return (self._begin + now) / 2
+        return self._ended.result()
 
     def _wait(self, newest: Any) -> float:
         newest.block_until_ready()

@@ -40,10 +40,10 @@ class Deferred:
     def _pop(self, remain: int) -> Iterator[rows.Row]:
         while len(self._pending) > remain:
             step, metrics, keep = self._pending.popleft()
-            # They come together, from one computation.
+            # All metrics come together, from one computation.
             next(iter(metrics.values())).block_until_ready()
             if keep:
-                yield {
-                    "step": step,
-                    **{name: rows.to_number(value) for name, value in metrics.items()},
-                }
+                row: rows.Row = {"step": step}
+                for name, value in metrics.items():
+                    row[name] = rows.to_number(value)
+                yield row

@@ -8,13 +8,15 @@ import re
 import socket
 import stat
 import struct
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import google_crc32c
-from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 
+from xshard import samples
 from xshard.files import disk, jsonfile
 from xshard.metrics import rows
 
@@ -31,7 +33,7 @@ _OURS = re.compile(_NUMBER.pattern + r"(.+\.xshard|(?!.*\.\d+\.\d{6}$).+\.\d{6})
 
 
 class EventFiles:
-    """A folder with the rows of a run as event files; each number of a row is a scalar.
+    """A folder with the rows of a run as event files: numbers as scalars; samples as texts, images and histograms.
 
     Several groups are tags 'loss/0', 'loss/1'. Each start of the program writes one file with all rows until
     then, and goes on in it. The file begins with a session log (TensorFlow's `SessionLog.START`) of step 0, at
@@ -46,7 +48,7 @@ class EventFiles:
 
         Args:
           directory: the folder, which need not exist.
-          history: the rows until now.
+          history: the rows until now, of numbers and of samples.
 
         Raises:
           ValueError: if the file cannot be written.
@@ -57,15 +59,18 @@ class EventFiles:
             before = sorted(entry.name for entry in directory.iterdir())
             self._file = directory / _next_name(before)
             self._out = self._begin(history)
-            for name in [name for name in before if _OURS.fullmatch(name)][:-1]:
+            ours = [name for name in before if _OURS.fullmatch(name)]
+            for name in ours[:-1]:
                 _delete(directory / name)
 
     def write(self, row: rows.Row) -> None:
-        """Writes a row's numbers; what is not finite as NaN."""
+        """Writes a row's numbers, what is not finite as NaN; or its samples."""
         with disk.writing(self._path):
             self._out.write(_record(_event(row)))
             # So that it is seen at once: rows are rare.
             self._out.flush()
+
+    write_samples = write
 
     def flush(self) -> None:
         """Does nothing: no row is held back."""
@@ -98,9 +103,7 @@ class EventFiles:
             out.write(_record(event_pb2.Event(wall_time=now, file_version=_VERSION)))
             out.write(_record(event_pb2.Event(wall_time=now, step=0, session_log=start)))
             for row in history():
-                # The file of rows may have been edited by hand.
-                if type(row.get("step")) is int and jsonfile.is_number(row["step"]):
-                    out.write(_record(_event(row)))
+                out.write(_record(_event(row)))
             out.flush()
             os.fsync(out.fileno())
             temporary.rename(self._file)
@@ -112,12 +115,15 @@ class EventFiles:
         return out
 
 
-def _next_name(there: list[str]) -> str:
-    """A name that comes after those that are there, which is the order in which TensorBoard reads."""
-    numbers = [int(match[1]) for match in map(_NUMBER.match, there) if match]
-    number = max(int(time.time()), max(numbers, default=0) + 1)
+def _next_name(names: list[str]) -> str:
+    """A name that comes after those in the folder, which is the order in which TensorBoard reads."""
+    number = int(time.time())
+    for name in names:
+        match = _NUMBER.match(name)
+        if match:
+            number = max(number, int(match[1]) + 1)
     if number > _LAST_NUMBER:
-        raise OSError(None, f"no name comes after that of {there[-1]}; move it away")
+        raise OSError(None, f"no name comes after that of {names[-1]}; move it away")
     return f"{_PREFIX}.{number:010}.{socket.gethostname()}.xshard"
 
 
@@ -130,15 +136,50 @@ def _delete(path: pathlib.Path) -> None:
 
 def _event(row: rows.Row) -> event_pb2.Event:
     """A row as an event."""
-    values = [
-        summary_pb2.Summary.Value(tag=name, simple_value=_number(value))
-        for name, value in rows.flat(row).items()
-        if name not in _ITS_OWN and _is_shown(value)
-    ]
-    said = row.get("perf/time")
-    when = said if jsonfile.is_number(said) else time.time()
+    values = []
+    if samples.is_row(row):
+        values = [_sample(name, item) for name, item in samples.items(row).items()]
+        row = {"step": row["step"]}
+    for name, value in rows.flat(row).items():
+        if name not in _ITS_OWN and _is_shown(value):
+            values.append(summary_pb2.Summary.Value(tag=name, simple_value=_number(value)))
+    when = row.get("perf/time")
+    if not jsonfile.is_number(when):
+        when = time.time()
     summary = summary_pb2.Summary(value=values)
     return event_pb2.Event(wall_time=when, step=row["step"], summary=summary)
+
+
+def _sample(name: str, item: samples.Item) -> summary_pb2.Summary.Value:
+    """A sample as TensorBoard's plugins for images, histograms and texts read it."""
+    if item["kind"] == "image":
+        image = summary_pb2.Summary.Image(
+            height=item["height"],
+            width=item["width"],
+            colorspace=item["channels"],
+            encoded_image_string=samples.png(item),
+        )
+        return summary_pb2.Summary.Value(tag=name, image=image)
+    if item["kind"] == "histogram":
+        counts, edges = item["counts"], item["edges"]
+        histogram = summary_pb2.HistogramProto(
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=item["sum"],
+            sum_squares=item["squares"],
+            bucket_limit=edges[1:],
+            bucket=counts,
+        )
+        return summary_pb2.Summary.Value(tag=name, histo=histogram)
+    # It is taken for Markdown, in which what is indented stays as it is.
+    content = textwrap.indent(item["text"], "    ", lambda line: True).encode("utf-8", "replace")
+    dtype = types_pb2.DataType.Value("DT_STRING")
+    shape = tensor_shape_pb2.TensorShapeProto()
+    tensor = tensor_pb2.TensorProto(dtype=dtype, string_val=[content], tensor_shape=shape)
+    plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+    metadata = summary_pb2.SummaryMetadata(plugin_data=plugin)
+    return summary_pb2.Summary.Value(tag=name, tensor=tensor, metadata=metadata)
 
 
 def _is_shown(value: object) -> bool:
@@ -147,7 +188,9 @@ def _is_shown(value: object) -> bool:
 
 def _number(value: float | None) -> float:
     """A number as it is, now and when it is read back from a row, where null is what is not finite."""
-    return math.nan if value is None or not math.isfinite(value) else value
+    if value is None or not math.isfinite(value):
+        return math.nan
+    return value
 
 
 def _record(event: event_pb2.Event) -> bytes:
@@ -158,6 +201,7 @@ def _record(event: event_pb2.Event) -> bytes:
 
 
 def _checksum(content: bytes) -> bytes:
+    # tensorboardX has one in Python, which takes minutes for the rows of a long run.
     crc = google_crc32c.value(content)
     rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
     return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)

@@ -16,10 +16,12 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from xshard import errors
+from xshard import errors, supervised
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import model as model_lib
+from xshard import state as state_lib
+from xshard import step as step_lib
+from xshard.learners import within
 from xshard.metrics import chips
 
 
@@ -43,7 +45,7 @@ def of(f: Callable[..., Any], *args: Any) -> int:
 
 
 def forward(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, batch: Mapping[str, Any]
+    experiment: supervised.Supervised, mesh: jax.sharding.Mesh, batch: Mapping[str, Any]
 ) -> int:
     """The FLOPs of a training step's forward pass, to the loss: of all groups, on all devices together.
 
@@ -55,34 +57,53 @@ def forward(
     Raises:
       ValueError: as `of`.
     """
-    model = model_lib.Model(experiment, mesh)
     parts = experiment.config.micro_batches
-    shape = lambda x, rows: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-    example = {name: shape(x, 1) for name, x in batch.items()}
+    # The network computes a part of the batch at a time.
+    part = {}
+    for name, x in batch.items():
+        part[name] = jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
     key = jax.random.key(0)
-    params, net_state = jax.eval_shape(model.init_network, key, example)
+    rules = experiment.sharding_rules()
+    example = _example(batch)
+    state = state_lib.abstract_state(experiment, mesh, 0, example, whole=True).experiment
+    if mesh_lib.num_groups(mesh) > 1:
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
 
-    def local(params: Any, net_state: Any, batch: Mapping[str, Any]) -> jax.Array:
-        return model.loss(params, net_state, key, batch)[0][None]
+    def local(state: Any, batch: Mapping[str, Any]) -> jax.Array:
+        with within.run_on(mesh, rules):
+            value = experiment.learner.value(state, experiment.training_loss, batch, key)
+        # What is sharded over devices needs a dimension to be sharded over.
+        return value[None]
 
     everywhere, split = jax.P(), jax.P(mesh_lib.BATCH)
     mapped = jax.shard_map(
         local,
         mesh=mesh,
         axis_names={mesh_lib.GROUP, *mesh_lib.REPLICAS},
-        in_specs=(everywhere, everywhere, split),
+        in_specs=(everywhere, split),
         out_specs=split,
         check_vma=False,
     )
-    one = {name: shape(x, x.shape[0] // parts) for name, x in batch.items()}
-    return parts * of(mapped, params, net_state, one)
+    return parts * of(mapped, state, part)
 
 
 def step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, batch: Mapping[str, Any]
 ) -> int:
-    """The model FLOPs of a training step, three times those of `forward`, which has the arguments and errors."""
-    return 3 * forward(experiment, mesh, batch)
+    """The model FLOPs of a training step, of all groups, on all devices together.
+
+    Of a `Supervised` experiment they are three times those of `forward`, which has the arguments and errors. Of others
+    they are those of all products in the step's program, what is computed again for the backward pass too.
+    """
+    if isinstance(experiment, supervised.Supervised):
+        return 3 * forward(experiment, mesh, batch)
+    state = state_lib.abstract_state(experiment, mesh, 0, _example(batch))
+    return of(step_lib.make_train_step(experiment, mesh), state, batch)
+
+
+def _example(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """An example for its names, types and shape, whose numbers do not count."""
+    return {name: np.zeros((1, *x.shape[1:]), x.dtype) for name, x in batch.items()}
 
 
 def if_known(
@@ -110,10 +131,14 @@ def peak(mesh: jax.sharding.Mesh, dtype: Any) -> float | None:
     Returns:
       The rate; None where that of such devices in this type is not known.
     """
-    kinds = [device.device_kind for device in mesh.devices.flat]
-    peaks = {kind: chips.peak_flops(kind, np.dtype(dtype).name) for kind in set(kinds)}
-    rates = [rate for kind in kinds if (rate := peaks[kind]) is not None]
-    return sum(rates) if len(rates) == len(kinds) else None
+    name = np.dtype(dtype).name
+    total = 0.0
+    for device in mesh.devices.flat:
+        rate = chips.peak_flops(device.device_kind, name)
+        if rate is None:
+            return None
+        total += rate
+    return total
 
 
 def _of_jaxpr(jaxpr: core.Jaxpr) -> int:
@@ -124,10 +149,11 @@ def _of_equation(eqn: Any) -> int:
     name, params = eqn.primitive.name, eqn.params
     if name in _COUNTED:
         return _COUNTED[name](eqn)
-    inner = [_of_jaxpr(jaxpr) for value in params.values() for jaxpr in _jaxprs(value)]
+    inner = [_of_jaxpr(jaxpr) for jaxpr in _jaxprs(list(params.values()))]
     if not any(inner):
         return 0
     if name == "cond":
+        # One branch is done, and which one only the data says.
         return max(inner)
     if name == "while":
         raise errors.UserError(
@@ -155,46 +181,71 @@ def _jaxprs(value: Any) -> Iterator[core.Jaxpr]:
     elif isinstance(value, core.Jaxpr):
         yield value
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _jaxprs(one)
+        for element in value:
+            yield from _jaxprs(element)
+
+
+def _products(eqn: Any, contracted: Sequence[int]) -> int:
+    """Counts the multiplications of a product: for each element of the result, one for each that it sums over."""
+    left = eqn.invars[0].aval.shape
+    return math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
 
 
 def _dot(eqn: Any) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    left = eqn.invars[0].aval.shape
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    return 2 * _products(eqn, contracted)
 
 
 def _ragged_dot(eqn: Any) -> int:
     """Counts products of rows in groups, each with a matrix of its own: each row is multiplied once."""
     dims = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dims.dot_dimension_numbers
-    left, groups = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape[-1]
-    products = math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
-    # Where what is summed over is in groups, there is a result for each.
-    apart = set(dims.lhs_ragged_dimensions) <= set(contracted)
-    return 2 * products // (groups if apart else 1)
+    total = 2 * _products(eqn, contracted)
+    if set(dims.lhs_ragged_dimensions) <= set(contracted):
+        # What is summed over is in groups: there is a result for each, of its own rows.
+        sizes = eqn.invars[2].aval
+        return total // sizes.shape[-1]
+    return total
 
 
 def _convolution(eqn: Any) -> int:
     params = eqn.params
     numbers = params["dimension_numbers"]
-    left, right, result = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
+    left, right = (x.aval.shape for x in eqn.invars)
+    result = eqn.outvars[0].aval.shape
     batch, features, *places = numbers.out_spec
     total = 2 * result[batch] * result[features] * right[numbers.rhs_spec[1]]
     for i, place in enumerate(places):
-        sizes = (left[numbers.lhs_spec[2 + i]], right[numbers.rhs_spec[2 + i]], result[place])
-        names = ("window_strides", "lhs_dilation", "rhs_dilation")
-        total *= _taps(sizes, params["padding"][i][0], *(params[name][i] for name in names))
+        total *= _taps(
+            left[numbers.lhs_spec[2 + i]],
+            right[numbers.rhs_spec[2 + i]],
+            result[place],
+            before=params["padding"][i][0],
+            stride=params["window_strides"][i],
+            apart=params["lhs_dilation"][i],
+            spread=params["rhs_dilation"][i],
+        )
     return total
 
 
-def _taps(sizes: Sequence[int], before: int, stride: int, apart: int, spread: int) -> int:
-    """The pairs of a place in the kernel and one in the result that meet an element of the input."""
-    size, kernel, result = sizes
+def _taps(
+    size: int, kernel: int, result: int, *, before: int, stride: int, apart: int, spread: int
+) -> int:
+    """Counts the pairs of a place in the kernel and one in the result that meet an element of the input.
+
+    Args:
+      size: the size of the input in this dimension.
+      kernel: that of the kernel.
+      result: that of the result.
+      before: the padding before the input.
+      stride: the distance of two results.
+      apart: the distance of two elements of the input, between which are zeros.
+      spread: the distance of two elements of the kernel.
+    """
     places = np.arange(result)[:, None] * stride + np.arange(kernel) * spread - before
-    inside = (places >= 0) & (places <= (size - 1) * apart) & (places % apart == 0)
-    return int(inside.sum())
+    is_inside = (places >= 0) & (places <= (size - 1) * apart)
+    # Between the elements of the input are zeros.
+    return int((is_inside & (places % apart == 0)).sum())
 
 
 _COUNTED: dict[str, Callable[[Any], int]] = {

@@ -12,6 +12,7 @@ import numpy as np
 
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
+from xshard.data import batches as batches_lib
 from xshard.files import identity, workdir
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import deferred, flops, show
@@ -34,7 +35,9 @@ class Log:
         clock: clock_lib.Clock,
         terminal: terminal_lib.Terminal,
         *,
+        samples: writers_lib.JsonLines | None = None,
         rows: int = 0,
+        epoch_examples: int | None = None,
         flops_per_step: int | None = None,
         peak: float | None = None,
     ):
@@ -47,12 +50,15 @@ class Log:
           mesh: the run's mesh.
           clock: this process's.
           terminal: where the run shows how it goes.
+          samples: the file of samples, where the writers are.
           rows: how many rows the writers have of earlier parts of the run.
+          epoch_examples: the number of examples of an epoch, if that is known.
           flops_per_step: the model's floating-point operations in a step, of all groups together, if that is
             known.
           peak: how many such operations all devices together can do in a second, if that is known.
         """
         self._writers = writers
+        self._samples = samples
         self.rows = rows
         self._every = config.log_every_steps
         self._last = config.steps
@@ -62,9 +68,10 @@ class Log:
         self._terminal = terminal
         self._flops, self._peak = flops_per_step, peak
         self._examples = config.batch_size * mesh_lib.num_groups(mesh)
+        self._batch_size, self._epoch_examples = config.batch_size, epoch_examples
         self._deferred = deferred.Deferred()
-        # Of the last row, for what has happened since.
-        self._before: rows_lib.Row = {"step": start, **({} if start else {"skipped": 0})}
+        # The last row, to say what has happened since.
+        self._before: rows_lib.Row = {"step": start}
         self._paced = (start, 0.0)
         self.newest: jax.Array | None = None
 
@@ -80,18 +87,19 @@ class Log:
             for writer in self._writers:
                 stack.callback(writer.close)
 
-    def push(self, made: int, values: Mapping[str, jax.Array]) -> None:
+    def push(self, step: int, values: Mapping[str, jax.Array]) -> None:
         """Takes the metrics of a step, and writes those of earlier ones that have come to the host."""
-        if made == self._start + 1:
+        if step == self._start + 1:
             # The first call has compiled, which says nothing of the steps to come.
             self._clock.started()
             self._terminal.start(self._start)
-        keep = made % self._every == 0 or made == self._last
+        keep = step % self._every == 0 or step == self._last
         if keep:
+            # The host can read only what is on its own devices.
             values = mesh_lib.replicate(self._mesh, values)
-        self.newest = next(iter(values.values()))
-        self._write(self._deferred.push(made, values, keep))
-        self._terminal.progress(made)
+        self.newest = next(iter(values.values()), None)
+        self._write(self._deferred.push(step, values, keep))
+        self._terminal.progress(step)
 
     def flush(self) -> None:
         """Writes what has been taken; waits for it."""
@@ -101,53 +109,85 @@ class Log:
 
     def sync(self) -> None:
         """Makes durable what has been flushed; from any thread. Raises OSError if it cannot be."""
+        if self._samples is not None:
+            self._samples.sync()
         for writer in self._writers:
-            getattr(writer, "sync", lambda: None)()
+            # A user's own writer need not have it.
+            if hasattr(writer, "sync"):
+                writer.sync()
 
-    def write_evaluation(self, made: int, values: Mapping[str, Any]) -> None:
+    def write_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes an evaluation of the state after a step."""
-        row = {"step": made, **{f"eval/{name}": value for name, value in values.items()}}
-        self._send(row | {"perf/time": round(time.time(), 3)})
-        numbers = "  ".join(f"{name} {show.number(value)}" for name, value in values.items())
-        self._terminal.say(f"step {made}  evaluation: {numbers}")
+        row, text = evaluation(step, values)
+        self._send(row)
+        self._terminal.say(text)
+
+    def write_ahead(self, row: rows_lib.Row | None) -> None:
+        """Writes a row on a step that is about to be made, if there is one, after those of all steps before."""
+        if row is not None:
+            self.flush()
+            self._send(row | {"perf/time": _now()})
+
+    def sampled(self) -> int:
+        """The last step of which there are samples, as process 0 sees it; -1 if there is none."""
+        return -1 if self._samples is None else self._samples.last
+
+    def write_samples(self, row: rows_lib.Row) -> None:
+        """Writes the samples of a step, which `xshard.samples.row` has made, unless the step has some."""
+        if self._samples is None or row["step"] <= self._samples.last:
+            return
+        self._samples.write(row)
+        for writer in self._writers:
+            # A user's own need not have it.
+            if hasattr(writer, "write_samples"):
+                writer.write_samples(row)
 
     def _write(self, rows: Iterable[rows_lib.Row]) -> None:
         for row in rows:
-            # A total, since a skip between two rows would not show.
-            steps, applied = row["step"], np.asarray(row.pop("global_step"))
-            row |= {"global_step": applied.tolist(), "skipped": (steps - applied).tolist()}
+            steps = row["step"]
+            for name in [name for name in row if name.rpartition("/")[2] == "global_step"]:
+                # A total, since a skip between two rows would not show.
+                skipped = steps - np.asarray(row[name])
+                row[name.removesuffix("global_step") + "skipped"] = skipped.tolist()
+            if self._epoch_examples is not None:
+                # Under this name the experiment may log what it calls so itself.
+                row.setdefault("epoch", steps * self._batch_size / self._epoch_examples)
             seconds = self._clock.seconds()
             rate = self._rate(steps, seconds)
             self._send(row | self._performance(rate, seconds))
-            self._terminal.row(row, rate)
-            if text := changes(self._before, row):
+            self._terminal.row(rows_lib.numbers(row), rate)
+            text = changes(self._before, row)
+            if text:
                 self._terminal.say(text)
             self._before = row
 
     def _send(self, row: rows_lib.Row) -> None:
         self.rows += 1
-        for writer in self._writers:
-            writer.write(row)
+        writers_lib.write(self._writers, row)
 
     def _rate(self, step: int, seconds: Mapping[str, float]) -> float:
         """Steps a second since the last row, but for the time that went into evaluations and saving."""
         paced = seconds[clock_lib.TRAINING] + seconds[clock_lib.DATA]
         last_step, last_paced = self._paced
         self._paced = (step, paced)
+        # Two rows may come to the host at one instant.
         return (step - last_step) / max(paced - last_paced, 1e-9)
 
     def _performance(self, rate: float, seconds: Mapping[str, float]) -> rows_lib.Row:
-        total = sum(seconds.values())
         row = {"steps_per_second": rate, "examples_per_second": rate * self._examples}
         if self._flops is not None:
             row["flops_per_second"] = rate * self._flops
             if self._peak is not None:
                 row["utilisation"] = rate * self._flops / self._peak
-        row |= {"goodput": seconds[clock_lib.TRAINING] / max(total, 1e-9), "seconds": total}
-        row |= {f"{name}_seconds": seconds[name] for name in _COSTS}
+        total = sum(seconds.values())
+        row["goodput"] = seconds[clock_lib.TRAINING] / max(total, 1e-9)
+        row["seconds"] = total
+        for name in _COSTS:
+            row[f"{name}_seconds"] = seconds[name]
         # What is measured in milliseconds has no more digits.
-        short = {f"perf/{name}": float(f"{value:.6g}") for name, value in row.items()}
-        return {**short, "perf/time": round(time.time(), 3)}
+        performance = {f"perf/{name}": float(f"{value:.6g}") for name, value in row.items()}
+        performance["perf/time"] = _now()
+        return performance
 
 
 def begin(
@@ -156,7 +196,7 @@ def begin(
     config: ml_collections.ConfigDict,
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
-    shapes: Any,
+    batches: batches_lib.TrainBatches,
     clock: clock_lib.Clock,
     terminal: terminal_lib.Terminal,
 ) -> Log:
@@ -168,15 +208,21 @@ def begin(
       config: the run's config.
       experiment: the run's experiment.
       mesh: the run's mesh.
-      shapes: those of a batch.
+      batches: the run's.
       clock: this process's.
       terminal: where the run shows how it goes.
     """
     writers: list[writers_lib.Writer] = []
+    samples = None
     if jax.process_index() == 0:
-        history = lambda: writers_lib.read(directory.metrics)
-        plain = identity.plain(config)
-        part = writers_lib.Part(directory.path, start, plain, history)
+        part = writers_lib.Part(
+            directory.path,
+            start,
+            identity.plain(config),
+            rows=lambda: writers_lib.read(directory.metrics),
+            samples=lambda: writers_lib.read(directory.samples),
+        )
+        samples = writers_lib.JsonLines(directory.samples, start)
         writers = writers_lib.open_all(config.writers, part)
     dtype = jmp.get_policy(config.precision).compute_dtype
     return Log(
@@ -186,10 +232,23 @@ def begin(
         mesh,
         clock,
         terminal,
+        samples=samples,
         rows=writers_lib.count(writers),
-        flops_per_step=flops.if_known(experiment, mesh, shapes, terminal.say),
+        epoch_examples=batches.epoch_examples,
+        flops_per_step=flops.if_known(experiment, mesh, batches.shapes(), terminal.say),
         peak=flops.peak(mesh, dtype),
     )
+
+
+def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]:
+    """The row of an evaluation of the state after a step; and the same as a line for people."""
+    row: rows_lib.Row = {"step": step}
+    numbers = []
+    for name, value in values.items():
+        row[f"eval/{name}"] = value
+        numbers.append(f"{name} {show.number(value)}")
+    row["perf/time"] = _now()
+    return row, f"step {step}  evaluation: {'  '.join(numbers)}"
 
 
 def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
@@ -199,13 +258,24 @@ def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
       before: the row before, or what is known of it.
       row: a row of training.
     """
-    said = []
-    if "skipped" in before:
-        skipped = np.asarray(row["skipped"]) - np.asarray(before["skipped"])
-        if np.any(skipped):
-            steps = row["step"] - before["step"]
-            said.append(f"{show.number(skipped.tolist())} of the last {steps} steps skipped")
-    scales = [one.get("loss_scale") for one in (before, row)]
-    if None not in scales and scales[0] != scales[1]:
-        said.append(f"loss scale {show.number(scales[0])} -> {show.number(scales[1])}")
-    return f"step {row['step']}: {'; '.join(said)}" if said else ""
+    parts = []
+    for name in row:
+        learner, _, kind = name.rpartition("/")
+        of_learner = f" by {learner}" if learner else ""
+        # Of a run that goes on, the skips until its first row are not known.
+        if kind == "skipped" and (name in before or before["step"] == 0):
+            skipped = np.asarray(row[name]) - np.asarray(before.get(name, 0))
+            if np.any(skipped):
+                steps = row["step"] - before["step"]
+                count = show.number(skipped.tolist())
+                parts.append(f"{count} of the last {steps} steps skipped{of_learner}")
+        if kind == "loss_scale" and name in before and before[name] != row[name]:
+            scales = f"{show.number(before[name])} -> {show.number(row[name])}"
+            parts.append(f"loss scale{of_learner} {scales}")
+    if not parts:
+        return ""
+    return f"step {row['step']}: {'; '.join(parts)}"
+
+
+def _now() -> float:
+    return round(time.time(), 3)

@@ -1,7 +1,7 @@
 """An overview for people: the model, how its parameters lie on the devices, and the steps."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,36 +9,69 @@ import ml_collections
 
 from xshard import mesh as mesh_lib
 from xshard.metrics import show
-from xshard.optimizers import trees
 
 # Of a table that is not to be shown whole.
 _LINES = 24
 
 
+def begin(
+    config: ml_collections.ConfigDict,
+    mesh: jax.sharding.Mesh,
+    params: Mapping[str, jax.Array],
+    changes: Sequence[str],
+    *,
+    whole: bool,
+) -> str:
+    """Says what begins, or goes on: as `model`, and a line for each of what has changed since it was started."""
+    changed = [f"changed since the run was started: {change}" for change in changes]
+    return "\n".join([model(config, mesh, params, whole=whole), *changed])
+
+
 def model(
-    config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh, params: Any, *, whole: bool
+    config: ml_collections.ConfigDict,
+    mesh: jax.sharding.Mesh,
+    params: Mapping[str, jax.Array],
+    *,
+    whole: bool,
 ) -> str:
     """A line on the run, and a table with a line for each array of the parameters and one for all.
 
     Args:
       config: the run's config.
       mesh: the run's mesh.
-      params: a tree of arrays, of which those of several groups have a leading dimension of groups.
+      params: by path; of several groups they have a leading dimension of groups.
       whole: whether all lines are to be shown, or of many the first and the last.
     """
-    leaves = trees.leaves_by_path(params)
-    total = sum(leaf.size for leaf in leaves.values())
-    title = f"{config.experiment}: {total:,} parameters, {config.precision}, on "
-    head, *lines = show.table([_row(path, leaf) for path, leaf in leaves.items()]).splitlines()
-    nbytes = show.scaled(sum(leaf.nbytes for leaf in leaves.values()), "B")
-    device = show.scaled(sum(map(_device_bytes, leaves.values())), "B")
-    last = f"{total:,} parameters in {len(leaves)} arrays, {nbytes}; {device} on each device"
-    shown = lines if whole else show.shortened(lines, _LINES)
-    return "\n".join([title + mesh_lib.describe(mesh), head, *shown, last])
+    rows = []
+    size = all_bytes = device_bytes = 0
+    for path, leaf in params.items():
+        rows.append(_row(path, leaf))
+        size += leaf.size
+        all_bytes += leaf.nbytes
+        # Each device holds one shard of each array.
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        device_bytes += math.prod(shard) * leaf.dtype.itemsize
+    place = mesh_lib.describe(mesh)
+    title = f"{config.experiment}: {size:,} parameters, {config.precision}, on {place}"
+    head, *lines = show.table(rows).splitlines()
+    if not whole:
+        lines = show.shortened(lines, _LINES)
+    everywhere, device = show.scaled(all_bytes, "B"), show.scaled(device_bytes, "B")
+    last = f"{size:,} parameters in {len(params)} arrays, {everywhere}; {device} on each device"
+    return "\n".join([title, head, *lines, last])
 
 
-def plan(start: int, steps: int) -> str:
-    """A line on the steps that are to be made."""
+def plan(start: int, steps: int, store: Any, end: str = "") -> str:
+    """Says from where, in a store, a run goes on, and which steps are to be made; none if it has ended, for `end`."""
+    steps_to_make = _plan(start, steps, end)
+    if start:
+        return f"resumed from the checkpoint of step {start} in {store}\n{steps_to_make}"
+    return steps_to_make
+
+
+def _plan(start: int, steps: int, end: str) -> str:
+    if end:
+        return f"nothing to train: the run has ended at step {start}: {end}"
     if start < steps:
         return f"training from step {start} to {steps}; the first step compiles"
     if start > steps:
@@ -46,15 +79,20 @@ def plan(start: int, steps: int) -> str:
     return f"all {steps} steps have been made"
 
 
-def results(found: Mapping[str, Any]) -> str:
+def results(values: Mapping[str, Any]) -> str:
     """Says how a run has ended.
 
     Args:
-      found: as they are in results.json.
+      values: as they are in results.json.
     """
-    lines = [f"  {name:<20} {show.number(value)}" for name, value in found["eval"].items()]
-    samples = [f"\nsamples:\n{found['samples']}\n"] if found["samples"] else []
-    return "\n".join(["\nresults:", *lines, *samples])
+    lines = ["\nresults:"]
+    for name, value in values["eval"].items():
+        lines.append(f"  {name:<20} {show.number(value)}")
+    if "ended" in values:
+        lines.append(f"  ended at step {values['step']}: {values['ended']}")
+    if values["samples"]:
+        lines.append(f"\nsamples:\n{values['samples']}\n")
+    return "\n".join(lines)
 
 
 def _row(path: str, leaf: jax.Array) -> dict[str, Any]:
@@ -69,12 +107,11 @@ def _row(path: str, leaf: jax.Array) -> dict[str, Any]:
 
 def _axes(leaf: jax.Array) -> str:
     """The mesh axis of each dimension, such as 'group,-,model'; an array that is whole on each device: '-'."""
-    spec = getattr(leaf.sharding, "spec", ())
-    names = ["+".join(axis) if isinstance(axis, tuple) else axis or "-" for axis in spec]
-    if all(name == "-" for name in names):
+    # A sharding names the axes of the first dimensions only, if the others have none.
+    names = ["-"] * leaf.ndim
+    for dim, axis in enumerate(getattr(leaf.sharding, "spec", ())):
+        if axis:
+            names[dim] = axis if isinstance(axis, str) else "+".join(axis)
+    if set(names) <= {"-"}:
         return "-"
-    return ",".join([*names, *("-" for _ in range(leaf.ndim - len(names)))])
-
-
-def _device_bytes(leaf: jax.Array) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return ",".join(names)

@@ -5,14 +5,19 @@ from typing import Any
 
 import numpy as np
 
-_UNPRINTABLE = {code: "\ufffd" for code in (*range(32), *range(127, 160))}
+_UNPRINTABLE = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")
+_PREFIXES = {
+    1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1: "", 1e-3: "m", 1e-6: "u", 1e-9: "n",
+}  # fmt: skip
 
 
 def number(value: Any) -> str:
     """A number, or the numbers of several groups, for people."""
     if isinstance(value, list):
         return "[" + " ".join(map(number, value)) + "]"
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    if abs(value) < 1e4:
+        return f"{value:.4g}"
+    return f"{value:.0f}"
 
 
 def duration(seconds: float) -> str:
@@ -20,8 +25,10 @@ def duration(seconds: float) -> str:
     if not np.isfinite(seconds):
         return "?"
     minutes, seconds = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{seconds:02}"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 def age(seconds: float) -> str:
@@ -34,22 +41,27 @@ def age(seconds: float) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as aligned columns, under the names of all of their keys."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]
+    if not rows:
+        return "nothing"
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
+    lines = [list(names)]
+    for row in rows:
+        lines.append([_cell(row.get(name, "")) for name in names])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-    return "\n".join(shown) if rows else "nothing"
+    shown = []
+    for line in lines:
+        shown.append("  ".join(map(str.ljust, line, widths)).rstrip())
+    return "\n".join(shown)
 
 
 def scaled(value: float, unit: str) -> str:
     """A number with a decimal prefix before its unit."""
-    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")):
+    for scale, prefix in _PREFIXES.items():
         if value >= scale:
             return f"{value / scale:.3g} {prefix}{unit}".rstrip()
-    small = next(
-        (pair for pair in ((1e-3, "m"), (1e-6, "u"), (1e-9, "n")) if value >= pair[0]), None
-    )
-    return f"{value / small[0]:.3g} {small[1]}{unit}" if small else f"0 {unit}".rstrip()
+    return f"0 {unit}".rstrip()
 
 
 def shortened(lines: Sequence[str], most: int) -> list[str]:
@@ -67,4 +79,6 @@ def printable(text: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return printable(str(value))

@@ -1,6 +1,5 @@
 """The terminal: lines for people, and one line that is kept up to date."""
 
-import collections
 import contextlib
 import enum
 import sys
@@ -8,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from xshard.metrics import rows
+from xshard.metrics import clock, rows
 from xshard.metrics import show as show_lib
 
 # Of the line that is kept up to date: how often, and over how many of its updates the rate is.
@@ -45,10 +44,10 @@ class Terminal:
         self._steps = steps
         self._show = show
         self._now = now
-        self._live: Any = None
-        self._due = 0.0
+        # A `rich.progress.Progress` while there is a line that is kept up to date.
+        self._line: Any = None
         self._row: rows.Row = {}
-        self._made: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_UPDATES)
+        self._rate = clock.Rate(_RATE_UPDATES)
 
     @property
     def verbose(self) -> bool:
@@ -65,19 +64,16 @@ class Terminal:
     def start(self, step: int) -> None:
         """Begins to count, at a step; on a terminal shows the line that is kept up to date."""
         self._begin = (self._now(), step)
-        if self._show is not Show.QUIET and self._live is None:
-            self._live = _open_line()
-        self.progress(step)
+        self._every = clock.Every(_SECONDS, self._now)
+        if self._show is not Show.QUIET and self._line is None:
+            self._line = _open_line(self._steps)
+        if self._line is not None:
+            self._draw(step)
 
     def progress(self, step: int) -> None:
         """Brings the line up to date if it is due; otherwise it costs next to nothing."""
-        if self._live is None or (now := self._now()) < self._due:
-            return
-        self._due = now + _SECONDS
-        self._made.append((now, step))
-        line = self._line(step)
-        with _UNSHOWN:
-            self._live.update(line, refresh=True)
+        if self._line is not None and self._every.has_passed():
+            self._draw(step)
 
     def row(self, row: rows.Row, rate: float) -> None:
         """Takes a row of training.
@@ -87,65 +83,70 @@ class Terminal:
           rate: the steps a second since the row before.
         """
         self._row = row
-        if self._live is None or self.verbose:
-            shown = {"loss": row["loss"], **row}
-            numbers = "  ".join(
-                f"{name} {show_lib.number(value)}"
-                for name, value in shown.items()
-                if name not in _NOT_SHOWN and not name.startswith("perf/")
-            )
-            step = f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
-            self.say(f"{step}  {numbers}  {rate:.1f} steps/s  {self._left(row['step'])} left")
+        if self._line is not None and not self.verbose:
+            return
+        step = row["step"]
+        parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
+        for name, value in {**_losses(row), **row}.items():
+            if name not in _NOT_SHOWN and not name.startswith("perf/"):
+                parts.append(f"{name} {show_lib.number(value)}")
+        self.say("  ".join([*parts, f"{rate:.1f} steps/s", f"{self._left(step)} left"]))
 
     def close(self) -> None:
         """Leaves the line as it is, and what comes then below it."""
-        live, self._live = self._live, None
-        if live is not None:
-            if self._made:
-                line = self._line(max(self._made[-1][1], self._row.get("step", 0)))
-                with _UNSHOWN:
-                    live.update(line)
-            _close(live)
+        if self._line is None:
+            return
+        # A row may be of a later step than what has been drawn.
+        self._update(max(self._drawn, self._row.get("step", 0)))
+        line, self._line = self._line, None
+        _close(line)
 
     def _left(self, step: int) -> str:
         """The time left at the pace since the start, with all that came between."""
         begin, first = self._begin
-        pace = (self._now() - begin) / (step - first) if step > first else float("nan")
+        if step <= first:
+            return show_lib.duration(float("nan"))
+        pace = (self._now() - begin) / (step - first)
         return show_lib.duration((self._steps - step) * pace)
 
-    def _line(self, step: int) -> Any:
-        from rich import progress_bar, table, text
+    def _draw(self, step: int) -> None:
+        self._drawn = step
+        self._rate.add(self._now(), step)
+        self._update(step)
 
+    def _update(self, step: int) -> None:
         parts = [f"step {step}/{self._steps}"]
-        if "loss" in self._row:
-            parts.append(f"loss {show_lib.number(self._row['loss'])}")
-        (begin, first), (end, last) = self._made[0], self._made[-1]
-        if last > first:
-            parts += [f"{(last - first) / (end - begin):.1f} steps/s", f"{self._left(step)} left"]
-        grid = table.Table.grid(padding=(0, 1))
-        grid.add_column()
-        grid.add_column(no_wrap=True, overflow="ellipsis")
-        bar = progress_bar.ProgressBar(total=self._steps, completed=step, width=20)
-        grid.add_row(bar, text.Text("  ".join(parts)))
-        return grid
+        for name, value in _losses(self._row).items():
+            parts.append(f"{name} {show_lib.number(value)}")
+        rate = self._rate.value()
+        if rate is not None:
+            parts += [f"{rate:.1f} steps/s", f"{self._left(step)} left"]
+        (task,) = self._line.task_ids
+        with _UNSHOWN:
+            self._line.update(task, completed=step, description="  ".join(parts), refresh=True)
 
 
 _OPEN: list[Any] = []
 
 
+def _losses(row: rows.Row) -> rows.Row:
+    """The losses of all learners of a row, by name."""
+    return {name: value for name, value in row.items() if name.rpartition("/")[2] == "loss"}
+
+
 def leave() -> None:
     """Leaves the line that is kept up to date, if there is one: for who ends the process at once."""
-    for live in list(_OPEN):
-        _close(live)
+    for line in list(_OPEN):
+        _close(line)
 
 
-def _open_line() -> Any:
-    """A `rich.live.Live`, or None where stdout is no terminal that it could be kept up to date on."""
+def _open_line(steps: int) -> Any:
+    """A `rich.progress.Progress`, or None where stdout is no terminal that it could be kept up to date on."""
     if not sys.stdout.isatty():
         return None
     # For people only: 0.2 s of imports.
     from rich import console as console_lib
-    from rich import live as live_lib
+    from rich import progress
 
     class Console(console_lib.Console):
         """Shows the cursor: nobody would bring it back for a process that is killed."""
@@ -157,18 +158,22 @@ def _open_line() -> Any:
     console = Console(force_terminal=True, highlight=False)
     if console.is_dumb_terminal:
         return None
-    live = live_lib.Live(
+    line = progress.Progress(
+        progress.BarColumn(bar_width=20),
+        progress.TextColumn("{task.description}", markup=False),
         console=console,
         auto_refresh=False,
         # What goes elsewhere is to go there.
         redirect_stderr=sys.stderr.isatty(),
     )
-    live.start()
-    _OPEN.append(live)
-    return live
+    line.add_task("", total=steps)
+    line.start()
+    _OPEN.append(line)
+    return line
 
 
-def _close(live: Any) -> None:
+def _close(line: Any) -> None:
+    # The terminal may be gone, or the line have been left already.
     with contextlib.suppress(OSError, ValueError):
-        live.stop()
-        _OPEN.remove(live)
+        line.stop()
+        _OPEN.remove(line)

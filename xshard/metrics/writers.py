@@ -2,16 +2,16 @@
 
 import csv
 import dataclasses
+import heapq
 import importlib
 import importlib.util
 import io
-import itertools
 import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TextIO
 
 from xshard import errors
 from xshard.files import disk, jsonfile
@@ -42,7 +42,8 @@ class Writer(Protocol):
         """Hands over what has been taken: a checkpoint that counts is to have its rows beside it.
 
         A writer may have a method `sync`, too, which makes durable what has been handed over: it is called from
-        another thread, before the checkpoint counts.
+        another thread, before the checkpoint counts. And it may have a method `write_samples`, which takes a row of
+        samples, as `xshard.samples` has it.
         """
 
     def close(self) -> None:
@@ -57,13 +58,31 @@ class Part:
       directory: the work directory.
       step: the step that the run goes on from; 0: it is new.
       config: the run's config, as JSON can hold it.
-      history: the rows until then, for a writer that is new to the run, or writes its file anew.
+      rows: the rows until then, those with fingerprints too.
+      samples: the rows of samples until then.
     """
 
     directory: pathlib.Path
     step: int
     config: dict[str, Any]
-    history: Callable[[], Iterator[Row]]
+    rows: Callable[[], Iterator[Row]]
+    samples: Callable[[], Iterator[Row]] = lambda: iter(())
+
+    def history(self) -> Iterator[Row]:
+        """The rows until then, of numbers, for a writer that is new to the run, or writes its file anew."""
+        return map(rows_lib.numbers, self.rows())
+
+    def everything(self) -> Iterator[Row]:
+        """The rows of both kinds in the order of their steps; none that was edited so that it has no step."""
+        rows, samples = (
+            (
+                row
+                for row in source()
+                if type(row.get("step")) is int and jsonfile.is_number(row["step"])
+            )
+            for source in (self.history, self.samples)
+        )
+        return heapq.merge(rows, samples, key=lambda row: row["step"])
 
 
 def check(names: Any) -> None:
@@ -89,42 +108,61 @@ def check(names: Any) -> None:
 
 
 def open_all(names: Sequence[str], part: Part) -> list[Writer]:
-    """The writers of these names, that of 'jsonl' first: it is what `part.history` reads."""
+    """The writers of these names, that of 'jsonl' first: it is what `part.rows` reads."""
     return [_find(name)(part) for name in sorted(names, key=lambda name: name != "jsonl")]
 
 
-class JsonLines:
-    """A file of one JSON object a line, each with a 'step'."""
+def write(writers: Sequence[Writer], row: Row) -> None:
+    """Has each of some writers take a row: files of texts with fingerprints, others without."""
+    numbers = rows_lib.numbers(row)
+    for writer in writers:
+        writer.write(row if isinstance(writer, JsonLines | Csv) else numbers)
 
-    def __init__(self, path: pathlib.Path, step: int):
-        """Opens the file to go on after `step`: later rows, of a run that was cut off, are dropped."""
+
+class _File:
+    """A plain file, in which each row is as soon as it is written."""
+
+    def __init__(self, path: pathlib.Path):
         self._path = path
-        found = disk.read(path) or b""
-        kept = [line for line in found.splitlines() if _is_row_until(line, step)]
-        self.count = len(kept)
-        # Bytes, and whole: a row that lost no more than its newline would swallow the next one.
-        content = b"".join(line + b"\n" for line in kept)
-        if content != found:
-            with disk.writing(path):
-                disk.replace(path, content)
-
-    def write(self, row: Row) -> None:
-        """Appends a row."""
-        with disk.writing(self._path), self._path.open("a") as file:
-            file.write(jsonfile.dumps(row) + "\n")
 
     def flush(self) -> None:
         """Does nothing: no row is held back."""
 
     def sync(self) -> None:
-        """Implements `Writer`."""
-        _sync(self._path)
+        """Makes the file durable, if it is there, and its name."""
+        with disk.writing(self._path):
+            if disk.exists(self._path):
+                disk.sync(self._path)
+                disk.sync(self._path.parent)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing: the file is open only while it is written to."""
 
 
-class Csv:
+class JsonLines(_File):
+    """A file of one JSON object a line, each with a 'step'."""
+
+    def __init__(self, path: pathlib.Path, step: int):
+        """Opens the file to go on after `step`: later rows, of a run that was cut off, are dropped."""
+        super().__init__(path)
+        before = disk.read(path) or b""
+        kept = [line for line in before.splitlines() if _is_row_until(line, step)]
+        self.count = len(kept)
+        self.last = json.loads(kept[-1])["step"] if kept else -1
+        # Bytes, and whole: a row that lost no more than its newline would swallow the next one.
+        content = b"".join(line + b"\n" for line in kept)
+        if content != before:
+            with disk.writing(path):
+                disk.replace(path, content)
+
+    def write(self, row: Row) -> None:
+        """Appends a row."""
+        self.last = row["step"]
+        with disk.writing(self._path), self._path.open("a") as file:
+            file.write(jsonfile.dumps(row) + "\n")
+
+
+class Csv(_File):
     """A table, for spreadsheets: a column for each name, for each of its groups as 'loss/0', 'loss/1'.
 
     What a row does not have is empty, and so is what is not finite, as it is null in JSON. A column that
@@ -133,52 +171,47 @@ class Csv:
 
     def __init__(self, path: pathlib.Path, history: Callable[[], Iterator[Row]]):
         """Writes what the file is to hold of earlier parts of the run, in place of what is there."""
-        self._path = path
-        self._columns: list[str] = list(
-            dict.fromkeys(name for row in history() for name in rows_lib.flat(row))
-        )
+        super().__init__(path)
+        # The rows are read twice, so that of a long run no more than one is in memory.
+        columns: dict[str, None] = {}
+        for row in history():
+            columns |= dict.fromkeys(rows_lib.flat(row))
+        self._columns = list(columns)
         with disk.writing(path):
-            if self._columns:
-                self._replace(self._columns, map(self._line, history()))
+            if columns:
+                self._replace(self._columns, map(_cells, history()))
             else:
                 path.unlink(missing_ok=True)
 
     def write(self, row: Row) -> None:
         """Appends a row."""
-        new = [name for name in rows_lib.flat(row) if name not in self._columns]
+        cells = _cells(row)
+        new = [name for name in cells if name not in self._columns]
         with disk.writing(self._path):
             if new:
-                self._replace([*self._columns, *new], self._lines_with(len(new)))
+                content = disk.read(self._path) or b""
+                rows = csv.DictReader(io.StringIO(content.decode(), newline=""))
+                self._replace([*self._columns, *new], rows)
             with self._path.open("a", newline="") as file:
-                file.write(self._line(row))
+                _table(file, self._columns).writerow(cells)
 
-    def flush(self) -> None:
-        """Does nothing: no row is held back."""
-
-    def sync(self) -> None:
-        """Implements `Writer`."""
-        _sync(self._path)
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def _lines_with(self, empty: int) -> Iterator[str]:
-        """The lines of the file below its columns, each with so many empty cells more."""
-        content = disk.read(self._path) or b""
-        rows = csv.reader(io.StringIO(content.decode(), newline=""))
-        return (_csv_line([*row, *[""] * empty]) for row in itertools.islice(rows, 1, None))
-
-    def _replace(self, columns: list[str], lines: Iterator[str]) -> None:
+    def _replace(self, columns: list[str], rows: Iterable[Row]) -> None:
         temporary = self._path.with_name(f".{self._path.name}.new")
         with temporary.open("w", newline="") as file:
-            file.write(_csv_line(columns))
-            file.writelines(lines)
+            table = _table(file, columns)
+            table.writeheader()
+            table.writerows(rows)
         os.replace(temporary, self._path)
         self._columns = columns
 
-    def _line(self, row: Row) -> str:
-        values = rows_lib.flat(row)
-        return _csv_line([jsonfile.finite(values.get(name)) for name in self._columns])
+
+def _cells(row: Row) -> Row:
+    return {name: jsonfile.finite(value) for name, value in rows_lib.flat(row).items()}
+
+
+def _table(file: TextIO, columns: Sequence[str]) -> "csv.DictWriter[str]":
+    # A line that somebody has made longer than the header has cells that are of no column.
+    return csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
 
 
 def read(path: pathlib.Path) -> Iterator[Row]:
@@ -186,26 +219,45 @@ def read(path: pathlib.Path) -> Iterator[Row]:
     return (row for _, row in jsonfile.read_lines(path) if row is not None)
 
 
+def of_training(path: pathlib.Path) -> dict[int, Row]:
+    """The rows of training by step, without what differs between runs of the same bits."""
+    rows = {}
+    for row in read(path):
+        if type(row.get("step")) is int and rows_lib.is_of_training(row):
+            rows[row["step"]] = rows_lib.reproducible(row)
+    return dict(sorted(rows.items()))
+
+
 def count(writers: Sequence[Writer]) -> int:
     """Counts the rows in the file of JSON lines, if it is among these."""
     return sum(writer.count for writer in writers if isinstance(writer, JsonLines))
 
 
-def evaluation(path: pathlib.Path, step: int) -> dict[str, Any] | None:
-    """The numbers of an evaluation of a step, from its row in a file of JSON lines; None if there is none."""
+def evaluations(path: pathlib.Path, last: int) -> Iterator[Row]:
+    """The evaluations until a step, from a file of JSON lines: 'step', and their numbers by name."""
     prefix = "eval/"
     for row in read(path):
         names = [name for name in row if name.startswith(prefix)]
-        if row.get("step") == step and names:
-            return {name.removeprefix(prefix): _not_null(row[name]) for name in names}
+        if names and type(row.get("step")) is int and row["step"] <= last:
+            values = {name.removeprefix(prefix): _not_null(row[name]) for name in names}
+            yield {"step": row["step"], **values}
+
+
+def evaluation(path: pathlib.Path, step: int) -> dict[str, Any] | None:
+    """The numbers of an evaluation of a step, from its row in a file of JSON lines; None if there is none."""
+    for row in evaluations(path, step):
+        if row.pop("step") == step:
+            return row
     return None
 
 
 def _not_null(value: Any) -> Any:
     """A number of a row, in which null is what is not finite."""
     if isinstance(value, list):
-        return [_not_null(one) for one in value]
-    return math.nan if value is None else value
+        return [_not_null(number) for number in value]
+    if value is None:
+        return math.nan
+    return value
 
 
 def _jsonl(part: Part) -> Writer:
@@ -213,20 +265,20 @@ def _jsonl(part: Part) -> Writer:
 
 
 def _csv(part: Part) -> Writer:
-    return Csv(part.directory / "metrics.csv", part.history)
+    return Csv(part.directory / "metrics.csv", part.rows)
 
 
 def _tensorboard(part: Part) -> Writer:
     # Half a second of imports, for those who want it.
     from xshard.metrics import event_files
 
-    return event_files.EventFiles(part.directory / "tensorboard", part.history)
+    return event_files.EventFiles(part.directory / "tensorboard", part.everything)
 
 
 def _wandb(part: Part) -> Writer:
     from xshard.metrics import wandb_run
 
-    return wandb_run.WandbRun(part.directory, part.config, part.history)
+    return wandb_run.WandbRun(part.directory, part.config, part.everything)
 
 
 KNOWN: dict[str, Callable[[Part], Writer]] = {
@@ -242,30 +294,16 @@ def _find(name: Any) -> Callable[[Part], Writer]:
         return KNOWN[name]
     module, _, attribute = str(name).rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        writer = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as e:
         reason = f": {e}" if module else ""
         raise errors.UserError(
             f"writers has {name!r}, which is none of {', '.join(KNOWN)}, nor the dotted path of a class that "
             f"can be imported from here{reason}."
         ) from e
-    if not callable(found):
-        raise errors.UserError(f"writers has {name!r}, which is {found!r}, and cannot be called.")
-    return found
-
-
-def _csv_line(cells: Sequence[Any]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue()
-
-
-def _sync(path: pathlib.Path) -> None:
-    """Makes a file durable that need not be there, and its name."""
-    with disk.writing(path):
-        if disk.exists(path):
-            disk.sync(path)
-            disk.sync(path.parent)
+    if not callable(writer):
+        raise errors.UserError(f"writers has {name!r}, which is {writer!r}, and cannot be called.")
+    return writer
 
 
 def _is_row_until(line: bytes, step: int) -> bool:

@@ -29,14 +29,17 @@ def write(directory: pathlib.Path) -> None:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        found = sorted(path.name for path in directory.iterdir())
-        if found:
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        names = sorted(os.listdir(directory))
+        if names:
+            listed = ", ".join(names[:3])
+            if len(names) > 3:
+                listed += f" and {len(names) - 3} more"
             raise errors.UserError(
-                f"{directory} is not empty: it holds {', '.join(found[:3])}{more}. Nothing is overwritten; "
+                f"{directory} is not empty: it holds {listed}. Nothing is overwritten; "
                 "give a new directory."
             )
         for name in FILES:
+            # "x" fails where somebody else has made such a file meanwhile.
             with (directory / name).open("x") as out:
                 out.write((TEMPLATE / name).read_text())
     except OSError as e:

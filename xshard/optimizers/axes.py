@@ -88,8 +88,8 @@ def check_varying(grads: trees.Gradients, axis_name: str) -> None:
     """Raises ValueError if a gradient is no replica's own: it was summed already, or it would be N times."""
     if not is_tracked(axis_name):
         return
-    for path, grad in trees.leaves_by_path(grads).items():
-        if grad is not None and axis_name not in _varies_over(grad):
+    for path, grad in trees.present(grads).items():
+        if axis_name not in _varies_over(grad):
             raise ValueError(
                 f"The gradient of '{path}' does not vary over the axis {axis_name!r}, so it is no replica's "
                 "own, and a sum over the replicas would count it once for each. With check_vma=True jax.grad "

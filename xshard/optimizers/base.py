@@ -184,11 +184,12 @@ class Optimizer(hk.Module):
         trees.check_params(params)
         trees.check_gradients(grads, params)
         skips.check_count(global_step)
+        # From here on all trees are plain dicts; the result has the structure that was given.
         old = trees.as_arrays(params)
         grads = trees.steepest(grads, old)
         with jax.named_scope(name or self.get_name()):
-            step = phases.Step(held(self), _duties(self))
-            done = step.apply(grads, old)
+            rules = held(self)
+            done = phases.Step(rules, _duties(rules)).apply(grads, old)
         whole = trees.rebuild(params, trees.leaves_by_path(done.params))
         count = None if global_step is None else skips.count(done.applied, global_step)
         return done._replace(params=whole, global_step=count)
@@ -240,6 +241,7 @@ class Optimizer(hk.Module):
     def settle(self, applied: Any) -> None:
         """Puts back what losses have written since the last step where this one is not applied."""
         losses, self._written = self._written, skips.NOTHING
+        # A later step answers for what is written after this one.
         skips.put_back(applied, losses)
 
     def get_name(self) -> str:
@@ -262,9 +264,14 @@ class Optimizer(hk.Module):
         """All arrays of state of this rule and of those that it wraps, by name."""
         return dict(self.state_dict())
 
+    def _state_names(self) -> set[str]:
+        """The names of this rule's own arrays of state, without the module's."""
+        return {name.removeprefix(f"{self.module_name}/") for name in self.state_dict()}
+
     def variables(self) -> list[Any]:
         """All arrays of state, in the order of their names."""
-        return [value for _, value in sorted(self.state_by_name().items())]
+        arrays = self.state_by_name()
+        return [arrays[name] for name in sorted(arrays)]
 
 
 class OptimizerWrapper(Optimizer):
@@ -305,33 +312,36 @@ class OptimizerWrapper(Optimizer):
 
 def held(opt: Optimizer) -> list[Optimizer]:
     """The rule and all rules that it holds, in attributes, lists and dicts, outermost first."""
-    found: list[Optimizer] = []
+    rules: list[Optimizer] = []
+    # Containers may hold themselves, and two rules the same third one.
     seen: set[int] = set()
     waiting: collections.deque[Any] = collections.deque([opt])
     while waiting:
         x = waiting.popleft()
-        if not isinstance(x, Optimizer | list | tuple | Mapping) or id(x) in seen:
+        if not isinstance(x, Optimizer | Mapping | list | tuple) or id(x) in seen:
             continue
         seen.add(id(x))
         if isinstance(x, Optimizer):
-            found.append(x)
-            waiting += vars(x).values()
+            rules.append(x)
+            waiting.extend(vars(x).values())
+        elif isinstance(x, Mapping):
+            waiting.extend(x.values())
         else:
-            waiting += x.values() if isinstance(x, Mapping) else x
-    return found
+            waiting.extend(x)
+    return rules
 
 
-def _duties(opt: Optimizer) -> list[tuple[Optimizer, str]]:
-    """The rules that `opt` holds beside itself, each with a phase of its own that a step must reach."""
+def _duties(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:
+    """The rules that the first one holds, each with a phase of its own that a step must reach."""
     handed_on = {
         Optimizer.aggregate,
         Optimizer.vote,
         OptimizerWrapper.aggregate,
         OptimizerWrapper.vote,
     }
-    return [
-        (rule, phase)
-        for rule in held(opt)[1:]
-        for phase in ("aggregate", "vote")
-        if getattr(type(rule), phase) not in handed_on
-    ]
+    duties = []
+    for rule in rules[1:]:
+        for phase in ("aggregate", "vote"):
+            if getattr(type(rule), phase) not in handed_on:
+                duties.append((rule, phase))
+    return duties

@@ -118,7 +118,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.scatter_steps = scatter_steps
         self.gather_steps = gather_steps
         self.sharding_rules = sharding_rules
-        # How many are rehearsed with where state is made, which needs no mapped axis.
+        # State is made where no axis need be mapped. Then an update on shards is tried for so many replicas.
         self._replicas = 2
         if reduction not in tuple(Reduction):
             raise errors.UserError(f"reduction must be 'sum' or 'mean'; received {reduction!r}.")
@@ -141,11 +141,11 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             self._replicas = max(2, on.shape[mesh.REPLICA])
 
     def _check_axes(self) -> None:
-        for axis in (self.axis_name, self.slice_axis_name):
-            if not isinstance(axis, str) and (axis is not None or self.axis_name is None):
-                raise errors.UserError(
-                    f"axis_name must be the name of one axis; received {axis!r}."
-                )
+        if not isinstance(self.axis_name, str) or not isinstance(self.slice_axis_name, str | None):
+            raise errors.UserError(
+                "axis_name must be the name of one axis, and slice_axis_name another or None; received "
+                f"{self.axis_name!r} and {self.slice_axis_name!r}."
+            )
         if self.slice_axis_name == self.axis_name:
             raise errors.UserError(
                 f"axis_name and slice_axis_name must be two different axes; received {self.axis_name!r} twice."
@@ -182,7 +182,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     ) -> tuple[Any, trees.Gradients]:
         """Implements `Optimizer.compute_gradients`: per replica, times 1 / group size for 'mean'."""
         summands = self._group_size() * self._num_slices()
-        value, grads = self.opt.compute_gradients(loss, self._per_replica(params), **kwargs)
+        for axis in self._mapped_axes():
+            # Else the gradients would come back summed, and be summed twice.
+            params = axes.mark_varying(params, axis)
+        value, grads = self.opt.compute_gradients(loss, params, **kwargs)
         if self.reduction is Reduction.MEAN and summands > 1:
             grads = jax.tree.map(lambda g: trees.widen(g) / summands, grads)
         return value, grads
@@ -201,23 +204,23 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return totals
 
     def _lost(self, grads: trees.Gradients) -> dict[str, jax.Array]:
-        """What rounding has lost of each gradient in earlier steps."""
+        """The errors that rounding has left in each gradient in earlier steps."""
+        lost: dict[str, jax.Array] = {}
         if self.slice_dtype != "int8":
-            return {}
-        shapes = {path: x.shape for path, x in trees.leaves_by_path(grads).items() if x is not None}
-        made = self.state_dict()
-        for path in shapes:
-            if not hk.running_init() and f"{self.module_name}/{layouts.ERROR}/{path}" not in made:
+            return lost
+        state_names = self._state_names()
+        for path, grad in trees.present(grads).items():
+            name = f"{layouts.ERROR}/{path}"
+            if not hk.running_init() and name not in state_names:
                 raise slots.missing_error(self.name, path)
-        return {
-            path: hk.get_state(f"{layouts.ERROR}/{path}", [1, *shape], jnp.float32, jnp.zeros)
-            for path, shape in shapes.items()
-        }
+            lost[path] = hk.get_state(name, [1, *grad.shape], jnp.float32, jnp.zeros)
+        return lost
 
     def _check_gradients(self, grads: trees.Gradients) -> None:
-        exact = self.reduce_dtype == self.slice_dtype == "float32"
-        for path, grad in trees.leaves_by_path(grads).items():
-            if not exact and grad is not None and jnp.iscomplexobj(grad):
+        if self.reduce_dtype == self.slice_dtype == "float32":
+            return
+        for path, grad in trees.present(grads).items():
+            if jnp.iscomplexobj(grad):
                 raise ValueError(
                     f"The gradient of '{path}' is complex; reduce_dtype={self.reduce_dtype!r} and "
                     f"slice_dtype={self.slice_dtype!r} are types of real numbers. Leave both 'float32', with "
@@ -234,14 +237,15 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         """The whole sums; and what rounding has lost of them, given what it has lost before."""
         for axis in self._mapped_axes():
             axes.check_varying(grads, axis)
+        self._check_slices()
         try:
             if self._num_slices() == 1:
-                self._check_slices()
-                return self._sum(grads) if self._group_size() > 1 else grads, lost
+                return self._sum(grads), lost
+            # Each replica sends only its shard to the other slices.
             partition = self._make_partition(grads)
-            shards_, lost = self._scatter(partition, grads, lost)
+            scattered, lost = self._scatter(partition, grads, lost)
             gather = lambda layout, x: partition.gather(layout, x, self.reduce_dtype)
-            return partition.map(gather, shards_), lost
+            return partition.map(gather, scattered), lost
         except NotImplementedError as e:
             raise ValueError(
                 f"group_assignment={self.group_assignment} needs jax.shard_map(..., check_vma=False): JAX has "
@@ -262,20 +266,18 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             arrays, _ = self._reduce(jax.tree.map(values.raw, grads), {})
             return jax.tree.map(values.like, grads, arrays), lost
         self._check_slices()
-        own = {path: values.raw(x) for path, x in lost.items()}
-        arrays, after = self._scatter(partition, grads, own)
-        after = {path: values.like(lost[path], x) for path, x in after.items()}
-        return partition.map(values.shard, arrays), after
+        arrays, after = self._scatter(partition, grads, jax.tree.map(values.raw, lost))
+        return partition.map(values.shard, arrays), jax.tree.map(values.like, lost, after)
 
     def _scatter(
         self, partition: shards.Partition, grads: trees.Gradients, lost: dict[str, jax.Array]
     ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
         """This replica's shards of the sums over all slices."""
         scatter = lambda layout, x: partition.scatter(layout, x, self.reduce_dtype)
-        found = partition.map(scatter, grads)
+        sums = partition.map(scatter, grads)
         if self.slice_axis_name is None or self._num_slices() == 1:
-            return found, lost
-        return self._sum_over_slices(found, lost, self.slice_axis_name)
+            return sums, lost
+        return self._sum_over_slices(sums, lost, self.slice_axis_name)
 
     def _check_slices(self) -> None:
         if self._num_slices() == 1 and self.slice_dtype == "int8" and not hk.running_init():
@@ -290,9 +292,13 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return self._make_partition(params) if self._group_size() > 1 else None
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
+        """The sums over the group."""
+        if self._group_size() == 1:
+            return grads
         groups, dtype = self.group_assignment, self.reduce_dtype
         psum = functools.partial(lax.psum, axis_name=self.axis_name, axis_index_groups=groups)
         if dtype == "float32":
+            # All gradients in one collective.
             return psum(grads)
         return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
 
@@ -302,17 +308,13 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         if self.slice_dtype != "int8":
             psum, dtype = functools.partial(lax.psum, axis_name=axis), self.slice_dtype
             return jax.tree.map(lambda x: shards.summed(psum, x, dtype), sums), lost
-        present = {path: x for path, x in trees.leaves_by_path(sums).items() if x is not None}
-        errors = [lost[path][0] for path in present]
-        totals, errors = int8.all_reduce(list(present.values()), errors, axis)
-        lost = {path: x[None] for path, x in zip(present, errors, strict=True)}
-        return trees.replace(sums, dict(zip(present, totals, strict=True))), lost
-
-    def _per_replica(self, params: trees.Params) -> trees.Params:
-        # Or their gradients would come back summed, and be summed twice.
-        for axis in self._mapped_axes():
-            params = axes.mark_varying(params, axis)
-        return params
+        # Each sum that is there has an error, and a leading dimension in it for the slice.
+        leaves = trees.leaves_by_path(sums)
+        arrays = [leaves[path] for path in lost]
+        before = [error[0] for error in lost.values()]
+        totals, after = int8.all_reduce(arrays, before, axis)
+        errors = {path: error[None] for path, error in zip(lost, after, strict=True)}
+        return trees.replace(sums, dict(zip(lost, totals, strict=True))), errors
 
     def _make_partition(self, tree: Any) -> shards.Partition:
         if axes.is_tracked(self.axis_name):

@@ -25,10 +25,13 @@ class Reached:
     def watch(self, params: trees.Params, paths: Container[str]) -> trees.Params:
         """The same parameters, of which those of the paths are noted when a backward pass comes to them."""
         leaves = trees.leaves_by_path(params)
-        watched = {path: self._watched(path)(x) for path, x in leaves.items() if path in paths}
-        return trees.replace(params, watched)
+        for path in leaves:
+            if path in paths:
+                leaves[path] = self._identity(path)(leaves[path])
+        return trees.rebuild(params, leaves)
 
-    def _watched(self, path: str) -> Callable[[Any], Any]:
+    def _identity(self, path: str) -> Callable[[Any], Any]:
+        """A function that returns its argument, and whose backward pass notes the path."""
         same = jax.custom_vjp(lambda x: x)
 
         def backward(_: None, cotangent: Any) -> tuple[Any]:

@@ -6,6 +6,7 @@ LAMB or in a global clip, becomes one over all replicas; and what mixes elements
 """
 
 import contextvars
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,153 +91,176 @@ def evaluate(
     Raises:
       ValueError: if `f` does with a shard what cannot be done without the others.
     """
-    is_shard = lambda x: isinstance(x, values.Shard)
+    operands, structure = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, values.Shard))
+    whole = jax.tree.unflatten(structure, [_abstract(x) for x in operands])
     token = _TRACING.set(True)
     try:
-        closed, out = jax.make_jaxpr(f, return_shape=True)(
-            *jax.tree.map(_abstract, args, is_leaf=is_shard)
-        )
+        closed, out = jax.make_jaxpr(f, return_shape=True)(*whole)
     finally:
         _TRACING.reset(token)
-    operands = jax.tree.leaves(args, is_leaf=is_shard)
     evaluator = _Evaluator(partition, rules)
     results = evaluator.run(closed.jaxpr, closed.consts, operands)
-    return jax.tree.unflatten(jax.tree.structure(out), [evaluator.array(x) for x in results])
+    shapes, structure = jax.tree.flatten(out)
+    arrays = [evaluator.array(x, y.shape) for x, y in zip(results, shapes, strict=True)]
+    return jax.tree.unflatten(structure, arrays)
 
 
-def _abstract(x: Any) -> Any:
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape and type of the whole array of a `Shard`, or of an array."""
     if isinstance(x, values.Shard):
+        # What differs by slice has a leading dimension, of which a replica has one entry.
         copies = (1,) if x.layout.copies else ()
         return jax.ShapeDtypeStruct((*copies, *x.layout.shape), x.array.dtype)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 class _Evaluator:
-    """Goes through a jaxpr whose operands are shards, arrays of one value, and other arrays."""
+    """Goes through a jaxpr whose operands are shards, whole arrays, and reductions not yet put together.
+
+    An array whose elements are all equal is kept as their one value, a scalar: its shape is in the jaxpr.
+    """
 
     def __init__(self, partition: shards.Partition, rules: Sequence[str]):
         self._partition = partition
         self._rules = rules
         # The scopes of the functions that are being evaluated.
         self._scopes: list[str] = []
-        # What has been put together, by what it was, so that each takes one collective however often it is used.
-        self._totals: dict[int, tuple[values.Partial, values.Filled]] = {}
+        # Each reduction takes one collective, however often its result is used.
+        self._totals: dict[values.Partial, Any] = {}
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr; an operand that it returns untouched is the same object."""
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
         for eqn in jaxpr.eqns:
-            operands = [values.as_filled(read(atom)) for atom in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(eqn, operands), strict=True))
-        # As they are: what was not touched is known by its identity.
+            results = self._equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def array(self, x: Any) -> Any:
-        """A `Shard`, or the array that stands for anything else."""
-        if isinstance(x, values.Partial | values.Filled):
-            return self._put_together(x).array()
-        return x if isinstance(x, values.Shard | jax.Array) else jnp.asarray(x)
+    def array(self, value: Any, shape: tuple[int, ...]) -> Any:
+        """A `Shard`, or the whole array of a shape that anything else stands for."""
+        value = self._total(value)
+        if isinstance(value, values.Shard):
+            return value
+        return _whole(value, shape)
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
         if name in _CALLS:
+            # The operands of a function are not touched: what it does with them decides.
             return self._call(eqn, eqn.params[_CALLS[name]], operands)
-        if values.joins(name, operands):
-            return [values.join(operands)]
-        operands = [self._put_together(value) for value in operands]
+        # Any other use of a reduction needs its result, for which the replicas must meet.
+        if _joins(eqn, operands):
+            return [values.join(*operands)]
+        operands = [self._total(value) for value in operands]
         if eqn.primitive is _CALL:
-            return eqn.params["f"](self._partition, [self.array(value) for value in operands])
-        sharded = [value for value in operands if isinstance(value, values.Shard)]
+            arguments = [
+                self.array(value, atom.aval.shape)
+                for value, atom in zip(operands, eqn.invars, strict=True)
+            ]
+            return eqn.params["f"](self._partition, arguments)
         if name == "reshard":
-            # Of whole arrays; a shard lies where it lies.
+            # It is for whole arrays; a shard stays where it is.
             return operands
+        sharded = [value for value in operands if isinstance(value, values.Shard)]
         if not sharded:
             return _on_whole(eqn, operands)
         if name == "optimization_barrier":
-            arrays = _bind(eqn, [values.raw(value) for value in operands])
+            arrays = _bind(eqn, *[values.raw(value) for value in operands])
             return [values.like(value, x) for value, x in zip(operands, arrays, strict=True)]
         if name == "cond":
             return self._cond(eqn, operands)
         if name in _ELEMENTWISE:
-            return self._elementwise(eqn, operands, sharded)
+            shapes = [atom.aval.shape for atom in eqn.invars]
+            return [self._elementwise(eqn, functools.partial(_bind, eqn), operands, shapes)]
+        return [self._reduce_or_reshape(eqn, sharded)]
+
+    def _elementwise(
+        self, eqn: Any, f: Callable[..., Any], operands: list[Any], shapes: Sequence[Any]
+    ) -> Any:
+        """The result of a function, a `Shard` where an operand is one."""
+        sharded = [value for value in operands if isinstance(value, values.Shard)]
+        pairs = list(zip(operands, shapes, strict=True))
+        if not sharded:
+            return f(*[_whole(value, shape) for value, shape in pairs])
+        layout = sharded[0].layout
+        if any(shard.layout != layout for shard in sharded):
+            raise self._refusal(eqn, sharded[0], " of arrays that are sharded differently")
+        return values.Shard(f(*[self._own(*pair, layout) for pair in pairs]), layout)
+
+    def _reduce_or_reshape(self, eqn: Any, sharded: list[values.Shard]) -> Any:
+        """The result of a primitive that does not go element by element."""
         first = sharded[0]
         if _reduces_all(eqn):
-            return [self._reduce(_REDUCTIONS[name], first)]
+            return self._reduce(_REDUCTIONS[eqn.primitive.name], first)
         if _contracts_all(eqn) and len(sharded) == 2 and first.layout == sharded[1].layout:
-            product = jnp.multiply(
-                *(shard.array.astype(eqn.outvars[0].aval.dtype) for shard in sharded)
-            )
-            return [self._reduce("sum", values.Shard(product, first.layout))]
+            dtype = eqn.outvars[0].aval.dtype
+            left, right = (shard.array.astype(dtype) for shard in sharded)
+            return self._reduce("sum", values.Shard(left * right, first.layout))
         if _keeps_the_order(eqn):
-            return [first]
+            return first
         raise self._refusal(eqn, first)
 
     def _call(self, eqn: Any, function: Any, operands: list[Any]) -> list[Any]:
         """The results of a function of its own that an equation calls."""
-        consts = function.consts if isinstance(function, core.ClosedJaxpr) else ()
+        if isinstance(function, core.ClosedJaxpr):
+            jaxpr, consts = function.jaxpr, function.consts
+        else:
+            jaxpr, consts = function, ()
         self._scopes.append(str(eqn.source_info.name_stack))
-        results = self.run(getattr(function, "jaxpr", function), consts, operands)
+        results = self.run(jaxpr, consts, operands)
         self._scopes.pop()
         return results
 
-    def _elementwise(
-        self, eqn: Any, operands: list[Any], sharded: list[values.Shard]
-    ) -> Sequence[Any]:
-        layout = sharded[0].layout
-        if any(shard.layout != layout for shard in sharded):
-            raise self._refusal(eqn, sharded[0], " of arrays that are sharded differently")
-        arrays = [self._own(value, layout) for value in operands]
-        return [values.Shard(x, layout) for x in _bind(eqn, arrays)]
-
-    def _own(self, value: Any, layout: layouts_lib.Layout) -> Any:
-        """Returns what of a value belongs to this replica's shard."""
+    def _own(self, value: Any, shape: tuple[int, ...], layout: layouts_lib.Layout) -> Any:
+        """This replica's shard of a value that stands for an array of a shape; a scalar stays one."""
         if isinstance(value, values.Shard):
             return value.array
-        if isinstance(value, values.Filled):
-            # A scalar predicate or bound stays one; it may stand beside arrays.
-            scalar = value.shape == () and layout.shape != ()
-            return value.value if scalar else jnp.broadcast_to(value.value, layout.shard_shape)
+        if not shape:
+            return value
+        if jnp.ndim(value) == 0:
+            return jnp.broadcast_to(value, layout.shard_shape)
         return layout.shard(value.reshape(layout.shape), self._partition.index)
 
     def _reduce(self, kind: str, shard: values.Shard) -> Any:
-        if kind not in values.JOINED_BY or shard.layout.dim is None:
-            return self._partition.reduce(kind, shard.layout, shard.array)
+        if shard.array.dtype == jnp.bool_:
+            kind = {"max": "or", "min": "and"}.get(kind, kind)
         own = self._partition.reduce_own(kind, shard.layout, shard.array)
+        if kind not in values.JOINED_BY:
+            return self._partition.across(kind, own)
         return values.Partial(kind, own, jnp.full((), kind == "and", own.dtype))
 
-    def _put_together(self, x: Any) -> Any:
-        if not isinstance(x, values.Partial):
-            return x
-        if id(x) not in self._totals:
-            total = x.with_rest(self._partition.across(x.kind, x.own))
-            self._totals[id(x)] = (x, total)
-        return self._totals[id(x)][1]
+    def _total(self, value: Any) -> Any:
+        """The value, a reduction put together."""
+        if not isinstance(value, values.Partial):
+            return value
+        if value not in self._totals:
+            reduced = self._partition.across(value.kind, value.own)
+            self._totals[value] = value.total(reduced)
+        return self._totals[value]
 
     def _cond(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         # All branches, and then a selection: they may hold reductions over replicas, and no collective is
         # conditional.
-        which, *operands = operands
-        branches = [
-            [values.as_filled(self._put_together(x)) for x in self._call(eqn, branch, operands)]
-            for branch in eqn.params["branches"]
-        ]
-        index = which.value if isinstance(which, values.Filled) else which
-        return [self._select(eqn, index, cases) for cases in zip(*branches, strict=True)]
-
-    def _select(self, eqn: Any, index: Any, cases: Sequence[Any]) -> Any:
-        sharded = [case for case in cases if isinstance(case, values.Shard)]
-        if not sharded:
-            arrays = [case.array() if isinstance(case, values.Filled) else case for case in cases]
-            return lax.select_n(index, *arrays)
-        layout = sharded[0].layout
-        if any(case.layout != layout for case in sharded):
-            raise self._refusal(eqn, sharded[0], " of arrays that are sharded differently")
-        arrays = [jnp.broadcast_to(self._own(case, layout), layout.shard_shape) for case in cases]
-        return values.Shard(lax.select_n(index, *arrays), layout)
+        index, *operands = operands
+        branches = [self._call(eqn, branch, operands) for branch in eqn.params["branches"]]
+        results = []
+        for out, *cases in zip(eqn.outvars, *branches, strict=True):
+            cases = [index, *(self._total(case) for case in cases)]
+            shapes = [(), *[out.aval.shape] * len(branches)]
+            results.append(self._elementwise(eqn, lax.select_n, cases, shapes))
+        return results
 
     def _refusal(self, eqn: Any, shard: values.Shard, detail: str = "") -> ValueError:
-        scopes = "/".join([*self._scopes, str(eqn.source_info.name_stack)]).split("/")
-        rule = next((name for name in reversed(scopes) if name in self._rules), self._rules[0])
+        # The innermost scope that is a rule's names the rule whose operation it is.
+        rule = self._rules[0]
+        for scopes in [*self._scopes, str(eqn.source_info.name_stack)]:
+            for name in scopes.split("/"):
+                if name in self._rules:
+                    rule = name
         return ValueError(
             f"{rule} cannot be sharded: its {eqn.primitive.name}{detail} takes '{shard.layout.path}' "
             f"{shard.layout.shape} as a whole, of which each replica would hold a shard. shard_update is for "
@@ -245,34 +269,47 @@ class _Evaluator:
         )
 
 
+def _joins(eqn: Any, operands: list[Any]) -> bool:
+    """Returns whether an equation joins a reduction with another of its kind, or with a scalar."""
+    partials = [value for value in operands if isinstance(value, values.Partial)]
+    if not partials or eqn.outvars[0].aval.shape:
+        return False
+    return all(values.JOINED_BY[partial.kind] == eqn.primitive.name for partial in partials)
+
+
 def _on_whole(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     """The result where there is no shard among the operands."""
     name = eqn.primitive.name
-    filled = [isinstance(value, values.Filled) for value in operands]
-    if all(filled) and operands and name == "broadcast_in_dim":
-        return [values.Filled(operands[0].value, eqn.params["shape"])]
-    shapes = {value.shape for value in operands if isinstance(value, values.Filled)}
-    if all(filled) and name in _ELEMENTWISE and shapes - {()}:
-        (shape,) = shapes - {()}
-        return [values.Filled(x, shape) for x in _bind(eqn, [value.value for value in operands])]
-    arrays = [value.array() if isinstance(value, values.Filled) else value for value in operands]
-    return _bind(eqn, arrays)
+    if all(jnp.ndim(value) == 0 for value in operands):
+        if name == "broadcast_in_dim":
+            return operands
+        if name in _ELEMENTWISE:
+            return [_bind(eqn, *operands)]
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    results = _bind(eqn, *[_whole(*pair) for pair in zip(operands, shapes, strict=True)])
+    return results if eqn.primitive.multiple_results else [results]
 
 
-def _bind(eqn: Any, arrays: list[Any]) -> Sequence[Any]:
+def _whole(value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """The array of a shape that a value stands for."""
+    array = value if isinstance(value, jax.Array) else jnp.asarray(value)
+    return array if array.shape == shape else jnp.broadcast_to(array, shape)
+
+
+def _bind(eqn: Any, *arrays: Any) -> Any:
     params = eqn.params
     if eqn.primitive.name == "convert_element_type":
         # Its sharding is one of whole arrays.
         params = {**params, "sharding": None}
-    results = eqn.primitive.bind(*arrays, **params)
-    return results if eqn.primitive.multiple_results else [results]
+    return eqn.primitive.bind(*arrays, **params)
 
 
 def _reduces_all(eqn: Any) -> bool:
     """Returns whether it is a reduction of a whole array; of integers 'and' and 'or' are of their bits."""
     name, aval = eqn.primitive.name, eqn.invars[0].aval
-    bitwise = name in ("reduce_and", "reduce_or") and aval.dtype != jnp.bool_
-    return name in _REDUCTIONS and len(eqn.params["axes"]) == aval.ndim and not bitwise
+    if name not in _REDUCTIONS or len(eqn.params["axes"]) != aval.ndim:
+        return False
+    return name not in ("reduce_and", "reduce_or") or aval.dtype == jnp.bool_
 
 
 def _contracts_all(eqn: Any) -> bool:
@@ -280,16 +317,16 @@ def _contracts_all(eqn: Any) -> bool:
     if eqn.primitive.name != "dot_general":
         return False
     (left, right), batch = eqn.params["dimension_numbers"]
-    shapes = {atom.aval.shape for atom in eqn.invars}
-    return len(shapes) == 1 and left == right and len(left) == len(*shapes) and not any(batch)
+    first, second = (atom.aval.shape for atom in eqn.invars)
+    return first == second and left == right and len(left) == len(first) and not any(batch)
 
 
 def _keeps_the_order(eqn: Any) -> bool:
     """Returns whether it only gives an array another shape: the shard stays what it is."""
     name = eqn.primitive.name
-    if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
-        return False
-    old, new = eqn.invars[0].aval, eqn.outvars[0].aval
-    if name == "broadcast_in_dim":
-        return old.size == new.size
-    return name == "squeeze" or (name == "reshape" and eqn.params["dimensions"] is None)
+    if name == "squeeze":
+        return True
+    if name == "reshape":
+        return eqn.params["dimensions"] is None
+    # One that repeats no element.
+    return name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size

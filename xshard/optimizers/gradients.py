@@ -94,12 +94,15 @@ def check_options(gate_gradients: Any, aggregation_method: Any) -> None:
 
 def check_loss(loss: Any) -> None:
     """Raises ValueError unless a loss is a function, a sequence of functions or `MicroBatches`."""
-    losses = [loss.loss] if isinstance(loss, MicroBatches) else loss
-    for one in losses if isinstance(losses, Sequence) else [losses]:
-        if not callable(one):
+    if isinstance(loss, MicroBatches):
+        functions: Sequence[Any] = [loss.loss]
+    else:
+        functions = loss if isinstance(loss, Sequence) else [loss]
+    for function in functions:
+        if not callable(function):
             raise ValueError(
                 "loss must be a function of the parameters, a list of such functions, or MicroBatches; "
-                f"received {_shown(one)}. A value does not say what it was computed from: pass "
+                f"received {_shown(function)}. A value does not say what it was computed from: pass "
                 "lambda params: ... in its place."
             )
 
@@ -123,35 +126,37 @@ def value_and_grad(
     check_loss(loss)
     reached = dependence.Reached()
     evaluate = functools.partial(
-        _one, params=params, trained=trained, reached=reached, has_aux=has_aux
+        _evaluate_one, params=params, trained=trained, reached=reached, has_aux=has_aux
     )
-    value, aux, grads = _all(evaluate, loss, trained, aggregation_method, grad_loss)
+    value, aux, grads = _evaluate_all(evaluate, loss, trained, aggregation_method, grad_loss)
+    # What no loss depends on has no gradient: by one of zeros a rule would move it, as weight decay does.
     if not hk.running_init():
         grads = {path: grad for path, grad in grads.items() if path in reached.paths}
     return value, aux, grads
 
 
-def _all(
+def _evaluate_all(
     evaluate: Callable[..., Any],
     loss: Loss | Sequence[Loss] | MicroBatches,
     trained: dict[str, Any],
     aggregation_method: int | None,
     grad_loss: Any,
 ) -> tuple[Any, Any, dict[str, Any]]:
+    in_pairs = aggregation_method == AggregationMethod.EXPERIMENTAL_TREE
     if isinstance(loss, MicroBatches):
-        weight = None if grad_loss is None else trees.widen(grad_loss)
-        pairs = aggregation_method == AggregationMethod.EXPERIMENTAL_TREE
-        return _scan(evaluate, loss, weight, trained, pairs)
+        return _scan(evaluate, loss, _weight(grad_loss), trained, in_pairs)
     if callable(loss):
-        return evaluate(loss, None if grad_loss is None else trees.widen(grad_loss))
+        return evaluate(loss, _weight(grad_loss))
     weights = _weights(grad_loss, len(loss))
     if aggregation_method == AggregationMethod.EXPERIMENTAL_ACCUMULATE_N:
         return _accumulate(evaluate, loss, weights)
-    values, auxes, grads = zip(*map(evaluate, loss, weights), strict=True)
-    tree = aggregation_method == AggregationMethod.EXPERIMENTAL_TREE
-    add = _add_pairs if tree else _add_in_order
-    value, total = add([_widen((value, grad)) for value, grad in zip(values, grads, strict=True)])
-    return value, list(auxes), total
+    summands, auxes = [], []
+    for function, weight in zip(loss, weights, strict=True):
+        value, aux, grads = evaluate(function, weight)
+        summands.append(_widen((value, grads)))
+        auxes.append(aux)
+    value, total = _add_pairs(summands) if in_pairs else _add_in_order(summands)
+    return value, auxes, total
 
 
 def colocate(grads: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
@@ -163,10 +168,12 @@ def gate(grads: dict[str, Any], gate_gradients: int) -> dict[str, Any]:
     """Puts optimization barriers over no gradient, each one, or all of them together."""
     if gate_gradients == GATE_OP:
         return {path: lax.optimization_barrier(grad) for path, grad in grads.items()}
-    return lax.optimization_barrier(grads) if gate_gradients == GATE_GRAPH else grads
+    if gate_gradients == GATE_GRAPH:
+        return lax.optimization_barrier(grads)
+    return grads
 
 
-def _one(
+def _evaluate_one(
     loss: Loss,
     weight: jax.Array | None,
     *,
@@ -239,7 +246,11 @@ def _weights(grad_loss: Any, count: int) -> list[jax.Array | None]:
         raise ValueError(
             f"grad_loss has {len(grad_loss)} entries for {count} losses; give one each."
         )
-    return [None if weight is None else trees.widen(weight) for weight in grad_loss]
+    return [_weight(weight) for weight in grad_loss]
+
+
+def _weight(grad_loss: Any) -> jax.Array | None:
+    return None if grad_loss is None else trees.widen(grad_loss)
 
 
 def _accumulate(
@@ -247,6 +258,7 @@ def _accumulate(
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     total: Any = None
     auxes = []
+    # Each loss waits for the sum so far, so that no two of them hold activations at once.
     for loss, weight in zip(losses, weights, strict=True):
         value, aux, grads = evaluate(loss, weight, wait_for=(total,))
         new = _widen((value, grads))
@@ -273,47 +285,43 @@ def _scan(
     never = jnp.zeros((), jnp.bool_)
     zeros = jax.tree.map(lambda p: jnp.where(never, trees.widen(p), 0), trained)
 
-    def one(x: Any) -> tuple[Any, Any]:
+    def of_input(x: Any) -> tuple[Any, Any]:
         value, aux, grads = evaluate(lambda params: loss.loss(params, x), weight)
         return _widen(grads), (trees.widen(value), aux)
 
     def add(total: Any, x: Any) -> tuple[Any, Any]:
-        grads, out = one(x)
+        grads, out = of_input(x)
         return jax.tree.map(jnp.add, total, grads), out
 
     if in_pairs:
-        total, (values, aux) = _sum_in_pairs(one, zeros, loss.inputs, count)
+        total, (values, aux) = _sum_in_pairs(of_input, zeros, loss.inputs, count)
     else:
         total, (values, aux) = hk.scan(add, zeros, loss.inputs)
     return jnp.sum(values, axis=0), aux, total
 
 
 def _sum_in_pairs(
-    one: Callable[[Any], tuple[Any, Any]], zeros: Any, xs: Any, count: int
+    f: Callable[[Any], tuple[Any, Any]], zeros: Any, xs: Any, count: int
 ) -> tuple[Any, Any]:
-    """The sum of `one(x)[0]` in pairs, and all `one(x)[1]`, stacked."""
+    """The sum of `f(x)[0]` in pairs, and all `f(x)[1]`, stacked."""
     if count == 1:
-        total, out = one(jax.tree.map(lambda x: x[0], xs))
+        total, out = f(jax.tree.map(lambda x: x[0], xs))
         return total, jax.tree.map(lambda x: jnp.asarray(x)[None], out)
+    # The largest power of 2 below the count.
     first = 1 << (count - 1).bit_length() - 1
     if count == 2 * first:
-        # Loops in loops, so that the program has `one` in it once.
+        # Loops in loops, so that the program has `f` in it once.
         def add(total: Any, half: Any) -> tuple[Any, Any]:
-            part, out = _sum_in_pairs(one, zeros, half, first)
+            part, out = _sum_in_pairs(f, zeros, half, first)
             return jax.tree.map(jnp.add, total, part), out
 
         halves = jax.tree.map(lambda x: x.reshape(2, first, *x.shape[1:]), xs)
         total, out = hk.scan(add, zeros, halves)
         return total, jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), out)
-    cuts = (slice(first), slice(first, count))
-    sums = [
-        _sum_in_pairs(one, zeros, jax.tree.map(lambda x: x[cut], xs), cut.stop - (cut.start or 0))
-        for cut in cuts
-    ]
-    (total, out), (rest, more) = sums
-    return jax.tree.map(jnp.add, total, rest), jax.tree.map(
-        lambda a, b: jnp.concatenate([a, b]), out, more
-    )
+    total, out = _sum_in_pairs(f, zeros, jax.tree.map(lambda x: x[:first], xs), first)
+    rest, more = _sum_in_pairs(f, zeros, jax.tree.map(lambda x: x[first:], xs), count - first)
+    outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, more)
+    return jax.tree.map(jnp.add, total, rest), outs
 
 
 def _widen(tree: Any) -> Any:

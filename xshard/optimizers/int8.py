@@ -4,7 +4,6 @@ Sources: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014 (er
 Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016, https://arxiv.org/abs/1511.04561.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -34,30 +33,42 @@ def all_reduce(
       The sums in the arrays' types, equal on all devices bit by bit, and what rounding has lost now (at most
       half a 127th of the largest of a block; 0 where an array is not finite).
     """
-    wanted = [x.astype(jnp.float32) + error for x, error in zip(arrays, errors, strict=True)]
-    pairs = [quantize(x) for x in wanted]
-    lost = [x - dequantize(*pair, x.shape) for x, pair in zip(wanted, pairs, strict=True)]
+    all_codes, all_scales, lost = [], [], []
+    for array, error in zip(arrays, errors, strict=True):
+        wanted = array.astype(jnp.float32) + error
+        codes, scales = quantize(wanted)
+        rounding = wanted - dequantize(codes, scales, array.shape)
+        # One number that is not finite would spoil its block of every later sum.
+        lost.append(jnp.where(jnp.isfinite(rounding), rounding, jnp.zeros_like(rounding)))
+        all_codes.append(codes)
+        all_scales.append(scales)
     # All arrays in one message.
-    joined = [jnp.concatenate(blocks) for blocks in zip(*pairs, strict=True)]
-    codes, scales = lax.all_gather(joined, axis_name)
+    message = jnp.concatenate(all_codes), jnp.concatenate(all_scales)
+    codes, scales = lax.all_gather(message, axis_name)
+    # Each device adds the same numbers in the same order, so that all have the same bits.
     total = jnp.sum(codes.astype(jnp.float32) * scales, axis=0)
-    ends = list(itertools.accumulate(len(codes) for codes, _ in pairs))[:-1]
-    sums = [
-        jnp.ravel(blocks)[: x.size].reshape(x.shape).astype(x.dtype)
-        for blocks, x in zip(jnp.split(total, ends), arrays, strict=True)
-    ]
-    return sums, [jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in lost]
+    sums = []
+    begin = 0
+    for array, codes in zip(arrays, all_codes, strict=True):
+        end = begin + len(codes)
+        elements = jnp.ravel(total[begin:end])[: array.size]
+        sums.append(elements.reshape(array.shape).astype(array.dtype))
+        begin = end
+    return sums, lost
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Codes, int8 of shape (blocks, BLOCK), and scales, float32 of shape (blocks, 1)."""
     blocks = jnp.pad(jnp.ravel(x), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
     scales = jnp.max(jnp.abs(blocks), axis=1, keepdims=True) / 127
+    # A block of zeros has the scale 0, and codes of 0 by any divisor.
     codes = jnp.round(blocks / jnp.where(scales == 0, jnp.ones_like(scales), scales))
     # What is not finite has a scale that is not finite, which spoils its block whatever the code is.
-    return jnp.where(jnp.isfinite(codes), codes, jnp.ones_like(codes)).astype(jnp.int8), scales
+    codes = jnp.where(jnp.isfinite(codes), codes, jnp.ones_like(codes))
+    return codes.astype(jnp.int8), scales
 
 
 def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The array of a shape that was quantized, rounded."""
-    return jnp.ravel(codes.astype(jnp.float32) * scales)[: math.prod(shape)].reshape(shape)
+    elements = jnp.ravel(codes.astype(jnp.float32) * scales)
+    return elements[: math.prod(shape)].reshape(shape)

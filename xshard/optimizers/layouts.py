@@ -55,7 +55,8 @@ class Layout:
         """The shape of all shards together, without the leading dimension of copies."""
         if not self.flat:
             return self.shape
-        return (*(1 for _ in self.shape[1:]), -(-self.size // self.count) * self.count)
+        padded = math.ceil(self.size / self.count) * self.count
+        return (*[1] * (len(self.shape) - 1), padded)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -68,7 +69,7 @@ class Layout:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of one shard with the dimension of copies, of which a replica has one."""
-        return (*((1,) if self.copies else ()), *self.shard_shape)
+        return (1, *self.shard_shape) if self.copies else self.shard_shape
 
     def spec(
         self, axis_name: str, slice_axis_name: str | None = None, *, manual: bool = False
@@ -80,22 +81,27 @@ class Layout:
           slice_axis_name: the axis of the slices.
           manual: without the axes that it lies along besides, as `jax.shard_map` wants it.
         """
-        along = () if manual else self.along
-        dims = [*along, *(None for _ in self.shape[len(along) :])]
+        dims: list[Any] = [None] * len(self.shape)
+        if not manual:
+            dims[: len(self.along)] = self.along
         if self.dim is not None:
             dims[self.dim] = axis_name
-        return jax.P(*([slice_axis_name] if self.copies else []), *dims)
+        if self.copies:
+            dims.insert(0, slice_axis_name)
+        return jax.P(*dims)
 
     def store(self, x: Any) -> jax.Array:
         """All shards together, of `stored_shape`, of a whole array."""
         if not self.flat:
             return jnp.asarray(x)
-        rows = jnp.ravel(x)
-        return jnp.pad(rows, (0, self.stored_shape[-1] - self.size)).reshape(self.stored_shape)
+        padded = jnp.pad(jnp.ravel(x), (0, self.stored_shape[-1] - self.size))
+        return padded.reshape(self.stored_shape)
 
     def whole(self, stored: Any) -> jax.Array:
         """The inverse of `store`."""
-        return jnp.ravel(stored)[: self.size].reshape(self.shape) if self.flat else stored
+        if not self.flat:
+            return stored
+        return jnp.ravel(stored)[: self.size].reshape(self.shape)
 
     def shard(self, x: Any, index: Any) -> jax.Array:
         """The shard number `index` of a whole array."""
@@ -108,6 +114,7 @@ class Layout:
         """A shard with `filling` where it holds no element of the whole array."""
         if not self.flat or self.size == self.stored_shape[-1]:
             return shard
+        # The padding is at the end, in the last shard or the last few.
         number = lax.broadcasted_iota(jnp.int32, shard.shape, shard.ndim - 1)
         number = number + jnp.int32(index * self.shard_shape[-1])
         return jnp.where(number < self.size, shard, jnp.full_like(shard, filling))
@@ -130,9 +137,10 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
     free = [dim >= len(along) or along[dim] is None for dim in range(len(shape))]
     if not shape or math.prod(shape) < count:
         return Layout(path, shape, count, None, along=along)
-    good = [dim for dim, size in enumerate(shape) if free[dim] and size % count == 0]
-    if good:
-        dim = next((dim for dim in good if _fills_tiles(shape, dim, count)), good[0])
+    divisible = [dim for dim, size in enumerate(shape) if free[dim] and size % count == 0]
+    if divisible:
+        good = [dim for dim in divisible if _fills_tiles(shape, dim, count)]
+        dim = (good or divisible)[0]
         return Layout(path, shape, count, dim, along=along)
     if not all(free) or math.prod(shape) + count > _LARGEST_FLAT:
         return Layout(path, shape, count, None, along=along)
@@ -141,8 +149,12 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
 
 def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
     """Returns whether a shard ends where a tile of a TPU's memory ends, of 8 rows of 128; else it is copied."""
-    tile = {len(shape) - 1: 128, len(shape) - 2: 8}.get(dim, 1)
-    return shape[dim] // count % tile == 0
+    size = shape[dim] // count
+    if dim == len(shape) - 1:
+        return size % 128 == 0
+    if dim == len(shape) - 2:
+        return size % 8 == 0
+    return True
 
 
 def of_params(params: Any, count: int, rules: mesh.Rules = ()) -> dict[str, Layout]:
@@ -153,11 +165,10 @@ def of_params(params: Any, count: int, rules: mesh.Rules = ()) -> dict[str, Layo
       count: the number of shards.
       rules: what lies along other axes already.
     """
-    return {
-        path: layout(path, tuple(x.shape), count, mesh.spec_of(path, rules))
-        for path, x in trees.leaves_by_path(params).items()
-        if x is not None
-    }
+    layouts = {}
+    for path, x in trees.present(params).items():
+        layouts[path] = layout(path, tuple(x.shape), count, mesh.spec_of(path, rules))
+    return layouts
 
 
 def of_state(
@@ -173,25 +184,30 @@ def of_state(
       copies: the number of slices, each of which keeps what its rounding has lost.
       slots: whether the update is sharded; if not, only what rounding has lost is.
     """
-    found: dict[str, dict[str, Layout]] = {}
+    layouts: dict[str, dict[str, Layout]] = {}
     for module, arrays in state.items():
         for name, x in arrays.items():
             layout = _of_slot(params, name, x.shape, copies, slots)
             if layout is not None:
-                found.setdefault(module, {})[name] = layout
-    return found
+                layouts.setdefault(module, {})[name] = layout
+    return layouts
 
 
 def _of_slot(
     params: Layouts, name: str, shape: tuple[int, ...], copies: int, slots: bool
 ) -> Layout | None:
-    for layout in (params[path] for path in trees.endings(name) if path in params):
+    for path in trees.endings(name):
+        layout = params.get(path)
+        if layout is None:
+            continue
         shapes = (layout.shape, layout.stored_shape)
-        of_rounding = name == f"{ERROR}/{layout.path}" and len(shape) == len(layout.shape) + 1
-        if of_rounding and shape[1:] in shapes:
+        # What rounding has lost has a leading dimension of slices.
+        is_of_slices = len(shape) == len(layout.shape) + 1
+        if name == f"{ERROR}/{path}" and is_of_slices and shape[1:] in shapes:
             return dataclasses.replace(layout, copies=copies)
         if shape in shapes:
-            return layout if slots and layout.dim is not None else None
+            is_sharded = slots and layout.dim is not None
+            return layout if is_sharded else None
     return None
 
 
@@ -229,7 +245,7 @@ class StateSharding:
           slice_axis_name: its name.
           sharding_rules: as for `CrossShardOptimizer`.
         """
-        self._groups = group_assignment
+        self._groups = group_assignment or ()
         count = replicas if group_assignment is None else len(group_assignment[0])
         self._layouts = of_state(of_params(params, count, sharding_rules), state, slices)
 
@@ -237,37 +253,40 @@ class StateSharding:
             del x
             if group_assignment is not None:
                 return jax.P(axis_name)
-            return jax.P() if layout is None else layout.spec(axis_name, slice_axis_name)
+            if layout is None:
+                return jax.P()
+            return layout.spec(axis_name, slice_axis_name)
 
         self.specs = map_state(spec, self._layouts, state)
 
     def store(self, state: Any) -> Any:
         """The state as a step takes it, of a whole one."""
-        if self._groups is None:
-            return map_state(stored, self._layouts, state)
-        places = sorted(
-            (i, g, n) for g, group in enumerate(self._groups) for n, i in enumerate(group)
-        )
-
-        def store(layout: Layout | None, x: Any) -> jax.Array:
-            own = [x[g] if layout is None else layout.shard(x[g], n) for _, g, n in places]
-            return jnp.stack(own)
-
-        return map_state(store, self._layouts, state)
+        each = self._store_groups if self._groups else stored
+        return map_state(each, self._layouts, state)
 
     def whole(self, state: Any) -> Any:
         """The inverse of `store`."""
-        if self._groups is None:
-            return map_state(whole, self._layouts, state)
+        each = self._whole_groups if self._groups else whole
+        return map_state(each, self._layouts, state)
 
-        def of_groups(layout: Layout | None, x: Any) -> jax.Array:
-            groups = [x[jnp.asarray(group)] for group in self._groups or ()]
+    def _store_groups(self, layout: Layout | None, x: Any) -> jax.Array:
+        """Each replica's entry of an array that has one for each group."""
+        shards: dict[int, Any] = {}
+        for group, replicas in enumerate(self._groups):
+            for index, replica in enumerate(replicas):
+                shards[replica] = x[group] if layout is None else layout.shard(x[group], index)
+        return jnp.stack([shards[replica] for replica in range(len(shards))])
+
+    def _whole_groups(self, layout: Layout | None, x: Any) -> jax.Array:
+        """The inverse of `_store_groups`."""
+        groups = []
+        for replicas in self._groups:
+            shards = [x[replica] for replica in replicas]
             if layout is None or layout.dim is None:
-                return jnp.stack([own[0] for own in groups])
-            joined = [jnp.concatenate(list(own), layout.dim) for own in groups]
-            return jnp.stack([layout.whole(x) for x in joined])
-
-        return map_state(of_groups, self._layouts, state)
+                groups.append(shards[0])
+            else:
+                groups.append(layout.whole(jnp.concatenate(shards, layout.dim)))
+        return jnp.stack(groups)
 
 
 def stored(layout: Layout | None, x: Any) -> Any:
@@ -302,7 +321,8 @@ def map_state(
       layouts: what `of_state` returns.
       state: the state of the rules.
     """
-    return {
-        module: {name: f(layouts.get(module, {}).get(name), x) for name, x in arrays.items()}
-        for module, arrays in state.items()
-    }
+    new: dict[str, dict[str, Any]] = {}
+    for module, arrays in state.items():
+        of_module = layouts.get(module, {})
+        new[module] = {name: f(of_module.get(name), x) for name, x in arrays.items()}
+    return new

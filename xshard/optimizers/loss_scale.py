@@ -207,18 +207,22 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
     ) -> tuple[Any, trees.Gradients]:
         """Implements `Optimizer.compute_gradients`, through the scaled loss; gradients in float32 or wider."""
         scale = self.loss_scale()
-        several = isinstance(grad_loss, list | tuple)
-        scaled = [_times(weight, scale) for weight in (grad_loss if several else [grad_loss])]
-        value, grads = self.opt.compute_gradients(
-            loss, params, grad_loss=scaled if several else scaled[0], **kwargs
-        )
+        if isinstance(grad_loss, list | tuple):
+            scaled: Any = [_times(weight, scale) for weight in grad_loss]
+        else:
+            scaled = _times(grad_loss, scale)
+        value, grads = self.opt.compute_gradients(loss, params, grad_loss=scaled, **kwargs)
         return value, jax.tree.map(lambda g: _divide(trees.widen(g), scale), grads)
 
     def vote(self, grads: trees.Gradients) -> Any:
         """Implements `Optimizer.vote`: adapts the scale, and refuses gradients that are not finite."""
-        finite, opt_vote = self.loss_scale.update(grads), self.opt.vote(grads)
-        if finite is True or opt_vote is True:
-            return opt_vote if finite is True else finite
+        finite = self.loss_scale.update(grads)
+        opt_vote = self.opt.vote(grads)
+        # A constant True stays one: then the update is not conditional.
+        if finite is True:
+            return opt_vote
+        if opt_vote is True:
+            return finite
         return jnp.logical_and(finite, opt_vote)
 
     def get_name(self) -> str:

@@ -5,7 +5,7 @@ weights as `tf.train.ExponentialMovingAverage` has them.
 """
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import haiku as hk
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from xshard import errors
-from xshard.optimizers import base, trees
+from xshard.optimizers import base, skips, trees
 from xshard.optimizers import optax as optax_optimizer
 from xshard.optimizers import slots as slots_lib
 
@@ -83,26 +83,30 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         """Implements `Optimizer.update`; then moves the averages towards the new parameters."""
         new_params = self.opt.update(grads, params)
         count = self._next_count()
-        old, present = trees.leaves_by_path(params), trees.leaves_by_path(grads)
-        for path, new in trees.leaves_by_path(new_params).items():
-            if present[path] is None:
-                continue
-            if not hk.running_init() and not self._has(path):
+        new = trees.leaves_by_path(new_params)
+        trained = list(trees.present(grads))
+        if hk.running_init():
+            self._begin(params, trained)
+            return new_params
+        for path in trained:
+            if not self._has(path):
                 raise slots_lib.missing_error(self.name, path)
-            average = self._get(path, trees.widen(old[path]))
-            if hk.running_init():
-                continue
+            average = hk.get_state(f"{SLOT}/{path}")
             rate = self._rate(count, average.dtype)
-            hk.set_state(f"{SLOT}/{path}", average - rate * (average - new.astype(average.dtype)))
+            change = rate * (average - new[path].astype(average.dtype))
+            hk.set_state(f"{SLOT}/{path}", average - change)
         return new_params
 
-    def _has(self, path: str) -> bool:
-        return f"{self.module_name}/{SLOT}/{path}" in self.state_dict()
+    def _begin(self, params: trees.Params, trained: Sequence[str]) -> None:
+        """Makes the averages."""
+        leaves = trees.leaves_by_path(params)
+        for path in trained:
+            # A copy: what holds both may be donated, which one buffer cannot be twice.
+            first = jnp.array(trees.widen(leaves[path]), copy=True)
+            hk.get_state(f"{SLOT}/{path}", first.shape, first.dtype, lambda *_, first=first: first)
 
-    def _get(self, path: str, first: jax.Array) -> jax.Array:
-        # A copy: what holds both may be donated, which one buffer cannot be twice.
-        copy = lambda *_: jnp.array(first, copy=True)
-        return hk.get_state(f"{SLOT}/{path}", first.shape, first.dtype, copy)
+    def _has(self, path: str) -> bool:
+        return f"{SLOT}/{path}" in self._state_names()
 
     def _next_count(self) -> Any:
         if self.num_updates != "count":
@@ -128,9 +132,10 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
 
     def get_slot_names(self) -> list[str]:
         """Implements `Optimizer.get_slot_names`; 'average' among them."""
-        begin = f"{self.module_name}/{SLOT}/"
-        own = {SLOT} if any(name.startswith(begin) for name in self.state_dict()) else set()
-        return sorted({*self.opt.get_slot_names(), *own})
+        names = set(self.opt.get_slot_names())
+        if any(name.startswith(f"{SLOT}/") for name in self._state_names()):
+            names.add(SLOT)
+        return sorted(names)
 
 
 def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
@@ -142,8 +147,8 @@ def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
     """
 
     def average(path: tuple[Any, ...], param: Any) -> Any:
-        kept = state.get(f"{SLOT}/{trees.path_name(path)}")
-        return trees.widen(param) if kept is None else kept
+        name = f"{SLOT}/{trees.path_name(path)}"
+        return state[name] if name in state else trees.widen(param)
 
     return jax.tree_util.tree_map_with_path(average, params)
 
@@ -159,10 +164,8 @@ def _check_decay(value: Any) -> float:
 
 
 def _check_num_updates(value: Any) -> Any:
-    if value is None or (isinstance(value, str) and value == "count"):
-        return value
-    fits = not isinstance(value, str | bool) and jnp.shape(value) == ()
-    if not fits or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+    is_count = isinstance(value, str) and value == "count"
+    if value is not None and not is_count and not skips.is_integer_scalar(value):
         raise ValueError(
             "num_updates must be an integer scalar, 'count' for one of the optimizer's own, or None; "
             f"received {value!r}."

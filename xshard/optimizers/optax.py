@@ -1,7 +1,9 @@
 """Any optax transformation as an `Optimizer`."""
 
+import collections
 import re
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import haiku as hk
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from xshard import errors
 from xshard.optimizers import base, trees
 from xshard.optimizers import slots as slots_lib
 
@@ -34,16 +37,23 @@ class OptaxOptimizer(base.Optimizer):
     2.0 [0.1 0.1]
     """
 
-    def __init__(self, transformation: Any, name: str | None = None):
+    def __init__(
+        self,
+        transformation: Any,
+        name: str | None = None,
+        schedules: Mapping[str, Callable[[Any], Any]] | None = None,
+    ):
         """Wraps a transformation.
 
         Args:
           transformation: an `optax.GradientTransformation`, or an object with its two functions
             `init(params)` and `update(grads, state, params)`, such as `optax.MultiSteps`.
           name: the module's name, which begins the names of its state.
+          schedules: functions of a count that the transformation goes by, by the name under which a run logs their
+            values: `{'learning_rate': schedule}`. What `optax.inject_hyperparams` keeps is logged without.
 
         Raises:
-          ValueError: if it is neither.
+          ValueError: if it is neither, or a schedule is no function.
         """
         if not is_transformation(transformation):
             raise ValueError(
@@ -52,6 +62,9 @@ class OptaxOptimizer(base.Optimizer):
             )
         super().__init__(name=name)
         self.transformation = transformation
+        self.schedules = _check_schedules(schedules or {})
+        # A rule that is made for a step has state already, and was checked when that was made.
+        self._is_checked = not hk.running_init()
         # Their paths; None: no update has shown them.
         self._known_slots: list[str] | None = None
 
@@ -61,20 +74,20 @@ class OptaxOptimizer(base.Optimizer):
         While `hk.running_init()` it makes slots for what has a gradient, and for nothing else.
         """
         wide = jax.tree.map(trees.widen, params)
-        present = {path for path, grad in trees.leaves_by_path(grads).items() if grad is not None}
-        shown, restored = slots_lib.hidden(params, present)
+        present = set(trees.present(grads))
+        hide, restore = slots_lib.hidden(params, present)
+        trained = hide(wide)
         if hk.running_init():
-            self._make_state(shown(wide))
+            self._make_state(trained)
             return params
         old_state = self._get_state(present, wide)
-        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), shown(grads), shown(wide))
+        state = slots_lib.map_all(hide, params, old_state)
+        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), hide(grads), trained)
         # optax mixes counts with floats, which JAX's strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = self.transformation.update(
-                gradients, slots_lib.map_all(shown, params, old_state), shown(wide)
-            )
-        new = restored(wide, optax.apply_updates(shown(wide), updates))
-        self._set_state(slots_lib.map_all(restored, params, old_state, state), old_state)
+            updates, state = self.transformation.update(gradients, state, trained)
+        new = restore(wide, optax.apply_updates(trained, updates))
+        self._set_state(slots_lib.map_all(restore, params, old_state, state), old_state)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, params)
 
     def get_slot(self, var: str, name: str) -> Any:
@@ -82,21 +95,25 @@ class OptaxOptimizer(base.Optimizer):
 
         A slot that is several arrays for each parameter has each at the parameter's path and its own.
         """
-        found = [path for path in self._slot_paths() if f"/{path}".endswith(f"/{name}")]
-        if name in found:
-            found = [name]
-        names = set(self._state_names())
-        found = [path for path in found if slots_lib.join(path, var) in names]
-        if len(found) > 1:
-            raise ValueError(f"Several slots are named {name!r}; give the path of one: {found}.")
-        return hk.get_state(slots_lib.join(found[0], var)) if found else None
+        paths = self._slot_paths()
+        named = [path for path in paths if name in trees.endings(path)]
+        if name in named:
+            named = [name]
+        state_names = self._state_names()
+        slots = [path for path in named if slots_lib.join(path, var) in state_names]
+        if len(slots) > 1:
+            raise ValueError(f"Several slots are named {name!r}; give the path of one: {slots}.")
+        return hk.get_state(slots_lib.join(slots[0], var)) if slots else None
 
     def get_slot_names(self) -> list[str]:
         """Implements `Optimizer.get_slot_names`; where several slots share a name, their paths."""
         paths = self._slot_paths()
-        short = [path.rpartition("/")[2] for path in paths]
-        pairs = zip(short, paths, strict=True)
-        return sorted(name if short.count(name) == 1 else path for name, path in pairs)
+        counts = collections.Counter(_last_word(path) for path in paths)
+        names = []
+        for path in paths:
+            word = _last_word(path)
+            names.append(word if counts[word] == 1 else path)
+        return sorted(names)
 
     def _slot_paths(self) -> list[str]:
         """The paths, in optax's state, of the slots that the state has arrays of."""
@@ -108,24 +125,28 @@ class OptaxOptimizer(base.Optimizer):
                     f"The slots of {self.name} are known once it has updated in this step: how its "
                     "transformation begins depends on the parameters. Ask after apply_gradients."
                 )
-        begins = lambda path, name: not path or name.startswith(f"{path}/")
-        known = self._known_slots or []
-        return [path for path in known if any(begins(path, name) for name in names)]
-
-    def _state_names(self) -> list[str]:
-        return [name.removeprefix(f"{self.module_name}/") for name in self.state_dict()]
+        slots = []
+        for path in self._known_slots or []:
+            # A state that is itself a slot has no path.
+            beginning = f"{path}/" if path else ""
+            if any(name.startswith(beginning) for name in names):
+                slots.append(path)
+        return slots
 
     def _make_state(self, params: trees.Params) -> None:
         with jax.numpy_dtype_promotion("standard"):
             state = self.transformation.init(params)
         self._known_slots = [path for path, _ in slots_lib.find(state, params)]
-        self._check_update(params, state)
+        if not self._is_checked:
+            self._check_update(params, state)
+            self._is_checked = True
         jax.tree_util.tree_map_with_path(_make_leaf, state)
 
     def _check_update(self, params: trees.Params, state: Any) -> None:
         """Raises ValueError if an update takes more than gradients, state and parameters, or gives others."""
         is_lookahead = lambda node: isinstance(node, optax.LookaheadState)
-        if any(map(is_lookahead, jax.tree.leaves(state, is_leaf=is_lookahead))):
+        nodes = jax.tree.leaves(state, is_leaf=is_lookahead)
+        if any(is_lookahead(node) for node in nodes):
             raise ValueError(
                 f"{self.name} cannot use optax.lookahead, which takes optax.LookaheadParams for parameters. "
                 "Use optax.contrib.schedule_free, or a MovingAverageOptimizer."
@@ -135,21 +156,22 @@ class OptaxOptimizer(base.Optimizer):
                 updates, _ = hk.eval_shape(self.transformation.update, params, state, params)
         except Exception as e:
             missing = _missing_arguments(e)
-            if missing:
-                raise ValueError(
-                    f"{self.name} cannot use {missing[0]}: its update needs {missing[1]}, but a rule is given "
-                    "gradients and parameters alone. Use a transformation that goes by these, such as "
-                    "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and keep in its "
-                    "compute_gradients what its update needs."
-                ) from e
-            # It may need what only a step has, such as a mapped axis; what else fails does so there.
-            return
-        wanted = trees.leaves_by_path(params)
+            if missing is None:
+                # It may need what only a step has, such as a mapped axis; what else fails does so there.
+                return
+            transformation, arguments = missing
+            raise ValueError(
+                f"{self.name} cannot use {transformation}: its update needs {arguments}, but a rule is given "
+                "gradients and parameters alone. Use a transformation that goes by these, such as "
+                "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and keep in its "
+                "compute_gradients what its update needs."
+            ) from e
+        leaves = trees.leaves_by_path(params)
         for path, update in trees.leaves_by_path(updates).items():
-            if path in wanted and update.shape not in ((), wanted[path].shape):
+            if path in leaves and update.shape not in ((), leaves[path].shape):
                 raise ValueError(
                     f"{self.name} cannot use its transformation: its update of '{path}' has the shape "
-                    f"{update.shape}, and the parameter {wanted[path].shape}. One that takes gradients of "
+                    f"{update.shape}, and the parameter {leaves[path].shape}. One that takes gradients of "
                     "each example, as optax.contrib.dpsgd does, is not for gradients of a loss."
                 )
 
@@ -160,44 +182,56 @@ class OptaxOptimizer(base.Optimizer):
           present: the paths of the parameters that have a gradient.
           params: the parameters.
         """
-        shown, _ = slots_lib.hidden(params, self._trained(present, params))
-        state = self._state_shapes(shown(params))
-        slots = slots_lib.find(state, params)
+        shapes = self._state_shapes(params)
+        trained = self._trained(present, slots_lib.names_by_parameter(shapes, params))
+        if len(trained) < len(trees.leaves_by_path(params)):
+            hide, _ = slots_lib.hidden(params, trained)
+            shapes = self._state_shapes(hide(params))
+        slots = slots_lib.find(shapes, params)
         self._known_slots = [path for path, _ in slots]
-        in_slots = {
-            slots_lib.join(path, name)
-            for path, slot in slots
-            for name in trees.leaves_by_path(slot)
-        }
-        found = jax.tree_util.tree_map_with_path(
-            lambda path, _: hk.get_state(trees.path_name(path)), state
-        )
-        shapes = trees.leaves_by_path(state)
-        for name, leaf in trees.leaves_by_path(found).items():
-            if name not in in_slots and leaf.shape != shapes[name].shape:
+        in_slots: set[str] = set()
+        for path, slot in slots:
+            in_slots.update(slots_lib.join(path, name) for name in trees.leaves_by_path(slot))
+
+        def get(path: tuple[Any, ...], wanted: Any) -> jax.Array:
+            name = trees.path_name(path)
+            leaf = hk.get_state(name)
+            if name not in in_slots and leaf.shape != wanted.shape:
                 raise ValueError(
                     f"The state '{name}' of {self.name} has the shape {leaf.shape}, and for the gradients "
-                    f"of this step it would have {shapes[name].shape}: it is of all parameters together, as "
+                    f"of this step it would have {wanted.shape}: it is of all parameters together, as "
                     "that of optax.flatten is. Give a gradient to the same parameters in each step as when "
                     "the state was made, or use a transformation that keeps a slot for each parameter."
                 )
-        return found
+            return leaf
 
-    def _trained(self, present: set[str], params: trees.Params) -> set[str]:
+        return jax.tree_util.tree_map_with_path(get, shapes)
+
+    def _trained(self, present: set[str], needed: Mapping[str, Sequence[str]]) -> set[str]:
         """The paths of the parameters whose slots are in the state, or that need none.
+
+        Args:
+          present: the paths of the parameters that have a gradient.
+          needed: the names of each parameter's slots.
 
         Raises:
           ValueError: if a parameter has a gradient, and no slot was made for it.
         """
-        made = set(self._state_names())
-        needed = slots_lib.names_by_parameter(self._state_shapes(params), params)
-        trained = {path for path, names in needed.items() if not names or made.intersection(names)}
-        for path in sorted(present - trained):
-            if not made:
+        existing = self._state_names()
+        trained = set()
+        for path, names in needed.items():
+            if not names:
+                # The transformation keeps nothing for it: it is trained if it has a gradient.
+                if path in present:
+                    trained.add(path)
+            elif not existing.isdisjoint(names):
+                trained.add(path)
+            elif path in present and not existing:
                 # Haiku says that there is no state.
-                hk.get_state(needed[path][0])
-            raise slots_lib.missing_error(self.name, path)
-        return {path for path in trained if needed[path] or path in present}
+                hk.get_state(names[0])
+            elif path in present:
+                raise slots_lib.missing_error(self.name, path)
+        return trained
 
     def _state_shapes(self, params: trees.Params) -> Any:
         with jax.numpy_dtype_promotion("standard"):
@@ -207,6 +241,16 @@ class OptaxOptimizer(base.Optimizer):
         new = trees.leaves_by_path(state)
         for name, old in trees.leaves_by_path(old_state).items():
             hk.set_state(name, _strong(new[name], old.dtype))
+
+
+def _check_schedules(schedules: Any) -> dict[str, Callable[[Any], Any]]:
+    is_mapping = isinstance(schedules, Mapping)
+    if not is_mapping or not all(map(callable, schedules.values())):
+        raise errors.UserError(
+            "schedules must be functions of a count by name, as {'learning_rate': optax.cosine_decay_schedule(1e-3, "
+            f"1000)}}; received {schedules!r}. A constant is logged by nothing: it is in the config."
+        )
+    return dict(schedules)
 
 
 def is_transformation(x: Any) -> bool:
@@ -231,6 +275,10 @@ def _make_leaf(path: tuple[Any, ...], leaf: Any) -> None:
     # may be donated, which one buffer cannot be twice.
     leaf = jnp.array(_strong(leaf), copy=True)
     hk.get_state(trees.path_name(path), leaf.shape, leaf.dtype, lambda *_: leaf)
+
+
+def _last_word(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def _missing_arguments(e: Exception) -> tuple[str, str] | None:

@@ -47,18 +47,31 @@ class Step:
 
     def apply(self, grads: trees.Gradients, params: trees.Params) -> Applied:
         """Aggregates, votes and updates; sharded, if a rule says so."""
-        partitions = [rule.partition(params) for rule in self._rules]
-        partition = next((found for found in partitions if found is not None), None)
+        partition = self._partition(params)
         if partition is None or hk.running_init():
+            # State is made whole; what stores it makes shards of it.
             applied, grads, new = self._on_whole(grads, params)
             if partition is not None:
                 self._rehearse(grads, params, partition)
             return Applied(new, applied, None, grads, new, None)
         state = self._state_shapes(grads, params)
         applied, grads, new = self._on_shards(grads, params, partition, state)
-        gathered = partition.map(lambda layout, _, x: partition.gather(layout, x), grads, new)
+
+        def gather(layout: layouts_lib.Layout, grad: Any, x: jax.Array) -> jax.Array:
+            # A parameter without a gradient is what it was, on all replicas: nothing is sent.
+            del grad
+            return partition.gather(layout, x)
+
+        gathered = partition.map(gather, grads, new)
         whole = trees.replace(params, trees.leaves_by_path(gathered))
         return Applied(whole, applied, None, grads, new, partition)
+
+    def _partition(self, params: trees.Params) -> shards.Partition | None:
+        for rule in self._rules:
+            partition = rule.partition(params)
+            if partition is not None:
+                return partition
+        return None
 
     def _on_whole(
         self, grads: trees.Gradients, params: trees.Params
@@ -81,8 +94,21 @@ class Step:
         """Does the same where each replica has a shard: of the result's gradients and parameters, too."""
         names = [rule.name for rule in self._rules]
         calls = sharded_calls.ShardedCalls(partition, state, names)
+        grads, applied = self._decide_on_shards(calls, grads)
+        self._settle(applied)
+        old = partition.own(params)
+        update = _with_own_keys(self._rule.update)
+        new = calls(update, grads, partition.map(values.shard, old), applied=applied)
+        new = trees.rebuild(params, trees.leaves_by_path(new))
+        new = partition.map(calls.own, new)
+        new = jax.tree.map(lambda new, old: skips.select(applied, new, old), new, old)
+        return applied, partition.map(calls.own, grads), new
 
+    def _decide_on_shards(
+        self, calls: sharded_calls.ShardedCalls, grads: trees.Gradients
+    ) -> tuple[trees.Gradients, Any]:
         def decide(grads: trees.Gradients) -> Any:
+            # What is traced returns arrays, or None in place of a constant True.
             grads, applied = self._decide(grads)
             return grads, None if applied is True else applied
 
@@ -94,16 +120,7 @@ class Step:
                     f"{rule} cannot be sharded: its aggregate or vote sets the attribute '{name}' to a value of the "
                     "step, and each phase is a program of its own. Keep the value as Haiku state (hk.set_state)."
                 )
-        applied = True if applied is None else applied
-        self._settle(applied)
-        old = partition.own(params)
-        shards_of_old = partition.map(values.shard, old)
-        update = _with_own_keys(self._rule.update)
-        new = calls(update, grads, shards_of_old, applied=applied)
-        new = trees.rebuild(params, trees.leaves_by_path(new))
-        grads, new = (partition.map(calls.own, tree) for tree in (grads, new))
-        new = jax.tree.map(lambda new, old: skips.select(applied, new, old), new, old)
-        return applied, grads, new
+        return grads, True if applied is None else applied
 
     def _decide(self, grads: trees.Gradients) -> tuple[trees.Gradients, Any]:
         """The first two phases: the aggregated gradients, and whether they are applied."""
@@ -121,26 +138,33 @@ class Step:
 
     def _state_shapes(self, grads: trees.Gradients, params: trees.Params) -> Any:
         """The shapes and types of the rules' state, whole."""
-        now = skips.current_state()
-        ends = {end for _, name in now for end in trees.endings(name)}
-        present = trees.leaves_by_path(grads)
-        leaves = trees.leaves_by_path(params)
-        trained = {path for path in leaves if present[path] is not None or path in ends}
-        # A phase may read what is made elsewhere; of no parameter's shape, it is whole already.
-        others = {
-            key: x for key, x in now.items() if leaves.keys().isdisjoint(trees.endings(key[1]))
-        }
+        paths = trees.leaves_by_path(params).keys()
+        trained = set(trees.present(grads))
+        # A phase may read what is made elsewhere, whose name ends in no parameter's path: it is whole already.
+        others = {}
+        for key, x in skips.current_state().items():
+            _, name = key
+            ends = paths & trees.endings(name)
+            trained |= ends
+            if not ends:
+                others[key] = x
 
         def make(others: Any, params: trees.Params) -> None:
             skips.write(others)
-            of_trained = {
-                path: x for path, x in trees.leaves_by_path(params).items() if path in trained
-            }
-            grads, _ = self._decide(trees.rebuild(params, of_trained))
+            leaves = trees.leaves_by_path(params)
+            # Only shapes count: the parameters stand for their gradients.
+            grads, _ = self._decide(trees.rebuild(params, {path: leaves[path] for path in trained}))
             self._rule.update(grads, params)
 
         init = hk.transform_with_state(make).init
-        _, state = jax.eval_shape(init, jax.random.key(0), others, params)
+        parameters, state = jax.eval_shape(init, jax.random.key(0), others, params)
+        if parameters:
+            names = sorted(trees.leaves_by_path(parameters))
+            raise ValueError(
+                f"{self._rule.name} cannot be sharded: its aggregate, vote or update calls hk.get_parameter for "
+                f"{names}, and on shards each phase is a program of its own, which has Haiku's state alone. Keep "
+                "these arrays as Haiku state (hk.get_state, hk.set_state), or take shard_update=False."
+            )
         return state
 
     def _rehearse(
@@ -148,16 +172,16 @@ class Step:
     ) -> None:
         """Raises ValueError if an update of such parameters could not be done on shards."""
         whole = self._state_shapes(grads, params)
-        step = hk.transform_with_state(
-            lambda grads, params: self._on_shards(grads, params, partition, whole)[1:]
-        )
-        state = layouts_lib.map_state(
-            lambda layout, x: (
-                x if layout is None else jax.ShapeDtypeStruct(layout.local_shape, x.dtype)
-            ),
-            partition.state_layouts(whole),
-            whole,
-        )
+
+        def of_shard(layout: layouts_lib.Layout | None, x: Any) -> Any:
+            return x if layout is None else jax.ShapeDtypeStruct(layout.local_shape, x.dtype)
+
+        def update(grads: trees.Gradients, params: trees.Params) -> Any:
+            _, grads, new = self._on_shards(grads, params, partition, whole)
+            return grads, new
+
+        state = layouts_lib.map_state(of_shard, partition.state_layouts(whole), whole)
+        step = hk.transform_with_state(update)
         # What it may lack is what only a step has, such as a mapped axis.
         with contextlib.suppress(NameError):
             jax.eval_shape(step.apply, {}, state, jax.random.key(0), grads, params)
@@ -185,23 +209,22 @@ class Step:
 
 def _traced_attributes(rules: Sequence[Any]) -> dict[tuple[str, str], Any]:
     """The attributes of rules that hold what is being traced, by the rule's name and their own."""
-    is_traced = lambda value: any(
-        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)
-    )
-    return {
-        (rule.name, name): value
-        for rule in rules
-        for name, value in vars(rule).items()
-        if is_traced(value)
-    }
+    traced = {}
+    for rule in rules:
+        for name, value in vars(rule).items():
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+                traced[rule.name, name] = value
+    return traced
 
 
 def _with_own_keys(f: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with random keys of its own: how many it takes changes none that are taken after it."""
     key = hk.maybe_next_rng_key()
+    if key is None:
+        return f
 
     def with_keys(*args: Any) -> Any:
-        with contextlib.nullcontext() if key is None else hk.with_rng(key):
+        with hk.with_rng(key):
             return f(*args)
 
     return with_keys

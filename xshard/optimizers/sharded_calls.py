@@ -23,8 +23,9 @@ class ShardedCalls:
         self._partition = partition
         self._rules = rules
         self._layouts = skips.by_name(partition.state_layouts(state))
-        for (module, name), x in skips.current_state().items():
-            layout = self._layouts.get((module, name))
+        for key, x in skips.current_state().items():
+            module, name = key
+            layout = self._layouts.get(key)
             if layout is not None and x.shape != layout.local_shape:
                 raise ValueError(
                     f"The state '{name}' of {module} has the shape {x.shape}, and this replica's shard of it "
@@ -44,15 +45,19 @@ class ShardedCalls:
         old = {key: self._shard(key, x) for key, x in before.items()}
 
         def call(state: Any, args: Any) -> Any:
+            # A transform of its own makes the state that `f` reads and writes arguments and results.
             run = hk.transform_with_state(f)
             out, state = run.apply({}, skips.by_module(state), None, *args)
             return out, skips.by_name(state)
 
         out, new = elementwise.evaluate(call, (old, args), self._partition, self._rules)
-        changed = {key: self._own_state(key, x) for key, x in new.items() if x is not old.get(key)}
-        skips.write(
-            {key: skips.select(applied, x, before.get(key, x)) for key, x in changed.items()}
-        )
+        changed = {}
+        for key, value in new.items():
+            if value is old.get(key):
+                continue
+            x = self._own_state(key, value)
+            changed[key] = skips.select(applied, x, before.get(key, x))
+        skips.write(changed)
         return out
 
     def own(self, layout: layouts.Layout, x: Any) -> jax.Array:

@@ -18,7 +18,15 @@ from xshard import mesh
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import trees
 
+# The types to sum in, or to send, that stand for an array's own.
 _AS_IT_IS = (None, "float32")
+_REDUCTIONS: dict[str, Callable[[Any], jax.Array]] = {
+    "sum": jnp.sum,
+    "max": jnp.max,
+    "min": jnp.min,
+    "and": jnp.all,
+    "or": jnp.any,
+}
 
 
 class Partition:
@@ -60,40 +68,44 @@ class Partition:
         self._gathers = self._in_steps(gather_steps)
         self.layouts = layouts_lib.of_params(params, count, rules)
 
-    @property
+    @functools.cached_property
     def index(self) -> Any:
-        """The number of this replica's shards."""
+        """The number of this replica's shards, in the one trace that a partition is made for."""
         number = lax.axis_index(self._axis["axis_name"])
         groups = self._axis["axis_index_groups"]
         if groups is None:
             return number
-        place = {replica: i for group in groups for i, replica in enumerate(group)}
-        return jnp.asarray([place[i] for i in range(len(place))])[number]
+        places = np.empty(len(groups) * self.count, np.int32)
+        for group in groups:
+            places[list(group)] = np.arange(self.count, dtype=np.int32)
+        return jnp.asarray(places)[number]
 
     def _in_steps(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
         """The arguments of the collective of each step: replicas whose places differ in one digit of these."""
-        counts = isinstance(sizes, Sequence) and all(isinstance(n, int) and n > 0 for n in sizes)
-        groups = self._axis["axis_index_groups"]
-        if not counts or (sizes and (groups or math.prod(sizes) != self.count)):
+        if not sizes and isinstance(sizes, Sequence):
+            return [self._axis]
+        if self._axis["axis_index_groups"] or not _factorize(sizes, self.count):
             raise ValueError(
                 "scatter_steps and gather_steps must be sizes whose product is the number of replicas, "
                 f"{self.count}, and none where there is a group_assignment; received {sizes!r}."
             )
-        places = np.arange(self.count).reshape(sizes or (self.count,))
-        steps = [np.moveaxis(places, i, -1).reshape(-1, n).tolist() for i, n in enumerate(sizes)]
-        return [{**self._axis, "axis_index_groups": step} for step in steps] or [self._axis]
+        places = np.arange(self.count).reshape(sizes)
+        steps = []
+        for digit, size in enumerate(sizes):
+            groups = np.moveaxis(places, digit, -1).reshape(-1, size)
+            steps.append({**self._axis, "axis_index_groups": groups.tolist()})
+        return steps
 
     def map(self, f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         """Applies `f(layout, leaf, ...)` to the leaves; what is None stays."""
-        is_leaf = lambda x: x is None
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x, *xs: (
-                None if x is None else f(self.layouts[trees.path_name(path)], x, *xs)
-            ),
-            tree,
-            *rest,
-            is_leaf=is_leaf,
-        )
+
+        def with_layout(path: Any, x: Any, *more: Any) -> Any:
+            if x is None:
+                return None
+            return f(self.layouts[trees.path_name(path)], x, *more)
+
+        is_none = lambda x: x is None
+        return jax.tree_util.tree_map_with_path(with_layout, tree, *rest, is_leaf=is_none)
 
     def own(self, tree: Any) -> Any:
         """This replica's shard of each leaf of a tree that all have whole."""
@@ -117,55 +129,53 @@ class Partition:
             return summed(functools.partial(lax.psum, **self._axis), x, dtype)
         x = layout.store(x)
         for step in self._scatters:
-            scatter = functools.partial(
-                lax.psum_scatter, scatter_dimension=layout.dim, tiled=True, **step
-            )
-            x = _in_place(functools.partial(summed, scatter, dtype=dtype), layout)(x)
+            arguments = {"scatter_dimension": layout.dim, "tiled": True, **step}
+            collective = functools.partial(lax.psum_scatter, **arguments)
+            scatter = functools.partial(summed, collective, dtype=dtype)
+            x = _in_place(scatter, layout)(x)
         return x
 
     def gather(self, layout: layouts_lib.Layout, shard: jax.Array, dtype: Any = None) -> jax.Array:
         """The whole of what each replica has a shard of; sent in a type, if one is given."""
         if self.count == 1 or layout.dim is None:
             return shard
-        x = shard if dtype in _AS_IT_IS else shard.astype(dtype)
+        x = shard
+        if dtype not in _AS_IT_IS:
+            x = shard.astype(dtype)
         for step in reversed(self._gathers):
             gather = functools.partial(lax.all_gather, axis=layout.dim, tiled=True, **step)
             x = _in_place(gather, layout)(x)
         return layout.whole(x).astype(shard.dtype)
 
-    def reduce(self, kind: str, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
-        """A reduction, such as 'sum', of all elements of a whole array, a scalar on all replicas.
+    def reduce_own(self, kind: str, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
+        """A reduction of the elements of an array that this replica has, a scalar; `across` is then that of all.
 
         Args:
-          kind: 'sum', 'max' or 'min'; of booleans also 'and' and 'or'.
+          kind: 'sum', 'max' or 'min'; of booleans 'and' or 'or'.
           layout: the array's.
           shard: this replica's shard.
         """
-        if shard.dtype == jnp.bool_:
-            kind = {"max": "or", "min": "and"}.get(kind, kind)
-        own = self.reduce_own(kind, layout, shard)
-        return own if layout.dim is None else self.across(kind, own)
-
-    def reduce_own(self, kind: str, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
-        """A reduction of the elements that this replica has: `across` is then that of all."""
         masked = layout.mask(shard, self.index, _neutral(kind, shard.dtype))
-        reductions: dict[str, Any] = {"and": jnp.all, "or": jnp.any, "sum": jnp.sum}
-        return (reductions | {"max": jnp.max, "min": jnp.min})[kind](masked)
+        return _REDUCTIONS[kind](masked)
 
     def across(self, kind: str, x: jax.Array) -> jax.Array:
-        """A reduction, as `reduce` has them, of a number of each replica."""
+        """A reduction, of the same kinds, of a number of each replica; equal on all replicas."""
         if self.count == 1:
             return x
-        if kind in ("and", "or"):
-            hits = lax.psum(jnp.asarray(x if kind == "or" else ~x, jnp.int32), **self._axis)
-            return (hits > 0) if kind == "or" else (hits == 0)
         if kind == "sum":
             return lax.psum(x, **self._axis)
-        result = (lax.pmax if kind == "max" else lax.pmin)(x, **self._axis)
+        # There are no collectives of booleans.
+        if kind == "or":
+            return lax.psum(x.astype(jnp.int32), **self._axis) > 0
+        if kind == "and":
+            return lax.psum((~x).astype(jnp.int32), **self._axis) == 0
+        collective = lax.pmax if kind == "max" else lax.pmin
+        result = collective(x, **self._axis)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return result
         # Not every backend's hands NaN on.
-        return jnp.where(self.across("or", jnp.isnan(x)), jnp.full_like(x, jnp.nan), result)
+        has_nan = self.across("or", jnp.isnan(x))
+        return jnp.where(has_nan, jnp.full_like(x, jnp.nan), result)
 
     def sums_of_squares(self, shards: Any) -> tuple[jax.Array, jax.Array]:
         """The sum of the squares of all elements of whole arrays, in two summands.
@@ -177,9 +187,13 @@ class Partition:
           A number of the replica's own, whose mean over the replicas is the sum for all arrays that are sharded;
           and the sum for those that are not, equal on all replicas.
         """
-        masked = self.map(lambda layout, x: layout.mask(x, self.index, 0), shards)
-        sharded = self.map(lambda layout, x: x if layout.dim is not None else None, masked)
-        whole = self.map(lambda layout, x: x if layout.dim is None else None, masked)
+        sharded, whole = [], []
+        for path, x in trees.present(shards).items():
+            layout = self.layouts[path]
+            if layout.dim is None:
+                whole.append(x)
+            else:
+                sharded.append(layout.mask(x, self.index, 0))
         return self.count * trees.sum_of_squares(sharded), trees.sum_of_squares(whole)
 
 
@@ -190,7 +204,7 @@ class Rehearsal(Partition):
         """Shards as a `Partition` over so many replicas does."""
         super().__init__(params, count, "", rules=rules)
 
-    @property
+    @functools.cached_property
     def index(self) -> int:
         """The first shard."""
         return 0
@@ -217,13 +231,21 @@ def _in_place(
 
 
 def _neutral(kind: str, dtype: Any) -> Any:
-    """Returns the neutral element of a reduction."""
+    """The element that changes no result of a reduction."""
     if kind not in ("max", "min"):
         return kind == "and"
     if jnp.issubdtype(dtype, jnp.inexact):
-        return -math.inf if kind == "max" else math.inf
-    bounds = jnp.iinfo(dtype)
-    return bounds.min if kind == "max" else bounds.max
+        lowest, highest = -math.inf, math.inf
+    else:
+        lowest, highest = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    return lowest if kind == "max" else highest
+
+
+def _factorize(sizes: Any, count: int) -> bool:
+    """Returns whether sizes are positive integers whose product is a number."""
+    if not isinstance(sizes, Sequence) or not all(isinstance(n, int) and n > 0 for n in sizes):
+        return False
+    return math.prod(sizes) == count
 
 
 def summed(

@@ -58,10 +58,10 @@ def current_state() -> State:
 
 def by_module(state: State) -> dict[str, dict[str, Any]]:
     """The state as Haiku has it."""
-    found: dict[str, dict[str, Any]] = {}
+    modules: dict[str, dict[str, Any]] = {}
     for (module, name), array in state.items():
-        found.setdefault(module, {})[name] = array
-    return found
+        modules.setdefault(module, {})[name] = array
+    return modules
 
 
 def by_name(state: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
@@ -84,14 +84,18 @@ def written(before: State, after: State, earlier: Written) -> Written:
       after: the state after it.
       earlier: what other losses have written, whose step is not yet made.
     """
-    found = dict(earlier)
+    changes = dict(earlier)
     for key, new in after.items():
         old = before.get(key)
         if old is None or old is new:
             continue
-        first = earlier.get(key)
-        found[key] = (first[0] if first is not None and first[1] is old else old, new)
-    return found
+        if key in earlier:
+            first, last = earlier[key]
+            # Several losses of one step wrote it in turn, and nothing else between them.
+            if last is old:
+                old = first
+        changes[key] = (old, new)
+    return changes
 
 
 def put_back(applied: Any, losses: Written) -> None:
@@ -112,13 +116,19 @@ def check_count(global_step: Any) -> None:
     """Raises ValueError unless a global step is None or an integer scalar."""
     if global_step is None:
         return
-    is_array = jax.tree_util.all_leaves([global_step]) and not isinstance(global_step, str)
-    fits = is_array and jnp.shape(global_step) == ()
-    if not fits or not jnp.issubdtype(jnp.result_type(global_step), jnp.integer):
+    if not is_integer_scalar(global_step):
         raise ValueError(
             "global_step must be an integer scalar, such as jnp.int32(0), which counts the updates applied; "
             f"received {global_step!r}."
         )
+
+
+def is_integer_scalar(x: Any) -> bool:
+    """Returns whether `x` is an integer, of Python's or as an array without dimensions."""
+    is_array = jax.tree_util.all_leaves([x]) and not isinstance(x, str | bool)
+    if not is_array or jnp.shape(x) != ():
+        return False
+    return jnp.issubdtype(jnp.result_type(x), jnp.integer)
 
 
 def count(applied: Any, global_step: Any) -> jax.Array:

@@ -10,7 +10,7 @@ import optax
 from xshard.optimizers import trees
 
 
-def _mirrors(node: Any, params: trees.Params) -> bool:
+def _mirrors(params: trees.Params, node: Any) -> bool:
     """Returns whether a node of optax's state has one entry for each parameter, so that it is a slot."""
     if not isinstance(node, Mapping):
         return False
@@ -23,9 +23,9 @@ def _mirrors(node: Any, params: trees.Params) -> bool:
 
 def find(state: Any, params: trees.Params) -> list[tuple[str, Any]]:
     """The slots in optax's state, by path."""
-    mirrors = functools.partial(_mirrors, params=params)
-    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=mirrors)
-    return [(trees.path_name(path), node) for path, node in nodes if mirrors(node)]
+    is_slot = functools.partial(_mirrors, params)
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_slot)
+    return [(trees.path_name(path), node) for path, node in nodes if is_slot(node)]
 
 
 def of_any(transformation: Any) -> list[str] | None:
@@ -52,25 +52,24 @@ def of_any(transformation: Any) -> list[str] | None:
 
 def map_all(f: Callable[..., Any], params: trees.Params, state: Any, *rest: Any) -> Any:
     """Applies `f` to each slot; everything else comes from the last tree."""
-    mirrors = functools.partial(_mirrors, params=params)
-    return jax.tree.map(
-        lambda *nodes: f(*nodes) if mirrors(nodes[0]) else nodes[-1], state, *rest, is_leaf=mirrors
-    )
+    is_slot = functools.partial(_mirrors, params)
+
+    def each(*nodes: Any) -> Any:
+        return f(*nodes) if is_slot(nodes[0]) else nodes[-1]
+
+    return jax.tree.map(each, state, *rest, is_leaf=is_slot)
 
 
 def names_by_parameter(state: Any, params: trees.Params) -> dict[str, list[str]]:
     """The names of what optax's state holds for each parameter, by the parameter's path."""
     names: dict[str, list[str]] = {path: [] for path in trees.leaves_by_path(params)}
-
-    def note(prefix: str, path: tuple[Any, ...], entry: Any) -> None:
-        param = trees.path_name(path)
-        for rest, _ in jax.tree_util.tree_leaves_with_path(entry):
-            names[param].append(join(prefix, param, trees.path_name(rest)))
-
-    for prefix, slot in find(state, params):
-        jax.tree_util.tree_map_with_path(
-            lambda path, _, entry, prefix=prefix: note(prefix, path, entry), params, slot
-        )
+    structure: Any = jax.tree.structure(params)
+    for slot_path, slot in find(state, params):
+        # An entry is a tree of its own: of no array where it is hidden, of several in some transformations.
+        entries = structure.flatten_up_to(slot)
+        for param, entry in zip(names, entries, strict=True):
+            for path, _ in jax.tree_util.tree_leaves_with_path(entry):
+                names[param].append(join(slot_path, param, trees.path_name(path)))
     return names
 
 
@@ -79,15 +78,13 @@ def hidden(params: trees.Params, shown: set[str]) -> tuple[Any, Any]:
 
     optax skips what is an `optax.MaskedNode`: it is how `optax.masked` leaves entries out.
     """
-    by_path = jax.tree_util.tree_map_with_path
+    is_shown = trees.rebuild(params, {path: path in shown for path in trees.leaves_by_path(params)})
 
     def hide(tree: Any) -> Any:
-        return by_path(
-            lambda p, _, x: x if trees.path_name(p) in shown else optax.MaskedNode(), params, tree
-        )
+        return jax.tree.map(lambda keep, x: x if keep else optax.MaskedNode(), is_shown, tree)
 
     def restore(old: Any, new: Any) -> Any:
-        return by_path(lambda p, _, o, n: n if trees.path_name(p) in shown else o, params, old, new)
+        return jax.tree.map(lambda keep, x, y: y if keep else x, is_shown, old, new)
 
     return hide, restore
 

@@ -60,8 +60,9 @@ class Agreement:
 
     def is_due(self) -> bool:
         """Returns whether something is asked for, here or elsewhere."""
-        begun = self._asked is not None or self._posted is not None
-        return begun or bool(self._board.read(f"round {self._round}"))
+        if self._asked is not None or self._posted is not None:
+            return True
+        return bool(self._board.read(f"round {self._round}"))
 
     def gather(self, meanwhile: Callable[[], None]) -> tuple[notice_lib.Notice, int]:
         """Returns what is asked for, and the last of the next points at which all can still act.
@@ -70,17 +71,25 @@ class Agreement:
           meanwhile: is called while the other processes have not answered.
         """
         with self._changed:
-            # Once said it stands: this may be the second try, after an outage, and the others know of the first.
+            # What has been posted stands: this may be the second try, after an outage, and the others may have
+            # read the first.
             if self._posted is None:
                 self._posted = self._polls + 1
-                self._text, self._asked = json.dumps([self._posted, self._asked]), None
-        texts = self._board.gather(f"round {self._round}", self._text, meanwhile)
-        answers = [json.loads(text) for text in texts]
+                self._text = json.dumps([self._posted, self._asked])
+                self._asked = None
+        points = []
+        notices = []
+        for text in self._board.gather(f"round {self._round}", self._text, meanwhile):
+            point, asked = json.loads(text)
+            points.append(point)
+            if asked is not None:
+                notices.append(notice_lib.Notice(*asked))
         self._round += 1
-        notices = [notice_lib.Notice(*notice) for _, notice in answers if notice]
-        notice = next((n for n in notices if n.kind == notice_lib.STOP), notices[0])
-        self.is_stopping |= notice.kind == notice_lib.STOP
-        return notice, max(point for point, _ in answers)
+        # A stop goes before a save, which it includes; the first process goes before the others.
+        notices.sort(key=lambda notice: notice.kind != notice_lib.STOP)
+        if notices[0].kind == notice_lib.STOP:
+            self.is_stopping = True
+        return notices[0], max(points)
 
     def settle(self, notice: notice_lib.Notice, point: int) -> None:
         """Lets the training go on to the point, where it is given the notice."""

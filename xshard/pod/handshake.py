@@ -4,16 +4,17 @@ Each side says a nonce. From then on each line has a seal, which only who knows 
 itself is never sent. Process 0 seals first, so that no other program is told of a config.
 """
 
+import asyncio
 import dataclasses
 import hashlib
 import hmac
 import json
 import secrets
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 from xshard.files import jsonfile
+from xshard.pod import places
 
 # The environment's variable in which the launcher hands the token to the processes of a launch.
 VARIABLE = "XSHARD_LAUNCH_TOKEN"
@@ -77,9 +78,9 @@ def read_hello(message: Mapping[str, Any]) -> Hello:
     if not isinstance(facts, dict):
         raise MalformedError("facts")
     for name, value in facts.items():
-        if not isinstance(value, str):
+        if len(name) > _LONGEST_NAME:
             raise MalformedError("facts")
-        if len(name) > _LONGEST_NAME or len(value) > _LONGEST_VALUE:
+        if not isinstance(value, str) or len(value) > _LONGEST_VALUE:
             raise MalformedError("facts")
     return Hello(index, count, host, pid, facts)
 
@@ -96,51 +97,53 @@ def _short(value: str) -> str:
     return f"{value[:_KEPT_OF_LONG]}... ({len(value)} characters, SHA-256 {checksum}...)"
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A reason to refuse a process that has come.
+class MismatchError(places.StartError):
+    """A process has come that does not fit. The message says in full what differs.
 
     Attributes:
-      brief: in words that say no value of a config.
-      full: in full.
+      brief: the same, without any value of a config.
     """
 
-    brief: str
-    full: str
+    def __init__(self, full: str, brief: str = ""):
+        super().__init__(full)
+        self.brief = brief or full
 
 
-def mismatch(own: Hello, other: Hello, there: Hello | None) -> Problem | None:
+def mismatch(own: Hello, other: Hello, present: Hello | None) -> MismatchError | None:
     """Finds what is wrong with a process that has come, if anything.
 
     Args:
-      own: what process 0 says of itself.
-      other: what the other has said.
-      there: what one with its number has said, if that is there already.
+      own: the hello of process 0.
+      other: the hello of the process that has come.
+      present: the hello of a process with the same number that has come already; None if there is none.
     """
     if other.count != own.count:
-        text = (
+        return MismatchError(
             f"{other.name} was started with --num_processes={other.count}, {own.name} with "
             f"{own.count}: start all with the same number."
         )
-        return Problem(text, text)
-    if there is not None:
-        text = (
-            f"two processes are --process_id={other.index}: on {there.host} (pid {there.pid}) and on "
+    if present is not None:
+        return MismatchError(
+            f"two processes are --process_id={other.index}: on {present.host} (pid {present.pid}) and on "
             f"{other.host} (pid {other.pid}). Each needs a number of its own."
         )
-        return Problem(text, text)
-    names = sorted(own.facts.keys() | other.facts.keys())
-    differ = [name for name in names if own.facts.get(name) != other.facts.get(name)]
-    if not differ:
+    names: list[str] = []
+    values: list[str] = []
+    for fact in sorted(own.facts.keys() | other.facts.keys()):
+        here, there = own.facts.get(fact), other.facts.get(fact)
+        if here != there:
+            name = _plain(fact)
+            here, there = _plain(here or "none"), _plain(there or "none")
+            names.append(name)
+            values.append(f"{name}: {there} there, {here} on {own.host}")
+    if not names:
         return None
-    said = [
-        f"{_plain(name)}: {_plain(other.facts.get(name, 'none'))} there, "
-        f"{_plain(own.facts.get(name, 'none'))} on {own.host}"
-        for name in differ
-    ]
-    begin, end = f"{other.name} has other code or another config", "give all hosts the same."
-    brief = f"{begin} ({_first([_plain(name) for name in differ])}): {end} {own.name} prints the values."
-    return Problem(brief, f"{begin} ({_first(said)}): {end}")
+    begin = f"{other.name} has other code or another config"
+    end = "give all hosts the same."
+    return MismatchError(
+        f"{begin} ({_first(values)}): {end}",
+        f"{begin} ({_first(names)}): {end} {own.name} prints the values.",
+    )
 
 
 def _first(differences: list[str]) -> str:
@@ -150,10 +153,13 @@ def _first(differences: list[str]) -> str:
     return "; ".join(shown)
 
 
-def _plain(said: str) -> str:
+def _plain(text: str) -> str:
     """A text as a terminal may show it, whoever has sent it."""
-    cut = said if len(said) <= _SHOWN_CHARACTERS else f"{said[:_SHOWN_CHARACTERS]}..."
-    return cut if cut.isprintable() else cut.encode("unicode_escape").decode()
+    if len(text) > _SHOWN_CHARACTERS:
+        text = f"{text[:_SHOWN_CHARACTERS]}..."
+    if text.isprintable():
+        return text
+    return text.encode("unicode_escape").decode()
 
 
 def _integer(message: Mapping[str, Any], name: str, least: int, most: int) -> int:
@@ -204,7 +210,10 @@ class Seals:
         key = token.encode(errors="surrogateescape")
         self._key = hmac.digest(key, nonces.encode(), "sha256")
         self._own = own
-        self._others = GUEST if own == HOST else HOST
+        self._other = HOST
+        if own == HOST:
+            self._other = GUEST
+        # Counts of lines, which are their places.
         self._said = 0
         self._read = 0
 
@@ -218,45 +227,35 @@ class Seals:
     def read(self, line: bytes) -> dict[str, Any]:
         """The message of the next line of the other side; MalformedError unless its seal is right."""
         seal, body = line[:_SEAL_CHARACTERS], line[_SEAL_CHARACTERS + 1 :]
-        if not hmac.compare_digest(seal, self._seal(self._others, self._read, body)):
+        if not hmac.compare_digest(seal, self._seal(self._other, self._read, body)):
             raise MalformedError("seal")
         self._read += 1
         return _load(body)
 
     def _seal(self, speaker: str, place: int, body: bytes) -> bytes:
-        said = f"{speaker} {place} ".encode() + body
-        return hmac.digest(self._key, said, "sha256").hex().encode()
+        sealed = f"{speaker} {place} ".encode() + body
+        return hmac.digest(self._key, sealed, "sha256").hex().encode()
 
 
-class Lines:
-    """Cuts what comes over a connection, which does not block, into lines."""
+async def read_line(reader: asyncio.StreamReader, longest: int) -> bytes:
+    """Receives the next line, without its end.
 
-    def __init__(self, connection: socket.socket):
-        self._connection = connection
-        self._came = bytearray()
-
-    def receive(self) -> None:
-        """Takes what has come; GoneError at the connection's end."""
+    Raises:
+      GoneError: if the connection ends first.
+      MalformedError: if the line is longer than `longest` bytes.
+    """
+    line = b""
+    while not line.endswith(b"\n"):
         try:
-            data = self._connection.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError as e:
+            line += await reader.readuntil(b"\n")
+        except asyncio.LimitOverrunError as e:
+            # The line is longer than what the reader holds; this takes what it holds.
+            line += await reader.readexactly(e.consumed)
+        except (asyncio.IncompleteReadError, OSError) as e:
             raise GoneError from e
-        if not data:
-            raise GoneError
-        self._came += data
-
-    def take(self, longest: int) -> bytes | None:
-        """The next line; None if it has not all come yet, and MalformedError if it is longer than that."""
-        end = self._came.find(b"\n")
-        if end > longest or (end < 0 and len(self._came) > longest):
+        if len(line) > longest + 1:
             raise MalformedError("length")
-        if end < 0:
-            return None
-        line = bytes(self._came[:end])
-        del self._came[: end + 1]
-        return line
+    return line[:-1]
 
 
 def _dump(message: Mapping[str, Any]) -> bytes:

@@ -1,12 +1,13 @@
 """The meeting of a run's processes, at the address of process 0: the others come, and are told."""
 
+import asyncio
 import dataclasses
 import os
 import select
+import signal
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from xshard.pod import handshake, places, reception, signals
 
@@ -48,11 +49,11 @@ def meet(
     host, short = socket.gethostname(), handshake.shortened(facts)
     own = handshake.Hello(at.index, at.count, host, os.getpid(), short)
     if at.index == 0:
-        return reception.Host(at, own, token, heard).attend(seconds)
-    return _Visitor(at, own, token, heard).visit(seconds)
+        return asyncio.run(reception.Host(at, own, token, heard).attend(seconds))
+    return _Guest(at, own, token, heard).attend(seconds)
 
 
-class _Visitor:
+class _Guest:
     """The part of the other processes in the meeting."""
 
     def __init__(
@@ -62,18 +63,21 @@ class _Visitor:
         self._own = own
         self._token = token
         self._heard = heard
+        self._signal: signal.Signals | None = None
+        self._is_welcome = False
 
-    def visit(self, seconds: float) -> list[str]:
+    def attend(self, seconds: float) -> list[str]:
         """Goes to process 0 until it is taken in; the hosts that it is told."""
         deadline = time.monotonic() + seconds
         patient_until = float("inf")
         while True:
             with self._connect(deadline) as connection:
                 try:
-                    return _Visit(connection, self._own, self._token, self._heard).run(seconds)
+                    return asyncio.run(self._visit(connection, seconds))
                 except _RefusedError as e:
                     refusal = str(e)
             now = time.monotonic()
+            # The patience is from the first refusal on.
             patient_until = min(patient_until, now + _PATIENCE_SECONDS)
             if now >= min(patient_until, deadline):
                 raise places.StartError(
@@ -106,31 +110,15 @@ class _Visitor:
         for number in self._heard.read():
             raise places.stopped(self._own.name, number)
 
-
-class _Visit:
-    """One connection to process 0."""
-
-    def __init__(
-        self,
-        connection: socket.socket,
-        own: handshake.Hello,
-        token: str,
-        heard: signals.Heard | None,
-    ):
-        self._connection = connection
-        self._own = own
-        self._token = token
-        self._heard = heard
-        self._lines = handshake.Lines(connection)
-        self._seals: handshake.Seals | None = None
-        self._is_welcome = False
-
-    def run(self, seconds: float) -> list[str]:
-        """The hosts; _RefusedError where another try may do better."""
+    async def _visit(self, connection: socket.socket, seconds: float) -> list[str]:
+        """The hosts that process 0 tells; _RefusedError where another try may do better."""
+        places.keep_alive(connection)
+        self._reader, self._writer = await asyncio.open_connection(
+            sock=connection, limit=handshake.LONGEST
+        )
         try:
-            places.keep_alive(self._connection)
             # Process 0 ends the meeting at its own deadline, which may have begun just now.
-            return self._talk(time.monotonic() + seconds + _ANSWER_SECONDS)
+            return await self._talk_or_stop(seconds + _ANSWER_SECONDS)
         except (OSError, handshake.GoneError, handshake.MalformedError) as e:
             if self._is_welcome:
                 raise places.StartError(
@@ -140,18 +128,42 @@ class _Visit:
             raise _RefusedError(
                 "either it has ended (see what it printed), or that port is another program's."
             ) from e
-        except places.StoppedError as e:
-            if self._is_welcome:
-                raise self._say_goodbye(e) from None
-            raise
+        finally:
+            # Whatever has not been sent by now is of no use to process 0.
+            self._writer.transport.abort()
 
-    def _talk(self, deadline: float) -> list[str]:
+    async def _talk_or_stop(self, seconds: float) -> list[str]:
+        """The hosts; StoppedError if a signal comes first."""
+        loop = asyncio.get_running_loop()
+        talk = asyncio.create_task(self._talk())
+        if self._heard is not None:
+            loop.add_reader(self._heard.fileno(), self._hear_signals, talk)
+        try:
+            async with asyncio.timeout(seconds):
+                return await talk
+        except asyncio.CancelledError:
+            if self._signal is None:
+                raise
+            raise await self._say_goodbye(self._signal) from None
+        finally:
+            if self._heard is not None:
+                loop.remove_reader(self._heard.fileno())
+
+    def _hear_signals(self, talk: asyncio.Task[list[str]]) -> None:
+        """Ends the talk if a signal has come; where it has ended already, the signal is the run's to read."""
+        if self._heard is None or talk.done():
+            return
+        for number in self._heard.read():
+            self._signal = number
+            # This wakes `_talk_or_stop`, which takes leave.
+            talk.cancel()
+
+    async def _talk(self) -> list[str]:
         own_nonce = handshake.nonce()
-        self._connection.sendall(handshake.nonce_line(own_nonce))
-        its_nonce = handshake.read_nonce(self._line(deadline))
-        nonces = f"{own_nonce} {its_nonce}"
-        self._seals = handshake.Seals(self._token, handshake.GUEST, nonces)
-        sealed = self._line(deadline)
+        self._writer.write(handshake.nonce_line(own_nonce))
+        its_nonce = handshake.read_nonce(await self._line())
+        self._seals = handshake.Seals(self._token, handshake.GUEST, f"{own_nonce} {its_nonce}")
+        sealed = await self._line()
         try:
             self._seals.read(sealed)
         except handshake.MalformedError as e:
@@ -159,17 +171,16 @@ class _Visit:
                 f"it has another token of a launch ({handshake.VARIABLE}). Start all processes by one launch, "
                 "or all by hand; or that port is another run's."
             ) from e
-        # From here on it is known to be of this launch.
-        self._connection.settimeout(_ANSWER_SECONDS)
-        self._connection.sendall(self._seals.line({}) + self._hello(self._seals))
-        answer = self._seals.read(self._line(deadline))
+        # From here on it is known to be of this launch, and may see a config. The empty line shows it the same.
+        self._writer.write(self._seals.line({}) + self._hello())
+        answer = self._seals.read(await self._line())
         if answer.get("welcome") is True:
             self._is_welcome = True
-            answer = self._seals.read(self._line(deadline))
+            answer = self._seals.read(await self._line())
         return self._take(answer)
 
-    def _hello(self, seals: handshake.Seals) -> bytes:
-        line = seals.line(dataclasses.asdict(self._own))
+    def _hello(self) -> bytes:
+        line = self._seals.line(dataclasses.asdict(self._own))
         if len(line) > handshake.LONGEST:
             raise places.StartError(
                 f"process {self._own.index} has {len(self._own.facts)} facts to compare with process 0's, the "
@@ -178,24 +189,10 @@ class _Visit:
             )
         return line
 
-    def _line(self, deadline: float) -> bytes:
-        """The next line of process 0; StoppedError if a signal comes first."""
-        ears: list[Any] = [self._connection]
-        if self._heard is not None:
-            ears.append(self._heard)
-        self._connection.setblocking(False)
-        while (line := self._lines.take(handshake.LONGEST)) is None:
-            ready, _, _ = select.select(ears, [], [], max(deadline - time.monotonic(), 0))
-            if not ready:
-                raise handshake.GoneError
-            if self._connection in ready:
-                self._lines.receive()
-            elif self._heard is not None:
-                for number in self._heard.read():
-                    raise places.stopped(self._own.name, number)
-        return line
+    async def _line(self) -> bytes:
+        return await handshake.read_line(self._reader, handshake.LONGEST)
 
-    def _take(self, answer: Mapping[str, Any]) -> list[str]:
+    def _take(self, answer: Mapping[str, object]) -> list[str]:
         """The hosts of an answer; raises what else it says."""
         if "stopped" in answer:
             code = answer.get("code")
@@ -209,14 +206,16 @@ class _Visit:
             raise handshake.MalformedError("hosts")
         return [handshake.text({"host": host}, "host") for host in hosts]
 
-    def _say_goodbye(self, own: places.StoppedError) -> places.StoppedError:
-        """Has process 0 stop all; the end that it then tells of, or else this process's own."""
-        assert self._seals is not None
-        self._heard = None
+    async def _say_goodbye(self, number: signal.Signals) -> places.StoppedError:
+        """Has process 0 stop all, if it counts on this process; returns the end that it tells of, or else the own."""
+        own = places.stopped(self._own.name, number)
+        # Without a welcome process 0 waits for this process no longer than for any other.
+        if not self._is_welcome:
+            return own
         try:
-            self._connection.settimeout(_ANSWER_SECONDS)
-            self._connection.sendall(self._seals.line({"leaving": own.signal}))
-            self._take(self._seals.read(self._line(time.monotonic() + _ANSWER_SECONDS)))
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                self._writer.write(self._seals.line({"leaving": number.name}))
+                self._take(self._seals.read(await self._line()))
         except places.StoppedError as e:
             return e
         except (OSError, handshake.GoneError, handshake.MalformedError, places.StartError):

@@ -3,12 +3,16 @@
 import contextlib
 import dataclasses
 import errno
+import ipaddress
 import signal
 import socket
 from collections.abc import Sequence
 
 from xshard import errors
 from xshard.pod import signals
+
+# The first question after 10 s of silence, then one every 5 s; after 4 without an answer the connection ends.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 class StartError(errors.UserError):
@@ -20,13 +24,11 @@ class StoppedError(Exception):
 
     Attributes:
       code: the exit code.
-      signal: the signal's name, if it has come to this process.
     """
 
-    def __init__(self, message: str, code: int, signal: str = ""):
+    def __init__(self, message: str, code: int):
         super().__init__(message)
         self.code = code
-        self.signal = signal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Place:
 def stopped(who: str, number: signal.Signals) -> StoppedError:
     """The end by a signal to a process."""
     message = f"{number.name} on {who}: stopped before the run began; nothing was trained."
-    return StoppedError(message, signals.CODES[number], number.name)
+    return StoppedError(message, signals.CODES[number])
 
 
 def interface(address: str) -> str:
@@ -60,46 +62,44 @@ def interface(address: str) -> str:
     """
     host = address.rpartition(":")[0].strip("[]")
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return ""
     may_be_loopback = host.endswith("localhost") or _is_number(host)
-    for family, *_, place in found:
-        ip = str(place[0])
-        if (may_be_loopback or not _is_loopback(ip)) and _is_own(family, place):
+    for family, *_, own in addresses:
+        ip = str(own[0])
+        if ipaddress.ip_address(ip).is_loopback and not may_be_loopback:
+            continue
+        # Only an address of this machine's own can be bound.
+        with contextlib.suppress(OSError), socket.socket(family) as trial:
+            trial.bind(own)
             return ip
     return ""
 
 
 def _is_number(host: str) -> bool:
     try:
-        return bool(socket.getaddrinfo(host, 0, flags=socket.AI_NUMERICHOST))
+        socket.getaddrinfo(host, 0, flags=socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):
         return False
-
-
-def _is_loopback(ip: str) -> bool:
-    return ip == "::1" or ip.startswith("127.")
-
-
-def _is_own(family: int, place: tuple[object, ...]) -> bool:
-    """Returns whether a socket can be bound there."""
-    with contextlib.suppress(OSError), socket.socket(family) as trial:
-        trial.bind(place)
-        return True
-    return False
+    return True
 
 
 def listen(at: Place) -> socket.socket:
     """The socket of process 0; StartError if it cannot be had."""
     port = int(at.address.rpartition(":")[2])
     ip = interface(at.address)
+    # All interfaces are those of both versions of IP, where the system has both.
     is_both = not ip and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_both or ":" in ip else socket.AF_INET
+    family = socket.AF_INET
+    if is_both or ":" in ip:
+        family = socket.AF_INET6
     try:
         return socket.create_server((ip, port), family=family, dualstack_ipv6=is_both, backlog=1024)
     except OSError as e:
-        why = "is taken by another program" if e.errno == errno.EADDRINUSE else f"({e.strerror})"
+        why = f"({e.strerror})"
+        if e.errno == errno.EADDRINUSE:
+            why = "is taken by another program"
         raise StartError(
             f"process 0 on {socket.gethostname()} cannot wait for the others at {at.address}: port "
             f"{port} {why}. Give another port to all processes, or end the other program."
@@ -108,11 +108,10 @@ def listen(at: Place) -> socket.socket:
 
 def keep_alive(connection: socket.socket) -> None:
     """Has a connection end when the other side's host, or the network, is gone: in half a minute."""
-    options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-    # One that has ended already shows at the next read.
+    # A connection that has ended already shows at the next read.
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in options.items():
+        for name, value in _KEEP_ALIVE.items():
             # Not each system has all of them.
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

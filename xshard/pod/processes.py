@@ -67,22 +67,22 @@ class Exchange:
         try:
             client.key_value_set(f"{name}/{self.index}", value or " ")
             client.wait_at_barrier(name, round(1000 * self._seconds))
-            said = _said(client, name)
+            values = _values(client, name)
         except jax.errors.JaxRuntimeError as e:
             raise LostError(self._missing(client, name, e)) from e
         if self.index == 0 and self._meeting:
-            # Who is here has read what was said at the meeting before.
+            # Whoever has come to this meeting has read the values of the one before.
             client.key_value_delete(f"xshard/{self._series}/{self._meeting - 1}/")
         self._meeting += 1
-        return [said[i] for i in range(self.count)]
+        return [values[i] for i in range(self.count)]
 
     def _missing(self, client: Any, name: str, e: Exception) -> str:
         text = str(e).splitlines()[0]
         try:
-            came = _said(client, name)
+            values = _values(client, name)
         except jax.errors.JaxRuntimeError:
             return f"{self._what}: process 0, which coordinates, cannot be reached ({text})"
-        missing = [str(i) for i in range(self.count) if i not in came]
+        missing = [str(i) for i in range(self.count) if i not in values]
         return (
             f"{self._what}: process {', '.join(missing) or '?'} of {self.count} did not come within "
             f"{self._seconds:g} s ({text})"
@@ -107,7 +107,9 @@ class Board:
 
     def read(self, topic: str) -> dict[int, str]:
         """The texts on a topic, by process."""
-        return {} if self._client is None else _said(self._client, f"board/{topic}")
+        if self._client is None:
+            return {}
+        return _values(self._client, f"board/{topic}")
 
     def append(self, topic: str, text: str) -> None:
         """Adds a text to those of any process."""
@@ -129,10 +131,12 @@ class Board:
         if self._client is None:
             return [text]
         self.write(topic, text)
-        while len(said := self.read(topic)) < self._count:
+        texts = self.read(topic)
+        while len(texts) < self._count:
             meanwhile()
             time.sleep(_POLL_SECONDS)
-        return [said[i] for i in range(self._count)]
+            texts = self.read(topic)
+        return [texts[i] for i in range(self._count)]
 
 
 def from_first(what: str, action: Callable[[], Any]) -> Any:
@@ -148,13 +152,13 @@ def from_first(what: str, action: Callable[[], Any]) -> Any:
     if jax.process_count() == 1:
         return action()
     meet = Exchange(what, _COMPARE_SECONDS)
-    said: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     if meet.index == 0:
         try:
-            said = {"value": action()}
+            outcome = {"value": action()}
         except errors.UserError as e:
-            said = {"error": str(e)}
-    answer = json.loads(meet(json.dumps(said))[0])
+            outcome = {"error": str(e)}
+    answer = json.loads(meet(json.dumps(outcome))[0])
     if "error" in answer:
         raise errors.UserError(answer["error"])
     return answer["value"]
@@ -165,20 +169,22 @@ def check_equal(what: str, facts: Mapping[str, Callable[[], str]]) -> None:
 
     Args:
       what: what is compared, for the message.
-      facts: by name what says a fact, shortly; not called where there is but one process.
+      facts: functions by name, each of which returns a short fact; not called where there is but one process.
     """
     if jax.process_count() == 1:
         return
     meet = Exchange(f"comparing {what}", _COMPARE_SECONDS)
-    mine = {name: say() for name, say in facts.items()}
-    said = [json.loads(one) for one in meet(json.dumps(mine))]
-    for name, value in said[0].items():
-        others = {i: one[name] for i, one in enumerate(said) if one[name] != value}
-        if others:
-            listed = "; ".join(f"process {i}: {other}" for i, other in others.items())
+    own = {name: fact() for name, fact in facts.items()}
+    first, *others = map(json.loads, meet(json.dumps(own)))
+    for name, value in first.items():
+        differing = []
+        for i, other in enumerate(others, 1):
+            if other[name] != value:
+                differing.append(f"process {i}: {other[name]}")
+        if differing:
             raise errors.UserError(
                 f"{what}: {name} differs between the processes, which would not train one model. Process 0: "
-                f"{value}; {listed}. Give all hosts the same files."
+                f"{value}; {'; '.join(differing)}. Give all hosts the same files."
             )
 
 
@@ -211,16 +217,16 @@ def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
 
 def bounded(action: Callable[[], Any], seconds: float) -> Any:
     """Runs what may hang when a peer is gone; what it returns, or None if it has not in time."""
+    returned: list[Any] = [None]
 
     def run() -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            returned.append(action())
+            returned[0] = action()
 
-    returned: list[Any] = []
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return returned[0] if returned else None
+    return returned[0]
 
 
 def _client() -> Any:
@@ -228,6 +234,11 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def _said(client: Any, name: str) -> dict[int, str]:
-    entries = client.key_value_dir_get(f"{name}/")
-    return {int(key.rsplit("/", 1)[1]): value.removeprefix(" ") for key, value in entries}
+def _values(client: Any, name: str) -> dict[int, str]:
+    """The values below a name, by process."""
+    values = {}
+    for key, value in client.key_value_dir_get(f"{name}/"):
+        index = int(key.rpartition("/")[2])
+        # JAX takes no empty value: a space stands for it.
+        values[index] = value.removeprefix(" ")
+    return values

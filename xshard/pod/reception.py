@@ -4,12 +4,11 @@ It hears all at a time, none for long, and believes nobody: what does not know t
 not keep to the protocol, is dropped and ends nothing.
 """
 
+import asyncio
 import contextlib
-import functools
-import selectors
 import socket
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from xshard.pod import handshake, places, signals
 
@@ -17,80 +16,60 @@ from xshard.pod import handshake, places, signals
 _ANSWER_SECONDS = 5.0
 # How long the right processes may still take to come when a wrong one has.
 _PATIENCE_SECONDS = 10.0
+# So long what has come over the network by now may take to be read.
+_SETTLE_SECONDS = 0.01
 # So many guests at a time may be without a name.
 _MOST_STRANGERS = 512
-
-
-class _WrongGuestError(places.StartError):
-    """A process has come that does not fit."""
-
-    def __init__(self, problem: handshake.Problem):
-        super().__init__(problem.full)
-        self.brief = problem.brief
 
 
 class _Guest:
     """One who has come to process 0, from the first byte on."""
 
-    def __init__(self, connection: socket.socket, peer: str, token: str):
-        self.connection = connection
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, token: str
+    ):
         self.peer = peer
         self.hello: handshake.Hello | None = None
-        self.deadline = time.monotonic() + _ANSWER_SECONDS
         self.has_spoken = False
         self.is_known = False
+        self._reader = reader
+        self._writer = writer
         self._token = token
-        self._lines = handshake.Lines(connection)
-        self._seals: handshake.Seals | None = None
 
-    def receive(self) -> None:
-        """Takes what has come; GoneError at its end."""
-        self._lines.receive()
+    async def greet(self) -> handshake.Hello:
+        """Hears who it is; MalformedError unless it knows the token and speaks the protocol."""
+        line = await handshake.read_line(self._reader, handshake.BRIEF)
+        its_nonce = handshake.read_nonce(line)
+        self.has_spoken = True
+        own_nonce = handshake.nonce()
+        self._seals = handshake.Seals(self._token, handshake.HOST, f"{its_nonce} {own_nonce}")
+        self._writer.write(handshake.nonce_line(own_nonce))
+        self.say({"process": 0})
+        # An empty line, whose seal is all that it is for: only who knows the token may say more than that.
+        self._seals.read(await handshake.read_line(self._reader, handshake.BRIEF))
+        self.is_known = True
+        return handshake.read_hello(await self.read())
 
-    def read(self) -> dict[str, object] | None:
-        """The next message of who knows the token, if it has come; MalformedError if it is none."""
-        while (line := self._lines.take(self._longest)) is not None:
-            if self._seals is None:
-                self._seals = self._greet(handshake.read_nonce(line))
-            else:
-                message = self._seals.read(line)
-                if self.is_known:
-                    return message
-                self.is_known = True
-        return None
+    async def read(self) -> dict[str, Any]:
+        """The next message of who knows the token; MalformedError if it is none."""
+        return self._seals.read(await handshake.read_line(self._reader, handshake.LONGEST))
 
     def seat(self, hello: handshake.Hello) -> None:
         """Takes it for the process that it says it is."""
         self.say({"welcome": True})
         self.hello = hello
 
-    def sealed(self, message: Mapping[str, object]) -> bytes:
-        """A message, for this guest alone."""
-        assert self._seals is not None
-        return self._seals.line(message)
-
     def say(self, message: Mapping[str, object]) -> None:
-        """Says something short; GoneError if it cannot be said at once."""
-        self._send(self.sealed(message))
+        """Says something, as soon as the guest takes it."""
+        self._writer.write(self._seals.line(message))
 
-    @property
-    def _longest(self) -> int:
-        return handshake.LONGEST if self.is_known else handshake.BRIEF
+    def dismiss(self) -> None:
+        """Closes the connection when what has been said is sent."""
+        self._writer.close()
 
-    def _greet(self, its_nonce: str) -> handshake.Seals:
-        self.has_spoken = True
-        own_nonce = handshake.nonce()
-        seals = handshake.Seals(self._token, handshake.HOST, f"{its_nonce} {own_nonce}")
-        self._send(handshake.nonce_line(own_nonce) + seals.line({"process": 0}))
-        return seals
-
-    def _send(self, line: bytes) -> None:
-        try:
-            sent = self.connection.send(line)
-        except OSError as e:
-            raise handshake.GoneError from e
-        if sent < len(line):
-            raise handshake.GoneError
+    async def dismissed(self) -> None:
+        """Waits until the connection is closed."""
+        await self._writer.wait_closed()
 
 
 class Host:
@@ -103,7 +82,7 @@ class Host:
 
         Args:
           at: the place of process 0.
-          own: what it says of itself.
+          own: the facts of process 0.
           token: of the launch; empty if there is none.
           heard: the signals, of which one ends the meeting; None if nobody asks.
         """
@@ -111,17 +90,20 @@ class Host:
         self._own = own
         self._token = token
         self._heard = heard
-        self._selector = selectors.DefaultSelector()
+        # Those who have not said who they are, the first to come first.
         self._strangers: list[_Guest] = []
         self._seated: dict[int, _Guest] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Set when somebody has come, or what may end the meeting.
+        self._news = asyncio.Event()
+        self._failure: Exception | None = None
         # What is wrong with the first wrong guest, for when the right one does not come.
-        self._problem: handshake.Problem | None = None
-        self._patient_until = float("inf")
+        self._mismatch: handshake.MismatchError | None = None
         self._turned_away = 0
         self._last_turned_away = ""
         self._last_to_leave = ""
 
-    def attend(self, seconds: float) -> list[str]:
+    async def attend(self, seconds: float) -> list[str]:
         """Meets the others; the host of each process.
 
         Args:
@@ -131,157 +113,161 @@ class Host:
           StartError: if not all have come in time, or if some of them do not fit.
           StoppedError: if a signal has come to one of them.
         """
-        failure: Exception | None = None
-        with contextlib.closing(self._selector):
-            with places.listen(self._at) as server:
-                try:
-                    self._gather(server, time.monotonic() + seconds)
-                    answer: dict[str, object] = {"hosts": self._hosts()}
-                except places.StartError as e:
-                    answer, failure = {"error": self._for_guests(e)}, e
-                except places.StoppedError as e:
-                    answer, failure = {"stopped": str(e), "code": e.code}, e
-            # The server is closed before the answer: JAX's coordinator takes the port over.
-            self._answer(answer)
-        if failure is not None:
-            raise failure
-        return self._hosts()
+        try:
+            hosts = await self._gather(seconds)
+        except places.StartError as e:
+            await self._answer({"error": self._for_guests(e)})
+            raise
+        except places.StoppedError as e:
+            await self._answer({"stopped": str(e), "code": e.code})
+            raise
+        await self._answer({"hosts": hosts})
+        return hosts
 
     def _for_guests(self, e: places.StartError) -> str:
         """Returns what guests are told: of the values of a config only those that have shown a token."""
-        if isinstance(e, _WrongGuestError) and not self._token:
+        if isinstance(e, handshake.MismatchError) and not self._token:
             return e.brief
         return str(e)
 
-    def _hosts(self) -> list[str]:
-        others = (self._seated[index].hello for index in sorted(self._seated))
-        return [self._own.host, *(other.host for other in others if other is not None)]
-
-    def _gather(self, server: socket.socket, deadline: float) -> None:
-        """Serves all who come until all are there."""
+    async def _gather(self, seconds: float) -> list[str]:
+        """Serves all who come until all are there; returns their hosts."""
+        loop = asyncio.get_running_loop()
+        server = places.listen(self._at)
         server.setblocking(False)
-        accept = functools.partial(self._accept, server)
-        self._selector.register(server, selectors.EVENT_READ, accept)
+        loop.add_reader(server.fileno(), self._accept, server)
         if self._heard is not None:
-            self._selector.register(self._heard, selectors.EVENT_READ, self._hear_signals)
-        while True:
-            self._serve(self._seconds_to_wait(deadline))
-            # Who is gone by now is not there.
-            if self._is_complete():
-                self._serve(0)
-                if self._is_complete():
-                    return
-            self._check_time(deadline)
+            loop.add_reader(self._heard.fileno(), self._news.set)
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    await self._news.wait()
+                    # The last to come may have come after another one's end, which is then yet to be read.
+                    await asyncio.sleep(_SETTLE_SECONDS)
+                    self._news.clear()
+                    self._check()
+                    if len(self._seated) == self._at.count - 1:
+                        return self._hosts()
+        except TimeoutError:
+            raise self._mismatch or places.StartError(self._who_is_missing()) from None
+        finally:
+            # Signals that come from here on are the run's to read, and JAX's coordinator takes the port over.
+            if self._heard is not None:
+                loop.remove_reader(self._heard.fileno())
+            loop.remove_reader(server.fileno())
+            server.close()
 
-    def _is_complete(self) -> bool:
-        return len(self._seated) == self._at.count - 1
+    def _end(self, failure: Exception) -> None:
+        """Has `_gather` raise it, whose timeout no other task may touch."""
+        self._failure = failure
+        self._news.set()
 
-    def _seconds_to_wait(self, deadline: float) -> float:
-        times = [deadline, self._patient_until, *(guest.deadline for guest in self._strangers)]
-        return max(min(times) - time.monotonic(), 0)
+    def _check(self) -> None:
+        """Raises what ends the meeting, if anything has come that does."""
+        if self._heard is not None:
+            for number in self._heard.read():
+                raise places.stopped(self._own.name, number)
+        if self._failure is not None:
+            raise self._failure
 
-    def _check_time(self, deadline: float) -> None:
-        now = time.monotonic()
-        for guest in [g for g in self._strangers if now >= g.deadline]:
-            self._drop(guest)
-        if self._problem is not None and now >= min(self._patient_until, deadline):
-            raise _WrongGuestError(self._problem)
-        if now >= deadline:
-            raise places.StartError(self._who_is_missing())
-
-    def _serve(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
-            call: Callable[[], None] = key.data
-            call()
-
-    def _hear_signals(self) -> None:
-        assert self._heard is not None
-        for number in self._heard.read():
-            raise places.stopped(self._own.name, number)
+    def _hosts(self) -> list[str]:
+        hosts = [self._own.host]
+        for index in sorted(self._seated):
+            hello = self._seated[index].hello
+            assert hello is not None
+            hosts.append(hello.host)
+        return hosts
 
     def _accept(self, server: socket.socket) -> None:
+        """Takes one who comes. Not asyncio's own server: where no file can be opened that fills the log."""
         try:
             connection, address = server.accept()
         except OSError:
-            # It has left already; or there are too many, of whom the first to come must go.
+            # It has left already; or too many files are open, and the first to come must go.
             if self._strangers:
-                self._drop(self._strangers[0])
+                self._strangers.pop(0).dismiss()
             return
         connection.setblocking(False)
         places.keep_alive(connection)
-        guest = _Guest(connection, str(address[0]), self._token)
+        task = asyncio.create_task(self._serve(connection, str(address[0])))
+        # The loop itself does not keep a task.
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: socket.socket, peer: str) -> None:
+        """Hears one guest, from the first byte to its end."""
+        reader, writer = await asyncio.open_connection(sock=connection, limit=handshake.BRIEF)
+        guest = _Guest(reader, writer, peer, self._token)
         self._strangers.append(guest)
-        serve = functools.partial(self._hear, guest)
-        self._selector.register(connection, selectors.EVENT_READ, serve)
         if len(self._strangers) > _MOST_STRANGERS:
-            self._drop(self._strangers[0])
-
-    def _hear(self, guest: _Guest) -> None:
-        if guest.connection.fileno() < 0:
-            # Another's turn has ended it since.
-            return
+            self._strangers.pop(0).dismiss()
         try:
-            guest.receive()
-            while (message := guest.read()) is not None:
-                self._take(guest, message)
-        except (handshake.MalformedError, handshake.GoneError):
-            self._drop(guest)
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                hello = await guest.greet()
+            self._take(guest, hello)
+            await self._hear(guest)
+        except (handshake.MalformedError, handshake.GoneError, TimeoutError):
+            self._forget(guest)
+        finally:
+            guest.dismiss()
 
-    def _take(self, guest: _Guest, message: dict[str, object]) -> None:
-        if guest.hello is not None:
-            name = handshake.text(message, "leaving")
-            number = next((n for n in signals.CODES if n.name == name), None)
-            if number is None:
+    def _take(self, guest: _Guest, hello: handshake.Hello) -> None:
+        """Gives a guest the place that it names; GoneError if it does not fit, of which it is told."""
+        if guest not in self._strangers:
+            # It has had to make room for others.
+            raise handshake.GoneError
+        present = None
+        if hello.index in self._seated:
+            present = self._seated[hello.index].hello
+        mismatch = handshake.mismatch(self._own, hello, present)
+        if mismatch is not None:
+            if self._mismatch is None:
+                self._mismatch = mismatch
+                loop = asyncio.get_running_loop()
+                loop.call_later(_PATIENCE_SECONDS, self._end, mismatch)
+            guest.say({"error": self._for_guests(mismatch)})
+            raise handshake.GoneError
+        guest.seat(hello)
+        self._strangers.remove(guest)
+        self._seated[hello.index] = guest
+        self._news.set()
+
+    async def _hear(self, guest: _Guest) -> NoReturn:
+        """Hears a guest that is seated, which says something only if a signal has come to it."""
+        while True:
+            name = handshake.text(await guest.read(), "leaving")
+            numbers = {number.name: number for number in signals.CODES}
+            if name not in numbers:
                 raise handshake.MalformedError("leaving")
-            raise places.stopped(guest.hello.name, number)
-        hello = handshake.read_hello(message)
-        there = self._seated.get(hello.index)
-        problem = handshake.mismatch(self._own, hello, there.hello if there else None)
-        if problem is None:
-            guest.seat(hello)
-            self._strangers.remove(guest)
-            self._seated[hello.index] = guest
-            return
-        if self._problem is None:
-            self._problem = problem
-            self._patient_until = time.monotonic() + _PATIENCE_SECONDS
-        guest.say({"error": self._for_guests(_WrongGuestError(problem))})
-        # It has been told, and leaves.
-        raise handshake.GoneError
+            assert guest.hello is not None
+            self._end(places.stopped(guest.hello.name, numbers[name]))
 
-    def _drop(self, guest: _Guest) -> None:
+    def _forget(self, guest: _Guest) -> None:
         if guest in self._strangers:
             self._strangers.remove(guest)
-            if guest.has_spoken and not guest.is_known:
-                self._turned_away += 1
-                self._last_turned_away = guest.peer
+        if guest.has_spoken and not guest.is_known:
+            self._turned_away += 1
+            self._last_turned_away = guest.peer
         if guest.hello is not None:
             del self._seated[guest.hello.index]
             self._last_to_leave = f"{guest.hello.name} (pid {guest.hello.pid})"
-        self._selector.unregister(guest.connection)
-        guest.connection.close()
 
-    def _answer(self, answer: Mapping[str, object]) -> None:
+    async def _answer(self, answer: Mapping[str, object]) -> None:
         """Tells all who are there, as far as they listen, and sends the others away."""
-        for guest in self._strangers:
-            guest.connection.close()
-        rest = {guest: guest.sealed(answer) for guest in self._seated.values()}
-        until = time.monotonic() + _ANSWER_SECONDS
-        with selectors.DefaultSelector() as selector:
-            for guest in rest:
-                selector.register(guest.connection, selectors.EVENT_WRITE, guest)
-            while selector.get_map() and time.monotonic() < until:
-                for key, _ in selector.select(max(until - time.monotonic(), 0)):
-                    guest = key.data
-                    rest[guest] = _send_some(guest.connection, rest[guest])
-                    if not rest[guest]:
-                        selector.unregister(guest.connection)
-        for guest in self._seated.values():
-            guest.connection.close()
+        seated = list(self._seated.values())
+        for guest in seated:
+            guest.say(answer)
+        for guest in [*self._strangers, *seated]:
+            guest.dismiss()
+        sent = asyncio.gather(*(guest.dismissed() for guest in seated), return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(sent, _ANSWER_SECONDS)
 
     def _who_is_missing(self) -> str:
         missing = [str(i) for i in range(1, self._at.count) if i not in self._seated]
-        they = "it" if len(missing) == 1 else "they"
+        they = "they"
+        if len(missing) == 1:
+            they = "it"
         text = (
             f"process {', '.join(missing)} of {self._at.count} did not come to {self._at.address} within "
             f"the start timeout. See what {they} printed, and whether --num_processes={self._at.count} is right."
@@ -294,13 +280,3 @@ class Host:
                 f"this launch's token ({handshake.VARIABLE}): all processes must be started by one launch."
             )
         return text
-
-
-def _send_some(connection: socket.socket, data: bytes) -> bytes:
-    """Sends what can be sent; what is left of it."""
-    try:
-        return data[connection.send(data) :]
-    except BlockingIOError:
-        return data
-    except OSError:
-        return b""

@@ -21,11 +21,13 @@ class Timeouts:
       start: until all have come.
       heartbeat: until a process that is not heard of counts as lost. A shorter outage is survived.
       shutdown: until all have left.
+      step: until a process that trains or evaluates, and does not come on, ends the run; 0: for ever.
     """
 
     start: int = 300
     heartbeat: int = 30
     shutdown: int = 60
+    step: int = 0
 
 
 def place(
@@ -47,11 +49,11 @@ def place(
     """
     if address is None and count == 1 and index in (None, 0):
         return None
-    said = {"coordinator_address": address, "num_processes": count, "process_id": index}
-    missing = [f"--{name}" for name, value in said.items() if value is None]
-    if len(missing) == len(said):
+    if address is None and count is None and index is None:
         return _detect(seconds)
-    if missing or address is None or count is None or index is None:
+    if address is None or count is None or index is None:
+        flags = {"coordinator_address": address, "num_processes": count, "process_id": index}
+        missing = [f"--{name}" for name, value in flags.items() if value is None]
         raise places.StartError(
             f"{' and '.join(missing)} must be given too: --coordinator_address, --num_processes and "
             "--process_id go together, and without them what JAX detects decides."
@@ -65,18 +67,22 @@ def place(
         raise places.StartError(
             f"--process_id={index} must be from 0 to {count - 1}, one less than --num_processes={count}."
         )
-    return None if count == 1 else places.Place(address, count, index)
+    if count == 1:
+        return None
+    return places.Place(address, count, index)
 
 
 def _detect(seconds: int) -> places.Place | None:
     try:
-        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(*(None,) * 5, seconds)
+        # Nothing is said of the address, the count, the index, the devices and the method of detection.
+        address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, seconds
+        )
     except (RuntimeError, OSError) as e:
         raise places.StartError(
             f"JAX finds a cluster around this process, but not its place in it ({e}): give "
             "--coordinator_address, --num_processes and --process_id; --num_processes=1 for a run alone."
         ) from e
-    address, count, index, devices = found
     if address is None or not count or count == 1 or index is None:
         return None
     return places.Place(address, count, index, devices)
@@ -127,7 +133,9 @@ def join(
 def _bind_address(address: str) -> str | None:
     """Returns where JAX's coordinator listens: as process 0 did in the meeting; None has JAX listen everywhere."""
     ip = places.interface(address)
-    port = address.rpartition(":")[2]
     if not ip:
         return None
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+    if ":" in ip:
+        ip = f"[{ip}]"
+    port = address.rpartition(":")[2]
+    return f"{ip}:{port}"

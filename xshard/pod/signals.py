@@ -27,8 +27,13 @@ def to_hear() -> list[signal.Signals]:
 
     Nor those that C has a handler for, such as the one of `faulthandler.register`.
     """
-    left_alone = (signal.SIG_IGN, None)
-    return [n for n in CODES if n in _ALWAYS or signal.getsignal(n) not in left_alone]
+    numbers = []
+    for number in CODES:
+        # Python knows a handler of C's as None.
+        is_left_alone = signal.getsignal(number) in (signal.SIG_IGN, None)
+        if number in _ALWAYS or not is_left_alone:
+            numbers.append(number)
+    return numbers
 
 
 def leave_at_once() -> None:
@@ -64,7 +69,10 @@ class Heard:
         self._end.setblocking(False)
         self._wake.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        self._previous = {n: signal.signal(n, lambda *_: None) for n in to_hear()}
+        self._previous = {}
+        for number in to_hear():
+            # Only what has a handler of Python's is written to the socket; the handler itself has nothing to do.
+            self._previous[number] = signal.signal(number, lambda *_: None)
         return self
 
     def __exit__(
@@ -82,6 +90,12 @@ class Heard:
     def fileno(self) -> int:
         """Returns the descriptor that is readable when a signal has come, for `select`."""
         return self._end.fileno()
+
+    def wake(self) -> None:
+        """Makes the descriptor readable, without a signal."""
+        # One that is full is readable already.
+        with contextlib.suppress(BlockingIOError):
+            self._wake.send(b"\0")
 
     def read(self) -> list[signal.Signals]:
         """The signals that have come since the last time, in their order."""

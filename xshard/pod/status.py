@@ -1,6 +1,5 @@
 """The status of processes, for whoever asks from outside of the run."""
 
-import collections
 import contextlib
 import os
 import pathlib
@@ -10,9 +9,10 @@ from typing import Any
 
 from xshard import errors
 from xshard.files import disk, jsonfile
+from xshard.metrics import clock
 
 FILE = "status.json"
-STARTING = "starting"
+STARTING, TRAINING, EVALUATING = "starting", "training", "evaluating"
 # What the last word of a process begins with.
 ENDS = ("done", "stopped", "failed")
 # A process says what it is doing twice a second.
@@ -24,23 +24,27 @@ class Status:
     """The status of one process."""
 
     def __init__(self, host: str):
-        self._said: dict[str, Any] = {"doing": STARTING, "step": None, "steps": None}
         self._host = host
-        self._made: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_ROWS)
+        self._row: dict[str, Any] = {"doing": STARTING, "step": None, "steps": None}
+        self._rate = clock.Rate(_RATE_ROWS)
 
     def doing(self, what: str, **more: Any) -> None:
         """Takes what it is doing, and where it is: `step`, `steps`."""
-        self._said.update(doing=what, **more)
+        self._row.update(doing=what, **more)
+
+    def now(self) -> tuple[str, int | None]:
+        """Returns what it is doing, and the step that it has begun last."""
+        row = self._row
+        return row["doing"], row["step"]
 
     def row(self) -> dict[str, Any]:
         """Returns what it is doing; 'rate' is of the last rows, in steps a second, 'time' that of the epoch."""
-        now, said = time.monotonic(), dict(self._said)
-        if said["step"] is not None:
-            self._made.append((now, said["step"]))
-        made = list(self._made) or [(now, 0)]
-        (begin, first), (end, last) = made[0], made[-1]
-        said["rate"] = (last - first) / (end - begin) if last > first else None
-        return {**said, "time": time.time(), "host": self._host, "pid": os.getpid()}
+        # A copy, since another thread may say meanwhile what it does.
+        row = dict(self._row)
+        if row["step"] is not None:
+            self._rate.add(time.monotonic(), row["step"])
+        row["rate"] = self._rate.value()
+        return row | {"time": time.time(), "host": self._host, "pid": os.getpid()}
 
 
 def read(directory: pathlib.Path) -> list[dict[str, Any]]:
@@ -58,16 +62,21 @@ def read(directory: pathlib.Path) -> list[dict[str, Any]]:
 
 def read_if_exists(directory: pathlib.Path) -> list[dict[str, Any]] | None:
     """The rows of all processes, as `read`; None if there is no file."""
-    return read(directory) if disk.exists(directory / FILE) else None
+    if not disk.exists(directory / FILE):
+        return None
+    return read(directory)
 
 
 def _is_row(row: Any) -> bool:
     if not isinstance(row, dict):
         return False
-    texts = [row.get(name) for name in ("doing", "host")]
-    numbers = [row.get(name) for name in ("step", "steps", "rate")]
-    known = [row.get("time"), row.get("pid"), *(one for one in numbers if one is not None)]
-    return all(isinstance(text, str) for text in texts) and all(map(jsonfile.is_number, known))
+    for name in ("doing", "host"):
+        if not isinstance(row.get(name), str):
+            return False
+    for name in ("step", "steps", "rate"):
+        if row.get(name) is not None and not jsonfile.is_number(row[name]):
+            return False
+    return jsonfile.is_number(row.get("time")) and jsonfile.is_number(row.get("pid"))
 
 
 def write(directory: pathlib.Path, rows: Sequence[Any]) -> None:

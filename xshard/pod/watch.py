@@ -5,6 +5,7 @@ compiled, and while a peer that is gone keeps a step from ever ending.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import pathlib
@@ -65,40 +66,47 @@ class Watch:
         self._timeouts = timeouts
         self._stop_at = time.monotonic() + stop_after_seconds if stop_after_seconds else None
         self._console = console
-        self._given = heard
+        # Signals that have been taken already; else the context takes them.
+        self._heard = heard
         self._board = processes.Board(self._index, len(self._hosts))
         self._end = processes.Exchange("the end of the run", timeouts.shutdown)
         self._ended = threading.Event()
         self._published = False
         self._agreement = agreement.Agreement(self._board)
         self._heartbeat = heartbeat.Heartbeat(len(self._hosts), timeouts, _TICK_SECONDS)
+        self._progress = heartbeat.Progress(timeouts.step, _TICK_SECONDS)
         self._status = status.Status(self._hosts[self._index])
+        # When the next talk with the other processes is due.
         self._due = 0.0
+        # Held by the thread that ends this process, so that no other gives another reason.
         self._leaving = threading.Lock()
         self._interrupts = 0
         self._numbers: set[signal.Signals] = set()
+        # What the context has taken, and gives back.
         self._taken = contextlib.ExitStack()
 
     def __enter__(self) -> "Watch":
         if len(self._hosts) > 1:
             self._taken.enter_context(ends.before_abort(self._before_abort))
-        self._signals = self._given or self._taken.enter_context(signals.Heard())
-        self._threads = [
-            threading.Thread(target=run, daemon=True) for run in (self._hear_signals, self._talk)
-        ]
-        for thread in self._threads:
+        self._signals = self._heard or self._taken.enter_context(signals.Heard())
+        self._threads = []
+        for run in (self._hear_signals, self._talk):
+            thread = threading.Thread(target=run, daemon=True)
+            self._threads.append(thread)
             thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
         self._agreement.nudge()
+        self._signals.wake()
         for thread in self._threads:
             thread.join(_LEAVE_SECONDS)
         self._taken.close()
 
     def poll(self) -> notice_lib.Notice | None:
         """Returns what is to be done now, if anything: the same on all processes, which poll at the same points."""
+        self._progress.made()
         return self._agreement.poll()
 
     def ask(self, notice: notice_lib.Notice) -> None:
@@ -107,6 +115,7 @@ class Watch:
 
     def doing(self, what: str, **more: Any) -> None:
         """Says what this process is doing, and where it is: `step`, `steps`."""
+        self._progress.made()
         self._status.doing(what, **more)
 
     def publish(self) -> None:
@@ -133,8 +142,12 @@ class Watch:
         own = f"{self._name(self._index)}: {message}"
         with self._leaving:
             self._fail_all(own)
+            # Another process may have failed before, and this one by it.
             first = processes.bounded(self._first_failure, _LEAVE_SECONDS) or own
-            self._leave(notice_lib.FAILED, f"the first error: {first}" if first != own else "")
+            message = ""
+            if first != own:
+                message = f"the first error: {first}"
+            self._leave(notice_lib.FAILED, message)
 
     # The thread that hears signals, and that no network can hold up.
 
@@ -144,21 +157,27 @@ class Watch:
             for number in self._signals.read():
                 self._signalled(number)
             self._check_coordinator()
+            self._check_progress()
 
     def _signalled(self, number: signal.Signals) -> None:
-        where = f" on {self._name(self._index)}" if len(self._hosts) > 1 else ""
+        where = ""
+        if len(self._hosts) > 1:
+            where = f" on {self._name(self._index)}"
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
                 self._say("interrupted; what was saved before is in the work directory")
                 ends.leave(notice_lib.INTERRUPTED)
-            self.ask(notice_lib.Notice(notice_lib.STOP, f"SIGINT{where}", notice_lib.INTERRUPTED))
+            self._stop(f"SIGINT{where}", notice_lib.INTERRUPTED)
             self._say("SIGINT: saving after this step; once more leaves at once.")
         elif number not in self._numbers and not self._agreement.is_stopping:
             # Some come again and again: SIGTERM to all of a job's hosts, SIGXCPU with each second.
             self._numbers.add(number)
-            self.ask(notice_lib.Notice(notice_lib.STOP, f"{number.name}{where}"))
+            self._stop(f"{number.name}{where}")
             self._say(f"{number.name}: saving after this step.")
+
+    def _stop(self, why: str, code: int = notice_lib.PREEMPTED) -> None:
+        self.ask(notice_lib.Notice(notice_lib.STOP, why, code))
 
     def _check_coordinator(self) -> None:
         silent = self._heartbeat.unanswered()
@@ -168,6 +187,23 @@ class Watch:
                 f"host or the network is gone. {_GO_ON}"
             )
             ends.leave(notice_lib.FAILED)
+
+    def _check_progress(self) -> None:
+        doing, step = self._status.now()
+        seconds = self._progress.stalled(doing)
+        if not seconds:
+            return
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+        message = (
+            f"no progress for {seconds:.0f} s, since {since}, in {doing} at step {step}: a device, a "
+            f"collective, the data or a function of the host stands still (--step_timeout_seconds="
+            f"{self._timeouts.step})"
+        )
+        self._say(f"error: {self._name(self._index)}: {message}. {_GO_ON} What each thread is at:")
+        # The file may be none that the system knows.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            faulthandler.dump_traceback(sys.stderr)
+        self.fail(message)
 
     # The thread that talks.
 
@@ -193,14 +229,12 @@ class Watch:
         if self._agreement.is_stopping:
             return
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
-            self.ask(notice_lib.Notice(notice_lib.STOP, "the time of --stop_after has passed"))
+            self._stop("the time of --stop_after has passed")
+            return
+        file = self._directory / notice_lib.STOP_FILE
         # Where a shared disk does not answer for a moment, the next look counts.
-        elif os.path.exists(self._directory / notice_lib.STOP_FILE):
-            self.ask(
-                notice_lib.Notice(
-                    notice_lib.STOP, f"there is a file {self._directory / notice_lib.STOP_FILE}"
-                )
-            )
+        if os.path.exists(file):
+            self._stop(f"there is a file {file}")
 
     def _hear(self) -> None:
         """Speaks, and hears; not more often than it is due."""
@@ -221,7 +255,9 @@ class Watch:
 
     def _first_failure(self) -> str:
         failures = self._board.read("failed")
-        return failures[min(failures)] if failures else ""
+        if not failures:
+            return ""
+        return failures[min(failures)]
 
     def _tell(self) -> None:
         self._board.write("alive", json.dumps(self._status.row()))
@@ -250,7 +286,9 @@ class Watch:
         # JAX aborts with its client locked: where the board answers, the abort is of something else.
         if processes.bounded(lambda: self._board.read("failed"), ends.SHORT_SECONDS) is not None:
             return
-        who = f"{self._name(0)}, which coordinates," if self._index else "another process"
+        who = "another process"
+        if self._index:
+            who = f"{self._name(0)}, which coordinates,"
         with self._leaving:
             self._say(f"error: {who} is gone, or its host or network: see JAX above. {_GO_ON}")
             ends.leave(notice_lib.FAILED)
@@ -262,8 +300,10 @@ class Watch:
         """Leaves; process 0 last, since with it goes the board that the others read."""
         if message:
             self._say(message)
-        # JAX aborts whom process 0 leaves behind.
-        patience = _LEAVE_SECONDS if self._index else self._timeouts.heartbeat
+        patience = _LEAVE_SECONDS
+        if self._index == 0:
+            # JAX aborts whom process 0 leaves behind.
+            patience = self._timeouts.heartbeat
         processes.bounded(self._say_goodbye, patience)
         processes.bounded(self._write_status, _LEAVE_SECONDS)
         ends.leave(code)
@@ -279,8 +319,9 @@ class Watch:
 
     def _write_status(self) -> None:
         if self._index == 0 and self._published:
-            said = self._board.read("alive")
-            rows = [json.loads(said[i]) for i in sorted(said)]
+            texts = self._board.read("alive")
+            rows = [json.loads(texts[index]) for index in sorted(texts)]
+            # The board of one process stays empty.
             status.write(self._directory, rows or [self._status.row()])
 
     def _name(self, index: int) -> str:
@@ -288,7 +329,8 @@ class Watch:
 
     def _say(self, message: str) -> None:
         for stream in (sys.stderr, self._console):
-            # The terminal may be gone, which must not keep a run from saving.
-            with contextlib.suppress(OSError, ValueError):
-                if stream is not None:
+            # Python has None for a stream that was closed at the start.
+            if stream is not None:
+                # The terminal may be gone, which must not keep a run from saving.
+                with contextlib.suppress(OSError, ValueError):
                     print(message, file=stream, flush=True)

@@ -1,9 +1,10 @@
 """The charts of a report, and the lines in each: no drawing yet."""
 
+import collections
 import dataclasses
 import functools
-import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -12,8 +13,8 @@ import numpy as np
 from xshard.report import runs as runs_lib
 
 LEARNING, UPDATES, SPEED = "Training and evaluation", "Updates", "Speed"
-_UPDATES = ("loss_scale", "skipped", "gradient_norm", "parameter_norm")
-_NO_CHART = ("global_step", "perf/time", "perf/seconds")
+_UPDATES = ("loss_scale", "skipped", "gradient_norm", "parameter_norm", "learning_rate")
+_NO_CHART = {"global_step", "epoch", "perf/time", "perf/seconds"}
 _DASHES = {
     "training": "solid",
     "evaluation": "dash",
@@ -59,25 +60,30 @@ class Chart:
         """The part of the page that it is in."""
         if self.name.startswith("perf/"):
             return SPEED
-        return UPDATES if self.name in _UPDATES else LEARNING
+        return UPDATES if _of_learner(self.name) in _UPDATES else LEARNING
 
     @property
     def is_log(self) -> bool:
         """Tells an axis of factors, as the loss scale's."""
-        return self.name == "loss_scale" or self.name.endswith("_norm")
+        return _of_learner(self.name) == "loss_scale" or self.name.endswith("_norm")
 
     @property
     def is_smoothed(self) -> bool:
         """Tells noisy curves from those that go in steps."""
-        return self.name not in ("loss_scale", "skipped")
+        return _of_learner(self.name) not in ("loss_scale", "skipped", "learning_rate")
+
+
+def _of_learner(name: str) -> str:
+    """The name of a metric without that of its learner, where there are several."""
+    return name.rpartition("/")[2]
 
 
 def charts(runs: Sequence[runs_lib.Run]) -> list[Chart]:
     """All charts of runs, in the order of the page."""
-    lines: dict[str, list[Line]] = {}
+    lines = collections.defaultdict(list)
     for number, run in enumerate(runs):
         for metric, line in _lines(number, run):
-            lines.setdefault(metric, []).append(line)
+            lines[metric].append(line)
     families = seeds(runs)
     drawn = [Chart(metric, _with_means(own, families)) for metric, own in lines.items()]
     sections = (LEARNING, UPDATES, SPEED)
@@ -101,12 +107,17 @@ def smooth(values: np.ndarray, weight: float) -> np.ndarray:
       values: shape [rows].
       weight: of what came before, from 0 to less than 1.
     """
-    known = np.isfinite(values)
-    blend = lambda total, value: weight * total + (1 - weight) * value
-    totals = list(itertools.accumulate(values[known].tolist(), blend, initial=0.0))[1:]
-    averages = np.full(len(values), np.nan)
-    averages[known] = np.array(totals) / (1 - weight ** np.arange(1, len(totals) + 1))
-    return averages
+    averages = []
+    total = total_weight = 0.0
+    for value in values.tolist():
+        if not math.isfinite(value):
+            averages.append(math.nan)
+            continue
+        total = weight * total + (1 - weight) * value
+        # Less than 1 at first, when there is little that came before.
+        total_weight = weight * total_weight + (1 - weight)
+        averages.append(total / total_weight)
+    return np.array(averages)
 
 
 def thin(values: np.ndarray, parts: int) -> np.ndarray:
@@ -120,11 +131,13 @@ def thin(values: np.ndarray, parts: int) -> np.ndarray:
     if rows <= 2 * parts:
         return np.arange(rows)
     kept = {0, rows - 1}
-    for index in np.array_split(np.arange(rows), parts):
-        known = index[np.isfinite(values[index])]
-        ends = (known[values[known].argmin()], known[values[known].argmax()]) if len(known) else ()
-        # A part without a finite value stays a gap.
-        kept.update(ends or index[:1])
+    for part in np.array_split(np.arange(rows), parts):
+        known = part[np.isfinite(values[part])]
+        if len(known):
+            kept |= {known[values[known].argmin()], known[values[known].argmax()]}
+        else:
+            # So that the part stays a gap.
+            kept.add(part[0])
     return np.array(sorted(kept))
 
 
@@ -135,40 +148,52 @@ def _lines(number: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
         (run.evaluation, "evaluation", "lines+markers"),
         (run.separate, "evaluation job", "markers"),
     ):
-        for name, (steps, values) in columns.items():
+        # In an order that all charts have in common, since a line's place in a chart gives it its colour.
+        for name in sorted(columns, key=lambda name: _variants(name)[0]):
+            steps, values = columns[name]
             variants, metric = _variants(name)
-            if metric in _NO_CHART or re.fullmatch("perf/.*_seconds", metric):
+            is_drawn = _NO_CHART.isdisjoint((metric, _of_learner(metric)))
+            if not is_drawn or re.fullmatch("perf/.*_seconds", metric):
                 continue
-            what = f"{judge}, {variants}" if variants else judge
             dash = _DASHES.get(variants or judge, "dash")
-            for group, own in enumerate(values.T):
-                of = f", group {group}" if len(values.T) > 1 else ""
-                yield metric, Line((number,), f"{what}{of}", steps, own, dash, mode)
+            what = f"{judge}, {variants}" if variants else judge
+            groups = values.shape[1]
+            for group in range(groups):
+                of_group = f"{what}, group {group}" if groups > 1 else what
+                yield metric, Line((number,), of_group, steps, values[:, group], dash, mode)
 
 
 def _with_means(lines: list[Line], families: list[int]) -> list[Line]:
-    """The lines, and of runs that differ in their seeds the mean at the steps that all of them have."""
-    together: dict[tuple[int, str], list[Line]] = {}
+    """The lines, and before those of runs that differ in their seeds their mean."""
+    alike = collections.defaultdict(list)
     for line in lines:
-        together.setdefault((families[line.runs[0]], line.what), []).append(line)
+        alike[families[line.runs[0]], line.what].append(line)
     drawn = []
-    for own in together.values():
-        steps = functools.reduce(np.intersect1d, [line.steps for line in own])
-        if len(own) > 1 and len(steps):
-            values = np.stack([line.values[np.isin(line.steps, steps)] for line in own])
-            drawn.append(
-                dataclasses.replace(
-                    own[0],
-                    runs=tuple(line.runs[0] for line in own),
-                    steps=steps,
-                    # Not finite where any of them is not: a mean of the others would hide it.
-                    values=(values / len(own)).sum(axis=0),
-                    band=(values.min(axis=0), values.max(axis=0)),
-                )
-            )
-            own = [dataclasses.replace(line, is_member=True) for line in own]
-        drawn += own
+    for members in alike.values():
+        mean = _mean(members)
+        if mean is None:
+            drawn += members
+        else:
+            drawn.append(mean)
+            drawn += [dataclasses.replace(line, is_member=True) for line in members]
     return drawn
+
+
+def _mean(lines: list[Line]) -> Line | None:
+    """The mean of several lines at the steps that all of them have; None if there is no such step."""
+    steps = functools.reduce(np.intersect1d, [line.steps for line in lines])
+    if len(lines) == 1 or not len(steps):
+        return None
+    values = np.stack([line.values[np.isin(line.steps, steps)] for line in lines])
+    return dataclasses.replace(
+        lines[0],
+        runs=tuple(line.runs[0] for line in lines),
+        steps=steps,
+        # Not finite where any of them is not: a mean of the others would hide it. Divided before it is summed,
+        # since a sum of the largest numbers is not finite.
+        values=(values / len(lines)).sum(axis=0),
+        band=(values.min(axis=0), values.max(axis=0)),
+    )
 
 
 def _variants(name: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Draws charts with plotly. All text from files is escaped here: plotly takes it as HTML."""
 
+import collections
 import html
 import math
 from collections.abc import Sequence
@@ -13,6 +14,10 @@ from xshard.report import charts
 from xshard.report import runs as runs_lib
 
 WEIGHTS = (0.0, 0.6, 0.9, 0.97, 0.99)
+# The number of the weight that is shown first.
+_LEVEL = 1
+# The opacity of what stands behind an average or a mean.
+_FAINT = 0.35
 # Parts of all curves of a chart together, of each of which two rows are drawn, and of any curve at least.
 _PARTS, _FEWEST_PARTS = 2000, 100
 # Marks in a chart of what may be in every row.
@@ -34,22 +39,30 @@ def figure(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> go.Figure:
     """Draws a chart, with a slider for its smoothing."""
     families = charts.seeds(runs)
     traces: list[dict[str, Any]] = []
+    # By the numbers of their traces: the averages of a line, with each weight.
     averages: dict[int, list[Any]] = {}
     for number, line in enumerate(chart.lines):
-        kept = charts.thin(line.values, parts(chart))
-        is_smoothed = chart.is_smoothed and line.mode == "lines" and not line.is_member
         shade = colour(families[line.runs[0]] if len(runs) > 1 else number)
+        kept = charts.thin(line.values, parts(chart))
         base = _base(line, runs, shade) | {"x": line.steps[kept].tolist()}
-        is_faint = line.is_member or is_smoothed
-        traces += _band(line, base)
-        traces.append(base | {"y": _listed(line.values[kept]), "opacity": 0.35 if is_faint else 1})
-        if is_smoothed:
-            traces[-1] |= {"name": f"{base['name']}, unsmoothed", "showlegend": False}
+        rows = base | {"y": _listed(line.values[kept])}
+        if line.band is not None:
+            traces.append(_band(line, line.band, base))
+        if line.is_member:
+            traces.append(rows | {"opacity": _FAINT})
+        elif chart.is_smoothed and line.mode == "lines":
+            name = f"{base['name']}, unsmoothed"
+            traces.append(rows | {"opacity": _FAINT, "name": name, "showlegend": False})
             levels = [_listed(charts.smooth(line.values, weight)[kept]) for weight in WEIGHTS]
             averages[len(traces)] = levels
-            traces.append(base | {"y": levels[1], "line": base["line"] | {"width": 2.5}})
-        traces += _crosses(line, base)
-    layout = _layout(chart, runs) | ({"sliders": [_slider(averages)]} if averages else {})
+            traces.append(base | {"y": levels[_LEVEL], "line": base["line"] | {"width": 2.5}})
+        else:
+            traces.append(rows)
+        if np.isnan(line.values).any():
+            traces.append(_crosses(line, base))
+    layout = _layout(chart, runs)
+    if averages:
+        layout["sliders"] = [_slider(averages)]
     return go.Figure(traces, layout)
 
 
@@ -60,33 +73,47 @@ def parts(chart: charts.Chart) -> int:
 
 def bars(runs: Sequence[runs_lib.Run]) -> go.Figure | None:
     """Shares of the time of each run's processes; None if they were not recorded."""
-    known = [(run.name, [start.parts for start in run.starts if start.parts]) for run in runs]
-    known = [(name, starts) for name, starts in known if starts]
+    # The seconds of each part of each run.
+    spent: dict[str, collections.Counter[str]] = {}
+    for run in runs:
+        for start in run.starts:
+            if start.parts:
+                spent.setdefault(run.name, collections.Counter()).update(start.parts)
+    if not spent:
+        return None
     traces = []
     for number, part in enumerate(runs_lib.PARTS):
-        seconds = [sum(start.get(part, 0.0) for start in starts) for _, starts in known]
-        totals = [sum(sum(start.values()) for start in starts) for _, starts in known]
-        trace: dict[str, Any] = {"type": "bar", "orientation": "h", "name": part}
-        trace["x"] = [s / max(total, 1e-12) for s, total in zip(seconds, totals, strict=True)]
-        trace["y"] = [text(name) for name, _ in known]
-        trace["text"] = [show.duration(s) for s in seconds]
-        trace |= {"hovertemplate": "%{x:.1%}: %{text}", "marker": {"color": colour(number)}}
+        shares = [seconds[part] / max(seconds.total(), 1e-12) for seconds in spent.values()]
+        trace = {
+            "type": "bar",
+            "orientation": "h",
+            "name": part,
+            "x": shares,
+            "y": [text(name) for name in spent],
+            "text": [show.duration(seconds[part]) for seconds in spent.values()],
+            "hovertemplate": "%{x:.1%}: %{text}",
+            "marker": {"color": colour(number)},
+        }
         traces.append(trace)
     layout = {
         "template": go.layout.Template(),
         "barmode": "stack",
-        "height": 160 + 30 * len(known),
+        "height": 160 + 30 * len(spent),
         "xaxis": {"tickformat": ".0%"},
         "yaxis": {"type": "category", "autorange": "reversed", "automargin": True},
     }
-    return go.Figure(traces, layout) if known else None
+    return go.Figure(traces, layout)
 
 
 def _base(line: charts.Line, runs: Sequence[runs_lib.Run], shade: str) -> dict[str, Any]:
     """Returns all that the traces of one line have in common."""
-    names = [runs[index].name for index in line.runs]
-    label = names[0] if len(names) == 1 else f"mean of {len(names)} seeds ({names[0]}, …)"
-    name = text(f"{label}: {line.what}" if len(runs) > 1 else line.what)
+    label = line.what
+    if len(runs) > 1:
+        run = runs[line.runs[0]].name
+        count = len(line.runs)
+        of_runs = f"mean of {count} seeds ({run}, …)" if count > 1 else run
+        label = f"{of_runs}: {line.what}"
+    name = text(label)
     return {
         "type": "scatter",
         "mode": line.mode,
@@ -98,34 +125,49 @@ def _base(line: charts.Line, runs: Sequence[runs_lib.Run], shade: str) -> dict[s
     }
 
 
-def _band(line: charts.Line, base: dict[str, Any]) -> list[dict[str, Any]]:
+def _band(
+    line: charts.Line, band: tuple[np.ndarray, np.ndarray], base: dict[str, Any]
+) -> dict[str, Any]:
     """The area from the least to the greatest of the runs that a mean is of, with gaps as the mean's."""
-    if line.band is None:
-        return []
-    low, high = line.band
+    low, high = band
     x: list[Any] = []
     y: list[Any] = []
     for piece in np.ma.clump_unmasked(np.ma.masked_invalid(low)):
-        # Of few enough rows, by their extremes.
-        lowest, highest = (piece.start + charts.thin(edge[piece], _MARKS) for edge in (low, high))
-        x += [*line.steps[lowest].tolist(), *line.steps[highest][::-1].tolist(), None]
-        y += [*low[lowest].tolist(), *high[highest][::-1].tolist(), None]
-    shape = {"x": x, "y": y, "mode": "lines", "fill": "toself", "opacity": 0.2}
-    hidden = {"line": {"width": 0, "color": base["line"]["color"]}, "hoverinfo": "skip"}
-    return [base | shape | hidden | {"showlegend": False}]
+        # Along the lower edge and back along the upper one; of few enough rows, by their extremes.
+        lowest = piece.start + charts.thin(low[piece], _MARKS)
+        highest = piece.start + charts.thin(high[piece], _MARKS)[::-1]
+        x += [*line.steps[lowest].tolist(), *line.steps[highest].tolist(), None]
+        y += [*low[lowest].tolist(), *high[highest].tolist(), None]
+    return base | {
+        "x": x,
+        "y": y,
+        "mode": "lines",
+        "fill": "toself",
+        "opacity": 0.2,
+        "line": {"width": 0, "color": base["line"]["color"]},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
 
 
-def _crosses(line: charts.Line, base: dict[str, Any]) -> list[dict[str, Any]]:
+def _crosses(line: charts.Line, base: dict[str, Any]) -> dict[str, Any]:
     """Marks rows that are not finite, at the height of the last finite row before each."""
-    known, lost = np.flatnonzero(np.isfinite(line.values)), np.flatnonzero(np.isnan(line.values))
-    if not len(lost):
-        return []
+    lost = np.flatnonzero(np.isnan(line.values))
     lost = lost[:: math.ceil(len(lost) / _MARKS)]
-    before = np.maximum(np.searchsorted(known, lost) - 1, 0)
-    heights = line.values[known[before]] if len(known) else np.ones(len(lost))
-    cross = {"mode": "markers", "x": line.steps[lost].tolist(), "y": heights.tolist()}
-    cross |= {"marker": {"symbol": "x", "size": 9, "color": _RED}, "showlegend": False}
-    return [base | cross | {"hovertemplate": "not finite"}]
+    known = np.flatnonzero(np.isfinite(line.values))
+    heights = np.ones(len(lost))
+    if len(known):
+        # The first finite row for those that have none before them.
+        before = np.maximum(np.searchsorted(known, lost) - 1, 0)
+        heights = line.values[known[before]]
+    return base | {
+        "mode": "markers",
+        "x": line.steps[lost].tolist(),
+        "y": heights.tolist(),
+        "marker": {"symbol": "x", "size": 9, "color": _RED},
+        "showlegend": False,
+        "hovertemplate": "not finite",
+    }
 
 
 def _slider(averages: dict[int, list[Any]]) -> dict[str, Any]:
@@ -133,24 +175,31 @@ def _slider(averages: dict[int, list[Any]]) -> dict[str, Any]:
     steps = []
     for level, weight in enumerate(WEIGHTS):
         values = [levels[level] for levels in averages.values()]
-        step = {"method": "restyle", "label": f"{weight:g}", "args": [{"y": values}, [*averages]]}
-        steps.append(step)
-    shown = {"prefix": "smoothing (weight of what came before): "}
-    return {"steps": steps, "active": 1, "currentvalue": shown, "pad": {"t": 35}}
+        arguments = [{"y": values}, list(averages)]
+        steps.append({"method": "restyle", "label": f"{weight:g}", "args": arguments})
+    return {
+        "steps": steps,
+        "active": _LEVEL,
+        "currentvalue": {"prefix": "smoothing (weight of what came before): "},
+        "pad": {"t": 35},
+    }
 
 
 def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]:
-    shown = {index for line in chart.lines for index in line.runs}
-    restarts = sorted({start.first for index in shown for start in runs[index].starts[1:]})
-    dashes = {"type": "line", "yref": "paper", "y0": 0, "y1": 1}
-    dashes["line"] = {"color": "gray", "width": 1, "dash": "dot"}
-    kinds = ("linear", "log")
-    changes = [{"yaxis.type": kind, "yaxis.autorange": True} for kind in kinds]
-    buttons = [
-        {"method": "relayout", "label": kind, "args": [change]}
-        for kind, change in zip(kinds, changes, strict=True)
-    ]
-    menu = {"type": "buttons", "buttons": buttons, "active": int(chart.is_log), "direction": "left"}
+    buttons = []
+    for kind in ("linear", "log"):
+        change = {"yaxis.type": kind, "yaxis.autorange": True}
+        buttons.append({"method": "relayout", "label": kind, "args": [change]})
+    menu = {
+        "type": "buttons",
+        "buttons": buttons,
+        "active": int(chart.is_log),
+        "direction": "left",
+        "x": 0,
+        "xanchor": "left",
+        "y": 1.02,
+        "yanchor": "bottom",
+    }
     return {
         # Without plotly's own template, which is as long as many a chart.
         "template": go.layout.Template(),
@@ -165,9 +214,20 @@ def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]
             "hoverformat": ".6~g",
             "automargin": True,
         },
-        "updatemenus": [menu | {"x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}],
-        "shapes": [dashes | {"x0": step, "x1": step} for step in restarts[-_MARKS:]],
+        "updatemenus": [menu],
+        "shapes": _restarts(chart, runs),
     }
+
+
+def _restarts(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> list[dict[str, Any]]:
+    """Dotted lines at the first step of each process but the first."""
+    shown = {number for line in chart.lines for number in line.runs}
+    steps = {start.first for number in shown for start in runs[number].starts[1:]}
+    dotted = {"color": "gray", "width": 1, "dash": "dot"}
+    return [
+        {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step, "line": dotted}
+        for step in sorted(steps)[-_MARKS:]
+    ]
 
 
 def _listed(values: np.ndarray) -> list[float | None]:

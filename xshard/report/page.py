@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 import plotly.io
 import plotly.offline
 
-from xshard.report import charts, figures, tables
+from xshard.files import workdir
+from xshard.report import charts, figures, gallery, tables
 from xshard.report import runs as runs_lib
 
 # Nothing may leave the page: plotly has a button that would upload a chart.
@@ -24,13 +25,14 @@ _PAGE = string.Template("""<!DOCTYPE html>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em }
 .scroll { overflow-x: auto }
-table { border-collapse: collapse; font-size: 14px }
-td { border-left: 5px solid transparent; overflow-wrap: anywhere }
+table { border-collapse: collapse; font-size: 14px; width: max-content }
+td { border-left: 5px solid transparent; max-width: 40em; overflow-wrap: anywhere }
 th, td { border-bottom: 1px solid #ddd; padding: .25em .7em; text-align: left; vertical-align: top }
 .best { font-weight: bold }
 .done, .running { color: #177a2d }
 .failed, .alarm { color: #c1121f; font-weight: bold }
 .stopped, .silent, .unknown, .notes { color: #8a5a00 }
+pre { overflow-x: auto }
 .alarm { border: 2px solid; padding: .5em 1em }
 </style>
 <script>$plotly</script>
@@ -46,16 +48,21 @@ $sections
 </body>
 </html>
 """)
-_REPEAT = """# repeat.py
+_REPEAT = f"""# repeat.py
 import json
 import ml_collections
 
 def get_config(path):
     with open(path) as file:
         config = json.load(file)
-    config.pop("_run", None)  # A run of its own.
+    config.pop("{workdir.IDENTITY}", None)  # A run of its own.
     return ml_collections.ConfigDict(config)
 """
+_REPEAT_EXPLANATION = (
+    "The command of a run is not recorded. With this file, which takes a run's config from its work "
+    "directory, the command below begins the same run in another directory. Add the flags that are no part "
+    "of the config, such as --cpu_devices and --init_from."
+)
 # A forged file may have any number of names.
 _CHARTS = 200
 _CONFIG = {
@@ -68,49 +75,50 @@ _CONFIG = {
 
 def build(runs: Sequence[runs_lib.Run]) -> str:
     """Makes the page on runs, of which there is one or more."""
-    drawn = charts.charts(runs)
-    sections: dict[str, list[str]] = {}
-    for number, chart in enumerate(drawn[:_CHARTS]):
-        html = _figure(chart.name, figures.figure(chart, runs), number, _captions(chart))
-        sections.setdefault(chart.section, []).append(html)
-    shares = figures.bars(runs)
-    if shares is not None:
+    all_charts = charts.charts(runs)
+    sections: dict[str, str] = {}
+    for number, chart in enumerate(all_charts[:_CHARTS]):
+        drawing = _figure(chart.name, figures.figure(chart, runs), number, _captions(chart))
+        sections[chart.section] = sections.get(chart.section, "") + drawing
+    bars = figures.bars(runs)
+    if bars is not None:
         captions = ["All processes of a run together, each up to its last row."]
-        sections["Where the time went"] = [_figure("Shares", shares, len(drawn), captions)]
-    sections["Checkpoints"] = [tables.checkpoints(runs)]
-    sections["Config"] = [tables.config(runs)]
-    sections["To run it again"] = [_repeat(runs)]
+        sections["Where the time went"] = _figure("Shares", bars, len(all_charts), captions)
+    shown = gallery.gallery(runs)
+    if shown:
+        sections["Samples"] = shown
+    sections["Checkpoints"] = tables.checkpoints(runs)
+    sections["Config"] = tables.config(runs)
+    sections["To run it again"] = _repeat(runs[0])
+    title = f"{len(runs)} runs" if len(runs) > 1 else runs[0].name
     experiments = dict.fromkeys(str(run.config.get("experiment", "")) for run in runs)
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
-    if len(drawn) > _CHARTS:
-        notes.append(f"{len(drawn) - _CHARTS} charts are left out: the rows have too many names.")
     alarms = [f"{run.name}: {run.doing}" for run in runs if run.state == "failed"]
+    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
+    left_out = len(all_charts) - _CHARTS
+    if left_out > 0:
+        notes.append(f"{left_out} charts are left out: the rows have too many names.")
     return _PAGE.substitute(
-        title=figures.text(f"{len(runs)} runs" if len(runs) > 1 else runs[0].name),
+        title=figures.text(title),
         plotly=plotly.offline.get_plotlyjs(),
         subtitle=figures.text(f"{', '.join(experiments)} · as of {now}"),
         alarms=_paragraphs("alarm", alarms),
         summary=tables.comparison(runs),
         notes=_paragraphs("notes", notes),
-        sections="\n".join(f"<h2>{name}</h2>\n{''.join(s)}" for name, s in sections.items()),
+        sections="\n".join(f"<h2>{name}</h2>\n{content}" for name, content in sections.items()),
     )
 
 
-def _repeat(runs: Sequence[runs_lib.Run]) -> str:
+def _repeat(run: runs_lib.Run) -> str:
     """Says how to begin a run again."""
-    config = f"--config=repeat.py:{runs[0].path / 'config.json'}"
+    config = f"--config=repeat.py:{run.path / 'config.json'}"
     command = shlex.join(["python", "-m", "xshard.main", config, "--workdir=runs/again"])
-    words = [
-        "The command of a run is not recorded. With this file, which takes a run's config from its work "
-        "directory, the command below begins the same run in another directory. Add the flags that are no part "
-        "of the config, such as --cpu_devices and --init_from."
-    ]
-    return f"{_paragraphs('', words)}\n<pre>{_REPEAT}</pre>\n<pre>{figures.text(command)}</pre>"
+    explanation = _paragraphs("", [_REPEAT_EXPLANATION])
+    return f"{explanation}\n<pre>{_REPEAT}</pre>\n<pre>{figures.text(command)}</pre>"
 
 
-def _paragraphs(kind: str, words: Sequence[str]) -> str:
-    return "\n".join(f'<p class="{kind}">{figures.text(paragraph)}</p>' for paragraph in words)
+def _paragraphs(kind: str, texts: Sequence[str]) -> str:
+    return "\n".join(f'<p class="{kind}">{figures.text(content)}</p>' for content in texts)
 
 
 def _figure(title: str, figure: go.Figure, number: int, captions: Sequence[str]) -> str:
@@ -128,9 +136,12 @@ def _figure(title: str, figure: go.Figure, number: int, captions: Sequence[str])
 def _captions(chart: charts.Chart) -> list[str]:
     """Says how a chart is drawn, and what it cannot show."""
     captions = []
-    values = np.concatenate([line.values for line in chart.lines if line.band is None])
-    lost, low = np.count_nonzero(np.isnan(values)), np.count_nonzero(values <= 0)
-    if any(line.band for line in chart.lines):
+    # What a mean lacks its members lack.
+    rows = [line for line in chart.lines if line.band is None]
+    values = np.concatenate([line.values for line in rows])
+    lost = np.count_nonzero(np.isnan(values))
+    low = np.count_nonzero(values <= 0)
+    if len(rows) < len(chart.lines):
         captions.append(
             "A band goes from the least to the greatest of runs that differ only in their seeds, around "
             "their mean, at the steps that all of them have."
@@ -139,6 +150,6 @@ def _captions(chart: charts.Chart) -> list[str]:
         captions.append(f"{lost} values are not finite: red crosses, as high as the row before.")
     if low and chart.is_log:
         captions.append(f"{low} values are not above 0, which a log scale cannot show: gaps.")
-    if max(len(line.steps) for line in chart.lines) > 2 * figures.parts(chart):
+    if max(len(line.steps) for line in rows) > 2 * figures.parts(chart):
         captions.append("Of long curves the least and the greatest row of each part are drawn.")
     return captions

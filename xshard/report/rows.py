@@ -1,8 +1,9 @@
 """The rows of a metrics.jsonl as columns, one for each name."""
 
-import itertools
+import collections
 import math
 import pathlib
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ class Column(NamedTuple):
 
 Columns = dict[str, Column]
 # The steps of the rows that have a name, and what they have under it.
-_Values = dict[str, tuple[list[int], list[Any]]]
+_Table = collections.defaultdict[str, tuple[list[int], list[Any]]]
 
 
 class Rows(NamedTuple):
@@ -37,19 +38,38 @@ class Rows(NamedTuple):
 
 def read(path: pathlib.Path) -> Rows:
     """Reads a file, which a run may be writing; a file that is not there has no rows."""
-    training: _Values = {}
-    evaluation: _Values = {}
+    training: _Table = collections.defaultdict(lambda: ([], []))
+    evaluation: _Table = collections.defaultdict(lambda: ([], []))
     notes: list[str] = []
     for step, row in _rows(path, notes):
         is_evaluation = any(name.startswith(_EVALUATION) for name in row)
         table = evaluation if is_evaluation else training
         for name, value in row.items():
-            steps, values = table.setdefault(name, ([], []))
+            steps, values = table[name]
             steps.append(step)
             values.append(value)
-    judged = _columns(evaluation, path.name, notes)
-    judged = {name.removeprefix(_EVALUATION): column for name, column in judged.items()}
-    return Rows(_columns(training, path.name, notes), judged, notes)
+    evaluated = {
+        name.removeprefix(_EVALUATION): column
+        for name, column in _columns(evaluation, path.name, notes).items()
+    }
+    return Rows(_columns(training, path.name, notes), evaluated, notes)
+
+
+def newest_samples(path: pathlib.Path, most: int, notes: list[str]) -> list[dict[str, Any]]:
+    """The newest rows of a file of samples, at most so many, by ascending steps; each step once.
+
+    Args:
+      path: the file, which need not be there, and which a run may be writing.
+      most: how many.
+      notes: takes what is to be said of it.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for step, row in _rows(path, notes):
+        # Of two rows of a step the later one counts.
+        rows[step] = {"step": step, **row}
+        if len(rows) > most:
+            del rows[min(rows)]
+    return [rows[step] for step in sorted(rows)]
 
 
 def numbers_of(values: Any) -> dict[str, list[float]]:
@@ -74,11 +94,14 @@ def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[tuple[int, dict[str,
                 yield step, row
     except errors.UserError as e:
         notes.append(str(e))
+    # A run that is writing has not come to the end of its last line yet: that is no damage.
     if not ends_whole and number in damaged:
         damaged.remove(number)
         notes.append(f"The last line of {path.name} is cut off, or being written: it is left out.")
     if damaged:
-        lines = ", ".join(map(str, damaged[:5])) + (", …" if len(damaged) > 5 else "")
+        lines = ", ".join(map(str, damaged[:5]))
+        if len(damaged) > 5:
+            lines += ", …"
         notes.append(f"{path.name}: {len(damaged)} lines are no rows and left out (line {lines}).")
 
 
@@ -90,42 +113,39 @@ def _step(value: Any) -> int | None:
         return None
 
 
-def _columns(table: _Values, file: str, notes: list[str]) -> Columns:
+def _columns(table: _Table, file: str, notes: list[str]) -> Columns:
     columns = {}
-    for name, (steps, values) in table.items():
-        column = _column(steps, values)
+    for name, (all_steps, all_values) in table.items():
+        # Of two rows of a step the later one counts: the step was made again.
+        steps, last = np.unique(np.array(all_steps, np.int64)[::-1], return_index=True)
+        values = [all_values[-1 - index] for index in last.tolist()]
+        kept, array = _array(values)
         name = show.printable(name)
-        lost = len(set(steps)) - len(column.steps)
+        lost = len(values) - len(array)
         if lost:
             notes.append(
                 f"{file}: {lost} values of '{name}' are no numbers, or for another number of groups "
                 "than the last one, and left out."
             )
-        if len(column.steps):
-            columns[name] = column
+        if len(array):
+            columns[name] = Column(steps[kept], np.where(np.isfinite(array), array, np.nan))
     return columns
 
 
-def _column(steps: list[int], values: list[Any]) -> Column:
-    """The column of what is as the last value: a number, or a list of as many."""
-    # Of two rows of a step the later one counts: it was made again.
-    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
-        by_step = dict(zip(steps, values, strict=True))
-        steps = sorted(by_step)
-        values = [by_step[step] for step in steps]
+def _array(values: list[Any]) -> tuple[slice | list[int], np.ndarray]:
+    """The numbers of those values that are like the last one, [rows, groups], and which values they are."""
+    # Most columns are plain numbers, and there may be millions of them: without a call for each.
+    # NumPy has nan for None.
+    if set(map(type, values)) <= {float, types.NoneType}:
+        return slice(None), np.array(values, np.float64)[:, np.newaxis]
     numbers = [_numbers(value) for value in values]
     groups = len(numbers[-1])
     kept = [index for index, row in enumerate(numbers) if groups and len(row) == groups]
-    array = np.array([numbers[index] for index in kept], np.float64)
-    array = np.where(np.isfinite(array), array, np.nan)
-    return Column(np.array([steps[index] for index in kept], np.int64), array)
+    return kept, np.array([numbers[index] for index in kept], np.float64)
 
 
 def _numbers(value: Any) -> list[float]:
     """The numbers of all groups, nan for null; none if it is something else."""
-    # Most are plain numbers, and there may be millions of them.
-    if type(value) is float:
-        return [value]
     numbers = value if isinstance(value, list) else [value]
     if not all(number is None or isinstance(number, int | float) for number in numbers):
         return []

@@ -4,7 +4,7 @@ import itertools
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,8 @@ from xshard.report import rows as rows_lib
 # Parts of a process's seconds, in the order in which they are shown; what is in none of them comes last.
 PARTS = ("training", "data", "checkpoint", "evaluation", "start", "other")
 _CHECKPOINT_SECONDS = 30.0
-_LARGEST = 1 << 62
+# A page of more would be too large to be looked at.
+_SAMPLES = 10
 
 
 class Start(NamedTuple):
@@ -52,6 +53,7 @@ class Run(NamedTuple):
       starts: its processes, one after the other; empty if their seconds were not recorded.
       state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'; `doing` is the same in words.
       results: the final evaluation; empty if it has not been made.
+      samples: the newest rows of samples, as `xshard.samples` has them, by ascending steps.
     """
 
     path: pathlib.Path
@@ -63,14 +65,11 @@ class Run(NamedTuple):
     starts: list[Start]
     state: str
     doing: str
-    step: int | None
+    step: float | None
     results: dict[str, list[float]]
     checkpoints: Checkpoints
+    samples: list[dict[str, Any]]
     notes: list[str]
-
-
-# Waits for what is known of checkpoints, until a time of the monotonic clock.
-_Answer = Callable[[float], Checkpoints]
 
 
 def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) -> list[Run]:
@@ -84,8 +83,8 @@ def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) 
       UserError: if any of them is no run's directory; all such are named.
     """
     unique: dict[pathlib.Path, pathlib.Path] = {}
-    for path in paths:
-        unique.setdefault(pathlib.Path(path).resolve(), pathlib.Path(path).absolute())
+    for path in map(pathlib.Path, paths):
+        unique.setdefault(path.resolve(), path.absolute())
     directories = list(unique.values())
     configs, problems = [], []
     for directory in directories:
@@ -96,60 +95,86 @@ def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) 
     if problems:
         raise errors.UserError("\n".join(problems))
     deadline = time.monotonic() + checkpoint_seconds
-    answers = [_ask(*pair) for pair in zip(directories, configs, strict=True)]
-    parts = zip(directories, _names(directories), configs, answers, strict=True)
-    return [_run(*part, deadline) for part in parts]
+    # All places are asked before the first answer is waited for.
+    readers = [
+        _CheckpointReader(directory, config.get("checkpoint.directory"))
+        for directory, config in zip(directories, configs, strict=True)
+    ]
+    parts = zip(directories, _names(directories), configs, readers, strict=True)
+    return [
+        _run(directory, name, config, reader.wait(deadline))
+        for directory, name, config, reader in parts
+    ]
 
 
-def _ask(directory: pathlib.Path, config: dict[str, Any]) -> _Answer:
-    """Looks at checkpoints in a thread of its own, since an object store may not answer for long."""
-    elsewhere = config.get("checkpoint.directory")
-    place = str(elsewhere or directory / "checkpoints")
-    answers: list[Checkpoints] = []
+class _CheckpointReader:
+    """Looks at a run's checkpoints in a thread of its own: an object store may not answer for long."""
 
-    def look() -> None:
+    def __init__(self, directory: pathlib.Path, elsewhere: str | None):
+        self._place = str(elsewhere or directory / "checkpoints")
+        # A run that has not begun to save has no such directory, and that is no error.
+        self._may_lack = not elsewhere
+        self._result = Checkpoints(self._place, [], {}, "it has not answered in time")
+        # The program does not wait for it when it ends.
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def wait(self, deadline: float) -> Checkpoints:
+        """The checkpoints, or why they are not known, at a time of the monotonic clock."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return self._result
+
+    def _read(self) -> None:
         try:
-            is_there = elsewhere or pathlib.Path(place).is_dir()
-            catalog = checkpoint.read_catalog(place) if is_there else ([], {})
-            answers.append(Checkpoints(place, *catalog, ""))
+            if self._may_lack and not pathlib.Path(self._place).is_dir():
+                self._result = Checkpoints(self._place, [], {}, "")
+            else:
+                self._result = Checkpoints(self._place, *checkpoint.read_catalog(self._place), "")
         except Exception as e:
             # Whatever it is, the rest of the page does not depend on it.
-            answers.append(Checkpoints(place, [], {}, str(e) or type(e).__name__))
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-
-    def wait(deadline: float) -> Checkpoints:
-        thread.join(max(0.0, deadline - time.monotonic()))
-        return answers[0] if answers else Checkpoints(place, [], {}, "it has not answered in time")
-
-    return wait
+            self._result = Checkpoints(self._place, [], {}, str(e) or type(e).__name__)
 
 
-def _run(
-    path: pathlib.Path, name: str, config: dict[str, Any], answer: _Answer, deadline: float
-) -> Run:
+def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Checkpoints) -> Run:
     rows = rows_lib.read(path / "metrics.jsonl")
     separate = rows_lib.read(path / "eval" / "metrics.jsonl")
     notes = [*rows.notes, *(f"eval/: {note}" for note in separate.notes)]
-    results = _json(path / workdir.RESULTS, dict, notes)
-    processes = [row for row in _json(path / status.FILE, list, notes) if isinstance(row, dict)]
+    results: dict[str, Any] = {}
+    processes: list[dict[str, Any]] = []
+    try:
+        results = jsonfile.read_if_exists(path / workdir.RESULTS) or {}
+    except errors.UserError as e:
+        notes.append(str(e))
+    try:
+        processes = status.read_if_exists(path) or []
+    except errors.UserError as e:
+        notes.append(str(e))
     columns = [*rows.training.values(), *rows.evaluation.values()]
-    last = max((int(column.steps[-1]) for column in columns), default=None)
     if not columns:
         notes.append("no metrics yet.")
+    # Rows may be older than what the process said last, or a result than a run that goes on.
+    steps = [int(column.steps[-1]) for column in columns]
+    steps += [row["step"] for row in processes[:1] if row["step"] is not None]
+    if not steps and jsonfile.is_number(results.get("step")):
+        steps = [results["step"]]
+    step = max(steps, default=None)
+    state, doing = _state(processes, results, step)
+    samples = rows_lib.newest_samples(path / "samples.jsonl", _SAMPLES, notes)
     return Run(
-        path,
-        name,
-        config,
-        rows.training,
-        rows.evaluation,
-        separate.evaluation,
-        _starts(rows.training),
-        *_state(processes, results, last),
-        rows_lib.numbers_of(results.get("eval")),
-        answer(deadline),
-        notes,
+        path=path,
+        name=name,
+        config=config,
+        training=rows.training,
+        evaluation=rows.evaluation,
+        separate=separate.evaluation,
+        starts=_starts(rows.training),
+        state=state,
+        doing=doing,
+        step=step,
+        results=rows_lib.numbers_of(results.get("eval")),
+        checkpoints=checkpoints,
+        samples=samples,
+        notes=notes,
     )
 
 
@@ -171,46 +196,33 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
     return config_lib.flatten(config)
 
 
-def _json(path: pathlib.Path, kind: type, notes: list[str]) -> Any:
-    """Reads a file, which may not be there yet; nothing if it is damaged, which is noted."""
-    try:
-        return jsonfile.read_if_exists(path, kind) or kind()
-    except errors.UserError as e:
-        notes.append(str(e))
-        return kind()
-
-
 def _state(
-    processes: list[dict[str, Any]], results: dict[str, Any], last: int | None
-) -> tuple[str, str, int | None]:
-    """A run's state, the same in words, and its step."""
-    failed = [row for row in processes if str(row.get("doing")).startswith("failed")]
-    speaker = (failed or processes or [{}])[0]
-    doing = show.printable(str(speaker.get("doing")))
-    # Rows may be older than what the process said last, or a result than a run that goes on.
-    steps = [_number(row.get("step")) for row in processes[:1]] + [last]
-    step = max((s for s in steps if s is not None), default=_number(results.get("step")))
-    if results.get("finite") is False and not doing.startswith("stopped"):
-        is_over = not processes or doing.startswith(status.ENDS)
-        if is_over:
-            return "failed", show.printable(f"not finite: {results.get('why')}"), step
-    if not processes:
-        known = ("done", "done") if results else ("unknown", "not known: there is no status.json")
-        return *known, step
-    for end in status.ENDS:
-        if doing.startswith(end):
-            return end, f"stopped at step {step}" if end == "stopped" else doing, step
-    age = time.time() - (_number(speaker.get("time")) or 0)
+    processes: list[dict[str, Any]], results: dict[str, Any], step: float | None
+) -> tuple[str, str]:
+    """A run's state, and the same in words."""
+    # If a process has failed it speaks for all, else the first one does.
+    failed = [row for row in processes if row["doing"].startswith("failed")]
+    speaker = next(iter([*failed, *processes]), None)
+    doing = show.printable(speaker["doing"]) if speaker else ""
+    has_ended = speaker is None or doing.startswith(status.ENDS)
+    is_stopped = doing.startswith("stopped")
+    if has_ended and not is_stopped and results.get("finite") is False:
+        return "failed", show.printable(f"not finite: {results.get('why')}")
+    done = f"done: {show.printable(str(results['ended']))}" if results.get("ended") else "done"
+    if speaker is None:
+        if results:
+            return "done", done
+        return "unknown", f"not known: there is no {status.FILE}"
+    if is_stopped:
+        return "stopped", f"stopped at step {step}"
+    if has_ended:
+        return ("failed", doing) if failed else ("done", done)
+    age = time.time() - speaker["time"]
     if age > status.SILENT_SECONDS:
-        return "silent", f"gone, or silent for {show.age(age)}; was {doing}", step
-    return "running", doing if doing == "training" else f"running: {doing}", step
-
-
-def _number(value: Any) -> int | None:
-    """A file's number, whole; None if it is none, as where someone else has written the file."""
-    # As a step or a time can be: neither infinite, nor more than an array holds.
-    is_number = isinstance(value, int | float) and abs(value) < _LARGEST
-    return int(value) if is_number else None
+        return "silent", f"gone, or silent for {show.age(age)}; was {doing}"
+    if doing == "training":
+        return "running", doing
+    return "running", f"running: {doing}"
 
 
 def _starts(training: rows_lib.Columns) -> list[Start]:
@@ -239,18 +251,23 @@ def _starts(training: rows_lib.Columns) -> list[Start]:
 
 def _parts(training: rows_lib.Columns, step: int, seconds: float) -> dict[str, float]:
     """The seconds of a process's parts, up to the row of a step."""
-
-    def at(name: str) -> float:
-        column = training.get(f"perf/{name}")
-        there = [] if column is None else column.values[column.steps == step, 0]
-        return float(there[0]) if len(there) else np.nan
-
-    parts = {"training": at("goodput") * seconds}
-    parts |= {name: at(f"{name}_seconds") for name in PARTS[1:-1]}
+    parts = {"training": _value_at(training.get("perf/goodput"), step) * seconds}
+    for name in PARTS[1:-1]:
+        parts[name] = _value_at(training.get(f"perf/{name}_seconds"), step)
     if np.isnan(parts["training"]):
         return {}
-    parts = {name: max(0.0, value) for name, value in parts.items() if np.isfinite(value)}
-    return {**parts, "other": max(0.0, seconds - sum(parts.values()))}
+    # Goodput is rounded, so that the parts may come to a little more than the whole.
+    known = {name: max(0.0, value) for name, value in parts.items() if np.isfinite(value)}
+    known["other"] = max(0.0, seconds - sum(known.values()))
+    return known
+
+
+def _value_at(column: rows_lib.Column | None, step: int) -> float:
+    """The number of a step's row; nan if there is none."""
+    if column is None:
+        return np.nan
+    values = column.values[column.steps == step, 0]
+    return float(values[0]) if len(values) else np.nan
 
 
 def _names(paths: Sequence[pathlib.Path]) -> list[str]:

@@ -32,29 +32,37 @@ class Cell(NamedTuple):
 def table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     """A table that scrolls sideways where the window is narrow."""
     head = "".join(f"<th>{figures.text(name)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(map(_html, row))}</tr>\n" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>'
+    lines = [f"<tr>{head}</tr>"]
+    for row in rows:
+        cells = "".join(_html(cell) for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    body = "\n".join(lines)
+    return f'<div class="scroll"><table>{body}</table></div>'
 
 
 def comparison(runs: Sequence[runs_lib.Run]) -> str:
     """One row for each run, and a column for each key in which their configs differ."""
-    ends = [_final(run) for run in runs]
-    evaluated = list(dict.fromkeys(name for values, _ in ends for name in values))
+    finals = [_final(run) for run in runs]
+    evaluated = list(dict.fromkeys(name for final, _ in finals for name in final))
     changed = _differing(runs)
     names = ["run", "state", *changed, *(f"eval {name}" for name in evaluated)]
     names += ["training loss", "skipped", "step", "time", "processes", *_RATES]
-    families = charts.seeds(runs)
     rows = []
-    for run, family, (values, when) in zip(runs, families, ends, strict=True):
-        row = [Cell(run.name, "", figures.colour(family)), Cell(run.doing, f"state {run.state}")]
-        row += [_setting(run, key) for key in changed]
-        row += [numbers(values.get(name, []), when) for name in evaluated]
-        row += [numbers(_last(run.training.get(name))) for name in ("loss", "skipped")]
+    for run, family, (final, when) in zip(runs, charts.seeds(runs), finals, strict=True):
         seconds = sum(start.seconds for start in run.starts)
-        row += [Cell(f"{_number(run.step)} of {run.config.get('steps', NOTHING)}")]
-        row += [Cell(show.duration(seconds) if run.starts else NOTHING)]
-        row += [Cell(str(len(run.starts) or NOTHING))]
-        row += [_median(run.training.get(f"perf/{name}")) for name in _RATES]
+        of_steps = run.config.get("steps", NOTHING)
+        row = [
+            Cell(run.name, colour=figures.colour(family)),
+            Cell(run.doing, f"state {run.state}"),
+            *(_setting(run, key) for key in changed),
+            *(numbers(final.get(name, []), when) for name in evaluated),
+            numbers(_last(run.training.get("loss"))),
+            numbers(_last(run.training.get("skipped"))),
+            Cell(f"{_number(run.step)} of {of_steps}"),
+            Cell(show.duration(seconds) if run.starts else NOTHING),
+            Cell(str(len(run.starts) or NOTHING)),
+            *(_median(run.training.get(f"perf/{name}")) for name in _RATES),
+        ]
         rows.append(row)
     return table(names, rows)
 
@@ -63,43 +71,53 @@ def checkpoints(runs: Sequence[runs_lib.Run]) -> str:
     """The checkpoints of all runs, and what is not known of them."""
     entries = [entry for run in runs for entry in run.checkpoints.entries]
     evaluated = list(dict.fromkeys(name for entry in entries for name in entry.metrics))
-    notes, rows = [], []
+    parts, rows = [], []
     for run in runs:
         place, own, written_with, problem = run.checkpoints
-        shown = [e for e in own if e in own[-_CHECKPOINTS:] or e.best or e.pinned]
+        newest = own[-_CHECKPOINTS:]
+        shown = [entry for entry in own if entry in newest or entry.best or entry.pinned]
         note = f"{len(own)}, of which {len(shown)} are shown"
-        note = f"cannot be read: {problem}" if problem else note
-        versions = ", ".join(f"{name} {version}" for name, version in written_with.items())
-        note += f"; written with {versions}" if versions else ""
-        notes.append(f"<p>{figures.text(f'{run.name}: {place}: {note}')}</p>")
+        if problem:
+            note = f"cannot be read: {problem}"
+        if written_with:
+            versions = ", ".join(f"{name} {version}" for name, version in written_with.items())
+            note += f"; written with {versions}"
+        parts.append(f"<p>{figures.text(f'{run.name}: {place}: {note}')}</p>")
         rows += [[Cell(run.name), *_saved(entry, evaluated)] for entry in shown]
-    names = ["run", "step", "committed", "size", "state", "kept", *evaluated]
-    return "\n".join([*notes, table(names, rows) if rows else ""])
+    if rows:
+        names = ["run", "step", "committed", "size", "state", "kept", *evaluated]
+        parts.append(table(names, rows))
+    return "\n".join(parts)
 
 
 def config(runs: Sequence[runs_lib.Run]) -> str:
     """The configs of runs: the keys in which they differ first."""
     changed = _differing(runs)
     keys = dict.fromkeys([*changed, *(key for run in runs for key in run.config)])
-    rows = [
-        [Cell(key, "best" if key in changed else ""), *(_setting(run, key) for run in runs)]
-        for key in keys
-    ]
-    named = table(["key", *(run.name for run in runs)], rows)
-    differ = f"They differ in {', '.join(changed)}." if changed else "All are equal."
-    words = figures.text(differ if len(runs) > 1 else "All keys")
-    return f"<details><summary>{words}</summary>{named}</details>"
+    rows = []
+    for key in keys:
+        name = Cell(key, "best" if key in changed else "")
+        rows.append([name, *(_setting(run, key) for run in runs)])
+    summary = "All keys"
+    if changed:
+        summary = f"They differ in {', '.join(changed)}."
+    elif len(runs) > 1:
+        summary = "All are equal."
+    values = table(["key", *(run.name for run in runs)], rows)
+    return f"<details><summary>{figures.text(summary)}</summary>{values}</details>"
 
 
 def numbers(values: Sequence[float], after: str = "") -> Cell:
     """The numbers of several groups; of many their range."""
+    if not values:
+        return Cell(NOTHING)
     known = [value for value in values if math.isfinite(value)]
     lost = len(values) - len(known)
-    shown = " · ".join(map(_number, values)) or NOTHING
+    shown = " · ".join(map(_number, values))
     if len(values) > 3:
-        ends = [_number(value) for value in (min(known), max(known))] if known else [NOTHING]
-        shown = f"{' to '.join(ends)} ({len(values)} groups, {lost} not finite)"
-    return Cell(shown + (after if values else ""), "failed" if lost else "")
+        span = f"{_number(min(known))} to {_number(max(known))}" if known else NOTHING
+        shown = f"{span} ({len(values)} groups, {lost} not finite)"
+    return Cell(shown + after, "failed" if lost else "")
 
 
 def _html(cell: Cell) -> str:
@@ -118,15 +136,24 @@ def _number(value: float | None) -> str:
 
 
 def _saved(entry: checkpoint.Entry, evaluated: Sequence[str]) -> list[Cell]:
-    when = NOTHING
+    when = size = NOTHING
     if entry.time is not None:
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(entry.time))
-    kept = [f"best {entry.best} by {entry.best_metric}"] if entry.best else []
-    kept += ["pinned"] if entry.pinned else []
-    size = NOTHING if entry.nbytes is None else show.scaled(entry.nbytes, "B")
-    state = Cell(entry.state, "" if entry.state == "complete" else "failed")
-    cells = [Cell(_number(entry.step)), Cell(when), Cell(size), state, Cell(", ".join(kept))]
-    return cells + [Cell(_number(entry.metrics.get(name))) for name in evaluated]
+    if entry.nbytes is not None:
+        size = show.scaled(entry.nbytes, "B")
+    reasons = []
+    if entry.best:
+        reasons.append(f"best {entry.best} by {entry.best_metric}")
+    if entry.pinned:
+        reasons.append("pinned")
+    return [
+        Cell(_number(entry.step)),
+        Cell(when),
+        Cell(size),
+        Cell(entry.state, "" if entry.state == "complete" else "failed"),
+        Cell(", ".join(reasons)),
+        *(Cell(_number(entry.metrics.get(name))) for name in evaluated),
+    ]
 
 
 def _final(run: runs_lib.Run) -> tuple[dict[str, list[float]], str]:
@@ -135,6 +162,7 @@ def _final(run: runs_lib.Run) -> tuple[dict[str, list[float]], str]:
         return run.results, ""
     columns = {k: c for k, c in run.evaluation.items() if not k.startswith("perf/")}
     last = max((int(column.steps[-1]) for column in columns.values()), default=None)
+    # A metric that the last evaluation does not have is none of its results.
     newest = {name: _last(c) for name, c in columns.items() if c.steps[-1] == last}
     return newest, f" at step {_number(last)}"
 
@@ -145,10 +173,10 @@ def _last(column: rows_lib.Column | None) -> list[float]:
 
 def _median(column: rows_lib.Column | None) -> Cell:
     """The median of a rate's finite rows."""
-    known = np.array([]) if column is None else column.values[np.isfinite(column.values)]
-    median = float(np.median(known)) if len(known) else None
-    is_large = median is not None and median >= 1e4
-    return Cell(show.scaled(median, "") if median and is_large else _number(median))
+    if column is None or np.isnan(column.values).all():
+        return Cell(NOTHING)
+    median = float(np.nanmedian(column.values))
+    return Cell(_number(median) if median < 1e4 else show.scaled(median, ""))
 
 
 def _differing(runs: Sequence[runs_lib.Run]) -> list[str]:
@@ -159,6 +187,9 @@ def _differing(runs: Sequence[runs_lib.Run]) -> list[str]:
 
 def _setting(run: runs_lib.Run, key: str) -> Cell:
     """A config's value as JSON, so that the text '1' is none of a number."""
-    shown = json.dumps(run.config[key], ensure_ascii=False) if key in run.config else NOTHING
-    is_long = len(shown) > _LONGEST
-    return Cell(f"{shown[:_LONGEST]}… ({len(shown)} characters)" if is_long else shown)
+    if key not in run.config:
+        return Cell(NOTHING)
+    shown = json.dumps(run.config[key], ensure_ascii=False)
+    if len(shown) > _LONGEST:
+        shown = f"{shown[:_LONGEST]}… ({len(shown)} characters)"
+    return Cell(shown)

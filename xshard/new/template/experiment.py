@@ -12,7 +12,7 @@ import optax
 import xshard
 
 
-class Spirals(xshard.Experiment):
+class Spirals(xshard.Supervised):
     """A small network that says on which spiral a point is."""
 
     # Yours: the examples, as arrays of one leading dimension, or any source of single ones, as grain's.

@@ -1,0 +1,36 @@
+"""The images of handwritten digits, 1,797 of 8x8 pixels.
+
+Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998,
+https://doi.org/10.24432/C50P49 (CC BY 4.0): its test set, which is `load_digits` of scikit-learn, in the same order.
+"""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_TEST_EXAMPLES = 360
+
+
+@functools.cache
+def split():
+    """Training and test examples: a fixed permutation of the images, pixels from 0 to 1."""
+    with np.load(pathlib.Path(__file__).with_name("digits.npz")) as digits:
+        image, label = digits["image"], digits["label"]
+    order = np.random.default_rng(0).permutation(len(label))
+    image = (image / 16).astype(np.float32)[order, ..., None]
+    label = label.astype(np.int32)[order]
+    train, test = slice(_TEST_EXAMPLES, None), slice(_TEST_EXAMPLES)
+    return tuple({"image": image[part], "label": label[part]} for part in (train, test))
+
+
+def shift(key, images, limit):
+    """Moves each image by up to `limit` pixels in both directions, zeros coming in."""
+    if not limit:
+        return images
+    padded = jnp.pad(images, ((0, 0), (limit, limit), (limit, limit), (0, 0)))
+    corners = jax.random.randint(key, (len(images), 2), 0, 2 * limit + 1)
+    crop = lambda image, corner: jax.lax.dynamic_slice(image, (*corner, 0), images.shape[1:])
+    return jax.vmap(crop)(padded, corners)

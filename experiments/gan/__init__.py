@@ -1,0 +1,1 @@
+"""A generative adversarial network of handwritten digits: two learners in turn."""

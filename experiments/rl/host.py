@@ -1,0 +1,116 @@
+"""The same agent with its games on the host: an environment of NumPy, as most environments are no program of a device."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import xshard
+from experiments.rl import experiment
+from experiments.rl.experiment import ACTIONS, COLUMNS, ROWS
+
+
+class HostCatch(experiment.Catch):
+    """Its training data is what the agent has seen in games that it plays before some of the steps."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.group_assignment:
+            raise xshard.UserError(
+                "This experiment's games are those of one agent: leave group_assignment empty."
+            )
+
+    def train_batches(self, part):
+        return Player(self.config, part)
+
+    def init(self, key, batch):
+        return experiment.State(self.agent.init(key, batch["last"]), games=None)
+
+    def train_step(self, state, batch, key):
+        agent, outcome = self.agent.update(state.agent, self._loss, dict(batch), key)
+        reward = jnp.sum(batch["reward"]) / jnp.maximum(jnp.sum(batch["over"]), 1)
+        return state._replace(agent=agent), {"agent": outcome, "reward": reward}
+
+    def predict(self, state, batch):
+        """The logits of the actions, of shape (games, 3)."""
+        (logits, _), _ = self.agent.apply(state.agent, None, batch["board"])
+        return logits
+
+
+class Player:
+    """An iterator of batches that plays `acts_every_steps` of them at a time.
+
+    Every process plays all games, as the draws are the same on all; of each batch it takes its rows. So its state is
+    shared, and a run goes on with other numbers of processes.
+    """
+
+    state_is_shared = True
+
+    def __init__(self, config, part):
+        self.acts_every_steps = config.acts_every_steps
+        self._games, self._unroll = part.batch_size, config.unroll
+        self._rows = part.rows[0]
+        self._random = np.random.default_rng(part.seed)
+        self._ball_row, self._ball_column, self._paddle = np.zeros((3, self._games), np.int32)
+        self._begin(np.ones(self._games, bool))
+        # What has been played since it acted last, and how many batches of it have been given; at first nothing.
+        steps = config.acts_every_steps, self._games, self._unroll
+        self._played = {
+            "board": np.zeros((*steps, ROWS * COLUMNS), np.float32),
+            "action": np.zeros(steps, np.int32),
+            "reward": np.zeros(steps, np.float32),
+            "over": np.zeros(steps, bool),
+            "last": np.zeros((*steps[:2], ROWS * COLUMNS), np.float32),
+        }
+        self._given = 0
+
+    def act(self, step, predict):
+        """Plays until there is a batch for each step until it acts again."""
+        for batch in range(self.acts_every_steps):
+            for time in range(self._unroll):
+                self._move(predict, batch, time)
+            self._played["last"][batch] = self._board()
+        self._given = 0
+
+    def _move(self, predict, batch, time):
+        board = self._board()
+        logits = np.asarray(predict({"board": board}), np.float32)
+        # The largest of logits with this noise is a draw by their probabilities.
+        action = np.argmax(logits + self._random.gumbel(size=(self._games, ACTIONS)), axis=-1)
+        self._paddle = np.clip(self._paddle + action.astype(np.int32) - 1, 0, COLUMNS - 1)
+        self._ball_row = self._ball_row + 1
+        over = self._ball_row == ROWS - 1
+        reward = np.where(self._paddle == self._ball_column, 1.0, -1.0) * over
+        self._begin(over)
+        seen = {"board": board, "action": action, "reward": reward, "over": over}
+        for name, value in seen.items():
+            self._played[name][batch, :, time] = value
+
+    def _begin(self, which):
+        """Begins games, the ball in a column of chance."""
+        columns = self._random.integers(COLUMNS, size=self._games, dtype=np.int32)
+        self._ball_row = np.where(which, 0, self._ball_row).astype(np.int32)
+        self._ball_column = np.where(which, columns, self._ball_column)
+        self._paddle = np.where(which, COLUMNS // 2, self._paddle).astype(np.int32)
+
+    def _board(self):
+        boards = np.zeros((self._games, ROWS, COLUMNS), np.float32)
+        every = np.arange(self._games)
+        np.add.at(boards, (every, self._ball_row, self._ball_column), 1.0)
+        np.add.at(boards, (every, ROWS - 1, self._paddle), 1.0)
+        return boards.reshape(self._games, -1)
+
+    def __next__(self):
+        # Before it has acted it is asked for shapes alone.
+        batch = {name: array[self._given][self._rows] for name, array in self._played.items()}
+        self._given += 1
+        return batch
+
+    def get_state(self):
+        games = self._ball_row, self._ball_column, self._paddle
+        random = self._random.bit_generator.state
+        return {"games": games, "random": random, "played": self._played, "given": self._given}
+
+    def set_state(self, state):
+        self._ball_row, self._ball_column, self._paddle = state["games"]
+        self._random.bit_generator.state = state["random"]
+        self._played = {name: np.array(array) for name, array in state["played"].items()}
+        self._given = state["given"]

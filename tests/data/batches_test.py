@@ -1,0 +1,279 @@
+"""Batches: where their rows lie, and what a checkpoint has of where they come from."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from xshard import data, mesh
+from xshard.data import batches
+
+DATA = {"x": np.arange(20), "y": np.arange(40).reshape(20, 2)}
+GROUPS = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class Counter:
+    """An experiment's own iterator, whose state is bytes."""
+
+    def __init__(self, part, rows=None, last=100):
+        self._rows = sum(map(len, part.rows)) if rows is None else rows
+        self._next, self._last = 0, last
+
+    def __next__(self):
+        if self._next == self._last:
+            raise StopIteration
+        self._next += 1
+        return {"x": np.full(self._rows, self._next - 1)}
+
+    def get_state(self):
+        return str(self._next).encode()
+
+    def set_state(self, state):
+        self._next = int(state.decode())
+
+
+iterate = functools.partial(data.iterate, DATA)
+
+
+def make(the_mesh=None, iterator=iterate, **kwargs):
+    the_mesh = the_mesh or mesh.make_mesh()
+    return batches.TrainBatches(iterator, the_mesh, **{"batch_size": 8, "seed": 0, **kwargs})
+
+
+def test_rows_lie_along_the_replicas():
+    batch = next(make())
+    np.testing.assert_array_equal(batch["y"], DATA["y"][np.asarray(batch["x"])])
+    for shard in batch["x"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, np.asarray(batch["x"])[shard.index])
+    assert [shard.data.shape for shard in batch["y"].addressable_shards] == [(1, 2)] * 8
+
+
+def test_each_group_has_its_rows():
+    grouped = np.asarray(next(make(mesh.make_mesh(GROUPS)))["x"]).reshape(2, 8)
+    assert not np.array_equal(*grouped)
+    alone = next(make(mesh.make_mesh(devices=jax.devices()[:4])))["x"]
+    np.testing.assert_array_equal(grouped[0], alone)
+
+
+def test_an_example_is_not_used_up():
+    train = make()
+    assert {name: x.shape for name, x in train.example.items()} == {"x": (1,), "y": (1, 2)}
+    np.testing.assert_array_equal(next(train)["x"], next(make())["x"])
+
+
+class Shared(Counter):
+    """One whose state is a place in what all processes read together."""
+
+    state_is_shared = True
+
+
+@pytest.mark.parametrize("iterator, count", [(iterate, 2), (Shared, 2), (Counter, 1)])
+def test_a_position_is_where_the_next_batch_is(iterator, count):
+    train = make(iterator=iterator)
+    next(train)
+    position = train.position(1)
+    rest = [np.asarray(next(train)["x"]) for _ in range(3)]
+    again = make(iterator=iterator)
+    again.restore([position] * count)
+    np.testing.assert_array_equal([np.asarray(next(again)["x"]) for _ in range(3)], rest)
+
+
+def test_states_that_are_not_shared_need_as_many_processes():
+    differ = [{"step": 5, "iterator": {"file": n}} for n in range(2)]
+    with pytest.raises(ValueError, match="for each of 2 processes; there are 1"):
+        make().restore(differ)
+    # Equal states of an iterator that does not say that they are one place.
+    with pytest.raises(ValueError, match="Go on with 2; or .* state_is_shared = True"):
+        make(iterator=Counter).restore([{"step": 5, "iterator": {"base64": "Mg=="}}] * 2)
+
+
+def test_a_state_of_another_iterator():
+    for state in ({"next_index": 3}, {"base64": "Mg=="}):
+        with pytest.raises(ValueError, match="of another iterator than this one, which counts"):
+            make().restore([{"step": 5, "iterator": state}])
+
+
+def test_the_examples_of_an_epoch_where_their_number_is_known():
+    assert make().epoch_examples == len(DATA["x"])
+    assert make(iterator=Counter).epoch_examples is None
+
+
+def test_a_summary_tells_data_apart():
+    assert make().summary() == make(seed=1).summary() == data.summary(DATA)
+    assert data.summary(DATA).startswith("20 examples, CRC-32 ")
+    assert make(iterator=Counter).summary() == ""
+    others = ({"x": DATA["x"]}, {"x": DATA["x"], "z": DATA["y"]}, {**DATA, "y": DATA["y"] + 1})
+    summaries = {data.summary(other) for other in (DATA, *others)}
+    assert len(summaries) == 4
+
+
+def test_a_checkpoint_of_another_order_of_examples():
+    with pytest.raises(ValueError, match="step 5 is of a version .* another order"):
+        make().restore([{"step": 5, "examples": 20}])
+
+
+@pytest.mark.parametrize(
+    "iterator, match",
+    [
+        (lambda part: iter([]), "list_iterator, which has no get_state, set_state"),
+        (lambda part: Counter(part, rows=3), r"arrays of \{'x': 3\} rows; .* the 8 rows"),
+        (lambda part: Counter(part, last=0), "ended before the run"),
+    ],
+)
+def test_iterators_that_do_not_fit(iterator, match):
+    with pytest.raises(ValueError, match=match):
+        next(make(iterator=iterator))
+
+
+def test_a_state_that_json_cannot_hold():
+    class Odd(Counter):
+        def get_state(self):
+            return {1, 2}
+
+    class Objects(Counter):
+        def get_state(self):
+            return [np.array([None])]
+
+    for kind in (Odd, Objects):
+        with pytest.raises(ValueError, match=f"get_state of {kind.__name__} returned what JSON c"):
+            make(iterator=kind)
+
+
+def test_a_state_comes_back_as_it_was():
+    state = {
+        "tuple": (1, (2.5, None), [True, "x"]),
+        "bytes": [b"", b"\xff"],
+        "arrays": (np.arange(6, dtype=np.uint8).reshape(2, 3).T, np.float32(1.5), np.zeros((0, 2))),
+        "random": np.random.default_rng(3).bit_generator.state,
+        "nan": np.array([np.nan, -0.0]),
+    }
+    kept = batches._plain(state)
+    back = batches._unplain(json.loads(json.dumps(kept)))
+    assert batches._plain(back) == kept
+    assert back["tuple"] == state["tuple"] and back["bytes"] == state["bytes"]
+    assert back["random"] == state["random"] and back["arrays"][1] == 1.5
+    for one, other in ((back["arrays"][0], state["arrays"][0]), (back["nan"], state["nan"])):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert one.tobytes() == other.tobytes()
+    # What checkpoints have had is read as it was.
+    assert batches._unplain({"base64": "Mg=="}) == b"2"
+    assert batches._unplain({"next_index": [1, 2]}) == {"next_index": [1, 2]}
+
+
+class Actor:
+    """Notes when it acts, and writes into what its state is made of."""
+
+    acts_every_steps = 3
+
+    def __init__(self, part):
+        self._rows = sum(map(len, part.rows))
+        self.acted = np.zeros(20, np.int64)
+        self.served = 0
+
+    def act(self, step, predict):
+        self.acted[step] += 1
+        self.acted[0] = predict({"x": np.ones(2)})
+
+    def __next__(self):
+        self.served += 1
+        return {"x": np.full(self._rows, self.acted[0])}
+
+    def get_state(self):
+        return {"acted": self.acted, "served": self.served}
+
+    def set_state(self, state):
+        self.acted, self.served = state["acted"], state["served"]
+
+
+def served(train, steps):
+    """The values of the batches of steps, where the state is the number of the step."""
+    predict = lambda state, batch: int(10 * state + batch["x"].sum())
+    return [int(train.of_step(step, predict, step)["x"][0]) for step in steps]
+
+
+def test_an_iterator_acts_before_the_steps_that_it_says():
+    train = make(iterator=Actor)
+    assert served(train, range(1, 9)) == [12, 12, 12, 42, 42, 42, 72, 72]
+    assert train._iterator.acted[1:].nonzero()[0].tolist() == [0, 3, 6]
+    assert make().rehearsal() is None
+
+
+@pytest.mark.parametrize("stop", range(8))
+def test_an_iterator_that_acts_goes_on_from_each_step(stop):
+    whole = make(iterator=Actor)
+    expected = served(whole, range(1, 9))
+    stopped, again = make(iterator=Actor), make(iterator=Actor)
+    seen = served(stopped, range(1, stop + 1))
+    position = json.loads(json.dumps(stopped.position(stop)))
+    # What comes after a position is saved does not reach it.
+    served(stopped, range(stop + 1, 9))
+    again.restore([position])
+    assert seen + served(again, range(stop + 1, 9)) == expected
+    # Not twice, and not left out.
+    assert again.position(8) == whole.position(8)
+
+
+def test_a_rehearsal_leaves_no_trace():
+    class Ended(BaseException):
+        pass
+
+    def end(batch):
+        raise Ended
+
+    train = make(iterator=Actor)
+    before = train.position(0)
+    with pytest.raises(Ended):
+        train.rehearsal()(end)
+    assert train.position(0) == before
+    train.rehearsal()(lambda batch: 5)
+    assert train.position(0) == before
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.0, True, "2"])
+def test_a_number_of_steps_that_is_none(every):
+    kind = type("Odd", (Actor,), {"acts_every_steps": every})
+    with pytest.raises(ValueError, match=f"Odd.acts_every_steps={every!r} must be a number of"):
+        make(iterator=kind)
+
+
+def test_an_iterator_that_cannot_act():
+    kind = type("Idle", (Counter,), {"acts_every_steps": 1})
+    with pytest.raises(
+        ValueError, match=r"Idle has acts_every_steps=1, and no method act\(step, p"
+    ):
+        make(iterator=kind)
+
+
+def test_evaluation_takes_each_example_once():
+    for the_mesh in (mesh.make_mesh(), mesh.make_mesh(GROUPS)):
+        seen = []
+        for batch in batches.eval_batches(DATA, the_mesh, 16):
+            assert batch["x"].shape == (16,)
+            seen += np.asarray(batch["x"])[np.asarray(batch["_mask"])].tolist()
+        assert seen == list(range(20))
+
+
+@pytest.mark.parametrize(
+    "kwargs,match",
+    [
+        (
+            {"batch_size": 12},
+            "batch_size=12 must be a positive multiple of .*= 8; the nearest: 8 or 16",
+        ),
+        ({"batch_size": 3}, "the nearest: 8"),
+        ({"batch_size": 0}, "batch_size=0 .* the nearest: 8"),
+        ({"batch_size": -8}, "batch_size=-8"),
+        ({"batch_size": 8, "micro_batches": 2}, "= 16; the nearest: 16"),
+        ({"batch_size": 24}, "batch_size=24 must be at most the 20 examples"),
+    ],
+)
+def test_batch_sizes_that_do_not_fit(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        make(**kwargs)
+
+
+def test_an_evaluation_batch_that_does_not_fit():
+    with pytest.raises(ValueError, match="eval_batch_size=9 .* replicas = 8; the nearest: 8 or 16"):
+        batches.eval_batches(DATA, mesh.make_mesh(), 9)

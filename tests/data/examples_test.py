@@ -1,0 +1,152 @@
+"""Examples: which, in which order, read by whom."""
+
+import grain
+import numpy as np
+import pytest
+
+from xshard import data
+from xshard.data import examples
+
+DATA = {"x": np.arange(20), "y": np.arange(40).reshape(20, 2)}
+
+
+class Files:
+    """A source that reads one example at a time."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        assert 0 <= index < 20
+        return {name: array[index] for name, array in DATA.items()}
+
+
+def part(rows=range(8), groups=1, seed=0):
+    return data.Part(8, (np.asarray(rows),) * groups, seed)
+
+
+def read(examples, the_part, batches, state=None):
+    iterator = data.iterate(examples, the_part)
+    if state is not None:
+        iterator.set_state(state)
+    found = [next(iterator) for _ in range(batches)]
+    return np.stack([batch["x"] for batch in found]), iterator.get_state()
+
+
+@pytest.mark.parametrize("examples", [DATA, Files()], ids=["arrays", "source"])
+def test_each_epoch_has_each_example_once_in_an_order_of_its_own(examples):
+    seen, _ = read(examples, part(), 5)
+    # Five batches of 8 are two epochs of 20: no example is left out at an epoch's end.
+    epochs = seen.reshape(2, 20)
+    assert [sorted(epoch) for epoch in epochs.tolist()] == [list(range(20))] * 2
+    assert not np.array_equal(*epochs)
+    again, _ = read(examples, part(), 5)
+    np.testing.assert_array_equal(seen, again)
+    assert not np.array_equal(seen, read(examples, part(seed=1), 5)[0])
+    np.testing.assert_array_equal(seen, read(DATA, part(), 5)[0])
+
+
+def test_rows_stay_together():
+    batch = next(data.iterate(Files(), part()))
+    np.testing.assert_array_equal(batch["y"], DATA["y"][batch["x"]])
+
+
+@pytest.mark.parametrize("examples", [DATA, Files()], ids=["arrays", "source"])
+@pytest.mark.parametrize("before, after", [(1, 4), (4, 1), (2, 4), (4, 2)])
+def test_another_number_of_processes_goes_on_with_the_next_example(examples, before, after):
+    whole, _ = read(examples, part(), 6)
+    first = [read(examples, part(rows), 3) for rows in np.arange(8).reshape(before, -1)]
+    states = [state for _, state in first]
+    # What has been read ahead does not count.
+    assert states == [{"batches": 3, "examples": 20}] * before
+    second = [read(examples, part(rows), 3, states[0]) for rows in np.arange(8).reshape(after, -1)]
+    parts = [np.concatenate([seen for seen, _ in one], axis=1) for one in (first, second)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_groups_have_orders_of_their_own_and_the_first_is_that_of_a_single_run():
+    both, _ = read(DATA, part(groups=2), 1)
+    first, second = both.reshape(2, 8)
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(first, read(DATA, part(), 1)[0][0])
+
+
+def test_random_transformations_of_grain_differ_between_epochs_and_come_back():
+    noisy = (
+        grain.MapDataset.range(20)
+        .seed(3)
+        .random_map(lambda index, rng: {"x": np.float64(index), "noise": rng.random()})
+    )
+    iterator = data.iterate(noisy, part())
+    seen = [next(iterator) for _ in range(5)]
+    x, noise = (np.concatenate([batch[name] for batch in seen]) for name in ("x", "noise"))
+    assert sorted(x[:20]) == sorted(x[20:]) == list(range(20))
+    assert len(set(noise)) == 40
+    iterator.set_state({"batches": 3, "examples": 20})
+    np.testing.assert_array_equal(next(iterator)["noise"], seen[3]["noise"])
+
+
+def test_other_data_than_the_checkpoints():
+    iterator = data.iterate(DATA, part())
+    with pytest.raises(ValueError, match="made with 21 training examples, and there are 20 now"):
+        iterator.set_state({"batches": 3, "examples": 21})
+
+
+class Random(Files):
+    """Its examples differ from one reading to the next."""
+
+    def __init__(self, seed):
+        self._random = np.random.default_rng(seed)
+
+    def __getitem__(self, index):
+        return {"x": self._random.normal(size=3)}
+
+
+def test_a_summary_is_of_every_byte_of_arrays():
+    x = np.arange(100_000, dtype=np.float32).reshape(50_000, 2)
+    before = data.summary({"x": x})
+    assert before == data.summary({"x": x.copy()}) == data.summary({"x": np.asfortranarray(x)})
+    for place in ((0, 0), (31_337, 1), (-1, 1)):
+        changed = x.copy()
+        changed[place] += 1
+        assert data.summary({"x": changed}) != before
+
+
+def test_a_summary_of_large_arrays_is_of_some_rows(monkeypatch):
+    monkeypatch.setattr(examples, "_SUMMED_BYTES", 1000)
+    x = np.arange(100_000, dtype=np.float32).reshape(50_000, 2)
+    assert data.summary({"x": x}).endswith(" of 4096 of them")
+    assert data.summary({"x": x}) != data.summary({"x": x + 1})
+
+
+def test_a_summary_of_a_source():
+    assert data.summary(Files()) == data.summary(Files())
+    assert data.summary(Files()).endswith(" of 16 of them")
+    assert data.summary(Random(0)) == data.summary(Random(1))
+    assert data.summary(Random(0)).endswith(" of their types")
+
+
+class Uneven(Files):
+    def __getitem__(self, index):
+        return {"x": np.zeros(index)}
+
+
+@pytest.mark.parametrize(
+    "examples, match",
+    [
+        ({"x": np.ones(7)}, "batch_size=8 must be at most the 7 examples"),
+        ({"x": np.ones(20), "y": np.ones(3)}, "one row for each example"),
+        ({"x": np.ones(0)}, "different numbers of rows, or of none"),
+        ({}, "is an empty dict"),
+        ([], "of type list, without any example"),
+        (iter([1]), "of type list_iterator, without __len__ and __getitem__"),
+    ],
+)
+def test_bad_data(examples, match):
+    with pytest.raises(ValueError, match=match):
+        data.iterate(examples, part())
+
+
+def test_examples_that_cannot_be_stacked():
+    with pytest.raises(ValueError, match="same names to arrays of the same shapes"):
+        next(data.iterate(Uneven(), part()))

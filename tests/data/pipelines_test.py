@@ -1,0 +1,208 @@
+"""Streams: the same batches on however many processes, wherever a run was stopped; text that is packed."""
+
+import dataclasses
+import json
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from xshard import data, mesh
+from xshard.data import batches, pipelines, text
+
+LENGTH = 8
+NO_THREADS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+# Documents of 1 to 23 tokens, all tokens different.
+DOCUMENTS = np.split(np.arange(300), np.cumsum([1 + 7 * i % 23 for i in range(24)]))
+
+
+def parts(processes, groups=1, batch_size=8):
+    """What each of so many processes reads, where all rows of a group lie side by side."""
+    whole = np.arange(groups * batch_size).reshape(processes, -1)
+    return [
+        data.Part(
+            batch_size,
+            tuple(rows[rows // batch_size == g] - g * batch_size for g in range(groups)),
+            seed=5,
+        )
+        for rows in whole
+    ]
+
+
+def packed(stream):
+    documents = stream.part(grain.MapDataset.source(DOCUMENTS))
+    return text.pack(documents, as_tokens, LENGTH, NO_THREADS)
+
+
+def as_tokens(tokens):
+    return np.asarray(tokens, np.int32)
+
+
+def threaded(stream):
+    """As a run has it: documents are read ahead."""
+    return text.pack(stream.part(grain.MapDataset.source(DOCUMENTS)), as_tokens, LENGTH)
+
+
+def mixed(stream):
+    """Two sources, three rows of the first for one of the second, in an order of windows."""
+    sources = [packed(stream), packed(dataclasses.replace(stream, seed=1)).map(negative)]
+    rows = grain.IterDataset.mix(sources, [3, 1])
+    return grain.experimental.WindowShuffleIterDataset(rows, window_size=3, seed=stream.seed)
+
+
+def negative(row):
+    return {**row, "text": -row["text"]}
+
+
+def start(processes, make=packed, count=4, **kwargs):
+    return [pipelines.Streams(make, count, part) for part in parts(processes, **kwargs)]
+
+
+def read(pod, steps):
+    """So many batches of all processes together, as of each process its rows follow those of the one before."""
+    found = []
+    for _ in range(steps):
+        of_each = [next(process) for process in pod]
+        found.append({k: np.concatenate([batch[k] for batch in of_each]) for k in of_each[0]})
+    return found
+
+
+def saved(pod):
+    """The states of all processes, as a checkpoint gives them back."""
+    return json.loads(json.dumps([batches._plain(process.get_state()) for process in pod]))
+
+
+def restored(states, processes, **kwargs):
+    pod = start(processes, **kwargs)
+    for process in pod:
+        process.set_state(process.join_states([batches._unplain(state) for state in states]))
+    return pod
+
+
+def assert_same(first, second):
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.parametrize("make", [packed, mixed])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_batches_are_the_same_on_any_number_of_processes(make, groups):
+    whole = read(start(1, make=make, groups=groups), 6)
+    # On 16 processes those that share a stream run it side by side.
+    for processes in (2, 4, 8 * groups):
+        assert_same(read(start(processes, make=make, groups=groups), 6), whole)
+
+
+@pytest.mark.parametrize(
+    ("make", "counts"),
+    [(packed, (1, 4, 2)), (packed, (2, 2, 8)), (mixed, (2, 1, 4)), (threaded, (4, 1, 2))],
+)
+def test_a_run_goes_on_from_each_place_on_other_numbers_of_processes(make, counts):
+    whole = read(start(1, make=make), 7)
+    for first in range(7):
+        pod = start(counts[0], make=make)
+        seen = read(pod, first)
+        states = saved(pod)
+        # Where a process stands before it is told makes no difference.
+        read(pod, 1)
+        pod = restored(states, counts[1], make=make)
+        seen += read(pod, (7 - first) // 2)
+        pod = restored(saved(pod), counts[2], make=make)
+        assert_same(seen + read(pod, 7 - len(seen)), whole)
+
+
+def test_groups_have_orders_of_their_own_and_the_first_is_that_of_a_single_run():
+    (both,), (alone,) = read(start(1, groups=2), 1), read(start(1), 1)
+    first, second = np.split(both["text"], 2)
+    np.testing.assert_array_equal(first, alone["text"])
+    assert not np.array_equal(first, second)
+
+
+def test_an_epoch_has_each_document_in_one_stream():
+    source = grain.MapDataset.range(24)
+    for seed in (0, 2**32 - 1):
+        streams = [pipelines.Stream(index, 4, seed).part(source) for index in range(4)]
+        epochs = [[x[6 * epoch + i] for x in streams for i in range(6)] for epoch in range(2)]
+        assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(24))
+        assert epochs[0] != epochs[1]
+
+
+def test_packing_loses_no_token_and_joins_no_documents():
+    rows = list(text.pack(grain.MapDataset.source(DOCUMENTS), as_tokens, LENGTH))
+    seen = []
+    for row in rows:
+        tokens, segments, positions = (
+            row[f"text{end}"] for end in ("", "_segment_ids", "_positions")
+        )
+        assert all(x.dtype == np.int32 and x.shape == (LENGTH,) for x in row.values())
+        seen += tokens[segments > 0].tolist()
+        for segment in range(1, segments.max() + 1):
+            inside = segments == segment
+            # Of one document, in its order: all tokens are different, and documents are numbered through.
+            homes = {next(i for i, d in enumerate(DOCUMENTS) if t in d) for t in tokens[inside]}
+            assert len(homes) == 1
+            assert np.array_equal(positions[inside], np.arange(inside.sum()))
+    assert seen == list(range(300))
+    # Only the last row is filled up.
+    assert all((row["text_segment_ids"] > 0).all() for row in rows[:-1])
+
+
+def test_mixing_keeps_its_weights():
+    rows = np.concatenate([batch["text"] for batch in read(start(1, make=mixed), 12)])
+    of_second = (rows.sum(axis=-1) < 0).sum()
+    # A row in four of each stream, in which windows of three stand before one another.
+    assert abs(of_second / len(rows) - 1 / 4) <= 1 / 24
+    # And nothing of one source is in a row of the other.
+    assert ((rows > 0).any(axis=-1) != (rows < 0).any(axis=-1)).all()
+
+
+def test_what_does_not_fit():
+    (part,) = parts(1)
+    for count in (0, 3, 16):
+        with pytest.raises(ValueError, match=f"{count} streams do not fit batch_size=8"):
+            pipelines.Streams(packed, count, part)
+    few = lambda stream: stream.part(grain.MapDataset.range(3)).to_iter_dataset()
+    with pytest.raises(ValueError, match="3 examples for 4 streams"):
+        pipelines.Streams(few, 4, part)
+    with pytest.raises(ValueError, match="of type list_iterator, which has no get_state"):
+        pipelines.Streams(lambda stream: [1, 2], 4, part)
+
+
+@pytest.mark.parametrize(
+    "kwargs, match",
+    [
+        ({"count": 2}, "4 streams of 2 rows .* now it is 2 streams of 4 rows"),
+        ({"batch_size": 16}, "4 streams of 2 rows .* now it is 4 streams of 4 rows"),
+        ({"make": mixed}, "CRC-32 .* now it is 4 streams of 2 rows of a batch, CRC-32"),
+        ({"groups": 2}, "lacks the streams 1/0, 1/1, 1/2, 1/3 of this process"),
+    ],
+)
+def test_a_state_of_other_streams(kwargs, match):
+    states = saved(start(1))
+    with pytest.raises(ValueError, match=match):
+        restored(states, 1, **kwargs)
+
+
+def test_a_state_of_another_iterator():
+    with pytest.raises(ValueError, match="of another iterator than this one, which has streams"):
+        restored([{"batches": 3, "examples": 20}], 1)
+
+
+def test_a_run_goes_on_with_streams_of_other_processes():
+    """Through the position that is in a checkpoint."""
+    the_mesh = mesh.make_mesh(devices=jax.devices()[:4])
+    make = lambda part: pipelines.Streams(packed, 4, part)
+    train = batches.TrainBatches(make, the_mesh, batch_size=8, seed=5)
+    assert train.summary().startswith("4 streams, CRC-32 ")
+    whole = read(start(1), 5)
+    pod = start(4)
+    read(pod, 3)
+    train.restore([{"step": 3, "iterator": state} for state in saved(pod)])
+    np.testing.assert_array_equal(next(train)["text"], whole[3]["text"])
+    # One process's state is not that of all.
+    lacking = [{"step": 3, "iterator": saved(pod)[0]}]
+    with pytest.raises(ValueError, match="lacks the streams 0/1, 0/2, 0/3"):
+        train.restore(lacking)

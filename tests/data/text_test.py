@@ -1,0 +1,108 @@
+"""Texts: files and records that are named where they cannot be read, and tokens that are the text."""
+
+import sys
+
+import grain
+import numpy as np
+import pytest
+from array_record.python import array_record_module
+
+from xshard.data import text
+
+TEXTS = ["one two three four. " * 9, "eins zwei drei\r\nvier " * 7, "\N{SNOWMAN} <|end|>\0 one two"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return text.train_tokenizer(TEXTS, 300)
+
+
+def records(path, contents):
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for content in contents:
+        writer.write(content)
+    writer.close()
+    return path
+
+
+def test_tokens_are_the_text(tokenizer):
+    encode = text.encoder(tokenizer)
+    end = tokenizer.token_to_id(text.END)
+    for each in (*TEXTS, "", "what it has not seen: \N{GREEK SMALL LETTER ALPHA}"):
+        tokens = encode(each)
+        assert tokens.dtype == np.int32 and tokens.max(initial=0) < 300
+        # What is written in a text does not end it.
+        assert (tokens == end).tolist() == [False] * (len(tokens) - 1) + [True]
+        assert tokenizer.decode(tokens[:-1].tolist()) == each
+    assert len(encode(TEXTS[0])) < len(TEXTS[0]) / 2
+
+
+def test_a_tokenizer_is_that_of_its_texts(tokenizer, tmp_path):
+    again = text.train_tokenizer(reversed(TEXTS), 300)
+    assert again.to_str() == tokenizer.to_str()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert text.load_tokenizer(tmp_path / "tokenizer.json").to_str() == tokenizer.to_str()
+
+
+def test_tokenizers_that_are_none(tmp_path, monkeypatch):
+    (tmp_path / "broken.json").write_text("{")
+    for name, said in (("gone.json", "No such file"), ("broken.json", "EOF while parsing")):
+        with pytest.raises(ValueError, match=rf"{name} cannot be read as a tokenizer \(.*{said}"):
+            text.load_tokenizer(tmp_path / name)
+    with pytest.raises(ValueError, match="vocabulary of 256 must have more than 256"):
+        text.train_tokenizer(TEXTS, 256)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"pip install 'xshard\[text\]'"):
+        text.train_tokenizer(TEXTS, 300)
+
+
+def test_a_tokenizer_without_an_end(tokenizer, tmp_path):
+    content = tokenizer.to_str().replace(text.END, "<|fin|>")
+    (tmp_path / "other.json").write_text(content)
+    with pytest.raises(ValueError, match=r"other.json has no token '<\|end\|>'"):
+        text.load_tokenizer(tmp_path / "other.json")
+
+
+def test_files_are_texts(tmp_path):
+    for number, content in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_bytes(content.encode())
+    paths = sorted(tmp_path.iterdir())
+    files = text.Files(paths)
+    assert [files[i] for i in range(len(files))] == TEXTS
+    with pytest.raises(ValueError, match="gone.txt is no file"):
+        text.Files([*paths, tmp_path / "gone.txt"])
+    (tmp_path / "1.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="1.txt cannot be read as UTF-8 .*0xff in position 0"):
+        files[1]
+    (tmp_path / "1.txt").unlink()
+    with pytest.raises(ValueError, match="1.txt cannot be read as UTF-8 .*No such file"):
+        files[1]
+
+
+def test_records_of_several_files(tmp_path):
+    contents = [f"record {i} ".encode() * 40 for i in range(9)]
+    paths = [records(tmp_path / "a", contents[:4]), records(tmp_path / "b", contents[4:])]
+    source = text.Records(paths)
+    assert [source[i] for i in range(len(source))] == contents
+    for index in (-1, 9):
+        with pytest.raises(IndexError):
+            source[index]
+    documents = grain.MapDataset.source(source).map(bytes.decode).shuffle(3)
+    assert sorted(documents) == [content.decode() for content in contents]
+
+
+def test_records_that_cannot_be_read(tmp_path):
+    contents = [f"record {i} ".encode() * 40 for i in range(9)]
+    good, bad = (records(tmp_path / name, contents) for name in ("good", "bad"))
+    whole = bad.read_bytes()
+    with pytest.raises(ValueError, match="gone cannot be read as a file of ArrayRecord .*No such"):
+        text.Records([good, tmp_path / "gone"])
+    bad.write_bytes(whole[:1000])
+    with pytest.raises(ValueError, match="bad cannot be read as a file of ArrayRecord"):
+        text.Records([good, bad])
+    # A bit of the first record.
+    place = whole.index(b"record 0") if b"record 0" in whole else 200
+    bad.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    source = text.Records([good, bad])
+    with pytest.raises(ValueError, match="bad is damaged at record 0 .*hash mismatch"):
+        source[9]

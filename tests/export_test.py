@@ -1,0 +1,217 @@
+"""A trained model as a file: whole, readable without the package, and equal to what `load` predicts."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xshard
+from tests import toy
+from xshard import checkpoint, errors, export, loop
+from xshard import experiment as experiment_lib
+from xshard.export import __main__ as program
+from xshard.files import disk, tensors
+from xshard.run import preflight
+
+HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
+ROWS = [1, 5, 8]
+# What runs elsewhere: it has nothing of the package, and calls the function with batches of several sizes.
+ELSEWHERE = """
+import sys, numpy as np
+sys.modules["xshard"] = None
+from jax import export
+function = export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+inputs = dict(np.load(sys.argv[2]))
+arguments = ()
+if len(sys.argv) > 4:
+    from safetensors.numpy import load_file
+    arguments = (load_file(sys.argv[4]),)
+outputs = {}
+for rows in sys.argv[3].split(","):
+    batch = {name.partition("/")[2]: x for name, x in inputs.items() if name.startswith(rows + "/")}
+    outputs[rows] = np.asarray(function.call(*arguments, batch))
+np.savez(sys.argv[1] + ".npz", **outputs)
+"""
+
+
+def train(directory, **changes):
+    config = toy.get_config()
+    config.experiment = changes.pop("experiment", "tests.toy.Averaged")
+    config.update_from_flattened_dict({"steps": 4, **changes})
+    assert loop.run(config.lock(), str(directory), "") == 0
+    return xshard.load(str(directory))
+
+
+def elsewhere(directory, path, batches, *more):
+    """The outputs, by the number of rows, in a process of its own that cannot import the package."""
+    arrays = {f"{rows}/{k}": x for rows, batch in batches.items() for k, x in batch.items()}
+    np.savez(directory / "batches.npz", **arrays)
+    rows = ",".join(map(str, batches))
+    command = [sys.executable, "-c", ELSEWHERE, str(path), str(directory / "batches.npz"), rows]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [*command, *map(str, more)],
+        cwd=directory, env={**environment, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(np.load(f"{path}.npz"))
+
+
+def batches(rows=ROWS):
+    generator = np.random.default_rng(0)
+    return {n: {"x": generator.normal(size=(n, 3)).astype(np.float32)} for n in rows}
+
+
+@pytest.mark.parametrize("changes", [{}, {"group_assignment": HALVES, "reduction.shard_update": True, "hidden": 20}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("arguments", [False, True])
+def test_a_prediction_elsewhere(tmp_path, changes, arguments):
+    trained = train(tmp_path / "run", **changes)
+    path = tmp_path / "toy.stablehlo"
+    text = export.write(trained, path, arguments=arguments)
+    assert "x float32[batch,3] -> float32[batch], for cpu, cuda, tpu" in text
+    more = []
+    if arguments:
+        more = [tmp_path / "toy.safetensors"]
+        export.write(trained, more[0])
+    outputs = elsewhere(tmp_path, path, batches(), *more)
+    for rows, batch in batches().items():
+        wanted = trained.predict({**batch, "y": np.zeros(rows, np.float32)})
+        # Sums of at most 20 products in float32, in another order.
+        np.testing.assert_allclose(outputs[str(rows)], wanted, rtol=1e-5, atol=1e-6)
+
+
+class Fixed(toy.Averaged):
+    """Has a network that counts the rows of its batch."""
+
+    def forward(self, batch, *, is_training):
+        outputs = super().forward(batch, is_training=is_training)
+        return outputs if int(batch["x"].shape[0]) % 2 else outputs + 1
+
+
+def test_a_number_of_rows_that_a_network_depends_on(tmp_path):
+    trained = train(tmp_path / "run", experiment="tests.export_test.Fixed")
+    path = tmp_path / "toy.stablehlo"
+    with pytest.raises(errors.UserError, match=r"(?s)batches of any size: .*--batch_size=1"):
+        export.write(trained, path)
+    assert not path.exists()
+    assert "float32[4,3]" in export.write(trained, path, batch_size=4)
+    outputs = elsewhere(tmp_path, path, batches([4]))
+    wanted = trained.predict({**batches([4])[4], "y": np.zeros(4, np.float32)})
+    np.testing.assert_allclose(outputs["4"], wanted, rtol=1e-5, atol=1e-6)
+
+
+class Spectral(toy.Averaged):
+    """Asks for what TPUs do not compute."""
+
+    def forward(self, batch, *, is_training):
+        outputs = super().forward(batch, is_training=is_training)
+        if is_training:
+            return outputs
+        roots = jnp.linalg.eigvals(jnp.full((2, 2), batch["x"][0, 0]))
+        return outputs + jnp.max(jnp.real(roots)).astype(outputs.dtype)
+
+
+def test_platforms_that_it_does_not_lower_for_are_left_out(tmp_path):
+    trained = train(tmp_path / "run", experiment="tests.export_test.Spectral")
+    text = export.write(trained, tmp_path / "toy.stablehlo")
+    assert "for cpu" in text and "tpu" not in text
+    outputs = elsewhere(tmp_path, tmp_path / "toy.stablehlo", batches([5]))
+    wanted = trained.predict({**batches([5])[5], "y": np.zeros(5, np.float32)})
+    np.testing.assert_allclose(outputs["5"], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gan", "digits"])
+def test_experiments_are_exported(tmp_path, name):
+    config = importlib.import_module(f"configs.{name}").get_config()
+    config.update({"steps": 2, "eval_every_steps": 2, "writers": ("jsonl",)})
+    with jax.numpy_dtype_promotion("standard"):
+        assert loop.run(config.lock(), str(tmp_path / "run"), "") == 0
+        trained = xshard.load(tmp_path / "run")
+        export.write(trained, tmp_path / "a.stablehlo")
+        export.write(trained, tmp_path / "a.safetensors")
+        example = experiment_lib.example(trained.experiment)
+        asked = preflight.samples_batch(trained.experiment) or example
+        name_in, shape = (
+            ("noise", asked["noise"].shape) if name == "gan" else ("image", (3, 8, 8, 1))
+        )
+        batch = {name_in: np.random.default_rng(0).normal(size=shape).astype(np.float32)}
+        rows = len(batch[name_in])
+        outputs = elsewhere(tmp_path, tmp_path / "a.stablehlo", {rows: batch})
+        unread = {k: np.zeros((rows, *x.shape[1:]), x.dtype) for k, x in example.items()}
+        wanted = trained.predict({**unread, **batch})
+        (output,) = outputs.values()
+        # Half precision within a network: three digits.
+        np.testing.assert_allclose(output, np.asarray(wanted), rtol=2e-2, atol=2e-2)
+    file = tensors.File(str(tmp_path / "a.safetensors"))
+    prefix = ("generator/params/", "discriminator/params/") if name == "gan" else ("params/",)
+    assert all(any(path.startswith(p) for path in file.shapes) for p in prefix)
+
+
+def test_arrays_come_back_in_another_run(tmp_path):
+    trained = train(tmp_path / "run", group_assignment=HALVES)
+    path = tmp_path / "a.safetensors"
+    assert "4 arrays" in export.write(trained, path)
+    taken = checkpoint.init_from(checkpoint.Source(str(path)), trained.state, print)
+    jax.tree.map(np.testing.assert_array_equal, taken.experiment.params, trained.params)
+    # The averages of the parameters, by a pattern of one's own.
+    export.write(trained, tmp_path / "b.safetensors", select="opt_state/.*average/")
+    names = tensors.File(str(tmp_path / "b.safetensors")).shapes
+    assert len(names) == 4 and all("/average/mlp" in name for name in names)
+
+
+def test_what_cannot_be_written_is_named_and_nothing_is(tmp_path, monkeypatch):
+    trained = train(tmp_path / "run")
+    path = tmp_path / "a.safetensors"
+    for to, message in (
+        ("a.onnx", "must end in .safetensors"),
+        ("no/a.safetensors", "no directory"),
+        (".safetensors/", "must end in"),
+    ):
+        with pytest.raises(errors.UserError, match=message):
+            export.write(trained, tmp_path / to)
+    with pytest.raises(errors.UserError, match="matches none"):
+        export.write(trained, path, select="^weights/")
+    with pytest.raises(errors.UserError, match="a key of JAX"):
+        export.write(trained, path, select="rng")
+    path.write_bytes(b"mine")
+    with pytest.raises(errors.UserError, match="is there already.*--overwrite"):
+        export.write(trained, path)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.os, "fsync", full)
+        with pytest.raises(errors.UserError, match="No space left"):
+            export.write(trained, path, overwrite=True)
+    assert path.read_bytes() == b"mine"
+    export.write(trained, path, overwrite=True)
+    assert len(tensors.File(str(path)).shapes) == 4
+    for library in ("safetensors", "flatbuffers"):
+        find = importlib.util.find_spec
+        absent = lambda name, library=library: None if name == library else find(name)
+        monkeypatch.setattr(importlib.util, "find_spec", absent)
+        kind = "safetensors" if library == "safetensors" else "stablehlo"
+        with pytest.raises(errors.UserError, match=f"{library} is not installed.*export"):
+            export.write(trained, tmp_path / f"new.{kind}")
+        assert not (tmp_path / f"new.{kind}").exists()
+
+
+def test_the_command(tmp_path, capsys):
+    train(tmp_path / "run")
+    path = tmp_path / "a.safetensors"
+    assert program.main([f"{tmp_path}/run@4", f"--to={path}"]) == 0
+    assert f"{path}: 4 arrays" in capsys.readouterr().out
+    assert program.main([f"{tmp_path}/run", f"--to={path}"]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert program.main([f"{tmp_path}/run", f"--to={path}", "--overwrite"]) == 0
+    assert program.main([f"{tmp_path}/run", "--to=a.stablehlo", "--batch_size=0"]) == 1
+    header = path.read_bytes()
+    size = int.from_bytes(header[:8], "little")
+    assert json.loads(header[8 : 8 + size])["params/mlp/~/linear_0/w"]["dtype"] == "F32"

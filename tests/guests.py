@@ -1,0 +1,116 @@
+"""Processes that meet, and strangers at the door, for tests: real sockets; the processes are threads."""
+
+import concurrent.futures
+import contextlib
+import signal
+import socket
+
+from tests.launch import harness
+from xshard.pod import handshake, meeting, places
+
+FACTS = {"config.steps": "12", "xshard/loop.py": "0a1b2c3d"}
+OTHER = {**FACTS, "config.steps": "13", "xshard/loop.py": "ffffffff"}
+TOKEN = "5e" * 32
+
+
+OPEN = contextlib.ExitStack()
+
+
+class Heard:
+    """Stands in for the signals of a process, which only a main thread can take."""
+
+    def __init__(self):
+        self._end, self._wake = map(OPEN.enter_context, socket.socketpair())
+        self._end.setblocking(False)
+
+    def fileno(self):
+        return self._end.fileno()
+
+    def read(self):
+        with contextlib.suppress(BlockingIOError):
+            return [signal.Signals(number) for number in self._end.recv(64)]
+        return []
+
+    def send(self, number):
+        self._wake.send(bytes([number]))
+
+
+@contextlib.contextmanager
+def processes():
+    """Starts processes, each a thread: what it hears is the hosts, or the error."""
+
+    def attend(place, facts=FACTS, token=TOKEN, seconds=harness.FOREVER, heard=None):
+        try:
+            return meeting.meet(place, seconds, facts, token, heard)
+        except (places.StartError, places.StoppedError) as e:
+            return e
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        yield lambda place, **options: pool.submit(attend, place, **options)
+
+
+def meet(at, **options):
+    """What each of some processes hears."""
+    with processes() as start:
+        return [future.result() for future in [start(place, **options) for place in at]]
+
+
+def make_places(count, port=None, host="127.0.0.1"):
+    address = f"{host}:{port or harness.free_port()}"
+    return [places.Place(address, count, index) for index in range(count)]
+
+
+def connect(place):
+    """A connection to process 0, as soon as that listens."""
+    host, _, port = place.address.rpartition(":")
+
+    def attempt():
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((host.strip("[]"), int(port)), harness.FOREVER)
+        return None
+
+    return OPEN.enter_context(harness.wait_until(attempt))
+
+
+class Stranger:
+    """A program at the port of process 0 that speaks the protocol, as far as it likes."""
+
+    def __init__(self, place, token=TOKEN):
+        self.connection = connect(place)
+        self._file = OPEN.enter_context(self.connection.makefile("rb"))
+        self._token = token
+
+    def greet(self):
+        """Shows the token; False if process 0 does not show the same."""
+        self.connection.sendall(handshake.nonce_line("a" * 32))
+        nonces = f"{'a' * 32} {handshake.read_nonce(self._file.readline()[:-1])}"
+        self._seals = handshake.Seals(self._token, handshake.GUEST, nonces)
+        with contextlib.suppress(handshake.MalformedError):
+            self._seals.read(self._file.readline()[:-1])
+            self.say({})
+            return True
+        return False
+
+    def say(self, message):
+        self.connection.sendall(self._seals.line(message))
+
+    def say_body(self, body):
+        """Says something that is no message, with the right seal."""
+        line = self._seals._seal(handshake.GUEST, self._seals._said, body) + b" " + body
+        self.connection.sendall(line + b"\n")
+
+    def say_hello(self, **fields):
+        hello = {"index": 1, "count": 2, "host": "stranger", "pid": 1, "facts": FACTS}
+        self.say({**hello, **fields})
+
+    def hear(self):
+        """The next message; None at the end."""
+        with contextlib.suppress(ConnectionError):
+            line = self._file.readline()
+            return self._seals.read(line[:-1]) if line else None
+        return None
+
+    def is_dropped(self):
+        with contextlib.suppress(ConnectionError):
+            return self.connection.recv(1) == b""
+        return True

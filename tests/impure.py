@@ -1,0 +1,118 @@
+"""Experiments that a run cannot make again, or go on with, each by a mistake of its own; and one that is well."""
+
+import random
+import time
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+
+import xshard
+
+
+class Line(xshard.Supervised):
+    """Fits a line: nothing is wrong with it."""
+
+    def train_data(self):
+        x = np.arange(32, dtype=np.float32) / 32
+        return {"x": x, "y": 2 * x}
+
+    def eval_data(self):
+        return self.train_data()
+
+    def forward(self, batch, *, is_training):
+        return hk.Linear(1)(batch["x"][:, None])[:, 0]
+
+    def loss(self, outputs, batch):
+        return jnp.mean((outputs - batch["y"]) ** 2), {}
+
+    def optimizer(self):
+        return xshard.CrossShardOptimizer(optax.sgd(0.1), slice_axis_name="slice")
+
+    def evaluate(self, outputs, batch):
+        return {"error": (outputs - batch["y"]) ** 2}
+
+
+class Clock(Line):
+    """Has the time of day in its loss."""
+
+    def loss(self, outputs, batch):
+        error, scalars = super().loss(outputs, batch)
+        return error * (1 + time.time() % 1), scalars
+
+
+class HashOrder(Line):
+    """Numbers its words in the order of a set, which is another in each process."""
+
+    def train_data(self):
+        words = {f"word {i}" for i in range(32)}
+        x = np.array([int(word.split()[1]) for word in words], np.float32) / 32
+        return {"x": x, "y": 2 * x}
+
+
+class Changed(Line):
+    """Changes the batches of an iterator in a way of its own."""
+
+    def train_batches(self, part):
+        return _Changed(super().train_batches(part), self.change)
+
+    def change(self, batch):
+        """A batch in the place of another one."""
+        raise NotImplementedError
+
+
+class _Changed:
+    """Batches that a function changes, of which the state knows nothing."""
+
+    state_is_shared = True
+
+    def __init__(self, batches, change):
+        self._batches, self._change = batches, change
+        self.get_state, self.set_state = batches.get_state, batches.set_state
+
+    def __next__(self):
+        return self._change(dict(next(self._batches)))
+
+
+class Augmented(Changed):
+    """Adds noise of Python's own, which has no seed."""
+
+    def change(self, batch):
+        return {**batch, "x": batch["x"] + np.float32(random.random())}
+
+
+class Counting(Changed):
+    """Counts its batches in an attribute, and makes each larger than the one before."""
+
+    count = 0
+
+    def change(self, batch):
+        self.count += 1
+        return {**batch, "x": batch["x"] + np.float32(self.count)}
+
+
+class Remembering(Line):
+    """Counts, on the host, the losses that it has computed."""
+
+    _calls = 0
+
+    def loss(self, outputs, batch):
+        error, scalars = super().loss(outputs, batch)
+        count = jax.pure_callback(self._count, jax.ShapeDtypeStruct((), jnp.float32))
+        return count * error, scalars
+
+    def _count(self):
+        self._calls += 1
+        return np.float32(self._calls)
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """A run of the one that is well."""
+    config = xshard.config.default()
+    config.experiment = "tests.impure.Line"
+    config.batch_size = 8
+    config.eval_batch_size = 8
+    return config

@@ -1,0 +1,421 @@
+"""Learners, what of their step differs between replicas, and what an experiment on the lower tier promises."""
+
+import contextlib
+import functools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import xshard
+from tests import toy
+from xshard import errors, evaluation, mesh, step
+from xshard import state as state_lib
+from xshard.data import batches
+from xshard.learners import varying
+from xshard.run import preflight
+
+G, R, S = frozenset(["group"]), frozenset(["replica"]), frozenset(["slice"])
+
+
+def axes_of(f, *args, inputs=(R | S,)):
+    """Along which axes what `f` returns differs between replicas, of inputs that do so along `inputs`."""
+    the_mesh = mesh.make_mesh(slices=2)
+    mapped = jax.shard_map(f, mesh=the_mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    (eqn,) = jax.make_jaxpr(mapped)(*args).jaxpr.eqns
+    return varying.outputs(eqn.params["jaxpr"], [*inputs])
+
+
+psum = functools.partial(jax.lax.psum, axis_name=("slice", "replica"))
+GROUPS = [[0, 1], [2, 3]]
+TABLE = np.arange(3, dtype=np.float32)
+
+
+def _written(x):
+    """What is read from an array that can change, after something was written into it."""
+    kept = jax.new_ref(jnp.zeros(()))
+    kept[...] = x
+    return kept[...]
+
+
+@pytest.mark.parametrize(
+    ("f", "wanted"),
+    [
+        (lambda x: x + 1, R | S),
+        (lambda x: jnp.ones_like(x), frozenset()),
+        (psum, frozenset()),
+        (lambda x: jax.lax.psum(x, "replica"), S),
+        (lambda x: jax.lax.pmax(x, "slice"), R),
+        (lambda x: jax.lax.all_gather(x, "replica")[0], S),
+        # Some replicas of those along an axis are made equal, and not all.
+        (lambda x: jax.lax.psum(x, "replica", axis_index_groups=GROUPS), R | S),
+        (lambda x: jax.lax.ppermute(psum(x), "replica", [(0, 1)]), R),
+        (lambda x: jax.lax.psum_scatter(jnp.ones(4) * psum(x), "replica"), R),
+        (lambda x: varying.equal_on_replicas(x, given=x), R | S),
+        (lambda x: varying.equal_on_replicas(x, given=psum(x)), frozenset()),
+        (lambda x: jax.pure_callback(lambda: np.float32(0), jax.ShapeDtypeStruct((), np.float32)), G | R | S),
+        (_written, R | S),
+        (lambda x: psum(x) + jnp.float32(jax.lax.axis_index("replica")), R),
+        (lambda x: psum(x) + jnp.float32(jax.lax.axis_index("group")), G),
+        (lambda x: jax.lax.psum(jax.lax.axis_index("group"), "group"), frozenset()),
+        (lambda x: jax.jit(psum)(x), frozenset()),
+        (lambda x: jax.jit(jnp.sin)(x), R | S),
+        (jax.checkpoint(lambda x: jnp.sin(psum(x))), frozenset()),
+        (lambda x: varying.equal_on_replicas(x), frozenset()),
+        # A carried value that begins equal, and comes to differ after two rounds.
+        (
+            lambda x: jax.lax.scan(lambda c, _: ((c[1], c[2], x), None), (0.0, 0.0, 0.0), None, 4)[0][0],
+            R | S,
+        ),
+        (lambda x: jax.lax.scan(lambda c, y: (c + psum(y), None), 0.0, x[None])[0], frozenset()),
+        # How often it goes round differs, so what it makes does.
+        (lambda x: jax.lax.while_loop(lambda c: c < x, lambda c: c + 1, 0.0), R | S),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda _, c: c + 1.0, psum(x)), frozenset()),
+        (lambda x: jax.lax.cond(x > 0, lambda: 1.0, lambda: 2.0), R | S),
+        (lambda x: jax.lax.cond(psum(x) > 0, lambda: 1.0, lambda: 2.0), frozenset()),
+        (lambda x: jax.lax.cond(psum(x) > 0, lambda: x, lambda: 2.0), R | S),
+    ],
+)  # fmt: skip
+def test_what_differs_between_replicas(f, wanted):
+    (found,) = axes_of(f, jnp.float32(1))
+    assert found == wanted
+
+
+def test_custom_derivatives_are_looked_into():
+    @jax.custom_vjp
+    def same(x):
+        return psum(x)
+
+    same.defvjp(lambda x: (psum(x), None), lambda _, g: (g,))
+    assert axes_of(same, jnp.float32(1)) == [frozenset()]
+
+
+class Line(xshard.Experiment):
+    """A line, trained on the lower tier, with what tests add to its state."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.learner = xshard.Learner(self._network, self._rule, self.config)
+
+    def train_data(self):
+        return toy.Toy(self.config).train_data()
+
+    def eval_data(self):
+        data = self.train_data()
+        return {name: {k: x[rows] for k, x in data.items()} for name, rows in SPLITS.items()}
+
+    def _network(self, x):
+        return hk.Linear(1)(x)[:, 0]
+
+    def _rule(self):
+        return xshard.CrossShardOptimizer(optax.sgd(0.1), slice_axis_name="slice")
+
+    def init(self, key, batch):
+        return {"line": self.learner.init(key, batch["x"])}
+
+    def train_step(self, state, batch, key):
+        line, outcome = self.learner.update(state["line"], self.loss, batch, key)
+        return {"line": line}, {"line": outcome}
+
+    def loss(self, state, batch, key):
+        outputs, net_state = self.learner.apply(state, key, batch["x"])
+        return jnp.mean((outputs - batch["y"]) ** 2), net_state, {}
+
+    def eval_step(self, state, batch, key):
+        outputs, _ = self.learner.apply(state["line"], None, batch["x"])
+        pair = jnp.stack([outputs, batch["y"]], axis=-1)
+        return {
+            "pair": pair,
+            "product": outputs * batch["y"],
+            "noise": jax.random.normal(key, outputs.shape),
+        }
+
+    def summarize(self, sums, count):
+        return {
+            "ratio": sums["product"] / count,
+            "noise": sums["noise"] / count,
+            "mean": sums["pair"][1] / count,
+        }
+
+
+SPLITS = {"first": slice(0, 13), "rest": slice(13, 50)}
+
+
+def make(kind, *, replicas=None, **changes):
+    config = toy.get_config()
+    config.update(changes)
+    devices = jax.devices()[:replicas]
+    the_mesh = mesh.make_mesh(config.group_assignment or None, devices=devices)
+    experiment = kind(config)
+    train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=16, seed=0)
+    return experiment, the_mesh, train
+
+
+def check(kind, **how):
+    """Sees, as a run does before it begins, whether the step can be traced, and what differs."""
+    experiment, the_mesh, train = make(kind, **how)
+    state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
+    preflight.programs(experiment, the_mesh, state, train.shapes())
+
+
+def test_splits_and_what_is_no_mean():
+    experiment, the_mesh, train = make(Line)
+    state = state_lib.init(experiment, the_mesh, 0, train.example)
+    judge = evaluation.Evaluation(experiment, the_mesh, 8)
+    values = judge(state)
+    assert values == judge(state), "the keys of an evaluation are those of every evaluation"
+    data, params = experiment.train_data(), state.experiment["line"].params["linear"]
+    outputs = (data["x"] @ np.asarray(params["w"]) + np.asarray(params["b"]))[:, 0]
+    for name, rows in SPLITS.items():
+        y = data["y"][rows]
+        # Sums in float32, in another order.
+        np.testing.assert_allclose(
+            values[f"{name}/ratio"], np.mean(outputs[rows] * y), rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(values[f"{name}/mean"], np.mean(y), rtol=1e-5, atol=1e-6)
+    assert values["first/noise"] != values["rest/noise"]
+
+
+class Ratio(Line):
+    """Divides by a sum, which of no examples is zero; and lacks an array in its second split."""
+
+    def eval_data(self):
+        first, rest = super().eval_data().values()
+        return {"first": first, "rest": {"x": rest["x"]} if self.config.lacks else rest}
+
+    def eval_step(self, state, batch, key):
+        return {"x": batch["x"][:, 0], "y": batch["y"]}
+
+    def summarize(self, sums, count):
+        return {"ratio": float(sums["x"]) / float(sums["y"])}
+
+
+def test_all_splits_are_traced_whatever_comes_of_their_sums():
+    for lacks in (False, True):
+        experiment, the_mesh, train = make(Ratio, lacks=lacks)
+        state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
+        judge = evaluation.Evaluation(experiment, the_mesh, 8)
+        with pytest.raises(KeyError, match="y") if lacks else contextlib.nullcontext():
+            judge.check(state, experiment.config.checkpoint)
+
+
+class Counting(Line):
+    """Keeps a count of what it has seen: of all replicas, or of its own."""
+
+    def init(self, key, batch):
+        count = jnp.float32(0)
+        if self.config.marked:
+            count = xshard.PerReplica(count)
+        return {**super().init(key, batch), "count": count}
+
+    def train_step(self, state, batch, key):
+        new, metrics = super().train_step({"line": state["line"]}, batch, key)
+        seen = jnp.sum(batch["x"])
+        if self.config.marked:
+            return {**new, "count": xshard.PerReplica(state["count"].value + seen)}, metrics
+        if self.config.summed:
+            seen = psum(seen)
+        return {**new, "count": state["count"] + seen}, metrics
+
+
+def test_state_that_differs_is_refused_unless_it_is_marked():
+    check(Counting, marked=False, summed=True)
+    check(Counting, marked=True, summed=False)
+    with pytest.raises(errors.UserError) as e:
+        check(Counting, marked=False, summed=False)
+    text = str(e.value)
+    for part in ("Counting.train_step (", "'count', of type float32", "xshard.PerReplica", "pmean"):
+        assert part in text
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_counts_of_a_network_are_equal_where_steps_are_skipped(policy, replicas):
+    """On one replica, too, where a rule has nothing to reduce and its vote is no collective."""
+    check(toy.Toy, replicas=replicas, on_nonfinite=policy)
+
+
+def test_what_would_differ_on_several_replicas_is_refused_on_one():
+    check(Counting, marked=False, summed=True, replicas=1)
+    with pytest.raises(errors.UserError, match="'count', of type float32"):
+        check(Counting, marked=False, summed=False, replicas=1)
+
+
+class Predicting(Counting):
+    """Predicts in one of several ways, the batch of training or another."""
+
+    def predict(self, state, batch):
+        outputs, _ = self.learner.apply(state["line"], None, batch["x"])
+        return {"y": PREDICTIONS[self.config.way](outputs, state)}
+
+    def samples(self, predict, key):
+        return str(predict({"x": np.ones((3, 3))})) if self.config.samples else ""
+
+
+PREDICTIONS = {
+    "plain": lambda x, state: x,
+    "gathered": lambda x, state: jnp.mean(jax.lax.all_gather(x, "group"), axis=0),
+    "own": lambda x, state: x + state["count"].value,
+    "own mean": lambda x, state: x + jax.lax.pmean(state["count"].value, ("slice", "replica")),
+    "number": lambda x, state: x + jnp.float32(jax.lax.axis_index("replica")),
+    "other batch": lambda x, state: x[state["nothing"]],
+}
+
+
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("groups", [(), ((0, 1, 2, 3), (4, 5, 6, 7))])
+def test_a_prediction_is_equal_on_all_devices(groups, samples):
+    predicts = functools.partial(
+        check, Predicting, group_assignment=groups, marked=True, samples=samples
+    )
+    predicts(way="gathered")
+    replicas = "groups" if groups else "replicas"
+    for way in ("own", "number"):
+        message = rf"Predicting.predict .* returns 'y', float32 of shape .* between the {replicas}"
+        with pytest.raises(errors.UserError, match=message):
+            predicts(way=way)
+    # Equal within a group; between groups it is not.
+    for way in ("plain", "own mean"):
+        refused = pytest.raises(errors.UserError, match=r"all_gather\(outputs, 'group'\)")
+        with refused if groups else contextlib.nullcontext():
+            predicts(way=way)
+    # What a run does not call shows when it is called.
+    with pytest.raises(KeyError) if samples else contextlib.nullcontext():
+        predicts(way="other batch")
+
+
+class Constants(Line):
+    """Uses constants of the class, which JAX hands to the program before its arguments."""
+
+    def init(self, key, batch):
+        own = xshard.PerReplica(jnp.zeros(3))
+        return {**super().init(key, batch), "alike": jnp.zeros(3), "own": own}
+
+    def train_step(self, state, batch, key):
+        new, metrics = super().train_step({"line": state["line"]}, batch, key)
+        own = state["own"].value + jnp.sum(batch["x"]) * TABLE
+        alike = own if self.config.mixes else state["alike"] + TABLE
+        return {**new, "own": xshard.PerReplica(own), "alike": alike}, metrics
+
+
+def test_constants_do_not_hide_what_differs():
+    check(Constants, mixes=False)
+    with pytest.raises(errors.UserError, match="'alike', of type float32"):
+        check(Constants, mixes=True)
+
+
+class Shaken(Line):
+    """Adds to the parameters what each replica has seen, before they are updated."""
+
+    def train_step(self, state, batch, key):
+        line = state["line"]
+        params = jax.tree.map(lambda w: w + jnp.mean(batch["x"]), line.params)
+        return super().train_step({"line": line.replace(params=params)}, batch, key)
+
+
+def test_an_update_does_not_hide_what_differed_before():
+    with pytest.raises(errors.UserError, match="'line/params/linear/b'"):
+        check(Shaken)
+
+
+class Remembering(Line):
+    """Keeps what the network has made of each example of the last batch."""
+
+    def init(self, key, batch):
+        return {**super().init(key, batch), "last": xshard.PerExample(batch["y"])}
+
+    def train_step(self, state, batch, key):
+        line, outcome = self.learner.update(state["line"], self.loss, batch, key)
+        return {"line": line, "last": xshard.PerExample(outcome.aux)}, {"line": outcome}
+
+    def loss(self, state, batch, key):
+        outputs, net_state = self.learner.apply(state, key, batch["x"])
+        return jnp.mean((outputs - batch["y"]) ** 2), net_state, {}, outputs
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_a_loss_hands_on_has_a_row_for_each_example(parts):
+    experiment, the_mesh, train = make(Remembering, micro_batches=parts)
+    state = state_lib.init(experiment, the_mesh, 0, train.example)
+    batch = next(train)
+    linear = state.experiment["line"].params["linear"]
+    wanted = (np.asarray(batch["x"]) @ np.asarray(linear["w"]) + np.asarray(linear["b"]))[:, 0]
+    state, *_ = jax.jit(step.make_watched_step(experiment, the_mesh))(state, batch)
+    # Sums in float32, in another order.
+    np.testing.assert_allclose(state.experiment["last"].value, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Odd(Line):
+    """With a teacher that is never updated, several updates in a step, and numbers of Python's."""
+
+    def init(self, key, batch):
+        line = super().init(key, batch)
+        return {**line, "teacher": line["line"], "half": 0.5}
+
+    def train_step(self, state, batch, key):
+        def update(line, key):
+            return self.learner.update(line, self.loss, batch, key)
+
+        line, outcomes = jax.lax.scan(update, state["line"], jax.random.split(key, 3))
+        outcome = outcomes if self.config.all else jax.tree.map(lambda x: x[-1], outcomes)
+        new = {"line": line, "teacher": state["teacher"], "half": state["half"] * 1.0}
+        return new, {"line": outcome}
+
+
+def test_a_teacher_and_several_updates_in_a_step():
+    check(Odd, all=False)
+    experiment, the_mesh, train = make(Odd, all=False)
+    state = state_lib.init(experiment, the_mesh, 0, train.example)
+    assert not state.experiment["half"].weak_type
+    after, _ = jax.jit(step.make_train_step(experiment, the_mesh))(state, next(train))
+    assert not after.experiment["half"].weak_type
+    assert int(after.experiment["line"].global_step) == 3
+    with pytest.raises(errors.UserError, match="the outcomes of 3 updates together as 'line'"):
+        check(Odd, all=True)
+
+
+@pytest.mark.parametrize("groups", [(), ((0, 1, 2, 3), (4, 5, 6, 7))])
+def test_each_replica_has_its_own(groups):
+    experiment, the_mesh, train = make(Counting, marked=True, group_assignment=groups)
+    state = state_lib.init(experiment, the_mesh, 0, train.example)
+    replicas = (2, 4) if groups else (8,)
+    assert state.experiment["count"].value.shape == replicas
+    batch = next(train)
+    state, _ = jax.jit(step.make_train_step(experiment, the_mesh))(state, batch)
+    wanted = np.asarray(batch["x"]).reshape(*replicas, -1).sum(-1)
+    # Float32 sums of six numbers, in another order.
+    np.testing.assert_allclose(state.experiment["count"].value, wanted, rtol=1e-5, atol=1e-6)
+
+
+def broken(**methods):
+    return type("Broken", (Line,), methods)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (broken(train_step=lambda self, s, b, k: Line.train_step(self, s, b, k)[0]), "must return two things"),
+        (broken(train_step=lambda self, s, b, k: (Line.train_step(self, s, b, k)[0], {})), "metrics without those of the learner 'line'"),
+        (broken(train_step=lambda self, s, b, k: ({}, {})), "a state without 'line/"),
+        (broken(train_step=lambda self, s, b, k: ({**Line.train_step(self, s, b, k)[0], "more": 0}, {})), "a state with 'more', which init has not made"),
+        (broken(train_step=lambda self, s, b, k: (s, {"x": jnp.ones(3)})), "'x' of shape (3,)"),
+        (broken(loss=lambda self, s, b, k: (jnp.float32(0), {})), "must return three things"),
+        (broken(loss=lambda self, s, b, k: (jnp.sum(b["x"]), {}, {}, jnp.float32(0))), "a scalar as its fourth thing"),
+        (broken(init=lambda self, k, b: {**Line.init(self, k, b), "x": xshard.PerExample(jnp.ones(5))}), "'x' with an array of shape (5,)"),
+        (broken(loss=lambda self, s, b, k: (jnp.sum(b["x"]), {"m": {"w": 0}}, {})), "as the network's state"),
+        (broken(init=lambda self, k, b: {**Line.init(self, k, b), "number": jax.lax.axis_index("replica")}), "a state that depends on the replica's number"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(kind, message):
+    with pytest.raises(errors.UserError) as e:
+        check(kind)
+    assert message in str(e.value)
+
+
+def test_a_learner_outside_of_a_run_says_what_to_do():
+    experiment, *_ = make(Line)
+    with pytest.raises(errors.UserError, match="Elsewhere: with xshard.learners.within.run_on"):
+        experiment.init(jax.random.key(0), {"x": jnp.ones((2, 3))})

@@ -1,0 +1,211 @@
+"""The language model of tokens: segments, several sources, and a pod that goes on as one process."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import lm_words
+from experiments.lm import model, words
+from tests import rows
+from tests.optimizers import harness
+from xshard import data, loop
+from xshard.data import text
+
+SMALL = {
+    "model.layers": 2,
+    "model.width": 16,
+    "model.heads": 2,
+    "model.feed_forward": 32,
+    "text.length": 16,
+    "text.held_out": 0.2,
+    "text.vocabulary": 300,
+    "text.streams": 2,
+    "text.eval_windows": 16,
+    "batch_size": 8,
+    "eval_batch_size": 8,
+    "sample.length": 4,
+    "log_every_steps": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two folders of files, of which one has the words in another order."""
+    found = []
+    for name, line in (("up", "one two three four five. "), ("down", "five four three two one! ")):
+        place = tmp_path_factory.mktemp(name)
+        for i in range(30):
+            (place / f"{i}.txt").write_text(line * (1 + i % 5))
+        found.append(str(place))
+    return tuple(found)
+
+
+def small(folders, **changes):
+    config = lm_words.get_config()
+    config.update_from_flattened_dict({**SMALL, "text.files": folders, **changes})
+    return config.lock()
+
+
+def transformer():
+    sizes = {"layers": 2, "width": 16, "heads": 2, "feed_forward": 32}
+    made = hk.transform(lambda *x: model.Transformer(**sizes, remat=True, vocabulary=99)(*x))
+    return hk.without_apply_rng(made)
+
+
+def test_a_token_attends_to_its_own_segment_alone():
+    made = transformer()
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 99)
+    segments = jnp.asarray([[1] * 5 + [2] * 7] * 2)
+    params = made.init(jax.random.key(0), tokens)
+    params["transformer"]["head"] = jax.random.normal(jax.random.key(2), (16, 99))
+    whole = made.apply(params, tokens, segments)
+    # Roundings of another order of sums.
+    same = {"rtol": 1e-4, "atol": 1e-5}
+    parts = [made.apply(params, part) for part in (tokens[:, :5], tokens[:, 5:])]
+    np.testing.assert_allclose(whole, jnp.concatenate(parts, axis=1), **same)
+    one = made.apply(params, tokens, jnp.ones_like(segments))
+    np.testing.assert_allclose(one, made.apply(params, tokens), **same)
+    assert np.abs(one - whole).max() > 0.1
+
+
+def test_what_counts_in_the_loss():
+    batch = {
+        "text": jnp.asarray([[5, 6, 7, 8, 0, 0]]),
+        "text_segment_ids": jnp.asarray([[1, 1, 2, 2, 0, 0]]),
+        "bytes": jnp.asarray([[1, 2, 3, 4, 1, 1]]),
+    }
+    experiment = words.Words(small(("unread",)))
+    found = experiment.evaluate(jnp.zeros((1, 5, 99)), batch)
+    # 6 after 5, and 8 after 7; not the first token of a file, nor what fills up.
+    assert (found["tokens"], found["bytes"]) == (2, 2 + 4)
+    np.testing.assert_allclose(found["loss"], 2 * np.log(99), rtol=1e-6)
+    value, _ = experiment.loss(jnp.zeros((1, 5, 99)), batch)
+    np.testing.assert_allclose(value, np.log(99), rtol=1e-6)
+
+
+def test_sources_are_mixed_by_their_weights(folders):
+    experiment = words.Words(small(folders, **{"text.weights": (3, 1)}))
+    iterator = experiment.train_batches(data.Part(8, (np.arange(8),), seed=0))
+    tokenizer = experiment._tokenizer
+    of_second = 0
+    for _ in range(8):
+        for row in next(iterator)["text"]:
+            written = tokenizer.decode(row.tolist())
+            # The two sources end their sentences in their own ways.
+            assert ("." in written) != ("!" in written)
+            of_second += "!" in written
+    assert of_second == 16
+
+
+def test_evaluation_has_each_byte_of_the_held_out_files(folders):
+    experiment = words.Words(small(folders, **{"text.eval_windows": 0}))
+    rows_of = experiment.eval_data()
+    held_out = [path for _, held in experiment._sources for path in held]
+    size = sum(os.path.getsize(path) + 1 for path in held_out)
+    assert rows_of["bytes"][rows_of["text_segment_ids"] > 0].sum() == size
+    train = {path for side, _ in experiment._sources for path in side}
+    assert len(held_out) > 3 and not train & set(held_out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            {"text.weights": (1,)},
+            r"text.weights=\(1,\) must have a number .* each of the 2 entries",
+        ),
+        ({"text.weights": (1, 0)}, "a number above 0"),
+        ({"text.streams": 0}, "text.streams=0 must be at least 1"),
+        ({"text.streams": 3}, "3 streams do not fit batch_size=8"),
+        ({"text.streams": 4, "batch_size": 128, "text.held_out": 0.97}, "examples for 4 streams"),
+        ({"text.held_out": 1e-9}, "60 files to train on and 0 that are held out"),
+        ({"text.vocabulary": 256}, "must have more than 256 tokens"),
+    ],
+)
+def test_values_out_of_range(folders, tmp_path, changes, match):
+    with pytest.raises(ValueError, match=match):
+        loop.Run(small(folders, **changes), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_of_a_file(folders, tmp_path):
+    text.train_tokenizer(["one two three"] * 9, 265).save(str(tmp_path / "tokenizer.json"))
+    place = {"text.tokenizer": str(tmp_path / "tokenizer.json")}
+    assert words.Words(small(folders, **place))._tokenizer.get_vocab_size() == 265
+    with pytest.raises(ValueError, match="vocabulary=260 must be at least the 265 tokens"):
+        words.Words(small(folders, **place, **{"text.vocabulary": 260})).eval_data()
+
+
+def test_a_run_that_was_stopped_ends_in_the_same_bits(folders, tmp_path):
+    changes = {"text.weights": (2, 1), "steps": 7, "eval_every_steps": 7}
+    for stop in (None, 3):
+        directory = tmp_path / str(stop)
+        if stop:
+            first = small(folders, **changes, **{"checkpoint.every_steps": stop})
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(rows.Killed):
+                patch.setattr(loop.Run, "_save", interrupted(loop.Run._save))
+                loop.run(first, str(directory), "")
+        config = small(folders, **changes, **{"checkpoint.every_steps": 3})
+        assert loop.run(config, str(directory), "") == 0
+    assert rows.same_bits(tmp_path / "None") == rows.same_bits(tmp_path / "3")
+    harness.assert_equal(*(rows.final_state(tmp_path / name, config) for name in ("None", "3")))
+    # It has written of itself, too.
+    assert rows.results(tmp_path / "None")["samples"].startswith("--- 'def '\n")
+
+
+def interrupted(save):
+    """Ends a run after it has saved."""
+
+    def save_and_end(run, *args, **kwargs):
+        save(run, *args, **kwargs)
+        run.checkpoints.wait()
+        raise rows.Killed
+
+    return save_and_end
+
+
+def test_a_pod_that_is_killed_goes_on_as_one_process(folders, tmp_path):
+    program = [sys.executable, "-m", "xshard.main", "--config=configs/lm_words.py"]
+    program += [f"--config.{name}={value}" for name, value in SMALL.items()]
+    program += [
+        "--config.experiment=tests.words.Seen", f"--config.text.files={folders!r}",
+        "--config.steps=24", "--config.checkpoint.every_steps=5", "--config.eval_every_steps=24",
+    ]  # fmt: skip
+    launch = [sys.executable, "-m", "launch", "--num_processes=2", "--cpu_devices=1", "--"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+
+    def start(command, directory):
+        return subprocess.Popen(
+            [*command, f"--workdir={tmp_path / directory}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+            start_new_session=True,
+        )  # fmt: skip
+
+    killed = start([*launch, *program], "killed")
+    for line in killed.stdout:
+        if "step 12/24" in line:
+            break
+    # The launcher, and its processes.
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    seen = {}
+    for directory in ("killed", "whole"):
+        run = start([*program, "--cpu_devices=2"], directory)
+        output = run.communicate()[0]
+        assert run.returncode == 0, output
+        assert ("resumed from the checkpoint of step" in output) == (directory == "killed")
+        seen[directory] = [row["seen"] for row in rows.read(tmp_path / directory) if "seen" in row]
+    assert seen["killed"] == seen["whole"] and len(set(seen["whole"])) == 24

@@ -1,0 +1,214 @@
+"""What holds for digits, tried on the experiments that are more than a classifier: each promise on each of them.
+
+The program: `python -m tests.matrix`; some minutes for each of EXPERIMENTS. Each cell of its table ends in one of
+two ways: it works, or the run is refused by name before it has made its directory. Anything else is an error.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+
+from tests import rows
+
+EXPERIMENTS = (
+    "configs/gan.py",
+    "configs/rl.py",
+    "configs/rl_host.py",
+    "configs/ssl.py",
+    "tests/carried.py",
+    "tests/quantized.py",
+)
+_STEPS = 24
+_CHANGES = {
+    "groups": ("group_assignment=((0, 1), (2, 3))",),
+    "micro-batches": ("micro_batches=2",),
+    "slices": ("slices=2",),
+    "shard_update": ("reduction.shard_update=True",),
+    "float16": ("precision=params=float32,compute=float16,output=float32",),
+    "on_nonfinite=skip": ("on_nonfinite=skip",),
+}
+_REFUSED = "refused: "
+
+
+class Cell:
+    """An experiment that is tried in a folder of its own."""
+
+    def __init__(self, config, folder):
+        self._config, self._folder = config, pathlib.Path(folder)
+
+    def killed(self, processes, seed):
+        """Kills a run at a step of chance, and runs it again: the bits of the arrays, rows and results are the same."""
+        self._train("whole", processes=processes)
+        step = random.Random(seed).randrange(3, _STEPS - 2)
+        with self._start("killed", processes=processes) as running:
+            for line in running.stdout:
+                if f"step {step}/{_STEPS}" in line:
+                    break
+            # The launcher, and its processes.
+            os.killpg(running.pid, signal.SIGKILL)
+        assert "resumed from the checkpoint of step" in self._train("killed", processes=processes)
+        self._check_same("whole", "killed")
+
+    def moved(self):
+        """Runs on 1 device, goes on with 8 and ends with 4: each step is made once."""
+        for part, devices in enumerate((1, 8, 4), 1):
+            output = self._train("moved", f"steps={_STEPS * part // 3}", devices=devices)
+            assert part == 1 or "resumed from the checkpoint of step" in output
+        steps = [
+            row["step"] for row in rows.read(self._folder / "moved") if "eval/" not in str(row)
+        ]
+        assert steps == [*range(1, _STEPS + 1)], steps
+
+    def changed(self, *changes):
+        """Trains with another config."""
+        self._train("changed", *changes, devices=4)
+
+    def tools(self):
+        """Judges a run by another process, draws its report, and loads it in a script."""
+        self._train("run", devices=4)
+        run = str(self._folder / "run")
+        self._call(*self._command("run")[2:], "--mode=eval", "--cpu_devices=2")
+        page = self._folder / "report.html"
+        self._call("xshard.report", run, f"--output={page}")
+        assert page.stat().st_size > 10_000
+        self._call("xshard.checkpoint", "verify", f"{run}/checkpoints")
+        finished = subprocess.run(
+            [sys.executable, "-c", f"import xshard; xshard.load({run!r})"],
+            capture_output=True, text=True, env=_environment(),
+        )  # fmt: skip
+        assert finished.returncode == 0, finished.stderr
+
+    def sweep(self):
+        """Runs a sweep of two seeds."""
+        points = self._folder / "sweep.py"
+        points.write_text("def get_sweep():\n    return [{'seed': 1}, {'seed': 2}]\n")
+        self._call("launch", f"--sweep={points}", "--parallel=2", "--cpu_devices=2", "--",
+                   *self._command("sweep"))  # fmt: skip
+        results = [rows.results(self._folder / "sweep" / point) for point in ("000", "001")]
+        assert results[0] != results[1] and all(result["finite"] for result in results)
+
+    def dry_run(self):
+        """Compiles the step for a slice of TPUs."""
+        self._call("xshard.dryrun", f"--config={self._config}", "--topology=v5e:2x4", "--json")
+
+    def _check_same(self, *directories):
+        whole, other = (self._folder / name for name in directories)
+        assert rows.same_bits(whole) == rows.same_bits(other)
+        assert rows.results(whole) == rows.results(other)
+        arrays = [self._arrays(directory) for directory in (whole, other)]
+        assert arrays[0].keys() == arrays[1].keys()
+        for name, array in arrays[0].items():
+            assert array.tobytes() == arrays[1][name].tobytes(), name
+
+    def _arrays(self, directory):
+        file = directory / "arrays.npz"
+        self._call(
+            "xshard.checkpoint", "export", f"{directory}/checkpoints", str(_STEPS), str(file)
+        )
+        with np.load(file) as arrays:
+            return dict(arrays)
+
+    def _command(self, directory, *changes):
+        options = (f"steps={_STEPS}", "log_every_steps=1", "eval_every_steps=8", "writers=('jsonl',)",
+                   "checkpoint.every_steps=5", *changes)  # fmt: skip
+        program = [sys.executable, "-m", "xshard.main", f"--config={self._config}"]
+        program += [f"--workdir={self._folder / directory}"]
+        return program + [f"--config.{option}" for option in options]
+
+    def _start(self, directory, *changes, processes=1, devices=8):
+        command = self._command(directory, *changes)
+        share = f"--cpu_devices={devices // processes}"
+        if processes > 1:
+            launch = [sys.executable, "-m", "launch", f"--num_processes={processes}", share]
+            command = [*launch, "--", *command]
+        else:
+            command += [share]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(),
+            start_new_session=True,
+        )  # fmt: skip
+
+    def _train(self, directory, *changes, **how):
+        """The output of a run that ends well, or is refused."""
+        with self._start(directory, *changes, **how) as running:
+            output = running.communicate()[0]
+        if running.returncode:
+            _raise(output, is_new=not (self._folder / directory).exists())
+        assert rows.results(self._folder / directory)["finite"]
+        return output
+
+    def _call(self, module, *arguments):
+        finished = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(),
+        )  # fmt: skip
+        if finished.returncode:
+            _raise(finished.stdout, is_new=True)
+
+
+class RefusedError(Exception):
+    """The message of a run that was refused before it made anything."""
+
+
+def _raise(output, is_new):
+    refusal = output.partition("error: ")[2]
+    if not refusal or not is_new or "Traceback" in output:
+        raise AssertionError(output[-3000:])
+    raise RefusedError(refusal.splitlines()[0])
+
+
+def _environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+
+
+CELLS = {
+    "killed, 1 x 8": lambda cell: cell.killed(1, seed=0),
+    "killed, 2 x 4": lambda cell: cell.killed(2, seed=1),
+    "1 -> 8 -> 4 devices": Cell.moved,
+    **{
+        name: lambda cell, changes=changes: cell.changed(*changes)
+        for name, changes in _CHANGES.items()
+    },
+    "eval, report, load": Cell.tools,
+    "sweep": Cell.sweep,
+    "dry run": Cell.dry_run,
+}
+
+
+def attempt(config, name, folder):
+    """'works', or the message of a refusal."""
+    try:
+        CELLS[name](Cell(config, folder))
+    except RefusedError as e:
+        return f"{_REFUSED}{e}"
+    return "works"
+
+
+def main():
+    """Tries what is asked for, and prints a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--experiment", action="append", choices=EXPERIMENTS)
+    parser.add_argument("--cell", action="append", choices=CELLS)
+    options = parser.parse_args()
+    failures = 0
+    for config, name in itertools.product(options.experiment or EXPERIMENTS, options.cell or CELLS):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                outcome = attempt(config, name, folder)
+            except AssertionError as e:
+                outcome, failures = f"FAILED: {e}", failures + 1
+        print(json.dumps({"experiment": config, "cell": name, "outcome": outcome}), flush=True)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

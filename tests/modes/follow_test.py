@@ -1,0 +1,301 @@
+"""The job that judges checkpoints beside a run."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests import rows, toy
+from xshard import checkpoint, loop
+from xshard.metrics import terminal
+from xshard.modes import follow
+from xshard.pod import notice
+
+
+def make_config(**options):
+    config = toy.get_config()
+    config.checkpoint.update({"every_steps": 3, "keep_last": 2, "keep_best": 1, **options})
+    return config.lock()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("finished")
+    assert loop.run(make_config(keep_last=10), str(directory), "") == 0
+    return directory
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A finished run of four checkpoints, of which the last is the best."""
+    return pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def judged(directory):
+    return {row["step"]: row["eval/error"] for row in rows.read(directory / "eval")}
+
+
+def best(directory):
+    return json.loads((directory / "eval/best.json").read_text())
+
+
+def steps(directory):
+    return loop.Run(make_config(), str(directory)).checkpoints.manager.all_steps()
+
+
+def test_it_ends_with_a_run_that_has_not_ended_finite(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"experiment": "tests.toy.Poisoned", "poisoned": ((0, 5),)})
+    config.checkpoint.every_steps = 2
+    assert loop.run(config.lock(), str(tmp_path), "") == notice.NONFINITE
+    assert follow.run(config, str(tmp_path), "", None) == 0
+    assert list(judged(tmp_path)) == [2, 4]
+    assert "the run has ended, since it is not finite: step 5" in capsys.readouterr().out
+
+
+def test_it_judges_what_the_run_judges(tmp_path, capsys):
+    config = make_config(keep_last=10)
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert follow.run(config, str(tmp_path), "", None) == 0
+    found = judged(tmp_path)
+    assert list(found) == [3, 6, 9, 12]
+    assert len((tmp_path / "eval/metrics.csv").read_text().splitlines()) == 5
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert found[12] == results["eval"]["error"]
+    assert best(tmp_path)["best"] == [
+        {"step": min(found, key=found.get), "value": min(found.values())}
+    ]
+    assert best(tmp_path)["pinned"] == [min(found, key=found.get)]
+    # Once more: nothing is judged twice.
+    capsys.readouterr()
+    assert follow.run(config, str(tmp_path), "", None) == 0
+    assert "evaluation" not in capsys.readouterr().out and judged(tmp_path) == found
+
+
+def test_it_waits_for_a_run_and_goes_on_as_the_run_does(tmp_path, capsys):
+    parts = iter([None, 6, 12])
+
+    def sleep(seconds):
+        part = next(parts)
+        if part is not None:
+            config = make_config()
+            with config.unlocked():
+                config.steps = part
+            assert loop.run(config, str(tmp_path), "") == 0
+
+    job = follow.Follower(make_config(), str(tmp_path), sleep=sleep)
+    assert job.follow() is None
+    out = capsys.readouterr().out
+    assert out.count("waiting for a run in") == 1
+    assert out.count("the run ends at step 6, which has been judged; waiting for step 12") == 1
+    found = judged(tmp_path)
+    assert list(found) == [3, 6, 9, 12]
+    assert best(tmp_path)["best"][0]["value"] == min(found.values())
+
+
+def test_the_best_outlives_the_rules_of_the_run_and_a_restart_of_the_job(tmp_path, monkeypatch):
+    values = {3: 0.1, 6: 0.3, 9: 0.2, 12: 0.05}
+    judge = lambda self, state, go_on: {"error": values[int(state.step)]}
+    monkeypatch.setattr(follow.evaluation.Evaluation, "__call__", judge)
+
+    def train(until):
+        config = make_config(keep_last=1, keep_best=0)
+        with config.unlocked():
+            config.steps = until
+        # The run itself has another opinion, and none on the best.
+        with monkeypatch.context() as patch:
+            patch.setattr(follow.evaluation.Evaluation, "__call__", lambda *_: {"error": 1.0})
+            assert loop.run(config, str(tmp_path), "") == 0
+
+    def job(until):
+        config = make_config(keep_last=1)
+        with config.unlocked():
+            config.steps = until
+        return follow.Follower(config, str(tmp_path))
+
+    train(3)
+    job(3).follow()
+    train(6)
+    train(9)
+    # The rule keeps the newest one alone; the best of those judged is pinned. Step 6 is gone, unjudged.
+    assert steps(tmp_path) == [3, 9]
+    job(9).follow()
+    assert judged(tmp_path) == {3: 0.1, 9: 0.2}
+    train(12)
+    assert steps(tmp_path) == [3, 12]
+    job(12).follow()
+    assert (best(tmp_path)["best"], best(tmp_path)["pinned"]) == (
+        [{"step": 12, "value": 0.05}],
+        [12],
+    )
+
+
+def test_what_a_person_has_pinned_stays_pinned(run):
+    config = make_config(keep_last=10)
+    manager = loop.Run(config, str(run)).checkpoints.manager
+    assert manager.pin(3) and not manager.pin(3)
+    follow.run(config, str(run), "", None)
+    assert best(run)["pinned"] == [12] and best(run)["best"][0]["step"] == 12
+    assert not manager.pin(3) and manager.pin(6)
+
+
+def killed(monkeypatch, config, directory, owner, name):
+    """Runs the job until it calls this for the first time."""
+
+    def die(*_):
+        raise rows.Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, die)
+        with pytest.raises(rows.Killed):
+            follow.run(config, str(directory), "", None)
+
+
+def test_a_pin_of_a_job_that_was_killed_is_taken_back(run, monkeypatch):
+    config = make_config(keep_last=10)
+    killed(monkeypatch, config, run, follow.evaluation.Evaluation, "__call__")
+    assert best(run)["pinned"] == [3]
+    follow.run(config, str(run), "", None)
+    assert best(run)["pinned"] == [12]
+    assert loop.Run(config, str(run)).checkpoints.manager.pin(3)
+
+
+def test_a_job_that_is_killed_after_a_row_knows_the_best(run, monkeypatch):
+    config = make_config(keep_last=10, best_mode="max")
+    # The second writer; the first has the row.
+    killed(monkeypatch, config, run, follow.writers.Csv, "write")
+    assert list(judged(run)) == [3]
+    assert follow.run(config, str(run), "", None) == 0
+    found = judged(run)
+    assert list(found) == [3, 6, 9, 12]
+    assert best(run)["pinned"] == [max(found, key=found.get)] == [3]
+
+
+def test_a_job_that_is_killed_before_a_row_takes_its_pins_back(run, monkeypatch):
+    config = make_config(keep_last=10)
+    killed(monkeypatch, config, run, follow.writers.JsonLines, "write")
+    assert best(run)["pinned"] == [3] and not (run / "eval/metrics.jsonl").exists()
+    assert follow.run(config, str(run), "", None) == 0
+    marks = (run / "checkpoints").glob("*/PINNED")
+    assert [path.parent.name[:13] for path in marks] == ["step_00000012"]
+
+
+def test_values_that_were_not_finite_are_no_ground_for_another_metric(run):
+    assert follow.run(make_config(keep_last=10), str(run), "", None) == 0
+    made = rows.read(run / "eval")
+    made[-1]["eval/error"], made[0]["eval/error"] = None, [0.25, None]
+    (run / "eval/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    assert follow.run(make_config(keep_last=10, best_mode="max"), str(run), "", None) == 0
+    largest = max(made[1:3], key=lambda row: row["eval/error"])
+    assert best(run)["pinned"] == [largest["step"]]
+
+
+def test_another_metric_or_none_is_judged_by_from_then_on(run):
+    config = make_config(keep_last=10, best_mode="max")
+    assert follow.run(config, str(run), "", None) == 0
+    assert best(run)["pinned"] == [3] and best(run)["mode"] == "max"
+    # By what has been judged, without judging it again.
+    assert follow.run(make_config(keep_last=10), str(run), "", None) == 0
+    found = judged(run)
+    assert best(run)["best"] == [{"step": 12, "value": min(found.values())}] and len(found) == 4
+    assert best(run)["pinned"] == [12] and best(run)["mode"] == "min"
+    assert follow.run(make_config(keep_last=10, keep_best=0), str(run), "", None) == 0
+    assert best(run)["pinned"] == best(run)["best"] == []
+    assert loop.Run(make_config(), str(run)).checkpoints.manager.pin(12)
+
+
+def test_quiet(run, capsys):
+    show = terminal.Show.QUIET
+    assert follow.run(make_config(keep_last=10), str(run), "", None, show) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("all checkpoints to step 12 have been judged") and len(judged(run)) == 4
+
+
+def test_it_says_to_which_step_it_has_judged(run, capsys):
+    config = make_config(keep_last=10)
+    with config.unlocked():
+        config.steps = 5
+    assert follow.run(config, str(run), "", None) == 0
+    last = max(judged(run))
+    assert f"all checkpoints to step {last} have been judged" in capsys.readouterr().out
+    assert last != 5
+
+
+def test_a_damaged_checkpoint_is_left_out(run, capsys):
+    config = make_config(keep_last=10)
+    (folder,) = (run / "checkpoints").glob("*6.*")
+    (folder / "meta.json").write_bytes(b"{}")
+    follow.run(config, str(run), "", None)
+    assert list(judged(run)) == [3, 9, 12]
+    assert "step 6 is left out" in capsys.readouterr().out
+
+
+class Watch:
+    """Says stop at one of the polls."""
+
+    def __init__(self, at):
+        self._at, self.polls = at, 0
+
+    def poll(self):
+        self.polls += 1
+        return notice.Notice(notice.STOP, "told to", 42) if self.polls == self._at else None
+
+
+def test_a_stop_in_the_middle_of_an_evaluation_is_made_up_for(run):
+    config = make_config(keep_last=10)
+    # An evaluation has two batches: this is within the second one.
+    assert follow.run(config, str(run), "", Watch(5)) == 42
+    assert list(judged(run)) == [3]
+    assert follow.run(config, str(run), "", None) == 0
+    assert list(judged(run)) == [3, 6, 9, 12]
+
+
+def test_another_run_or_a_checkpoint_that_does_not_fit(run, tmp_path):
+    other = make_config()
+    with other.unlocked():
+        other.seed = 1
+    with pytest.raises(ValueError, match="seed: 0 -> 1"):
+        follow.run(other, str(run), "", None)
+    with pytest.raises(
+        ValueError, match="best_metric='nothing' must be a metric of the evaluation"
+    ):
+        follow.run(make_config(best_metric="nothing"), str(run), "", None)
+    wide = make_config(directory=str(run / "checkpoints"))
+    with wide.unlocked():
+        wide.experiment = "tests.toy.Wide"
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "wide/config.json").write_text(wide.to_json_best_effort())
+    with pytest.raises(checkpoint.CheckpointError, match="of another model or optimizer"):
+        follow.run(wide, str(tmp_path / "wide"), "", None)
+
+
+def test_real_processes(tmp_path):
+    """A job that is started before the run, and ends after it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    command = [
+        sys.executable,
+        "-m",
+        "xshard.main",
+        "--config=tests/toy.py",
+        f"--workdir={tmp_path}",
+    ]
+    start = lambda *flags: subprocess.Popen(
+        [*command, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    with start("--mode=eval") as job:
+        first = job.stdout.readline()
+        assert first == f"waiting for a run in {tmp_path}: it has no config.json yet\n"
+        with start("--cpu_devices=2") as run:
+            out = run.communicate()[0]
+            assert run.returncode == 0, out
+        out = job.communicate()[0]
+        assert job.returncode == 0, out
+    assert 12 in judged(tmp_path) and "all checkpoints to step 12 have been judged" in out

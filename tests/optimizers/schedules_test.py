@@ -1,0 +1,181 @@
+"""Schedules in the rows of a run: the values that each update went by, whatever stands around the rule."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import xshard
+from tests import rows, toy
+from xshard import errors, loop
+from xshard.dryrun import collectives
+from xshard.optimizers import inspection
+
+
+def rate(count):
+    """No two counts have the same."""
+    return 0.1 / (1.0 + count)
+
+
+class Scheduled(toy.Wide):
+    """Goes by a schedule that it names, within all the wrappers; some of its steps are skipped."""
+
+    def optimizer(self):
+        opt = xshard.OptaxOptimizer(optax.adam(rate), name="adam", schedules=self.schedules())
+        if self.config.outer == "average":
+            opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+            opt = xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
+            return xshard.MovingAverageOptimizer(opt, 0.5)
+        opt = xshard.MixedPrecisionLossScaleOptimizer(xshard.MovingAverageOptimizer(opt), "dynamic")
+        return xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+
+    def schedules(self):
+        return {"learning_rate": rate, "decay": lambda count: 2 * count}
+
+
+class Silent(Scheduled):
+    """The same without saying so."""
+
+    def schedules(self):
+        return {}
+
+
+class Injected(toy.Wide):
+    """Keeps what it goes by in its state."""
+
+    def optimizer(self):
+        adam = optax.inject_hyperparams(optax.adam)(rate, b1=0.8)
+        return xshard.CrossShardOptimizer(
+            optax.chain(optax.clip(1.0), adam), **self.config.reduction
+        )
+
+
+class Slow(toy.Wide):
+    """Updates every second step, and logs a rate of its own."""
+
+    def optimizer(self):
+        steps = optax.MultiSteps(optax.sgd(rate), 2)
+        schedules = {"learning_rate": rate, "error": rate}
+        return xshard.CrossShardOptimizer(
+            xshard.OptaxOptimizer(steps, name="sgd", schedules=schedules)
+        )
+
+
+class Forbidden(toy.Wide):
+    """Names a schedule as what every run logs."""
+
+    def optimizer(self):
+        opt = xshard.OptaxOptimizer(optax.sgd(rate), schedules={"step": rate})
+        return xshard.CrossShardOptimizer(opt)
+
+
+def make_config(name, **changes):
+    config = toy.get_config()
+    config.experiment = f"tests.optimizers.schedules_test.{name}"
+    config.outer = changes.pop("outer", "average")
+    config.reduction.shard_update = changes.pop("shard_update", False)
+    config.update({"steps": 6, "log_every_steps": 1, "writers": ("jsonl",), **changes})
+    return config.lock()
+
+
+def training(directory, name, **changes):
+    assert loop.run(make_config(name, **changes), str(directory), "") == 0
+    return [row for row in rows.read(directory) if "loss" in row]
+
+
+HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"outer": "reduction"},
+        {"shard_update": True, "slices": 2},
+        {"micro_batches": 2, "group_assignment": HALVES, "shard_update": True},
+    ],
+    ids=str,
+)
+def test_the_values_that_each_update_went_by(tmp_path, changes):
+    logged = training(tmp_path, "Scheduled", overflow_above=1.9, **changes)
+    before, skips = 0, 0
+    for row in logged:
+        # What a step goes by is decided by the updates before it: a skipped one does not count.
+        expected = 0.1 / (1.0 + np.asarray(before))
+        # One rounding to float32 of a quotient.
+        np.testing.assert_allclose(row["learning_rate"], expected, rtol=1e-6)
+        np.testing.assert_array_equal(row["decay"], 2 * np.asarray(before))
+        skips += np.sum(row["global_step"] == np.asarray(before))
+        before = row["global_step"]
+    assert skips
+
+
+def test_nothing_is_added_to_a_state_and_no_collective(tmp_path):
+    programs, states = [], []
+    for name in ("Scheduled", "Silent"):
+        run = loop.Run(make_config(name), str(tmp_path / name))
+        compiled = run.train_step.lower(run._target, run.batches.shapes()).compile()
+        programs.append(len(collectives.of(compiled)))
+        states.append(jax.tree.structure(run._target))
+    assert programs[0] == programs[1] and states[0] == states[1]
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_what_optax_keeps_in_its_state_is_logged_by_itself(tmp_path, shard_update):
+    logged = training(tmp_path, "Injected", shard_update=shard_update)
+    rates = [row["learning_rate"] for row in logged]
+    np.testing.assert_allclose(rates, [rate(count) for count in range(6)], rtol=1e-6)
+    assert {row["b1"] for row in logged} == {np.float32(0.8)}
+
+
+def test_the_count_is_that_of_the_transformation_and_a_name_of_the_loss_stays_its(tmp_path):
+    logged = training(tmp_path, "Slow")
+    rates = [rate(step // 2) for step in range(6)]
+    np.testing.assert_allclose([row["learning_rate"] for row in logged], rates, rtol=1e-6)
+    assert logged[0]["error"] == logged[0]["loss"]
+
+
+def test_names_that_every_run_logs_are_refused_before_a_run(tmp_path):
+    with pytest.raises(
+        errors.UserError, match="Forbidden.optimizer .*'step', which every run logs"
+    ):
+        loop.Run(make_config("Forbidden"), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(errors.UserError, match="must be functions of a count by name"):
+        make = lambda: xshard.OptaxOptimizer(optax.sgd(0.1), schedules={"learning_rate": 0.1})
+        hk.transform(make).apply({}, None)
+
+
+def test_two_rules_and_two_transformations_are_told_apart():
+    def make():
+        two = optax.chain(
+            optax.inject_hyperparams(optax.clip)(1.0), optax.inject_hyperparams(optax.sgd)(0.1),
+            optax.inject_hyperparams(optax.sgd)(0.2),
+        )  # fmt: skip
+        return xshard.OptaxOptimizer(two, name="two", schedules={"a": rate, "b": rate})
+
+    def step(params):
+        both = _Both(make(), xshard.OptaxOptimizer(optax.sgd(rate), "one", {"a": rate}))
+        both.apply_gradients(params, params)
+        return inspection.schedules(both, jnp.int32(3)), inspection.hyperparameters(both, params)
+
+    params = {"hyperparams": {"w": jnp.ones(())}}
+    transformed = hk.transform_with_state(step)
+    _, state = transformed.init(None, params)
+    (scheduled, kept), _ = transformed.apply({}, state, None, params)
+    # The first keeps three counts, and the second one.
+    assert scheduled.keys() == {"two/a", "b", "one/a"}
+    assert kept.keys() == {"max_delta", "two/1/learning_rate", "two/2/learning_rate"}
+
+
+class _Both(xshard.OptimizerWrapper):
+    """Updates by one rule after the other."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.opt, self.second = first, second
+
+    def update(self, grads, params):
+        return self.second.update(grads, self.opt.update(grads, params))

@@ -1,0 +1,101 @@
+"""Where two real runs part, and what is said to differ between them."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests import toy
+from xshard import bisect, loop
+from xshard.replay import bisecting
+
+
+def config(**changes):
+    made = toy.get_config()
+    made.update_from_flattened_dict({"log_every_steps": 1, "steps": 8, **changes})
+    return made.lock()
+
+
+def compared(tmp_path):
+    return bisecting.parting(*(bisecting.read(str(tmp_path / name)) for name in "AB"))
+
+
+def test_the_same_twice(tmp_path, capsys):
+    for name in "AB":
+        assert loop.run(config(), str(tmp_path / name), "") == 0
+    assert compared(tmp_path) == (8, None, [], [], True)
+    capsys.readouterr()
+    assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "alike: the fingerprints and values of all steps that both have logged, to step 8" in said
+    )
+    assert "configs and origins are the same" in said
+
+
+def test_another_seed(tmp_path, capsys):
+    for name, seed in (("A", 0), ("B", 1)):
+        assert loop.run(config(seed=seed), str(tmp_path / name), "") == 0
+    found = compared(tmp_path)
+    assert found[:2] == (0, 1) and found.states == ["other", "params"]
+    capsys.readouterr()
+    assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 1
+    said = capsys.readouterr().out
+    assert "part before step 1: their first states differ in other, params" in said
+    assert "config.seed" in said and "config.steps" not in said
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_run_that_went_on_with_another_config(tmp_path, capsys, every):
+    changes = {"fingerprint_every_steps": every}
+    assert loop.run(config(steps=4, **changes), str(tmp_path / "A"), "") == 0
+    shutil.copytree(tmp_path / "A", tmp_path / "B")
+    for name, parts in (("A", 1), ("B", 2)):
+        assert loop.run(config(micro_batches=parts, **changes), str(tmp_path / name), "") == 0
+    found = compared(tmp_path)
+    # The state that step 5 began with is the same; what it made of it is not.
+    assert found[:3] == (4, 5, []) and "loss" in found.values
+    assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 1
+    said = capsys.readouterr().out
+    assert ("part in step 5" in said) == bool(every) and "config.micro_batches" in said
+    assert ("rows have no fingerprints" in said) != bool(every)
+
+
+def test_a_bit_that_flips_in_all_copies(tmp_path, monkeypatch, capsys):
+    assert loop.run(config(), str(tmp_path / "A"), "") == 0
+    run = loop.Run(config(log_every_steps=2), str(tmp_path / "B"))
+    step_of_run = run.train_step
+
+    def train_step(state, batch):
+        if int(state.step) == 4:
+            flip = lambda x: (x.view(jnp.uint32) ^ 1).view(jnp.float32)
+            inner = state.experiment
+            state.experiment.params["linear"]["w"] = jax.device_put(
+                flip(inner.params["linear"]["w"]), inner.params["linear"]["w"].sharding
+            )
+        return step_of_run(state, batch)
+
+    monkeypatch.setattr(run, "train_step", train_step)
+    with run.opened():
+        run.train()
+    found = compared(tmp_path)
+    # Step 5, which began with another bit, is not in both; by step 6 it has come to the slots.
+    assert found[:2] == (4, 6) and {"params", "slots"} <= set(found.states)
+    bisect.main([str(tmp_path / "A"), str(tmp_path / "B")])
+    assert "The runs part in steps 4 to 5 (alike to the row of step 4)" in capsys.readouterr().out
+
+
+def test_what_is_no_run_or_has_nothing_in_common(tmp_path, capsys):
+    assert loop.run(config(steps=2), str(tmp_path / "A"), "") == 0
+    assert bisect.main([str(tmp_path / "A"), str(tmp_path / "none")]) != 0
+    assert "holds no config.json: give the work directory of a run" in capsys.readouterr().err
+    shutil.copytree(tmp_path / "A", tmp_path / "B")
+    rows = tmp_path / "B" / "metrics.jsonl"
+    rows.write_text(json.dumps({"step": 77, "loss": 1.0}) + "\n")
+    assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) != 0
+    assert "no step in common (1 to 2; 77 to 77)" in capsys.readouterr().err
+    rows.write_text("")
+    assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) != 0
+    assert "has no rows of training" in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""A step of a run that is made again: compared with its rows, and taken apart."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tests import toy
+from tests.replay import planted
+from xshard import loop
+from xshard.replay import __main__ as program
+from xshard.replay import cause, past
+
+KINDS = {
+    "zero_over_zero": {},
+    "inf_minus_inf": {"micro_batches": 2, "loss_scale": "dynamic"},
+    "logarithm": {"groups": 2, "shard_update": True},
+    "root_gradient": {"layer": 0},
+    "bad_example": {"loss_scale": "dynamic", "shard_update": True},
+    "forward_overflow": {"precision": planted.FLOAT16, "loss_scale": "dynamic"},
+    "gradient_overflow": {
+        "precision": planted.FLOAT16,
+        "loss_scale": "dynamic",
+        "micro_batches": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_fault_is_named(tmp_path, kind):
+    fault = planted.Fault(kind, **KINDS[kind])
+    planted.train(fault, tmp_path)
+    before = contents(tmp_path)
+    assert not planted.wrong(fault, tmp_path)
+    assert contents(tmp_path) == before
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A run of which the third step was skipped for an example that is not finite, and which has gone on."""
+    directory = tmp_path_factory.mktemp("run")
+    config = toy.get_config()
+    config.update({"experiment": "tests.toy.Poisoned", "steps": 6, "poisoned": ((0, 3),)})
+    config.update({"loss_scale": "dynamic", "log_every_steps": 2, "writers": ("jsonl",)})
+    config.checkpoint.update({"every_steps": 2, "keep_last": 3})
+    assert loop.run(config.lock(), str(directory), "") == 0
+    return directory
+
+
+def contents(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def rewrite(directory, tmp_path, change):
+    """A copy of a run with other rows."""
+    copy = tmp_path / "copy"
+    for path, content in contents(directory).items():
+        place = copy / path.relative_to(directory)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+    metrics = copy / "metrics.jsonl"
+    lines = [change(json.loads(line)) for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return copy
+
+
+def test_the_first_step_that_was_skipped(directory, capsys):
+    # It lies between two rows, of which the second one counts it.
+    before = contents(directory)
+    assert program.main([str(directory)]) == 0
+    said = capsys.readouterr().out
+    assert "step 3, made again from the checkpoint of step 2" in said
+    assert "not finite before the step is made: the batch's 'y' is nan" in said
+    assert "replica 0 of 8\n" in said and "(row 0 of the batch)" in said
+    assert "reaches      the loss, the gradient of mlp/~/linear_0/b" in said
+    assert contents(directory) == before
+
+
+def test_a_step_that_is_finite(directory, capsys):
+    assert program.main([str(directory), "--step=4"]) == 0
+    said = capsys.readouterr().out
+    assert "1 rows compared: reproduced, bit for bit" in said
+    assert "All that reaches a result of the step is finite." in said
+    (row,) = [row for row in past.Past(str(directory)).rows.items() if row[0] == 4]
+    norms = [line.split() for line in said.splitlines() if "mlp/~/" in line]
+    total = np.sqrt(sum(float(norm) ** 2 for norm, _, path in norms))
+    # The table has four digits.
+    np.testing.assert_allclose(total, row[1]["gradient_norm"], rtol=1e-3)
+    assert "tests/toy.py:" in said
+
+
+def test_rows_that_are_other_ones(directory, tmp_path, capsys):
+    def change(row):
+        if row["step"] == 4 and "loss" in row:
+            row["loss"] = float(np.nextafter(np.float32(row["loss"]), np.float32(9)))
+        return row
+
+    copy = rewrite(directory, tmp_path, change)
+    origin = json.loads((copy / "origin.json").read_text())
+    (copy / "origin.json").write_text(json.dumps({**origin, "libraries": "jax 0.0.1"}))
+    # From the checkpoint of step 4 on there is nothing of it.
+    assert program.main([str(copy), "--step=6"]) == 0
+    assert program.main([str(copy), "--step=4"]) == program.NOT_REPRODUCED
+    said = capsys.readouterr().out
+    assert "not reproduced: step 4, column loss, logged " in said
+    assert "changed since: libraries: jax 0.0.1 -> jax " in said
+
+
+def test_on_fewer_devices(directory, capsys, monkeypatch):
+    devices = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda *args: devices)
+    code = program.main([str(directory), "--step=3"])
+    said = capsys.readouterr().out
+    assert "bits may differ" in said and "devices: 8 cpu on 1 process(es) -> " in said
+    assert code in (0, program.NOT_REPRODUCED) and "replica 0 of 2\n" in said
+
+
+def test_what_is_no_step(directory, tmp_path, capsys):
+    def message(*arguments):
+        assert program.main([str(x) for x in arguments]) == 1
+        return capsys.readouterr().err
+
+    assert f"There is no run in {tmp_path}" in message(tmp_path)
+    assert "--step=9: the run in" in message(directory, "--step=9")
+    assert "steps 1 to 6" in message(directory, "--step=0")
+    fine = rewrite(directory, tmp_path, lambda row: {**row, "skipped": 0})
+    assert "all are finite, and no step was skipped: give --step" in message(fine)
+
+
+def test_one_of_two_learners(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"experiment": "tests.replay.pair.Pair", "steps": 1, "writers": ("jsonl",)})
+    config.checkpoint.update({"best_metric": "first"})
+    assert loop.run(config.lock(), str(tmp_path), "") == 3
+    capsys.readouterr()
+    assert program.main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "step 1, made again from the first state" in said
+    assert "first not finite: log gives nan\n  line         tests/replay/pair.py:" in said
+    # Its derivative is finite, and the other learner has nothing of it.
+    assert "reaches      the loss of second\n" in said
+
+
+def test_examples_that_only_do_it_together():
+    heavy = {3, 5}
+    blamed = cause.blame_examples(lambda rows: heavy <= set(rows.tolist()), [np.arange(8)])
+    assert blamed == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    blamed = cause.blame_examples(
+        lambda rows: bool(heavy & set(rows.tolist())), np.split(np.arange(8), 2)
+    )
+    assert blamed == [[3], [5]]

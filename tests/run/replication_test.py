@@ -1,0 +1,166 @@
+"""The copies of what is equal on all replicas, compared in each step and before each save."""
+
+import os
+import subprocess
+import sys
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import xshard
+from tests import toy
+from xshard import errors, loop
+from xshard.optimizers import trees
+from xshard.run import replication
+
+HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
+VARIANTS = [
+    {},
+    {"group_assignment": HALVES, "reduction.shard_update": True, "hidden": 20},
+    {"slices": 2},
+    {"model_parallel": 2},
+]
+
+
+class Believed(toy.Wide):
+    """Declares equal what is not: a number of its state, or what a rule of its own draws."""
+
+    def init(self, key, batch):
+        return {"line": super().init(key, batch), "seen": jnp.zeros(3)}
+
+    def train_step(self, state, batch, key):
+        line, outcome = super().train_step(state["line"], batch, key)
+        seen = state["seen"].at[1].add(jnp.sum(batch["x"]))
+        if self.config.lies != "state":
+            seen = jax.lax.pmean(seen, ("slice", "replica"))
+        seen = xshard.equal_on_replicas(seen)
+        return {"line": line, "seen": seen}, {"line": outcome}
+
+    def eval_step(self, state, batch, key):
+        return super().eval_step(state["line"], batch, key)
+
+    def predict(self, state, batch):
+        return super().predict(state["line"], batch)
+
+    def optimizer(self):
+        draw = lambda x: x + jax.random.normal(hk.next_rng_key(), x.shape, x.dtype)
+        noise = optax.stateless(lambda updates, _: jax.tree.map(draw, updates))
+        rule = noise if self.config.lies == "rule" else optax.identity()
+        return xshard.CrossShardOptimizer(
+            optax.chain(rule, optax.trace(0.9), optax.scale(-0.01)),
+            slice_axis_name="slice",
+            **self.config.reduction,
+        )
+
+
+def config(**changes):
+    made = toy.get_config()
+    made.experiment = "tests.run.replication_test.Believed"
+    made.lies = ""
+    made.checkpoint.best_metric = "error"
+    made.update_from_flattened_dict({"steps": 3, "hidden": 16, **changes})
+    return made.lock()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("lies", "part"),
+    [("state", "different bits of 'seen', which Believed.train_step"), ("rule", "line/opt_state/")],
+)
+def test_what_parts_is_named_after_the_first_step(tmp_path, variant, lies, part):
+    with pytest.raises(errors.UserError) as e:
+        loop.run(config(lies=lies, **variant), str(tmp_path), "")
+    assert "After step 1 the replicas" in str(e.value) and part in str(e.value)
+    assert not list(tmp_path.glob("checkpoints/step_*"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_what_is_equal_goes_on(tmp_path, variant):
+    assert loop.run(config(**variant), str(tmp_path), "") == 0
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_nothing_parted_is_saved_however_rarely_steps_are_compared(tmp_path, every):
+    changes = {"fingerprint_every_steps": every, "checkpoint.every_steps": 1}
+    with pytest.raises(
+        replication.PartedError, match="After step 1 the replicas .* of 'seen', which"
+    ):
+        loop.run(config(lies="state", **changes), str(tmp_path), "")
+    assert not list(tmp_path.glob("checkpoints/step_*"))
+
+
+def flipped(state, name, device):
+    """The state with one bit of the last element of an array another in the copy on one device."""
+
+    def flip(path, x):
+        if trees.path_name(path) != name:
+            return x
+        shards = []
+        for shard in x.addressable_shards:
+            part = np.array(shard.data)
+            if shard.device.id == device:
+                words = part.reshape(-1).view(np.uint32)
+                words[-1] ^= 1 << 20
+            shards.append(jax.device_put(part, shard.device))
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+    return jax.tree_util.tree_map_with_path(flip, state)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "variant"),
+    [
+        ("params/linear/w", "params", {}),
+        ("params/linear/w", "params", {"group_assignment": HALVES}),
+        ("params/linear/w", "params", {"slices": 2, "reduction.shard_update": True}),
+        ("opt_state/adam/0/mu/linear/w", "slots", {}),
+        ("net_state/~/mean", "net_state", {}),
+        ("params/linear/w", "params", {"fingerprint_every_steps": 4}),
+    ],
+)
+def test_a_flipped_bit_is_named_within_two_steps(tmp_path, monkeypatch, name, kind, variant):
+    made = toy.get_config()
+    made.update_from_flattened_dict(
+        {**variant, "checkpoint.every_steps": 100, "log_every_steps": 1}
+    )
+    run = loop.Run(made.lock(), str(tmp_path))
+    step_of_run = run.train_step
+
+    def train_step(state, batch):
+        if int(state.step) == 4:
+            leaves = jax.tree_util.tree_leaves_with_path(state)
+            assert name in [trees.path_name(path) for path, _ in leaves]
+            state = flipped(state, name, 5)
+        return step_of_run(state, batch)
+
+    monkeypatch.setattr(run, "train_step", train_step)
+    with run.opened(), pytest.raises(replication.PartedError) as e:
+        run.train()
+    of_group = " of group 1" if "group_assignment" in variant else ""
+    number = 1 if of_group else 5
+    said = f"{kind}: replica {number}{of_group} (device 5 of process 0) holds another copy than"
+    # The first step from the fifth on that compares what it begins with.
+    compared = -(-5 // made.fingerprint_every_steps) * made.fingerprint_every_steps
+    assert f"After step {compared - 1} the replicas" in str(e.value) and said in str(e.value)
+    # Two later steps may have been made, and no row is written of later ones.
+    assert run._made <= compared + 2
+
+
+def test_processes_compare_theirs(tmp_path):
+    (tmp_path / "config.py").write_text(
+        "from tests.run import replication_test\n"
+        "def get_config():\n"
+        "    return replication_test.config(lies='state').copy_and_resolve_references()\n"
+    )
+    command = [
+        sys.executable, "-m", "launch", "--num_processes=2", "--cpu_devices=2", "--",
+        sys.executable, "-m", "xshard.main", f"--config={tmp_path}/config.py", f"--workdir={tmp_path}/run",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode, done.stdout
+    assert "the replicas hold different bits of 'seen'" in done.stdout + done.stderr

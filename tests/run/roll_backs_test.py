@@ -1,0 +1,422 @@
+"""Roll-backs: past the data that did it, to the same bits and rows however often the run was stopped or killed."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import xshard
+from tests import rows, toy
+from tests.launch import harness as system
+from tests.optimizers import harness
+from xshard import checkpoint, errors, loop
+from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import manager as manager_lib
+from xshard.data import batches
+from xshard.files import jsonfile, workdir
+from xshard.metrics import log as log_lib
+from xshard.pod import notice
+from xshard.run import jumps, roll_backs
+
+HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
+# Step 7 is in trouble, and step 8 that is made of batch 11 when the run has gone back to step 4.
+TWO = ((0, 7), (0, 11))
+
+
+def make_config(**changes):
+    """Twelve steps, of which each fourth is saved, and each third evaluated."""
+    config = toy.get_config()
+    config.update(
+        {"experiment": "tests.toy.Poisoned", "poisoned": TWO, "on_nonfinite": "roll_back"}
+    )
+    config.update({"log_every_steps": 1, "writers": ("jsonl",), "eval_every_steps": 3})
+    config.checkpoint.update({"every_steps": 4, "keep_last": 1, "best_metric": "error"})
+    for name in ("limit", "loss_factor", "loss_steps"):
+        config.roll_back[name] = changes.pop(name, config.roll_back[name])
+    config.checkpoint.keep_best = changes.pop("keep_best", 0)
+    with config.unlocked():
+        config.update(changes)
+    return config.lock()
+
+
+def recorded(directory):
+    return json.loads((directory / "roll_backs.json").read_text())
+
+
+def rolled(directory):
+    """Its rows on roll-backs, as (step, number, step in trouble, first and last of the batches)."""
+    names = ("number", "trouble_step", "first_batch", "last_batch")
+    found = [row for row in rows.read(directory) if "roll_back/number" in row]
+    return [(row["step"], *(row[f"roll_back/{name}"] for name in names)) for row in found]
+
+
+def assert_same(directory, other, config):
+    harness.assert_equal(rows.final_state(directory, config), rows.final_state(other, config))
+    assert rows.same_bits(directory) == rows.same_bits(other)
+    assert rows.results(directory) == rows.results(other)
+    keys = ("step", "why", "restored", "first_batch", "last_batch")
+    left, right = ([[entry[k] for k in keys] for entry in recorded(x)] for x in (directory, other))
+    assert left == right
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("undisturbed")
+    assert loop.run(make_config(), str(directory), "") == 0
+    return directory
+
+
+class Past(toy.Poisoned):
+    """Its data lack batches 5 to 11."""
+
+    def train_batches(self, part):
+        made = super().train_batches(part)
+        original = type(made).__next__
+
+        class Passing(type(made)):
+            def __next__(self):
+                while 4 <= self.get_state()["batches"] < 11:
+                    original(self)
+                return original(self)
+
+        made.__class__ = Passing
+        return made
+
+
+def test_it_ends_in_the_bits_of_a_run_without_the_data_that_it_has_passed(undisturbed, tmp_path):
+    first, second = recorded(undisturbed)
+    assert first["why"].startswith("step 7: the loss is nan, and 4 of 4 gradients")
+    assert (first["restored"], first["first_batch"], first["last_batch"]) == (4, 5, 7)
+    assert second["why"].startswith("step 8: ")
+    assert (second["restored"], second["first_batch"], second["last_batch"]) == (4, 5, 11)
+    # The first was of a history that the second has replaced.
+    assert rolled(undisturbed) == [(5, 2, 8, 5, 11)]
+    config = make_config(experiment="tests.run.roll_backs_test.Past", on_nonfinite="stop")
+    assert loop.run(config, str(tmp_path), "") == 0
+    left, right = rows.final_state(undisturbed, make_config()), rows.final_state(tmp_path, config)
+    harness.assert_equal(left, right)
+    assert rows.results(undisturbed) == rows.results(tmp_path)
+    trained = [row for row in rows.same_bits(undisturbed) if "roll_back/" not in row]
+    assert trained == rows.same_bits(tmp_path)
+
+
+def test_it_is_said(tmp_path, capsys):
+    assert loop.run(make_config(), str(tmp_path), "") == 0
+    captured = capsys.readouterr()
+    assert "step 7: the loss is nan" in captured.out and "error" not in captured.err
+    assert (
+        "went back to step 4, and on from there past batches 5 to 11 of the data (roll-back 2 of at most 3)"
+        in captured.out
+    )
+    # The table of the model once, where it goes on from each time.
+    assert captured.out.count("on each device") == 1
+    assert captured.out.count("resumed from the checkpoint of step 4 in") == 2
+
+
+# Polls: of steps 2 and 6 of the first attempt; of step 8, when the trouble of step 7 is not known yet; of the third.
+@pytest.mark.parametrize("at", [2, 8, 12, 20])
+def test_wherever_it_is_told_to_stop_it_ends_as_if_undisturbed(tmp_path, undisturbed, at):
+    config = make_config()
+    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP)) == 42
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert_same(tmp_path, undisturbed, config)
+
+
+def test_a_save_by_the_clock_is_none_to_go_back_to(tmp_path, undisturbed):
+    config = make_config()
+    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.SAVE)) == 0
+    assert_same(tmp_path, undisturbed, config)
+    assert [name[:14] for name in recorded(tmp_path)[0]["given_up"]] == ["step_00000006."]
+
+
+def killing(original):
+    def killed(*args, **kwargs):
+        original(*args, **kwargs)
+        raise rows.Killed
+
+    return killed
+
+
+# Each instant of a roll-back, in their order: a run that is killed there has done what comes before.
+INSTANTS = [
+    (jsonfile, "write"),
+    (roll_backs.RollBacks, "add"),
+    (format_lib, "note_removed"),
+    (manager_lib.Manager, "give_up"),
+    (workdir.Workdir, "note_reached"),
+    (log_lib.Log, "write_ahead"),
+    (batches.TrainBatches, "of_step"),
+    (loop.Run, "_save"),
+]
+
+
+@pytest.mark.parametrize("at", range(len(INSTANTS)), ids=lambda at: INSTANTS[at][1])
+def test_killed_at_any_instant_of_a_roll_back_it_ends_as_if_undisturbed(
+    tmp_path, undisturbed, monkeypatch, at
+):
+    owner, name = INSTANTS[at]
+    config = make_config()
+    # A checkpoint beyond the one that it goes back to.
+    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.STOP)) == 42
+    add = roll_backs.RollBacks.add
+
+    def adds(self, step, why):
+        monkeypatch.setattr(roll_backs.RollBacks, "add", add)
+        # From the begin of the first roll-back on.
+        monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
+        self.add(step, why)
+
+    monkeypatch.setattr(roll_backs.RollBacks, "add", adds)
+    with pytest.raises(rows.Killed):
+        loop.run(config, str(tmp_path), "")
+    monkeypatch.undo()
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert_same(tmp_path, undisturbed, config)
+
+
+KILLED = """
+import os, signal, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+from tests.run import roll_backs_test as test
+from xshard import loop
+from xshard.files import jsonfile
+
+write = jsonfile.write
+
+def killed(path, value):
+    write(path, value)
+    if path.name == "roll_backs.json" and len(value) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+jsonfile.write = killed
+loop.run(test.make_config(), sys.argv[1], "")
+"""
+
+
+def test_kill_9_after_each_of_them(tmp_path, undisturbed):
+    for number in (1, 2):
+        command = [sys.executable, "-c", KILLED, str(tmp_path), str(number)]
+        ended = subprocess.run(command, cwd=system.ROOT, env=system.environment(), check=False)
+        assert ended.returncode == -signal.SIGKILL
+        assert len(recorded(tmp_path)) == number
+    assert loop.run(make_config(), str(tmp_path), "") == 0
+    assert_same(tmp_path, undisturbed, make_config())
+
+
+def test_the_last_of_so_many_ends_the_run_with_the_story(tmp_path, capsys):
+    for _ in range(2):
+        assert loop.run(make_config(limit=1), str(tmp_path), "") == notice.NONFINITE
+        said = capsys.readouterr().err
+        assert "error: step 8: the loss is nan" in said and "gone back 1 time, as often as" in said
+        assert "(1) step 7: the loss is nan" in said
+        assert "went back to step 4, and on from there past batches 5 to 7" in said
+        why = json.loads((tmp_path / "results.json").read_text())["why"]
+        assert why in said and len(recorded(tmp_path)) == 1
+    assert loop.run(make_config(limit=2), str(tmp_path), "") == 0
+
+
+def test_before_its_first_checkpoint_it_begins_again(tmp_path):
+    config = make_config(poisoned=((0, 2),))
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert rolled(tmp_path) == [(1, 1, 2, 1, 2)]
+    assert [entry["restored"] for entry in recorded(tmp_path)] == [0]
+
+
+def test_past_a_later_checkpoint_batches_are_counted_on(tmp_path):
+    # Batch 11 is of step 8 after the first one, and batch 14 of step 11 behind the checkpoint of step 8.
+    config = make_config(poisoned=((0, 7), (0, 14)))
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert rolled(tmp_path) == [(5, 1, 7, 5, 7), (9, 2, 11, 12, 14)]
+
+
+def test_checkpoints_of_evaluations_are_made_anew(tmp_path):
+    config = make_config(keep_best=9, poisoned=((0, 7),))
+    assert loop.run(config, str(tmp_path), "") == 0
+    (entry,) = recorded(tmp_path)
+    assert len(entry["given_up"]) == 1 and entry["given_up"][0].startswith("step_00000006.")
+    entries = checkpoint.read_catalog(tmp_path / "checkpoints").entries
+    evaluated = {
+        row["step"]: row["eval/error"] for row in rows.read(tmp_path) if "eval/error" in row
+    }
+    assert {e.step: e.metrics["error"] for e in entries if e.metrics} == evaluated
+    assert sorted(evaluated) == [3, 6, 9, 12]
+
+
+def test_one_group_of_several(tmp_path):
+    config = make_config(group_assignment=HALVES, poisoned=((1, 6),))
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert recorded(tmp_path)[0]["why"].startswith("step 6: in group 1 of 2 the loss is nan")
+    assert rows.results(tmp_path)["global_step"] == [12, 12]
+
+
+def test_a_state_that_is_not_finite_though_its_loss_is(tmp_path, capsys):
+    # It is the last, and no later batch helps.
+    config = make_config(experiment="tests.toy.Overflowing", poisoned=(), limit=2)
+    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert [entry["step"] for entry in recorded(tmp_path)] == [12, 12]
+    assert "error: step 12: what it leaves is not finite: params/linear/" in capsys.readouterr().err
+
+
+class Bursting(toy.Poisoned):
+    """Its parameters overflow by a poisoned batch, of which the loss and the gradients are finite."""
+
+    def loss(self, outputs, batch):
+        large = jnp.where(jnp.isnan(batch["y"]), 1e9, batch["y"])
+        return super().loss(outputs, {**batch, "y": large})
+
+    def optimizer(self):
+        burst = lambda x: jnp.where(jnp.abs(x) > 1e4, jnp.inf, -0.01 * x)
+        rule = optax.stateless(lambda updates, _: jax.tree.map(burst, updates))
+        return xshard.CrossShardOptimizer(rule)
+
+
+@pytest.mark.parametrize(("at", "step"), [(8, 6), (12, 8)])
+def test_a_stop_at_a_state_that_is_not_finite_decides_nothing(tmp_path, at, step):
+    # Step 8 is saved anyway, step 6 for the stop alone: that it is not finite is seen by the next loss.
+    config = make_config(experiment="tests.run.roll_backs_test.Bursting", poisoned=((0, step),))
+    assert loop.run(config, str(tmp_path / "whole"), "") == 0
+    stopped = tmp_path / "stopped"
+    assert loop.run(config, str(stopped), "", None, rows.ScriptedWatch(at, notice.STOP)) == 42
+    assert not (stopped / "roll_backs.json").exists()
+    assert loop.run(config, str(stopped), "") == 0
+    assert [entry["step"] for entry in recorded(tmp_path / "whole")] == [step + 1]
+    assert_same(stopped, tmp_path / "whole", config)
+
+
+class Stuck(toy.Poisoned):
+    """With a dynamic loss scale that is at its minimum."""
+
+    def optimizer(self):
+        unscaled = xshard.CrossShardOptimizer(optax.sgd(0.1))
+        return xshard.MixedPrecisionLossScaleOptimizer(
+            unscaled, xshard.DynamicLossScale(1.0, increment_period=100)
+        )
+
+
+def test_a_scale_that_cannot_be_lowered(tmp_path):
+    config = make_config(
+        experiment="tests.run.roll_backs_test.Stuck",
+        max_skips_in_a_row=3,
+        poisoned=tuple((0, number) for number in (5, 6, 7)),
+    )
+    assert loop.run(config, str(tmp_path / "whole"), "") == 0
+    (entry,) = recorded(tmp_path / "whole")
+    assert entry["why"].startswith("3 steps in a row were skipped") and entry["step"] == 7
+    # The count goes on where the run was stopped.
+    stopped = tmp_path / "stopped"
+    assert loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP)) == 42
+    assert loop.run(config, str(stopped), "") == 0
+    assert_same(stopped, tmp_path / "whole", config)
+
+
+class Jumping(toy.Wide):
+    """Its loss, but for some batches, is near 1; of several groups the last one's is as it is."""
+
+    def train_batches(self, part):
+        made = super().train_batches(part)
+        original = type(made).__next__
+        jumps_at = self.config.poisoned
+
+        class Batches(type(made)):
+            def __next__(self):
+                number = self.get_state()["batches"] + 1
+                batch = dict(original(self))
+                scale = 100.0 if number in jumps_at else 1.0
+                return {**batch, "scale": np.full(len(batch["x"]), scale, np.float32)}
+
+        made.__class__ = Batches
+        return made
+
+    def loss(self, outputs, batch):
+        loss, metrics = super().loss(outputs, batch)
+        return jnp.mean(batch["scale"]) * (1.0 + 1e-3 * loss), metrics
+
+    def eval_data(self):
+        return {**super().eval_data(), "scale": np.ones(10, np.float32)}
+
+
+@pytest.mark.parametrize("groups", [(), HALVES])
+def test_a_loss_that_jumps(tmp_path, groups):
+    changes = {"experiment": "tests.run.roll_backs_test.Jumping", "group_assignment": groups}
+    # The first comes before there are so many to compare with.
+    config = make_config(**changes, poisoned=(3, 7), loss_factor=5.0, loss_steps=4)
+    assert loop.run(config, str(tmp_path / "whole"), "") == 0
+    (entry,) = recorded(tmp_path / "whole")
+    where = "in group 0 of 2 " if groups else ""
+    assert entry["why"].startswith(f"step 7: {where}the loss is 1")
+    assert "above 5 times the median of before, 1." in entry["why"]
+    assert rolled(tmp_path / "whole") == [(5, 1, 7, 5, 7)]
+    # What it goes by is in the checkpoint.
+    stopped = tmp_path / "stopped"
+    assert loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP)) == 42
+    assert loop.run(config, str(stopped), "") == 0
+    assert_same(stopped, tmp_path / "whole", config)
+
+
+def test_jumps_are_of_each_learner_and_group():
+    watching = jumps.Jumps(2.0, 3)
+    losses = [[1.0, -1.0], [3.0, -1.0], [2.0, -1.0], [np.nan, 9.0], [4.0, 9.0], [6.1, 9.0]]
+    seen = [watching.add(np.array([row])) for row in losses]
+    # At a median below 0 none is seen; a step that is not finite is none of those before.
+    assert [np.isfinite(x).any() for x in seen] == [False] * 5 + [True]
+    assert seen[-1].tolist()[0][0] == 3.0 and np.isnan(seen[-1][0, 1])
+    other = jumps.Jumps(2.0, 3)
+    other.set_state(json.loads(json.dumps(watching.get_state())))
+    np.testing.assert_array_equal(
+        other.add(np.array([[9.0, 9.0]])), watching.add(np.array([[9.0, 9.0]]))
+    )
+
+
+class Acting(toy.Poisoned):
+    """Its data acts on the model."""
+
+    def train_batches(self, part):
+        made = super().train_batches(part)
+        made.acts_every_steps = 2
+        made.act = lambda step, predict: None
+        return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"experiment": "tests.run.roll_backs_test.Acting"}, "acting on the model"),
+        ({"on_nonfinite": "stop", "loss_factor": 3.0}, "loss_factor=3.0 is for on_nonfinite='roll_back'"),
+        ({"loss_factor": 0.5}, "loss_factor=0.5 must be a number above 1, or 0"),
+        ({"limit": 0}, "limit=0 must be an integer of at least 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_hold_is_refused_before_a_run(tmp_path, changes, match):
+    with pytest.raises(errors.UserError, match=match):
+        loop.Run(make_config(**changes), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '[{"step": 1}]', "["])
+def test_a_record_that_no_run_has_written_is_refused(tmp_path, content):
+    assert loop.run(make_config(poisoned=(), steps=4), str(tmp_path), "") == 0
+    (tmp_path / "roll_backs.json").write_text(content)
+    with pytest.raises(errors.UserError, match=r"roll_backs.json"):
+        loop.run(make_config(poisoned=()), str(tmp_path), "")
+
+
+def test_it_goes_on_with_another_policy(tmp_path):
+    config = make_config(poisoned=((0, 7),))
+    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(12, notice.STOP)) == 42
+    # It is past the data, whatever is done about what comes.
+    assert loop.run(make_config(poisoned=((0, 7),), on_nonfinite="stop"), str(tmp_path), "") == 0
+    assert rolled(tmp_path) == [(5, 1, 7, 5, 7)]
+
+
+def test_without_a_checkpoint_to_go_back_to_it_ends(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(manager_lib.Manager, "finite_steps", lambda self: [])
+    assert loop.run(make_config(), str(tmp_path), "") == notice.NONFINITE
+    assert "there is no checkpoint to go back to" in capsys.readouterr().err
+    assert jax.process_count() == 1 and not (tmp_path / "roll_backs.json").exists()

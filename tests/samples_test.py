@@ -1,0 +1,290 @@
+"""Samples: what of them is kept, that a run which was killed shows the same, and where they are looked for."""
+
+import json
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
+
+import xshard
+from tests import rows, toy
+from tests.report import samples as directories
+from xshard import errors, loop, samples
+from xshard.metrics import log as log_lib
+from xshard.metrics import writers
+from xshard.report import page, runs
+
+ALL_OF_EACH = dict.fromkeys(("scalars", "images", "histograms", "tensors"), 0)
+
+
+class Showing(toy.Toy):
+    """Shows one of each kind."""
+
+    def samples(self, predict, key):
+        del key
+        outputs = predict({"x": np.eye(3, dtype=np.float32), "y": np.zeros(3, np.float32)})
+        pixels = np.outer(outputs, outputs)
+        said = f"predicted {outputs[0]:.6f} < 9"
+        return {"said": said, "pixels": xshard.Image(pixels), "out": xshard.Histogram(outputs)}
+
+
+class Huge(toy.Toy):
+    """Shows more than a line holds."""
+
+    def samples(self, predict, key):
+        del predict, key
+        noise = np.random.default_rng(0).integers(0, 255, (1200, 1200, 3), np.uint8)
+        return {"noise": xshard.Image(noise), "small": "a"}
+
+
+class Wrong(toy.Toy):
+    """Shows what nobody can show."""
+
+    def samples(self, predict, key):
+        del predict, key
+        return {"pixels": np.zeros((2, 2))}
+
+
+def make_config(name="Showing", **changes):
+    config = toy.get_config()
+    config.experiment = f"tests.samples_test.{name}"
+    config.update({"steps": 6, "eval_every_steps": 3, "samples_every_steps": 2})
+    config.update({"log_every_steps": 1, "writers": ("jsonl", "tensorboard"), **changes})
+    config.checkpoint.every_steps = 4
+    return config.lock()
+
+
+def lines(directory):
+    return (directory / "samples.jsonl").read_text().splitlines()
+
+
+def pixels_of(content):
+    """The pixels of a PNG file, whose lines have no filter, each chunk as its checksum says."""
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    place, chunks = 8, {}
+    while place < len(content):
+        (length,) = struct.unpack_from(">I", content, place)
+        body = content[place + 4 : place + 8 + length]
+        assert struct.unpack_from(">I", content, place + 8 + length)[0] == zlib.crc32(body)
+        chunks[body[:4]], place = body[4:], place + 12 + length
+    width, height, depth, colour = struct.unpack(">IIBB", chunks[b"IHDR"][:10])
+    assert depth == 8 and list(chunks)[-1] == b"IEND"
+    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
+    assert not rows[:, 0].any()
+    return rows[:, 1:].reshape(height, width, {0: 1, 2: 3}[colour])
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (3, 5, 1), (3, 5, 3)])
+def test_an_image_is_a_file_of_its_pixels(shape):
+    whole = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    item = xshard.Image(whole).item()
+    np.testing.assert_array_equal(pixels_of(samples.png(item)).reshape(shape), whole)
+    assert (item["height"], item["width"]) == (3, 5)
+    # A float is the nearest of 256 shades; what no shade is for is black or white.
+    np.testing.assert_array_equal(
+        xshard.Image(whole / np.float32(255)).pixels.reshape(shape), whole
+    )
+    odd = xshard.Image(np.array([[np.nan, -1.0, 2.0, np.inf]])).pixels
+    assert odd.ravel().tolist() == [0, 0, 255, 255]
+
+
+def test_a_histogram_counts_each_finite_value():
+    values = np.array([0.0, 1.0, 1.0, np.nan, 3.0, -np.inf])
+    item = json.loads(json.dumps(xshard.Histogram(values).item()))
+    assert sum(item["counts"]) == 4 and (item["sum"], item["squares"]) == (5.0, 11.0)
+    assert (item["edges"][0], item["edges"][-1]) == (0.0, 3.0)
+    assert sum(xshard.Histogram(np.full(3, np.nan)).item()["counts"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: xshard.Image(np.zeros((2, 3, 4))), r"of shape \(2, 3, 4\); an image is of"),
+        (lambda: xshard.Image(np.zeros(4)), "an image is of shape"),
+        (lambda: xshard.Image(np.zeros((2, 2), int)), "array of int64; pixels are uint8, or .* / 255"),
+        (lambda: xshard.Histogram(np.zeros((2, 2))), "in one dimension: values.ravel"),
+        (lambda: samples.named("X.samples", 5), "X.samples returned int. It must return a text, or"),
+        (lambda: samples.named("X.samples", {3: "a"}), "a sample called 3"),
+    ],
+)  # fmt: skip
+def test_what_is_no_sample(make, match):
+    with pytest.raises(errors.UserError, match=match):
+        make()
+
+
+def test_a_mistake_is_named_before_a_run_and_too_much_when_it_is_there(tmp_path, capsys):
+    with pytest.raises(errors.UserError, match="Wrong.samples .* returned ndarray called 'pixels'"):
+        loop.Run(make_config("Wrong"), str(tmp_path / "run"))
+    with pytest.raises(errors.UserError, match="samples_every_steps=-1 must be an integer from 0"):
+        loop.Run(make_config(samples_every_steps=-1), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(errors.UserError, match="below 4,194,304 bytes .*largest is 'noise'"):
+        loop.run(make_config("Huge", steps=1), str(tmp_path / "run"), "")
+    assert json.loads((tmp_path / "run/results.json").read_text())["samples"] == ""
+
+
+def dies(method, at, *, after):
+    """The method, at whose call of this number the process ends, before it does anything or after."""
+    calls = []
+
+    def call(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == at and not after:
+            raise rows.Killed
+        returned = method(*args, **kwargs)
+        if len(calls) == at:
+            raise rows.Killed
+        return returned
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    assert loop.run(make_config(), str(directory), "") == 0
+    return directory
+
+
+INSTANTS = [
+    (log_lib.Log, "write_samples", 1, True),
+    # In the order of their calls: after 2 and 4, and after the last step, whose checkpoint is there by then.
+    (log_lib.Log, "write_samples", 3, False),
+    (log_lib.Log, "write_samples", 3, True),
+    (loop.Run, "_sample", 2, False),
+    (loop.Run, "_save", 1, True),
+]
+
+
+@pytest.mark.parametrize("instant", INSTANTS, ids=str)
+def test_a_run_that_was_killed_shows_the_same(tmp_path, whole, instant, monkeypatch):
+    owner, name, at, after = instant
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, dies(getattr(owner, name), at, after=after))
+        with pytest.raises(rows.Killed):
+            loop.run(make_config(), str(tmp_path), "")
+    assert loop.run(make_config(), str(tmp_path), "") == 0
+    assert lines(tmp_path) == lines(whole)
+    assert [json.loads(line)["step"] for line in lines(whole)] == [2, 4, 6]
+
+
+class Stop:
+    """Stops a run at its first step at which it saves and shows samples."""
+
+    def __init__(self):
+        self.step = 0
+
+    def poll(self):
+        notice = loop.notice_lib
+        return notice.Notice(notice.STOP, "asked", 42) if self.step == 4 else None
+
+    def doing(self, what, step=0, **more):
+        self.step = step or self.step
+
+    def publish(self):
+        pass
+
+
+def test_what_a_stop_cuts_short_is_made_up_for(tmp_path, whole):
+    assert loop.run(make_config(), str(tmp_path), "", watch=Stop()) == 42
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [2]
+    assert loop.run(make_config(), str(tmp_path), "") == 0
+    assert lines(tmp_path) == lines(whole)
+
+
+def test_tensorboard_reads_what_the_lines_have(whole, tmp_path):
+    # And after another start, which writes its file anew.
+    assert loop.run(make_config(steps=7), str(tmp_path), "") == 0
+    assert loop.run(make_config(steps=8, samples_every_steps=4), str(tmp_path), "") == 0
+    for directory, steps in ((whole, [2, 4, 6]), (tmp_path, [2, 4, 6, 7, 8])):
+        kept = [json.loads(line)["samples"] for line in lines(directory)]
+        path = str(directory / "tensorboard")
+        found = event_accumulator.EventAccumulator(path, ALL_OF_EACH)
+        # That of TensorBoard's own program; only it drops the texts of before a restart, too.
+        of_texts = plugin_event_accumulator.EventAccumulator(path, {"tensors": 0})
+        found.Reload()
+        of_texts.Reload()
+        images, histograms = found.Images("pixels"), found.Histograms("out")
+        texts = of_texts.Tensors("said")
+        for events in (images, histograms, texts, of_texts.Tensors("pixels")):
+            assert [event.step for event in events] == steps
+        for row, image, histogram, text in zip(kept, images, histograms, texts, strict=True):
+            assert image.encoded_image_string == samples.png(row["pixels"])
+            assert (image.height, image.width) == (3, 3)
+            assert list(histogram.histogram_value.bucket) == row["out"]["counts"]
+            assert text.tensor_proto.string_val[0].decode().strip() == row["said"]["text"]
+        plugin = of_texts.SummaryMetadata("said").plugin_data.plugin_name
+        assert plugin == "text" and found.Scalars("loss")
+
+
+def test_the_results_and_the_report_show_them(whole, tmp_path):
+    said = json.loads((whole / "results.json").read_text())["samples"]
+    last = json.loads(lines(whole)[-1])["samples"]
+    assert said == (
+        f"said:\n{last['said']['text']}\npixels: an image of 3x3 pixels\nout: a histogram of 3 values"
+    )
+    shown = page.build(runs.read([str(whole)]))
+    for line in lines(whole):
+        row = json.loads(line)["samples"]
+        assert f"data:image/png;base64,{row['pixels']['png']}" in shown
+        assert row["said"]["text"].replace("<", "&lt;") in shown
+    assert shown.count("<svg width=") == 3 and shown.count("<summary>2 before</summary>") == 3
+    # Of what is forged nothing comes onto the page but as text.
+    evil = "<script>alert(1)</script>"
+    image = {"kind": "image", "png": f'"{evil}', "height": 1, "width": 1, "channels": 1}
+    rows = [{"step": 1, "samples": {evil: {"kind": "text", "text": evil}, "x": image, "y": 5}}]
+    path = directories.write(tmp_path / "forged", directories.rows(steps=30))
+    directories.write_rows(path / "samples.jsonl", [*rows, {"step": 2, "samples": []}])
+    shown = page.build(runs.read([str(path)]))
+    assert evil not in shown and "&lt;script&gt;alert(1)" in shown and '<img src="data' not in shown
+
+
+def test_a_writer_of_ones_own_may_take_them(tmp_path):
+    assert (
+        loop.run(make_config(steps=2, writers=("jsonl", f"{__name__}.Mine")), str(tmp_path), "")
+        == 0
+    )
+    assert Mine.taken == [json.loads(line) for line in lines(tmp_path)]
+
+
+class Mine:
+    """Keeps the samples that it is given."""
+
+    taken: list = []  # noqa: RUF012
+
+    def __init__(self, part):
+        assert isinstance(part.config, dict) and not list(part.samples())
+
+    def write(self, row):
+        assert not samples.is_row(row)
+
+    def write_samples(self, row):
+        self.taken.append(row)
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_rows_of_both_kinds_come_in_the_order_of_their_steps(tmp_path):
+    rows = [{"step": 1, "loss": 1.0}, {"step": 4, "loss": 2.0}, {"step": 1.5}]
+    shown = [{"step": step, "samples": {}} for step in (1, 3)]
+    part = writers.Part(tmp_path, 4, {}, lambda: iter(rows), lambda: iter(shown))
+    assert list(part.everything()) == [rows[0], shown[0], shown[1], rows[1]]
+
+
+def test_an_older_directory_goes_on(tmp_path):
+    config = make_config(samples_every_steps=0, steps=4)
+    assert loop.run(config, str(tmp_path), "") == 0
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    assert content.pop("samples_every_steps") == 0
+    path.write_text(json.dumps(content))
+    (tmp_path / "samples.jsonl").unlink()
+    assert loop.run(make_config(samples_every_steps=2), str(tmp_path), "") == 0
+    # From where it stood on.
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [4, 6]

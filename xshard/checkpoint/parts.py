@@ -1,0 +1,255 @@
+"""Reads parts of arrays from a checkpoint, and names what is damaged."""
+
+import collections
+import math
+import mmap
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+from xshard.checkpoint import arrays as arrays_lib
+from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import source
+from xshard.checkpoint import store as store_lib
+
+# What tensorstore says of bytes that are not what was written, or of a file that is not there. All else, and every
+# error of the disk, is an error: the bytes may be there and right.
+_DAMAGE = ("DATA_LOSS", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
+_STATUS = re.compile(r"([A-Z_]{6,}):")
+_ERRNO = re.compile(r"os_error_code='(\w+)'")
+# As much is read ahead of what is placed; more was not faster.
+_AHEAD_BYTES = 256 << 20
+# XLA's CPU takes memory of this alignment as it is; what is not, it copies.
+_ALIGNMENT = 64
+_MAPPED_BYTES = 4 << 20
+# Chunks that are counted before they are read.
+_MANY_CHUNKS = 4096
+# Values smaller than this, checksum and all, are kept with their keys.
+_INLINE_BYTES = 1024
+
+
+class Part(NamedTuple):
+    """A part of an array, as it is asked for.
+
+    Attributes:
+      path: the array's path.
+      meta: how it is stored.
+      box: which part it is.
+    """
+
+    path: str
+    meta: arrays_lib.ArrayMeta
+    box: arrays_lib.Box
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its values."""
+        return math.prod(arrays_lib.box_shape(self.box)) * self.meta.itemsize
+
+
+def read_arrays(
+    attempt: format_lib.Attempt, arrays: arrays_lib.ArrayMetas, budget_bytes: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Reads arrays into host memory, each with its path; PRNG keys as their data.
+
+    Raises:
+      DamagedError: at the first that is not what was written.
+    """
+    parts = [Part(path, meta, arrays_lib.whole_box(meta.shape)) for path, meta in arrays.items()]
+    yield from zip(arrays, read_parts(attempt, parts, budget_bytes), strict=True)
+
+
+def read_parts(
+    attempt: format_lib.Attempt, parts: Iterable[Part], budget_bytes: int
+) -> Iterator[np.ndarray]:
+    """Reads parts of arrays in the order they are asked for, many at a time.
+
+    Args:
+      attempt: a checkpoint.
+      parts: what is wanted.
+      budget_bytes: how much is read at a time; what is larger is read alone.
+
+    Raises:
+      DamagedError: at the first that is not what was written.
+    """
+    database = _Database(attempt)
+    stored_bytes = _stored_bytes(attempt)
+    limit = min(budget_bytes, _AHEAD_BYTES)
+    # What has been begun: each part, its memory, and what waits for its end.
+    reading: collections.deque[tuple[Part, np.ndarray, Callable[[], None]]] = collections.deque()
+    held = 0
+    for part in parts:
+        _check_size(attempt, part, stored_bytes)
+        while reading and held + part.nbytes > limit:
+            held -= reading[0][0].nbytes
+            yield _finish(attempt, *reading.popleft())
+        out = _allocate(attempt, part)
+        reading.append((part, out, database.start(part, out)))
+        held += part.nbytes
+    while reading:
+        yield _finish(attempt, *reading.popleft())
+
+
+def _finish(
+    attempt: format_lib.Attempt, part: Part, out: np.ndarray, wait: Callable[[], None]
+) -> np.ndarray:
+    """Waits until a part has been read; raises DamagedError or UnreadableError, with the array's path."""
+    try:
+        wait()
+    except (ValueError, OSError) as e:
+        raise _error(f"'{part.path}' in {attempt}", e) from e
+    return out
+
+
+def _check_size(attempt: format_lib.Attempt, part: Part, stored_bytes: int) -> None:
+    """Raises DamagedError if an array that seems too large for its checkpoint is not as it is described.
+
+    That is before memory is taken for it: a description that was forged may claim any size.
+    """
+    meta = part.meta
+    # Smaller chunks are in the nodes of the database, which are compressed.
+    is_outside = meta.chunk_bytes >= _INLINE_BYTES
+    seems_large = is_outside and meta.nbytes > stored_bytes
+    if not seems_large and meta.chunk_count <= _MANY_CHUNKS:
+        return
+    try:
+        _check_chunks(attempt, part.path, meta)
+    except (ValueError, OSError) as e:
+        raise _error(f"'{part.path}', {meta}, in {attempt}", e) from e
+
+
+def _check_chunks(attempt: format_lib.Attempt, path: str, meta: arrays_lib.ArrayMeta) -> None:
+    """Counts an array's chunks, and reads the first; ValueError if they are not as described."""
+    database = attempt.store.database(attempt.prefix)
+    dimensions = len(meta.shape)
+    if dimensions:
+        prefix = arrays_lib.chunk_key(path, ()).encode()
+        # From the slash that follows the prefix to the character after it.
+        keys = database.list(ts.KvStore.KeyRange(prefix + b"/", prefix + b"0")).result()
+        # Another array may have a name that begins with the prefix.
+        chunk = re.compile(re.escape(prefix) + rb"(/\d+){%d}" % dimensions)
+        count = sum(1 for key in keys if chunk.fullmatch(key))
+        if count != meta.chunk_count:
+            raise ValueError(f"{count} of its {meta.chunk_count} chunks are there")
+    first = (0,) * dimensions
+    content = database.read(arrays_lib.chunk_key(path, first)).result().value
+    arrays_lib.decode(content, meta, first)
+
+
+class _Database:
+    """The database of an attempt, from which several parts are read at a time."""
+
+    def __init__(self, attempt: format_lib.Attempt):
+        self._context = store_lib.make_context()
+        self._database = attempt.store.database(attempt.prefix, self._context)
+        # The array that was opened last, since its parts follow one another.
+        self._path: str | None = None
+        self._array: Any = None
+
+    def start(self, part: Part, out: np.ndarray) -> Callable[[], None]:
+        """Begins to read a part into memory, and returns what waits for the end."""
+        if arrays_lib.is_large(part.path, part.meta):
+            return self._start_large(part, out)
+        return self._start_small(part, out)
+
+    def _start_large(self, part: Part, out: np.ndarray) -> Callable[[], None]:
+        """Lets tensorstore put the chunks together."""
+        path, meta, box = part
+        sums = []
+        if meta.sums is not None:
+            # Tensorstore sees that a chunk has its own checksum, not that it is the one that was written.
+            for chunk in meta.chunks(box):
+                key = arrays_lib.chunk_key(path, chunk)
+                sums.append((chunk, self._database.read(key, byte_range=meta.sum_place)))
+        if path != self._path:
+            self._array = store_lib.open_array(self._database, path, meta.zarr(), self._context)
+            self._path = path
+        stored = self._array[arrays_lib.box_index(box)][ts.d[:].translate_to[0]]
+        # Into this memory, without a copy between.
+        reading = ts.array(out, context=self._context).write(stored)
+
+        def wait() -> None:
+            reading.result()
+            for chunk, future in sums:
+                arrays_lib.check_sum(future.result().value, meta, chunk)
+
+        return wait
+
+    def _start_small(self, part: Part, out: np.ndarray) -> Callable[[], None]:
+        """Reads each chunk's bytes, which takes less time than to open an array."""
+        path, meta, box = part
+        reading = []
+        for chunk in meta.chunks(box):
+            reading.append((chunk, self._database.read(arrays_lib.chunk_key(path, chunk))))
+
+        def wait() -> None:
+            for chunk, future in reading:
+                stored = future.result()
+                if stored.state != "value":
+                    raise ValueError("a chunk is missing")
+                _copy(meta.box(chunk), arrays_lib.decode(stored.value, meta, chunk), box, out)
+
+        return wait
+
+
+def _error(what: str, e: Exception) -> source.DamagedError | source.UnreadableError:
+    """Tells, of an error in reading, what was written otherwise or is gone from what the disk does not give."""
+    text = str(e)
+    errno, status = _ERRNO.search(text), _STATUS.match(text)
+    if isinstance(e, OSError):
+        is_damage = False
+    elif errno is not None:
+        is_damage = errno[1] == "ENOENT"
+    else:
+        # An error without a status is this module's own, of bytes that were read.
+        is_damage = status is None or status[1] in _DAMAGE
+    if is_damage:
+        return source.DamagedError(f"{what} is not what was written: {store_lib.reason(e)}.")
+    return source.UnreadableError(f"{what} cannot be read: {store_lib.reason(e)}.")
+
+
+def _stored_bytes(attempt: format_lib.Attempt) -> int:
+    """The size of an attempt's files; of objects elsewhere, of which each would take a request, what COMMIT says."""
+    try:
+        size = attempt.store.size(attempt.prefix)
+    except format_lib.CheckpointError as e:
+        raise source.UnreadableError(f"{attempt} cannot be read: {e}.") from e
+    return source.read_commit(attempt)["bytes"] if size is None else size
+
+
+def _allocate(attempt: format_lib.Attempt, part: Part) -> np.ndarray:
+    try:
+        return _aligned(arrays_lib.box_shape(part.box), jnp.dtype(part.meta.dtype))
+    except (MemoryError, OSError) as e:
+        raise format_lib.CheckpointError(
+            f"'{part.path}' in {attempt} is {part.meta}: there is no memory for {part.nbytes} bytes."
+        ) from e
+
+
+def _aligned(shape: arrays_lib.Shape, dtype: Any) -> np.ndarray:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes >= _MAPPED_BYTES:
+        # NumPy asks for huge pages for arrays of this size: they took three times as long to get.
+        memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        return memory.view(dtype).reshape(shape)
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _copy(
+    source: arrays_lib.Box, value: np.ndarray, target: arrays_lib.Box, out: np.ndarray
+) -> None:
+    """Copies what two boxes of an array have in common."""
+    out_index, value_index = [], []
+    for (s_low, s_high), (t_low, t_high) in zip(source, target, strict=True):
+        low, high = max(s_low, t_low), min(s_high, t_high)
+        if low >= high:
+            return
+        out_index.append(slice(low - t_low, high - t_low))
+        value_index.append(slice(low - s_low, high - s_low))
+    out[tuple(out_index)] = value[tuple(value_index)]

@@ -1,0 +1,349 @@
+"""Batches that lie on the mesh, each process giving what its devices hold.
+
+A run reads its training data through one iterator on each process, whose state is in the checkpoint.
+"""
+
+import base64
+import contextlib
+import functools
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from xshard import data, errors
+from xshard import mesh as mesh_lib
+
+# Under these names bytes, arrays and tuples of a state are kept in JSON.
+_BYTES, _ARRAY, _TUPLE = "base64", "npy", "tuple"
+
+
+class TrainBatches:
+    """The batches of a training run, one after the other."""
+
+    def __init__(
+        self,
+        make: Callable[[data.Part], data.BatchIterator],
+        mesh: jax.sharding.Mesh,
+        *,
+        batch_size: int,
+        seed: int,
+        micro_batches: int = 1,
+    ):
+        """Checks the sizes.
+
+        Args:
+          make: makes the iterator, such as `functools.partial(xshard.data.iterate, examples)`.
+          mesh: the run's mesh.
+          batch_size: the examples that one model's gradient is the mean over, on all its replicas.
+          seed: the seed of the order.
+          micro_batches: the parts that each replica computes one after the other.
+
+        Raises:
+          ValueError: if the batch does not divide into replicas and micro-batches, or the iterator is none.
+
+        Attributes:
+          example: one row of a batch.
+          epoch_examples: the number of examples of an epoch, of one group; None if it is not known.
+        """
+        check_train_batch(batch_size, mesh, micro_batches)
+        groups = mesh_lib.num_groups(mesh)
+        self._rows = groups * batch_size
+        self._sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
+        self._mine = _addressable_rows(self._sharding, self._rows)
+        group_of = self._mine // batch_size
+        rows = tuple(self._mine[group_of == g] - g * batch_size for g in range(groups))
+        self._iterator: Any = make(data.Part(batch_size, rows, seed))
+        self._check_iterator()
+        self.epoch_examples: int | None = getattr(self._iterator, "epoch_examples", None)
+        self._passes: Mapping[int, int] = {}
+        self._every = getattr(self._iterator, "acts_every_steps", None)
+        if self._every is not None:
+            _check_acts(self._iterator, self._every)
+        with self._taken_back():
+            first = self._take_next()
+        # One row, for its names, types and shapes.
+        self.example = {name: array[:1] for name, array in first.items()}
+
+    def summary(self) -> str:
+        """Returns a summary of the data, to be compared between processes; empty if the iterator has none."""
+        said = getattr(self._iterator, "summary", lambda: "")()
+        return str(said)
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes, types and shardings of a batch."""
+        return shapes(self.example, self._rows, self._sharding)
+
+    def __next__(self) -> dict[str, jax.Array]:
+        """The next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
+        batch: dict[str, jax.Array] = {}
+        for name, array in self._take_next().items():
+            shape = self._rows, *array.shape[1:]
+            take = functools.partial(_take, array, self._mine)
+            batch[name] = jax.make_array_from_callback(shape, self._sharding, take)
+        return batch
+
+    def of_step(
+        self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
+    ) -> dict[str, jax.Array]:
+        """The batch of a step, before which the iterator acts, where that is due.
+
+        Whether it is due is a matter of the step alone. So a position that was saved after the step before is from
+        before it acts, and a run that goes on from there acts as the one that was stopped did, and passes what it did.
+
+        Args:
+          step: the step that is about to be made, from 1.
+          predict: takes a state of the run and a batch on the host to outputs there.
+          state: the run's state.
+        """
+        if self._every is not None and (step - 1) % self._every == 0:
+            self._iterator.act(step, functools.partial(predict, state))
+        for _ in range(self._passes.get(step, 0)):
+            self._take_next()
+        return next(self)
+
+    def pass_over(self, passes: Mapping[int, int]) -> None:
+        """Draws batches without making steps of them: before each of these steps so many."""
+        self._passes = passes
+
+    def rehearsal(self) -> Callable[[Callable[..., Any]], None] | None:
+        """What has the iterator act with a function that predicts, and takes it back; None where it does not act."""
+
+        def rehearse(predict: Callable[..., Any]) -> None:
+            with self._taken_back():
+                self._iterator.act(1, predict)
+
+        return None if self._every is None else rehearse
+
+    @contextlib.contextmanager
+    def _taken_back(self) -> Iterator[None]:
+        """Sets the iterator back to where it is now."""
+        # A copy, as a checkpoint would have it: it may be of arrays that the iterator goes on to write into.
+        state = _unplain(_plain(self._iterator.get_state()))
+        try:
+            yield
+        finally:
+            self._iterator.set_state(state)
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Returns this process's position in its data after a step, to be saved with it."""
+        return {"step": step, "iterator": _plain(self._iterator.get_state())}
+
+    def restore(self, positions: Sequence[Mapping[str, Any]]) -> None:
+        """Goes to where a run was when it was saved.
+
+        Args:
+          positions: those of all processes that saved it.
+
+        Raises:
+          ValueError: if that is no place in this data, or not one for this number of processes.
+        """
+        step = positions[0]["step"]
+        if any("iterator" not in position for position in positions):
+            raise errors.UserError(
+                f"The checkpoint of step {step} is of a version whose examples came in another order: going on "
+                "would repeat some and leave others out. Begin anew in another directory with --init_from."
+            )
+        states = [position["iterator"] for position in positions]
+        if hasattr(self._iterator, "join_states"):
+            self._iterator.set_state(self._iterator.join_states([_unplain(x) for x in states]))
+            return
+        # Equal states need not be shared: of files that each process has for itself they may be as far on.
+        alike = all(other == states[0] for other in states)
+        if alike and getattr(self._iterator, "state_is_shared", False):
+            states = [states[0]] * jax.process_count()
+        if len(states) != jax.process_count():
+            raise errors.UserError(
+                f"The checkpoint of step {step} has a state of the experiment's iterator for each of "
+                f"{len(states)} processes; there are {jax.process_count()} processes now. Go on with "
+                f"{len(states)}; or give the iterator a state that all processes share, such as a number of "
+                "batches, and the attribute state_is_shared = True; or a method join_states, as xshard.data.pipelines.Streams has."
+            )
+        self._iterator.set_state(_unplain(states[jax.process_index()]))
+
+    def _take_next(self) -> data.Arrays:
+        try:
+            batch = next(self._iterator)
+        except StopIteration as e:
+            raise errors.UserError(
+                "The training data has ended before the run; give an iterator that begins again, as "
+                "grain's repeat() does, or fewer steps."
+            ) from e
+        sizes = {name: len(array) for name, array in batch.items()}
+        if set(sizes.values()) != {len(self._mine)}:
+            raise errors.UserError(
+                f"The experiment's iterator gave arrays of {sizes} rows; this process needs the "
+                f"{len(self._mine)} rows of its Part, in each of at least one array."
+            )
+        return batch
+
+    def _check_iterator(self) -> None:
+        lacking = [
+            name
+            for name in ("__next__", "get_state", "set_state")
+            if not callable(getattr(self._iterator, name, None))
+        ]
+        if lacking:
+            raise errors.UserError(
+                f"train_batches returned {type(self._iterator).__name__}, which has no {', '.join(lacking)}; an "
+                "iterator of training data has __next__, get_state and set_state, as iter() of a "
+                "grain.IterDataset has."
+            )
+        try:
+            json.dumps(_plain(self._iterator.get_state()))
+        except TypeError as e:
+            raise errors.UserError(
+                f"get_state of {type(self._iterator).__name__} returned what JSON cannot hold ({e}); it must be of "
+                "numbers, texts, lists, tuples and dictionaries, bytes, and arrays of numbers."
+            ) from e
+
+
+def eval_batches(
+    examples: data.Examples, mesh: jax.sharding.Mesh, batch_size: int
+) -> Iterator[dict[str, jax.Array]]:
+    """All examples once, in order, along ('slice', 'replica') and equal for all groups.
+
+    The last batch is filled up; '_mask' is False where a row is no example.
+
+    Raises:
+      ValueError: if the replicas do not divide the batch.
+    """
+    replicas = mesh_lib.num_replicas(mesh)
+    check_batch_size("eval_batch_size", batch_size, replicas, f"replicas = {replicas}")
+    return _eval_batches(examples, mesh, batch_size)
+
+
+def eval_shapes(
+    examples: data.Examples, mesh: jax.sharding.Mesh, batch_size: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes, types and shardings of what `eval_batches` gives."""
+    sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
+    example = {**data.take(examples, np.arange(1)), "_mask": np.ones(1, bool)}
+    return shapes(example, batch_size, sharding)
+
+
+def train_shapes(
+    example: data.Arrays, mesh: jax.sharding.Mesh, batch_size: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes, types and shardings of a batch of `TrainBatches`, of which `example` is a row."""
+    rows = batch_size * mesh_lib.num_groups(mesh)
+    return shapes(example, rows, mesh_lib.sharding(mesh, mesh_lib.BATCH))
+
+
+def shapes(
+    example: data.Arrays, rows: int, sharding: jax.sharding.Sharding
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes, types and shardings of so many rows like those of an example, on devices."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            (rows, *array.shape[1:]),
+            jax.dtypes.canonicalize_dtype(array.dtype),
+            sharding=sharding,
+        )
+        for name, array in example.items()
+    }
+
+
+def check_train_batch(batch_size: int, mesh: jax.sharding.Mesh, micro_batches: int) -> None:
+    """Raises ValueError unless a batch divides into replicas and micro-batches."""
+    parts = mesh_lib.num_replicas(mesh) * micro_batches
+    check_batch_size("batch_size", batch_size, parts, f"replicas x micro_batches = {parts}")
+
+
+def check_batch_size(key: str, value: int, parts: int, what: str) -> None:
+    """Raises ValueError, with the nearest good values, unless `parts` divides `value`."""
+    if value < 1 or value % parts:
+        near = sorted({max(value // parts, 1) * parts, (max(value, 0) // parts + 1) * parts})
+        raise errors.UserError(
+            f"{key}={value} must be a positive multiple of {what}; the nearest: "
+            f"{' or '.join(map(str, near))}."
+        )
+
+
+def _eval_batches(
+    examples: data.Examples, mesh: jax.sharding.Mesh, batch_size: int
+) -> Iterator[dict[str, jax.Array]]:
+    sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
+    size = data.num_examples(examples)
+    mine = _addressable_rows(sharding, batch_size)
+    for start in range(0, size, batch_size):
+        rows = start + mine
+        batch = {**data.take(examples, np.minimum(rows, size - 1)), "_mask": rows < size}
+        yield {
+            name: jax.make_array_from_callback(
+                (batch_size, *array.shape[1:]), sharding, functools.partial(_take, array, mine)
+            )
+            for name, array in batch.items()
+        }
+
+
+def _addressable_rows(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
+    """The rows of an array, of so many, that this process's devices hold."""
+    places = sharding.addressable_devices_indices_map((rows,)).values()
+    return np.unique(np.concatenate([np.arange(rows)[index] for index in places if index]))
+
+
+def _take(array: np.ndarray, mine: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+    """A device's rows, from those of the process."""
+    start, stop, _ = index[0].indices(int(mine[-1]) + 1)
+    first = int(np.searchsorted(mine, start))
+    return array[first : first + stop - start]
+
+
+def _check_acts(iterator: Any, every: Any) -> None:
+    kind = type(iterator).__name__
+    if type(every) is not int or every < 1:
+        raise errors.UserError(
+            f"{kind}.acts_every_steps={every!r} must be a number of steps, at least 1; an iterator that does not act "
+            "has no such attribute."
+        )
+    if not callable(getattr(iterator, "act", None)):
+        raise errors.UserError(
+            f"{kind} has acts_every_steps={every}, and no method act(step, predict), which is to be called then: "
+            "define it, or leave acts_every_steps out."
+        )
+
+
+def _plain(state: Any) -> Any:
+    """A state as JSON can hold it, with names for what that lacks.
+
+    Tuples among it: iterators of grain's tell them from lists.
+    """
+    if isinstance(state, bytes):
+        return {_BYTES: base64.b64encode(state).decode()}
+    if isinstance(state, np.generic):
+        return state.item()
+    if isinstance(state, np.ndarray):
+        if state.dtype.hasobject:
+            raise TypeError(f"an array of type {state.dtype}")
+        file = io.BytesIO()
+        np.save(file, state, allow_pickle=False)
+        # Buffers are often mostly empty, or of few values.
+        return {_ARRAY: base64.b64encode(zlib.compress(file.getvalue(), 1)).decode()}
+    if isinstance(state, tuple):
+        return {_TUPLE: [_plain(item) for item in state]}
+    if isinstance(state, list):
+        return [_plain(item) for item in state]
+    if isinstance(state, Mapping):
+        return {name: _plain(item) for name, item in state.items()}
+    return state
+
+
+def _unplain(state: Any) -> Any:
+    """The inverse of `_plain`."""
+    if isinstance(state, list):
+        return [_unplain(item) for item in state]
+    if not isinstance(state, dict):
+        return state
+    if state.keys() == {_BYTES}:
+        return base64.b64decode(state[_BYTES])
+    if state.keys() == {_ARRAY}:
+        content = zlib.decompress(base64.b64decode(state[_ARRAY]))
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    if state.keys() == {_TUPLE}:
+        return tuple(map(_unplain, state[_TUPLE]))
+    return {name: _unplain(item) for name, item in state.items()}

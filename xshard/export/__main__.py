@@ -1,0 +1,71 @@
+"""Writes a trained model for other programs: `python -m xshard.export runs/digits --to=digits.safetensors`.
+
+    python -m xshard.export runs/digits@1000 --to=digits.safetensors    its arrays, by path
+    python -m xshard.export runs/digits --to=digits.stablehlo           its prediction, for jax.export.deserialize
+
+The run is only read, and may be training.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from xshard import checkpoint, cli, errors, export
+from xshard import trained as trained_lib
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exports what the arguments ask for; returns the exit code."""
+    return cli.run(lambda: _main(argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m xshard.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN[@STEP]", help="a run's work directory")
+    parser.add_argument(
+        "--to", required=True, metavar="FILE", help="ends in .safetensors or .stablehlo"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, help="the rows that the prediction takes; by default any number"
+    )
+    parser.add_argument(
+        "--arguments",
+        action="store_true",
+        help="the prediction's first argument is the arrays of the .safetensors, which are not in it",
+    )
+    parser.add_argument(
+        "--select",
+        default=checkpoint.BY_DEFAULT,
+        metavar="REGEX",
+        help="which arrays; by default the parameters and the network's state of each learner",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="FILE may be there already")
+    return parser
+
+
+def _main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    if options.batch_size is not None and options.batch_size < 1:
+        raise errors.UserError(f"--batch_size={options.batch_size} must be at least 1.")
+    # From where it is started experiments are found.
+    sys.path.insert(0, os.getcwd())
+    trained = trained_lib.load(options.run)
+    text = export.write(
+        trained,
+        options.to,
+        batch_size=options.batch_size,
+        arguments=options.arguments,
+        select=options.select,
+        overwrite=options.overwrite,
+    )
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

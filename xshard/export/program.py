@@ -1,0 +1,190 @@
+"""`Experiment.predict` as a program of its own, on one device, that needs nothing but JAX, or a compiler of StableHLO."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export as jax_export
+
+from xshard import checkpoint, cli, contract, errors
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+from xshard import state as state_lib
+from xshard import trained as trained_lib
+from xshard.learners import varying, within
+from xshard.run import preflight
+from xshard.stored import replicas, storage
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+# Marks, where the outputs are asked what they depend on, an array of the batch.
+_READ = frozenset(["read"])
+_Shapes = dict[str, jax.ShapeDtypeStruct]
+
+
+def whole(trained: trained_lib.Trained) -> state_lib.TrainState:
+    """The state with all arrays in a checkpoint's shapes."""
+    mesh = trained.state.step.sharding.mesh
+    return storage.Storage(trained.experiment, mesh).to_whole(trained.state)
+
+
+def export(
+    trained: trained_lib.Trained,
+    batch: Mapping[str, Any] | None,
+    batch_size: int | None,
+    arguments: Mapping[str, np.ndarray],
+) -> tuple[jax_export.Exported, list[str]]:
+    """The prediction, exported, and the arrays of a batch that it takes, in words.
+
+    Args:
+      trained: what is exported.
+      batch: as for `xshard.export.write`.
+      batch_size: the same.
+      arguments: the arrays by path that are its first argument, if there are any; the others are within it.
+    """
+    experiment = trained.experiment
+    shapes = _batch(trained) if batch is None else _shapes_of(batch)
+    predict = functools.partial(_predict, trained, jax.device_get(_plain(whole(trained))))
+    rows = batch_size or max(x.shape[0] for x in shapes.values())
+    _check_own(trained, shapes)
+    read = _read(predict, _of_rows(shapes, rows), experiment)
+    # What a network looks at, and its outputs do not depend on, is zeros within the program.
+    predict = functools.partial(
+        _with_unread, predict, {k: x for k, x in shapes.items() if k not in read}
+    )
+    shapes = {name: shapes[name] for name in read}
+    given: tuple[Any, ...] = ()
+    function: Any = functools.partial(predict, {})
+    if arguments:
+        function = predict
+        given = ({path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arguments.items()},)
+    if batch_size is not None:
+        exported = _lower(function, (*given, _of_rows(shapes, batch_size)))
+    else:
+        (any_number,) = jax_export.symbolic_shape("batch")
+        try:
+            exported = _lower(function, (*given, _of_rows(shapes, any_number)))
+        except Exception as e:
+            raise errors.UserError(
+                f"{contract.described(experiment.predict)} cannot be exported for batches of any size: {cli.summary(e)} "
+                "Give the number of rows: --batch_size=1, or batch_size=1."
+            ) from e
+    names = [
+        f"{name} {x.dtype}[{','.join(map(str, x.shape))}]" for name, x in exported_batch(exported)
+    ]
+    return exported, names
+
+
+def _with_unread(
+    predict: Callable[..., Any], unread: _Shapes, arguments: Any, batch: Mapping[str, Any]
+) -> Any:
+    rows = next(iter(batch.values())).shape[0]
+    zeros = {name: jnp.zeros((rows, *x.shape[1:]), x.dtype) for name, x in unread.items()}
+    return predict(arguments, {**zeros, **batch})
+
+
+def exported_batch(exported: jax_export.Exported) -> list[tuple[str, Any]]:
+    """The arrays of a batch that an exported prediction takes, by name."""
+    args, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    return list(args[-1].items())
+
+
+def _predict(
+    trained: trained_lib.Trained,
+    constants: state_lib.TrainState,
+    arguments: Mapping[str, Any],
+    batch: Mapping[str, Any],
+) -> Any:
+    """The prediction, of replicas and groups on one device: what is mapped over devices in a run, is by `jax.vmap` here."""
+    experiment, mesh = trained.experiment, trained.state.step.sharding.mesh
+    leaves = {**checkpoint.flatten(constants), **arguments}
+    state = jax.tree.unflatten(jax.tree.structure(constants), [*leaves.values()])
+    mapped: Callable[..., Any] = functools.partial(_predict_one, experiment, mesh, batch)
+    for axis in reversed(mesh_lib.REPLICAS):
+        mapped = jax.vmap(mapped, in_axes=None, out_axes=0, axis_name=axis, axis_size=1)
+    several = mesh_lib.num_groups(mesh) > 1
+    mapped = jax.vmap(
+        mapped, 0 if several else None, 0, axis_name=mesh_lib.GROUP, axis_size=mesh_lib.num_groups(mesh)
+    )  # fmt: skip
+    # Equal on all of them.
+    return jax.tree.map(lambda x: x[0, 0, 0], mapped(state.experiment))
+
+
+def _predict_one(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, batch: Any, state: Any
+) -> Any:
+    own = lambda x: x.local() if experiment_lib.is_own(x) else x
+    state = jax.tree.map(own, state, is_leaf=experiment_lib.is_own)
+    with within.run_on(mesh, experiment.sharding_rules(), whole=True):
+        return experiment.predict(state, batch)
+
+
+def _plain(state: state_lib.TrainState) -> state_lib.TrainState:
+    """The state without the run's key, which no prediction sees, and which stays on the run's devices."""
+    return state_lib.TrainState(state.step, state.experiment, jnp.int32(0))
+
+
+def _batch(trained: trained_lib.Trained) -> _Shapes:
+    """The shapes of a batch that the experiment predicts for."""
+    experiment = trained.experiment
+    shapes = preflight.samples_batch(experiment)
+    return _shapes_of(shapes or experiment_lib.example(experiment))
+
+
+def _shapes_of(batch: Mapping[str, Any]) -> _Shapes:
+    shapes = {}
+    for name, x in batch.items():
+        dtype = jax.dtypes.canonicalize_dtype(getattr(x, "dtype", None) or np.asarray(x).dtype)
+        shapes[name] = jax.ShapeDtypeStruct(np.shape(x), dtype)
+    return shapes
+
+
+def _of_rows(shapes: _Shapes, rows: Any) -> _Shapes:
+    return {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in shapes.items()}
+
+
+def _check_own(trained: trained_lib.Trained, shapes: _Shapes) -> None:
+    """Raises UserError if the prediction reads what is a replica's own of others."""
+    mesh = trained.state.step.sharding.mesh
+    if replicas.has_others(trained.state, mesh):
+        traced = preflight.jitted_predict(trained.experiment, mesh).trace(trained.state, shapes)
+        replicas.check_unread(trained.experiment.predict, traced.jaxpr, trained.state, mesh)
+
+
+def _read(
+    predict: Callable[..., Any], shapes: _Shapes, experiment: experiment_lib.Experiment
+) -> list[str]:
+    """The names of the arrays of a batch that the prediction depends on."""
+    names = sorted(shapes)
+    program = jax.make_jaxpr(functools.partial(predict, {}))(shapes)
+    read = []
+    for place, name in enumerate(names):
+        inputs: list[varying.Axes] = [frozenset() for _ in names]
+        inputs[place] = _READ
+        if any(_READ & axes for axes in varying.outputs(program.jaxpr, inputs)):
+            read.append(name)
+    if not read:
+        raise errors.UserError(
+            f"{contract.described(experiment.predict)} depends on no array of its batch ({', '.join(names)})."
+        )
+    return read
+
+
+def _lower(function: Callable[..., Any], args: tuple[Any, ...]) -> jax_export.Exported:
+    """The function for all platforms that it lowers for."""
+    jitted = jax.jit(function)
+    try:
+        return jax_export.export(jitted, platforms=PLATFORMS)(*args)
+    except Exception:
+        able = []
+        for platform in PLATFORMS:
+            try:
+                jax_export.export(jitted, platforms=[platform])(*args)
+                able.append(platform)
+            except Exception as e:
+                error = e
+        if not able:
+            raise error from None
+        return jax_export.export(jitted, platforms=able)(*args)

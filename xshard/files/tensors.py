@@ -1,0 +1,83 @@
+"""Files of named arrays that other programs read: .safetensors, by the library of that name, which is an extra."""
+
+import importlib.util
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from xshard import errors
+from xshard.files import disk
+
+SUFFIX = ".safetensors"
+_TYPES = {
+    "BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "I8": "int8", "I16": "int16",
+    "I32": "int32", "I64": "int64", "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64",
+    "C64": "complex64",
+}  # fmt: skip
+
+
+class File:
+    """A file of named arrays, of which parts are read.
+
+    Attributes:
+      path: where it is.
+      metadata: what its writer has noted, text by name.
+      shapes: the shapes of its arrays, by name; without those of types that NumPy lacks.
+      dtypes: the names of their types, such as 'bfloat16'.
+    """
+
+    def __init__(self, path: str):
+        """Opens a file, and reads what is in it, but no array.
+
+        Raises:
+          UserError: if there is none, if it is damaged or of another kind, or if the library is not installed.
+        """
+        _check_installed()
+        import safetensors
+
+        self.path = path
+        try:
+            self._file = safetensors.safe_open(path, framework="numpy")
+        except (OSError, ValueError, safetensors.SafetensorError) as e:
+            raise errors.UserError(f"{path} cannot be read as {SUFFIX}: {e}.") from e
+        self.metadata: dict[str, str] = self._file.metadata() or {}
+        names = self._file.keys()
+        slices = {name: self._file.get_slice(name) for name in names}
+        slices = {name: x for name, x in slices.items() if x.get_dtype() in _TYPES}
+        self.shapes = {name: tuple(x.get_shape()) for name, x in slices.items()}
+        self.dtypes = {name: _TYPES[x.get_dtype()] for name, x in slices.items()}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of an array."""
+        part = self._file.get_slice(name)
+        return np.asarray(part[index] if index else self._file.get_tensor(name))
+
+
+def write(path: pathlib.Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Writes arrays to a file: it is whole, or not there.
+
+    Args:
+      path: the file.
+      arrays: NumPy's, by name.
+      metadata: text by name.
+
+    Raises:
+      UserError: if the library is not installed, or the file cannot be written.
+    """
+    _check_installed()
+    from safetensors import numpy as library
+
+    plain = {name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in arrays.items()}
+    content = library.save(plain, dict(metadata))
+    with disk.writing(path):
+        disk.replace(path, content)
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("safetensors") is None:
+        raise errors.UserError(
+            f"safetensors is not installed, which reads and writes {SUFFIX}: pip install '.[export]', or "
+            "'xshard[export]'."
+        )

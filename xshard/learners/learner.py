@@ -1,0 +1,322 @@
+"""A network with its rule: what an experiment trains.
+
+A learner brings to whoever calls it what a run's config says: precision, micro-batches, gradients reduced over the
+replicas and voted on, the loss scale, the sharded update, averages of the parameters, norms.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jmp
+import ml_collections
+from jax import lax
+
+from xshard import config as config_lib
+from xshard import contract, errors
+from xshard import mesh as mesh_lib
+from xshard.learners import state as state_lib
+from xshard.learners import varying, within
+from xshard.optimizers import base, gradients, inspection, moving_average, trees
+
+# A function of a learner's state, a batch and a key: see `Learner.update`.
+Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
+
+
+class _Update(NamedTuple):
+    """The result of an update on a replica.
+
+    Attributes:
+      params: the new parameters.
+      net_state: the new state of the network, the replica's own.
+      global_step: the number of updates applied.
+      metrics: the replica's own.
+      aux: what else the loss returned, of all micro-batches: nothing, or one tree.
+      shares: where replicas have shards of the gradients, numbers of the replica's own, of which a norm's
+        square is the mean over the replicas and what is in `squares`.
+      squares: the squares of norms, or the rest of them; equal on all replicas of a group, as are `agreed`.
+      agreed: further metrics.
+      nonfinite: for each parameter how many elements of its gradient are not finite; where replicas have shards of
+        the gradients, of the replica's own.
+      lowered: whether the update has lowered a loss scale.
+    """
+
+    params: Any
+    net_state: Any
+    global_step: Any
+    metrics: dict[str, Any]
+    aux: tuple[Any, ...]
+    shares: dict[str, Any]
+    squares: dict[str, Any]
+    agreed: dict[str, Any]
+    nonfinite: Any
+    lowered: Any
+
+
+class Learner:
+    """A network with its rule, as functions of a `LearnerState`, to be called in an `Experiment`'s methods."""
+
+    def __init__(
+        self,
+        network: Callable[..., Any],
+        optimizer: Callable[[], base.Optimizer],
+        config: ml_collections.ConfigDict,
+        *,
+        clip_gradients: Callable[[Any], Any] | None = None,
+        frozen: str = "",
+    ):
+        """Keeps what is trained, and how.
+
+        Args:
+          network: a Haiku function of any arguments.
+          optimizer: returns the update rule, with a `CrossShardOptimizer` over 'replica', and 'slice', in it.
+          config: of the run: its keys precision, micro_batches, aggregation_method and on_nonfinite count.
+          clip_gradients: acts on a replica's gradients before they are reduced; a gradient that it makes None
+            leaves its parameter as it is.
+          frozen: a regular expression that is searched for in the parameters' paths, such as '^encoder/': those in
+            which it is found stay as they are, without gradients, slots or averages. By default none.
+        """
+        self._function = network
+        self._make_rule = optimizer
+        self._clip = clip_gradients or (lambda grads: grads)
+        self._frozen = frozen
+        self._policy = jmp.get_policy(config.precision)
+        self._micro_batches = config.micro_batches
+        self._method = gradients.method(config.aggregation_method)
+        self._skips_nonfinite = config.on_nonfinite == config_lib.SKIP
+        self._network = hk.transform_with_state(network)
+        self._rules = hk.transform_with_state(self._update)
+
+    def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> state_lib.LearnerState:
+        """The first state, of which arrays are whole.
+
+        Args:
+          key: the key of all randomness.
+          *args: those of the network, of which only types and shapes count.
+          **kwargs: the same.
+        """
+        with contract.network_errors(self._function):
+            args, kwargs = self._policy.cast_to_param((args, kwargs))
+            params, net_state = self._network.init(key, *args, **kwargs)
+        contract.parameters(self._function, params)
+        params = self._policy.cast_to_param(params)
+        _, opt_state = hk.transform_with_state(self._init_rules).init(key, params)
+        rules = hk.transform(self._describe).apply({}, None)
+        return state_lib.LearnerState(params, net_state, opt_state, jnp.int32(0), rules)
+
+    def apply(
+        self, state: state_lib.LearnerState, key: jax.Array | None, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """The network's outputs in the output type, and its new state.
+
+        Args:
+          state: of which the parameters and the network's state count.
+          key: of what the network draws.
+          *args: those of the network, cast to the compute type.
+          **kwargs: the same.
+        """
+        params, args, kwargs = self._policy.cast_to_compute((state.params, args, kwargs))
+        with contract.network_errors(self._function):
+            outputs, new_state = self._network.apply(params, state.net_state, key, *args, **kwargs)
+        outputs = contract.outputs(self._function, outputs)
+        contract.network_state(self._function, state.net_state, new_state)
+        same_type = lambda new, old: new.astype(old.dtype)
+        new_state = jax.tree.map(same_type, new_state, state.net_state)
+        return self._policy.cast_to_output(outputs), new_state
+
+    def update(
+        self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
+    ) -> tuple[state_lib.LearnerState, state_lib.Outcome]:
+        """Makes one update by the rule, of all replicas of a group together.
+
+        Floating-point state of the network is averaged over the replicas.
+
+        Args:
+          state: before it.
+          loss: a function of the state, of which it is differentiated with respect to the parameters; of a part
+            of `batch`, and of a key. It returns the mean loss, a scalar; the new network state, as `apply` has
+            it; a dictionary of scalars to log; and, where the step needs more of the forward pass, such as
+            a recurrent network's state, arrays with a row for each example, which are `aux` of what is returned.
+          batch: a replica's part of a batch, a tree of arrays: micro-batches are parts of their first dimension.
+          key: the replica's own.
+
+        Returns:
+          The state after it; and what is to be returned among the metrics of `Experiment.train_step`, 'loss',
+          'skipped', 'global_step', 'loss_scale' if the rule scales losses, 'gradient_norm', 'parameter_norm'
+          and the values of the rule's schedules (see `OptaxOptimizer`) in it.
+        """
+        with contract.loss_errors(loss):
+            made, opt_state = self._rules.apply({}, state.opt_state, key, state, loss, batch)
+        # By the rule, which has reduced their gradients, if they were so before; on one replica without a collective.
+        equal = {"params": made.params, "opt_state": opt_state, "global_step": made.global_step}
+        before = state.params, state.global_step
+        equal = varying.equal_on_replicas(equal, given=before)
+        applied = equal["global_step"] != state.global_step
+        # All in one collective.
+        net_state, metrics, shares, bad = mean_over_replicas(
+            (made.net_state, made.metrics, made.shares, made.nonfinite if made.shares else None)
+        )
+        observed = _observe(applied, metrics["loss"], bad if made.shares else made.nonfinite, made)
+        select = lambda new, old: jnp.where(applied, new, old)
+        net_state = jax.tree.map(select, net_state, state.net_state)
+        metrics |= {name: _norm(x, shares.get(name)) for name, x in made.squares.items()}
+        metrics |= {
+            **made.agreed,
+            "skipped": jnp.int32(~applied),
+            "global_step": equal["global_step"],
+        }
+        state = state.replace(**equal, net_state=net_state)
+        return state, state_lib.Outcome(metrics, observed, *made.aux)
+
+    def averages(self, state: state_lib.LearnerState) -> Any:
+        """The averages of the parameters that a `MovingAverageOptimizer` keeps, as a tree of their structure.
+
+        Args:
+          state: as `Experiment.eval_step` and `predict` have it, with whole arrays: in a training step with a
+            sharded update a replica holds shards of them.
+        """
+        name = state.rules.averages_module
+        if name is None:
+            raise errors.UserError(
+                f"{contract.described(self._make_rule)} returned a rule that keeps no averages: wrap it in a "
+                "MovingAverageOptimizer."
+            )
+        if state.rules.shards_update and not within.run().whole:
+            raise errors.UserError(
+                "Averages can be asked for in eval_step and predict; in a training step with shard_update each "
+                "replica holds shards of them."
+            )
+        return moving_average.averages(state.opt_state[name], state.params)
+
+    def value(
+        self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
+    ) -> jax.Array:
+        """The loss alone, with the arguments of `update`."""
+        value = lambda: loss(state, batch, key)[0]
+        # It may draw keys of Haiku's.
+        return hk.transform(value).apply({}, key)
+
+    def _describe(self) -> state_lib.Rules:
+        opt = self._optimizer()
+        averages = [
+            rule.module_name
+            for rule in base.held(opt)
+            if isinstance(rule, moving_average.MovingAverageOptimizer)
+        ]
+        shards_update = any(rule.shard_update for rule in inspection.reducing(opt))
+        return state_lib.Rules(shards_update, next(iter(averages), None))
+
+    def _optimizer(self) -> base.Optimizer:
+        run = within.run()
+        opt = contract.optimizer(self._make_rule)
+        inspection.check_reduces(contract.described(self._make_rule), opt, run.mesh)
+        for rule in inspection.reducing(opt):
+            rule.lie_on(run.mesh, run.sharding_rules)
+        if self._skips_nonfinite:
+            inspection.check_skips(opt)
+            opt = inspection.SkipNonfinite(opt)
+        return opt
+
+    def _init_rules(self, params: Any) -> None:
+        opt = self._optimizer()
+        if within.run().all_slots:
+            opt.init(params)
+        else:
+            trained = trees.select(params, trees.unfrozen(params, self._frozen))
+            zeros = trees.rebuild(params, jax.tree.map(jnp.zeros_like, trained))
+            opt.apply_gradients(self._clip(zeros), params)
+
+    def _update(self, state: state_lib.LearnerState, loss: Loss, batch: Any) -> _Update:
+        opt = self._optimizer()
+        value, net_state, metrics, aux, grads = self._differentiate(opt, state, loss, batch)
+        scales = inspection.loss_scales(opt)
+        scheduled = inspection.schedules(opt, state.global_step)
+        done = inspection.apply(opt, self._clip(grads), state.params, state.global_step)
+        shares, squares = inspection.norms(done)
+        scheduled |= inspection.hyperparameters(opt, state.params)
+        new_scales = inspection.loss_scales(opt)
+        agreed = self._logged(scheduled, metrics)
+        if new_scales:
+            agreed["loss_scale"] = new_scales[0]
+        lowered = jnp.asarray(False)
+        for old, new in zip(scales, new_scales, strict=True):
+            lowered |= new < old
+        return _Update(
+            done.params,
+            net_state,
+            done.global_step,
+            {**metrics, "loss": value},
+            aux,
+            shares,
+            squares,
+            agreed,
+            inspection.count_nonfinite(done),
+            lowered,
+        )
+
+    def _differentiate(
+        self, opt: base.Optimizer, state: state_lib.LearnerState, loss: Loss, batch: Any
+    ) -> tuple[jax.Array, Any, dict[str, Any], tuple[Any, ...], Any]:
+        """The loss, the network's state, the scalars, what else the loss returned, and the gradients."""
+        parts = self._micro_batches
+        keys = jnp.stack([hk.next_rng_key() for _ in range(parts)])
+
+        def value_of(params: Any, inputs: Any) -> tuple[jax.Array, Any]:
+            returned = loss(state.replace(params=params), *inputs)
+            value, *rest = contract.learner_loss(loss, returned, state.net_state)
+            return value / parts, rest
+
+        if parts == 1:
+            of_params: Any = lambda params: value_of(params, (batch, keys[0]))
+        else:
+            split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+            of_params = gradients.MicroBatches(value_of, (split, keys))
+        (value, (net_state, metrics, aux)), grads = opt.compute_gradients(
+            of_params,
+            state.params,
+            var_list=trees.unfrozen(state.params, self._frozen),
+            gate_gradients=base.Optimizer.GATE_NONE,
+            aggregation_method=self._method,
+            has_aux=True,
+        )
+        if parts > 1:
+            net_state, metrics = jax.tree.map(_mean_over_parts, (net_state, metrics))
+            aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
+        return value, net_state, metrics, aux, grads
+
+    def _logged(self, scheduled: dict[str, Any], metrics: dict[str, Any]) -> dict[str, Any]:
+        """The values of schedules as scalars, but for those whose names the loss logs, which stay the loss's."""
+        where = f"The rule of {contract.described(self._make_rule)}"
+        names = scheduled.keys() - metrics.keys()
+        return {name: contract.scalar(where, name, scheduled[name]) for name in sorted(names)}
+
+
+def mean_over_replicas(tree: Any) -> Any:
+    """The means of a tree's floating-point arrays over the replicas of a group; other arrays as they are."""
+
+    def mean(x: jax.Array) -> jax.Array:
+        return lax.pmean(x, mesh_lib.REPLICAS) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    return jax.tree.map(mean, tree)
+
+
+def _observe(
+    applied: jax.Array, loss: jax.Array, bad: jax.Array, made: _Update
+) -> state_lib.Observed:
+    bad = bad > 0
+    trouble = jnp.any(bad) | ~jnp.isfinite(loss)
+    of_applied = jnp.where(trouble, state_lib.TROUBLE, state_lib.FINE)
+    of_skipped = jnp.where(made.lowered, state_lib.FINE, state_lib.STUCK)
+    verdict = jnp.where(applied, of_applied, of_skipped).astype(jnp.int32)
+    return state_lib.Observed(verdict, loss, bad)
+
+
+def _norm(square: jax.Array, share: jax.Array | None) -> jax.Array:
+    return jnp.sqrt(square if share is None else square + share).astype(jnp.float32)
+
+
+def _mean_over_parts(x: jax.Array) -> jax.Array:
+    """The mean of floating-point values; of others, such as counts, the last."""
+    return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]

@@ -1,0 +1,73 @@
+"""Traces chosen steps of a run, for xprof and Perfetto: `--mode=profile`."""
+
+import jax
+import ml_collections
+
+from xshard import errors, loop
+from xshard.metrics import terminal
+from xshard.pod import notice
+from xshard.pod import watch as watch_lib
+
+FOLDER = "profile"
+
+
+def run(
+    config: ml_collections.ConfigDict,
+    directory: str,
+    steps: str,
+    watch: watch_lib.Watch | None,
+    show: terminal.Show = terminal.Show.NORMAL,
+) -> int:
+    """Goes on from the newest checkpoint, or begins, and traces some steps; nothing else is written.
+
+    Args:
+      config: the run's config.
+      directory: its work directory, in which the folder `profile` is made.
+      steps: as '10:13', the steps after the start that are traced, the last one not; the first compiles.
+      watch: what may stop it.
+      show: how much is printed.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      ValueError: if there are no such steps, or something does not fit.
+    """
+    first, last = _range(steps)
+    current = loop.Run(config, directory, watch=watch, show=show)
+    traces = current.workdir.path / FOLDER
+    state = current.resume_or_init().state
+    start = int(state.step)
+    current.terminal.say(
+        f"steps {start + first} to {start + last - 1} will be traced into {traces}"
+    )
+    values = None
+    for number in range(last):
+        if number == first:
+            # The trace begins with its first step, not in the middle of those before.
+            jax.block_until_ready((state, values))
+            jax.profiler.start_trace(str(traces))
+        with jax.profiler.StepTraceAnnotation("train", step_num=start + number):
+            batch = current.batches.of_step(start + number + 1, current.predict, state)
+            state, values, *_ = current.train_step(state, batch)
+        # As the loop does: some steps in flight, and not many.
+        if number % 2:
+            jax.block_until_ready(values)
+        if watch is not None:
+            asked = watch.poll()
+            if asked is not None and asked.kind == notice.STOP:
+                print(f"{asked.why}: stopped; there is no trace")
+                return asked.code
+    jax.block_until_ready((state, values))
+    jax.profiler.stop_trace()
+    print(f"look at it: xprof --logdir {traces} (pip install xprof)")
+    return notice.DONE
+
+
+def _range(steps: str) -> tuple[int, int]:
+    first, colon, last = steps.partition(":")
+    if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
+        raise errors.UserError(
+            f"--profile_steps={steps} must be FIRST:END with FIRST below END, as 10:13 is, which traces 10, 11 and 12."
+        )
+    return int(first), int(last)

@@ -1,0 +1,181 @@
+"""What a run reads of its update rule, and asks of it."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xshard import errors
+from xshard import mesh as mesh_lib
+from xshard.optimizers import base, cross_shard, loss_scale, phases, skips, trees
+from xshard.optimizers import optax as optax_optimizer
+
+# Of gradients, and of parameters.
+NORMS = ("gradient_norm", "parameter_norm")
+
+# Before a gradient's path in the name of what counts its elements.
+GRADIENT = "gradient_of:"
+
+# The folder of `optax.inject_hyperparams` in its state.
+_HYPERPARAMETERS = "hyperparams"
+
+
+class SkipNonfinite(base.OptimizerWrapper):
+    """Leaves out each step with a gradient that is not finite, as a dynamic loss scale does; has no state."""
+
+    def __init__(self, opt: base.Optimizer):
+        super().__init__()
+        self.opt = opt
+
+    def vote(self, grads: trees.Gradients) -> Any:
+        """Implements `Optimizer.vote`."""
+        finite, opt_vote = loss_scale.all_finite(grads), self.opt.vote(grads)
+        return finite if opt_vote is True else jnp.logical_and(finite, opt_vote)
+
+    def get_name(self) -> str:
+        """The wrapped rule's."""
+        return self.opt.get_name()
+
+
+def reducing(opt: base.Optimizer) -> list[cross_shard.CrossShardOptimizer]:
+    """The rules that reduce gradients, outermost first."""
+    return [rule for rule in base.held(opt) if isinstance(rule, cross_shard.CrossShardOptimizer)]
+
+
+def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> None:
+    """Raises UserError unless a rule, which `where` has made, reduces over all replicas of a mesh, in a way that fits it."""
+    rules = reducing(opt)
+    over = {axis for rule in rules for axis in (rule.axis_name, rule.slice_axis_name)}
+    wanted = {mesh_lib.REPLICA, *([mesh_lib.SLICE] if mesh_lib.num_slices(mesh) > 1 else [])}
+    missing = sorted(wanted - over)
+    if missing:
+        argument = "axis_name" if mesh_lib.REPLICA in missing else "slice_axis_name"
+        raise errors.UserError(
+            f"{where} returned {' around '.join(rule.name for rule in base.held(opt))}, which does not "
+            f"reduce over the axis '{missing[0]}': replicas would drift apart. Wrap it in a "
+            f"CrossShardOptimizer with {argument}='{missing[0]}'."
+        )
+    for rule in rules:
+        if rule.shard_update and rule.axis_name != mesh_lib.REPLICA:
+            raise errors.UserError(
+                f"{rule.name} shards its update over the axis '{rule.axis_name}'; a run's state is sharded over "
+                f"'{mesh_lib.REPLICA}'. Set shard_update on the CrossShardOptimizer over that axis."
+            )
+        if rule.slice_dtype == "int8" and mesh_lib.num_slices(mesh) == 1:
+            raise errors.UserError(cross_shard.NOTHING_BETWEEN_SLICES)
+
+
+def check_skips(opt: base.Optimizer) -> None:
+    """Raises UserError if `SkipNonfinite` around a rule would not call how that applies gradients."""
+    if type(opt).apply_gradients is not base.Optimizer.apply_gradients:
+        raise errors.UserError(
+            f"on_nonfinite='skip' cannot be used with {type(opt).__name__}, whose apply_gradients is its own and "
+            "would not be called: it votes as `Optimizer.apply_gradients` has it. Implement vote and update "
+            "instead, or set on_nonfinite to 'stop' or 'warn'."
+        )
+
+
+def loss_scales(opt: base.Optimizer) -> list[jax.Array]:
+    """The loss scales that rules have now, outermost first."""
+    return [
+        rule.loss_scale()
+        for rule in base.held(opt)
+        if isinstance(rule, loss_scale.MixedPrecisionLossScaleOptimizer)
+    ]
+
+
+def schedules(opt: base.Optimizer, updates: Any) -> dict[str, Any]:
+    """The values that the schedules of rules have for the next update, by name; by rule and name if two share it.
+
+    Args:
+      opt: the rule.
+      updates: the number of updates applied, which counts where a transformation keeps no count.
+    """
+    values = []
+    for rule in base.held(opt):
+        if isinstance(rule, optax_optimizer.OptaxOptimizer) and rule.schedules:
+            state = _state(rule)
+            names = [name for name in sorted(state) if name.rpartition("/")[2] == "count"]
+            counts = [state[name] for name in names if skips.is_integer_scalar(state[name])]
+            count = next(iter(counts), updates)
+            # As optax calls them.
+            with jax.numpy_dtype_promotion("standard"):
+                values += [(rule.name, name, f(count)) for name, f in rule.schedules.items()]
+    return _by_shortest_name(values)
+
+
+def hyperparameters(opt: base.Optimizer, params: trees.Params) -> dict[str, Any]:
+    """The scalars that `optax.inject_hyperparams` keeps, as the last update had them.
+
+    Args:
+      opt: the rule.
+      params: the parameters, whose slots are no such scalars, whatever a module is called.
+
+    Returns:
+      The scalars by name; where two share it, by the path of what keeps them in the rules' state.
+    """
+    values = []
+    paths = trees.leaves_by_path(params).keys()
+    for rule in base.held(opt):
+        if isinstance(rule, optax_optimizer.OptaxOptimizer):
+            for path, x in sorted(_state(rule).items()):
+                *place, folder, name = f"{rule.name}/{path}".split("/")
+                is_injected = folder == _HYPERPARAMETERS and not paths & set(trees.endings(path))
+                if is_injected and not x.shape:
+                    values.append(("/".join(place), name, x))
+    return _by_shortest_name(values)
+
+
+def _state(rule: base.Optimizer) -> dict[str, Any]:
+    """The rule's own state as it is now, by the names within it."""
+    own = rule.state_dict().items()
+    return {name.removeprefix(f"{rule.module_name}/"): x for name, x in own}
+
+
+def _by_shortest_name(values: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
+    """Values of a place and a name each, by their names; by both where two share a name."""
+    counts = collections.Counter(name for _, name, _ in values)
+    return {name if counts[name] == 1 else f"{place}/{name}": x for place, name, x in values}
+
+
+def apply(opt: base.Optimizer, grads: Any, params: Any, global_step: Any) -> phases.Applied:
+    """Applies gradients; a rule that does so in a way of its own is asked for no more than the result."""
+    if type(opt).apply_gradients is base.Optimizer.apply_gradients:
+        return opt.apply(grads, params, global_step)
+    # What it has aggregated is its own.
+    params, global_step = opt.apply_gradients(grads, params, global_step)
+    return phases.Applied(params, None, global_step, None, None, None)
+
+
+def count_nonfinite(applied: phases.Applied) -> jax.Array:
+    """Counts the elements of each gradient that are not finite, of a parameter without a gradient none, in float32.
+
+    In the type of the norms, which come of the same arrays: what is summed of both goes in one reduction.
+    """
+    if applied.grads is None:
+        return jnp.zeros((0,), jnp.float32)
+    grads = trees.leaves_by_path(applied.grads)
+    numbers = [jnp.zeros((), jnp.float32)] * len(grads)
+    for index, (path, grad) in enumerate(grads.items()):
+        if grad is not None:
+            # By this name the program shows which is which.
+            with jax.named_scope(f"{GRADIENT}{path}"):
+                numbers[index] = _number_nonfinite(grad)
+    return jnp.stack(numbers)
+
+
+def _number_nonfinite(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), jnp.float32(1)))
+
+
+def norms(applied: phases.Applied) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`shares` and `squares` of the gradients of an update, and of the parameters that it has made."""
+    if applied.grads is None:
+        return {}, {}
+    trees_of = (applied.grads, applied.new_params)
+    if applied.partition is None:
+        return {}, dict(zip(NORMS, map(trees.sum_of_squares, trees_of), strict=True))
+    shares, squares = zip(*map(applied.partition.sums_of_squares, trees_of), strict=True)
+    return dict(zip(NORMS, shares, strict=True)), dict(zip(NORMS, squares, strict=True))

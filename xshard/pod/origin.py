@@ -1,0 +1,109 @@
+"""The code of a run: what must be equal on all of its processes, and the commit that it is of."""
+
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import zlib
+
+import jax
+import ml_collections
+
+from xshard import config as config_lib
+from xshard.files import identity as identity_lib
+from xshard.files import workdir
+from xshard.pod import processes
+
+_LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
+# A repository on a slow disk is not waited for.
+_GIT_SECONDS = 10.0
+
+
+def of(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
+    """Names and short texts of what must be equal.
+
+    Args:
+      config: the run's config.
+      cpu_devices: as the flag says.
+    """
+    facts = {"version of Python": platform.python_version(), "--cpu_devices": str(cpu_devices)}
+    for key, value in config_lib.flatten(identity_lib.plain(config)).items():
+        facts[f"config.{key}"] = repr(value)
+    for library in _LIBRARIES:
+        facts[f"version of {library}"] = importlib.metadata.version(library)
+    # An experiment is 'package.module.Class'.
+    experiment = str(config.get("experiment", ""))
+    package = experiment.rpartition(".")[0].rpartition(".")[0]
+    return facts | _files("xshard") | _files(package)
+
+
+def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
+    """Returns the origin of a run, beside its config. All processes call it.
+
+    Args:
+      module: the experiment's.
+      training: a summary of the training data.
+      evaluation: one of the evaluation data.
+
+    Raises:
+      UserError: if the processes have other data than one another.
+    """
+    facts = {"training": lambda: training, "evaluation": lambda: evaluation}
+    processes.check_equal("the data", facts)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    git_commit = ""
+    if file:
+        git_commit = commit(file)
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES]
+    all_devices = jax.devices()
+    kinds = "/".join(sorted({device.device_kind for device in all_devices}))
+    devices = f"{len(all_devices)} {kinds} on {jax.process_count()} process(es)"
+    return workdir.Origin(training, evaluation, git_commit, ", ".join(versions), devices)
+
+
+def commit(file: str) -> str:
+    """The git commit that a source file is of, with '-dirty' if what is there differs; empty if it is in none.
+
+    Nothing fails for want of git, or of its leave to read the repository.
+    """
+    folder, name = os.path.split(os.path.abspath(file))
+    described = _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    if not described or described.endswith("-dirty"):
+        return described
+    # What git does not track does not make a tree dirty.
+    if not _git(folder, "ls-files", "--", name):
+        return f"{described}-dirty"
+    return described
+
+
+def _git(folder: str, *arguments: str) -> str:
+    """Returns what git prints on one line; empty if it cannot say."""
+    # A container's user is often another one than who owns the repository.
+    command = ["git", "-c", "safe.directory=*", "-C", folder, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    if done.returncode != 0:
+        return ""
+    return done.stdout.strip()
+
+
+def _files(package: str) -> dict[str, str]:
+    """The checksum of each source file of a package; of none if it cannot be found, which shows later."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return {}
+    checksums: dict[str, str] = {}
+    if spec is None or spec.submodule_search_locations is None:
+        return checksums
+    for location in spec.submodule_search_locations:
+        folder = pathlib.Path(location)
+        for path in sorted(folder.rglob("*.py")):
+            name = f"{package}/{path.relative_to(folder).as_posix()}"
+            checksums[name] = f"{zlib.crc32(path.read_bytes()):08x}"
+    return checksums

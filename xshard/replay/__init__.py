@@ -1,0 +1,1 @@
+"""Tools that trace what a run has logged to its cause."""

@@ -1,0 +1,98 @@
+"""Makes a step of a run again, and says what in it was first not finite: `python -m xshard.replay runs/digits --step=41287`.
+
+It begins with the newest checkpoint before the step, or with the run's first state, makes the steps up to it again, and
+compares what they log with the run's rows, bit for bit. Without --step it takes the first step that was not finite, or
+skipped. The run is only read, and may be training.
+
+With --verify_resume=N and the flags of `python -m xshard.main` in the place of a run, it checks that a run of N steps that is
+killed and run again ends in the same bits as one that is not: see `xshard.replay.verify`.
+
+Exit codes: 0 the rows are as they were, as far as there are any; 4 they are not, or the bits are others; 1 failed.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from xshard import cli, errors
+from xshard.files import jsonfile, workdir
+from xshard.pod import notice
+
+NOT_REPRODUCED = 4
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replays what the arguments ask for; returns the exit code."""
+    return cli.run(lambda: _main(argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m xshard.replay",
+        # A flag of a run's may begin like one of these.
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's work directory")
+    parser.add_argument("--step", type=int, help="the step that is taken apart")
+    parser.add_argument(
+        "--cpu_devices",
+        type=int,
+        default=0,
+        help="the virtual devices that the CPU is split into; by default as many as the run had",
+    )
+    parser.add_argument(
+        "--verify_resume",
+        type=int,
+        metavar="N",
+        help="check that N steps end in the same bits when they are interrupted; with the flags of xshard.main",
+    )
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and with --verify_resume the flags of `xshard.main`; leaves with 2 if they are neither."""
+    parser = _parser()
+    options, unknown = parser.parse_known_args(argv)
+    if options.verify_resume is not None:
+        return options, cli.without_flags(argv, ["verify_resume"])
+    if unknown or options.run is None:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}" if unknown else "give a RUN")
+    return options, []
+
+
+def _main(argv: Sequence[str]) -> int:
+    options, flags = parse(argv)
+    if options.cpu_devices < 0:
+        raise errors.UserError(f"--cpu_devices={options.cpu_devices} must be at least 1.")
+    devices = options.cpu_devices
+    if not devices and options.verify_resume is None:
+        devices = _devices_of(options.run)
+    if devices:
+        jax.config.update("jax_num_cpu_devices", devices)
+    # From where it is started experiments are found.
+    sys.path.insert(0, os.getcwd())
+    # Here: what they import asks for devices.
+    from xshard.replay import report, verify
+
+    if options.verify_resume is not None:
+        is_reproduced = verify.verify(flags, options.verify_resume, print)
+    else:
+        is_reproduced = report.replay(options.run, options.step, print)
+    return notice.DONE if is_reproduced else NOT_REPRODUCED
+
+
+def _devices_of(directory: str) -> int:
+    """The number of devices that a run had, of whichever kind; 0 if it is not known."""
+    origin = jsonfile.read_if_exists(workdir.Workdir(directory).origin) or {}
+    match = re.match(r"(\d+) ", str(origin.get("devices", "")))
+    return int(match[1]) if match else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,254 @@
+"""A step taken apart: what in it is first not finite, for which examples, and what would cure it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jmp
+import ml_collections
+import numpy as np
+
+from xshard import mesh as mesh_lib
+from xshard import state as state_lib
+from xshard.metrics import show
+from xshard.optimizers import trees
+from xshard.replay import cause as cause_lib
+from xshard.replay import evaluate, past
+from xshard.replay import program as program_lib
+from xshard.run import preflight
+
+_SCALE = "current_loss_scale"
+# How many examples are tried, before it is said to be so whatever the examples are.
+_TRIED = 16
+
+
+class Operation(NamedTuple):
+    """A value of a step, and where it comes of.
+
+    Attributes:
+      primitive: JAX's name of what computes it; empty of an input.
+      input: the path of the input that it is; empty of others.
+      line: of the user's code; empty if none is known.
+      innermost: the innermost line that is not JAX's.
+      module: the path of the Haiku module; empty outside of modules.
+      backward: whether it is of the backward pass, or a derivative that only this reads.
+      kind: its type and shape on one replica.
+      gives: inf or nan.
+    """
+
+    primitive: str
+    input: str
+    line: str
+    innermost: str
+    module: str
+    backward: bool
+    kind: str
+    gives: str
+
+
+class Finding(NamedTuple):
+    """The first value of a step that is not finite.
+
+    Attributes:
+      first: the first value.
+      nan: what makes the first nan of it, if that is another value.
+      replicas: on which replicas, by their numbers in all groups together.
+      rows: the rows of the batch of all groups that do it, a list for each cause; None if it is so whatever the
+        examples are.
+      results: what it makes not finite.
+      cure: what would make it finite, or that no loss scale does; empty where that was not asked.
+      scale_exponent: by which power of two the loss scale was too high; None where that is not why.
+    """
+
+    first: Operation
+    nan: Operation | None
+    replicas: list[int]
+    rows: list[list[int]] | None
+    results: list[str]
+    cure: str
+    scale_exponent: int | None
+
+
+class Anatomy:
+    """A step of a run, of which all values can be looked at."""
+
+    def __init__(self, run: past.Past, step: past.Step):
+        """Traces the step once more, and looks at it."""
+        self._run, self._step = run, step
+        traced = run.step_program.trace(step.state, step.batch)
+        self.program = program_lib.Program(traced, (step.state, step.batch))
+        self._evaluate = evaluate.evaluator(self.program, run.mesh)
+        self.looks = self._evaluate(step.state, step.batch)
+
+    def find(self) -> Finding | None:
+        """Finds what is first not finite; None if all that reaches a result is finite, evaluated value by value."""
+        found = cause_lib.find(self.program, self.looks, self._run.mesh)
+        if found is None:
+            return None
+        first = self._operation(found.value, found.replicas)
+        nan = None
+        if found.nan is not None and found.nan != found.value:
+            nan = self._operation(found.nan, range(len(self.looks.largest)))
+        rows = self._blame(found)
+        cure, exponent = ("", None) if first.input else self._cure(found)
+        return Finding(first, nan, found.replicas, rows, found.results, cure, exponent)
+
+    def _operation(self, number: int, replicas: Sequence[int]) -> Operation:
+        value = self.program.values[number]
+        equation = value.equation
+        is_input = equation is None and number < len(self.program.inputs)
+        line, innermost = program_lib.lines(value)
+        largest = self.looks.largest[list(replicas), number]
+        return Operation(
+            "" if equation is None else equation.primitive.name,
+            self.program.inputs[number] if is_input else "",
+            line,
+            innermost,
+            program_lib.module_path(value),
+            self.program.is_backward(number),
+            f"{value.dtype}{list(value.shape)}",
+            "nan" if np.isnan(largest).any() else "inf",
+        )
+
+    def _blame(self, found: cause_lib.Cause) -> list[list[int]] | None:
+        """The rows of the batch that do it, by leaving others out; None if it is so whatever they are."""
+        host = {name: np.asarray(x) for name, x in self._step.batch.items()}
+        replicas = len(self.looks.largest)
+        size = len(next(iter(host.values()))) // replicas
+        parts = self._run.config.micro_batches
+        mine = [np.arange(size) + size * replica for replica in found.replicas]
+        rows = np.concatenate(mine)
+
+        def is_bad(source: np.ndarray) -> bool:
+            changed = {}
+            for name, x in host.items():
+                x = x.copy()
+                x[rows] = host[name][source]
+                changed[name] = jax.device_put(x, self._step.batch[name].sharding)
+            looks = self._evaluate(self._step.state, changed)
+            return any(looks.bad(replica, found.value) for replica in found.replicas)
+
+        tried = rows[np.unique(np.linspace(0, len(rows) - 1, _TRIED).astype(int))]
+        harmless = next((row for row in tried if not is_bad(np.full_like(rows, row))), None)
+        if harmless is None:
+            return None
+        only = lambda kept: is_bad(np.where(np.isin(rows, kept), rows, harmless))
+        return cause_lib.blame_examples(only, [x for m in mine for x in np.split(m, parts)])
+
+    def _cure(self, found: cause_lib.Cause) -> tuple[str, int | None]:
+        """The cure that makes it finite: a lower loss scale, a wider type, or neither."""
+        scale = max((float(jnp.max(x)) for x in _scales(self._step.state)), default=1.0)
+        if scale > 1:
+            text, exponent = self._cure_by_scale(found, scale)
+            if exponent is not None:
+                return text, exponent
+        else:
+            text = ""
+        policy = jmp.get_policy(self._run.config.precision)
+        if jnp.dtype(policy.compute_dtype).itemsize > 2:
+            return text, None
+        return "; ".join(filter(None, (text, self._in_float32(found, policy)))), None
+
+    def _cure_by_scale(self, found: cause_lib.Cause, scale: float) -> tuple[str, int | None]:
+        def looks_at(exponent: int) -> evaluate.Looks | None:
+            state = _scaled(self._step.state, 2.0**-exponent)
+            looks = self._evaluate(state, self._step.batch)
+            bad = cause_lib.find(self.program, looks, self._run.mesh)
+            return looks if bad is None else None
+
+        most = int(np.ceil(np.log2(scale)))
+        if looks_at(most) is None:
+            return "not finite at a loss scale of 1 either: no loss scale would cure it", None
+        low, high = 0, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if looks_at(middle) else (middle, high)
+        looks = looks_at(high)
+        finite = show.number(scale / 2**high)
+        text = f"the loss scale {show.number(scale)} is 2^{high} too high: at {finite} the step is finite"
+        dtype = self.program.values[found.value].dtype
+        if looks is not None and jnp.issubdtype(dtype, jnp.floating):
+            magnitude = float(looks.largest[found.replicas, found.value].max()) * 2**high
+            text += f"; what overflows is {magnitude:.3g}, and {dtype} holds {float(jnp.finfo(dtype).max):.6g}"
+        return text, high
+
+    def _in_float32(self, found: cause_lib.Cause, policy: jmp.Policy) -> str:
+        """The outcome of the same step in float32."""
+        config = ml_collections.ConfigDict(self._run.config)
+        parameters = jnp.dtype(policy.param_dtype).name
+        config.precision = f"params={parameters},compute=float32,output=float32"
+        experiment = type(self._run.experiment)(config)
+        state, batch = self._step.state, self._step.batch
+        traced = preflight.jitted_step(experiment, self._run.mesh).trace(state, batch)
+        program = program_lib.Program(traced, (state, batch))
+        looks = evaluate.evaluator(program, self._run.mesh)(state, batch)
+        if cause_lib.find(program, looks, self._run.mesh) is not None:
+            return "not finite in float32 either: the precision is not why"
+        value = self.program.values[found.value]
+        alike = [n for n, x in enumerate(program.values) if _place(x) == _place(value)]
+        text = "in float32 the step is finite"
+        if alike and jnp.issubdtype(value.dtype, jnp.floating):
+            magnitude = float(looks.largest[np.ix_(found.replicas, alike)].max())
+            text += f", and this value is {magnitude:.3g}: {value.dtype} holds {float(jnp.finfo(value.dtype).max):.6g}"
+        return text
+
+    def table(self, most: int = 5) -> str:
+        """The norm of each gradient, and the largest values, of a step that is finite."""
+        return "\n".join([*self._norms(), *self._largest(most)])
+
+    def _norms(self) -> list[str]:
+        shape = tuple(self._run.mesh.shape[axis] for axis in mesh_lib.BATCH)
+        squares = self.looks.squares.reshape(*shape, -1)
+        lines = ["gradients, as the update is given them: norm, largest |element|"]
+        params = state_lib.params(self._step.state)
+        for index, ((learner, path), number) in enumerate(self.program.gradients.items()):
+            # Of slices each has the same; of a sharded update each replica of a slice has a part.
+            of_replicas = squares[:, 0, :, index]
+            groups = shape[0]
+            name = "/".join(filter(None, (learner, path)))
+            whole = int(np.prod(params[name].shape)) // groups if name in params else 0
+            is_part = int(np.prod(self.program.values[number].shape)) < whole
+            square = of_replicas.sum(axis=1) if is_part else of_replicas[:, 0]
+            norms = " ".join(f"{x:.4g}" for x in np.sqrt(square))
+            lines.append(f"  {norms}  {self.looks.largest[:, number].max():.4g}  {name}")
+        return lines
+
+    def _largest(self, most: int) -> list[str]:
+        largest = self.looks.largest.max(axis=0)
+        texts: dict[str, str] = {}
+        for number in np.argsort(-largest).tolist():
+            value = self.program.values[number]
+            line, _ = program_lib.lines(value)
+            if line and line not in texts and np.isfinite(largest[number]) and len(texts) < most:
+                primitive = value.place[-1].primitive.name
+                texts[line] = f"  {largest[number]:.4g}  {value.dtype}  {primitive}  {line}"
+        return ["the largest |value|s of the user's code, by line:", *texts.values()]
+
+
+def _place(value: program_lib.Value) -> tuple[Any, ...]:
+    """The features that an operation has in the same step at another precision, too."""
+    equation = value.equation
+    primitive = "" if equation is None else equation.primitive.name
+    return primitive, program_lib.lines(value), program_lib.name_stack(value), value.shape
+
+
+def _scales(state: state_lib.TrainState) -> list[jax.Array]:
+    """The loss scales that change, of all learners."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [x for path, x in leaves if _is_scale(path)]
+
+
+def _scaled(state: state_lib.TrainState, factor: float) -> state_lib.TrainState:
+    """The state with other loss scales, of at least 1."""
+
+    def change(path: Any, x: jax.Array) -> jax.Array:
+        if not _is_scale(path):
+            return x
+        return jax.device_put(jnp.maximum(x * jnp.float32(factor), jnp.float32(1)), x.sharding)
+
+    return jax.tree_util.tree_map_with_path(change, state)
+
+
+def _is_scale(path: Any) -> bool:
+    return trees.path_name(path).rpartition("/")[2] == _SCALE

@@ -1,0 +1,251 @@
+"""A step, evaluated with a look at each of its values: how large it is, and when it was first not finite.
+
+The program that runs is the step's own, equation by equation, on all replicas and with its collectives. What is computed
+in half precision is rounded to it each time, where XLA may keep more digits from one equation to the next.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from xshard import mesh as mesh_lib
+from xshard.replay import program as program_lib
+
+
+class Looks(NamedTuple):
+    """The observations of a program's values.
+
+    Attributes:
+      largest: the largest magnitude of each value, [replicas of all groups, values]: inf or nan if some element is so; of
+        loops the largest of all rounds, or what was there when it was first not finite; 0 of integers.
+      rounds: the rounds of the loops around it in which that was, [replicas, values, loops].
+      squares: the sum of the squares of each gradient on each replica, [replicas, gradients].
+    """
+
+    largest: np.ndarray
+    rounds: np.ndarray
+    squares: np.ndarray
+
+    def bad(self, replica: int, value: int) -> bool:
+        """Returns whether a value was not finite on a replica."""
+        return not np.isfinite(self.largest[replica, value])
+
+
+def evaluator(program: program_lib.Program, mesh: jax.sharding.Mesh) -> Callable[..., Looks]:
+    """The function of a state and a batch that looks at all values of a step; it compiles once."""
+    params = program.mapped.params
+    along = jax.P(mesh_lib.BATCH)
+
+    def on_replica(*inputs: Any) -> Any:
+        look = _Look(program)
+        _, seen = look.run(program.block, inputs, ())
+        squares = jnp.stack([*look.squares, jnp.zeros((), jnp.float32)])
+        return jax.tree.map(lambda x: x[None], (*seen, squares))
+
+    mapped = mesh_lib.on_replicas(
+        on_replica, mesh, in_specs=tuple(params["in_specs"]), out_specs=(along, along, along)
+    )
+
+    def whole(state: Any, batch: Any) -> Any:
+        outer = program.whole
+        known = dict(zip(outer.jaxpr.invars, jax.tree.leaves((state, batch)), strict=True))
+        known |= dict(zip(outer.jaxpr.constvars, outer.consts, strict=True))
+        read = lambda x: x.val if isinstance(x, core.Literal) else known[x]
+        for eqn in outer.jaxpr.eqns:
+            inputs = [read(x) for x in eqn.invars]
+            if eqn is program.mapped:
+                return mapped(*inputs)
+            known.update(zip(eqn.outvars, _bind(eqn, inputs), strict=True))
+        raise AssertionError("the program runs on no replica")
+
+    jitted = jax.jit(whole)
+    seen = np.flatnonzero([program_lib.is_looked_at(value) for value in program.values])
+
+    def look(state: Any, batch: Any) -> Looks:
+        some, some_rounds, squares = jax.device_get(jitted(state, batch))
+        largest = np.zeros((len(some), len(program.values)), np.float32)
+        rounds = np.zeros((*largest.shape, program_lib.DEPTH), np.int32)
+        largest[:, seen], rounds[:, seen] = some, some_rounds
+        return Looks(largest, rounds, squares)
+
+    return look
+
+
+# Of the values of a function: the largest magnitudes, and the rounds.
+_Seen = tuple[jax.Array, jax.Array]
+
+
+class _Look:
+    """The interpreter, on one replica."""
+
+    def __init__(self, program: program_lib.Program):
+        self._gradients = {number: index for index, number in enumerate(program.gradients.values())}
+        self.squares = [jnp.zeros((), jnp.float32)] * len(self._gradients)
+        self._next = 0
+
+    def run(
+        self, block: program_lib.Block, inputs: Sequence[Any], rounds: tuple[Any, ...]
+    ) -> tuple[list[Any], _Seen]:
+        """Evaluates a function: its results, and what was seen of the values that have numbers in it."""
+        begin = self._next
+        values: dict[Any, Any] = dict(zip(block.jaxpr.constvars, block.consts, strict=True))
+        values |= dict(zip(block.jaxpr.invars, inputs, strict=True))
+        read = lambda x: x.val if isinstance(x, core.Literal) else values[x]
+        seen = [self._see(inputs, rounds)] if block.inputs else []
+        for eqn, blocks in zip(block.jaxpr.eqns, block.parts, strict=True):
+            outputs, parts = self._evaluate(eqn, blocks, [read(x) for x in eqn.invars], rounds)
+            seen += parts
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        assert self._next - begin == block.size, "the program is not as it was laid out"
+        return [read(x) for x in block.jaxpr.outvars], _joined(seen)
+
+    def _evaluate(
+        self,
+        eqn: Any,
+        blocks: Sequence[program_lib.Block],
+        inputs: list[Any],
+        rounds: tuple[Any, ...],
+    ) -> tuple[list[Any], list[_Seen]]:
+        name = eqn.primitive.name
+        if name in program_lib.INLINED:
+            outputs, seen = self.run(blocks[0], inputs, rounds)
+            return outputs, [seen]
+        if name == "scan":
+            outputs, parts = self._scan(eqn, blocks[0], inputs, rounds)
+        elif name == "while":
+            outputs, parts = self._while(eqn, blocks[0], inputs, rounds)
+        elif name == "cond":
+            outputs, parts = self._cond(blocks, inputs, rounds)
+        elif program_lib.moves(eqn):
+            return _bind(eqn, inputs), []
+        else:
+            outputs, parts = [_rounded(x) for x in _bind(eqn, inputs)], []
+        return outputs, [*parts, self._see(outputs, rounds)]
+
+    def _scan(
+        self, eqn: Any, block: program_lib.Block, inputs: list[Any], rounds: tuple[Any, ...]
+    ) -> tuple[list[Any], list[_Seen]]:
+        params = eqn.params
+        consts, carries = params["num_consts"], params["num_carry"]
+        fixed, begin = inputs[:consts], inputs[consts : consts + carries]
+        first = self._next
+
+        def body(carry: Any, scanned: Any) -> tuple[Any, Any]:
+            self._next = first
+            number, seen, carried = carry
+            outputs, new = self.run(block, [*fixed, *carried, *scanned], (*rounds, number))
+            return (number + 1, _later(seen, new), outputs[:carries]), outputs[carries:]
+
+        init = jnp.int32(0), _nothing(block.looked_at), begin
+        (_, seen, carried), stacked = lax.scan(
+            body,
+            init,
+            inputs[consts + carries :],
+            length=params["length"],
+            reverse=params["reverse"],
+        )
+        self._next = first + block.size
+        return [*carried, *stacked], [seen]
+
+    def _while(
+        self, eqn: Any, block: program_lib.Block, inputs: list[Any], rounds: tuple[Any, ...]
+    ) -> tuple[list[Any], list[_Seen]]:
+        params = eqn.params
+        skip, consts = params["cond_nconsts"], params["body_nconsts"]
+        asked, fixed, begin = inputs[:skip], inputs[skip : skip + consts], inputs[skip + consts :]
+        goes_on = core.jaxpr_as_fun(params["cond_jaxpr"])
+        first = self._next
+
+        def body(carry: Any) -> Any:
+            self._next = first
+            number, seen, carried = carry
+            outputs, new = self.run(block, [*fixed, *carried], (*rounds, number))
+            return number + 1, _later(seen, new), outputs
+
+        init = jnp.int32(0), _nothing(block.looked_at), begin
+        _, seen, carried = lax.while_loop(lambda x: goes_on(*asked, *x[2])[0], body, init)
+        self._next = first + block.size
+        return carried, [seen]
+
+    def _cond(
+        self, blocks: Sequence[program_lib.Block], inputs: list[Any], rounds: tuple[Any, ...]
+    ) -> tuple[list[Any], list[_Seen]]:
+        begins = np.cumsum([self._next, *(block.size for block in blocks)]).tolist()
+
+        def branch(index: int) -> Callable[..., Any]:
+            def run(*inputs: Any) -> Any:
+                self._next = begins[index]
+                outputs, seen = self.run(blocks[index], inputs, rounds)
+                parts = [_nothing(block.looked_at) for block in blocks]
+                parts[index] = seen
+                return outputs, _joined(parts)
+
+            return run
+
+        outputs, seen = lax.switch(inputs[0], [branch(i) for i in range(len(blocks))], *inputs[1:])
+        self._next = begins[-1]
+        return outputs, [seen]
+
+    def _see(self, values: Sequence[Any], rounds: tuple[Any, ...]) -> _Seen:
+        """Looks at values, which have the next numbers."""
+        for x in values:
+            if self._next in self._gradients:
+                square = jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))
+                self.squares[self._gradients[self._next]] = square
+            self._next += 1
+        values = [x for x in values if program_lib.is_looked_at(x)]
+        if not values:
+            return _nothing(0)
+        padded = [*rounds[: program_lib.DEPTH], *[jnp.int32(0)] * (program_lib.DEPTH - len(rounds))]
+        times = jnp.broadcast_to(jnp.stack(padded), (len(values), program_lib.DEPTH))
+        return jnp.stack([_magnitude(x) for x in values]), times
+
+
+def _bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    with eqn.ctx.manager:
+        made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def _rounded(x: Any) -> Any:
+    """A value in half precision as its type has it."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
+        return x
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def _magnitude(x: Any) -> jax.Array:
+    """The largest magnitude, float32: inf or nan if an element is so, and only then."""
+    if not x.size:
+        return jnp.zeros((), jnp.float32)
+    largest = jnp.max(jnp.abs(x))
+    if largest.dtype == jnp.float64:
+        most = jnp.asarray(jnp.finfo(jnp.float32).max, jnp.float64)
+        largest = jnp.where(jnp.isfinite(largest), jnp.minimum(largest, most), largest)
+    return largest.astype(jnp.float32)
+
+
+def _nothing(size: int) -> _Seen:
+    return jnp.zeros((size,), jnp.float32), jnp.zeros((size, program_lib.DEPTH), jnp.int32)
+
+
+def _joined(parts: Sequence[_Seen]) -> _Seen:
+    parts = [_nothing(0), *parts]
+    return jnp.concatenate([x for x, _ in parts]), jnp.concatenate([x for _, x in parts])
+
+
+def _later(before: _Seen, now: _Seen) -> _Seen:
+    """The observations until and in a round: of what was not finite, the first time."""
+    (largest, rounds), (new, new_rounds) = before, now
+    was_finite = jnp.isfinite(largest)
+    is_first = was_finite & ~jnp.isfinite(new)
+    return (
+        jnp.where(was_finite, jnp.maximum(largest, new), largest),
+        jnp.where(is_first[:, None], new_rounds, rounds),
+    )

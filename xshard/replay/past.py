@@ -1,0 +1,223 @@
+"""A run's steps, made again from its checkpoints, and compared with its rows. Nothing is written."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from xshard import checkpoint, data, errors, evaluation
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+from xshard import state as state_lib
+from xshard import trained as trained_lib
+from xshard.data import batches as batches_lib
+from xshard.files import jsonfile, workdir
+from xshard.metrics import rows as rows_lib
+from xshard.metrics import writers
+from xshard.pod import origin
+from xshard.run import preflight, resuming, roll_backs, saving
+from xshard.stored import storage
+
+
+class Step(NamedTuple):
+    """A step as it was made again.
+
+    Attributes:
+      number: the step.
+      state: before it.
+      batch: its batch.
+      row: its metrics, as a row has them.
+    """
+
+    number: int
+    state: state_lib.TrainState
+    batch: Mapping[str, jax.Array]
+    row: rows_lib.Row
+
+
+class Difference(NamedTuple):
+    """The first number of a row that is another now."""
+
+    step: int
+    column: str
+    logged: Any
+    now: Any
+
+
+class Past:
+    """A run in a work directory, as it can be made again here."""
+
+    def __init__(self, directory: str):
+        """Reads a run, and makes its experiment, mesh and data; UserError if that cannot be done.
+
+        Attributes:
+          config: the run's.
+          mesh: the run's, of the devices that are here.
+          changes: what is other than it was, one text each.
+          rows: the rows of training by step.
+        """
+        self._workdir = workdir.Workdir(directory)
+        self.config = trained_lib.config_of(self._workdir)
+        self.mesh = experiment_lib.mesh_of(self.config)
+        self.experiment = experiment_lib.load(self.config.experiment)(self.config)
+        sizes = {key: self.config[key] for key in ("batch_size", "seed", "micro_batches")}
+        self._batches = batches_lib.TrainBatches(self.experiment.train_batches, self.mesh, **sizes)
+        self._passes = roll_backs.passes(roll_backs.read(self._workdir.roll_backs))
+        self._batches.pass_over(self._passes)
+        self.changes = self._changes()
+        self.rows = writers.of_training(self._workdir.metrics)
+        self._why = workdir.not_finite(self._workdir.path)
+        self.first_step = 0
+        self.step_program = preflight.jitted_step(self.experiment, self.mesh)
+        predict = preflight.jitted_predict(self.experiment, self.mesh)
+        self._predict = evaluation.predictions(predict, self.mesh)
+
+    def _changes(self) -> list[str]:
+        old = jsonfile.read_if_exists(self._workdir.origin) or {}
+        module = type(self.experiment).__module__
+        now = origin.origin(module, self._batches.summary(), "")._asdict()
+        if old.get("training") and now["training"] and old["training"] != now["training"]:
+            raise errors.UserError(
+                f"The run in {self._workdir.path} was trained on {old['training']}; now there are {now['training']}. Its "
+                "steps cannot be made again: give it its data back."
+            )
+        return [
+            f"{name}: {old[name]} -> {now[name] or 'none'}"
+            for name in ("commit", "libraries", "devices")
+            if old.get(name) and old[name] != now[name]
+        ]
+
+    def suspects(self) -> range:
+        """The steps of which the first one that is not as it should be is to be found.
+
+        That is those since the row before the first one that is not finite, or by which a step has been skipped.
+
+        Raises:
+          UserError: if no step has been so, as far as the rows say.
+        """
+        before, skipped = 0, dict[str, Any]()
+        for step, row in self.rows.items():
+            counts = _skipped(row)
+            if counts != {
+                name: skipped.get(name, np.zeros_like(x).tolist()) for name, x in counts.items()
+            }:
+                return range(before + 1, step + 1)
+            if not all(map(_is_finite, row.values())):
+                return range(before + 1, step + 1)
+            before, skipped = step, counts
+        stopped = re.match(r"step (\d+):", self._why)
+        if stopped:
+            return range(int(stopped[1]), int(stopped[1]) + 1)
+        raise errors.UserError(
+            f"Of the {len(self.rows)} rows in {self._workdir.metrics} all are finite, and no step was skipped: give "
+            "--step, a step that is to be taken apart."
+        )
+
+    def check(self, step: int) -> None:
+        """Raises UserError if the run has not come to a step, as far as is known."""
+        numbers = [int(x) for x in re.findall(r"^step (\d+):", self._why)]
+        reached = self._workdir.reached()
+        known = max([*self.rows, *numbers, reached.step if reached else 0], default=0)
+        # What was made since the last row has none.
+        last = min(known + self.config.log_every_steps, self.config.steps)
+        if not 1 <= step <= last:
+            raise errors.UserError(
+                f"--step={step}: the run in {self._workdir.path} has {f'steps 1 to {known}' if known else 'no steps'} by "
+                "its rows and checkpoints; give one that it has made."
+            )
+
+    def steps(self, keep: range) -> Iterator[Step]:
+        """Makes steps again, from the nearest checkpoint before the first that is kept, or from the first state.
+
+        Yields:
+          Each step to the last that is kept; of the others than those that are kept the state is used up.
+        """
+        state = self._begin(keep.start - 1)
+        self.first_step = int(state.step)
+        for made in range(self.first_step + 1, keep.stop):
+            batch = self._batches.of_step(made, self._predict, state)
+            before = jax.tree.map(lambda x: x.copy(), state) if made in keep else state
+            stepped = self.step_program(state, batch)
+            state, values = stepped.state, stepped.metrics
+            if stepped.begun is not None:
+                values = {**values, **stepped.begun.logged()}
+            whole = mesh_lib.replicate(self.mesh, values)
+            row = {name: rows_lib.to_number(value) for name, value in whole.items()}
+            yield Step(made, before, batch, row)
+
+    def _begin(self, last: int) -> state_lib.TrainState:
+        """The state of the newest checkpoint until a step, or the first one."""
+        args = (self.experiment, self.mesh, self.config.seed, self._batches.example)
+        target = state_lib.abstract_state(*args, whole=True)
+        older = lambda: state_lib.abstract_state(*args, whole=True, all_slots=True)
+        manager = saving.manager(self.config, str(self._workdir.checkpoints))
+        for step in reversed([step for step in manager.all_steps() if step <= last]):
+            try:
+                resuming.check_replicas(manager, target, step)
+                restored = manager.restore(target, step, may_hold=older)
+            except checkpoint.CheckpointError:
+                # Damaged, or deleted meanwhile: an earlier one does as well.
+                continue
+            self._batches.restore(restored.data)
+            return storage.Storage(self.experiment, self.mesh).from_whole(restored.state)
+        return state_lib.init(*args)
+
+    def difference(self, step: Step) -> Difference | None:
+        """The first number of a step's row that is another than was logged; None if all are as they were, or none was."""
+        logged = self.rows.get(step.number, {})
+        # In a row it is the total, which the number of updates has in it.
+        totals = _skipped(logged)
+        for name, now in step.row.items():
+            if name in logged and name not in totals and jsonfile.finite(now) != logged[name]:
+                return Difference(step.number, name, logged[name], now)
+        return None
+
+    def examples(self, step: int, batch: Mapping[str, jax.Array], rows: list[int]) -> list[int]:
+        """The numbers of the examples in these rows of a step's batch, if they come in the order of the seed; else none."""
+        kind = type(self.experiment)
+        if kind.train_data is experiment_lib.Experiment.train_data:
+            return []
+        examples, size = self.experiment.train_data(), self.config.batch_size
+        numbers = data.order(examples, self.config.seed, mesh_lib.num_groups(self.mesh))
+        # Batches that the run has passed over count, too.
+        before = step - 1 + sum(count for at, count in self._passes.items() if at <= step)
+        each = np.arange(len(next(iter(batch.values()))))
+        groups, places = np.divmod(each, size)
+        order = np.array(
+            [
+                int(numbers(int(g), np.array([before * size + r]))[0])
+                for g, r in zip(groups, places, strict=True)
+            ]
+        )
+        # An iterator of the experiment's own may have another order, or change what it reads.
+        taken = data.take(examples, order)
+        alike = [
+            np.mean(
+                [_same(x, y) for x, y in zip(taken[name], np.asarray(batch[name]), strict=True)]
+            )
+            for name in taken.keys() & batch.keys()
+        ]
+        return order[rows].tolist() if max(alike, default=0) > 0.5 else []
+
+
+def is_as_it_should_be(row: rows_lib.Row) -> bool:
+    """Returns whether a step's metrics are finite, and no update was skipped."""
+    return not np.any([*_skipped(row).values()]) and all(
+        _is_finite(jsonfile.finite(x)) for x in row.values()
+    )
+
+
+def _skipped(row: rows_lib.Row) -> rows_lib.Row:
+    """Those of its numbers that count skipped updates, of each learner."""
+    return {name: x for name, x in row.items() if name.rpartition("/")[2] == "skipped"}
+
+
+def _is_finite(value: Any) -> bool:
+    """Returns whether a number of a row, or those of several groups, are finite: else they are null."""
+    return None not in value if isinstance(value, list) else value is not None
+
+
+def _same(x: np.ndarray, y: np.ndarray) -> bool:
+    return bool(np.array_equal(x.astype(y.dtype), y, equal_nan=y.dtype.kind in "fc"))

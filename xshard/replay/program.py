@@ -1,0 +1,337 @@
+"""The values of a step's program: which is computed from which, and where in the user's code.
+
+A program of functions within functions is laid out flat, in the order in which it runs. What JAX calls in the place
+where it is written, as a function under `jax.jit`, has no values of its own beside those of its body; a loop has those of
+one round, once.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from xshard import errors
+from xshard.learners import varying
+from xshard.optimizers import inspection, trees
+
+# Equations that are their bodies, and the parameter which holds those.
+INLINED = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+_JAX = os.path.dirname(jax.__file__) + os.sep
+# Equations that only move what they read, whole: their values are those.
+_MOVES = frozenset(
+    (
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "copy",
+        "rev",
+        "stop_gradient",
+    )
+)
+# Loops within loops within loops: what lies deeper is told by its outer ones.
+DEPTH = 4
+# What a run reads of a step, by field of `Stepped`.
+_RESULTS = {"state": "the state {}", "metrics": "what is logged as {}"}
+
+
+@dataclasses.dataclass
+class Value:
+    """A value of the program.
+
+    Attributes:
+      place: the equation that makes it, after those that it is in; empty of an input of the program, or of a loop's body.
+      sources: the numbers of the values that it is computed from.
+      loops: the loops that it is in, outermost first, each by a number of its own.
+      shape: its shape on one replica.
+      dtype: its type.
+    """
+
+    place: tuple[Any, ...]
+    sources: list[int]
+    loops: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def equation(self) -> Any:
+        """The equation that makes it; None of an input."""
+        return self.place[-1] if self.place else None
+
+    @property
+    def is_made_once(self) -> bool:
+        """Returns whether it is in no loop and no branch."""
+        return not self.loops and all(e.primitive.name in INLINED for e in self.place[:-1])
+
+
+@dataclasses.dataclass
+class Block:
+    """A function of the program, laid out.
+
+    Attributes:
+      jaxpr: the function.
+      consts: the values of its constants.
+      inputs: whether its inputs have numbers of their own, which come first.
+      parts: for each equation the functions that it holds.
+      size: how many values have numbers in it.
+      looked_at: how many of them are floating-point numbers.
+    """
+
+    jaxpr: core.Jaxpr
+    consts: Sequence[Any]
+    inputs: bool
+    parts: list[list["Block"]] = dataclasses.field(default_factory=list)
+    size: int = 0
+    looked_at: int = 0
+
+
+class Program:
+    """A training step on one replica, laid out.
+
+    Attributes:
+      values: all values, by number, in the order in which they are computed.
+      inputs: the names of the inputs, which are the first values.
+      results: the numbers of the results by name, but for those that are none of the program's values: of the state by
+        path, and of what is logged.
+      losses: those of the losses that a run watches, by learner.
+      gradients: the numbers of the gradients, as the update is given them, by learner and parameter.
+      mapped: the equation of the whole program that runs it on all replicas.
+    """
+
+    def __init__(self, traced: Any, arguments: Any):
+        """Lays out a step.
+
+        Args:
+          traced: of `preflight.jitted_step`, as `trace` returns it.
+          arguments: the state and the batch that it was traced for, of which the paths count.
+        """
+        self.values: list[Value] = []
+        self._loops = 0
+        self.whole = traced.jaxpr
+        (self.mapped,) = (e for e in self.whole.jaxpr.eqns if e.primitive.name == "shard_map")
+        leaves = jax.tree_util.tree_leaves_with_path(arguments)
+        forms = ("the state {}", "the batch's {}")
+        names = [_named(path[1:], forms[path[0].idx]) for path, _ in leaves]
+        by_variable = dict(zip(self.whole.jaxpr.invars, names, strict=True))
+        self.inputs = [by_variable.get(x, "what is computed of it") for x in self.mapped.invars]
+        self.block, outputs = self._lay_out(
+            varying.opened(self.mapped.params["jaxpr"]), None, (), ()
+        )
+        by_output = dict(zip(self.mapped.outvars, outputs, strict=True))
+        results = jax.tree_util.tree_leaves_with_path(traced.out_info)
+        self.results: dict[str, int] = {}
+        self.losses: dict[str, int] = {}
+        self.gradients: dict[tuple[str, str], int] = {}
+        for (path, _), variable in zip(results, self.whole.jaxpr.outvars, strict=True):
+            number = None if isinstance(variable, core.Literal) else by_output.get(variable)
+            if number is None:
+                continue
+            # A field of `Stepped`; fingerprints are integers.
+            if path[0].name == "observed":
+                # An `Observed` of each learner by name.
+                self._take_observed(path[1].key, path[2].name, number)
+            elif path[0].name in _RESULTS:
+                self.results[_named(path[1:], _RESULTS[path[0].name])] = number
+        self._forward = self._find_forward()
+
+    def _add(self, place: tuple[Any, ...], loops: tuple[int, ...], sources: Any, aval: Any) -> int:
+        known = [x for x in sources if x is not None]
+        self.values.append(
+            Value(place, known, loops, getattr(aval, "shape", ()), getattr(aval, "dtype", None))
+        )
+        return len(self.values) - 1
+
+    def _lay_out(
+        self,
+        function: Any,
+        inputs: Sequence[int | None] | None,
+        place: tuple[Any, ...],
+        loops: tuple[int, ...],
+    ) -> tuple[Block, list[int | None]]:
+        """A function, and the numbers of its results; without `inputs`, with inputs that have numbers of their own."""
+        jaxpr, consts = varying.opened(function), getattr(function, "consts", ())
+        begin = len(self.values)
+        block = Block(jaxpr, consts, inputs is None)
+        if inputs is None:
+            inputs = [self._add((), loops, (), x.aval) for x in jaxpr.invars]
+        numbers: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        read = lambda x: None if isinstance(x, core.Literal) else numbers.get(x)
+        for eqn in jaxpr.eqns:
+            blocks, outputs = self._lay_out_equation(
+                eqn, [read(x) for x in eqn.invars], place, loops
+            )
+            block.parts.append(blocks)
+            numbers.update(zip(eqn.outvars, outputs, strict=True))
+        block.size = len(self.values) - begin
+        block.looked_at = sum(is_looked_at(value) for value in self.values[begin:])
+        return block, [read(x) for x in jaxpr.outvars]
+
+    def _lay_out_equation(
+        self, eqn: Any, inputs: list[int | None], place: tuple[Any, ...], loops: tuple[int, ...]
+    ) -> tuple[list[Block], list[int | None]]:
+        name, place = eqn.primitive.name, (*place, eqn)
+        if name in _MOVES:
+            return [], inputs[:1]
+        if name in INLINED:
+            block, outputs = self._lay_out(eqn.params[INLINED[name]], inputs, place, loops)
+            return [block], outputs
+        if name == "scan":
+            consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+            block, outputs = self._lay_out_loop(
+                eqn.params["jaxpr"], inputs, consts, carries, place, loops
+            )
+        elif name == "while":
+            skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            carries = len(inputs) - skip - consts
+            block, outputs = self._lay_out_loop(
+                eqn.params["body_jaxpr"], inputs[skip:], consts, carries, place, loops
+            )
+        elif name == "cond":
+            blocks, branches = [], []
+            for branch in eqn.params["branches"]:
+                block, outputs = self._lay_out(branch, inputs[1:], place, loops)
+                blocks.append(block)
+                branches.append(outputs)
+            sources = zip(*branches, strict=True)
+            made = zip(eqn.outvars, sources, strict=True)
+            return blocks, [self._add(place, loops, of, x.aval) for x, of in made]
+        else:
+            return [], [self._add(place, loops, inputs, x.aval) for x in eqn.outvars]
+        of_loop = zip(eqn.outvars, outputs, strict=True)
+        return [block], [self._add(place, loops, (source,), x.aval) for x, source in of_loop]
+
+    def _lay_out_loop(
+        self,
+        body: Any,
+        inputs: list[int | None],
+        consts: int,
+        carries: int,
+        place: tuple[Any, ...],
+        loops: tuple[int, ...],
+    ) -> tuple[Block, list[int | None]]:
+        self._loops += 1
+        begin = len(self.values)
+        block, outputs = self._lay_out(body, None, place, (*loops, self._loops))
+        for index, source in enumerate(inputs):
+            carried = outputs[index - consts] if consts <= index < consts + carries else None
+            known = [x for x in (source, carried) if x is not None]
+            self.values[begin + index].sources += known
+        return block, outputs
+
+    def _take_observed(self, learner: str, what: str, number: int) -> None:
+        """Takes what a run watches: a loss, or the gradients, which are what it is asked of whether they are finite."""
+        if what == "loss":
+            self.losses[learner] = number
+        if what != "gradients":
+            return
+        for asked in self._asked(number):
+            gradient = self.values[asked].sources[0]
+            path = name_stack(self.values[asked]).partition(inspection.GRADIENT)[2]
+            if path and self.values[gradient].is_made_once:
+                self.gradients[learner, path] = gradient
+
+    def is_backward(self, number: int) -> bool:
+        """Returns whether a value is of the backward pass, or a derivative that only this reads."""
+        return "jvp(" in name_stack(self.values[number]) and number not in self._forward
+
+    def _find_forward(self) -> set[int]:
+        """The values that a result comes of otherwise than through the backward pass."""
+        seen: set[int] = set()
+        left = list(self.results.values())
+        while left:
+            number = left.pop()
+            if number not in seen and "transpose(" not in name_stack(self.values[number]):
+                seen.add(number)
+                left += self.values[number].sources
+        return seen
+
+    def _asked(self, number: int) -> list[int]:
+        """The equations `is_finite` that a value comes of directly, in the order of the program."""
+        seen, left, asked = set(), [number], []
+        while left:
+            value = left.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            equation = self.values[value].equation
+            if equation is not None and equation.primitive.name == "is_finite":
+                asked.append(value)
+            else:
+                left += self.values[value].sources
+        return sorted(asked)
+
+
+def _named(path: tuple[Any, ...], form: str) -> str:
+    return form.format(repr(trees.path_name(path)))
+
+
+def is_looked_at(value: Any) -> bool:
+    """Returns whether a value, or an array, may be not finite."""
+    return value.dtype is not None and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
+
+
+def moves(equation: Any) -> bool:
+    """Returns whether an equation only moves what it reads, and has no number of its own."""
+    return equation.primitive.name in _MOVES
+
+
+def name_stack(value: Value) -> str:
+    """The names under which an equation was traced, such as 'transpose(jvp(mlp))/linear_0'."""
+    return "/".join(filter(None, (str(eqn.source_info.name_stack) for eqn in value.place)))
+
+
+def module_path(value: Value) -> str:
+    """The path of the Haiku module that made an equation, or whose backward pass it is in; empty if there is none."""
+    words = name_stack(value)
+    for transformation in (
+        "transpose(",
+        "jvp(",
+        "vmap(",
+        "checkpoint(",
+        "rematted_computation",
+        ")",
+    ):
+        words = words.replace(transformation, "")
+    return "/".join(filter(None, words.split("/")))
+
+
+def lines(value: Value) -> tuple[str, str]:
+    """The line of the user's code that an equation is of, and the innermost line that is not JAX's; empty if unknown.
+
+    A body that JAX has traced before, for a call elsewhere, has the lines of that call: its own caller's count.
+    """
+    users, innermost = "", ""
+    caller: list[tuple[str, int]] = []
+    for eqn in value.place:
+        frames = _frames(eqn.source_info.traceback)
+        if caller and frames[len(frames) - len(caller) :] != caller:
+            break
+        own = [frame for frame in frames if errors.is_users(frame[0])]
+        users = _shown(*own[0]) if own else users
+        innermost = _shown(*frames[0]) if frames else innermost
+        caller = frames if eqn.primitive.name in INLINED else []
+    return users, innermost
+
+
+def _shown(file: str, line: int) -> str:
+    """A line as text, of what is installed by its path there."""
+    return f"{errors.shown(file.rpartition('-packages' + os.sep)[2])}:{line}"
+
+
+def _frames(traceback: Any) -> list[tuple[str, int]]:
+    """The files and lines of a trace, the innermost first, but for those of JAX and of the standard library."""
+    if traceback is None:
+        return []
+    frames = [(frame.file_name, frame.line_num) for frame in traceback.frames]
+    return [x for x in frames if not x[0].startswith(_JAX) and not errors.is_standard(x[0])]

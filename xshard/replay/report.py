@@ -1,0 +1,145 @@
+"""The report on a step that was made again."""
+
+from collections.abc import Callable, Sequence
+
+from xshard import mesh as mesh_lib
+from xshard.replay import anatomy, past
+from xshard.run import nonfinite
+
+
+def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool:
+    """Makes a step of a run again, compares it with the run's rows, and says what in it is first not finite.
+
+    Args:
+      directory: the run's work directory.
+      step: the step; None: the first one that was not finite, or skipped.
+      say: takes lines.
+
+    Returns:
+      Whether all rows on the way are as they were.
+
+    Raises:
+      UserError: if there is no such run or step, or if it cannot be made again here.
+    """
+    run = past.Past(directory)
+    for change in run.changes:
+        say(f"changed since the run: {change}")
+    if any(change.startswith("devices") for change in run.changes):
+        say("on other devices sums are added in another order, and bits may differ")
+    if step is not None:
+        run.check(step)
+    suspects = run.suspects() if step is None else range(step, step + 1)
+    different, compared, made = None, 0, None
+    for made in run.steps(suspects):
+        compared += made.number in run.rows
+        different = different or run.difference(made)
+        # Asked for by its number, it is the only one.
+        if made.number in suspects and not past.is_as_it_should_be(made.row):
+            break
+    assert made is not None
+    begin = f"the checkpoint of step {run.first_step}" if run.first_step else "the first state"
+    say(f"step {made.number}, made again from {begin}")
+    say(_compared(run, different, compared))
+    say(describe(run, made))
+    return different is None
+
+
+def describe(run: past.Past, step: past.Step) -> str:
+    """A step that was made again, taken apart."""
+    taken_apart = anatomy.Anatomy(run, step)
+    found = taken_apart.find()
+    is_well = past.is_as_it_should_be(step.row)
+    if found is None and not is_well:
+        return (
+            "The step is not finite, or is skipped, and no value of it is not finite when they are looked at one by one: it "
+            "is so at the edge of what a type holds, as XLA puts operations together."
+        )
+    if found is None:
+        return f"All that reaches a result of the step is finite.\n{taken_apart.table()}"
+    text = _finding(run, step, found)
+    if is_well:
+        text += "\nAs XLA has put operations together, all that the step logs was finite."
+    return text
+
+
+def _compared(run: past.Past, different: past.Difference | None, compared: int) -> str:
+    if different is None:
+        return (
+            f"{compared} rows compared: reproduced, bit for bit"
+            if compared
+            else "no row to compare with"
+        )
+    text = f"not reproduced: step {different.step}, column {different.column}, logged {different.logged}, now {different.now}"
+    if run.changes:
+        return f"{text}; changed since: {'; '.join(run.changes)}"
+    if not run.first_step:
+        text += "; a run that began with --init_from has another first state"
+    return f"{text}; commit, libraries and devices are those that the run says it had"
+
+
+def _finding(run: past.Past, step: past.Step, found: anatomy.Finding) -> str:
+    first, nan = found.first, found.nan
+    if first.input:
+        lines = [f"not finite before the step is made: {first.input} is {first.gives}"]
+    else:
+        lines = [f"first not finite: {first.primitive} gives {first.gives}", *_where(first)]
+    lines.append(f"  on           {_replicas(run, found.replicas)}")
+    lines += _examples(run, step, found)
+    if nan is not None:
+        lines += [f"of which {nan.primitive} makes nan:", *_where(nan)]
+    lines.append(f"  reaches      {nonfinite.listed(found.results)}")
+    if found.cure:
+        lines.append(f"  cure         {found.cure}")
+    return "\n".join(lines)
+
+
+def _where(operation: anatomy.Operation) -> list[str]:
+    line = operation.line or operation.innermost
+    within = "" if operation.innermost == line else f", within it {operation.innermost}"
+    lines = [
+        f"  line         {line}{within}",
+        f"  pass         {'backward' if operation.backward else 'forward'}",
+        f"  value        {operation.kind}",
+    ]
+    if operation.module:
+        lines.insert(1, f"  module       {operation.module}")
+    return lines
+
+
+def _replicas(run: past.Past, replicas: Sequence[int]) -> str:
+    """The replicas, by group and slice where there are several."""
+    groups, slices = mesh_lib.num_groups(run.mesh), mesh_lib.num_slices(run.mesh)
+    size = mesh_lib.num_replicas(run.mesh)
+    if len(replicas) == groups * size:
+        return "all replicas" if len(replicas) > 1 else "the only replica"
+    texts = []
+    for replica in replicas:
+        group, number = divmod(replica, size)
+        text = f"replica {number} of {size}"
+        if slices > 1:
+            text += f", in slice {number // (size // slices)}"
+        if groups > 1:
+            text += f", in group {group}"
+        texts.append(text)
+    return nonfinite.listed(texts)
+
+
+def _examples(run: past.Past, step: past.Step, found: anatomy.Finding) -> list[str]:
+    if found.rows is None:
+        return ["  examples     whichever they are"]
+    size, parts = run.config.batch_size, run.config.micro_batches
+    part = size // mesh_lib.num_replicas(run.mesh) // parts
+    lines = []
+    for rows in found.rows:
+        numbers = run.examples(step.number, step.batch, rows)
+        # A row counts from the first of its own group's.
+        text = f"row {nonfinite.listed([str(row % size) for row in rows])} of the batch"
+        if numbers:
+            text = f"{nonfinite.listed(list(map(str, numbers)))} ({text})"
+        if len(rows) > 1:
+            text += ", together"
+        lines.append(f"  examples     {text}")
+        if parts > 1:
+            which = sorted({row // part % parts for row in rows})
+            lines.append(f"  micro-batch  {', '.join(map(str, which))} of {parts}")
+    return lines

@@ -1,0 +1,178 @@
+"""Checks that an experiment resumes to the same bits: a run undisturbed beside one that is killed and run again.
+
+Where they differ, further runs tell what kind of thing it is: two undisturbed runs may differ as well, or only as long as
+Python's hashes do; or the batches are others after a checkpoint has been restored.
+"""
+
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xshard import cli, errors
+from xshard.files import jsonfile
+from xshard.metrics import writers
+from xshard.replay import alike, past
+from xshard.stored import fingerprint
+
+# A checkpoint comes after each third of the steps.
+_SAVES, _POLL_SECONDS = 3, 0.05
+_REFUSED = ("coordinator_address", "num_processes", "process_id", "mode", "restart_from_scratch")
+
+
+def kill(config: dict[str, Any]) -> tuple[int, int]:
+    """The step at whose row a run is killed, drawn by its seed, and that of the checkpoint before."""
+    every = config["checkpoint"]["every_steps"]
+    step = random.Random(config["seed"]).randrange(every + 1, config["steps"])
+    return step, (step - 1) // every * every
+
+
+class Killer:
+    """A writer of rows that kills its own process at a step of chance, once the checkpoint before is whole."""
+
+    def __init__(self, part: writers.Part):
+        self._directory = part.directory
+        self._step, self._saved = kill(part.config)
+
+    def write(self, row: writers.Row) -> None:
+        """Ends the process without a word, as where a machine fails, if the row is that of the step."""
+        if row["step"] < self._step:
+            return
+        while self._saved not in alike.checkpoints(self._directory):
+            time.sleep(_POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def flush(self) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def verify(flags: Sequence[str], steps: int, say: Callable[[str], None]) -> bool:
+    """Makes runs, in processes of their own, and says whether all is equal: rows but for 'perf/', results and arrays.
+
+    Args:
+      flags: those of `xshard.main`; a work directory that they name is left alone.
+      steps: so many steps are made.
+      say: takes a text for people.
+
+    Raises:
+      UserError: if a run fails, or if the flags ask for more than to train in one process.
+    """
+    if steps < _SAVES:
+        raise errors.UserError(f"--verify_resume={steps} must be a number of steps from {_SAVES}.")
+    if len(cli.without_flags(flags, _REFUSED)) < len(flags):
+        raise errors.UserError(
+            f"--verify_resume trains in one process: leave out --{', --'.join(_REFUSED)}."
+        )
+    runs = _Runs(flags, steps)
+    whole = runs.train("whole")
+    step, saved = kill(jsonfile.read(whole / "config.json"))
+    before = alike.rows_of(runs.train("resumed", is_killed=True))
+    row = alike.first_row(alike.rows_of(whole)[: len(before)], before)
+    if row:
+        compared, what = alike.Comparison(row), f"{steps} steps, twice, until a kill at step {step}"
+    else:
+        compared = alike.compare(whole, runs.train("resumed"))
+        what = f"{steps} steps, and as many killed at step {step} and resumed from step {saved}"
+    if not compared.lines():
+        shutil.rmtree(runs.folder)
+        say(f"the same bits: {what}; {compared.size} and the results are equal")
+        return True
+    say("\n".join([f"not the same bits: {what}", *compared.lines()]))
+    say(f"kind         {runs.kind_of_impure() if row else runs.kind(saved, compared)}")
+    say(f"runs         {runs.folder}")
+    return False
+
+
+class _Runs:
+    """Runs of the same flags in a new folder."""
+
+    def __init__(self, flags: Sequence[str], steps: int):
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="xshard_verify_"))
+        self._steps, every = steps, steps // _SAVES
+        values = {
+            "steps": steps,
+            "log_every_steps": 1,
+            "fingerprint_every_steps": 1,
+            "eval_every_steps": every,
+            "checkpoint.directory": "",
+            "checkpoint.every_steps": every,
+            "checkpoint.every_minutes": 0.0,
+            "checkpoint.keep_last": steps,
+            "checkpoint.keep_best": 0,
+        }
+        names = [f"config.{name}" for name in (*values, "writers")]
+        rest = cli.without_flags(flags, ["workdir", "stop_after", *names])
+        self._command = [sys.executable, "-m", "xshard.main", *rest]
+        self._command += [f"--config.{name}={value}" for name, value in values.items()]
+
+    def train(self, name: str, *, is_killed: bool = False, environment: str = "") -> pathlib.Path:
+        """The directory of a run that has been made, or gone on with."""
+        writer = [f"{__name__}.{Killer.__name__}"] if is_killed else []
+        command = [*self._command, f"--config.writers={('jsonl', *writer)}"]
+        command.append(f"--workdir={self.folder / name}")
+        if environment:
+            command = ["env", environment, *command]
+        log = self.folder / f"{name}.log"
+        with log.open("wb") as out:
+            code = subprocess.run(command, stdout=out, stderr=out, check=False).returncode
+        if code != (-signal.SIGKILL if is_killed else 0):
+            print(log.read_text(errors="replace"), file=sys.stderr)
+            end = "be killed on its way" if is_killed else "end well"
+            raise errors.UserError(
+                f"The run in {self.folder / name} left with {code}, as above; it was to make {self._steps} steps and {end}."
+            )
+        return self.folder / name
+
+    def kind(self, saved: int, compared: alike.Comparison) -> str:
+        """The kind of thing by which a run that was resumed differs."""
+        whole = self.folder / "whole"
+        if alike.compare(whole, self.train("again")).lines():
+            return self.kind_of_impure()
+        only = "two undisturbed runs are equal, and after the resume"
+        step, column = compared.row[:2] if compared.row else (self._steps, "")
+        if step <= saved + 1 and column.startswith(fingerprint.PREFIX):
+            return f"the state: {only} step {step} begins with another one than before the kill"
+        if column.startswith("eval/") or (compared.row is None and not compared.array):
+            return f"the evaluation: {only} the same state is judged in another way; is there an attribute that changes?"
+        first, restored = (_batches(whole, range(i, step + 1)) for i in (1, saved + 1))
+        for made, batch in restored.items():
+            if batch != first[made]:
+                return (
+                    f"the data: {only} the batch of step {made} is another; does get_state of the iterator return all "
+                    "that decides what comes next?"
+                )
+        return (
+            f"state outside of TrainState: {only} state and batches are as before, but a step is another; is there an "
+            "attribute or a global that changes?"
+        )
+
+    def kind_of_impure(self) -> str:
+        """The kind of thing by which undisturbed runs differ."""
+        pair = [self.train(f"hash_{i}", environment="PYTHONHASHSEED=0") for i in range(2)]
+        if alike.compare(*pair).lines():
+            return (
+                "impure: undisturbed runs differ, too, so it is not the resume; is there the time, Python's random, "
+                "os.urandom or a thread?"
+            )
+        return (
+            "hash order: undisturbed runs differ, too, but not with PYTHONHASHSEED=0; is there the order of a set, or "
+            "hash()?"
+        )
+
+
+def _batches(directory: pathlib.Path, steps: range) -> dict[int, dict[str, str]]:
+    """The checksums of the batches of steps, made again from the checkpoint before the first, or from the first state."""
+    checksums = {}
+    for step in past.Past(str(directory)).steps(steps):
+        checksums[step.number] = {name: alike.checksum(x) for name, x in step.batch.items()}
+    return checksums

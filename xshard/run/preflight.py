@@ -1,0 +1,210 @@
+"""Traces before a run begins what it will trace later: a mistake is named while nothing is lost.
+
+A trace computes nothing. What is traced by its jitted function is kept by JAX for its first call.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from xshard import contract, errors, samples, step
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+from xshard import state as state_lib
+from xshard.learners import varying
+from xshard.optimizers import trees
+
+
+def programs(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: state_lib.TrainState,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    act: Callable[[Callable[..., Any]], None] | None = None,
+) -> tuple[Any, Any]:
+    """The training step and the prediction, jitted and traced; the prediction, if a batch for it is known.
+
+    Args:
+      experiment: the experiment.
+      mesh: the run's mesh.
+      state: the shapes of the run's state, as a step takes it.
+      batch: the shapes of a batch, of all groups.
+      act: has the training data act, with a function that predicts; None where it does not.
+
+    Raises:
+      UserError: if a method of the experiment does not fit, or if what it leaves or returns as equal differs.
+    """
+    train_step = jitted_step(experiment, mesh)
+    _check_equal(experiment, mesh, state, train_step.trace(state, batch).jaxpr)
+    predict = jitted_predict(experiment, mesh)
+    trace = lambda batch: predict.trace(state, _shapes(mesh, batch))
+    traced = _of_samples(experiment, trace) + _of_acting(experiment, act, trace)
+    for program in traced or _of_example(experiment, mesh, predict, state, batch):
+        _check_prediction(experiment, mesh, program)
+    return train_step, predict
+
+
+def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
+    """The training step of a run, `step.make_watched_step`, jitted; it donates the state."""
+    return jax.jit(step.make_watched_step(experiment, mesh), donate_argnums=0)
+
+
+def jitted_predict(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
+    """The prediction, `step.make_predict`, jitted; its outputs are replicated, so that each process has all of them."""
+    return jax.jit(step.make_predict(experiment, mesh), out_shardings=mesh_lib.sharding(mesh))
+
+
+def _check_equal(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: state_lib.TrainState,
+    jaxpr: core.ClosedJaxpr,
+) -> None:
+    """Sees that what the step leaves of the state is equal on all replicas, where it is not a replica's own.
+
+    Of what is kept as equal a checkpoint has one copy, and the replicas would go on with that.
+    """
+    found, declared = varying.mapped_outputs(jaxpr.jaxpr)
+    several = _several(mesh)
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), own, axes in zip(paths, declared, found, strict=False):
+        if (axes - own) & several:
+            raise errors.UserError(_differs(experiment, state, path, leaf))
+
+
+def _several(mesh: jax.sharding.Mesh) -> varying.Axes:
+    """The axes along which there is more than one; what would differ on more replicas is refused on one, too."""
+    several = {axis for axis in varying.ALL if mesh.shape[axis] > 1}
+    return frozenset(several if several & {*mesh_lib.REPLICAS} else several | {mesh_lib.REPLICA})
+
+
+def _differs(
+    experiment: experiment_lib.Experiment, state: state_lib.TrainState, path: Any, leaf: Any
+) -> str:
+    name = trees.path_name(path)
+    why = (
+        f"{name!r}, of type {leaf.dtype}, which differs between the replicas: it depends on their part of the batch, "
+        "their keys or their number"
+    )
+    if any(
+        name.removeprefix(f"{of}/").startswith("net_state/") for of in state_lib.learners(state)
+    ):
+        return (
+            f"A network keeps the state {why}. One copy of a network's state is kept, and only of floating-point state "
+            "can it be the mean. Count steps rather than examples, or keep a float32 mean over the batch."
+        )
+    return (
+        f"{contract.described(experiment.train_step)} leaves the state {why}, and a checkpoint keeps one copy of it. Wrap it "
+        "in xshard.PerReplica or xshard.PerExample, in init and in the step; make it equal with a collective, such as "
+        "jax.lax.pmean(x, ('slice', 'replica')); or, where it is equal for a reason that cannot be seen, say so with "
+        "xshard.equal_on_replicas."
+    )
+
+
+class _PredictedError(BaseException):
+    """Ends what would need a trained network; no error, and none that may be caught as one."""
+
+
+def samples_batch(experiment: experiment_lib.Experiment) -> Mapping[str, Any] | None:
+    """The first batch that `experiment.samples` asks a prediction of; None if it asks none."""
+    return next(iter(_of_samples(experiment, lambda batch: batch)), None)
+
+
+def _of_samples(
+    experiment: experiment_lib.Experiment, use: Callable[[Mapping[str, Any]], Any]
+) -> list[Any]:
+    """The result of `use` for the first batch that `experiment.samples` asks about, if it asks."""
+    if type(experiment).samples is experiment_lib.Experiment.samples:
+        return []
+    where, key = contract.described(experiment.samples), experiment_lib.samples_key(experiment)
+    return _of_first(lambda predict: samples.named(where, experiment.samples(predict, key)), use)
+
+
+def _of_acting(
+    experiment: experiment_lib.Experiment,
+    act: Callable[[Callable[..., Any]], None] | None,
+    use: Callable[[Mapping[str, Any]], Any],
+) -> list[Any]:
+    """The result of `use` for the first batch that the training data asks about, if it acts."""
+    if act is None:
+        return []
+    if type(experiment).predict is experiment_lib.Experiment.predict:
+        raise errors.UserError(
+            f"What {contract.described(experiment.train_batches)} returned acts on the model (acts_every_steps), and "
+            f"{type(experiment).__name__} makes no predictions: define predict(state, batch), or leave "
+            "acts_every_steps out."
+        )
+    return _of_first(act, use)
+
+
+def _of_first(
+    ask: Callable[[Callable[..., Any]], Any], use: Callable[[Mapping[str, Any]], Any]
+) -> list[Any]:
+    """Runs what asks for predictions up to its first one, of whose batch it has the result of `use`."""
+    results: list[Any] = []
+
+    def predict(batch: Mapping[str, Any]) -> Any:
+        # Where it is asked: an error shows who has asked.
+        results.append(use(batch))
+        raise _PredictedError
+
+    with contextlib.suppress(_PredictedError):
+        ask(predict)
+    return results
+
+
+def _of_example(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    predict: Any,
+    state: state_lib.TrainState,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+) -> list[Any]:
+    """The prediction, traced with a replica's part of a training batch; none if it takes another."""
+    if type(experiment).predict is experiment_lib.Experiment.predict:
+        return []
+    rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
+    part = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+    # The run itself makes no prediction. What it lacks for one is said by the first that is asked for.
+    with contextlib.suppress(Exception):
+        return [predict.trace(state, _shapes(mesh, part))]
+    return []
+
+
+def _shapes(mesh: jax.sharding.Mesh, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a batch that is whole on all devices."""
+    shapes = {}
+    for name, x in batch.items():
+        dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+        shapes[name] = jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=mesh_lib.sharding(mesh))
+    return shapes
+
+
+def _check_prediction(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, traced: Any
+) -> None:
+    """Sees that a prediction is equal on all devices, of which one is asked."""
+    found, _ = varying.mapped_outputs(traced.jaxpr.jaxpr)
+    for (path, leaf), axes in zip(
+        jax.tree_util.tree_leaves_with_path(traced.out_info), found, strict=True
+    ):
+        differing = axes & _several(mesh)
+        if not differing:
+            continue
+        name = trees.path_name(path) or "outputs"
+        by_group = mesh_lib.GROUP in differing
+        raise errors.UserError(
+            f"{contract.described(experiment.predict)} returns {name!r}, {leaf.dtype} of shape {leaf.shape}, which differs "
+            f"between the {'groups' if by_group else 'replicas'}; a prediction is one, equal on all devices. "
+            + (
+                "Return that of all groups together, as of jax.lax.all_gather(outputs, 'group')."
+                if by_group
+                else "It depends on the replica's number, or on what is a replica's own: make it equal with a collective, "
+                "such as jax.lax.pmean(x, ('slice', 'replica'))."
+            )
+        )

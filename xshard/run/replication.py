@@ -1,0 +1,183 @@
+"""Sees to it that the replicas of a group hold the same bits of what is equal on all of them, by their fingerprints.
+
+That a step leaves equal what is declared to be so, by a learner or by `xshard.equal_on_replicas`, no program shows; nor
+that a device computes what it should. Of such a state a checkpoint has one copy, and replicas that have parted train
+something that no run goes on with.
+"""
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from xshard import contract, errors
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+from xshard import state as state_lib
+from xshard.metrics import deferred
+from xshard.pod import processes
+from xshard.stored import fingerprint
+
+_PATHS = 8
+
+
+class PartedError(errors.UserError):
+    """The replicas of a group hold different copies of what is equal on all of them."""
+
+
+class Watch:
+    """Compares what the replicas hold, without holding the steps up: it looks at each step a little later.
+
+    All processes see the same numbers of a step, after the same number of later ones, so that all decide alike.
+    """
+
+    def __init__(
+        self,
+        experiment: experiment_lib.Experiment,
+        mesh: jax.sharding.Mesh,
+        *,
+        in_flight: int = deferred.IN_FLIGHT,
+    ):
+        """Begins.
+
+        Args:
+          experiment: the run's.
+          mesh: the run's.
+          in_flight: how many steps may be looked at later.
+        """
+        self._experiment = experiment
+        self._mesh = mesh
+        self._every = experiment.config.fingerprint_every_steps
+        self._in_flight = in_flight
+        self._pending: collections.deque[tuple[int, fingerprint.Fingerprints]] = collections.deque()
+        self._newest: state_lib.TrainState | None = None
+        program = jax.jit(fingerprint.program(experiment, mesh))
+        self._fingerprints = processes.compiled_by_all(program, "the fingerprint of the state")
+
+    def forget(self) -> None:
+        """Lets go of all states so far, whose steps will be made again."""
+        self._pending.clear()
+        self._newest = None
+
+    def push(
+        self, step: int, begun: fingerprint.Fingerprints | None, state: state_lib.TrainState
+    ) -> dict[str, Any]:
+        """Takes the fingerprints of the state that a step began with, and looks at earlier ones.
+
+        Args:
+          step: the number of the step.
+          begun: the fingerprints; None where steps make none.
+          state: the state that the step has left.
+
+        Returns:
+          What the step logs of them: two uint32 by each name.
+
+        Raises:
+          PartedError: if replicas hold different bits, on all processes.
+        """
+        self._newest = state
+        logged = {}
+        if begun is not None and step % self._every == 0:
+            parted = mesh_lib.replicate(self._mesh, begun.parted)
+            parted.copy_to_host_async()
+            self._pending.append((step - 1, begun._replace(parted=parted)))
+            logged = begun.logged()
+        self._look(step - self._in_flight)
+        return logged
+
+    def flush(self) -> None:
+        """Looks at all that has been taken; PartedError as for `push`."""
+        if self._pending:
+            self._look(self._pending[-1][0])
+
+    def of_state(self, state: state_lib.TrainState) -> dict[str, Any]:
+        """The fingerprints of a state by kind, as text, once it has been looked at; PartedError as for `push`."""
+        self._newest = state
+        found = mesh_lib.replicate(self._mesh, self._fingerprints(state))
+        self._pending.append((int(state.step), found))
+        self.flush()
+        return {kind: fingerprint.text(value) for kind, value in found.values.items()}
+
+    def _look(self, last: int) -> None:
+        while self._pending and self._pending[0][0] <= last:
+            step, found = self._pending.popleft()
+            if np.any(np.asarray(found.parted)):
+                raise PartedError(self._describe(step, found))
+
+    def _describe(self, step: int, found: fingerprint.Fingerprints) -> str:
+        """Says what has parted, and where; on all processes alike."""
+        state = self._newest
+        assert state is not None
+        parted = self._parted(state, found.table)
+        listed = "; ".join(f"{name}: {text}" for name, texts in parted.items() for text in texts)
+        return (
+            f"After step {step} the replicas hold different bits of {self._paths(state)} "
+            f"{contract.described(self._experiment.train_step)} leaves as equal on all of them, and of which a checkpoint "
+            f"keeps one copy ({listed}). Nothing was saved of this step. If one device alone differs, and in another step when "
+            "the run is repeated, suspect that device. Else make it equal with a collective, such as jax.lax.pmean(x, ('slice', "
+            "'replica')), draw keys that are equal on all replicas, or wrap it in xshard.PerReplica; look at each "
+            "xshard.equal_on_replicas, and at rules of your own."
+        )
+
+    def _paths(self, state: state_lib.TrainState) -> str:
+        """The arrays that differ in the newest state: by then a step may have made them equal again."""
+        program = jax.jit(fingerprint.program(self._experiment, self._mesh, each=True))
+        compiled = processes.compiled_by_all(program, "the fingerprint of each array")
+        names = list(self._parted(state, compiled(state).table, each=True))
+        more = f" and {len(names) - _PATHS} more" if len(names) > _PATHS else ""
+        return f"{', '.join(map(repr, names[:_PATHS]))}{more}, which" if names else "what"
+
+    def _parted(
+        self, state: state_lib.TrainState, table: Any, *, each: bool = False
+    ) -> dict[str, list[str]]:
+        """The arrays that have parted, by name, and where."""
+        cells = fingerprint.cells(self._experiment, self._mesh, state, each=each)
+        held = np.asarray(mesh_lib.replicate(self._mesh, table))
+        held = held.reshape(*self._mesh.devices.shape[:3], len(cells), 2)
+        parted: dict[str, list[str]] = {}
+        for index, cell in enumerate(cells):
+            texts = list(_partings(self._mesh, cell, held[:, :, :, index]))
+            if texts:
+                parted.setdefault(cell.name, []).extend(texts)
+        return parted
+
+
+def _partings(mesh: jax.sharding.Mesh, cell: fingerprint.Cell, held: np.ndarray) -> Iterator[str]:
+    """Says of each set of replicas that are to hold the same which of them do not.
+
+    Args:
+      mesh: of the run.
+      cell: what they hold.
+      held: the fingerprints, uint32 of shape (groups, slices, replicas, 2).
+    """
+    groups, slices, replicas = held.shape[:3]
+    places = list(np.ndindex(slices, replicas))
+    is_own = [axis in cell.own for axis in mesh_lib.REPLICAS]
+    for group in range(groups):
+        alike: dict[Any, list[tuple[int, ...]]] = {}
+        for place in places:
+            alike.setdefault(tuple(np.compress(is_own, place).tolist()), []).append(place)
+        for copies in alike.values():
+            yield from _minority(mesh, group, {x: tuple(held[group][x].tolist()) for x in copies})
+
+
+def _minority(
+    mesh: jax.sharding.Mesh, group: int, held: dict[tuple[int, ...], tuple[int, ...]]
+) -> Iterator[str]:
+    """Says which of some replicas of a group hold another fingerprint than most of them."""
+    counts = collections.Counter(held.values())
+    most, count = counts.most_common(1)[0]
+    of_group = f" of group {group}" if mesh_lib.num_groups(mesh) > 1 else ""
+    if 2 * count <= len(held):
+        yield f"{len(held)} replicas{of_group} hold {len(counts)} different copies, none of them most"
+        return
+    for place, value in held.items():
+        if value != most:
+            number = np.ravel_multi_index(place, mesh.devices.shape[1:3])
+            devices = [
+                f"device {x.id} of process {x.process_index}" for x in mesh.devices[group][place]
+            ]
+            where = f"replica {number}{of_group} ({', '.join(devices)})"
+            yield f"{where} holds another copy than {count} of {len(held)}"

@@ -1,0 +1,188 @@
+"""Decides which run goes on in a work directory, and whether it may, from what is there. Nothing is changed."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from xshard import checkpoint, errors
+from xshard import state as state_lib
+from xshard.files import disk, workdir
+from xshard.files import identity as identity_lib
+from xshard.pod import processes
+from xshard.run import nonfinite
+from xshard.stored import replicas
+
+
+class Run(NamedTuple):
+    """The run that goes on, on all processes alike.
+
+    Attributes:
+      identity: what tells it from all others.
+      changes: what has changed since it was started, one text each.
+      sets_aside: the ID of the run in the work directory, if it is put away first; else empty.
+      is_older: whether the one that is there was begun by a version that kept no identity.
+    """
+
+    identity: identity_lib.Identity
+    changes: Sequence[str] = ()
+    sets_aside: str = ""
+    is_older: bool = False
+
+
+class Begin(NamedTuple):
+    """The state that a run begins with, or goes on from.
+
+    Attributes:
+      state: the state.
+      evaluated: whether the evaluation that was due at its step has been made.
+      rows: how many rows the run had logged until then; None if that is not known.
+      folder: the checkpoint's; empty of a new run.
+      watched: what the watch over its steps knew then, as `nonfinite.Watch.get_state` has it.
+    """
+
+    state: state_lib.TrainState
+    evaluated: bool = True
+    rows: int | None = None
+    folder: str = ""
+    watched: Any = None
+
+
+def identify(
+    config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str = ""
+) -> Run:
+    """Finds out which run it is. All processes call it; what process 0 sees counts.
+
+    Args:
+      config: the run's config.
+      directory: its work directory.
+      set_aside: the ID of a run that is put away if it is the one that is there.
+
+    Raises:
+      UserError: if the directory or the checkpoints are another run's, or a change would make it another.
+    """
+    # As JSON has it, in which tuples are lists.
+    identity, *others = processes.from_first(
+        "which run it is", lambda: _identify(config, directory, set_aside)
+    )
+    return Run(identity_lib.Identity(*identity), *others)
+
+
+def _identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str) -> Run:
+    store = checkpoint.Store(config.checkpoint.directory or str(directory.checkpoints))
+    new = identity_lib.new(config)
+    if set_aside and set_aside == directory.id_to_set_aside():
+        if store.path is None:
+            raise errors.UserError(
+                f"--restart_from_scratch cannot move what is in {store}: give another checkpoint.directory too."
+            )
+        return Run(new, sets_aside=set_aside)
+    changes = directory.check(config)
+    # The run of the work directory, and that of the checkpoints, which may be elsewhere.
+    own = directory.identity()
+    owner = checkpoint.read_owner(store)
+    is_older = own is None and disk.exists(directory.config)
+    if owner is None:
+        older = checkpoint.newest_metadata(store).get("config")
+        if older is not None:
+            identity_lib.compare(
+                older, identity_lib.plain(config), f"{store} holds the checkpoints of"
+            )
+        return Run(own or new, changes, is_older=is_older)
+    if own is not None and own.id != owner.id:
+        raise errors.UserError(
+            f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}), and --workdir={directory.path} "
+            f"holds run {own.id}: give another checkpoint.directory; --init_from takes their parameters."
+        )
+    if own is not None:
+        return Run(own, changes)
+    whose = f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}),"
+    identity_lib.compare(owner.config, identity_lib.plain(config), whose)
+    changes.append(f"the work directory of run {owner.id} was {owner.workdir}")
+    return Run(identity_lib.Identity(owner.id, new.fingerprint), changes, is_older=is_older)
+
+
+def check_reached(
+    manager: checkpoint.Manager, directory: workdir.Workdir, run: Run, latest: int | None
+) -> int | None:
+    """The step that a run has come to, if it is known; on process 0.
+
+    Args:
+      manager: its checkpoints.
+      directory: its work directory.
+      run: which run it is.
+      latest: the step of the newest checkpoint, if there is one.
+
+    Raises:
+      UserError: if that is not the newest that there was.
+    """
+    reached = directory.reached()
+    if reached is None:
+        if latest is None:
+            _check_is_new(manager, directory, run)
+        return None
+    # From an earlier one it goes on only if the newest is known to be deleted by hand, or damaged.
+    if latest is not None and (latest >= reached.step or manager.is_given_up(reached.folder)):
+        return reached.step
+    store = manager.store
+    newest = "no checkpoint is" if latest is None else f"step {latest} is the newest"
+    moved = "" if reached.checkpoints == str(store) else f" It was in {reached.checkpoints}."
+    raise errors.UserError(
+        f"This run has come to step {reached.step}, and {newest} in {store}.{moved} Nothing was changed. Bring "
+        f"{reached.folder} back, as by mounting its disk; {_or_begin_again(directory)}"
+    )
+
+
+def _check_is_new(manager: checkpoint.Manager, directory: workdir.Workdir, run: Run) -> None:
+    """Raises UserError if a run that has no checkpoint has been further, as far as can be told."""
+    damaged = manager.damaged_steps()
+    if damaged:
+        raise errors.UserError(
+            f"All checkpoints in {manager.store} are damaged (steps {', '.join(map(str, damaged))}): "
+            f"'python -m xshard.checkpoint heal' takes a mark back that is wrong; {_or_begin_again(directory)}"
+        )
+    if run.is_older and directory.has_history():
+        raise errors.UserError(
+            f"{directory.path} holds rows or results of a run of an older version, which may have had "
+            f"checkpoints, and there are none in {manager.store}. Nothing was changed. Bring them back; "
+            f"{_or_begin_again(directory)}"
+        )
+
+
+def check_replicas(manager: checkpoint.Manager, target: state_lib.TrainState, step: int) -> None:
+    """Raises UserError, on process 0, if a step has what is a replica's own, of another number of them."""
+    try:
+        stored = manager.shapes(step)
+    except checkpoint.CheckpointError:
+        # What is damaged is named when it is read, and an older one is taken.
+        return
+    replicas.check_count(target, target.step.sharding.mesh, stored)
+
+
+def _or_begin_again(directory: workdir.Workdir) -> str:
+    run = directory.id_to_set_aside()
+    return (
+        f"or --restart_from_scratch={run} puts all of this run away, into "
+        f"{directory.path}/{workdir.SET_ASIDE}/{run}, and begins a new one."
+    )
+
+
+def check_finite(manager: checkpoint.Manager, step: int) -> None:
+    """Raises UserError, on all processes, if a step is not finite, from which a run could only fail again."""
+    bad = manager.agree(lambda: manager.nonfinite(step))
+    if not bad:
+        return
+    store = manager.store
+    newest = manager.agree(manager.newest_finite_step)
+    way = "No checkpoint there is finite: give a new --workdir."
+    if newest is not None:
+        steps = manager.agree(manager.all_steps)
+        commands = [f"python -m xshard.checkpoint rm {store} {n}" for n in steps if n > newest]
+        way = (
+            f"The newest of finite parameters is step {newest}; to go on from it delete those after it: "
+            f"{'; '.join(commands)}."
+        )
+    raise errors.UserError(
+        f"The checkpoint of step {step} in {store} is not finite ({nonfinite.listed(bad)}), and the run could "
+        f"only fail again. {way} --config.on_nonfinite=warn goes on as it is."
+    )

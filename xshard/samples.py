@@ -1,0 +1,236 @@
+"""Samples: texts, images and histograms that an experiment shows of what it trains, and how a file of lines has them.
+
+A row of samples.jsonl is `{'step': 500, 'samples': {name: item}}`. An item is one of
+
+    {'kind': 'text', 'text': ...}
+    {'kind': 'image', 'png': ..., 'height': ..., 'width': ..., 'channels': ...}     base64
+    {'kind': 'histogram', 'counts': [...], 'edges': [...], 'sum': ..., 'squares': ...}
+"""
+
+import base64
+import binascii
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from xshard import errors
+from xshard.files import jsonfile
+
+Item = dict[str, Any]
+# The name of a sample that is returned without one.
+_ONLY = "samples"
+_BINS = 40
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+class Image:
+    """An image among the samples of an experiment.
+
+    >>> Image(np.eye(8)).item()['width']
+    8
+    """
+
+    def __init__(self, pixels: Any):
+        """Takes the pixels.
+
+        Args:
+          pixels: an array of shape (height, width), (height, width, 1) or (height, width, 3): uint8, or of floating
+            point from 0, black, to 1. What lies outside is as black or as bright as can be; so is what is not finite.
+
+        Raises:
+          UserError: if it is none such.
+        """
+        array = np.asarray(pixels)
+        if array.ndim == 2:
+            array = array[:, :, np.newaxis]
+        is_float = jax.dtypes.issubdtype(array.dtype, np.floating)
+        if array.ndim != 3 or array.shape[2] not in (1, 3) or not array.size:
+            raise errors.UserError(
+                f"xshard.Image received an array of shape {np.shape(pixels)}; an image is of shape (height, width), "
+                "(height, width, 1) or (height, width, 3): show several in one by np.concatenate(images, axis=1)."
+            )
+        if array.dtype != np.uint8 and not is_float:
+            raise errors.UserError(
+                f"xshard.Image received an array of {array.dtype}; pixels are uint8, or of floating point from 0 to 1: "
+                "pixels.astype(np.uint8), or pixels / 255."
+            )
+        if is_float:
+            known = np.nan_to_num(array.astype(np.float32), posinf=1.0, neginf=0.0)
+            array = np.round(255 * np.clip(known, 0, 1)).astype(np.uint8)
+        self.pixels: np.ndarray = array
+
+    def item(self) -> Item:
+        """The image as a row has it."""
+        height, width, channels = self.pixels.shape
+        content = base64.b64encode(_png(self.pixels)).decode()
+        size = {"height": height, "width": width, "channels": channels}
+        return {"kind": "image", "png": content, **size}
+
+    def words(self) -> str:
+        """The image for people."""
+        height, width, _ = self.pixels.shape
+        return f"an image of {width}x{height} pixels"
+
+
+class Histogram:
+    """The distribution of values, among the samples of an experiment.
+
+    >>> Histogram(np.arange(100)).words()
+    'a histogram of 100 values'
+    """
+
+    def __init__(self, values: Any):
+        """Takes the values.
+
+        Args:
+          values: an array of numbers, of one dimension. Those that are not finite are left out.
+
+        Raises:
+          UserError: if it is none such.
+        """
+        array = np.asarray(values)
+        is_number = jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == bool
+        is_complex = jax.dtypes.issubdtype(array.dtype, np.complexfloating)
+        if array.ndim != 1 or not is_number or is_complex:
+            raise errors.UserError(
+                f"xshard.Histogram received an array of {array.dtype} of shape {array.shape}; it takes real numbers, "
+                "in one dimension: values.ravel()."
+            )
+        self.values: np.ndarray = array.astype(np.float64)
+
+    def item(self) -> Item:
+        """The histogram as a row has it: of bins of one width, from the least value to the largest."""
+        known = self.values[np.isfinite(self.values)]
+        counts, edges = np.histogram(known, _BINS)
+        return {
+            "kind": "histogram",
+            "counts": counts.tolist(),
+            "edges": edges.tolist(),
+            "sum": float(known.sum()),
+            "squares": float(np.square(known).sum()),
+        }
+
+    def words(self) -> str:
+        """The histogram for people."""
+        return f"a histogram of {len(self.values)} values"
+
+
+def named(where: str, returned: Any) -> dict[str, Any]:
+    """The result of `Experiment.samples`, which is described by `where`, by name; nothing for an empty text."""
+    if isinstance(returned, str):
+        return {_ONLY: returned} if returned else {}
+    rule = (
+        "It must return a text, or a dictionary of texts, xshard.Image and xshard.Histogram by name: "
+        "return {'digits': xshard.Image(pixels)}."
+    )
+    if not isinstance(returned, Mapping):
+        raise errors.UserError(f"{where} returned {type(returned).__name__}. {rule}")
+    for name, value in returned.items():
+        if not isinstance(name, str) or not name:
+            raise errors.UserError(f"{where} returned a sample called {name!r}. {rule}")
+        if not isinstance(value, str | Image | Histogram):
+            raise errors.UserError(
+                f"{where} returned {type(value).__name__} called {name!r}. {rule}"
+            )
+    return dict(returned)
+
+
+def row(where: str, step: int, samples: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the file.
+
+    Args:
+      where: what has made the samples, for the message.
+      step: the number of steps made.
+      samples: as `named` has them.
+
+    Raises:
+      UserError: if a line cannot hold them.
+    """
+    items = {name: _item(value) for name, value in samples.items()}
+    sizes = {name: len(jsonfile.dumps(item)) for name, item in items.items()}
+    # With the step and the names.
+    if sum(sizes.values()) > jsonfile.LINE_BYTES - 4096:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise errors.UserError(
+            f"{where} returned samples of {sum(sizes.values()):,} bytes; those of a step must be below "
+            f"{jsonfile.LINE_BYTES:,} bytes together. The largest is {largest!r}: show less of it, or at a lower "
+            "resolution."
+        )
+    return {"step": step, "samples": items}
+
+
+def text(samples: Mapping[str, Any]) -> str:
+    """Samples, as `named` has them, for people: a text that was returned alone is that text."""
+    if samples.keys() == {_ONLY} and isinstance(samples[_ONLY], str):
+        return samples[_ONLY]
+    parts = []
+    for name, value in samples.items():
+        parts.append(f"{name}:\n{value}" if isinstance(value, str) else f"{name}: {value.words()}")
+    return "\n".join(parts)
+
+
+def is_row(found: Mapping[str, Any]) -> bool:
+    """Returns whether a row is one of samples, and none of numbers."""
+    return isinstance(found.get("samples"), dict)
+
+
+def items(found: Mapping[str, Any]) -> dict[str, Item]:
+    """The items of a row that may have been edited by hand; what is no item is left out."""
+    samples = found.get("samples")
+    if not isinstance(samples, dict):
+        return {}
+    return {name: x for name, x in samples.items() if isinstance(x, dict) and _is_item(x)}
+
+
+def png(item: Item) -> bytes:
+    """The file of an image; binascii.Error if that is no base64."""
+    return base64.b64decode(item["png"], validate=True)
+
+
+def _item(value: Any) -> Item:
+    if not isinstance(value, str):
+        return value.item()
+    # Half of a pair, as where a text was cut, is no character that a file could have.
+    return {"kind": "text", "text": value.encode("utf-8", "replace").decode()}
+
+
+def _is_item(x: Item) -> bool:
+    if x.get("kind") == "text":
+        return isinstance(x.get("text"), str)
+    if x.get("kind") == "image":
+        sizes = [x.get(name) for name in ("height", "width", "channels")]
+        return all(type(n) is int and 0 < n < 1 << 31 for n in sizes) and _is_png(x.get("png"))
+    if x.get("kind") == "histogram":
+        counts, edges = x.get("counts"), x.get("edges")
+        sums = [x.get("sum"), x.get("squares")]
+        if not isinstance(counts, list) or not isinstance(edges, list):
+            return False
+        fits = 0 < len(counts) == len(edges) - 1
+        return fits and all(map(jsonfile.is_number, [*counts, *edges, *sums]))
+    return False
+
+
+def _is_png(content: Any) -> bool:
+    try:
+        return base64.b64decode(content, validate=True).startswith(_SIGNATURE)
+    except (TypeError, ValueError, binascii.Error):
+        return False
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    """A PNG file of bytes of shape (height, width, 1 or 3). Source: the PNG specification, W3C, 2003."""
+    height, width, channels = pixels.shape
+    colour = {1: 0, 3: 2}[channels]
+    header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
+    # Each line begins with the number of its filter: none.
+    lines = np.insert(pixels.reshape(height, -1), 0, 0, axis=1)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b"")]
+    content = _SIGNATURE
+    for kind, data in chunks:
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        content += struct.pack(">I", len(data)) + kind + data + checksum
+    return content

@@ -1,0 +1,348 @@
+"""Fingerprints of a run's state: sums of integers in which neither the order of sums nor the layout shows.
+
+Each 32-bit word of an array is mixed with its place in the whole array and with the array's path, and the results are
+added modulo 2**32, twice in two ways. A word counts once, however many copies of it there are; so the same state has the
+same fingerprint on any number of devices, whole or in shards, and as a checkpoint has it. A change of one word
+always changes it; that others go unnoticed has a probability of 2**-64 each. The mixing is that of hash functions with two
+rounds (https://github.com/skeeto/hash-prospector, lowbias32).
+"""
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+from xshard import state as state_lib
+from xshard.learners import varying
+from xshard.learners.state import LearnerState, is_learner
+from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import trees
+
+# The kinds of arrays of which each has a fingerprint, over all learners.
+PARAMS, SLOTS, NET_STATE, OTHER = KINDS = ("params", "slots", "net_state", "other")
+# Begins the names under which they are logged.
+PREFIX = "fingerprint/"
+_TEXT = re.compile("[0-9a-f]{16}")
+# Words of the host's that are mixed at a time.
+_BLOCK = 1 << 20
+_PLACE, _FIRST, _SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
+
+
+class Cell(NamedTuple):
+    """Arrays that have a fingerprint together: of one kind, and along the same axes of replicas.
+
+    Attributes:
+      name: one of `KINDS`; where each array has its own, its path.
+      own: those axes; along the others replicas hold copies.
+    """
+
+    name: str
+    own: tuple[str, ...]
+
+
+class Fingerprints(NamedTuple):
+    """The fingerprints of a state; with several groups each array has a leading dimension of groups.
+
+    Attributes:
+      values: of each kind that has arrays two uint32, or of each array.
+      parted: whether replicas of a group hold different copies of what is kept as equal, a scalar.
+      table: what each replica holds, uint32 of shape (slices, replicas, cells, 2), in the order of `cells`.
+    """
+
+    values: dict[str, Any]
+    parted: Any
+    table: Any
+
+    def logged(self) -> dict[str, Any]:
+        """The values by the names that they have in rows."""
+        return {PREFIX + kind: value for kind, value in self.values.items()}
+
+
+class _Place(NamedTuple):
+    """The place of an array, without its dimension of groups.
+
+    Attributes:
+      cell: what it counts in.
+      salt: a checksum of its path.
+      axes: for each dimension the manual axes that it lies along.
+      sizes: for each dimension the size of the whole array, without padding.
+    """
+
+    cell: Cell
+    salt: int
+    axes: tuple[tuple[str, ...], ...]
+    sizes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Description:
+    """An array of the state before there is one; no pytree, so that a tree of them has one for each array."""
+
+    kind: str
+    layout: layouts_lib.Layout | None = None
+
+
+def cells(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: state_lib.TrainState,
+    *,
+    each: bool = False,
+) -> list[Cell]:
+    """The cells of a state, of which only shapes count, with the arguments of `program`."""
+    return _cells(_places(experiment, mesh, state, each))
+
+
+def program(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, *, each: bool = False
+) -> Callable[[state_lib.TrainState], Fingerprints]:
+    """The function from a state, as `xshard.init` makes it, to its fingerprints. It is not jitted.
+
+    Args:
+      experiment: the experiment.
+      mesh: of the run.
+      each: whether each array has a fingerprint of its own, by its path, in the place of each kind of arrays.
+    """
+    grouped = mesh_lib.num_groups(mesh) > 1
+
+    def fingerprints(state: state_lib.TrainState) -> Fingerprints:
+        def local(state_of_replica: state_lib.TrainState) -> Fingerprints:
+            found = of_replica(experiment, mesh, state, state_of_replica, each=each)
+            return jax.tree.map(lambda x: x[None], found) if grouped else found
+
+        specs = state_lib.specs(experiment, mesh, state, manual=True)
+        per_group = jax.P(mesh_lib.GROUP) if grouped else jax.P()
+        return mesh_lib.on_replicas(local, mesh, in_specs=(specs,), out_specs=per_group)(state)
+
+    return fingerprints
+
+
+def of_replica(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: state_lib.TrainState,
+    local: state_lib.TrainState,
+    is_due: Any = True,
+    *,
+    each: bool = False,
+) -> Fingerprints:
+    """The fingerprints of a state, on each replica alike; to be called in a `jax.shard_map` over the replicas.
+
+    They are exchanged as float32, so that they go with what else a step reduces in that type.
+
+    Args:
+      experiment: the experiment.
+      mesh: of the run.
+      state: the shapes of the state.
+      local: what the replica holds of it.
+      is_due: whether they are computed; a scalar that may be traced. If not, all of them are 0.
+      each: as for `program`.
+    """
+    places = _places(experiment, mesh, state, each)
+    leaves = jax.tree.leaves(local)
+    if mesh_lib.num_groups(mesh) > 1:
+        shared = len(jax.tree.leaves((state.step, state.rng)))
+        leaves = [x if i < shared else x[0] for i, x in enumerate(leaves)]
+    found = _cells(places)
+
+    def of_own() -> jax.Array:
+        sums = {cell: jnp.zeros(2, jnp.uint32) for cell in found}
+        for place, x in zip(places, leaves, strict=True):
+            sums[place.cell] = sums[place.cell] + _of_array(place, x)
+        return jnp.stack(list(sums.values()))
+
+    if is_due is True:
+        own = of_own()
+    else:
+        own = lax.cond(is_due, of_own, lambda: jnp.zeros((len(found), 2), jnp.uint32))
+    table = _exchange(mesh, own)
+    values, parted = _combine(found, table)
+    return Fingerprints(values, parted, table)
+
+
+def text(value: Any) -> Any:
+    """A fingerprint as 16 hexadecimal digits; of several groups a list.
+
+    >>> from xshard.stored import fingerprint
+    >>> fingerprint.text(np.array([10, 255], np.uint32))
+    '0000000a000000ff'
+    """
+    pair = np.asarray(value)
+    if pair.ndim > 1:
+        return [text(of_group) for of_group in pair]
+    return "".join(f"{int(word):08x}" for word in pair)
+
+
+def of_arrays(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
+    """The fingerprint of whole arrays on the host with their paths: the sum of those of all kinds, as `text`."""
+    found = np.zeros(2, np.uint32)
+    for path, x in arrays:
+        words = _words(x, np).reshape(-1)
+        for begin in range(0, words.size, _BLOCK):
+            block = words[begin : begin + _BLOCK]
+            number = np.arange(begin, begin + block.size, dtype=np.uint64).astype(np.uint32)
+            lanes = _mixed(block, number, _salt(path), np)
+            found += np.array([np.sum(lane, dtype=np.uint32) for lane in lanes])
+    return text(found)
+
+
+def total(values: Iterable[Any]) -> str | None:
+    """The sum of fingerprints, as `of_arrays` has it; None if one is none, or is of several groups."""
+    found = np.zeros(2, np.uint32)
+    for value in values:
+        if not isinstance(value, str) or not _TEXT.fullmatch(value):
+            return None
+        found += np.array([int(value[:8], 16), int(value[8:], 16)], np.uint32)
+    return text(found)
+
+
+def _salt(path: str) -> int:
+    return zlib.crc32(path.encode())
+
+
+def _cells(places: Sequence[_Place]) -> list[Cell]:
+    return sorted({place.cell for place in places})
+
+
+def _places(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: state_lib.TrainState,
+    each: bool,
+) -> list[_Place]:
+    """The place of each leaf of a state."""
+    skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
+    specs = jax.tree.leaves(state_lib.specs(experiment, mesh, state, manual=True))
+    described = jax.tree.leaves(_described(experiment, mesh, state))
+    places = []
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), spec, of_leaf in zip(leaves, specs, described, strict=True):
+        name = trees.path_name(path)
+        of_groups = 0 if name in ("step", "rng") else skip
+        sizes = list(leaf.shape[of_groups:])
+        if of_leaf.layout is not None and of_leaf.layout.flat:
+            sizes[-1] = of_leaf.layout.size
+        entries = [*spec[of_groups:], *[None] * len(sizes)][: len(sizes)]
+        axes = tuple(_axes(entry) for entry in entries)
+        own = tuple(axis for axis in mesh_lib.REPLICAS if axis in varying.of_spec(spec))
+        places.append(
+            _Place(Cell(name if each else of_leaf.kind, own), _salt(name), axes, tuple(sizes))
+        )
+    return places
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The axes that a dimension lies along, of its entry in a spec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _described(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: state_lib.TrainState
+) -> state_lib.TrainState:
+    """A tree with what is known of each leaf."""
+    rules = experiment.sharding_rules()
+    other = _Description(OTHER)
+    all_of = lambda kind, tree: jax.tree.map(lambda _: _Description(kind), tree)
+
+    def of_learner(x: LearnerState) -> LearnerState:
+        layouts = state_lib.layouts_of(mesh, rules, x)
+        slot = lambda layout, _: _Description(SLOTS, layout)
+        return x.replace(
+            params=all_of(PARAMS, x.params),
+            net_state=all_of(NET_STATE, x.net_state),
+            opt_state=layouts_lib.map_state(slot, layouts, x.opt_state),
+            global_step=other,
+        )
+
+    of = lambda x: of_learner(x) if is_learner(x) else other
+    inner = jax.tree.map(of, state.experiment, is_leaf=is_learner)
+    return state_lib.TrainState(other, inner, other)
+
+
+def _of_array(place: _Place, x: jax.Array) -> jax.Array:
+    """The sums over what a replica holds of an array."""
+    words = _words(x, jnp)
+    # A word of what is wider, or of more than one, has places of its own below the element's.
+    sizes = (*place.sizes, *words.shape[len(place.sizes) :])
+    number = jnp.zeros(words.shape, jnp.uint32)
+    is_padding = None
+    for dim, size in enumerate(sizes):
+        here = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+        if dim < len(place.axes) and place.axes[dim]:
+            shard = lax.axis_index(place.axes[dim]).astype(jnp.uint32)
+            here = here + shard * jnp.uint32(words.shape[dim])
+            count = lax.axis_size(place.axes[dim])
+            if count * words.shape[dim] != size:
+                is_padding = here >= jnp.uint32(size)
+        number = number * jnp.uint32(size) + here
+    lanes: Any = _mixed(words, number, place.salt, jnp)
+    if is_padding is not None:
+        lanes = tuple(jnp.where(is_padding, jnp.uint32(0), x) for x in lanes)
+    # In one pass: what makes the words is bound by memory.
+    zeros = (jnp.uint32(0), jnp.uint32(0))
+    both = lambda x, y: (x[0] + y[0], x[1] + y[1])
+    return jnp.stack(lax.reduce(lanes, zeros, both, tuple(range(words.ndim))))
+
+
+def _words(x: Any, numpy: Any) -> Any:
+    """The bits of an array as uint32, with more dimensions where an element has more of them."""
+    if numpy is jnp and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if numpy.iscomplexobj(x):
+        x = numpy.stack([x.real, x.imag], axis=-1)
+    if x.dtype == numpy.bool_:
+        x = x.astype(numpy.uint8)
+    of_integers = jnp.issubdtype(x.dtype, jnp.integer)
+    if (jnp.iinfo if of_integers else jnp.finfo)(x.dtype).bits < 8:
+        x = x.astype(numpy.int8 if of_integers else numpy.float32)
+    width = min(x.dtype.itemsize, 4)
+    unsigned = np.dtype(f"uint{8 * width}")
+    if numpy is jnp:
+        return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+    shape = x.shape if x.dtype.itemsize == width else (*x.shape, x.dtype.itemsize // width)
+    return np.ascontiguousarray(x).view(unsigned).reshape(shape).astype(np.uint32)
+
+
+def _mixed(words: Any, number: Any, salt: int, numpy: Any) -> tuple[Any, Any]:
+    """Two numbers for each word, of which any change of the word changes both."""
+    u32 = numpy.uint32
+    x = words ^ (number * u32(_PLACE) + u32(salt))
+    x = (x ^ (x >> u32(16))) * u32(_FIRST)
+    x = x ^ (x >> u32(15))
+    y = x * u32(_SECOND)
+    return x, y ^ (y >> u32(16))
+
+
+def _exchange(mesh: jax.sharding.Mesh, own: jax.Array) -> jax.Array:
+    """The values of each replica of a group, on each of them: of shape (slices, replicas, cells, 2)."""
+    halves = jnp.stack([own & jnp.uint32(0xFFFF), own >> 16]).astype(jnp.float32)
+    # A sum with zeros is exact in float32.
+    slots = jnp.zeros((mesh_lib.num_replicas(mesh), *halves.shape), jnp.float32)
+    slots = slots.at[lax.axis_index(mesh_lib.REPLICAS)].set(halves)
+    low, high = jnp.moveaxis(lax.psum(slots, mesh_lib.REPLICAS).astype(jnp.uint32), 1, 0)
+    shape = mesh.shape[mesh_lib.SLICE], mesh.shape[mesh_lib.REPLICA]
+    return (low | high << 16).reshape(*shape, *own.shape)
+
+
+def _combine(found: Sequence[Cell], table: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The fingerprint of each kind, and whether copies differ."""
+    values: dict[str, jax.Array] = {}
+    parted = jnp.asarray(False)
+    for index, cell in enumerate(found):
+        of_cell = table[:, :, index]
+        once = tuple(slice(None) if axis in cell.own else 0 for axis in mesh_lib.REPLICAS)
+        kept = tuple(slice(None) if axis in cell.own else slice(1) for axis in mesh_lib.REPLICAS)
+        parted |= jnp.any(of_cell != of_cell[kept])
+        value = jnp.sum(of_cell[once].reshape(-1, 2), axis=0, dtype=jnp.uint32)
+        values[cell.name] = values.get(cell.name, jnp.zeros(2, jnp.uint32)) + value
+    return values, parted

@@ -1,0 +1,112 @@
+"""The state of a run as a checkpoint has it, and as a step does."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+from xshard import state as state_lib
+from xshard.learners.state import LearnerState
+from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import moving_average, trees
+
+# Stands for what is not sharded.
+_WHOLE = layouts_lib.layout("", (), 1)
+
+
+def as_stored(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, whole: state_lib.TrainState
+) -> state_lib.TrainState:
+    """Shapes, types and shardings of what `init` returns, from those of `abstract_state(..., whole=True)`."""
+    store = functools.partial(state_lib.map_rules_state, layouts_lib.stored, experiment, mesh)
+    shapes = jax.eval_shape(store, whole)
+    return state_lib.placed(shapes, state_lib.shardings_of(experiment, mesh, shapes))
+
+
+def to_whole(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: state_lib.TrainState
+) -> state_lib.TrainState:
+    """The state with the arrays of its rules whole, in a trace; what is not used of it costs nothing."""
+    return state_lib.map_rules_state(layouts_lib.whole, experiment, mesh, state)
+
+
+class Storage:
+    """Takes a run's state to the shapes of a checkpoint, which no number of replicas shows in, and back."""
+
+    def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
+        self._rules = experiment.sharding_rules()
+        self._mesh = mesh
+        # What a save need not find anew: the shapes of a run stay.
+        self._layouts: dict[str, state_lib.Layouts] = {}
+        self._jitted: dict[tuple[str, bool], Any] = {}
+
+    def to_whole(self, state: state_lib.TrainState) -> state_lib.TrainState:
+        """The state as a checkpoint has it. Every process calls it alike."""
+        return state_lib.map_learners(functools.partial(self._convert, whole=True), state)
+
+    def from_whole(self, state: state_lib.TrainState) -> state_lib.TrainState:
+        """The state as a step takes it; one that is so already stays. Every process calls it alike."""
+        return state_lib.map_learners(functools.partial(self._convert, whole=False), state)
+
+    def begin_averages(
+        self, state: state_lib.TrainState, before: state_lib.TrainState
+    ) -> state_lib.TrainState:
+        """Begins averages of parameters anew, as they are where parameters were taken from elsewhere.
+
+        Args:
+          state: as a checkpoint has it.
+          before: what it was before some of its arrays were replaced: averages that were, too, stay.
+        """
+        old = state_lib.learners(before)
+        return state_lib.map_learners(lambda name, state: _begin_averages(state, old[name]), state)
+
+    def _convert(self, name: str, state: LearnerState, *, whole: bool) -> LearnerState:
+        if name not in self._layouts:
+            self._layouts[name] = state_lib.layouts_of(self._mesh, self._rules, state)
+        layouts = self._layouts[name]
+        is_due = lambda layout, x: (
+            layout.flat and (x.shape[-len(layout.shape) :] == layout.shape) != whole
+        )
+        due = {
+            module: {
+                name: x
+                for name, x in arrays.items()
+                if is_due(layouts[module].get(name, _WHOLE), x)
+            }
+            for module, arrays in state.opt_state.items()
+            if module in layouts
+        }
+        if not any(due.values()):
+            return state
+        key = name, whole
+        if key not in self._jitted:
+            change = layouts_lib.whole if whole else layouts_lib.stored
+            reshape = functools.partial(state_lib.map_sharded, change, layouts, self._mesh)
+            shapes = jax.eval_shape(reshape, due)
+            specs = state_lib.opt_specs(self._mesh, self._rules, layouts, shapes, whole=whole)
+            places = jax.tree.map(lambda spec: mesh_lib.sharding(self._mesh, *spec), specs)
+            self._jitted[key] = jax.jit(reshape, out_shardings=places)
+        done = self._jitted[key](due)
+        return state.replace(
+            opt_state={
+                module: {**arrays, **done.get(module, {})}
+                for module, arrays in state.opt_state.items()
+            }
+        )
+
+
+def _begin_averages(state: LearnerState, before: LearnerState) -> LearnerState:
+    name = state.rules.averages_module
+    if name is None:
+        return state
+    slots, old = dict(state.opt_state[name]), before.opt_state[name]
+    for path, param in trees.leaves_by_path(state.params).items():
+        key = f"{moving_average.SLOT}/{path}"
+        if key in slots and slots[key] is old[key]:
+            # A copy: what holds both may be donated.
+            copy = lambda x, dtype=old[key].dtype: jnp.array(x, dtype, copy=True)
+            slots[key] = jax.jit(copy, out_shardings=old[key].sharding)(param)
+    return state.replace(opt_state={**state.opt_state, name: slots})

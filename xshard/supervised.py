@@ -1,0 +1,140 @@
+"""An experiment of one network and a loss on its outputs: what most are."""
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from jax import lax
+
+from xshard import contract, experiment
+from xshard import mesh as mesh_lib
+from xshard.learners import learner
+from xshard.learners.state import LearnerState, Outcome
+from xshard.optimizers import base
+
+
+class Supervised(experiment.Experiment):
+    """The base class of experiments that train one network by a loss on its outputs.
+
+    `forward`, `loss`, `optimizer` and `evaluate` are traced: they read `self.config`, which is frozen,
+    and nothing else that changes.
+
+    >>> class Line(xshard.Supervised):
+    ...     def train_data(self):
+    ...         x = np.linspace(-1, 1, 64, dtype=np.float32)
+    ...         return {'x': x, 'y': 3 * x}
+    ...     def eval_data(self):
+    ...         return self.train_data()
+    ...     def forward(self, batch, *, is_training):
+    ...         return hk.Linear(1)(batch['x'][:, None])[:, 0]
+    ...     def loss(self, outputs, batch):
+    ...         return jnp.mean((outputs - batch['y']) ** 2), {}
+    ...     def optimizer(self):
+    ...         return xshard.CrossShardOptimizer(optax.sgd(self.config.learning_rate))
+    ...     def evaluate(self, outputs, batch):
+    ...         return {'error': jnp.abs(outputs - batch['y'])}
+    >>> config = xshard.config.default()
+    >>> config.learning_rate = 0.5
+    >>> line = Line(config)
+
+    `python -m xshard.new DIR` writes one, with its config.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict):
+        """Keeps the config, and makes the learner."""
+        super().__init__(config)
+        options: dict[str, Any] = {"clip_gradients": self.clip_gradients, "frozen": self.frozen()}
+        self.learner = learner.Learner(self.forward, self.optimizer, self.config, **options)
+
+    @abc.abstractmethod
+    def forward(self, batch: experiment.Batch, *, is_training: bool) -> Any:
+        """The network's outputs: a Haiku function, which makes its parameters.
+
+        It sees one replica's part of the batch in the compute type of `config.precision`, and may draw keys
+        with `hk.next_rng_key()` in training and evaluation, but not in `predict`.
+        """
+
+    @abc.abstractmethod
+    def loss(
+        self, outputs: Any, batch: experiment.Batch
+    ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """The mean loss over a part of the batch, a float32 scalar, and scalars to report."""
+
+    @abc.abstractmethod
+    def optimizer(self) -> base.Optimizer:
+        """The update rule, with a `CrossShardOptimizer` over 'replica', and 'slice', in it.
+
+        Called inside `hk.transform_with_state`: make its modules here.
+        """
+
+    @abc.abstractmethod
+    def evaluate(self, outputs: Any, batch: experiment.Batch) -> Mapping[str, jax.Array]:
+        """A value for each example, of shape (batch,); the framework reports their means over all examples."""
+
+    def clip_gradients(self, grads: Any) -> Any:
+        """Acts on a replica's gradients before they are reduced. By default leaves them."""
+        return grads
+
+    def frozen(self) -> str:
+        """Returns a regular expression of the paths of parameters that are not trained, as '^encoder/'. By default none."""
+        return ""
+
+    def ensemble(self, outputs: Any) -> Any:
+        """One output from those of several groups, along a leading dimension. By default their mean."""
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), outputs)
+
+    def init(self, key: jax.Array, batch: experiment.Batch) -> LearnerState:
+        """Implements `Experiment.init`: from one example, since a network's parameters are for any number."""
+        example = {name: x[:1] for name, x in batch.items()}
+        return self.learner.init(key, example, is_training=True)
+
+    def train_step(
+        self, state: LearnerState, batch: experiment.Batch, key: jax.Array
+    ) -> tuple[LearnerState, Outcome]:
+        """Implements `Experiment.train_step`."""
+        return self.learner.update(state, self.training_loss, batch, key)
+
+    def training_loss(
+        self, state: LearnerState, batch: experiment.Batch, key: jax.Array
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """The loss as `Learner.update` takes it: `loss` of the outputs of `forward`."""
+        outputs, net_state = self.learner.apply(state, key, batch, is_training=True)
+        value, scalars = contract.loss(self.loss, self.loss(outputs, batch))
+        return value, net_state, scalars
+
+    def eval_step(
+        self, state: LearnerState, batch: experiment.Batch, key: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Implements `Experiment.eval_step`.
+
+        Where the rules keep averages of the parameters, 'average/<name>' is what these give; with several groups
+        'ensemble/<name>', of which there is one, is what the outputs of `ensemble` give.
+        """
+        outputs, _ = self.learner.apply(state, key, batch, is_training=False)
+        values = dict(self._values(outputs, batch))
+        if state.rules.averages_module is not None:
+            averaged = state.replace(params=self.learner.averages(state))
+            of_averages, _ = self.learner.apply(averaged, key, batch, is_training=False)
+            for name, value in self._values(of_averages, batch).items():
+                values[f"average/{name}"] = value
+        if lax.axis_size(mesh_lib.GROUP) > 1:
+            for name, value in self._values(self._together(outputs), batch).items():
+                values[f"ensemble/{name}"] = value
+        return values
+
+    def predict(self, state: LearnerState, batch: experiment.Batch) -> Any:
+        """Implements `Experiment.predict`: the network's outputs; with several groups those of `ensemble`."""
+        outputs, _ = self.learner.apply(state, None, batch, is_training=False)
+        return self._together(outputs) if lax.axis_size(mesh_lib.GROUP) > 1 else outputs
+
+    def _values(self, outputs: Any, batch: experiment.Batch) -> Mapping[str, jax.Array]:
+        rows = len(next(iter(batch.values())))
+        returned = self.evaluate(outputs, batch)
+        arrays = experiment.summarizes(self)
+        return contract.evaluation(self.evaluate, returned, rows, arrays=arrays)
+
+    def _together(self, outputs: Any) -> Any:
+        return self.ensemble(lax.all_gather(outputs, mesh_lib.GROUP))

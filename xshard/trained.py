@@ -1,0 +1,122 @@
+"""A trained model in a script or a notebook."""
+
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+
+from xshard import checkpoint, errors, evaluation
+from xshard import config as config_lib
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+from xshard import state as state_lib
+from xshard.files import jsonfile, workdir
+from xshard.run import preflight, saving
+from xshard.stored import replicas, storage
+
+
+class Trained(NamedTuple):
+    """A trained model: the state of a run, and its prediction.
+
+    Attributes:
+      experiment: the experiment, with the run's config.
+      state: the state of a checkpoint, on the devices that were asked for: `state.experiment` is what the experiment's
+        `init` made and its steps have advanced; of several groups its arrays have a leading dimension, and what is a
+        replica's own has one of all replicas that the run had.
+      predict: from a batch on the host, `{name: array}`, to the outputs of `Experiment.predict` there. It compiles for
+        each shape of a batch.
+    """
+
+    experiment: experiment_lib.Experiment
+    state: state_lib.TrainState
+    predict: Callable[[Mapping[str, Any]], Any]
+
+    @property
+    def params(self) -> Any:
+        """The network's parameters, a Haiku tree; of several learners such trees by the learner's name."""
+        params = {name: x.params for name, x in state_lib.learners(self.state).items()}
+        return params.get("", params)
+
+
+def load(place: str | pathlib.Path, devices: Sequence[jax.Device] | None = None) -> Trained:
+    """Loads what a run has trained; nothing is written, and the run may be training.
+
+    Args:
+      place: the run's work directory, with '@STEP' for another checkpoint than the newest.
+      devices: where it is to be, as many as the run had groups; the first ones by default.
+
+    Returns:
+      What the run has trained.
+
+    Raises:
+      UserError: if there is no run, or its experiment cannot be imported from here.
+      CheckpointError: if there is no such checkpoint, or it does not fit.
+
+    ::
+
+      trained = xshard.load("runs/digits")
+      logits = trained.predict({"image": images, "label": labels})
+    """
+    directory, number = checkpoint.split_place(str(place))
+    run = workdir.Workdir(directory)
+    config = config_of(run)
+    mesh = _mesh(config, directory, devices)
+    experiment = experiment_lib.load(config.experiment)(config)
+    args = (experiment, mesh, config.seed, experiment_lib.example(experiment))
+    target = state_lib.abstract_state(*args, whole=True)
+    older = lambda: state_lib.abstract_state(*args, whole=True, all_slots=True)
+    checkpoints = saving.manager(config, str(run.checkpoints))
+    fitted = functools.partial(replicas.fit, target, mesh)
+    restored = checkpoints.restore(fitted, number, may_hold=older)
+    state = storage.Storage(experiment, mesh).from_whole(restored.state)
+    return Trained(experiment, state, _predictor(experiment, mesh, state))
+
+
+def _predictor(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: state_lib.TrainState
+) -> Callable[[Mapping[str, Any]], Any]:
+    jitted = preflight.jitted_predict(experiment, mesh)
+    predict = evaluation.predictor(jitted, mesh, state)
+
+    def checked(batch: Mapping[str, Any]) -> Any:
+        traced = jitted.trace(state, mesh_lib.put_whole(mesh, batch))
+        replicas.check_unread(experiment.predict, traced.jaxpr, state, mesh)
+        return predict(batch)
+
+    return checked if replicas.has_others(state, mesh) else predict
+
+
+def _mesh(
+    config: ml_collections.ConfigDict, place: str, devices: Sequence[jax.Device] | None
+) -> jax.sharding.Mesh:
+    """A mesh of one replica for each group of a run."""
+    groups = len(config.group_assignment) or 1
+    chosen = list(devices or jax.devices()[:groups])
+    if len(chosen) != groups:
+        raise errors.UserError(
+            f"{place} was trained as {groups} group(s), each of which needs a device; there are {len(chosen)}: give "
+            "devices, or start with --xla_force_host_platform_device_count in XLA_FLAGS."
+        )
+    assignment = [[group] for group in range(groups)]
+    return mesh_lib.make_mesh(assignment if groups > 1 else None, devices=chosen)
+
+
+def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
+    """The config that a run was started with."""
+    found = jsonfile.read_if_exists(run.config)
+    if found is None:
+        raise errors.UserError(f"There is no run in {run.path}: it has no config.json.")
+    found.pop(workdir.IDENTITY, None)
+    flat = config_lib.flatten(found)
+    for name, value in config_lib.with_defaults(flat).items():
+        if name not in flat:
+            # A config of an older version lacks it.
+            *folders, key = name.split(".")
+            folder = found
+            for part in folders:
+                folder = folder.setdefault(part, {})
+            folder[key] = value
+    return ml_collections.ConfigDict(found)
