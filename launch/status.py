@@ -13,6 +13,7 @@ from xshard.checkpoint import source
 from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import show as show_lib
+from xshard.pod import attempts
 from xshard.pod import status as status_lib
 
 
@@ -27,8 +28,16 @@ def show(words: Sequence[str], as_json: bool) -> int:
         return 0
     processes, latest = rows(directory), latest_checkpoint(directory)
     why = workdir.not_finite(directory)
+    tries = attempts.read(directory)
+    goodput = attempts.goodput(tries)
     if as_json:
-        content = {"processes": processes, "checkpoint": latest, "not_finite": why}
+        content = {
+            "processes": processes,
+            "checkpoint": latest,
+            "not_finite": why,
+            "attempts": [attempt._asdict() for attempt in tries],
+            "goodput": goodput._asdict() if goodput else None,
+        }
         print(jsonfile.dumps(content, indent=2))
         return 0
     print(show_lib.table([_for_people(row) for row in processes]))
@@ -41,6 +50,9 @@ def show(words: Sequence[str], as_json: bool) -> int:
         )
     if why:
         print(f"not finite: {why}")
+    if goodput:
+        print(f"\n{show_lib.table([_attempt(attempt) for attempt in tries])}")
+        print(_goodput(goodput, len(tries)))
     return 0
 
 
@@ -94,6 +106,29 @@ def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:
         "rate": rate,
         "left": left,
     }
+
+
+def _attempt(attempt: attempts.Attempt) -> dict[str, Any]:
+    steps = ""
+    if attempt.first is not None:
+        steps = f"{attempt.first} to {attempt.step}"
+    spent = {name: show_lib.duration(x) if x else "" for name, x in attempt.seconds.items()}
+    return {
+        "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.begun)),
+        "steps": steps,
+        **spent,
+        attempts.DOWN: show_lib.duration(attempt.down) if attempt.down else "",
+        "ended": attempt.end,
+    }
+
+
+def _goodput(goodput: attempts.Goodput, count: int) -> str:
+    """Says how much of the time has counted, and where the rest went, most first."""
+    lost = sorted(goodput.lost.items(), key=lambda item: -item[1])
+    rest = ", ".join(f"{name} {share:.1%}" for name, share in lost)
+    times = "1 attempt" if count == 1 else f"{count} attempts"
+    of_time = f"{show_lib.duration(goodput.seconds)} in {times}"
+    return f"goodput {goodput.share:.1%} of {of_time}; {rest or 'nothing lost'}"
 
 
 def _for_people(row: dict[str, Any]) -> dict[str, Any]:

@@ -235,7 +235,7 @@ class Run:
     def doing(self, what: str, **more: int) -> None:
         """Says what the run is doing, to whoever watches it."""
         if self._watch is not None:
-            self._watch.doing(what, **more)
+            self._watch.doing(what, seconds=self.clock.seconds(), **more)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:

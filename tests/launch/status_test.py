@@ -4,10 +4,13 @@ import json
 import time
 
 import numpy as np
+import pytest
 
 from launch import status
 from tests.launch import harness
-from xshard import checkpoint
+from tests.report import samples
+from xshard import checkpoint, errors
+from xshard.pod import attempts
 
 
 def write(directory, *rows, ago=0.0):
@@ -54,6 +57,55 @@ def test_of_a_run_that_is_not_finite(tmp_path, capsys):
     assert shown["checkpoint"]["finite"] is False and shown["not_finite"] == why
 
 
+def test_of_several_attempts(tmp_path, capsys):
+    samples.write(tmp_path / "run", attempts=samples.ATTEMPTS)
+    status.show([str(tmp_path / "run")], False)
+    out = capsys.readouterr().out
+    assert "killed; was training" in out and "0 to 230" in out and "200 to 400" in out
+    assert "goodput 0.7% of 1:23:54 in 2 attempts; not running 98.6%, start 0.4%," in out
+    status.show([str(tmp_path / "run")], True)
+    shown = json.loads(capsys.readouterr().out)
+    first, second = shown["attempts"]
+    assert first["seconds"]["training"] == pytest.approx(18.0)
+    assert first["seconds"]["made again"] == pytest.approx(2.7)
+    assert first["down"] == pytest.approx(5000 - 12 - 0.11 * 230) and second["down"] == 0
+    total = sum(sum(attempt["seconds"].values()) + attempt["down"] for attempt in (first, second))
+    assert total == pytest.approx(shown["goodput"]["seconds"]) == 5000 + 12 + 0.11 * 200
+
+
+def test_what_a_later_attempt_goes_back_before_counts_in_none(tmp_path):
+    rows = [samples.attempt(0.0, 0, 100), samples.attempt(50.0, 100, 200)]
+    rows.append(samples.attempt(100.0, 40, 60))
+    samples.write(tmp_path / "run", attempts=rows)
+    found = attempts.read(tmp_path / "run")
+    assert [x.seconds["training"] for x in found] == pytest.approx([0.09 * 40, 0.0, 0.09 * 20])
+
+
+def test_an_attempt_that_was_done_is_not_waited_after(tmp_path):
+    rows = [samples.attempt(0.0, 0, 100, "done"), samples.attempt(5000.0, 100, 200, "done")]
+    found = attempts.read(samples.write(tmp_path / "run", attempts=rows))
+    assert [x.down for x in found] == [0, 0]
+    assert attempts.goodput(found).seconds == pytest.approx(2 * (12 + 11))
+
+
+def test_attempts_are_kept_once_and_nothing_damaged_ends_a_run(tmp_path):
+    path = samples.write(tmp_path / "run", attempts=samples.ATTEMPTS[:1])
+    for _ in range(2):
+        attempts.keep(path)
+        assert len(attempts.read(path)) == len((path / attempts.FILE).read_text().split("\n")) - 1
+    # Of a version that did not say when it began.
+    write(path, {})
+    attempts.keep(path)
+    assert len(attempts.read(path)) == 1
+    with (path / attempts.FILE).open("a") as file:
+        file.write('{"begun": "noon"}\nnot JSON\n{"begun": 1, "doing": "do')
+    assert len(attempts.read(path)) == 1
+    (path / "status.json").write_text("[")
+    attempts.keep(path)
+    with pytest.raises(errors.UserError, match="status.json"):
+        attempts.read(path)
+
+
 def test_of_a_real_run_with_a_checkpoint(tmp_path):
     begin = time.time()
     process = harness.launch(
@@ -72,6 +124,11 @@ def test_of_a_real_run_with_a_checkpoint(tmp_path):
         assert 0 <= shown["checkpoint"]["age"] < time.time() - begin
         (row,) = shown["processes"]
         assert row["steps"] == 100000 and row["rate"] > 0 and row["left"] > 0
+        (attempt,) = shown["attempts"]
+        assert attempt["first"] == 0 and attempt["end"] in ("training", "evaluating", "saving")
+        spent = attempt["seconds"]
+        assert 0 < spent["start"] < time.time() - begin and spent["made again"] == 0
+        assert sum(spent.values()) == pytest.approx(attempt["ended"] - attempt["begun"], abs=0.1)
 
 
 def heard_of(directory):

@@ -98,13 +98,16 @@ def test_rows_that_are_other_ones(directory, tmp_path, capsys):
 
     copy = rewrite(directory, tmp_path, change)
     origin = json.loads((copy / "origin.json").read_text())
-    (copy / "origin.json").write_text(json.dumps({**origin, "libraries": "jax 0.0.1"}))
+    (copy / "origin.json").write_text(
+        json.dumps({**origin, "libraries": "jax 0.0.1", "flags": "XLA_FLAGS=--xla_x"})
+    )
     # From the checkpoint of step 4 on there is nothing of it.
     assert program.main([str(copy), "--step=6"]) == 0
     assert program.main([str(copy), "--step=4"]) == program.NOT_REPRODUCED
     said = capsys.readouterr().out
     assert "not reproduced: step 4, column loss, logged " in said
     assert "changed since: libraries: jax 0.0.1 -> jax " in said
+    assert "changed since the run: flags: XLA_FLAGS=--xla_x -> " in said
 
 
 def test_on_fewer_devices(directory, capsys, monkeypatch):
@@ -112,7 +115,7 @@ def test_on_fewer_devices(directory, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *args: devices)
     code = program.main([str(directory), "--step=3"])
     said = capsys.readouterr().out
-    assert "bits may differ" in said and "devices: 8 cpu on 1 process(es) -> " in said
+    assert "bits may differ" in said and "devices: 8 cpu on 1 process(es), " in said
     assert code in (0, program.NOT_REPRODUCED) and "replica 0 of 2\n" in said
 
 

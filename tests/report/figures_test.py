@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.report import samples
+from xshard.pod import attempts
 from xshard.report import charts, figures, runs
 
 
@@ -27,7 +28,7 @@ def losses(*values):
 
 
 def test_all_that_rows_hold_has_a_chart(tmp_path):
-    some_runs = read(tmp_path, samples.rows())
+    some_runs = read(tmp_path, samples.rows(), attempts=samples.ATTEMPTS)
     assert [(chart.section, chart.name) for chart in charts.charts(some_runs)] == [
         *((charts.LEARNING, name) for name in ("loss", "accuracy")),
         *(
@@ -38,7 +39,7 @@ def test_all_that_rows_hold_has_a_chart(tmp_path):
         *((charts.SPEED, f"perf/{name}") for name in ("utilisation", "goodput")),
     ]
     _, layout = draw(some_runs, "loss_scale")
-    assert layout["yaxis"]["type"] == "log" and [s["x0"] for s in layout["shapes"]] == [210]
+    assert layout["yaxis"]["type"] == "log" and [s["x0"] for s in layout["shapes"]] == [200]
 
 
 def test_what_each_learner_has_is_drawn_as_that_of_one(tmp_path):
@@ -150,9 +151,10 @@ def test_a_part_without_a_finite_value_stays_a_gap():
 
 
 def test_the_shares_of_the_time_add_up(tmp_path):
-    figure = figures.bars(read(tmp_path, samples.rows(), samples.rows(restarts=())))
-    assert [trace.name for trace in figure.data] == list(runs.PARTS)
-    assert figure.data[0].x[0] == pytest.approx(36 / 68)
+    figure = figures.bars(read(tmp_path, *[losses(1.0)] * 2, attempts=samples.ATTEMPTS))
+    assert [trace.name for trace in figure.data] == [*attempts.PARTS, attempts.DOWN]
+    # Of 230 steps 200 count, of 200 more all.
+    assert figure.data[0].x[0] == pytest.approx(0.09 * 400 / (5000 + 12 + 0.11 * 200))
     assert sum(np.array(trace.x) for trace in figure.data) == pytest.approx([1.0, 1.0])
     assert figures.bars(read(tmp_path / "more", losses(1.0))) is None
 

@@ -99,14 +99,21 @@ def test_a_run_begins_again_by_what_the_page_says(tmp_path, real):
 
 def test_runs_side_by_side(tmp_path):
     paths = [
-        samples.write(tmp_path / x / "run", samples.rows(), seed=seed, results={"accuracy": 0.5})
+        samples.write(
+            tmp_path / x / "run",
+            samples.rows(),
+            seed=seed,
+            results={"accuracy": 0.5},
+            attempts=samples.ATTEMPTS,
+        )
         for seed, x in enumerate("ab")
     ]
     page = report(tmp_path, *paths, f"{paths[0]}/", tmp_path / "b/../a/run")
     assert [(row["run"], row["seed"]) for row in rows(page)] == [("a/run", "0"), ("b/run", "1")]
     (row, _) = rows(page)
-    # The two processes' 12 + 0.11 * 200 seconds each.
-    assert (row["time"], row["processes"], row["eval accuracy"]) == ("1:08", "2", "0.5")
+    # All of it, between the attempts too.
+    assert (row["time"], row["attempts"], row["eval accuracy"]) == ("1:23:54", "2", "0.5")
+    assert row["goodput"] == "0.7%"
     assert "steps" not in row and "They differ in seed." in words(page)
 
 
@@ -270,23 +277,6 @@ def test_no_device_is_touched(tmp_path, real):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{tmp_path / 'x.html'}: 1 run\n"
     assert "best 1 by error" in (tmp_path / "x.html").read_text()
-
-
-def test_processes_are_told_apart_also_where_the_first_row_comes_late(tmp_path):
-    # Of the second process the first row is of a later second than the last one of the first.
-    times = [(10, 100, 10), (20, 110, 20), (30, 150, 30), (40, 160, 40), (50, 300, 5)]
-    content = [{"step": s, "perf/time": t, "perf/seconds": p} for s, t, p in times]
-    content.append({"step": 60, "perf/time": None, "perf/seconds": 9.0})
-    starts = read(tmp_path, content).starts
-    assert starts == [(10, 20.0, {}), (30, 40.0, {}), (50, 9.0, {})]
-
-
-def test_the_time_of_a_process_is_all_in_its_parts(tmp_path):
-    first, second = read(tmp_path, samples.rows()).starts
-    # The rows' own arithmetic: 12 s and 0.11 s a step, of which 0.09 s in the step.
-    assert first.parts["training"] == pytest.approx(18.0) and second.first == 210
-    assert sum(first.parts.values()) == pytest.approx(first.seconds) == 12 + 0.11 * 200
-    assert tuple(first.parts) == runs.PARTS
 
 
 def test_numbers_at_the_ends_of_what_a_file_can_hold(tmp_path):

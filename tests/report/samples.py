@@ -80,7 +80,22 @@ def write_rows(path, made):
     path.write_text("".join(jsonfile.dumps(row) + "\n" for row in made))
 
 
-def write(directory, made=None, *, job=(), doing="done", ago=1000.0, results=None, **changes):
+def attempt(begun, first, step, doing="training"):
+    """What process 0 of an attempt has said last: 12 s, and 0.11 s a step, of which 0.09 s are training."""
+    steps = step - first
+    seconds = {"start": 11.0, "training": 0.09 * steps, "evaluation": 0.01 * steps}
+    row = {"doing": doing, "step": step, "steps": 400, "rate": 10.0, "host": "h0", "pid": 1}
+    row |= {"begun": begun, "first": first, "trained": steps, "seconds": seconds}
+    return row | {"time": begun + 12.0 + 0.11 * steps}
+
+
+# Killed at step 230, of which it had saved step 200, and done.
+ATTEMPTS = (attempt(1e9, 0, 230), attempt(1e9 + 5000, 200, 400, "done"))
+
+
+def write(
+    directory, made=None, *, job=(), doing="done", ago=1000.0, results=None, attempts=(), **changes
+):
     """Writes a work directory; returns its path."""
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True)
@@ -97,5 +112,8 @@ def write(directory, made=None, *, job=(), doing="done", ago=1000.0, results=Non
         last = made[-1]["step"] if made else None
         row = {"doing": doing, "step": last, "steps": config["steps"], "rate": 10.0, "host": "h0"}
         row |= {"pid": 1, "time": time.time() - ago}
+        if attempts:
+            row = attempts[-1]
+            write_rows(directory / "attempts.jsonl", attempts[:-1])
         (directory / "status.json").write_text(json.dumps([row]))
     return directory

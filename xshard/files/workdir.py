@@ -1,7 +1,7 @@
 """A run's directory: whose it is, and what is in it.
 
 config.json      the config that the run was started with, and the run's identity
-origin.json      a checksum of the data, the commit of the experiment's code, libraries and devices
+origin.json      a checksum of the data, the commit of the experiment's code, libraries, devices, XLA's flags
 reached.json     the newest checkpoint that has counted: below it the run never begins again by itself
 roll_backs.json  to which checkpoints it has gone back, and past what data; see `xshard.run.roll_backs`
 checkpoints/     see `xshard.checkpoint`
@@ -12,6 +12,7 @@ wandb/           as Weights & Biases keeps them, if config.writers has them; see
 samples.jsonl    a row for each step after which the experiment has shown samples; see `xshard.samples`
 results.json     the final evaluation, and whether the run has ended finite
 status.json      what each process is doing; see `xshard.pod.watch`
+attempts.jsonl   what the first process of each earlier start has said last; see `xshard.pod.attempts`
 eval/            what `--mode=eval` writes; see `xshard.modes.follow`
 logs/            what the processes but the first print, a file each
 set_aside/       what --restart_from_scratch has put away, in a folder for each run
@@ -62,7 +63,8 @@ class Origin(NamedTuple):
       evaluation: the data that it is judged on.
       commit: the git commit of the experiment's code.
       libraries: their versions.
-      devices: how many of which kind, and on how many processes.
+      devices: how many of which kind, on how many processes, and of CPUs on how many cores of the first.
+      flags: those of XLA, from the environment.
     """
 
     training: str
@@ -70,6 +72,7 @@ class Origin(NamedTuple):
     commit: str
     libraries: str = ""
     devices: str = ""
+    flags: str = ""
 
 
 class Workdir:

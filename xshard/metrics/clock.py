@@ -85,8 +85,8 @@ class Clock:
         self._now = now
         if begin is None:
             # In this order no time counts before the begin: what passes between the two is left out.
-            age = _age()
-            begin = now() - age
+            already = age()
+            begin = now() - already
         self._since = begin
         self._phase = START
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -189,8 +189,8 @@ class _Waiting:
 _IMPORTED = time.monotonic()
 
 
-def _age() -> float:
-    """The seconds since this process began; where the system does not say, since this was imported."""
+def age() -> float:
+    """Returns the seconds since this process began; where the system does not say, since this was imported."""
     try:
         with open("/proc/self/stat", "rb") as file:
             # See proc(5): the 22nd field, of which the second, a name, may hold anything but ends with ')'.

@@ -18,6 +18,8 @@ from xshard.files import workdir
 from xshard.pod import processes
 
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
+# The environment variables that change what XLA makes of a program.
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # A repository on a slow disk is not waited for.
 _GIT_SECONDS = 10.0
 
@@ -61,7 +63,20 @@ def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
     all_devices = jax.devices()
     kinds = "/".join(sorted({device.device_kind for device in all_devices}))
     devices = f"{len(all_devices)} {kinds} on {jax.process_count()} process(es)"
-    return workdir.Origin(training, evaluation, git_commit, ", ".join(versions), devices)
+    if jax.default_backend() == "cpu":
+        # XLA divides an operation among them, and with it the order of a sum.
+        devices += f", {_cores()} core(s)"
+    flags = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
+    libraries = ", ".join(versions)
+    return workdir.Origin(training, evaluation, git_commit, libraries, devices, " ".join(flags))
+
+
+def _cores() -> int | None:
+    """The number of cores that this process may use."""
+    # Not all systems say which these are.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def commit(file: str) -> str:

@@ -14,7 +14,8 @@ from xshard.metrics import clock
 FILE = "status.json"
 STARTING, TRAINING, EVALUATING = "starting", "training", "evaluating"
 # What the last word of a process begins with.
-ENDS = ("done", "stopped", "failed")
+DONE = "done"
+ENDS = (DONE, "stopped", "failed")
 # A process says what it is doing twice a second.
 SILENT_SECONDS = 10.0
 _RATE_ROWS = 60
@@ -26,11 +27,19 @@ class Status:
     def __init__(self, host: str):
         self._host = host
         self._row: dict[str, Any] = {"doing": STARTING, "step": None, "steps": None}
+        # For `xshard.pod.attempts`.
+        begun = time.time() - clock.age()
+        self._row |= {"begun": begun, "first": None, "trained": 0, "seconds": {}}
         self._rate = clock.Rate(_RATE_ROWS)
 
     def doing(self, what: str, **more: Any) -> None:
-        """Takes what it is doing, and where it is: `step`, `steps`."""
-        self._row.update(doing=what, **more)
+        """Takes what it is doing, and where it is: `step`, `steps`, and `seconds` as `xshard.metrics.clock` has them."""
+        row = self._row
+        if row["first"] is None:
+            more["first"] = more.get("step")
+        if what == TRAINING:
+            more["trained"] = row["trained"] + 1
+        row.update(doing=what, **more)
 
     def now(self) -> tuple[str, int | None]:
         """Returns what it is doing, and the step that it has begun last."""
@@ -55,7 +64,7 @@ def read(directory: pathlib.Path) -> list[dict[str, Any]]:
     """
     path = directory / FILE
     rows = jsonfile.read(path, list)
-    if not rows or not all(_is_row(row) for row in rows):
+    if not rows or not all(is_row(row) for row in rows):
         raise errors.UserError(f"{path} is not what a run writes.")
     return rows
 
@@ -67,16 +76,25 @@ def read_if_exists(directory: pathlib.Path) -> list[dict[str, Any]] | None:
     return read(directory)
 
 
-def _is_row(row: Any) -> bool:
+def is_row(row: Any) -> bool:
+    """Returns whether a JSON value is what a process writes of itself; one of an earlier version has no 'begun'."""
     if not isinstance(row, dict):
         return False
     for name in ("doing", "host"):
         if not isinstance(row.get(name), str):
             return False
-    for name in ("step", "steps", "rate"):
+    for name in ("step", "steps", "rate", "first"):
         if row.get(name) is not None and not jsonfile.is_number(row[name]):
             return False
-    return jsonfile.is_number(row.get("time")) and jsonfile.is_number(row.get("pid"))
+    numbers = [row.get("time"), row.get("pid")]
+    if "begun" in row:
+        if not isinstance(row.get("seconds"), dict):
+            return False
+        numbers += [row["begun"], row.get("trained"), *row["seconds"].values()]
+        # Steps are counted from the first on.
+        if row["trained"] and (row.get("first") is None or row.get("step") is None):
+            return False
+    return all(map(jsonfile.is_number, numbers))
 
 
 def write(directory: pathlib.Path, rows: Sequence[Any]) -> None:

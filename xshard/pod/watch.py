@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TextIO
 import jax
 
 from xshard import errors
-from xshard.pod import agreement, ends, heartbeat, processes, rendezvous, signals, status
+from xshard.pod import agreement, attempts, ends, heartbeat, processes, rendezvous, signals, status
 from xshard.pod import notice as notice_lib
 
 _TICK_SECONDS = 0.5
@@ -114,12 +114,14 @@ class Watch:
         self._agreement.ask(notice)
 
     def doing(self, what: str, **more: Any) -> None:
-        """Says what this process is doing, and where it is: `step`, `steps`."""
+        """Says what this process is doing, as `Status.doing`."""
         self._progress.made()
         self._status.doing(what, **more)
 
     def publish(self) -> None:
         """Writes from here on what the processes are doing into the directory, which is this run's now."""
+        if self._index == 0:
+            attempts.keep(self._directory)
         self._published = True
 
     def end(self, what: str) -> None:

@@ -83,11 +83,13 @@ class Past:
                 f"The run in {self._workdir.path} was trained on {old['training']}; now there are {now['training']}. Its "
                 "steps cannot be made again: give it its data back."
             )
-        return [
-            f"{name}: {old[name]} -> {now[name] or 'none'}"
-            for name in ("commit", "libraries", "devices")
-            if old.get(name) and old[name] != now[name]
-        ]
+        changes = []
+        for name in ("commit", "libraries", "devices", "flags"):
+            # Of an older version, or where there is no git, it is not known; that there were no flags is.
+            is_known = old.get(name) or (name == "flags" and name in old)
+            if is_known and old[name] != now[name]:
+                changes.append(f"{name}: {old[name] or 'none'} -> {now[name] or 'none'}")
+        return changes
 
     def suspects(self) -> range:
         """The steps of which the first one that is not as it should be is to be found.

@@ -74,7 +74,7 @@ def _compared(run: past.Past, different: past.Difference | None, compared: int) 
         return f"{text}; changed since: {'; '.join(run.changes)}"
     if not run.first_step:
         text += "; a run that began with --init_from has another first state"
-    return f"{text}; commit, libraries and devices are those that the run says it had"
+    return f"{text}; commit, libraries, devices and XLA's flags are those that the run says it had"
 
 
 def _finding(run: past.Past, step: past.Step, found: anatomy.Finding) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from xshard.metrics import show
+from xshard.pod import attempts
 from xshard.report import charts
 from xshard.report import runs as runs_lib
 
@@ -72,17 +73,17 @@ def parts(chart: charts.Chart) -> int:
 
 
 def bars(runs: Sequence[runs_lib.Run]) -> go.Figure | None:
-    """Shares of the time of each run's processes; None if they were not recorded."""
+    """Shares of the time of each run's attempts, and between them; None if they were not recorded."""
     # The seconds of each part of each run.
     spent: dict[str, collections.Counter[str]] = {}
     for run in runs:
-        for start in run.starts:
-            if start.parts:
-                spent.setdefault(run.name, collections.Counter()).update(start.parts)
+        for attempt in run.attempts:
+            seconds = attempt.seconds | {attempts.DOWN: attempt.down}
+            spent.setdefault(run.name, collections.Counter()).update(seconds)
     if not spent:
         return None
     traces = []
-    for number, part in enumerate(runs_lib.PARTS):
+    for number, part in enumerate((*attempts.PARTS, attempts.DOWN)):
         shares = [seconds[part] / max(seconds.total(), 1e-12) for seconds in spent.values()]
         trace = {
             "type": "bar",
@@ -220,9 +221,11 @@ def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]
 
 
 def _restarts(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> list[dict[str, Any]]:
-    """Dotted lines at the first step of each process but the first."""
+    """Dotted lines at the first step of each attempt but the first."""
     shown = {number for line in chart.lines for number in line.runs}
-    steps = {start.first for number in shown for start in runs[number].starts[1:]}
+    firsts = {attempt.first for number in shown for attempt in runs[number].attempts[1:]}
+    # One that did not come to its first step has none.
+    steps = [first for first in firsts if first is not None]
     dotted = {"color": "gray", "width": 1, "dash": "dot"}
     return [
         {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step, "line": dotted}

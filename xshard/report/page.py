@@ -82,7 +82,7 @@ def build(runs: Sequence[runs_lib.Run]) -> str:
         sections[chart.section] = sections.get(chart.section, "") + drawing
     bars = figures.bars(runs)
     if bars is not None:
-        captions = ["All processes of a run together, each up to its last row."]
+        captions = ["All attempts of a run together, and the time between them."]
         sections["Where the time went"] = _figure("Shares", bars, len(all_charts), captions)
     shown = gallery.gallery(runs)
     if shown:

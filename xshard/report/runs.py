@@ -1,37 +1,22 @@
 """Reads what a work directory says of its run. Nothing is written there, and no device is touched."""
 
-import itertools
 import pathlib
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from xshard import checkpoint, errors
 from xshard import config as config_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import show
+from xshard.pod import attempts as attempts_lib
 from xshard.pod import status
 from xshard.report import rows as rows_lib
 
-# Parts of a process's seconds, in the order in which they are shown; what is in none of them comes last.
-PARTS = ("training", "data", "checkpoint", "evaluation", "start", "other")
 _CHECKPOINT_SECONDS = 30.0
 # A page of more would be too large to be looked at.
 _SAMPLES = 10
-
-
-class Start(NamedTuple):
-    """One process's part of a run: its first step, its seconds until its last row, and their parts.
-
-    The parts are empty if they were not recorded.
-    """
-
-    first: int
-    seconds: float
-    parts: dict[str, float]
 
 
 class Checkpoints(NamedTuple):
@@ -50,7 +35,7 @@ class Run(NamedTuple):
       path: its work directory.
       name: the end of that path which no other run has.
       separate: columns of the evaluation job; those of the run's own evaluations are `evaluation`.
-      starts: its processes, one after the other; empty if their seconds were not recorded.
+      attempts: one after the other; none of a run of a version that did not record them.
       state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'; `doing` is the same in words.
       results: the final evaluation; empty if it has not been made.
       samples: the newest rows of samples, as `xshard.samples` has them, by ascending steps.
@@ -62,7 +47,7 @@ class Run(NamedTuple):
     training: rows_lib.Columns
     evaluation: rows_lib.Columns
     separate: rows_lib.Columns
-    starts: list[Start]
+    attempts: list[attempts_lib.Attempt]
     state: str
     doing: str
     step: float | None
@@ -145,8 +130,10 @@ def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Che
         results = jsonfile.read_if_exists(path / workdir.RESULTS) or {}
     except errors.UserError as e:
         notes.append(str(e))
+    attempts: list[attempts_lib.Attempt] = []
     try:
         processes = status.read_if_exists(path) or []
+        attempts = attempts_lib.read(path)
     except errors.UserError as e:
         notes.append(str(e))
     columns = [*rows.training.values(), *rows.evaluation.values()]
@@ -167,7 +154,7 @@ def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Che
         training=rows.training,
         evaluation=rows.evaluation,
         separate=separate.evaluation,
-        starts=_starts(rows.training),
+        attempts=attempts,
         state=state,
         doing=doing,
         step=step,
@@ -223,51 +210,6 @@ def _state(
     if doing == "training":
         return "running", doing
     return "running", f"running: {doing}"
-
-
-def _starts(training: rows_lib.Columns) -> list[Start]:
-    """The processes that made the rows.
-
-    A new one's seconds begin again at 0. Where its first row comes late they may have passed those of
-    the row before, but then it began after that row was written.
-    """
-    seconds, clock = training.get("perf/seconds"), training.get("perf/time")
-    if seconds is None:
-        return []
-    known = ~np.isnan(seconds.values[:, 0])
-    steps, values = seconds.steps[known], seconds.values[known, 0]
-    other = values[1:] < values[:-1]
-    if clock is not None and np.array_equal(clock.steps, seconds.steps):
-        # No comparison is true of a time that is not known.
-        times = clock.values[known, 0]
-        other |= times[1:] > times[:-1] + values[1:]
-    starts = []
-    for begin, end in itertools.pairwise([0, *(np.flatnonzero(other) + 1), len(steps)]):
-        if begin < end:
-            parts = _parts(training, steps[end - 1], float(values[end - 1]))
-            starts.append(Start(int(steps[begin]), float(values[end - 1]), parts))
-    return starts
-
-
-def _parts(training: rows_lib.Columns, step: int, seconds: float) -> dict[str, float]:
-    """The seconds of a process's parts, up to the row of a step."""
-    parts = {"training": _value_at(training.get("perf/goodput"), step) * seconds}
-    for name in PARTS[1:-1]:
-        parts[name] = _value_at(training.get(f"perf/{name}_seconds"), step)
-    if np.isnan(parts["training"]):
-        return {}
-    # Goodput is rounded, so that the parts may come to a little more than the whole.
-    known = {name: max(0.0, value) for name, value in parts.items() if np.isfinite(value)}
-    known["other"] = max(0.0, seconds - sum(known.values()))
-    return known
-
-
-def _value_at(column: rows_lib.Column | None, step: int) -> float:
-    """The number of a step's row; nan if there is none."""
-    if column is None:
-        return np.nan
-    values = column.values[column.steps == step, 0]
-    return float(values[0]) if len(values) else np.nan
 
 
 def _names(paths: Sequence[pathlib.Path]) -> list[str]:

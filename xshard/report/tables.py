@@ -10,6 +10,7 @@ import numpy as np
 
 from xshard import checkpoint
 from xshard.metrics import show
+from xshard.pod import attempts
 from xshard.report import charts, figures
 from xshard.report import rows as rows_lib
 from xshard.report import runs as runs_lib
@@ -18,7 +19,7 @@ from xshard.report import runs as runs_lib
 NOTHING = "\N{EN DASH}"
 _LONGEST = 300
 _CHECKPOINTS = 60
-_RATES = ("steps_per_second", "examples_per_second", "flops_per_second", "utilisation", "goodput")
+_RATES = ("steps_per_second", "examples_per_second", "flops_per_second", "utilisation")
 
 
 class Cell(NamedTuple):
@@ -46,10 +47,10 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
     evaluated = list(dict.fromkeys(name for final, _ in finals for name in final))
     changed = _differing(runs)
     names = ["run", "state", *changed, *(f"eval {name}" for name in evaluated)]
-    names += ["training loss", "skipped", "step", "time", "processes", *_RATES]
+    names += ["training loss", "skipped", "step", "time", "attempts", "goodput", *_RATES]
     rows = []
     for run, family, (final, when) in zip(runs, charts.seeds(runs), finals, strict=True):
-        seconds = sum(start.seconds for start in run.starts)
+        goodput = attempts.goodput(run.attempts)
         of_steps = run.config.get("steps", NOTHING)
         row = [
             Cell(run.name, colour=figures.colour(family)),
@@ -59,8 +60,9 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
             numbers(_last(run.training.get("loss"))),
             numbers(_last(run.training.get("skipped"))),
             Cell(f"{_number(run.step)} of {of_steps}"),
-            Cell(show.duration(seconds) if run.starts else NOTHING),
-            Cell(str(len(run.starts) or NOTHING)),
+            Cell(show.duration(goodput.seconds) if goodput else NOTHING),
+            Cell(str(len(run.attempts) or NOTHING)),
+            Cell(f"{goodput.share:.1%}" if goodput else NOTHING),
             *(_median(run.training.get(f"perf/{name}")) for name in _RATES),
         ]
         rows.append(row)
