@@ -18,7 +18,6 @@ from benchmarks import measure, models
 from tests import toy
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
-from xshard.data import batches
 from xshard.run import preflight
 
 _ROUNDS = flags.DEFINE_integer("rounds", 21, "How often each side is timed.", 1)
@@ -47,8 +46,7 @@ class Side:
         config.update({"batch_size": size.batch, "fingerprint_every_steps": every})
         experiment = Wide(config)
         mesh = experiment_lib.mesh_of(config)
-        kept = {key: config[key] for key in ("batch_size", "seed", "micro_batches")}
-        train = batches.TrainBatches(experiment.train_batches, mesh, **kept)
+        train = preflight.train_batches(experiment, mesh)
         self._batch = next(train)
         self._step = preflight.jitted_step(experiment, mesh)
         self._state = state_lib.init(experiment, mesh, 0, train.example)

@@ -1,5 +1,6 @@
 """A strict process: eight devices, no silent promotion of types, no leaks into Haiku's state, no signal ignored."""
 
+import gc
 import os
 import signal
 
@@ -12,6 +13,8 @@ os.environ.setdefault("XLA_FLAGS", tests.XLA_FLAGS)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 hk.config.set(check_jax_usage=True)
+# Traces make many objects, and to look for cycles among them took a sixth of the time.
+gc.set_threshold(200_000, 50, 100)
 
 # What a process ignores, as under nohup or in a shell's background, all that it starts ignores, too, and a test
 # would wait for ever for the end of what it has sent a signal. What has a handler is given back by exec.

@@ -15,7 +15,6 @@ from xshard import callbacks, checkpoint, evaluation
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
-from xshard.data import batches
 from xshard.files import cache, workdir
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import log as log_lib
@@ -31,9 +30,6 @@ from xshard.stored import storage
 
 class Run:
     """An experiment in a work directory, checked as far as that can be done without touching it."""
-
-    _stop: notice_lib.Notice | None = None
-    _save_now, _made = False, -1
 
     def __init__(
         self,
@@ -64,8 +60,7 @@ class Run:
         self.terminal = terminal_lib.Terminal(config.steps, show)
         self.mesh = experiment_lib.mesh_of(config)
         self.experiment = experiment_lib.load(config.experiment)(config)
-        sizes = {key: config[key] for key in ("batch_size", "seed", "micro_batches")}
-        self.batches = batches.TrainBatches(self.experiment.train_batches, self.mesh, **sizes)
+        self.batches = preflight.train_batches(self.experiment, self.mesh)
         self._evaluation = evaluation.Evaluation(self.experiment, self.mesh, config.eval_batch_size)
         self.workdir = workdir.Workdir(directory)
         # The directory is process 0's: the others need not even see it.
@@ -88,6 +83,10 @@ class Run:
         self._check_programs()
         # What is open from the first step to the results.
         self._held = contextlib.ExitStack()
+        self._stop: notice_lib.Notice | None = None
+        self._save_now = False
+        self._made = -1
+        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
 
     def _check_programs(self) -> None:
         """Traces all that the run will run."""
@@ -159,7 +158,7 @@ class Run:
         begin = self.resume_or_init()
         start = int(begin.state.step)
         self.checkpoints.go_on_from(begin)
-        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        self._evaluated = (-1, {})
         learners = state_lib.learners(self._target)
         self._finite = nonfinite.Watch(self.config, self.mesh, learners, say, begin.watched)
         self._evaluations.begin(lambda: writers.evaluations(self.workdir.metrics, start))
@@ -253,7 +252,8 @@ class Run:
 
     def complete(self) -> "tuple[state_lib.TrainState, notice_lib.Notice | None, dict[str, Any]]":
         """Trains, evaluates the last state and writes the results; returns what `train` does, and the results."""
-        (state, stop), results = self.train(), dict[str, Any]()
+        results: dict[str, Any] = {}
+        state, stop = self.train()
         if stop is None:
             # While the last checkpoint is written.
             values = self.evaluate(state)

@@ -12,7 +12,6 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import trained as trained_lib
-from xshard.data import batches as batches_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
@@ -62,8 +61,7 @@ class Past:
         self.config = trained_lib.config_of(self._workdir)
         self.mesh = experiment_lib.mesh_of(self.config)
         self.experiment = experiment_lib.load(self.config.experiment)(self.config)
-        sizes = {key: self.config[key] for key in ("batch_size", "seed", "micro_batches")}
-        self._batches = batches_lib.TrainBatches(self.experiment.train_batches, self.mesh, **sizes)
+        self._batches = preflight.train_batches(self.experiment, self.mesh)
         self._passes = roll_backs.passes(roll_backs.read(self._workdir.roll_backs))
         self._batches.pass_over(self._passes)
         self.changes = self._changes()

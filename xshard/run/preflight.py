@@ -15,8 +15,17 @@ from xshard import contract, errors, samples, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard.data import batches
 from xshard.learners import varying
 from xshard.optimizers import trees
+
+
+def train_batches(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
+) -> batches.TrainBatches:
+    """The batches of a run, as its config says; raises UserError as `xshard.data.batches.TrainBatches`."""
+    sizes = {key: experiment.config[key] for key in ("batch_size", "seed", "micro_batches")}
+    return batches.TrainBatches(experiment.train_batches, mesh, **sizes)
 
 
 def programs(
