@@ -73,10 +73,10 @@ def test_what_cannot_be_chosen_is_not():
     assert choices.of(config, 32, has_model_axis=False)[0].values["micro_batches"] == 3
 
 
-def test_better_is_what_is_bound_less_then_what_is_less_in_all_then_what_holds_less():
+def test_better_is_what_is_bound_less_then_of_fewer_cycles_then_what_holds_less():
     plans = [choices.Plan({}) for _ in range(4)]
     found = [result(1.0), result(0.5, 3), result(0.5, 2), result(0.5, 1)]
-    found[2]["bounds"][0]["seconds"] = 0.4
+    found[2]["estimated_cycles"] = 3000
     for one, said in zip(plans, found, strict=True):
         one.result = said
     assert sorted(plans, key=lambda one: one.rank) == [plans[i] for i in (3, 1, 2, 0)]
@@ -88,8 +88,13 @@ def test_the_next_is_the_nearest_to_the_best():
     plans[0].outcome, plans[0].result = choices.FITS, result(2.0)
     other = with_values(plans, model_parallel=4, micro_batches=16)
     other.outcome, other.result = choices.FITS, result(1.0)
+    for one in plans:
+        one.needs = one.values["micro_batches"]
     following = choices.following(plans)
     assert choices.distance(following.values, other.values) == 1
+    # Of those that are as near what saves least memory.
+    near = [one for one in plans if choices.distance(one.values, other.values) == 1]
+    assert following.needs == max(one.needs for one in near) > min(one.needs for one in near)
     assert choices.distance(following.values, plans[0].values) >= 3
     # A replica of four times as many chips has four times as many rows, or as many in four times the parts.
     again = with_values(plans, model_parallel=4, micro_batches=4)

@@ -43,10 +43,10 @@ class Plan:
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def rank(self) -> tuple[float, float, int]:
-        """What is less for a better plan: the bound, then all bounds together, then the memory."""
-        seconds = [limit["seconds"] or 0.0 for limit in self.result["bounds"]]
-        return max(seconds), sum(seconds), self.result["memory"]["peak"]
+    def rank(self) -> tuple[float, int, int]:
+        """What is less for a better plan: the bound, then what the compiler estimates, then the memory."""
+        seconds, cycles = self.result["seconds"], self.result["estimated_cycles"]
+        return seconds, cycles, self.result["memory"]["peak"]
 
 
 def of(config: Any, num_chips: int, *, has_model_axis: bool) -> list[Plan]:
@@ -121,9 +121,9 @@ def following(plans: Sequence[Plan]) -> Plan | None:
     if best is None and own_is_too_large:
         return min(waiting, key=lambda plan: plan.needs, default=None)
     near = best or plans[0]
-    return min(
-        waiting, key=lambda plan: (distance(plan.values, near.values), plan.needs), default=None
-    )
+    # Of those that are as near the one that needs most: what saves memory costs time.
+    nearest = lambda plan: (distance(plan.values, near.values), -plan.needs)
+    return min(waiting, key=nearest, default=None)
 
 
 def fitting(plans: Sequence[Plan]) -> list[Plan]:

@@ -291,9 +291,7 @@ def show(plans: Sequence[choices.Plan], topology: str) -> str:
             head += f"\n{line}\n     {' '.join(choices.flags_of(plan))}"
         parts.append(f"the best by the bound on a step's time\n{head}")
     parts.append(f"The config as it is: {_line(plans[0])}")
-    parts.append(
-        "Bounds, not predictions. Plans that differ in less than the bound knows are equal."
-    )
+    parts.append("Bounds, not predictions.")
     return "\n\n".join(part for part in parts if part)
 
 
