@@ -20,7 +20,7 @@ SCAN = """
   %param_1.14 = bf16[10,8,8]{2,1,0:T(8,128)(2,1)} parameter(1)
   %param_2.9 = s32[]{:T(128)S(6)} parameter(2)
   %fusion.11 = bf16[8,8]{1,0:T(8,128)(2,1)} fusion(%param_1.14, %param_2.9), kind=kLoop, calls=%taken
-  ROOT %convolution.5 = bf16[4,8]{1,0:T(8,128)(2,1)} convolution(%param_0.13, %fusion.11), dim_labels=bf_io->bf
+  ROOT %convolution.5 = bf16[4,8]{1,0:T(8,128)(2,1)} convolution(%param_0.13, %fusion.11), dim_labels=bf_io->bf, CYCLES
 }
 
 %body (wide.param.2: (s32[], bf16[4,8], bf16[10,8,8])) -> (s32[], bf16[4,8], bf16[10,8,8]) {
@@ -31,7 +31,7 @@ SCAN = """
   %next = s32[]{:T(128)} add(%copy.5, %one)
   %w = bf16[10,8,8]{2,1,0:T(8,128)(2,1)} get-tuple-element(%wide.param.2), index=2
   %x = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%wide.param.2), index=1
-  %fusion.13 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} fusion(%x, %w, %copy.5), kind=kOutput, calls=%layer
+  %fusion.13 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} fusion(%x, %w, %copy.5), kind=kOutput, calls=%layer, CYCLES
   %all-reduce.2 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} all-reduce(%fusion.13), replica_groups={{0,1}}, to_apply=%sum
   ROOT %tuple.17 = (s32[], bf16[4,8]{1,0:S(1)}, bf16[10,8,8]{2,1,0}) tuple(%next, %all-reduce.2, %w)
 }
@@ -58,18 +58,21 @@ ENTRY %main (param.4: bf16[10,8,8], param.5: bf16[4,8]) -> bf16[4,8] {
 
 
 def scan(start="0", bound="10"):
-    return hlo.parse(SCAN.replace("START", start).replace("BOUND", bound))
+    cycles = 'backend_config={"window_config":{"estimated_cycles":"1831","is_mask":false}}'
+    return hlo.parse(SCAN.replace("START", start).replace("BOUND", bound).replace("CYCLES", cycles))
 
 
 @pytest.mark.parametrize("start, bound, rounds", [("0", "10", 10), ("4", "10", 6), ("9", "3", 0)])
 def test_what_is_in_a_loop_counts_as_often_as_it_runs(start, bound, rounds):
     program = scan(start, bound)
     assert program.times()["body"] == rounds and program.unknown_loops() == 0
-    flops, hbm_bytes = costs.of(program)
+    flops, hbm_bytes, cycles = costs.of(program)
     assert flops == rounds * 2 * 4 * 8 * 8
     # A slice of the weights each time, the counter, and once the batch: the rest is on the chip.
     counter, weights, batch, start_bytes = 4 + 8, 2 * 8 * 8, 2 * 4 * 8, 4
     assert hbm_bytes == rounds * (counter + weights) + batch + start_bytes
+    # What the compiler says within a fusion is no other work.
+    assert cycles == rounds * 1831
 
 
 def test_a_loop_of_unknown_length_counts_as_one_round_and_is_told():
@@ -146,7 +149,7 @@ def test_a_product_of_matrices():
         "%x = f32[3,4,8]{2,1,0} parameter(0)\n%w = f32[3,8,5]{2,1,0} parameter(1)\n"
         "%y = f32[3,4,5]{2,1,0} dot(%x, %w), lhs_batch_dims={0}, lhs_contracting_dims={2}\n"
     )
-    assert costs.of(program) == (2 * 3 * 4 * 8 * 5, 4 * (3 * 4 * 8 + 3 * 8 * 5 + 3 * 4 * 5))
+    assert costs.of(program) == (2 * 3 * 4 * 8 * 5, 4 * (3 * 4 * 8 + 3 * 8 * 5 + 3 * 4 * 5), 0)
 
 
 def test_an_update_in_place_moves_the_update():

@@ -141,7 +141,7 @@ def check(result):
     assert result["seconds"] == max(limit["seconds"] or 0 for limit in limits.values())
     assert result["seconds"] == limits[result["dominated_by"]]["seconds"]
     assert result["examples_per_second"] == pytest.approx(result["examples"] / result["seconds"])
-    assert result["memory"]["fits"] is True
+    assert result["memory"]["fits"] is True and result["estimated_cycles"] >= 0
     assert 0 < result["memory"]["peak"] < result["chip"]["hbm"]
     sent = {True: "DCN", False: "ICI"}
     for between, name in sent.items():
@@ -210,6 +210,13 @@ def test_a_program_that_jax_cannot_read_is_one_message_and_its_memory():
         assert part in str(e.value)
     assert e.value.result["memory"]["peak"] == 3 * 2**22
     assert "peak                       12 MiB" in summary.show(e.value.result)
+
+
+def test_what_the_compiler_estimates_is_shown_beside_the_bounds():
+    result = described()
+    assert "Estimated by the compiler" not in summary.show(result)
+    result["estimated_cycles"] = 22_546_739_582
+    assert "as if nothing overlapped: 22.5 G cycles.\n" in summary.show(result)
 
 
 def test_what_is_not_published_is_no_bound():
@@ -284,7 +291,7 @@ def test_bad_input_is_one_message(case):
 def test_help():
     code, out, err = run("--help")
     assert code == 0 and err == ""
-    for part in ("--config", "--topology", "--slices", "--[no]json", "Exit codes"):
+    for part in ("--config", "--topology", "--slices", "--[no]plan", "--[no]json", "Exit codes"):
         assert part in out
 
 
@@ -332,7 +339,7 @@ def test_the_real_step_of_an_absent_pod(slices, tmp_path, monkeypatch):
     assert limits["compute"]["amount"] >= 2 * 2 * products * 256 // slices
     # The parameters and the moments are read and written.
     assert limits["memory"]["amount"] >= 2 * 3 * 4 * 85450
-    assert result["unknown_loops"] == 0
+    assert result["unknown_loops"] == 0 and result["estimated_cycles"] > 1000
 
 
 @needs_libtpu

@@ -29,7 +29,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.dryrun import collectives, costs, estimate, hlo, summary
+from xshard.dryrun import collectives, costs, estimate, hlo, plan, summary
 from xshard.files import jsonfile, streams
 from xshard.learners.state import is_learner
 from xshard.metrics import chips
@@ -47,6 +47,15 @@ _TOPOLOGY = flags.DEFINE_string(
 )
 _SLICES = flags.DEFINE_integer(
     "slices", None, "The number of slices, in place of config.slices.", 1, flag_values=_FLAGS
+)
+_PLAN = flags.DEFINE_bool(
+    "plan",
+    False,
+    "Search how the run fits best: model axis, micro-batches and others.",
+    flag_values=_FLAGS,
+)
+_PLAN_COMPILES = flags.DEFINE_integer(
+    "plan_compiles", 30, "With --plan: so many steps are compiled at most.", 1, flag_values=_FLAGS
 )
 _JSON = flags.DEFINE_bool("json", False, "One JSON object, for machines.", flag_values=_FLAGS)
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.", flag_values=_FLAGS)
@@ -98,6 +107,19 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
       ValueError: if the topology does not exist, or the config does not fit it; if there is no libtpu, or it
         cannot compile the step.
     """
+    chip, mesh, experiment, state, batch, result = prepare(config, topology)
+    begin = time.monotonic()
+    lowered = preflight.jitted_step(experiment, mesh).lower(state, batch)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as e:
+        raise _compiler_error(e, result, state) from e
+    result["compile_seconds"] = time.monotonic() - begin
+    return _describe(result, compiled, chip, mesh)
+
+
+def prepare(config: Any, topology: str) -> estimate.Prepared:
+    """What is known of a config's step before it is compiled; raises ValueError as `dry_run` does."""
     chip = chips.parse_topology(topology)
     _check(config)
     mesh = experiment_lib.mesh_of(config, _devices(topology, chip, config.slices))
@@ -122,14 +144,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
             "batch": estimate.shard_bytes(batch),
         },
     }
-    begin = time.monotonic()
-    lowered = preflight.jitted_step(experiment, mesh).lower(state, batch)
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as e:
-        raise _compiler_error(e, result, state) from e
-    result["compile_seconds"] = time.monotonic() - begin
-    return _describe(result, compiled, chip, mesh)
+    return estimate.Prepared(chip, mesh, experiment, state, batch, result)
 
 
 def _other(state: state_lib.TrainState) -> Any:
@@ -195,7 +210,8 @@ def _describe(
     sent = {True: 0, False: 0}
     for row in rows:
         sent[row["between_slices"]] += row["sent"]
-    limits = estimate.bounds(chip, costs.of(program), ici=sent[False], dcn=sent[True])
+    cost = costs.of(program)
+    limits = estimate.bounds(chip, cost, ici=sent[False], dcn=sent[True])
     bound = max(limits, key=lambda limit: limit.seconds or 0.0)
     seconds = bound.seconds or 0.0
     by_xla: Any = compiled.cost_analysis()
@@ -204,6 +220,7 @@ def _describe(
         "collectives": rows,
         "warnings": summary.warnings(rows, result["topology"]),
         "bounds": [limit._asdict() for limit in limits],
+        "estimated_cycles": cost.cycles,
         "unknown_loops": program.unknown_loops(),
         # For comparisons only: it counts loops once, and the chip's own memory as main memory.
         "xla_bytes_accessed": by_xla.get("bytes accessed"),
@@ -295,6 +312,9 @@ def main(argv: Sequence[str]) -> int:
     if _SLICES.value is not None:
         with config.unlocked():
             config.update(slices=_SLICES.value)
+    if _PLAN.value:
+        most, as_json = _PLAN_COMPILES.value, _JSON.value
+        return plan.run(config, _TOPOLOGY.value, prepare, sys.argv[1:], most, as_json=as_json)
     show_result = jsonfile.dumps if _JSON.value else summary.show
     # In a thread, since the compiler does not return for a signal and this thread does.
     work = concurrent.futures.ThreadPoolExecutor(1).submit(dry_run, config, _TOPOLOGY.value)

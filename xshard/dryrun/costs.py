@@ -14,6 +14,8 @@ from xshard.dryrun import hlo
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+# A TPU's compiler says of most of what it computes how long it thinks that this takes.
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # What moves nothing, or what it moves is counted elsewhere: with its body, its start, or its users.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency",
@@ -31,10 +33,13 @@ class Cost(NamedTuple):
         and addition. Others are not counted, nor what a custom call, such as a Pallas kernel, computes.
       hbm_bytes: what is read from and written to main memory, each operand of each fused operation once,
         of what is sliced the slice only.
+      cycles: of a TensorCore, as the TPU's compiler estimates them for each fused operation, one after the other.
+        It says nothing of collectives, of custom calls and of copies that go on meanwhile.
     """
 
     flops: int = 0
     hbm_bytes: int = 0
+    cycles: int = 0
 
 
 def of(program: hlo.Program) -> Cost:
@@ -63,12 +68,14 @@ class _Counter:
             body, rounds = loop
             cost = self.computation(body)
             times = 1 if rounds is None else rounds
-            return Cost(times * cost.flops, times * cost.hbm_bytes)
+            return Cost(*(times * amount for amount in cost))
         if one.opcode == "conditional":
             return max((self.computation(body) for body in one.bodies), default=Cost(), key=sum)
         if one.opcode in ("call", "async-start"):
             return _total([self.computation(body) for body in one.bodies])
-        return Cost(self._flops(name, one), self._traffic(name, one))
+        estimated = _CYCLES.search(one.attributes)
+        cycles = int(estimated[1]) if estimated else 0
+        return Cost(self._flops(name, one), self._traffic(name, one), cycles)
 
     def _flops(self, name: str, one: hlo.Instruction) -> int:
         if one.opcode == "fusion":
@@ -160,7 +167,7 @@ class _Counter:
 
 
 def _total(costs: Sequence[Cost]) -> Cost:
-    return Cost(sum(cost.flops for cost in costs), sum(cost.hbm_bytes for cost in costs))
+    return Cost(*map(sum, zip(*costs, strict=True)))
 
 
 def _slice(one: hlo.Instruction, place: int, whole: int) -> int:

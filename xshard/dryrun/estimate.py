@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import core
 
 from xshard.dryrun import costs
 from xshard.metrics import chips
@@ -23,6 +24,26 @@ class Bound(NamedTuple):
     amount: int
     rate: float | None
     seconds: float | None
+
+
+class Prepared(NamedTuple):
+    """What is known of a step before it is compiled.
+
+    Attributes:
+      chip: the chip.
+      mesh: of the run.
+      experiment: of the run.
+      state: the shapes of its state, with shardings.
+      batch: the shapes of a batch.
+      result: what a dry run says of it so far.
+    """
+
+    chip: chips.Chip
+    mesh: jax.sharding.Mesh
+    experiment: Any
+    state: Any
+    batch: Any
+    result: dict[str, Any]
 
 
 def bounds(chip: chips.Chip, cost: costs.Cost, ici: int, dcn: int) -> list[Bound]:
@@ -63,6 +84,25 @@ def largest(tree: Any, count: int) -> list[tuple[str, int]]:
         for path, leaf in leaves
     ]
     return sorted(sizes, key=lambda pair: -pair[1])[:count]
+
+
+def stacked_bytes(program: Any) -> int:
+    """The bytes of the largest stack that one of a program's scans makes: what it keeps for a gradient, or gradients.
+
+    Args:
+      program: a jaxpr. Within `jax.shard_map` its sizes are those of one replica.
+    """
+    jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+    most = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            stacks = eqn.outvars[eqn.params["num_carry"] :]
+            sizes = [x.aval.size * x.aval.dtype.itemsize for x in stacks]
+            most = max(most, sum(sizes))
+        for inner in jax.tree.leaves(dict(eqn.params)):
+            if isinstance(inner, core.ClosedJaxpr | core.Jaxpr):
+                most = max(most, stacked_bytes(inner))
+    return most
 
 
 def _leaf_bytes(leaf: Any) -> int:

@@ -31,6 +31,11 @@ def show(result: dict[str, Any]) -> str:
         f"A step takes at least {seconds}, at most {rate} examples a second: {result['dominated_by']} dominates. "
         "Bounds, not predictions.",
     ]
+    if result["estimated_cycles"]:
+        parts.append(
+            "Estimated by the compiler, without collectives and as if nothing overlapped: "
+            f"{show_lib.scaled(result['estimated_cycles'], '')} cycles."
+        )
     if result["unknown_loops"]:
         parts.append(f"{result['unknown_loops']} loops of unknown length count as one round.")
     parts.append(f"Peaks: {chip['source']}")

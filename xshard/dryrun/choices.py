@@ -1,0 +1,136 @@
+"""The plans that there are for a run on a pod: which values of which keys, which to compile next, and the best.
+
+A plan is a value of each key that says where a run lies and how it is computed, not what it learns: the batch is
+the same in all of them.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from xshard import config as config_lib
+
+MODEL, MICRO = "model_parallel", "micro_batches"
+# What becomes of a plan. A refusal is the framework's, the experiment's or the compiler's.
+WAITING, FITS, TOO_LARGE, PRUNED, REFUSED = (
+    "not compiled", "fitting", "too large", "pruned", "refused",
+)  # fmt: skip
+_DTYPES = ("float32", "bfloat16")
+_SWITCHES = {"reduction.shard_update": (False, True), "reduction.reduce_dtype": _DTYPES}
+_BETWEEN_SLICES = {"reduction.slice_dtype": (*_DTYPES, "int8")}
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """One way to run a config.
+
+    Attributes:
+      values: the values by key.
+      is_own: whether it is the config as it is.
+      needs: the bytes that a chip needs at least, by estimate.
+      outcome: what has become of it, such as `FITS`.
+      reason: why, where it was refused or pruned.
+      result: what the dry run says of it, if it was compiled and fits.
+    """
+
+    values: dict[str, Any]
+    is_own: bool = False
+    needs: int = 0
+    outcome: str = WAITING
+    reason: str = ""
+    result: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """What is less for a better plan: the bound, then what the compiler estimates, then the memory."""
+        seconds, cycles = self.result["seconds"], self.result["estimated_cycles"]
+        return seconds, cycles, self.result["memory"]["peak"]
+
+
+def of(config: Any, num_chips: int, *, has_model_axis: bool) -> list[Plan]:
+    """All plans for a config, its own first.
+
+    Args:
+      config: the config of the run.
+      num_chips: of all slices.
+      has_model_axis: whether anything of the experiment lies along 'model'.
+    """
+    flat = config_lib.flatten(config.to_dict())
+    wanted = _SWITCHES | (_BETWEEN_SLICES if config.slices > 1 else {})
+    wanted |= {name: (False, True) for name, value in flat.items() if is_remat(name, value)}
+    switches = {name: values for name, values in wanted.items() if name in flat}
+    slices = {"slices": config.slices} if config.slices > 1 else {}
+    own = {**slices, **{name: flat[name] for name in (MODEL, MICRO, *switches)}}
+    models = _divisors(num_chips) if has_model_axis else [own[MODEL]]
+    groups = len(config.group_assignment) or 1
+    found = [own]
+    for model in models:
+        replicas = max(1, num_chips // model // groups)
+        for micro in _divisors(max(1, config.batch_size // replicas)):
+            for values in itertools.product(*switches.values()):
+                found.append(
+                    {
+                        **slices,
+                        MODEL: model,
+                        MICRO: micro,
+                        **dict(zip(switches, values, strict=True)),
+                    }
+                )
+    return [Plan(own, is_own=True)] + [Plan(values) for values in found if values != own]
+
+
+def is_remat(name: str, value: Any) -> bool:
+    """Whether a key says that activations are computed again; a config's own, since there is none for all."""
+    return name.rpartition(".")[2] == "remat" and isinstance(value, bool)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """How far plans are apart: in doublings of numbers, and a step for each other difference."""
+    double = lambda x, y: abs(math.log2(x / y))
+    models = double(one[MODEL], other[MODEL])
+    micros = double(one[MICRO], other[MICRO])
+    # As many micro-batches as before are near, and so are as large ones, of a replica with other rows.
+    rows = double(one[MODEL] / one[MICRO], other[MODEL] / other[MICRO])
+    steps = models + min(micros, rows)
+    return steps + sum(one[name] != other[name] for name in one if name not in (MODEL, MICRO))
+
+
+def needs_more(values: dict[str, Any], failed: dict[str, Any]) -> bool:
+    """Whether a plan differs from one that does not fit in larger activations alone."""
+    remats = [name for name in values if is_remat(name, values[name])]
+    alike = set(values) - {MICRO, *remats}
+    if any(values[name] != failed[name] for name in alike) or values[MICRO] > failed[MICRO]:
+        return False
+    # Without micro-batches no sum of gradients is kept.
+    if values[MICRO] == 1 < failed[MICRO]:
+        return False
+    return all(failed[name] or not values[name] for name in remats)
+
+
+def following(plans: Sequence[Plan]) -> Plan | None:
+    """The plan to compile next; None: there is none left."""
+    waiting = [plan for plan in plans if plan.outcome == WAITING]
+    best = min(fitting(plans), key=lambda plan: plan.rank, default=None)
+    own_is_too_large = plans[0].outcome in (TOO_LARGE, PRUNED)
+    if best is None and own_is_too_large:
+        return min(waiting, key=lambda plan: plan.needs, default=None)
+    near = best or plans[0]
+    # Of those that are as near the one that needs most: what saves memory costs time.
+    nearest = lambda plan: (distance(plan.values, near.values), -plan.needs)
+    return min(waiting, key=nearest, default=None)
+
+
+def fitting(plans: Sequence[Plan]) -> list[Plan]:
+    """Those that were compiled and fit."""
+    return [plan for plan in plans if plan.outcome == FITS]
+
+
+def flags_of(plan: Plan) -> list[str]:
+    """The flags that make a config the plan's."""
+    return [f"--config.{name}={value}" for name, value in plan.values.items()]

@@ -1,0 +1,334 @@
+"""The search of `--plan`: the ways in which one run may lie on a pod, by the bounds on their steps.
+
+A plan is a value of each key that says where a run lies and how it is computed, not what it learns: the batch is
+the same in all of them. What cannot fit by an estimate is not compiled. Of the rest those are compiled first, two or
+more at a time, that differ least from the best one so far.
+"""
+
+import collections
+import concurrent.futures
+import copy
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xshard import cli, errors
+from xshard import config as config_lib
+from xshard import experiment as experiment_lib
+from xshard.dryrun import choices, estimate, summary
+from xshard.files import jsonfile
+from xshard.metrics import chips
+from xshard.metrics import show as show_lib
+from xshard.pod import notice
+from xshard.run import preflight
+
+_SHOWN = 10
+# A compiler may take 2 GB.
+_MOST_WORKERS = 8
+
+
+def search(
+    plans: Sequence[choices.Plan],
+    compile_plan: Callable[[choices.Plan], None],
+    most: int,
+    report: Callable[[choices.Plan, int, int], None],
+) -> None:
+    """Compiles plans, as many at a time as there are cores, `most` in all.
+
+    Args:
+      plans: of which those that wait are compiled.
+      compile_plan: compiles one, and sets what has become of it. It is called in threads.
+      most: so many.
+      report: is told of each that is done, how many are, and how many may be.
+    """
+    workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    running: dict[concurrent.futures.Future[None], choices.Plan] = {}
+    begun = done = 0
+    while True:
+        while len(running) < workers and begun < most and (plan := choices.following(plans)):
+            plan.outcome = "being compiled"
+            running[pool.submit(compile_plan, plan)] = plan
+            begun += 1
+        if not running:
+            return
+        ended, _ = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
+        for future in ended:
+            plan = running.pop(future)
+            future.result()
+            done += 1
+            _prune(plans, plan)
+            waiting = sum(other.outcome == choices.WAITING for other in plans)
+            report(plan, done, min(most, begun + waiting))
+
+
+def _prune(plans: Sequence[choices.Plan], failed: choices.Plan) -> None:
+    """Rules out what needs more than a plan that did not fit."""
+    for plan in plans if failed.outcome == choices.TOO_LARGE else ():
+        if plan.outcome == choices.WAITING and choices.needs_more(plan.values, failed.values):
+            plan.outcome = choices.PRUNED
+            plan.reason = (
+                "larger activations than a plan that does not fit, and is otherwise the same"
+            )
+
+
+class Judge:
+    """Says of a plan before it is compiled what it needs at least, or who refuses it.
+
+    Args:
+      config: the config of the run.
+      prepare: from a config to its step, as far as it is known without the compiler.
+    """
+
+    def __init__(self, config: Any, prepare: Callable[[Any], estimate.Prepared]):
+        self._config = config
+        self._prepare = prepare
+        self._prepared: dict[Any, estimate.Prepared | ValueError] = {}
+        self._stacked: dict[Any, int] = {}
+
+    def __call__(self, plan: choices.Plan) -> None:
+        """Sets a plan's `needs`, or what becomes of it."""
+        config = copy.deepcopy(self._config)
+        config.update_from_flattened_dict(plan.values)
+        try:
+            step = self._step(plan, config)
+            limit, memory = step.chip.hbm, step.result["memory"]
+            # Gradients of micro-batches are added up in float32, beside the parameters.
+            sums = memory["parameters"] if plan.values[choices.MICRO] > 1 else 0
+            plan.needs = sum(memory.values()) + sums
+            what = "state and sums of gradients"
+            if plan.needs <= limit:
+                # At best all of what a loop keeps is sharded over 'model'.
+                plan.needs += self._kept(plan, config, step) // plan.values[choices.MODEL]
+                what = "state, sums of gradients, and what a loop keeps for the backward pass"
+        except ValueError as e:
+            plan.outcome, plan.reason = choices.REFUSED, cli.message(e)
+            return
+        if plan.needs > limit:
+            plan.outcome = choices.PRUNED
+            plan.reason = f"{what} need more than the {summary.size(limit)} of a chip"
+
+    def _step(self, plan: choices.Plan, config: Any) -> estimate.Prepared:
+        """The step of a plan that holds the same; other micro-batches, say, hold the same state."""
+        free = (choices.MICRO, "reduction.reduce_dtype")
+        values = plan.values.items()
+        key = tuple(x for name, x in values if name not in free and not choices.is_remat(name, x))
+        if key not in self._prepared:
+            try:
+                self._prepared[key] = self._prepare(config)
+            except ValueError as e:
+                if plan.is_own:
+                    # Its micro-batches may be what is wrong, which others do not have.
+                    raise
+                self._prepared[key] = e
+        found = self._prepared[key]
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def _kept(self, plan: choices.Plan, config: Any, step: estimate.Prepared) -> int:
+        """Traces a step for what its loops stack; once for each size of a micro-batch."""
+        values = plan.values
+        remats = [value for name, value in values.items() if choices.is_remat(name, value)]
+        key = (values[choices.MODEL] / values[choices.MICRO], *remats)
+        if key not in self._stacked:
+            experiment = experiment_lib.load(config.experiment)(config)
+            traced = preflight.jitted_step(experiment, step.mesh).trace(step.state, step.batch)
+            self._stacked[key] = estimate.stacked_bytes(traced.jaxpr)
+        return self._stacked[key]
+
+
+class Compiler:
+    """Compiles plans in processes of their own, which can crash, and be ended.
+
+    Args:
+      arguments: of this program.
+    """
+
+    def __init__(self, arguments: Sequence[str]):
+        self._arguments = [*arguments, "--noplan", "--json"]
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def __call__(self, plan: choices.Plan) -> None:
+        """Compiles a plan, and sets what becomes of it."""
+        command = [sys.executable, "-m", "xshard.dryrun", *self._arguments, *choices.flags_of(plan)]
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        )
+        self._running.add(child)
+        out, err = child.communicate()
+        self._running.discard(child)
+        take(plan, child.returncode, out, err)
+
+    def stop(self) -> None:
+        """Ends what is being compiled."""
+        for child in list(self._running):
+            child.kill()
+
+
+def take(plan: choices.Plan, code: int, out: str, err: str) -> None:
+    """Sets what becomes of a plan from what its dry run has said."""
+    # An experiment may print as well, but not after it.
+    said = out.splitlines()[-1:]
+    result = json.loads(said[0]) if said and said[0].startswith("{") else {}
+    if code == notice.DONE:
+        # In this order, since the search looks at plans from another thread.
+        plan.result = result
+        plan.outcome = choices.FITS
+        return
+    if result and not result["memory"].get("fits", True):
+        plan.outcome = choices.TOO_LARGE
+        plan.needs = result["memory"]["needed"]
+        return
+    last = (err.splitlines() or [""])[-1]
+    errors_said = [line for line in err.splitlines() if line.startswith("error: ")]
+    reason = errors_said[-1].removeprefix("error: ") if errors_said else last
+    plan.outcome = choices.REFUSED
+    plan.reason = reason if code > 0 else f"the compiler was ended by signal {-code}: {last}"
+
+
+def run(
+    config: Any,
+    topology: str,
+    prepare: Callable[[Any, str], estimate.Prepared],
+    arguments: Sequence[str],
+    most: int,
+    *,
+    as_json: bool,
+) -> int:
+    """Searches, and prints the best plans; returns the exit code.
+
+    Args:
+      config: the config of the run.
+      topology: of a slice.
+      prepare: from a config and a topology to its step, as far as it is known without the compiler.
+      arguments: of this program.
+      most: so many plans are compiled at most.
+      as_json: whether what is printed is for machines.
+
+    Raises:
+      UserError: if there is nothing to choose, if all is refused, or if nothing fits.
+    """
+    say = _clock()
+    plans = _plans(config, topology)
+    say(f"{len(plans)} plans, of which the memory is estimated")
+    judge = Judge(config, lambda config: prepare(config, topology))
+    for plan in plans:
+        judge(plan)
+    say(_counted(plans))
+    if not any(plan.outcome == choices.WAITING for plan in plans):
+        raise errors.UserError(f"--plan: none of {len(plans)} plans is possible: {_reasons(plans)}")
+    compiler, code = Compiler(arguments), notice.DONE
+    try:
+        search(plans, compiler, most, lambda plan, done, of: say(f"{done} of {of}: {_line(plan)}"))
+    except KeyboardInterrupt:
+        compiler.stop()
+        say("interrupted; what is known:")
+        code = notice.INTERRUPTED
+    print(jsonfile.dumps(as_data(plans)) if as_json else show(plans, topology), flush=True)
+    if code == notice.DONE and not choices.fitting(plans):
+        raise errors.UserError(
+            f"--plan: no plan fits {topology} of those that were compiled. Give a larger topology, a smaller "
+            "--config.batch_size or model, or more --plan_compiles."
+        )
+    return code
+
+
+def _plans(config: Any, topology: str) -> list[choices.Plan]:
+    """The plans for a config; raises UserError if there is nothing to choose."""
+    chips.parse_topology(topology)
+    config_lib.check(config)
+    sizes = [int(size) for size in topology.split(":")[1].split("x")]
+    rules = experiment_lib.load(config.experiment)(config).sharding_rules()
+    plans = choices.of(config, math.prod(sizes) * config.slices, has_model_axis=bool(rules))
+    if len(plans) == 1:
+        raise errors.UserError(
+            f"--plan: there is nothing to choose on {topology}: the experiment has no sharding_rules for a "
+            "model_parallel, a replica has one example for its micro_batches, and the config has neither "
+            "reduction.* nor a key 'remat'. Leave out --plan, or give a larger --config.batch_size."
+        )
+    return plans
+
+
+def _clock() -> Callable[[str], None]:
+    """Returns a function that says something on stderr, with the time since now."""
+    begin = time.monotonic()
+
+    def say(text: str) -> None:
+        passed = show_lib.duration(time.monotonic() - begin)
+        print(f"[{passed}] {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def as_data(plans: Sequence[choices.Plan]) -> dict[str, Any]:
+    """All plans, those that fit in order of their rank, for `--json`."""
+    best = sorted(choices.fitting(plans), key=lambda plan: plan.rank)
+    rest = [plan for plan in plans if plan.outcome != choices.FITS]
+    return {
+        "plans": [
+            dataclasses.asdict(plan) | {"flags": choices.flags_of(plan)} for plan in best + rest
+        ]
+    }
+
+
+def show(plans: Sequence[choices.Plan], topology: str) -> str:
+    """The ten best plans, and what became of the others, for people."""
+    best = sorted(choices.fitting(plans), key=lambda plan: plan.rank)[:_SHOWN]
+    parts = [f"{topology}, {len(plans)} plans: {_counted(plans)}", _reasons(plans, "\n")]
+    if best:
+        head, *lines = show_lib.table(
+            [_row(number, plan) for number, plan in enumerate(best, 1)]
+        ).splitlines()
+        for line, plan in zip(lines, best, strict=True):
+            head += f"\n{line}\n     {' '.join(choices.flags_of(plan))}"
+        parts.append(f"the best by the bound on a step's time\n{head}")
+    parts.append(f"The config as it is: {_line(plans[0])}")
+    parts.append("Bounds, not predictions.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _counted(plans: Sequence[choices.Plan]) -> str:
+    """What became of plans, with their numbers."""
+    counts = collections.Counter(plan.outcome for plan in plans)
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+
+
+def _reasons(plans: Sequence[choices.Plan], between: str = "; ") -> str:
+    """Why plans are not among those that fit, each reason once, with their number."""
+    reasons = collections.Counter((plan.outcome, plan.reason) for plan in plans if plan.reason)
+    return between.join(f"{n} {outcome}: {why}" for (outcome, why), n in reasons.most_common())
+
+
+def _row(number: int, plan: choices.Plan) -> dict[str, str]:
+    result = plan.result
+    amounts = {limit["name"]: limit["amount"] for limit in result["bounds"]}
+    return {
+        "": f"{number}",
+        "at least": show_lib.scaled(result["seconds"], "s"),
+        "because of": result["dominated_by"],
+        "peak": summary.size(result["memory"]["peak"]),
+        "ICI": show_lib.scaled(amounts["ICI"], "B"),
+        "DCN": show_lib.scaled(amounts["DCN"], "B"),
+        "cycles": show_lib.scaled(result["estimated_cycles"], ""),
+        "is": "the config" if plan.is_own else "",
+    }
+
+
+def _line(plan: choices.Plan) -> str:
+    """A plan and what became of it, in a line."""
+    values = " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in plan.values.items())
+    if plan.outcome == choices.TOO_LARGE:
+        return f"{values}: too large, {summary.size(plan.needs)}"
+    if plan.outcome != choices.FITS:
+        why = f" ({plan.reason})" if plan.reason else ""
+        return f"{values}: {plan.outcome}{why}"
+    row = _row(0, plan)
+    return f"{values}: at least {row['at least']} because of {row['because of']}, {row['peak']}"
