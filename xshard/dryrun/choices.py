@@ -42,6 +42,17 @@ class Plan:
     reason: str = ""
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def end(self, outcome: str, reason: str = "") -> None:
+        """Sets what has become of it, and why."""
+        # In this order, since the search looks at plans from another thread.
+        self.reason = reason
+        self.outcome = outcome
+
+    def fit(self, result: dict[str, Any]) -> None:
+        """Takes what the dry run says of it."""
+        self.result = result
+        self.end(FITS)
+
     @property
     def rank(self) -> tuple[float, int, int]:
         """What is less for a better plan: the bound, then what the compiler estimates, then the memory."""

@@ -53,7 +53,7 @@ def search(
     begun = done = 0
     while True:
         while len(running) < workers and begun < most and (plan := choices.following(plans)):
-            plan.outcome = "being compiled"
+            plan.end("being compiled")
             running[pool.submit(compile_plan, plan)] = plan
             begun += 1
         if not running:
@@ -72,10 +72,8 @@ def _prune(plans: Sequence[choices.Plan], failed: choices.Plan) -> None:
     """Rules out what needs more than a plan that did not fit."""
     for plan in plans if failed.outcome == choices.TOO_LARGE else ():
         if plan.outcome == choices.WAITING and choices.needs_more(plan.values, failed.values):
-            plan.outcome = choices.PRUNED
-            plan.reason = (
-                "larger activations than a plan that does not fit, and is otherwise the same"
-            )
+            why = "larger activations than a plan that does not fit, and is otherwise the same"
+            plan.end(choices.PRUNED, why)
 
 
 class Judge:
@@ -108,11 +106,10 @@ class Judge:
                 plan.needs += self._kept(plan, config, step) // plan.values[choices.MODEL]
                 what = "state, sums of gradients, and what a loop keeps for the backward pass"
         except ValueError as e:
-            plan.outcome, plan.reason = choices.REFUSED, cli.message(e)
+            plan.end(choices.REFUSED, cli.message(e))
             return
         if plan.needs > limit:
-            plan.outcome = choices.PRUNED
-            plan.reason = f"{what} need more than the {summary.size(limit)} of a chip"
+            plan.end(choices.PRUNED, f"{what} need more than the {summary.size(limit)} of a chip")
 
     def _step(self, plan: choices.Plan, config: Any) -> estimate.Prepared:
         """The step of a plan that holds the same; other micro-batches, say, hold the same state."""
@@ -179,19 +176,18 @@ def take(plan: choices.Plan, code: int, out: str, err: str) -> None:
     said = out.splitlines()[-1:]
     result = json.loads(said[0]) if said and said[0].startswith("{") else {}
     if code == notice.DONE:
-        # In this order, since the search looks at plans from another thread.
-        plan.result = result
-        plan.outcome = choices.FITS
+        plan.fit(result)
         return
     if result and not result["memory"].get("fits", True):
-        plan.outcome = choices.TOO_LARGE
         plan.needs = result["memory"]["needed"]
+        plan.end(choices.TOO_LARGE)
         return
     last = (err.splitlines() or [""])[-1]
     errors_said = [line for line in err.splitlines() if line.startswith("error: ")]
     reason = errors_said[-1].removeprefix("error: ") if errors_said else last
-    plan.outcome = choices.REFUSED
-    plan.reason = reason if code > 0 else f"the compiler was ended by signal {-code}: {last}"
+    plan.end(
+        choices.REFUSED, reason if code > 0 else f"the compiler was ended by signal {-code}: {last}"
+    )
 
 
 def run(

@@ -3,7 +3,7 @@
 import pathlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from xshard import checkpoint, errors
@@ -124,18 +124,9 @@ def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Che
     rows = rows_lib.read(path / "metrics.jsonl")
     separate = rows_lib.read(path / "eval" / "metrics.jsonl")
     notes = [*rows.notes, *(f"eval/: {note}" for note in separate.notes)]
-    results: dict[str, Any] = {}
-    processes: list[dict[str, Any]] = []
-    try:
-        results = jsonfile.read_if_exists(path / workdir.RESULTS) or {}
-    except errors.UserError as e:
-        notes.append(str(e))
-    attempts: list[attempts_lib.Attempt] = []
-    try:
-        processes = status.read_if_exists(path) or []
-        attempts = attempts_lib.read(path)
-    except errors.UserError as e:
-        notes.append(str(e))
+    results = _noted(notes, lambda: jsonfile.read_if_exists(path / workdir.RESULTS), {})
+    processes = _noted(notes, lambda: status.read_if_exists(path), [])
+    attempts = _noted(notes, lambda: attempts_lib.read(path), [])
     columns = [*rows.training.values(), *rows.evaluation.values()]
     if not columns:
         notes.append("no metrics yet.")
@@ -163,6 +154,17 @@ def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Che
         samples=samples,
         notes=notes,
     )
+
+
+def _noted(notes: list[str], read: Callable[[], Any], otherwise: Any) -> Any:
+    """What is read of a run, or what is to be taken if there is nothing; why it cannot be read is noted."""
+    try:
+        return read() or otherwise
+    except errors.UserError as e:
+        # Two may read one file.
+        if str(e) not in notes:
+            notes.append(str(e))
+        return otherwise
 
 
 def _config(path: pathlib.Path) -> dict[str, Any]:
