@@ -47,9 +47,14 @@ def block(x):
     return x + w * jnp.tanh(hk.nets.MLP([2 * WIDTH, WIDTH], name="mlp")(x))
 
 
-def stacked(wrap):
+def partly(x):
+    wide = hk.remat(lambda x: jnp.tanh(hk.Linear(2 * WIDTH, name="wide")(x)))(x)
+    return x + jnp.tanh(hk.Linear(WIDTH, name="narrow")(wide))
+
+
+def stacked(layer):
     # As many layers as replicas, which could be cut, too.
-    return lambda x: hk.layer_stack(8, name="layers")(wrap(block))(x)
+    return lambda x: hk.layer_stack(8, name="layers")(layer)(x)
 
 
 def recurrent(x):
@@ -79,12 +84,14 @@ def unused(x):
 
 KINDS = {
     "block": block,
-    "stack": stacked(lambda f: f),
-    "remat": stacked(hk.remat),
+    "stack": stacked(block),
+    "remat": lambda x: stacked(hk.remat(block))(x),
+    "partly": stacked(partly),
     "recurrent": recurrent,
     "branching": branching,
     "tied": tied,
     "unused": unused,
+    "unused in remat": lambda x: hk.remat(unused)(x),
     "penalty": lambda x: x * sum(map(jnp.sum, _made(x).params_dict().values())).astype(x.dtype),
 }
 
@@ -174,7 +181,7 @@ def test_parameters_and_slots_take_an_nth_of_the_memory():
     assert bytes_a_device(held.params) == bytes_a_device(whole.params) - weights * 7 // 8
 
 
-@pytest.mark.parametrize("kind", ["stack", "remat"])
+@pytest.mark.parametrize("kind", ["stack", "remat", "partly"])
 def test_a_layer_at_a_time_is_gathered_and_again_in_the_backward_pass(kind):
     experiment, the_mesh = make(kind, precision="params=float32,compute=float16,output=float32")
     state, train = begin(experiment, the_mesh)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from xshard import errors, mesh
+from xshard.optimizers import again, shards, trees
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import shards, trees
 
 # The elements that a shard has at least, a row of a TPU's memory: to gather fewer costs more than it saves.
 _SMALLEST = 128
@@ -145,12 +145,15 @@ def applied(
             first = {path: gather(layouts[path].shape, leaves[path]) for path in early}
             return asking(trees.replace(params, first), *args, **kwargs)
 
-        program = jax.make_jaxpr(functools.partial(run, ()))(params)
+        program, shapes = jax.make_jaxpr(functools.partial(run, ()), return_shape=True)(params)
         followed = _Followed(params, layouts)
         followed.through(program.jaxpr)
-        whole_run = functools.partial(run, sorted(followed.early))
-        # Of two policies, one within the other, JAX takes the outer one, which keeps what hk.remat would not.
-        return whole_run(params) if followed.has_remat else _remat(whole_run)(params)
+        final = functools.partial(run, sorted(followed.early))
+        if not again.is_in(program.jaxpr):
+            return _gather_again(final)(params)
+        program = jax.make_jaxpr(final)(params) if followed.early else program
+        results = _gather_again(functools.partial(again.run, program))(*jax.tree.leaves(params))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return apply
 
@@ -192,8 +195,8 @@ def _gather(
     return gather(shard)
 
 
-def _remat(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose backward pass gathers again."""
+def _gather_again(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose backward pass keeps all but what is gathered."""
     return jax.checkpoint(f, policy=_is_kept)
 
 
@@ -208,7 +211,6 @@ class _Followed:
     Attributes:
       early: the paths of parameters that it asks for in a branch or in a loop over anything but layers: in a
         branch a gather would be one that only some replicas meet in, and in a loop one for each round.
-      has_remat: whether it computes anything again for the backward pass.
     """
 
     def __init__(self, params: Any, layouts: layouts_lib.Layouts):
@@ -219,7 +221,6 @@ class _Followed:
           layouts: of the parameters.
         """
         self.early: set[str] = set()
-        self.has_remat = False
         leaves = jax.tree_util.tree_leaves_with_path(params)
         self._paths = [trees.path_name(path) for path, _ in leaves]
         shares = held(params, layouts)
@@ -248,7 +249,6 @@ class _Followed:
 
     def _of_equation(self, eqn: Any, inputs: list[_Sources]) -> _Sources:
         name, params = eqn.primitive.name, eqn.params
-        self.has_remat |= name == "remat2"
         if params.get("name") == "gathered_parameter":
             self.early |= {self._paths[number] for number, inner in inputs[0] if inner}
             return _NONE
