@@ -131,31 +131,48 @@ def applied(
             layouts=layouts,
         )
         gather = functools.partial(_gather, partition, dtype, reduce_dtype)
-
-        def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
-            value, whole = next_getter(value), tuple(context.original_shape)
-            # What has another number of dimensions is Haiku's to refuse.
-            is_shard = value.shape != whole and value.ndim == len(whole)
-            return gather(whole, value) if is_shard else value
-
-        asking = hk.transform_with_state(with_getter(network, getter)).apply
+        asking = hk.transform_with_state(with_getter(network, _getter(partition, gather))).apply
 
         def run(early: Sequence[str], params: Any) -> Any:
-            leaves = trees.leaves_by_path(params)
-            first = {path: gather(layouts[path].shape, leaves[path]) for path in early}
+            leaves, first = trees.leaves_by_path(params), {}
+            for path in early:
+                first[path] = gather(layouts[path].shape, layouts[path].dim, leaves[path])
             return asking(trees.replace(params, first), *args, **kwargs)
 
-        program, shapes = jax.make_jaxpr(functools.partial(run, ()), return_shape=True)(params)
-        followed = _Followed(params, layouts)
-        followed.through(program.jaxpr)
-        final = functools.partial(run, sorted(followed.early))
-        if not again.is_in(program.jaxpr):
-            return _gather_again(final)(params)
-        program = jax.make_jaxpr(final)(params) if followed.early else program
-        results = _gather_again(functools.partial(again.run, program))(*jax.tree.leaves(params))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return _gathered_again(run, params, layouts)
 
     return apply
+
+
+def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
+        value, whole = next_getter(value), tuple(context.original_shape)
+        dim = _sharded_along(value.shape, whole, partition.count)
+        return value if dim is None else gather(whole, dim, value)
+
+    return getter
+
+
+def _gathered_again(
+    run: Callable[[Sequence[str], Any], Any], params: Any, layouts: layouts_lib.Layouts
+) -> Any:
+    """What `run(early, params)` returns, whose backward pass keeps all but what is gathered.
+
+    Args:
+      run: applies a network; it first gathers the parameters of some paths.
+      params: of the network.
+      layouts: of the parameters.
+    """
+    program, shapes = jax.make_jaxpr(functools.partial(run, ()), return_shape=True)(params)
+    followed = _Followed(params, layouts)
+    followed.through(program.jaxpr)
+    final = functools.partial(run, sorted(followed.early))
+    if not again.is_in(program.jaxpr):
+        return jax.checkpoint(final, policy=_is_kept)(params)
+    program = jax.make_jaxpr(final)(params) if followed.early else program
+    final = functools.partial(again.run, program)
+    results = jax.checkpoint(final, policy=_is_kept)(*jax.tree.leaves(params))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def with_getter(network: Callable[..., Any], getter: Any) -> Callable[..., Any]:
@@ -169,15 +186,23 @@ def with_getter(network: Callable[..., Any], getter: Any) -> Callable[..., Any]:
     return asking
 
 
+def _sharded_along(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | None:
+    """The dimension along which an array of one shape is a shard of one of another; None: it is not, as Haiku may say."""
+    for dim in range(min(len(shape), len(whole))):
+        if (*shape[:dim], shape[dim] * count, *shape[dim + 1 :]) == whole:
+            return dim
+    return None
+
+
 def _gather(
     partition: shards.Partition,
     dtype: Any,
     reduce_dtype: str,
     shape: tuple[int, ...],
+    dim: int | None,
     shard: jax.Array,
 ) -> jax.Array:
     """The whole array of a shape, of which there is a shard; its gradient is the shard of the sum over the replicas."""
-    (dim,) = [dim for dim, size in enumerate(shape) if shard.shape[dim] != size]
     layout = layouts_lib.Layout("", shape, partition.count, dim)
     sent = dtype if jnp.issubdtype(shard.dtype, jnp.floating) else shard.dtype
 
@@ -193,11 +218,6 @@ def _gather(
     gather = jax.custom_vjp(named)
     gather.defvjp(lambda shard: (named(shard), None), backward)
     return gather(shard)
-
-
-def _gather_again(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose backward pass keeps all but what is gathered."""
-    return jax.checkpoint(f, policy=_is_kept)
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
