@@ -181,18 +181,34 @@ def test_parameters_and_slots_take_an_nth_of_the_memory():
     assert bytes_a_device(held.params) == bytes_a_device(whole.params) - weights * 7 // 8
 
 
-@pytest.mark.parametrize("kind", ["stack", "remat", "partly"])
-def test_a_layer_at_a_time_is_gathered_and_again_in_the_backward_pass(kind):
+def sent(kind):
+    """The step in float16, lowered, and how often it does each kind of collective in each type."""
     experiment, the_mesh = make(kind, precision="params=float32,compute=float16,output=float32")
     state, train = begin(experiment, the_mesh)
     lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, next(train))
     found = collections.Counter()
     for one in collectives.of(lowered.compile()):
         found[one.kind, one.dtypes] += one.times
+    return lowered, found
+
+
+def test_what_a_loop_over_time_asks_for_is_gathered_before_it():
+    _, found = sent("recurrent")
+    # Once forward and once backward, of which the compiler may make one; and each array is summed once. There are
+    # three steps of time.
+    assert 1 <= found["all-gather", ("f16",)] <= 2
+    assert found["reduce-scatter", ("f32",)] == 5
+
+
+@pytest.mark.parametrize("kind", ["stack", "remat", "partly"])
+def test_a_layer_at_a_time_is_gathered_and_again_in_the_backward_pass(kind):
+    lowered, found = sent(kind)
     # Two arrays of each of eight layers, forward and backward; their gradients are summed in float32.
     assert found["all-gather", ("f16",)] == 2 * 2 * 8
     assert found["reduce-scatter", ("f16",)] == 0
     assert found["reduce-scatter", ("f32",)] >= 2 * 8
+    # What hk.remat computes again still is, and nothing else but what is gathered.
+    assert lowered.as_text().count("stablehlo.tanh") == {"stack": 1, "remat": 2, "partly": 3}[kind]
 
 
 def test_evaluations_predictions_and_fingerprints_are_those_of_whole_parameters():

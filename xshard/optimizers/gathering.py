@@ -25,8 +25,6 @@ from xshard.optimizers import layouts as layouts_lib
 
 # The elements that a shard has at least, a row of a TPU's memory: to gather fewer costs more than it saves.
 _SMALLEST = 128
-# What only moves elements of a shard on its way to where it is asked for, as `hk.layer_stack(transparent=True)` does.
-_MOVES = {"slice", "dynamic_slice", "squeeze", "broadcast_in_dim", "concatenate", "copy"}
 
 # Numbers of parameters, each with whether it has come into a loop, or into a branch, since.
 _Sources = frozenset[tuple[int, bool]]
@@ -255,11 +253,15 @@ class _Followed:
         Raises:
           UserError: if a shard is used in another way than to be gathered.
         """
-        for sources in self._in(jaxpr, self._given):
-            self._check_unused(sources)
+        for number, _ in _NONE.union(*self._in(jaxpr, self._given)):
+            raise errors.UserError(
+                f"The network uses the parameter {self._paths[number]!r} without asking hk.get_parameter for it, such as by "
+                "params_dict(); with shard_params=True each replica holds a shard of it, and what a module asks Haiku for "
+                "is gathered. Ask for it, or set shard_params=False."
+            )
 
     def _in(self, jaxpr: core.Jaxpr, inputs: Sequence[_Sources]) -> list[_Sources]:
-        """The shards that each result of a program still is, of those that its inputs are."""
+        """The shards that each result of a program is, or is made of, by those that its inputs are."""
         found: dict[Any, _Sources] = dict(zip(jaxpr.invars, inputs, strict=True))
         read = lambda x: _NONE if isinstance(x, core.Literal) else found.get(x, _NONE)
         for eqn in jaxpr.eqns:
@@ -278,23 +280,12 @@ class _Followed:
             inputs = [*map(_within, inputs[:fixed]), *inputs[fixed:]]
         elif name in ("cond", "while"):
             inputs = [*map(_within, inputs)]
-        made: list[_Sources] = []
         programs = _programs(eqn, inputs)
+        # Of a branch also what decides for it.
+        made = inputs[:1] if name == "cond" else [] if programs else inputs
         for program, given in programs:
-            made += self._in(program, given)
-        if not programs and any(inputs):
-            made = inputs
-            if name not in _MOVES:
-                self._check_unused(_NONE.union(*inputs))
+            made = made + self._in(program, given)
         return _NONE.union(*made)
-
-    def _check_unused(self, sources: _Sources) -> None:
-        for number, _ in sources:
-            raise errors.UserError(
-                f"The network uses the parameter {self._paths[number]!r} without asking hk.get_parameter for it, such as by "
-                "params_dict(); with shard_params=True each replica holds a shard of it, and what a module asks Haiku for "
-                "is gathered. Ask for it, or set shard_params=False."
-            )
 
 
 def _within(sources: _Sources) -> _Sources:
