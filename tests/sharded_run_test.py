@@ -49,6 +49,7 @@ SHAPES = [
     {"group_assignment": PAIRS, "model_parallel": 2},
     HELD,
     {**HELD, "slices": 2},
+    {**HELD, "experiment": "tests.toy.Kept", "kept": "linear_0"},
 ]
 
 

@@ -3,8 +3,8 @@
 With several groups the experiment's state has a leading dimension of groups, since groups go separate ways.
 What is a replica's own has one of replicas after it, those of one slice after those of another.
 
-Where a learner's rule shards its update, a slot lies along `replica` in the dimension that is sharded. A slot
-that has none is stored flattened and padded, which depends on the number of replicas; `Storage` gives
+Where a learner's rule shards its update, a slot lies along `replica` in the dimension that is sharded, and so does
+a parameter that replicas hold in shards. A slot that has none is stored flattened and padded, which depends on the number of replicas; `Storage` gives
 it the shape that a checkpoint has, and takes it back.
 """
 
