@@ -20,7 +20,7 @@ def config(**changes):
     made = toy.get_config()
     made.experiment = changes.pop("experiment", "tests.toy.Wide")
     made.log_every_steps = 100
-    for key in ("shard_update", "slice_dtype", "reduce_dtype"):
+    for key in ("shard_update", "shard_params", "slice_dtype", "reduce_dtype"):
         if key in changes:
             made.reduction[key] = changes.pop(key)
     made.group_assignment = changes.pop("group_assignment", ())
@@ -38,6 +38,8 @@ def train(directory, **changes):
 
 # 16 hidden units: every array but the last bias has a dimension that 8, 4 or 2 divide; with 20 there are
 # none for 8, and the arrays are flattened and filled up.
+# With so many all but the last bias are held in shards.
+HELD = {"shard_params": True, "hidden": 1024}
 SHAPES = [
     {},
     {"hidden": 20},
@@ -45,12 +47,17 @@ SHAPES = [
     {"slices": 2, "hidden": 20},
     {"slices": 2, "group_assignment": HALVES, "micro_batches": 2},
     {"group_assignment": PAIRS, "model_parallel": 2},
+    HELD,
+    {**HELD, "slices": 2},
+    {**HELD, "experiment": "tests.toy.Kept", "kept": "linear_0"},
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_sharded_run_ends_where_a_replicated_one_does(tmp_path, shape):
-    ends = [train(tmp_path / str(on), shard_update=on, **shape)[2] for on in (True, False)]
+    replicated = {**shape, "shard_params": False}
+    runs = {"sharded": {**shape, "shard_update": True}, "replicated": replicated}
+    ends = [train(tmp_path / name, **changes)[2] for name, changes in runs.items()]
     (sharded, replicated) = ({"state": dataclasses.replace(end, rng=None)} for end in ends)
     # The norm of nothing is taken here: only sums over replicas are in another order.
     harness.assert_close(sharded, replicated, rtol=2e-4, atol=1e-5)
@@ -82,10 +89,17 @@ def test_slots_take_an_nth_of_the_memory(hidden, filling):
     assert bytes_a_device(cut.experiment.params) == bytes_a_device(whole.experiment.params)
 
 
-@pytest.mark.parametrize("hidden, kind", [(16, "Wide"), (20, "Averaged")])
-def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden, kind):
+@pytest.mark.parametrize(
+    "hidden, kind, made_with",
+    [
+        (16, "Wide", {"shard_update": True}),
+        (20, "Averaged", {"shard_update": True}),
+        (1024, "Averaged", {"shard_params": True}),
+    ],
+)
+def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden, kind, made_with):
     of_kind = {"hidden": hidden, "experiment": f"tests.toy.{kind}"}
-    run, state, whole = train(tmp_path, shard_update=True, **of_kind)
+    run, state, whole = train(tmp_path, **made_with, **of_kind)
     names = lambda tree: {
         jax.tree_util.keystr(path): (x.shape, x.dtype)
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
@@ -97,6 +111,8 @@ def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden, kind):
         {"shard_update": True},
         {"shard_update": True, "slices": 2},
         {"shard_update": True, "group_assignment": ((0, 1),), "model_parallel": 4},
+        {"shard_params": True},
+        {"shard_params": True, "slices": 2},
     ):
         again = loop.Run(config(**of_kind, **changes), str(tmp_path))
         restored = again.resume_or_init().state
@@ -105,7 +121,7 @@ def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden, kind):
 
 
 @pytest.mark.parametrize(
-    "shape", [{"hidden": 20}, {"slices": 2, "slice_dtype": "int8", "hidden": 18, "experiment": "tests.toy.Averaged"}, {"aggregation_method": "EXPERIMENTAL_TREE", "micro_batches": 2}],
+    "shape", [{"hidden": 20}, {"slices": 2, "slice_dtype": "int8", "hidden": 18, "experiment": "tests.toy.Averaged"}, {"aggregation_method": "EXPERIMENTAL_TREE", "micro_batches": 2}, {**HELD, "slices": 2, "slice_dtype": "int8", "experiment": "tests.toy.Averaged"}],
     ids=str,
 )  # fmt: skip
 def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path, shape):
@@ -115,10 +131,16 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path, shape):
     harness.assert_equal(again, whole)
 
 
-def test_a_run_goes_on_sharded_and_back(tmp_path):
-    _, _, whole = train(tmp_path / "one")
-    for steps, on in ((4, False), (8, True), (12, False)):
-        _, _, again = train(tmp_path / "two", steps=steps, shard_update=on)
+@pytest.mark.parametrize(
+    "hidden, between",
+    [(16, [{"shard_update": True}]), (1024, [HELD, {**HELD, "slices": 2}, {"shard_update": True}])],
+)
+def test_a_run_goes_on_sharded_and_back(tmp_path, hidden, between):
+    _, _, whole = train(tmp_path / "one", hidden=hidden)
+    parts = [{}, *between, {}]
+    for number, changes in enumerate(parts, 1):
+        steps = 12 * number // len(parts)
+        _, _, again = train(tmp_path / "two", **{"steps": steps, "hidden": hidden, **changes})
     harness.assert_close(
         dataclasses.replace(again, rng=None),
         dataclasses.replace(whole, rng=None),

@@ -291,6 +291,7 @@ KEYS = (
         "Whether each replica updates its shard of each array, and holds the slots of that alone.",
         may_change=True,
     ),
+    Key("reduction.shard_params", False, "The same of the parameters themselves.", may_change=True),
     Key(
         "writers",
         ("jsonl", "csv", "tensorboard"),

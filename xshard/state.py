@@ -3,8 +3,8 @@
 With several groups the experiment's state has a leading dimension of groups, since groups go separate ways.
 What is a replica's own has one of replicas after it, those of one slice after those of another.
 
-Where a learner's rule shards its update, a slot lies along `replica` in the dimension that is sharded. A slot
-that has none is stored flattened and padded, which depends on the number of replicas; `Storage` gives
+Where a learner's rule shards its update, a slot lies along `replica` in the dimension that is sharded, and so does
+a parameter that replicas hold in shards. A slot that has none is stored flattened and padded, which depends on the number of replicas; `Storage` gives
 it the shape that a checkpoint has, and takes it back.
 """
 
@@ -22,8 +22,8 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import within
 from xshard.learners.state import LearnerState, is_learner
+from xshard.optimizers import gathering, trees
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import trees
 
 Batch = experiment_lib.Batch
 Layouts = Mapping[str, layouts_lib.Layouts]
@@ -187,7 +187,6 @@ def _init_group(
         name: jnp.broadcast_to(jnp.asarray(array[:1]), (rows, *array.shape[1:]))
         for name, array in example.items()
     }
-
     init = _jitted_init(experiment, mesh, all_slots)
 
     def on_replicas(out_axes: Any) -> Callable[[jax.Array], Any]:
@@ -264,7 +263,7 @@ def layouts_of(mesh: jax.sharding.Mesh, rules: mesh_lib.Rules, state: LearnerSta
     shape = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
     params, opt_state = jax.tree.map(shape, (state.params, state.opt_state))
     of_params = layouts_lib.of_params(params, mesh.shape[mesh_lib.REPLICA], rules)
-    slices = mesh_lib.num_slices(mesh)
+    slices, of_params = mesh_lib.num_slices(mesh), dict(state.rules.held) or of_params
     return layouts_lib.of_state(of_params, opt_state, slices, slots=state.rules.shards_update)
 
 
@@ -280,12 +279,13 @@ def specs(
     rules = experiment.sharding_rules()
     group = mesh_lib.group_axes(mesh)
     place = functools.partial(_tree_specs, mesh, () if manual else rules)
+    held = functools.partial(gathering.specs, manual=manual)
 
     def of(x: Any) -> Any:
         if is_learner(x):
             layouts = layouts_of(mesh, rules, x)
             return x.replace(
-                params=place(x.params),
+                params=trees.replace(place(x.params), held(x.rules.held, group)),
                 net_state=place(x.net_state, slots=True),
                 opt_state=opt_specs(mesh, rules, layouts, x.opt_state, manual=manual, whole=whole),
                 global_step=jax.P(*group),

@@ -46,7 +46,14 @@ class Supervised(experiment.Experiment):
     def __init__(self, config: ml_collections.ConfigDict):
         """Keeps the config, and makes the learner."""
         super().__init__(config)
-        options: dict[str, Any] = {"clip_gradients": self.clip_gradients, "frozen": self.frozen()}
+        own = type(self)
+        options: dict[str, Any] = {"frozen": self.frozen()}
+        if own.clip_gradients is not Supervised.clip_gradients:
+            options["clip_gradients"] = self.clip_gradients
+        options["shards_params"] = all(
+            getattr(own, name) is getattr(Supervised, name)
+            for name in ("train_step", "training_loss", "eval_step", "predict")
+        )
         self.learner = learner.Learner(self.forward, self.optimizer, self.config, **options)
 
     @abc.abstractmethod

@@ -226,7 +226,11 @@ def test_what_is_not_published_is_no_bound():
 
 
 @pytest.mark.parametrize(
-    "needed, first", [("30.00G", "Split the parameters"), ("90.00G", "Make activations smaller")]
+    "needed, first",
+    [
+        ("30.00G", "Have replicas hold shards of the parameters"),
+        ("90.00G", "Make activations smaller"),
+    ],
 )
 def test_a_step_that_does_not_fit(needed, first):
     places = mesh.make_mesh()

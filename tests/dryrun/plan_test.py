@@ -48,11 +48,12 @@ def test_all_plans_keep_the_batch_and_each_is_there_once():
     assert own.is_own and not any(one.is_own for one in plans[1:])
     assert own.values == {
         "model_parallel": 8, "micro_batches": 32, "reduction.shard_update": True,
+        "reduction.shard_params": False,
         "reduction.reduce_dtype": "float32", "model.remat": True,
     }  # fmt: skip
     assert len({tuple(one.values.values()) for one in plans}) == len(plans)
     # 9 model axes, of 4 x model_parallel examples a replica; and three switches.
-    assert len(plans) == sum(n + 3 for n in range(9)) * 8
+    assert len(plans) == sum(n + 3 for n in range(9)) * 12
     for one in plans:
         replicas = 256 // one.values["model_parallel"]
         assert 1024 % (replicas * one.values["micro_batches"]) == 0
@@ -63,7 +64,7 @@ def test_what_cannot_be_chosen_is_not():
     plans = choices.of(config, 16, has_model_axis=False)
     assert {one.values["model_parallel"] for one in plans} == {1}
     assert {one.values["micro_batches"] for one in plans} == {1, 2, 4, 8}
-    assert "reduction.slice_dtype" not in plans[0].values and len(plans) == 4 * 2 * 2
+    assert "reduction.slice_dtype" not in plans[0].values and len(plans) == 4 * 3 * 2
     config.slices = 2
     plans = choices.of(config, 32, has_model_axis=False)
     assert {one.values["reduction.slice_dtype"] for one in plans} == {"float32", "bfloat16", "int8"}
@@ -100,6 +101,15 @@ def test_the_next_is_the_nearest_to_the_best():
     again = with_values(plans, model_parallel=4, micro_batches=4)
     assert choices.distance(plans[0].values, again.values) == 2
     assert choices.distance(plans[0].values, other.values) == 2 + 2
+
+
+def test_each_way_to_hold_the_state_is_tried():
+    plans, ways = plans_of(lm_tiny.get_config(), 4), set()
+    for _ in range(3):
+        one = choices.following(plans)
+        one.fit(result(1.0))
+        ways.add((one.values["reduction.shard_update"], one.values["reduction.shard_params"]))
+    assert ways == {(False, False), (True, False), (True, True)}
 
 
 @pytest.mark.parametrize("outcome", [choices.TOO_LARGE, choices.PRUNED])
@@ -146,13 +156,15 @@ def test_what_cannot_fit_is_pruned_with_its_reason():
     plans, asked = plans_of(config, 4), []
 
     def prepare(config):
-        asked.append((config.model_parallel, config.reduction.shard_update))
+        reduction = config.reduction
+        asked.append((config.model_parallel, reduction.shard_update, reduction.shard_params))
         size = 800 // config.model_parallel
         return prepared({"parameters": size, "optimizer_state": size})
 
     judged(plans, config, prepare, kept=1000)
     # Once for each state that a chip may hold.
-    assert sorted(asked) == [(n, sharded) for n in (1, 2, 4) for sharded in (False, True)]
+    sharded = [(False, False), (True, False), (True, True)]
+    assert sorted(asked) == [(n, *which) for n in (1, 2, 4) for which in sharded]
     why = lambda **values: with_values(plans, **values).reason
     assert why(model_parallel=1).startswith("state and sums of gradients need more than the 1000 B")
     assert why(model_parallel=2, micro_batches=2).startswith("state and sums of gradients need")
@@ -177,8 +189,8 @@ def test_what_the_framework_refuses_is_counted_with_its_reason():
     assert (plans[0].outcome, plans[0].reason) == (choices.REFUSED, "no 3")
     refused = [one for one in plans[1:] if one.outcome == choices.REFUSED]
     assert {one.reason for one in refused} == {"no shards"}
-    # Of the plans but for its own half are as it is refused.
-    assert len(refused) == (len(plans) - 1) // 2
+    # Of the plans but for its own a third is not sharded.
+    assert len(refused) == (len(plans) - 1) * 2 // 3
     assert f"{len(refused)} refused: no shards\n1 refused: no 3" in plan.show(plans, "v5e:2x2")
 
 
@@ -278,7 +290,7 @@ def test_what_is_known_when_interrupted_is_printed(monkeypatch, capsys):
     code = plan.run(digits.get_config(), "v5e:4x4", prepare, (), 5, as_json=False)
     out, err = capsys.readouterr()
     assert code == 130 and len(stopped) == 1
-    assert "1  3 s" in out and "1 fitting, 15 not compiled" in out
+    assert "1  3 s" in out and "1 fitting, 23 not compiled" in out
     assert "1 of 5: model_parallel=1" in err and "interrupted" in err
 
 
@@ -306,7 +318,7 @@ def test_a_plan_that_cannot_be_is_one_message(monkeypatch):
     for part in ("nothing to choose on v5e:4x4", "sharding_rules", "Leave out --plan"):
         assert part in message
     refused = lambda config, topology: estimate.shard_bytes(errors_of("libtpu is not installed"))
-    assert "none of 16 plans is possible: 16 refused: libtpu is not" in raised(
+    assert "none of 24 plans is possible: 24 refused: libtpu is not" in raised(
         digits.get_config(), refused
     )
     monkeypatch.setattr(plan.Judge, "_kept", lambda *_: 0)
@@ -341,8 +353,8 @@ def test_a_plan_as_a_user_meets_it():
     code, out, err = run(*TOY, "--json", "--plan_compiles=2", "--config.batch_size=8")
     assert code == 0, err
     plans = json.loads(out)["plans"]
-    # Two rows a replica, in one or two micro-batches.
-    assert len(plans) == 2 * 2 * 2
+    # Two rows a replica, in one or two micro-batches; whole, with the update or parameters in shards; two types.
+    assert len(plans) == 2 * 3 * 2
     best, second, *others = plans
     assert best["outcome"] == second["outcome"] == choices.FITS
     assert {one["outcome"] for one in others} == {choices.WAITING}

@@ -284,8 +284,8 @@ def _does_not_fit(
     largest = estimate.largest(state.experiment, 3)
     arrays = ", ".join(f"{path} {summary.size(size)}" for path, size in largest)
     mends = [
-        "split the parameters with config.model_parallel, along what the experiment's sharding_rules say, "
-        "and the optimizer's state over the replicas with CrossShardOptimizer(shard_update=True)",
+        "have replicas hold shards of the parameters and the optimizer's state, with config.reduction.shard_params, or split "
+        "the parameters with config.model_parallel, along what the experiment's sharding_rules say",
         "make activations smaller with more config.micro_batches, a smaller config.batch_size or hk.remat",
     ]
     if rest >= needed / 2:

@@ -14,11 +14,12 @@ from xshard import config as config_lib
 
 MODEL, MICRO = "model_parallel", "micro_batches"
 # What becomes of a plan. A refusal is the framework's, the experiment's or the compiler's.
-WAITING, FITS, TOO_LARGE, PRUNED, REFUSED = (
-    "not compiled", "fitting", "too large", "pruned", "refused",
+WAITING, COMPILING, FITS, TOO_LARGE, PRUNED, REFUSED = (
+    "not compiled", "being compiled", "fitting", "too large", "pruned", "refused",
 )  # fmt: skip
 _DTYPES = ("float32", "bfloat16")
-_SWITCHES = {"reduction.shard_update": (False, True), "reduction.reduce_dtype": _DTYPES}
+_UPDATE, _PARAMS = "reduction.shard_update", "reduction.shard_params"
+_SWITCHES = {_UPDATE: (False, True), _PARAMS: (False, True), "reduction.reduce_dtype": _DTYPES}
 _BETWEEN_SLICES = {"reduction.slice_dtype": (*_DTYPES, "int8")}
 
 
@@ -81,14 +82,11 @@ def of(config: Any, num_chips: int, *, has_model_axis: bool) -> list[Plan]:
         replicas = max(1, num_chips // model // groups)
         for micro in _divisors(max(1, config.batch_size // replicas)):
             for values in itertools.product(*switches.values()):
-                found.append(
-                    {
-                        **slices,
-                        MODEL: model,
-                        MICRO: micro,
-                        **dict(zip(switches, values, strict=True)),
-                    }
-                )
+                chosen = dict(zip(switches, values, strict=True))
+                # The update of parameters in shards is sharded in any case.
+                if chosen.get(_PARAMS) and not chosen.get(_UPDATE, True):
+                    continue
+                found.append({**slices, MODEL: model, MICRO: micro, **chosen})
     return [Plan(own, is_own=True)] + [Plan(values) for values in found if values != own]
 
 
@@ -127,6 +125,9 @@ def needs_more(values: dict[str, Any], failed: dict[str, Any]) -> bool:
 def following(plans: Sequence[Plan]) -> Plan | None:
     """The plan to compile next; None: there is none left."""
     waiting = [plan for plan in plans if plan.outcome == WAITING]
+    # Each way to hold the state once: the best may be far from the config.
+    tried = {_way(plan) for plan in plans if plan.outcome in (COMPILING, FITS, TOO_LARGE)}
+    waiting = [plan for plan in waiting if _way(plan) not in tried] or waiting
     best = min(fitting(plans), key=lambda plan: plan.rank, default=None)
     own_is_too_large = plans[0].outcome in (TOO_LARGE, PRUNED)
     if best is None and own_is_too_large:
@@ -135,6 +136,10 @@ def following(plans: Sequence[Plan]) -> Plan | None:
     # Of those that are as near the one that needs most: what saves memory costs time.
     nearest = lambda plan: (distance(plan.values, near.values), -plan.needs)
     return min(waiting, key=nearest, default=None)
+
+
+def _way(plan: Plan) -> tuple[Any, ...]:
+    return tuple(plan.values.get(name) for name in (_UPDATE, _PARAMS))
 
 
 def fitting(plans: Sequence[Plan]) -> list[Plan]:

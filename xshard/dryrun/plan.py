@@ -53,7 +53,7 @@ def search(
     begun = done = 0
     while True:
         while len(running) < workers and begun < most and (plan := choices.following(plans)):
-            plan.end("being compiled")
+            plan.end(choices.COMPILING)
             running[pool.submit(compile_plan, plan)] = plan
             begun += 1
         if not running:

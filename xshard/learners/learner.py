@@ -4,7 +4,8 @@ A learner brings to whoever calls it what a run's config says: precision, micro-
 replicas and voted on, the loss scale, the sharded update, averages of the parameters, norms.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -19,7 +20,7 @@ from xshard import contract, errors
 from xshard import mesh as mesh_lib
 from xshard.learners import state as state_lib
 from xshard.learners import varying, within
-from xshard.optimizers import base, gradients, inspection, moving_average, trees
+from xshard.optimizers import base, gathering, gradients, inspection, layouts, moving_average, trees
 
 # A function of a learner's state, a batch and a key: see `Learner.update`.
 Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
@@ -66,6 +67,7 @@ class Learner:
         *,
         clip_gradients: Callable[[Any], Any] | None = None,
         frozen: str = "",
+        shards_params: bool = False,
     ):
         """Keeps what is trained, and how.
 
@@ -77,11 +79,14 @@ class Learner:
             leaves its parameter as it is.
           frozen: a regular expression that is searched for in the parameters' paths, such as '^encoder/': those in
             which it is found stay as they are, without gradients, slots or averages. By default none.
+          shards_params: whether the network alone looks at the parameters, so that a rule with `shard_params` can have
+            replicas hold shards of them.
         """
         self._function = network
         self._make_rule = optimizer
         self._clip = clip_gradients or (lambda grads: grads)
         self._frozen = frozen
+        self._may_shard = shards_params and clip_gradients is None
         self._policy = jmp.get_policy(config.precision)
         self._micro_batches = config.micro_batches
         self._method = gradients.method(config.aggregation_method)
@@ -99,11 +104,12 @@ class Learner:
         """
         with contract.network_errors(self._function):
             args, kwargs = self._policy.cast_to_param((args, kwargs))
-            params, net_state = self._network.init(key, *args, **kwargs)
+            network, asked = gathering.noting(self._function)
+            params, net_state = hk.transform_with_state(network).init(key, *args, **kwargs)
         contract.parameters(self._function, params)
         params = self._policy.cast_to_param(params)
-        _, opt_state = hk.transform_with_state(self._init_rules).init(key, params)
-        rules = hk.transform(self._describe).apply({}, None)
+        rules = hk.transform(self._describe).apply({}, None, params, asked)
+        _, opt_state = hk.transform_with_state(self._init_rules).init(key, params, rules)
         return state_lib.LearnerState(params, net_state, opt_state, jnp.int32(0), rules)
 
     def apply(
@@ -117,9 +123,14 @@ class Learner:
           *args: those of the network, cast to the compute type.
           **kwargs: the same.
         """
-        params, args, kwargs = self._policy.cast_to_compute((state.params, args, kwargs))
+        args, kwargs = self._policy.cast_to_compute((args, kwargs))
+        held, call = gathering.held(state.params, state.rules.held), self._network.apply
+        params = trees.replace(self._policy.cast_to_compute(state.params), held)
+        if held:
+            rules, types = state.rules, (self._policy.compute_dtype, state.rules.reduce_dtype)
+            call = gathering.applied(self._function, within.run().mesh, rules.held, *types)
         with contract.network_errors(self._function):
-            outputs, new_state = self._network.apply(params, state.net_state, key, *args, **kwargs)
+            outputs, new_state = call(params, state.net_state, key, *args, **kwargs)
         outputs = contract.outputs(self._function, outputs)
         contract.network_state(self._function, state.net_state, new_state)
         same_type = lambda new, old: new.astype(old.dtype)
@@ -151,7 +162,7 @@ class Learner:
             made, opt_state = self._rules.apply({}, state.opt_state, key, state, loss, batch)
         # By the rule, which has reduced their gradients, if they were so before; on one replica without a collective.
         equal = {"params": made.params, "opt_state": opt_state, "global_step": made.global_step}
-        before = state.params, state.global_step
+        before = gathering.not_held(state.params, state.rules.held), state.global_step
         equal = varying.equal_on_replicas(equal, given=before)
         applied = equal["global_step"] != state.global_step
         # All in one collective.
@@ -198,29 +209,36 @@ class Learner:
         # It may draw keys of Haiku's.
         return hk.transform(value).apply({}, key)
 
-    def _describe(self) -> state_lib.Rules:
-        opt = self._optimizer()
+    def _describe(self, params: Any, asked: Mapping[str, tuple[int, ...]]) -> state_lib.Rules:
+        """What the rules are like, for parameters and the shapes in which the network asks for them."""
+        opt, run = self._optimizer({}), within.run()
         averages = [
             rule.module_name
             for rule in base.held(opt)
             if isinstance(rule, moving_average.MovingAverageOptimizer)
         ]
         shards_update = any(rule.shard_update for rule in inspection.reducing(opt))
-        return state_lib.Rules(shards_update, next(iter(averages), None))
+        rules = state_lib.Rules(shards_update, next(iter(averages), None))
+        for rule in inspection.reducing(opt):
+            if rule.shard_params:
+                inspection.check_shards_params(opt, run.mesh, self._may_shard)
+                held = gathering.layouts_of(params, asked, run.mesh, run.sharding_rules)
+                rules = dataclasses.replace(rules, held=held, reduce_dtype=rule.reduce_dtype)
+        return rules
 
-    def _optimizer(self) -> base.Optimizer:
+    def _optimizer(self, held: layouts.Layouts) -> base.Optimizer:
         run = within.run()
         opt = contract.optimizer(self._make_rule)
         inspection.check_reduces(contract.described(self._make_rule), opt, run.mesh)
         for rule in inspection.reducing(opt):
-            rule.lie_on(run.mesh, run.sharding_rules)
+            rule.lie_on(run.mesh, run.sharding_rules, held)
         if self._skips_nonfinite:
             inspection.check_skips(opt)
             opt = inspection.SkipNonfinite(opt)
         return opt
 
-    def _init_rules(self, params: Any) -> None:
-        opt = self._optimizer()
+    def _init_rules(self, params: Any, rules: state_lib.Rules) -> None:
+        opt = self._optimizer(rules.held)
         if within.run().all_slots:
             opt.init(params)
         else:
@@ -229,7 +247,7 @@ class Learner:
             opt.apply_gradients(self._clip(zeros), params)
 
     def _update(self, state: state_lib.LearnerState, loss: Loss, batch: Any) -> _Update:
-        opt = self._optimizer()
+        opt = self._optimizer(state.rules.held)
         value, net_state, metrics, aux, grads = self._differentiate(opt, state, loss, batch)
         scales = inspection.loss_scales(opt)
         scheduled = inspection.schedules(opt, state.global_step)

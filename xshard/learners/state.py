@@ -1,6 +1,7 @@
 """The state of a learner, and what an update of it says of itself."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +19,14 @@ class Rules:
     Attributes:
       shards_update: whether slots lie in shards over the replicas.
       averages_module: the name under which the rules keep averages of the parameters; None if they do not.
+      held: how parameters and slots lie where parameters, too, are held in shards; else empty.
+      reduce_dtype: the type in which the gradients of these are summed.
     """
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
     averages_module: str | None = dataclasses.field(default=None, compare=False)
+    held: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    reduce_dtype: str = dataclasses.field(default="float32", compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

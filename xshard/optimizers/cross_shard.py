@@ -76,6 +76,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         reduce_dtype: str = "float32",
         slice_dtype: str = "float32",
         shard_update: bool = False,
+        shard_params: bool = False,
         scatter_steps: Sequence[int] = (),
         gather_steps: Sequence[int] = (),
         sharding_rules: mesh.Rules = (),
@@ -97,6 +98,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             kept and added to the next step's gradients.
           shard_update: whether each replica updates its shard of each array, and holds the slots of that
             shard only; the shards of the new parameters are then gathered.
+          shard_params: whether it holds only its shard of the parameters between steps, too, and a network gathers
+            each where it asks for it; the update is sharded then. For a run: a `Learner` sees to it.
           scatter_steps: sizes whose product is the number of replicas, to scatter sums in as many steps,
             each among replicas a step apart; see `xshard.mesh.torus_steps`, which a run takes.
           gather_steps: the same, to gather shards.
@@ -110,11 +113,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.opt = optax_optimizer.as_optimizer(opt)
         self.axis_name: str = axis_name
         self.slice_axis_name = slice_axis_name
-        if not isinstance(shard_update, bool):
-            raise errors.UserError(
-                f"shard_update must be True or False; received {shard_update!r}."
-            )
-        self.shard_update = shard_update
+        for argument, value in (("shard_update", shard_update), ("shard_params", shard_params)):
+            if not isinstance(value, bool):
+                raise errors.UserError(f"{argument} must be True or False; received {value!r}.")
+        self.shard_update = shard_update or shard_params
+        self.shard_params = shard_params
+        self._layouts: layouts.Layouts | None = None
         self.scatter_steps = scatter_steps
         self.gather_steps = gather_steps
         self.sharding_rules = sharding_rules
@@ -128,13 +132,15 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.group_assignment = mesh.check_groups(group_assignment)
         self._check_axes()
 
-    def lie_on(self, on: jax.sharding.Mesh, rules: mesh.Rules) -> None:
+    def lie_on(self, on: jax.sharding.Mesh, rules: mesh.Rules, held: Any = None) -> None:
         """Takes `sharding_rules`, and the steps in which a mesh of `xshard.mesh.make_mesh` scatters and gathers.
 
         Args:
           on: the mesh.
           rules: as `sharding_rules`.
+          held: with `shard_params`, how parameters and slots lie: what `xshard.optimizers.gathering.layouts_of` returns.
         """
+        self._layouts = held
         self.sharding_rules = rules
         if self.axis_name == mesh.REPLICA:
             self.scatter_steps, self.gather_steps = mesh.torus_steps(on)
@@ -259,14 +265,16 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         grads, lost = arguments
         if isinstance(partition, shards.Rehearsal):
             if self.shard_update:
-                grads = partition.map(values.shard, partition.own(grads))
+                own = partition.own(jax.tree.map(values.raw, grads))
+                grads = partition.map(values.shard, own)
             return grads, lost
         if not self.shard_update:
             # Without slices, which only the rule that shards may have: nothing is lost.
             arrays, _ = self._reduce(jax.tree.map(values.raw, grads), {})
             return jax.tree.map(values.like, grads, arrays), lost
         self._check_slices()
-        arrays, after = self._scatter(partition, grads, jax.tree.map(values.raw, lost))
+        summands = jax.tree.map(values.raw, grads)
+        arrays, after = self._scatter(partition, summands, jax.tree.map(values.raw, lost))
         return partition.map(values.shard, arrays), jax.tree.map(values.like, lost, after)
 
     def _scatter(
@@ -277,7 +285,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         sums = partition.map(scatter, grads)
         if self.slice_axis_name is None or self._num_slices() == 1:
             return sums, lost
-        return self._sum_over_slices(sums, lost, self.slice_axis_name)
+        if self.slice_dtype == "int8":
+            return int8.all_reduce_tree(sums, lost, self.slice_axis_name)
+        psum = functools.partial(lax.psum, axis_name=self.slice_axis_name)
+        return jax.tree.map(lambda x: shards.summed(psum, x, self.slice_dtype), sums), lost
 
     def _check_slices(self) -> None:
         if self._num_slices() == 1 and self.slice_dtype == "int8" and not hk.running_init():
@@ -287,8 +298,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         """Implements `Optimizer.partition`: with `shard_update`, and more replicas than one."""
         if not self.shard_update:
             return None
+        if self.shard_params and self._layouts is None:
+            raise ValueError(
+                "shard_params is for a run, whose Learner gathers parameters. In a step of your own take shard_update."
+            )
         if hk.running_init():
-            return shards.Rehearsal(params, self._replicas, self.sharding_rules)
+            return shards.Rehearsal(params, self._replicas, self.sharding_rules, self._layouts)
         return self._make_partition(params) if self._group_size() > 1 else None
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
@@ -301,20 +316,6 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             # All gradients in one collective.
             return psum(grads)
         return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
-
-    def _sum_over_slices(
-        self, sums: trees.Gradients, lost: dict[str, jax.Array], axis: str
-    ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
-        if self.slice_dtype != "int8":
-            psum, dtype = functools.partial(lax.psum, axis_name=axis), self.slice_dtype
-            return jax.tree.map(lambda x: shards.summed(psum, x, dtype), sums), lost
-        # Each sum that is there has an error, and a leading dimension in it for the slice.
-        leaves = trees.leaves_by_path(sums)
-        arrays = [leaves[path] for path in lost]
-        before = [error[0] for error in lost.values()]
-        totals, after = int8.all_reduce(arrays, before, axis)
-        errors = {path: error[None] for path, error in zip(lost, after, strict=True)}
-        return trees.replace(sums, dict(zip(lost, totals, strict=True))), errors
 
     def _make_partition(self, tree: Any) -> shards.Partition:
         if axes.is_tracked(self.axis_name):
@@ -331,6 +332,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             copies=self._num_slices(),
             scatter_steps=self.scatter_steps,
             gather_steps=self.gather_steps,
+            layouts=self._layouts,
         )
 
     def _num_slices(self) -> int:

@@ -162,6 +162,9 @@ class _Evaluator:
                 for value, atom in zip(operands, eqn.invars, strict=True)
             ]
             return eqn.params["f"](self._partition, arguments)
+        for value in operands:
+            if isinstance(value, values.Summed):
+                raise self._summed_refusal(eqn, value)
         if name == "reshard":
             # It is for whole arrays; a shard stays where it is.
             return operands
@@ -254,15 +257,26 @@ class _Evaluator:
             results.append(self._elementwise(eqn, lax.select_n, cases, shapes))
         return results
 
-    def _refusal(self, eqn: Any, shard: values.Shard, detail: str = "") -> ValueError:
+    def _rule_of(self, eqn: Any) -> str:
         # The innermost scope that is a rule's names the rule whose operation it is.
         rule = self._rules[0]
         for scopes in [*self._scopes, str(eqn.source_info.name_stack)]:
             for name in scopes.split("/"):
                 if name in self._rules:
                     rule = name
+        return rule
+
+    def _summed_refusal(self, eqn: Any, shard: values.Shard) -> ValueError:
         return ValueError(
-            f"{rule} cannot be sharded: its {eqn.primitive.name}{detail} takes '{shard.layout.path}' "
+            f"{self._rule_of(eqn)} cannot be used with shard_params=True: its {eqn.primitive.name} takes a replica's own "
+            f"gradient of '{shard.layout.path}' before the replicas' are summed, and with shard_params no replica has "
+            "one: what comes back from a network is summed already. Act on the sum, as in "
+            "CrossShardOptimizer(optax.chain(optax.clip_by_global_norm(1.0), ...)), or take shard_update=True alone."
+        )
+
+    def _refusal(self, eqn: Any, shard: values.Shard, detail: str = "") -> ValueError:
+        return ValueError(
+            f"{self._rule_of(eqn)} cannot be sharded: its {eqn.primitive.name}{detail} takes '{shard.layout.path}' "
             f"{shard.layout.shape} as a whole, of which each replica would hold a shard. shard_update is for "
             "rules that go element by element, but for sums over whole arrays: adamw, lamb, "
             "clip_by_global_norm and the like. Take one of these, or shard_update=False."

@@ -67,6 +67,34 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
             raise errors.UserError(cross_shard.NOTHING_BETWEEN_SLICES)
 
 
+def check_shards_params(
+    opt: base.Optimizer, mesh: jax.sharding.Mesh, by_network_alone: bool
+) -> None:
+    """Raises UserError if replicas cannot hold shards of the parameters that a rule updates.
+
+    Args:
+      opt: the rule.
+      mesh: of the run.
+      by_network_alone: whether nothing but a network looks at parameters, and nothing at a replica's own gradients.
+    """
+    why = ""
+    if mesh.shape[mesh_lib.MODEL] > 1:
+        why = f"model_parallel={mesh.shape[mesh_lib.MODEL]}: parameters lie along one axis. Set model_parallel to 1"
+    elif not by_network_alone:
+        why = (
+            "an experiment that defines clip_gradients, train_step, training_loss, eval_step or predict itself, or a "
+            "Learner of its own: these would see shards where they expect whole parameters, or sums in the place of a "
+            "replica's own gradients. Say it by forward, loss and evaluate, and clip the sum in the rule, as "
+            "optax.clip_by_global_norm does"
+        )
+    elif type(opt).apply_gradients is not base.Optimizer.apply_gradients:
+        why = f"{type(opt).__name__}, whose apply_gradients is its own. Implement update instead"
+    if why:
+        raise errors.UserError(
+            f"reduction.shard_params=True cannot be used with {why}; or set reduction.shard_params to False."
+        )
+
+
 def check_skips(opt: base.Optimizer) -> None:
     """Raises UserError if `SkipNonfinite` around a rule would not call how that applies gradients."""
     if type(opt).apply_gradients is not base.Optimizer.apply_gradients:

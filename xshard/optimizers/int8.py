@@ -5,14 +5,34 @@ Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016, https:/
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xshard.optimizers import trees
+
 # Elements that share a scale: it adds 4 bytes to as many.
 BLOCK = 256
+
+
+def all_reduce_tree(
+    sums: trees.Gradients, lost: Mapping[str, jax.Array], axis_name: str
+) -> tuple[trees.Gradients, dict[str, jax.Array]]:
+    """Does as `all_reduce` with each array of a tree.
+
+    Args:
+      sums: the arrays.
+      lost: of each array that is there, by path, what rounding has lost, with a leading dimension for the slice.
+      axis_name: the mapped axis.
+    """
+    leaves = trees.leaves_by_path(sums)
+    arrays = [leaves[path] for path in lost]
+    before = [error[0] for error in lost.values()]
+    totals, after = all_reduce(arrays, before, axis_name)
+    errors = {path: error[None] for path, error in zip(lost, after, strict=True)}
+    return trees.replace(sums, dict(zip(lost, totals, strict=True))), errors
 
 
 def all_reduce(

@@ -35,6 +35,7 @@ class Layout:
       flat: whether the array is stored flattened.
       along: the mesh axes that the dimensions of `shape` lie along besides.
       copies: the size of a leading dimension, for arrays that differ by slice; 0: there is none.
+      held: whether of the parameter itself, too, each replica holds its shard alone between steps.
     """
 
     path: str = dataclasses.field(compare=False)
@@ -44,6 +45,7 @@ class Layout:
     flat: bool = False
     along: tuple[Any, ...] = ()
     copies: int = 0
+    held: bool = False
 
     @property
     def size(self) -> int:
@@ -104,11 +106,15 @@ class Layout:
         return jnp.ravel(stored)[: self.size].reshape(self.shape)
 
     def shard(self, x: Any, index: Any) -> jax.Array:
-        """The shard number `index` of a whole array."""
-        if self.dim is None:
+        """The shard number `index` of a whole array; of a parameter that is held in shards, also of its shard."""
+        if self.dim is None or self.is_held(x):
             return jnp.asarray(x)
         size = self.shard_shape[self.dim]
         return lax.dynamic_slice_in_dim(self.store(x), index * size, size, self.dim)
+
+    def is_held(self, x: Any) -> bool:
+        """Returns whether an array is a shard of a parameter of which no replica has more."""
+        return self.held and x.shape == self.shard_shape
 
     def mask(self, shard: jax.Array, index: Any, filling: Any) -> jax.Array:
         """A shard with `filling` where it holds no element of the whole array."""
@@ -137,14 +143,19 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
     free = [dim >= len(along) or along[dim] is None for dim in range(len(shape))]
     if not shape or math.prod(shape) < count:
         return Layout(path, shape, count, None, along=along)
-    divisible = [dim for dim, size in enumerate(shape) if free[dim] and size % count == 0]
-    if divisible:
-        good = [dim for dim in divisible if _fills_tiles(shape, dim, count)]
-        dim = (good or divisible)[0]
+    dim = divisible(shape, count, free)
+    if dim is not None:
         return Layout(path, shape, count, dim, along=along)
     if not all(free) or math.prod(shape) + count > _LARGEST_FLAT:
         return Layout(path, shape, count, None, along=along)
     return Layout(path, shape, count, len(shape) - 1, flat=True)
+
+
+def divisible(shape: tuple[int, ...], count: int, free: Sequence[bool]) -> int | None:
+    """The dimension that an array is sharded along, of those that are free; None if the count divides none."""
+    found = [dim for dim, size in enumerate(shape) if free[dim] and size % count == 0]
+    good = [dim for dim in found if _fills_tiles(shape, dim, count)]
+    return next(iter(good or found), None)
 
 
 def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:

@@ -1,6 +1,7 @@
 """The three phases of a step, of whole arrays or of this replica's shards."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,17 +55,18 @@ class Step:
             if partition is not None:
                 self._rehearse(grads, params, partition)
             return Applied(new, applied, None, grads, new, None)
-        state = self._state_shapes(grads, params)
+        whole = partition.map(_shape_of_whole, params)
+        state = self._state_shapes(grads, whole)
         applied, grads, new = self._on_shards(grads, params, partition, state)
 
         def gather(layout: layouts_lib.Layout, grad: Any, x: jax.Array) -> jax.Array:
             # A parameter without a gradient is what it was, on all replicas: nothing is sent.
             del grad
-            return partition.gather(layout, x)
+            return x if layout.held else partition.gather(layout, x)
 
         gathered = partition.map(gather, grads, new)
-        whole = trees.replace(params, trees.leaves_by_path(gathered))
-        return Applied(whole, applied, None, grads, new, partition)
+        params = trees.replace(params, trees.leaves_by_path(gathered))
+        return Applied(params, applied, None, grads, new, partition)
 
     def _partition(self, params: trees.Params) -> shards.Partition | None:
         for rule in self._rules:
@@ -94,6 +96,7 @@ class Step:
         """Does the same where each replica has a shard: of the result's gradients and parameters, too."""
         names = [rule.name for rule in self._rules]
         calls = sharded_calls.ShardedCalls(partition, state, names)
+        grads = partition.map(functools.partial(_given, partition), grads)
         grads, applied = self._decide_on_shards(calls, grads)
         self._settle(applied)
         old = partition.own(params)
@@ -205,6 +208,17 @@ class Step:
                     f"for would be left out. Derive {holder} from OptimizerWrapper, which hands {phase} on to "
                     f"`opt`, or call it in its {phase}(grads)."
                 )
+
+
+def _shape_of_whole(layout: layouts_lib.Layout, x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(layout.shape, x.dtype)
+
+
+def _given(partition: shards.Partition, layout: layouts_lib.Layout, grad: Any) -> Any:
+    """A gradient as a rule is given it: that of a parameter that is held in shards is summed already."""
+    if not layout.held:
+        return grad
+    return values.Summed(trees.widen(layout.shard(grad, partition.index)), layout)
 
 
 def _traced_attributes(rules: Sequence[Any]) -> dict[tuple[str, str], Any]:

@@ -48,6 +48,7 @@ class Partition:
         copies: int = 1,
         scatter_steps: Sequence[int] = (),
         gather_steps: Sequence[int] = (),
+        layouts: layouts_lib.Layouts | None = None,
     ):
         """Decides how each leaf is sharded.
 
@@ -60,13 +61,14 @@ class Partition:
           copies: the number of slices, in each of which the whole is sharded alike.
           scatter_steps: sizes whose product is `count`, to scatter in so many steps.
           gather_steps: the same, to gather.
+          layouts: how each leaf is sharded, if that is decided.
         """
         self.count = count
         self.copies = copies
         self._axis: dict[str, Any] = {"axis_name": axis_name, "axis_index_groups": groups}
         self._scatters = self._in_steps(scatter_steps)
         self._gathers = self._in_steps(gather_steps)
-        self.layouts = layouts_lib.of_params(params, count, rules)
+        self.layouts = layouts or layouts_lib.of_params(params, count, rules)
 
     @functools.cached_property
     def index(self) -> Any:
@@ -108,7 +110,7 @@ class Partition:
         return jax.tree_util.tree_map_with_path(with_layout, tree, *rest, is_leaf=is_none)
 
     def own(self, tree: Any) -> Any:
-        """This replica's shard of each leaf of a tree that all have whole."""
+        """This replica's shard of each leaf of a tree that all have whole, but for what they hold in shards."""
         return self.map(lambda layout, x: layout.shard(x, self.index), tree)
 
     def state_layouts(self, state: Any) -> dict[str, dict[str, layouts_lib.Layout]]:
@@ -120,10 +122,10 @@ class Partition:
 
         Args:
           layout: the leaf's.
-          x: the whole array, each replica's own.
+          x: the whole array, each replica's own; the gradient of what is held in shards is summed already.
           dtype: the type to sum in, instead of x's; the result has x's.
         """
-        if self.count == 1:
+        if self.count == 1 or layout.is_held(x):
             return x
         if layout.dim is None:
             return summed(functools.partial(lax.psum, **self._axis), x, dtype)
@@ -200,9 +202,15 @@ class Partition:
 class Rehearsal(Partition):
     """A partition that needs no mapped axis: to see on shapes alone whether a rule can be sharded."""
 
-    def __init__(self, params: Any, count: int, rules: mesh.Rules = ()):
+    def __init__(
+        self,
+        params: Any,
+        count: int,
+        rules: mesh.Rules = (),
+        layouts: layouts_lib.Layouts | None = None,
+    ):
         """Shards as a `Partition` over so many replicas does."""
-        super().__init__(params, count, "", rules=rules)
+        super().__init__(params, count, "", rules=rules, layouts=layouts)
 
     @functools.cached_property
     def index(self) -> int:

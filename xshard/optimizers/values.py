@@ -20,6 +20,11 @@ class Shard:
     layout: layouts.Layout
 
 
+@dataclasses.dataclass(frozen=True)
+class Summed(Shard):
+    """A shard of a gradient that is summed over the replicas already, before a rule aggregates it."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Partial:
     """A reduction of whole arrays before the replicas' parts of it are put together.

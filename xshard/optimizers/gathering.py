@@ -1,0 +1,313 @@
+"""Parameters in shards, gathered where a network asks Haiku for them.
+
+A replica has its shard of a parameter between steps. A Haiku getter around the network makes the whole of it, in the
+compute type, each time that a module asks: in `hk.layer_stack` a layer at a time. What is gathered is not kept for the
+backward pass, but gathered again; the gradient of the gather is the shard of the sum over the replicas.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, its third
+stage, https://arxiv.org/abs/1910.02054.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from xshard import errors, mesh
+from xshard.optimizers import again, shards, trees
+from xshard.optimizers import layouts as layouts_lib
+
+# The elements that a shard has at least, a row of a TPU's memory: to gather fewer costs more than it saves.
+_SMALLEST = 128
+
+# Numbers of parameters, each with whether it has come into a loop, or into a branch, since.
+_Sources = frozenset[tuple[int, bool]]
+_NONE: _Sources = frozenset()
+
+
+def noting(network: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
+    """A network, and the shapes in which it asks for its parameters, by path, known once these are made."""
+    asked: dict[str, tuple[int, ...]] = {}
+
+    def note(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
+        if hk.running_init():
+            path = f"{context.lifted_prefix_name or ''}{context.full_name}"
+            asked[path] = tuple(context.original_shape)
+        return next_getter(value)
+
+    return with_getter(network, note), asked
+
+
+def layouts_of(
+    params: Any,
+    asked: Mapping[str, tuple[int, ...]],
+    on: jax.sharding.Mesh,
+    rules: mesh.Rules = (),
+) -> layouts_lib.Layouts:
+    """Decides how the parameters of a network lie over the replicas of a mesh, and their slots, by path.
+
+    Args:
+      params: arrays or shapes.
+      asked: what `noting` has noted. What has leading dimensions besides is scanned over, and not sharded along these;
+        what is not in it, and what is small, is whole on each replica.
+      on: the mesh.
+      rules: what lies along its other axes already.
+    """
+    count = on.shape[mesh.REPLICA]
+    found = layouts_lib.of_params(params, count, rules)
+    for path, layout in found.items():
+        shape = asked.get(path)
+        if count == 1 or shape is None or math.prod(shape) < _SMALLEST * count:
+            continue
+        first, ndim = len(layout.shape) - len(shape), len(layout.shape)
+        along = [*layout.along, *[None] * ndim]
+        free = [dim >= first and along[dim] is None for dim in range(ndim)]
+        dim = layouts_lib.divisible(layout.shape, count, free)
+        if dim is not None:
+            found[path] = dataclasses.replace(layout, dim=dim, flat=False, held=True)
+    return found
+
+
+def held(params: Any, layouts: layouts_lib.Layouts) -> dict[str, jax.Array]:
+    """Those of the parameters, by path, of which there is a shard."""
+    leaves = trees.leaves_by_path(params).items()
+    return {path: x for path, x in leaves if path in layouts and layouts[path].is_held(x)}
+
+
+def not_held(params: Any, layouts: layouts_lib.Layouts) -> dict[str, jax.Array]:
+    """The others."""
+    shares = held(params, layouts)
+    return {path: x for path, x in trees.leaves_by_path(params).items() if path not in shares}
+
+
+def specs(
+    layouts: layouts_lib.Layouts, of_groups: Sequence[str], *, manual: bool
+) -> dict[str, jax.P]:
+    """The mesh axes of the parameters that are held in shards, by path.
+
+    Args:
+      layouts: what `layouts_of` returns.
+      of_groups: the axes of a leading dimension of groups.
+      manual: as for `Layout.spec`.
+    """
+    shares = {path: layout for path, layout in layouts.items() if layout.held}
+    place = lambda layout: layout.spec(mesh.REPLICA, manual=manual)
+    return {path: jax.P(*of_groups, *place(layout)) for path, layout in shares.items()}
+
+
+def applied(
+    network: Callable[..., Any],
+    on: jax.sharding.Mesh,
+    layouts: layouts_lib.Layouts,
+    dtype: Any,
+    reduce_dtype: str,
+) -> Callable[..., Any]:
+    """The `apply` of a network, as `hk.transform_with_state` has it, that takes shards of parameters, too.
+
+    Args:
+      network: a Haiku function.
+      on: a mesh of `xshard.mesh.make_mesh`.
+      layouts: what `layouts_of` returns.
+      dtype: the type to gather in.
+      reduce_dtype: the type to sum gradients in, as `Partition.scatter` has it.
+    """
+    scatter_steps, gather_steps = mesh.torus_steps(on)
+
+    def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
+        partition = shards.Partition(
+            params,
+            on.shape[mesh.REPLICA],
+            mesh.REPLICA,
+            scatter_steps=scatter_steps,
+            gather_steps=gather_steps,
+            layouts=layouts,
+        )
+        gather = functools.partial(_gather, partition, dtype, reduce_dtype)
+        asking = hk.transform_with_state(with_getter(network, _getter(partition, gather))).apply
+
+        def run(early: Sequence[str], params: Any) -> Any:
+            leaves, first = trees.leaves_by_path(params), {}
+            for path in early:
+                first[path] = gather(layouts[path].shape, layouts[path].dim, leaves[path])
+            return asking(trees.replace(params, first), *args, **kwargs)
+
+        return _gathered_again(run, params, layouts)
+
+    return apply
+
+
+def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
+        value, whole = next_getter(value), tuple(context.original_shape)
+        dim = _sharded_along(value.shape, whole, partition.count)
+        return value if dim is None else gather(whole, dim, value)
+
+    return getter
+
+
+def _gathered_again(
+    run: Callable[[Sequence[str], Any], Any], params: Any, layouts: layouts_lib.Layouts
+) -> Any:
+    """What `run(early, params)` returns, whose backward pass keeps all but what is gathered.
+
+    Args:
+      run: applies a network; it first gathers the parameters of some paths.
+      params: of the network.
+      layouts: of the parameters.
+    """
+    program, shapes = jax.make_jaxpr(functools.partial(run, ()), return_shape=True)(params)
+    followed = _Followed(params, layouts)
+    followed.through(program.jaxpr)
+    final = functools.partial(run, sorted(followed.early))
+    if not again.is_in(program.jaxpr):
+        return jax.checkpoint(final, policy=_is_kept)(params)
+    program = jax.make_jaxpr(final)(params) if followed.early else program
+    final = functools.partial(again.run, program)
+    results = jax.checkpoint(final, policy=_is_kept)(*jax.tree.leaves(params))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def with_getter(network: Callable[..., Any], getter: Any) -> Callable[..., Any]:
+    """A network whose parameters a Haiku getter is asked for."""
+
+    @functools.wraps(network)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        with hk.custom_getter(getter):
+            return network(*args, **kwargs)
+
+    return asking
+
+
+def _sharded_along(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | None:
+    """The dimension along which an array of one shape is a shard of one of another; None: it is not, as Haiku may say."""
+    for dim in range(min(len(shape), len(whole))):
+        if (*shape[:dim], shape[dim] * count, *shape[dim + 1 :]) == whole:
+            return dim
+    return None
+
+
+def _gather(
+    partition: shards.Partition,
+    dtype: Any,
+    reduce_dtype: str,
+    shape: tuple[int, ...],
+    dim: int | None,
+    shard: jax.Array,
+) -> jax.Array:
+    """The whole array of a shape, of which there is a shard; its gradient is the shard of the sum over the replicas."""
+    layout = layouts_lib.Layout("", shape, partition.count, dim)
+    sent = dtype if jnp.issubdtype(shard.dtype, jnp.floating) else shard.dtype
+
+    # By this name the program shows it.
+    def gathered_parameter(shard: jax.Array) -> jax.Array:
+        return partition.gather(layout, shard.astype(sent))
+
+    def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
+        total = partition.scatter(layout, trees.widen(grad), reduce_dtype)
+        return (total.astype(shard.dtype),)
+
+    named = jax.jit(gathered_parameter)
+    gather = jax.custom_vjp(named)
+    gather.defvjp(lambda shard: (named(shard), None), backward)
+    return gather(shard)
+
+
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Returns whether what a primitive makes is kept for the backward pass: all but what is gathered."""
+    return primitive.name != "all_gather"
+
+
+class _Followed:
+    """What becomes of the shards that a network is given, in its program.
+
+    Attributes:
+      early: the paths of parameters that it asks for in a branch or in a loop over anything but layers: in a
+        branch a gather would be one that only some replicas meet in, and in a loop one for each round.
+    """
+
+    def __init__(self, params: Any, layouts: layouts_lib.Layouts):
+        """Looks at nothing yet.
+
+        Args:
+          params: of the network.
+          layouts: of the parameters.
+        """
+        self.early: set[str] = set()
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        self._paths = [trees.path_name(path) for path, _ in leaves]
+        shares = held(params, layouts)
+        self._given = [
+            frozenset([(number, False)]) if path in shares else _NONE
+            for number, path in enumerate(self._paths)
+        ]
+
+    def through(self, jaxpr: core.Jaxpr) -> None:
+        """Follows them through the network's program, whose arguments are the parameters.
+
+        Raises:
+          UserError: if a shard is used in another way than to be gathered.
+        """
+        for number, _ in _NONE.union(*self._in(jaxpr, self._given)):
+            raise errors.UserError(
+                f"The network uses the parameter {self._paths[number]!r} without asking hk.get_parameter for it, such as by "
+                "params_dict(); with shard_params=True each replica holds a shard of it, and what a module asks Haiku for "
+                "is gathered. Ask for it, or set shard_params=False."
+            )
+
+    def _in(self, jaxpr: core.Jaxpr, inputs: Sequence[_Sources]) -> list[_Sources]:
+        """The shards that each result of a program is, or is made of, by those that its inputs are."""
+        found: dict[Any, _Sources] = dict(zip(jaxpr.invars, inputs, strict=True))
+        read = lambda x: _NONE if isinstance(x, core.Literal) else found.get(x, _NONE)
+        for eqn in jaxpr.eqns:
+            made = self._of_equation(eqn, [read(x) for x in eqn.invars])
+            found.update(dict.fromkeys(eqn.outvars, made))
+        return [read(x) for x in jaxpr.outvars]
+
+    def _of_equation(self, eqn: Any, inputs: list[_Sources]) -> _Sources:
+        name, params = eqn.primitive.name, eqn.params
+        if params.get("name") == "gathered_parameter":
+            self.early |= {self._paths[number] for number, inner in inputs[0] if inner}
+            return _NONE
+        if name == "scan":
+            # What is scanned over is of a layer; what is not is asked for again in each round.
+            fixed = params["num_consts"] + params["num_carry"]
+            inputs = [*map(_within, inputs[:fixed]), *inputs[fixed:]]
+        elif name in ("cond", "while"):
+            inputs = [*map(_within, inputs)]
+        programs = _programs(eqn, inputs)
+        # Of a branch also what decides for it.
+        made = inputs[:1] if name == "cond" else [] if programs else inputs
+        for program, given in programs:
+            made = made + self._in(program, given)
+        return _NONE.union(*made)
+
+
+def _within(sources: _Sources) -> _Sources:
+    return frozenset((number, True) for number, _ in sources)
+
+
+def _programs(eqn: Any, inputs: list[_Sources]) -> list[tuple[core.Jaxpr, list[_Sources]]]:
+    """The programs within an equation, each with what is known of its inputs."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "cond":
+        return [(_opened(branch), inputs[1:]) for branch in params["branches"]]
+    if name == "while":
+        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+        carry = inputs[of_cond + of_body :]
+        return [
+            (_opened(params["cond_jaxpr"]), inputs[:of_cond] + carry),
+            (_opened(params["body_jaxpr"]), inputs[of_cond : of_cond + of_body] + carry),
+        ]
+    leaves = jax.tree.leaves(dict(params))
+    inner = [_opened(x) for x in leaves if isinstance(x, core.ClosedJaxpr | core.Jaxpr)]
+    return [(x, inputs) for x in inner if len(inner) == 1 and len(x.invars) == len(inputs)]
+
+
+def _opened(jaxpr: Any) -> core.Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
