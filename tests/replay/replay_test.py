@@ -16,6 +16,7 @@ KINDS = {
     "zero_over_zero": {},
     "inf_minus_inf": {"micro_batches": 2, "loss_scale": "dynamic"},
     "logarithm": {"groups": 2, "shard_update": True},
+    "power": {"layer": 2, "shard_update": True},
     "root_gradient": {"layer": 0},
     "bad_example": {"loss_scale": "dynamic", "shard_update": True},
     "forward_overflow": {"precision": planted.FLOAT16, "loss_scale": "dynamic"},
@@ -27,9 +28,10 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("example", [0, 37, 64, 127])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_planted_fault_is_named(tmp_path, kind):
-    fault = planted.Fault(kind, **KINDS[kind])
+def test_a_planted_fault_is_named(tmp_path, kind, example):
+    fault = planted.Fault(kind, example=example, **KINDS[kind])
     planted.train(fault, tmp_path)
     before = contents(tmp_path)
     assert not planted.wrong(fault, tmp_path)
