@@ -4,7 +4,6 @@ By the fingerprints of the state in their rows it tells which arrays differ firs
 The runs are only read. Exit codes: 0 if they are alike, 1 if they part.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -18,11 +17,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m xshard.bisect",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.parser("bisect", __doc__)
     for name in ("RUN_A", "RUN_B"):
         parser.add_argument(name, help="a run's work directory")
     options = vars(parser.parse_args(argv))

@@ -1,5 +1,6 @@
-"""The end of a program that has failed: one message for a mistake, a traceback for a bug."""
+"""The arguments of a program, and the end of one that has failed: one message for a mistake, a traceback for a bug."""
 
+import argparse
 import difflib
 import itertools
 import os
@@ -9,6 +10,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from absl import flags
 
@@ -17,6 +19,16 @@ from xshard import errors
 from xshard.files import identity as identity_lib
 from xshard.files import streams
 from xshard.pod import notice
+
+
+def parser(program: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser of the arguments of `python -m xshard.PROGRAM`, whose help has the description as it is written."""
+    return argparse.ArgumentParser(
+        prog=f"python -m xshard.{program}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
+    )
 
 
 def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:

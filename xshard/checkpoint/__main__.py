@@ -230,11 +230,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m xshard.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.parser("checkpoint", __doc__)
     commands = parser.add_subparsers(dest="name", required=True)
     for name, (command, positionals) in _COMMANDS.items():
         sub = commands.add_parser(name)

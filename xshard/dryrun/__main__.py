@@ -119,7 +119,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
 
 
 def prepare(config: Any, topology: str) -> estimate.Prepared:
-    """What is known of a config's step before it is compiled; raises ValueError as `dry_run` does."""
+    """Prepares a config's step as far as it is known before it is compiled; raises ValueError as `dry_run` does."""
     chip = chips.parse_topology(topology)
     _check(config)
     mesh = experiment_lib.mesh_of(config, _devices(topology, chip, config.slices))

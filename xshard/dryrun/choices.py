@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """What is less for a better plan: the bound, then what the compiler estimates, then the memory."""
+        """The rank, less for a better plan: the bound, then what the compiler estimates, then the memory."""
         seconds, cycles = self.result["seconds"], self.result["estimated_cycles"]
         return seconds, cycles, self.result["memory"]["peak"]
 
@@ -91,7 +91,7 @@ def of(config: Any, num_chips: int, *, has_model_axis: bool) -> list[Plan]:
 
 
 def is_remat(name: str, value: Any) -> bool:
-    """Whether a key says that activations are computed again; a config's own, since there is none for all."""
+    """Returns whether a key says that activations are computed again; a config's own, since there is none for all."""
     return name.rpartition(".")[2] == "remat" and isinstance(value, bool)
 
 
@@ -100,7 +100,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """How far plans are apart: in doublings of numbers, and a step for each other difference."""
+    """The distance of plans: in doublings of numbers, and a step for each other difference."""
     double = lambda x, y: abs(math.log2(x / y))
     models = double(one[MODEL], other[MODEL])
     micros = double(one[MICRO], other[MICRO])
@@ -111,7 +111,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def needs_more(values: dict[str, Any], failed: dict[str, Any]) -> bool:
-    """Whether a plan differs from one that does not fit in larger activations alone."""
+    """Returns whether a plan differs from one that does not fit in larger activations alone."""
     remats = [name for name in values if is_remat(name, values[name])]
     alike = set(values) - {MICRO, *remats}
     if any(values[name] != failed[name] for name in alike) or values[MICRO] > failed[MICRO]:

@@ -27,7 +27,7 @@ class Bound(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What is known of a step before it is compiled.
+    """A step as far as it is known before it is compiled.
 
     Attributes:
       chip: the chip.

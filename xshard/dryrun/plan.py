@@ -292,13 +292,13 @@ def show(plans: Sequence[choices.Plan], topology: str) -> str:
 
 
 def _counted(plans: Sequence[choices.Plan]) -> str:
-    """What became of plans, with their numbers."""
+    """Counts what became of plans."""
     counts = collections.Counter(plan.outcome for plan in plans)
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
 
 
 def _reasons(plans: Sequence[choices.Plan], between: str = "; ") -> str:
-    """Why plans are not among those that fit, each reason once, with their number."""
+    """The reasons why plans are not among those that fit, each once, with their number."""
     reasons = collections.Counter((plan.outcome, plan.reason) for plan in plans if plan.reason)
     return between.join(f"{n} {outcome}: {why}" for (outcome, why), n in reasons.most_common())
 

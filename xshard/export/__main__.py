@@ -21,11 +21,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m xshard.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.parser("export", __doc__)
     parser.add_argument("run", metavar="RUN[@STEP]", help="a run's work directory")
     parser.add_argument(
         "--to", required=True, metavar="FILE", help="ends in .safetensors or .stablehlo"

@@ -210,7 +210,7 @@ class Learner:
         return hk.transform(value).apply({}, key)
 
     def _describe(self, params: Any, asked: Mapping[str, tuple[int, ...]]) -> state_lib.Rules:
-        """What the rules are like, for parameters and the shapes in which the network asks for them."""
+        """Describes the rules, for parameters and the shapes in which the network asks for them."""
         opt, run = self._optimizer({}), within.run()
         averages = [
             rule.module_name

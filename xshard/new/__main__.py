@@ -4,7 +4,6 @@ DIR is a new directory, or an empty one. What is written is a whole experiment, 
 and trains in some seconds on a CPU; comments in it say what to change. No file is ever overwritten.
 """
 
-import argparse
 import errno
 import os
 import pathlib
@@ -58,11 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m xshard.new",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.parser("new", __doc__)
     parser.add_argument("directory", metavar="DIR", type=pathlib.Path)
     directory = parser.parse_args(argv).directory
     write(directory)

@@ -4,6 +4,7 @@ Rows of steps that are made again are dropped, and a process that is killed says
 the process before has said last of itself.
 """
 
+import contextlib
 import json
 import pathlib
 import time
@@ -49,7 +50,7 @@ class Attempt(NamedTuple):
 
 
 class Goodput(NamedTuple):
-    """How much of the time of all attempts has gone into steps that count; what the rest was.
+    """The share of the time of all attempts that went into steps that count, and the rest.
 
     Attributes:
       seconds: from the begin of the first attempt to what was last heard; without the time after one that was done.
@@ -67,15 +68,11 @@ def keep(directory: pathlib.Path) -> None:
 
     What cannot be read or written here is left out: it is no reason for a run to end.
     """
-    try:
-        last = (status.read_if_exists(directory) or [{}])[0]
-        kept = _rows(directory)
-        if "begun" not in last or any(row["begun"] == last["begun"] for row in kept):
-            return
-        lines = [json.dumps(row) + "\n" for row in (*kept, last)]
-        disk.replace(directory / FILE, "".join(lines).encode())
-    except (OSError, ValueError):
-        return
+    # Nor is the file made for nothing.
+    with contextlib.suppress(OSError, ValueError):
+        if rows := _rows(directory):
+            lines = [json.dumps(row) + "\n" for row in rows]
+            disk.replace(directory / FILE, "".join(lines).encode())
 
 
 def read(directory: pathlib.Path) -> list[Attempt]:
@@ -84,15 +81,11 @@ def read(directory: pathlib.Path) -> list[Attempt]:
     Raises:
       UserError: if a file of the run is damaged.
     """
-    rows = _rows(directory)
-    last = (status.read_if_exists(directory) or [{}])[0]
-    if "begun" in last:
-        rows = [*(row for row in rows if row["begun"] != last["begun"]), last]
     attempts = []
     # Whatever a later attempt begins from, no step after it has counted.
     counted = None
     after = None
-    for row in reversed(rows):
+    for row in reversed(_rows(directory)):
         attempts.append(_attempt(row, counted, after))
         after = row["begun"]
         if row["first"] is not None:
@@ -101,7 +94,7 @@ def read(directory: pathlib.Path) -> list[Attempt]:
 
 
 def goodput(attempts: Sequence[Attempt]) -> Goodput | None:
-    """What the time of some attempts went into; None of none."""
+    """Returns what the time of some attempts went into; None of none."""
     spent = dict.fromkeys((*PARTS, DOWN), 0.0)
     for attempt in attempts:
         for name, seconds in (*attempt.seconds.items(), (DOWN, attempt.down)):
@@ -142,6 +135,10 @@ def _attempt(row: Mapping[str, Any], counted: int | None, after: float | None) -
 
 
 def _rows(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """What earlier attempts have said last; without lines that are damaged."""
-    rows = [row for _, row in jsonfile.read_lines(directory / FILE)]
-    return [row for row in rows if row is not None and "begun" in row and status.is_row(row)]
+    """The last words of all attempts, that of the last one from its status; without lines that are damaged."""
+    lines = [row for _, row in jsonfile.read_lines(directory / FILE)]
+    kept = [row for row in lines if row is not None and "begun" in row and status.is_row(row)]
+    last = (status.read_if_exists(directory) or [{}])[0]
+    if "begun" not in last:
+        return kept
+    return [*(row for row in kept if row["begun"] != last["begun"]), last]

@@ -31,13 +31,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m xshard.replay",
-        # A flag of a run's may begin like one of these.
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    # A flag of a run's may begin like one of these.
+    parser = cli.parser("replay", __doc__, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run's work directory")
     parser.add_argument("--step", type=int, help="the step that is taken apart")
     parser.add_argument(

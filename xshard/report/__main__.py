@@ -8,7 +8,6 @@ The page needs nothing but itself and a browser: no network. Work directories ar
 on meanwhile.
 """
 
-import argparse
 import importlib.util
 import pathlib
 import sys
@@ -25,11 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m xshard.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.parser("report", __doc__)
     parser.add_argument("workdir", nargs="+", metavar="WORKDIR", help="a run's work directory")
     page_help = "the page; report.html by default"
     parser.add_argument("--output", default="report.html", metavar="FILE.html", help=page_help)

@@ -157,7 +157,7 @@ def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Che
 
 
 def _noted(notes: list[str], read: Callable[[], Any], otherwise: Any) -> Any:
-    """What is read of a run, or what is to be taken if there is nothing; why it cannot be read is noted."""
+    """Reads something of a run, or takes what is to be taken if there is nothing; why it cannot be read is noted."""
     try:
         return read() or otherwise
     except errors.UserError as e:
