@@ -272,6 +272,13 @@ KEYS = (
         _count,
         may_change=True,
     ),
+    Key(
+        "logical_replicas",
+        0,
+        "The replicas of a group, shared out among whatever devices there are: what the run computes depends on them, "
+        "and not on the devices. 0: each device is one.",
+        _count_or_never,
+    ),
     Key("reduction.reduction", "mean", "How CrossShardOptimizer combines gradients; or 'sum'."),
     Key(
         "reduction.reduce_dtype",
@@ -290,6 +297,11 @@ KEYS = (
         False,
         "Whether each replica updates its shard of each array, and holds the slots of that alone.",
         may_change=True,
+    ),
+    Key(
+        "reduction.arithmetic",
+        "float",
+        "How logical replicas add up: 'float', or 'exact', which gives the same bits on any number of devices.",
     ),
     Key("reduction.shard_params", False, "The same of the parameters themselves.", may_change=True),
     Key(

@@ -8,7 +8,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from xshard import contract, data, errors, samples, step
+from xshard import contract, data, errors, logical, samples, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -39,12 +39,10 @@ class Evaluation:
         self._splits = experiment_lib.checked_eval_data(experiment)
         self._mesh = mesh
         self._batch_size = batch_size
+        self._replicas = logical.of_config(experiment.config, mesh)
         for examples in self._splits.values():
             self._batches(examples)
-        # Replicated, so that each process has those of all groups.
-        self._jitted = jax.jit(
-            step.make_eval_step(experiment, mesh), out_shardings=mesh_lib.sharding(mesh)
-        )
+        self._jitted = _jitted(experiment, mesh, self._replicas)
         self._step = processes.compiled_by_all(self._jitted, "the evaluation")
 
     def summary(self) -> str:
@@ -71,7 +69,7 @@ class Evaluation:
         """
         totals = {}
         for split, examples in self._splits.items():
-            shapes = batches.eval_shapes(examples, self._mesh, self._batch_size)
+            shapes = batches.eval_shapes(examples, self._mesh, self._batch_size, self._replicas)
             traced = self._jitted.trace(state, shapes, np.int32(0))
             replicas.check_unread(self._eval_step, traced.jaxpr, state, self._mesh)
             sums = traced.out_info
@@ -151,7 +149,20 @@ class Evaluation:
         return contract.summary(self._where, returned)
 
     def _batches(self, examples: data.Examples) -> Any:
-        return batches.eval_batches(examples, self._mesh, self._batch_size)
+        return batches.eval_batches(examples, self._mesh, self._batch_size, self._replicas)
+
+
+def _jitted(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    replicas: logical.Replicas | None,
+) -> Any:
+    """`step.make_eval_step`, jitted; its sums are replicated, so that each process has those of all groups."""
+    everywhere = mesh_lib.sharding(mesh)
+    if replicas is None:
+        return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=everywhere)
+    mapped = step.evaluation_on_replicas(experiment, replicas.mesh)
+    return logical.Program(contract.described(experiment.eval_step), mapped, replicas, out_shardings=everywhere)
 
 
 def _kind(name: str) -> str:

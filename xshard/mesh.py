@@ -7,7 +7,7 @@ slower. The axis `model` is left to XLA's partitioner.
 
 import numbers
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +74,12 @@ def make_mesh(
     shape = (len(groups), slices, len(groups[0]) // slices, model)
     placed = _lay_out(devices, shape)
     return jax.sharding.Mesh(placed, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+
+
+def abstract(groups: int, replicas: int) -> jax.sharding.AbstractMesh:
+    """A mesh of no devices, of so many groups of so many replicas, for what is traced alone."""
+    types = (jax.sharding.AxisType.Auto,) * len(AXES)
+    return jax.sharding.AbstractMesh((groups, 1, replicas, 1), AXES, axis_types=types)
 
 
 def _shortened(groups: Any) -> str:
@@ -177,6 +183,8 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
     a slice's order is not that of its torus, since a step's replicas would not be neighbours.
     """
     one_step: tuple[int, ...] = ()
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return one_step, one_step
     slices = _hardware_slices(list(mesh.devices.flat))
     has_other_axes = num_groups(mesh) > 1 or mesh.shape[MODEL] > 1
     if has_other_axes or len(slices) != num_slices(mesh):
@@ -209,6 +217,12 @@ def sharding(mesh: jax.sharding.Mesh, *spec: Any) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
 
+def axes_of(spec: Iterable[Any]) -> list[str]:
+    """The axes that an array lies along, of its spec."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return [axis for entry in entries for axis in entry if axis is not None]
+
+
 def on_replicas(f: Callable[..., Any], mesh: jax.sharding.Mesh, **specs: Any) -> Callable[..., Any]:
     """A function on each replica of each group, by `jax.shard_map` with these specs."""
     # Values that differ between groups are returned with a dimension of groups: nothing for the
@@ -220,15 +234,15 @@ def on_replicas(f: Callable[..., Any], mesh: jax.sharding.Mesh, **specs: Any) ->
     return jax.shard_map(f, mesh=mesh, axis_names=manual, check_vma=False, **specs)
 
 
+def put(mesh: jax.sharding.Mesh, array: np.ndarray, spec: jax.P) -> jax.Array:
+    """An array of the host, equal on all processes, along these axes; each process calls it alike."""
+    place = sharding(mesh, *spec)
+    return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
+
+
 def put_whole(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     """Arrays of the host, equal on all processes, whole on every device; each process calls it alike."""
-    replicated = sharding(mesh)
-
-    def put(x: Any) -> jax.Array:
-        array = np.asarray(x)
-        return jax.make_array_from_callback(array.shape, replicated, lambda index: array[index])
-
-    return jax.tree.map(put, tree)
+    return jax.tree.map(lambda x: put(mesh, np.asarray(x), jax.P()), tree)
 
 
 def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import contract, errors
+from xshard import contract, errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -83,6 +83,14 @@ def make_watched_step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Makes what `make_train_step` does; the function also returns what a run watches."""
+    mapped = on_replicas(experiment, mesh)
+    return lambda state, batch: mapped(state, batch).on(mesh)(state, batch)
+
+
+def on_replicas(
+    experiment: experiment_lib.Experiment, mesh: Any
+) -> Callable[[TrainState, Batch], logical.Mapped]:
+    """What each replica of a mesh does in a step of `make_watched_step`, given the step's arguments."""
     grouped = mesh_lib.num_groups(mesh) > 1
     rules = experiment.sharding_rules()
     every = experiment.config.get("fingerprint_every_steps", 0)
@@ -105,18 +113,17 @@ def make_watched_step(
         watched = metrics, observed, begun
         return Stepped(new, *(_add_dim(watched) if grouped else watched))
 
-    def train_step(state: TrainState, batch: Batch) -> Stepped:
+    def mapped(state: TrainState, batch: Batch) -> logical.Mapped:
+        del batch
         state_spec = state_lib.specs(experiment, mesh, state, manual=True)
         per_group: Any = jax.P(mesh_lib.GROUP) if grouped else jax.P()
-        mapped = mesh_lib.on_replicas(
+        return logical.Mapped(
             functools.partial(local_step, state),
-            mesh,
             in_specs=(state_spec, jax.P(mesh_lib.BATCH)),
             out_specs=Stepped(state_spec, per_group, per_group, per_group),
         )
-        return mapped(state, batch)
 
-    return train_step
+    return mapped
 
 
 def make_eval_step(
@@ -137,6 +144,19 @@ def make_eval_step(
     >>> print(sums['count'], sums['error'] > 10)
     60.0 True
     """
+    mapped = evaluation_on_replicas(experiment, mesh)
+
+    def eval_step(state: TrainState, batch: Batch, number: Any = 0) -> dict[str, jax.Array]:
+        whole = storage.to_whole(experiment, mesh, state)
+        return mapped(whole, batch, number).on(mesh)(whole, batch, number)
+
+    return eval_step
+
+
+def evaluation_on_replicas(
+    experiment: experiment_lib.Experiment, mesh: Any
+) -> Callable[..., logical.Mapped]:
+    """What each replica of a mesh does in an evaluation of `make_eval_step`, given its arguments with a whole state."""
     grouped = mesh_lib.num_groups(mesh) > 1
     rules = experiment.sharding_rules()
 
@@ -157,18 +177,13 @@ def make_eval_step(
 
     per_group = jax.P(mesh_lib.GROUP) if grouped else jax.P()
 
-    def eval_step(state: TrainState, batch: Batch, number: Any = 0) -> dict[str, jax.Array]:
-        whole = storage.to_whole(experiment, mesh, state)
-        mapped = mesh_lib.on_replicas(
-            local_eval,
-            mesh,
-            in_specs=(_whole_specs(experiment, mesh, whole), jax.P(mesh_lib.REPLICAS), jax.P()),
-            out_specs=(per_group, jax.P()),
-        )
-        sums, ensemble = mapped(whole, batch, number)
-        return {**sums, **ensemble}
+    def mapped(state: TrainState, batch: Batch, number: Any) -> logical.Mapped:
+        del batch, number
+        specs = _whole_specs(experiment, mesh, state), jax.P(mesh_lib.REPLICAS), jax.P()
+        join = lambda sums: {**sums[0], **sums[1]}
+        return logical.Mapped(local_eval, specs, (per_group, jax.P()), join)
 
-    return eval_step
+    return mapped
 
 
 def make_predict(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import data, errors
+from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
 
 # Under these names bytes, arrays and tuples of a state are kept in JSON.
@@ -29,6 +29,7 @@ class TrainBatches:
         self,
         make: Callable[[data.Part], data.BatchIterator],
         mesh: jax.sharding.Mesh,
+        replicas: logical.Replicas | None = None,
         *,
         batch_size: int,
         seed: int,
@@ -39,6 +40,7 @@ class TrainBatches:
         Args:
           make: makes the iterator, such as `functools.partial(xshard.data.iterate, examples)`.
           mesh: the run's mesh.
+          replicas: the logical replicas on it, if there are any.
           batch_size: the examples that one model's gradient is the mean over, on all its replicas.
           seed: the seed of the order.
           micro_batches: the parts that each replica computes one after the other.
@@ -50,11 +52,11 @@ class TrainBatches:
           example: one row of a batch.
           epoch_examples: the number of examples of an epoch, of one group; None if it is not known.
         """
-        check_train_batch(batch_size, mesh, micro_batches)
+        check_train_batch(batch_size, replicas.mesh if replicas else mesh, micro_batches)
         groups = mesh_lib.num_groups(mesh)
-        self._rows = groups * batch_size
         self._sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
-        self._mine = _addressable_rows(self._sharding, self._rows)
+        self._lying = _lying_rows(batch_size, replicas, groups)
+        self._mine = _addressable_rows(self._sharding, self._lying)
         group_of = self._mine // batch_size
         rows = tuple(self._mine[group_of == g] - g * batch_size for g in range(groups))
         self._iterator: Any = make(data.Part(batch_size, rows, seed))
@@ -76,16 +78,11 @@ class TrainBatches:
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes, types and shardings of a batch."""
-        return shapes(self.example, self._rows, self._sharding)
+        return shapes(self.example, len(self._lying), self._sharding)
 
     def __next__(self) -> dict[str, jax.Array]:
         """The next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
-        batch: dict[str, jax.Array] = {}
-        for name, array in self._take_next().items():
-            shape = self._rows, *array.shape[1:]
-            take = functools.partial(_take, array, self._mine)
-            batch[name] = jax.make_array_from_callback(shape, self._sharding, take)
-        return batch
+        return _lay(self._take_next(), self._mine, self._lying, self._sharding)
 
     def of_step(
         self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
@@ -203,7 +200,10 @@ class TrainBatches:
 
 
 def eval_batches(
-    examples: data.Examples, mesh: jax.sharding.Mesh, batch_size: int
+    examples: data.Examples,
+    mesh: jax.sharding.Mesh,
+    batch_size: int,
+    replicas: logical.Replicas | None = None,
 ) -> Iterator[dict[str, jax.Array]]:
     """All examples once, in order, along ('slice', 'replica') and equal for all groups.
 
@@ -212,18 +212,21 @@ def eval_batches(
     Raises:
       ValueError: if the replicas do not divide the batch.
     """
-    replicas = mesh_lib.num_replicas(mesh)
-    check_batch_size("eval_batch_size", batch_size, replicas, f"replicas = {replicas}")
-    return _eval_batches(examples, mesh, batch_size)
+    parts = replicas.count if replicas else mesh_lib.num_replicas(mesh)
+    check_batch_size("eval_batch_size", batch_size, parts, f"replicas = {parts}")
+    return _eval_batches(examples, mesh, _lying_rows(batch_size, replicas))
 
 
 def eval_shapes(
-    examples: data.Examples, mesh: jax.sharding.Mesh, batch_size: int
+    examples: data.Examples,
+    mesh: jax.sharding.Mesh,
+    batch_size: int,
+    replicas: logical.Replicas | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes, types and shardings of what `eval_batches` gives."""
     sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
     example = {**data.take(examples, np.arange(1)), "_mask": np.ones(1, bool)}
-    return shapes(example, batch_size, sharding)
+    return shapes(example, len(_lying_rows(batch_size, replicas)), sharding)
 
 
 def train_shapes(
@@ -265,33 +268,54 @@ def check_batch_size(key: str, value: int, parts: int, what: str) -> None:
 
 
 def _eval_batches(
-    examples: data.Examples, mesh: jax.sharding.Mesh, batch_size: int
+    examples: data.Examples, mesh: jax.sharding.Mesh, lying: np.ndarray
 ) -> Iterator[dict[str, jax.Array]]:
     sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
-    size = data.num_examples(examples)
-    mine = _addressable_rows(sharding, batch_size)
+    size, batch_size = data.num_examples(examples), lying[-1] + 1
+    mine = _addressable_rows(sharding, lying)
     for start in range(0, size, batch_size):
         rows = start + mine
         batch = {**data.take(examples, np.minimum(rows, size - 1)), "_mask": rows < size}
-        yield {
-            name: jax.make_array_from_callback(
-                (batch_size, *array.shape[1:]), sharding, functools.partial(_take, array, mine)
-            )
-            for name, array in batch.items()
-        }
+        yield _lay(batch, mine, lying, sharding)
 
 
-def _addressable_rows(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
-    """The rows of an array, of so many, that this process's devices hold."""
-    places = sharding.addressable_devices_indices_map((rows,)).values()
-    return np.unique(np.concatenate([np.arange(rows)[index] for index in places if index]))
+def _lying_rows(
+    batch_size: int, replicas: logical.Replicas | None, groups: int = 1
+) -> np.ndarray:
+    """The rows of a batch as they lie on the devices: the last fills the places where there is no replica."""
+    places = replicas.rows(batch_size) if replicas else batch_size
+    rows = np.minimum(np.arange(places), batch_size - 1)
+    return np.concatenate([group * batch_size + rows for group in range(groups)])
 
 
-def _take(array: np.ndarray, mine: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+def _addressable_rows(sharding: jax.sharding.NamedSharding, lying: np.ndarray) -> np.ndarray:
+    """The rows of a batch that this process's devices hold."""
+    places = sharding.addressable_devices_indices_map(lying.shape).values()
+    return np.unique(np.concatenate([lying[index] for index in places if index]))
+
+
+def _lay(
+    arrays: data.Arrays,
+    mine: np.ndarray,
+    lying: np.ndarray,
+    sharding: jax.sharding.NamedSharding,
+) -> dict[str, jax.Array]:
+    """The rows of this process, as arrays of which each device has its rows."""
+    batch: dict[str, jax.Array] = {}
+    for name, array in arrays.items():
+        take = functools.partial(_take, array, mine, lying)
+        shape = len(lying), *array.shape[1:]
+        batch[name] = jax.make_array_from_callback(shape, sharding, take)
+    return batch
+
+
+def _take(
+    array: np.ndarray, mine: np.ndarray, lying: np.ndarray, index: tuple[slice, ...]
+) -> np.ndarray:
     """A device's rows, from those of the process."""
-    start, stop, _ = index[0].indices(int(mine[-1]) + 1)
-    first = int(np.searchsorted(mine, start))
-    return array[first : first + stop - start]
+    at = np.searchsorted(mine, lying[index[0]])
+    # No copy, where no row fills a place.
+    return array[at[0] : at[-1] + 1] if at[-1] - at[0] == len(at) - 1 else array[at]
 
 
 def _check_acts(iterator: Any, every: Any) -> None:

@@ -62,8 +62,7 @@ def mapped_outputs(jaxpr: core.Jaxpr) -> tuple[list[Axes], list[Axes]]:
 
 def of_spec(spec: jax.P) -> Axes:
     """The axes of groups and replicas that an array lies along."""
-    names = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
-    return ALL.intersection(names)
+    return ALL.intersection(mesh_lib.axes_of(spec))
 
 
 def outputs(jaxpr: core.Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:

@@ -20,6 +20,10 @@ NOTHING_BETWEEN_SLICES = (
 )
 
 
+# Sums that do not depend on the order of their summands.
+EXACT = "exact"
+
+
 class Reduction(enum.StrEnum):
     """The ways to combine gradients across replicas. Source: `tf.compat.v1.losses.Reduction`."""
 
@@ -75,6 +79,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         slice_axis_name: str | None = None,
         reduce_dtype: str = "float32",
         slice_dtype: str = "float32",
+        arithmetic: str = "float",
         shard_update: bool = False,
         shard_params: bool = False,
         scatter_steps: Sequence[int] = (),
@@ -96,6 +101,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             a gradient is) or 'bfloat16', which halves the bytes.
           slice_dtype: the same for `slice_axis_name`; also 'int8', where what is lost to rounding is
             kept and added to the next step's gradients.
+          arithmetic: 'float'; or 'exact', for a run with `config.logical_replicas`, which sees to it.
           shard_update: whether each replica updates its shard of each array, and holds the slots of that
             shard only; the shards of the new parameters are then gathered.
           shard_params: whether it holds only its shard of the parameters between steps, too, and a network gathers
@@ -129,6 +135,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.reduction = Reduction(reduction)
         self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
         self.slice_dtype = _check_dtype("slice_dtype", slice_dtype, ("float32", "bfloat16", "int8"))
+        self.arithmetic = _check_dtype("arithmetic", arithmetic, ("float", EXACT))
+        self._is_in_run = False
         self.group_assignment = mesh.check_groups(group_assignment)
         self._check_axes()
 
@@ -141,12 +149,19 @@ class CrossShardOptimizer(base.OptimizerWrapper):
           held: with `shard_params`, how parameters and slots lie: what `xshard.optimizers.gathering.layouts_of` returns.
         """
         self._layouts = held
+        self._is_in_run = True
         self.sharding_rules = rules
         if self.axis_name == mesh.REPLICA:
             self.scatter_steps, self.gather_steps = mesh.torus_steps(on)
             self._replicas = max(2, on.shape[mesh.REPLICA])
 
     def _check_axes(self) -> None:
+        lossy = {self.reduce_dtype, self.slice_dtype} != {"float32"}
+        if self.arithmetic == EXACT and (lossy or self.shard_update):
+            raise errors.UserError(
+                "arithmetic='exact' is of whole arrays, in float32 between all replicas: leave reduce_dtype and slice_dtype "
+                "'float32', and shard_update and shard_params False; or set arithmetic to 'float'."
+            )
         if not isinstance(self.axis_name, str) or not isinstance(self.slice_axis_name, str | None):
             raise errors.UserError(
                 "axis_name must be the name of one axis, and slice_axis_name another or None; received "
@@ -199,6 +214,11 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
         """Implements `Optimizer.aggregate`: sums over the group and all slices, in float32 or wider."""
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
+        if self.arithmetic == EXACT and not self._is_in_run:
+            raise ValueError(
+                "arithmetic='exact' is for a run with logical_replicas, whose step is split where replicas add up. In a step "
+                "of your own take 'float'."
+            )
         self._check_gradients(grads)
         lost = self._lost(grads)
         if elementwise.is_traced():

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from xshard import contract, errors, samples, step
+from xshard import contract, errors, logical, samples, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -25,7 +25,8 @@ def train_batches(
 ) -> batches.TrainBatches:
     """The batches of a run, as its config says; raises UserError as `xshard.data.batches.TrainBatches`."""
     sizes = {key: experiment.config[key] for key in ("batch_size", "seed", "micro_batches")}
-    return batches.TrainBatches(experiment.train_batches, mesh, **sizes)
+    replicas = logical.of_config(experiment.config, mesh)
+    return batches.TrainBatches(experiment.train_batches, mesh, replicas, **sizes)
 
 
 def programs(
@@ -59,6 +60,11 @@ def programs(
 
 def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
     """The training step of a run, `step.make_watched_step`, jitted; it donates the state."""
+    replicas = logical.of_config(experiment.config, mesh)
+    if replicas is not None:
+        mapped = step.on_replicas(experiment, replicas.mesh)
+        what = contract.described(experiment.train_step)
+        return logical.Program(what, mapped, replicas, donate_argnums=0)
     return jax.jit(step.make_watched_step(experiment, mesh), donate_argnums=0)
 
 

@@ -1,0 +1,10 @@
+"""Logical replicas: a number of them that a config fixes, shared out among whatever devices there are.
+
+Data, keys, means, metrics and evaluations belong to logical replicas, so that nothing that a run computes depends on the
+number of its devices. With exact sums it ends in the same bits on any number of them.
+"""
+
+from xshard.logical.program import Mapped, Program
+from xshard.logical.replicas import Replicas, of_config
+
+__all__ = ["Mapped", "Program", "Replicas", "of_config"]

@@ -1,0 +1,72 @@
+"""How logical replicas lie on the devices of a mesh."""
+
+import dataclasses
+
+import jax
+import ml_collections
+
+from xshard import errors
+from xshard import mesh as mesh_lib
+
+# What the sums of a step are made in.
+FLOAT, EXACT = ARITHMETICS = ("float", "exact")
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """The replicas of a group that an experiment sees, on the devices of a mesh.
+
+    Each device holds as many, one after the other in the order of the devices; where they do not divide, the last
+    devices hold fewer, or none.
+
+    Attributes:
+      count: the number of logical replicas of a group.
+      on: the mesh of devices.
+      is_exact: whether what they sum is free of the order of the sum.
+    """
+
+    count: int
+    on: jax.sharding.Mesh
+    is_exact: bool
+
+    @property
+    def rounds(self) -> int:
+        """The logical replicas that a device computes one after the other."""
+        return -(-self.count // mesh_lib.num_replicas(self.on))
+
+    @property
+    def places(self) -> int:
+        """The places for logical replicas on all devices of a group: those above `count` are empty."""
+        return self.rounds * mesh_lib.num_replicas(self.on)
+
+    @property
+    def mesh(self) -> jax.sharding.AbstractMesh:
+        """The mesh that there would be, were each of them a device."""
+        return mesh_lib.abstract(mesh_lib.num_groups(self.on), self.count)
+
+    def rows(self, batch_size: int) -> int:
+        """The rows of a batch of a group as it lies on the devices: those at empty places are no examples."""
+        return batch_size // self.count * self.places
+
+
+def of_config(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Replicas | None:
+    """The logical replicas that a config asks for on a mesh; None if each replica of the mesh is one.
+
+    Raises:
+      UserError: if the sums can only be exact of logical replicas, and there are none, or are not on such a mesh.
+    """
+    count = config.get("logical_replicas", 0)
+    arithmetic = config.get("reduction", {}).get("arithmetic", FLOAT)
+    if not count:
+        if arithmetic == EXACT:
+            raise errors.UserError(
+                "reduction.arithmetic='exact' makes the bits of a run free of the number of its devices; give the number of "
+                f"replicas that it is computed on instead, as in --config.logical_replicas={mesh_lib.num_replicas(mesh)}."
+            )
+        return None
+    if mesh.shape[mesh_lib.MODEL] > 1:
+        raise errors.UserError(
+            f"logical_replicas={count} cannot be used with model_parallel={mesh.shape[mesh_lib.MODEL]}: a logical replica "
+            "is computed on one device. Set model_parallel to 1, or logical_replicas to 0."
+        )
+    return Replicas(count, mesh, arithmetic == EXACT)

@@ -1,0 +1,196 @@
+"""A replica's program, split at what the replicas exchange: what each computes before, and what all compute after.
+
+Nothing that differs between replicas comes into the second part but through the exchange: its results are equal on all.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from xshard import errors
+from xshard import mesh as mesh_lib
+
+# The collectives that a program is split at.
+SUM, MAX, MIN = COLLECTIVES = ("psum", "pmax", "pmin")
+# What calls a program once, in the place of which that program may stand.
+_CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
+
+
+class Part(NamedTuple):
+    """A part of a program.
+
+    Attributes:
+      program: the part.
+      reads: of the inputs of the whole program those that the part takes, by their positions.
+    """
+
+    program: core.ClosedJaxpr
+    reads: tuple[int, ...]
+
+
+class Split(NamedTuple):
+    """The two parts of a program.
+
+    Attributes:
+      before: takes the inputs that it reads, and the replica's number, to what it brings to the exchange.
+      after: takes the inputs that it reads, and what the exchange has made of that, to the program's outputs.
+      kinds: for each thing that is exchanged one of `COLLECTIVES`.
+    """
+
+    before: Part
+    after: Part
+    kinds: tuple[str, ...]
+
+
+def split(
+    program: core.ClosedJaxpr, what: str, sizes: Mapping[str, int], own: Sequence[bool]
+) -> Split:
+    """Splits a replica's program.
+
+    Args:
+      program: the program.
+      what: what it is, for messages.
+      sizes: of the axes that are mapped in it.
+      own: whether each input is the replica's own.
+
+    Raises:
+      UserError: if an exchange depends on another one, stands in a loop or a branch, or is none of `COLLECTIVES`; or
+        if an output does not come of what is equal on all replicas.
+    """
+    exchanged = list(_exchanged(program.jaxpr, what))
+    inputs = [_shape(aval) for aval in program.in_avals]
+    results = [_shape(x.aval) for eqn in exchanged for x in eqn.outvars]
+    kinds = tuple(eqn.primitive.name for eqn in exchanged for _ in eqn.outvars)
+
+    def run(inputs: Sequence[Any], number: Any, results: Sequence[Any]) -> Any:
+        brought: list[Any] = []
+        run = _Run(number, iter(results), brought)
+        return brought, run(program.jaxpr, program.consts, inputs)
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    both = jax.make_jaxpr(run, axis_env=list(sizes.items()))(inputs, number, results)
+    count, ends = len(inputs), [False] * len(program.out_avals)
+    before, reads = _part(both, [True] * len(kinds) + ends, range(count, count + 1))
+    if reads[count + 1 :].count(True):
+        raise errors.UserError(
+            f"{what} exchanges what depends on an earlier exchange between the replicas, as hk.BatchNorm with "
+            "cross_replica_axis does. With logical_replicas there is one exchange. Leave the first out (a BatchNorm "
+            "without an axis has the statistics of each replica's examples), or set logical_replicas to 0."
+        )
+    ends = [True] * len(program.out_avals)
+    after, reads = _part(both, [False] * len(kinds) + ends, range(count + 1, len(reads)))
+    if any(read and x for read, x in zip(reads, [*own, True], strict=False)):
+        raise errors.UserError(
+            f"{what} leaves something that differs between the replicas. With logical_replicas all that it leaves is equal "
+            "on them, or has been through jax.lax.pmean, psum, pmax or pmin over ('slice', 'replica')."
+        )
+    return Split(before, after, kinds)
+
+
+def _part(
+    program: core.ClosedJaxpr, outputs: Sequence[bool], kept: range
+) -> tuple[Part, list[bool]]:
+    """The part of a program that makes some of its outputs, and whether it reads each input; some inputs are kept in any case."""
+    _, reads = partial_eval.dce_jaxpr(program.jaxpr, outputs)
+    takes = [i in kept for i in range(len(reads))]
+    jaxpr, taken = partial_eval.dce_jaxpr(program.jaxpr, outputs, instantiate=takes)
+    inputs = tuple(i for i, is_taken in enumerate(taken) if is_taken and i not in kept)
+    return Part(core.ClosedJaxpr(jaxpr, program.consts), inputs), reads
+
+
+class _Run:
+    """Runs a program in which the replicas' numbers are given, and the results of their exchanges."""
+
+    def __init__(self, number: Any, results: Iterator[Any], brought: list[Any]):
+        """Keeps what is given.
+
+        Args:
+          number: of the replica.
+          results: of the exchanges, in the order of the program.
+          brought: a list to which is appended what the replica brings to each.
+        """
+        self._number = number
+        self._results = results
+        self._brought = brought
+
+    def __call__(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The outputs of a program."""
+        found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        read = lambda x: x.val if isinstance(x, core.Literal) else found[x]
+        for eqn in jaxpr.eqns:
+            with jax.named_scope(str(eqn.source_info.name_stack)):
+                results = self._results_of(eqn, [read(x) for x in eqn.invars])
+            found.update(zip(eqn.outvars, results, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def _results_of(self, eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        if _is_over_replicas(eqn):
+            if name == "axis_index":
+                is_slice = params["axis_name"] == mesh_lib.SLICE
+                return [jnp.zeros_like(self._number) if is_slice else self._number]
+            self._brought += inputs
+            return [next(self._results) for _ in eqn.outvars]
+        if name in _CALLS and any(_holds(x) for x in core.jaxprs_in_params(params)):
+            called = next(x for x in params.values() if isinstance(x, core.ClosedJaxpr | core.Jaxpr))
+            is_closed = isinstance(called, core.ClosedJaxpr)
+            return self(
+                called.jaxpr if is_closed else called, called.consts if is_closed else (), inputs
+            )
+        results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+        return results if eqn.primitive.multiple_results else [results]
+
+
+def _is_over_replicas(eqn: Any) -> bool:
+    """Returns whether an equation exchanges something between the replicas of a group, or asks for a replica's number."""
+    axes = eqn.params.get("axes" if eqn.primitive.name in COLLECTIVES else "axis_name", ())
+    return not {*mesh_lib.REPLICAS}.isdisjoint(axes if isinstance(axes, tuple | list) else [axes])
+
+
+def _holds(jaxpr: core.Jaxpr) -> bool:
+    """Returns whether a program has such equations."""
+    return any(
+        _is_over_replicas(eqn) or any(map(_holds, core.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _exchanged(jaxpr: core.Jaxpr, what: str, inside: str = "") -> Iterator[Any]:
+    """The equations of a program that exchange something, in the order in which they are run."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if _is_over_replicas(eqn):
+            _check(eqn, what, inside)
+            if name in COLLECTIVES:
+                yield eqn
+        within = inside if name in _CALLS else inside or name
+        for called in core.jaxprs_in_params(eqn.params):
+            yield from _exchanged(called, what, within)
+
+
+def _check(eqn: Any, what: str, inside: str) -> None:
+    name = eqn.primitive.name
+    rule = "set logical_replicas to 0, with which each device is one replica."
+    if inside:
+        raise errors.UserError(
+            f"{what} has {name} over the replicas inside a {inside}; with logical_replicas it is outside of loops and "
+            f"branches. Move it there, or {rule}"
+        )
+    if name not in (*COLLECTIVES, "axis_index"):
+        raise errors.UserError(
+            f"{what} has {name} over the replicas; with logical_replicas there are psum, pmean, pmax and pmin. Use these, "
+            f"or {rule}"
+        )
+    if eqn.params.get("axis_index_groups") is not None:
+        raise errors.UserError(
+            f"{what} has {name} over groups of replicas (axis_index_groups); with logical_replicas it is over all of a "
+            f"group of the mesh. Use config.group_assignment, or {rule}"
+        )
+
+
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
