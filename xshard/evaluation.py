@@ -162,7 +162,9 @@ def _jitted(
     if replicas is None:
         return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=everywhere)
     mapped = step.evaluation_on_replicas(experiment, replicas.mesh)
-    return logical.Program(contract.described(experiment.eval_step), mapped, replicas, out_shardings=everywhere)
+    return logical.Program(
+        contract.described(experiment.eval_step), mapped, replicas, out_shardings=everywhere
+    )
 
 
 def _kind(name: str) -> str:

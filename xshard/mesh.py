@@ -19,6 +19,7 @@ GROUP, SLICE, REPLICA, MODEL = AXES = ("group", "slice", "replica", "model")
 # What is reduced over a whole group is along the first, and the rows of a batch along the second.
 REPLICAS = (SLICE, REPLICA)
 BATCH = (GROUP, *REPLICAS)
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 Rules = Sequence[tuple[str, jax.sharding.PartitionSpec]]
 
 
@@ -168,7 +169,7 @@ def group_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     return (GROUP,) if num_groups(mesh) > 1 else ()
 
 
-def num_replicas(mesh: jax.sharding.Mesh) -> int:
+def num_replicas(mesh: AnyMesh) -> int:
     """The number of replicas of a group, on all slices."""
     return mesh.shape[SLICE] * mesh.shape[REPLICA]
 

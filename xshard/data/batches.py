@@ -251,7 +251,7 @@ def shapes(
     }
 
 
-def check_train_batch(batch_size: int, mesh: jax.sharding.Mesh, micro_batches: int) -> None:
+def check_train_batch(batch_size: int, mesh: mesh_lib.AnyMesh, micro_batches: int) -> None:
     """Raises ValueError unless a batch divides into replicas and micro-batches."""
     parts = mesh_lib.num_replicas(mesh) * micro_batches
     check_batch_size("batch_size", batch_size, parts, f"replicas x micro_batches = {parts}")
@@ -279,9 +279,7 @@ def _eval_batches(
         yield _lay(batch, mine, lying, sharding)
 
 
-def _lying_rows(
-    batch_size: int, replicas: logical.Replicas | None, groups: int = 1
-) -> np.ndarray:
+def _lying_rows(batch_size: int, replicas: logical.Replicas | None, groups: int = 1) -> np.ndarray:
     """The rows of a batch as they lie on the devices: the last fills the places where there is no replica."""
     places = replicas.rows(batch_size) if replicas else batch_size
     rows = np.minimum(np.arange(places), batch_size - 1)

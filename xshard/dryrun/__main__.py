@@ -122,6 +122,11 @@ def prepare(config: Any, topology: str) -> estimate.Prepared:
     """Prepares a config's step as far as it is known before it is compiled; raises ValueError as `dry_run` does."""
     chip = chips.parse_topology(topology)
     _check(config)
+    if config.get("logical_replicas"):
+        raise errors.UserError(
+            f"logical_replicas={config.logical_replicas}: the dry run is of steps with one replica on each chip. Set it, and "
+            "reduction.arithmetic, to their defaults: --config.logical_replicas=0 --config.reduction.arithmetic=float."
+        )
     mesh = experiment_lib.mesh_of(config, _devices(topology, chip, config.slices))
     batches.check_train_batch(config.batch_size, mesh, config.micro_batches)
     experiment = experiment_lib.load(config.experiment)(config)

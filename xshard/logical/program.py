@@ -5,6 +5,7 @@ once for each of a device's; what they exchange, in integers; and what all devic
 compiler fuses the three, on other numbers of devices in other ways, and rounds otherwise.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from xshard import errors
 from xshard import mesh as mesh_lib
 from xshard.logical import split as split_lib
 from xshard.logical import sums
@@ -62,37 +64,35 @@ class Program:
         self._mapped = mapped
         self._replicas = replicas
         self._options = options
-        self._built: dict[Any, Callable[..., Any]] = {}
+        self._built: dict[Any, _One | _Three] = {}
 
     def trace(self, *args: Any) -> Any:
-        """The traced program of as many devices as there are replicas, as `jax.jit(...).trace` returns it."""
+        """The traced program of as many devices as there are replicas, as `jax.jit(...).trace` returns it.
+
+        Raises:
+          UserError: if the function cannot be run on logical replicas.
+        """
+        self._of(args)
         inputs = _Inputs(self._mapped(*args), self._replicas, args)
         shapes = jax.tree.unflatten(inputs.tree, inputs.shapes(self._replicas.mesh.shape))
         return jax.jit(lambda *args: self._mapped(*args).on(self._replicas.mesh)(*args)).trace(
             *shapes
         )
 
-    def lower(self, *args: Any) -> "Program":
-        """Returns itself, compiled for such arguments."""
-        self._of(args)
-        return self
-
-    def compile(self) -> "Program":
-        """Returns itself: as `lower` has compiled it."""
-        return self
+    def lower(self, *args: Any) -> "Lowered":
+        """What `compile` compiles for such arguments, as of `jax.jit(...).lower(...)`."""
+        return Lowered(self._of(args).lower(args))
 
     def __call__(self, *args: Any) -> Any:
         """What the function returns."""
-        return self._of(args)(*jax.tree.leaves(args))
+        return self._of(args)(args)
 
-    def _of(self, args: Any) -> Callable[..., Any]:
+    def _of(self, args: Any) -> "_One | _Three":
         key = jax.tree.structure(args), *(jnp.shape(x) for x in jax.tree.leaves(args))
         if key not in self._built:
-            mapped = self._mapped(*args)
-            inputs = _Inputs(mapped, self._replicas, args)
-            parts = _Parts(self._what, mapped, inputs, self._replicas)
-            build = parts.three if self._replicas.is_exact else parts.one
-            self._built[key] = build(**self._options)
+            parts = _Parts(self._what, self._mapped(*args), self._replicas, args)
+            kind = _Three if self._replicas.is_exact else _One
+            self._built[key] = kind(parts, **self._options)
         return self._built[key]
 
 
@@ -108,7 +108,11 @@ class _Inputs:
 
     def shapes(self, sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
         """The shapes of the leaves, were these the sizes of the axes; with a size of 1 what a replica holds."""
-        here = {**self._replicas.on.shape, mesh_lib.SLICE: 1, mesh_lib.REPLICA: self._replicas.places}
+        here = {
+            **self._replicas.on.shape,
+            mesh_lib.SLICE: 1,
+            mesh_lib.REPLICA: self._replicas.places,
+        }
         shapes = []
         for leaf, spec in zip(self._leaves, self._specs, strict=True):
             shape = list(leaf.shape)
@@ -118,13 +122,17 @@ class _Inputs:
             shapes.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
         return shapes
 
-    def specs(self, *, own: bool) -> list[jax.P]:
-        """The specs of those that differ from replica to replica, or of those that do not."""
-        return [x for x, is_own in zip(self._specs, self.own, strict=True) if is_own == own]
+    @property
+    def specs(self) -> tuple[list[jax.P], list[jax.P]]:
+        """The specs, in two as of `parted`."""
+        return self._in_two(self._specs)
 
-    def parted(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Those of leaves that do not differ from replica to replica, and those that do."""
-        pairs = list(zip(leaves, self.own, strict=True))
+    def parted(self, args: Any) -> tuple[list[Any], list[Any]]:
+        """The leaves of arguments that do not differ from replica to replica, and those that do."""
+        return self._in_two(jax.tree.leaves(args))
+
+    def _in_two(self, of_leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        pairs = list(zip(of_leaves, self.own, strict=True))
         return [x for x, is_own in pairs if not is_own], [x for x, is_own in pairs if is_own]
 
     def joined(self, equal: Sequence[Any], own: Sequence[Any]) -> list[Any]:
@@ -134,81 +142,59 @@ class _Inputs:
 
 
 class _Parts:
-    """The parts of a program, to be put together."""
+    """The parts of a program, as functions of what a device holds."""
 
-    def __init__(self, what: str, mapped: Mapped, inputs: _Inputs, replicas: Replicas):
+    def __init__(self, what: str, mapped: Mapped, replicas: Replicas, args: Any):
         """Traces the function as one replica has it, and splits it."""
-        axes = dict(replicas.mesh.shape)
-        function = lambda *leaves: mapped.function(*jax.tree.unflatten(inputs.tree, leaves))
+        if any(
+            mesh_lib.REPLICA in mesh_lib.axes_of(spec) for spec in jax.tree.leaves(mapped.out_specs)
+        ):
+            raise errors.UserError(
+                f"{what} has state that is a replica's own (xshard.PerReplica, xshard.PerExample), or in shards; with "
+                "logical_replicas all state is equal on the replicas. Set logical_replicas to 0."
+            )
+        axes, groups = dict(replicas.mesh.shape), mesh_lib.num_groups(replicas.on)
+        self.inputs, self._replicas = _Inputs(mapped, replicas, args), replicas
+        function = lambda *leaves: mapped.function(*jax.tree.unflatten(self.inputs.tree, leaves))
         trace = jax.make_jaxpr(function, axis_env=list(axes.items()), return_shape=True)
-        program, returned = trace(*inputs.shapes(dict.fromkeys(axes, 1)))
-        self._split = split_lib.split(program, what, axes, inputs.own)
-        self._inputs, self._replicas = inputs, replicas
+        program, returned = trace(*self.inputs.shapes(dict.fromkeys(axes, 1)))
+        self._split = split_lib.split(program, what, axes, self.inputs.own)
         self._out_tree, self._join = jax.tree.structure(returned), mapped.finish
-        self._out_specs = jax.tree.leaves(jax.tree.broadcast(mapped.out_specs, returned))
+        self.out_specs = jax.tree.leaves(jax.tree.broadcast(mapped.out_specs, returned))
         # What is equal in a group has, of several groups, a dimension of them.
-        self._grouped = mesh_lib.num_groups(replicas.on) > 1
-        self._equal = jax.P(mesh_lib.GROUP) if self._grouped else jax.P()
-        groups = mesh_lib.num_groups(replicas.on)
+        self._grouped = groups > 1
+        self.equal = jax.P(mesh_lib.GROUP) if self._grouped else jax.P()
+        self.on, self.rounds = replicas.on, replicas.rounds
         self._numbers = np.tile(np.arange(replicas.places, dtype=np.int32), groups)
 
-    def three(self, **options: Any) -> Callable[..., Any]:
-        """Programs of their own, one after the other; the options are of the last, whose first argument is what is equal."""
-        equal, own = (self._inputs.specs(own=is_own) for is_own in (False, True))
-        on = self._replicas.on
-        numbers = mesh_lib.put(on, self._numbers, _OWN)
-        rounds = [(own, _OWN)] * self._replicas.rounds
-        divide = jax.jit(_on(on, self._divide, (own, _OWN), rounds))
-        before = jax.jit(_on(on, self._before, (equal, own, _OWN), _OWN))
-        exchange = jax.jit(_on(on, self._exchange, (_OWN, _OWN), self._equal))
-        after = jax.jit(_on(on, self._after, (equal, self._equal), self._out_specs), **options)
+    @functools.cached_property
+    def numbers(self) -> jax.Array:
+        """The numbers of the replicas at each device's places."""
+        return mesh_lib.put(self.on, self._numbers, _OWN)
 
-        def run(*leaves: Any) -> Any:
-            state, batch = self._inputs.parted(leaves)
-            rounds = divide(batch, numbers)
-            brought = [before(state, *of_round) for of_round in rounds]
-            results = exchange(brought, [number for _, number in rounds])
-            return self._finish(after(state, results))
+    @property
+    def shape_of_numbers(self) -> jax.ShapeDtypeStruct:
+        """The same before there are devices."""
+        return _placed(self.on, self._numbers, _OWN)
 
-        return run
-
-    def one(self, **options: Any) -> Callable[..., Any]:
-        """The same as one program, with these options."""
-        equal, own = (self._inputs.specs(own=is_own) for is_own in (False, True))
-        on = self._replicas.on
-        numbers = mesh_lib.put(on, self._numbers, _OWN)
-
-        def local(state: Any, batch: Any, numbers: Any) -> Any:
-            rounds = self._divide(batch, numbers)
-            stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *rounds)
-            brought = lax.map(lambda of_round: self._before(state, *of_round), stacked)
-            results = self._exchange([brought], [numbers])
-            return self._after(state, results)
-
-        step = jax.jit(_on(on, local, (equal, own, _OWN), self._out_specs), **options)
-
-        def run(*leaves: Any) -> Any:
-            return self._finish(step(*self._inputs.parted(leaves), numbers))
-
-        return run
-
-    def _finish(self, outputs: Sequence[Any]) -> Any:
+    def finish(self, outputs: Sequence[Any]) -> Any:
+        """The result, of the results of `after`."""
         return self._join(jax.tree.unflatten(self._out_tree, outputs))
 
-    def _divide(self, batch: Any, numbers: Any) -> Any:
+    def divide(self, batch: Any, numbers: Any) -> Any:
         """What each replica of a device has of the batch, and its number."""
         count = self._replicas.rounds
         of = lambda i, x: x.reshape(count, -1, *x.shape[1:])[i]
         return [jax.tree.map(lambda x, i=i: of(i, x), (batch, numbers)) for i in range(count)]
 
-    def _before(self, state: Any, batch: Any, number: jax.Array) -> list[jax.Array]:
+    def before(self, state: Any, batch: Any, number: jax.Array) -> list[jax.Array]:
         """What a replica brings to the exchange."""
         part = self._split.before
-        leaves = self._inputs.joined(state, batch)
+        leaves = self.inputs.joined(state, batch)
         brought = core.jaxpr_as_fun(part.program)(*(leaves[i] for i in part.reads), number[0])
         return [x[None] for x in brought]
 
-    def _exchange(self, brought: Sequence[list[jax.Array]], numbers: Any) -> list[jax.Array]:
+    def exchange(self, brought: Sequence[list[jax.Array]], numbers: Any) -> list[jax.Array]:
         """The results of the exchange, of what a device's replicas bring."""
         held = [jnp.concatenate(of_all) for of_all in zip(*brought, strict=True)]
         is_one = jnp.concatenate(numbers) < self._replicas.count
@@ -216,14 +202,101 @@ class _Parts:
         results = sums.combine(kinds, held, is_one, count, exact=exact)
         return [x[None] for x in results] if self._grouped else results
 
-    def _after(self, state: Any, results: list[jax.Array]) -> list[jax.Array]:
+    def after(self, state: Any, results: list[jax.Array]) -> list[jax.Array]:
         """The results of the whole."""
         part = self._split.after
-        leaves = self._inputs.joined(state, [None] * sum(self._inputs.own))
+        leaves = self.inputs.joined(state, [None] * sum(self.inputs.own))
         if self._grouped:
             results = [x[0] for x in results]
         return core.jaxpr_as_fun(part.program)(*(leaves[i] for i in part.reads), *results)
 
 
-def _on(on: jax.sharding.Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    return Mapped(function, in_specs, out_specs).on(on)
+class _One:
+    """The parts as one program."""
+
+    def __init__(self, parts: _Parts, **options: Any):
+        """Puts them together; the options are of `jax.jit`."""
+        self._parts = parts
+        equal, own = parts.inputs.specs
+        self._jitted = jax.jit(
+            Mapped(self._local, (equal, own, _OWN), parts.out_specs).on(parts.on), **options
+        )
+
+    def _local(self, state: Any, batch: Any, numbers: jax.Array) -> list[jax.Array]:
+        parts = self._parts
+        rounds = jax.tree.map(lambda *xs: jnp.stack(xs), *parts.divide(batch, numbers))
+        brought = lax.map(lambda of_round: parts.before(state, *of_round), rounds)
+        # As of one round of so many replicas.
+        joined = [x.reshape(-1, *x.shape[2:]) for x in brought]
+        return parts.after(state, parts.exchange([joined], [numbers]))
+
+    def lower(self, args: Any) -> list[Any]:
+        """What is to be compiled."""
+        parts = self._parts
+        return [self._jitted.lower(*parts.inputs.parted(args), parts.shape_of_numbers)]
+
+    def __call__(self, args: Any) -> Any:
+        """The result."""
+        inputs = self._parts.inputs.parted(args)
+        return self._parts.finish(self._jitted(*inputs, self._parts.numbers))
+
+
+class _Three:
+    """The parts as programs of their own, one after the other; the host waits for none."""
+
+    def __init__(self, parts: _Parts, **options: Any):
+        """Jits them; the options are those of the last, whose first argument is all that is equal on replicas."""
+        self._parts, on = parts, parts.on
+        equal, own = parts.inputs.specs
+        self._rounds = [(own, _OWN)] * parts.rounds
+        self._divide = jax.jit(Mapped(parts.divide, (own, _OWN), self._rounds).on(on))
+        self._before = jax.jit(Mapped(parts.before, (equal, own, _OWN), _OWN).on(on))
+        self._exchange = jax.jit(Mapped(parts.exchange, (_OWN, _OWN), parts.equal).on(on))
+        after = Mapped(parts.after, (equal, parts.equal), parts.out_specs)
+        self._after = jax.jit(after.on(on), **options)
+
+    def lower(self, args: Any) -> list[Any]:
+        """What is to be compiled, in the order in which it is run."""
+        parts = self._parts
+        state, batch = parts.inputs.parted(args)
+        divide = self._divide.lower(batch, parts.shape_of_numbers)
+        rounds = _placed(parts.on, divide.out_info, self._rounds)
+        before = self._before.lower(state, *rounds[0])
+        brought = _placed(parts.on, before.out_info, _OWN)
+        numbers = [number for _, number in rounds]
+        exchange = self._exchange.lower([brought] * parts.rounds, numbers)
+        results = _placed(parts.on, exchange.out_info, parts.equal)
+        return [divide, before, exchange, self._after.lower(state, results)]
+
+    def __call__(self, args: Any) -> Any:
+        """The result."""
+        state, batch = self._parts.inputs.parted(args)
+        rounds = self._divide(batch, self._parts.numbers)
+        brought = [self._before(state, *of_round) for of_round in rounds]
+        results = self._exchange(brought, [number for _, number in rounds])
+        # Of a device's replicas no more than these is kept while the last program runs.
+        del brought
+        return self._parts.finish(self._after(state, results))
+
+
+class Lowered(NamedTuple):
+    """The programs that a function is made of, not compiled; `compile` keeps them for when it is called.
+
+    Attributes:
+      programs: of `jax.jit(...).lower(...)`, in the order in which they are run.
+    """
+
+    programs: list[Any]
+
+    def compile(self) -> list[Any]:
+        """The programs, compiled."""
+        return [program.compile() for program in self.programs]
+
+
+def _placed(on: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
+    """The shapes of arrays that lie so on a mesh."""
+
+    def placed(spec: jax.P, x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh_lib.sharding(on, *spec))
+
+    return jax.tree.map(placed, jax.tree.broadcast(specs, shapes), shapes)

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import ml_collections
+import numpy as np
 
 from xshard import errors
 from xshard import mesh as mesh_lib
@@ -43,6 +44,15 @@ class Replicas:
     def mesh(self) -> jax.sharding.AbstractMesh:
         """The mesh that there would be, were each of them a device."""
         return mesh_lib.abstract(mesh_lib.num_groups(self.on), self.count)
+
+    def of_devices(self, table: np.ndarray) -> np.ndarray:
+        """What the replicas of a group have, along the third dimension, as one of each device's has it.
+
+        Those without a replica have it of the last one, whose state they hold.
+        """
+        first = np.minimum(np.arange(0, self.places, self.rounds), self.count - 1)
+        shape = self.on.shape[mesh_lib.SLICE], self.on.shape[mesh_lib.REPLICA]
+        return table[:, 0, first].reshape(len(table), *shape, *table.shape[3:])
 
     def rows(self, batch_size: int) -> int:
         """The rows of a batch of a group as it lies on the devices: those at empty places are no examples."""

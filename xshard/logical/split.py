@@ -135,12 +135,13 @@ class _Run:
                 return [jnp.zeros_like(self._number) if is_slice else self._number]
             self._brought += inputs
             return [next(self._results) for _ in eqn.outvars]
-        if name in _CALLS and any(_holds(x) for x in core.jaxprs_in_params(params)):
-            called = next(x for x in params.values() if isinstance(x, core.ClosedJaxpr | core.Jaxpr))
-            is_closed = isinstance(called, core.ClosedJaxpr)
-            return self(
-                called.jaxpr if is_closed else called, called.consts if is_closed else (), inputs
+        if name in _CALLS and any(map(_holds, core.jaxprs_in_params(params))):
+            called = next(
+                x for x in params.values() if isinstance(x, core.ClosedJaxpr | core.Jaxpr)
             )
+            if isinstance(called, core.ClosedJaxpr):
+                return self(called.jaxpr, called.consts, inputs)
+            return self(called, (), inputs)
         results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
         return results if eqn.primitive.multiple_results else [results]
 

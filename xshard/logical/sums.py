@@ -81,7 +81,9 @@ def _power(exponent: jax.Array) -> jax.Array:
 def _extreme(kind: str, x: jax.Array, is_one: jax.Array) -> jax.Array:
     """The maximum or minimum over all replicas."""
     if kind == split.MIN:
-        return ~_extreme(split.MAX, ~x, is_one) if _is_whole(x) else -_extreme(split.MAX, -x, is_one)
+        return (
+            ~_extreme(split.MAX, ~x, is_one) if _is_whole(x) else -_extreme(split.MAX, -x, is_one)
+        )
     least = jnp.iinfo(x.dtype).min if _is_whole(x) else -jnp.inf
     return lax.pmax(jnp.max(_where(is_one, x, least), axis=0), mesh_lib.REPLICAS)
 

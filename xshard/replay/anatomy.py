@@ -180,7 +180,7 @@ class Anatomy:
         config.precision = f"params={parameters},compute=float32,output=float32"
         experiment = type(self._run.experiment)(config)
         state, batch = self._step.state, self._step.batch
-        traced = preflight.jitted_step(experiment, self._run.mesh).trace(state, batch)
+        traced = preflight.one_program(experiment, self._run.mesh).trace(state, batch)
         program = program_lib.Program(traced, (state, batch))
         looks = evaluate.evaluator(program, self._run.mesh)(state, batch)
         if cause_lib.find(program, looks, self._run.mesh) is not None:

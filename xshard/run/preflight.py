@@ -68,6 +68,22 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
     return jax.jit(step.make_watched_step(experiment, mesh), donate_argnums=0)
 
 
+def one_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
+    """The training step as one program with a replica on each device, jitted, to be looked into.
+
+    Raises:
+      UserError: if there are other numbers of devices than the config has logical replicas.
+    """
+    replicas = logical.of_config(experiment.config, mesh)
+    if replicas is not None and replicas.count != mesh_lib.num_replicas(mesh):
+        devices = replicas.count * mesh_lib.num_groups(mesh)
+        raise errors.UserError(
+            f"The config has logical_replicas={replicas.count}, and here are {mesh_lib.num_replicas(mesh)} devices for each "
+            f"group. To look into a step takes one for each replica: on CPUs by --cpu_devices={devices}."
+        )
+    return jax.jit(step.make_watched_step(experiment, mesh))
+
+
 def jitted_predict(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
     """The prediction, `step.make_predict`, jitted; its outputs are replicated, so that each process has all of them."""
     return jax.jit(step.make_predict(experiment, mesh), out_shardings=mesh_lib.sharding(mesh))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import contract, errors
+from xshard import contract, errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -49,6 +49,7 @@ class Watch:
         """
         self._experiment = experiment
         self._mesh = mesh
+        self._replicas = logical.of_config(experiment.config, mesh)
         self._every = experiment.config.fingerprint_every_steps
         self._in_flight = in_flight
         self._pending: collections.deque[tuple[int, fingerprint.Fingerprints]] = collections.deque()
@@ -110,7 +111,10 @@ class Watch:
         """Says what has parted, and where; on all processes alike."""
         state = self._newest
         assert state is not None
-        parted = self._parted(state, found.table)
+        table = np.asarray(mesh_lib.replicate(self._mesh, found.table))
+        if self._replicas is not None and table.shape[-4:-2] != self._mesh.devices.shape[1:3]:
+            table = self._replicas.of_devices(table.reshape(-1, *table.shape[-4:]))
+        parted = self._parted(state, table)
         listed = "; ".join(f"{name}: {text}" for name, texts in parted.items() for text in texts)
         return (
             f"After step {step} the replicas hold different bits of {self._paths(state)} "

@@ -1,0 +1,95 @@
+"""Sums whose order does not show."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xshard import mesh as mesh_lib
+from xshard.logical import sums
+
+
+def combine(arrays, devices, kind="psum", count=None):
+    """What replicas with these values exchange on so many devices, as the first device has it; all have the same."""
+    mesh = mesh_lib.make_mesh(devices=jax.devices()[:devices])
+    count = len(arrays) if count is None else count
+    rounds = -(-count // devices)
+    held = np.zeros((rounds * devices, *arrays.shape[1:]), arrays.dtype)
+    # What stands at an empty place must not matter.
+    held[...] = np.nan if held.dtype.kind == "f" else 7
+    held[:count] = arrays
+    numbers = np.arange(len(held))
+
+    def local(held, numbers):
+        (made,) = sums.combine([kind], [held], numbers < count, count, exact=True)
+        return made[None]
+
+    spec = jax.P(mesh_lib.BATCH)
+    f = mesh_lib.on_replicas(local, mesh, in_specs=(spec, spec), out_specs=spec)
+    made = np.asarray(jax.jit(f)(held, numbers))
+    assert all(x.tobytes() == made[0].tobytes() for x in made)
+    return made[0]
+
+
+def values(count, size=40, seed=0):
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(count, size)) * 10.0 ** rng.integers(-6, 6, size)).astype(np.float32)
+
+
+def test_neither_the_order_nor_the_devices_show():
+    x = values(7)
+    expected = combine(x, 1).tobytes()
+    for devices, order in itertools.product((2, 3, 8), (range(7), range(6, -1, -1))):
+        assert combine(x[list(order)], devices).tobytes() == expected
+
+
+@pytest.mark.parametrize("count", [1, 5, 64, 1024])
+def test_what_is_lost_is_half_a_step_for_each_replica(count):
+    x = values(count)
+    largest = np.abs(x).max()
+    bits = 30 - (count - 1).bit_length()
+    step = 2.0 ** (np.frexp(largest)[1] - bits)
+    true = x.astype(np.float64).sum(axis=0)
+    # And the one rounding to float32.
+    allowed = count * step / 2 + np.abs(true) * 2.0**-24
+    assert np.all(np.abs(combine(x, 4) - true) <= allowed)
+
+
+def test_powers_of_two_are_summed_without_loss():
+    x = np.float32([[2.0**-20, 3.0], [2.0**-19, 1.0], [-(2.0**-20), 0.5]])
+    assert combine(x, 2).tolist() == [2.0**-19, 4.5]
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-38, 1e-30, 3e38])
+def test_the_ends_of_the_range(value):
+    x = np.full((2, 3), value, np.float32)
+    x[1] = 0
+    np.testing.assert_allclose(combine(x, 2), x[0], rtol=2.0**-24, atol=2.0**-120)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_makes_the_array_nan(bad):
+    x = values(3)
+    x[1, 2] = bad
+    assert np.isnan(combine(x, 2)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_maxima_and_minima_are_of_the_replicas_alone(dtype):
+    x = np.array([[-5, 3], [-2, 9], [-7, 1]], dtype)
+    assert combine(x, 2, "pmax").tolist() == [-2, 9]
+    assert combine(x, 2, "pmin").tolist() == [-7, 1]
+
+
+def test_integers_are_summed_as_they_are():
+    x = np.array([[2**30, -1], [5, 1], [-3, 4]], np.int32)
+    assert combine(x, 2).tolist() == [2**30 + 2, 4]
+
+
+def test_half_precision_is_summed_in_float32():
+    x = values(6).astype(jnp.bfloat16)
+    total = functools.reduce(np.add, x.astype(np.float64))
+    np.testing.assert_allclose(combine(x, 3).astype(np.float64), total, rtol=2.0**-8, atol=1e-1)
