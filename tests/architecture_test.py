@@ -15,6 +15,7 @@ errors torus
 config
 files
 callbacks mesh samples
+logical
 data
 optimizers
 contract

@@ -19,12 +19,12 @@ import pytest
 from tests import pace, rows, toy
 from tests.optimizers import harness
 from xshard import checkpoint, loop
-from xshard import config as config_lib
 from xshard.files import workdir
 from xshard.metrics import clock
 from xshard.modes import follow
 from xshard.optimizers import trees
 from xshard.pod import notice
+from xshard.run import due as due_lib
 
 
 def make_config(**changes):
@@ -653,7 +653,7 @@ def test_metrics_are_not_fetched_step_by_step(tmp_path, monkeypatch):
 
 
 def test_the_steps_that_are_evaluated_and_saved():
-    due = config_lib.Due(last=7, evaluation_every=3, save_every=5, saves_evaluated=False)
+    due = due_lib.Due(last=7, evaluation_every=3, save_every=5, saves_evaluated=False)
     steps = range(1, 8)
     assert [step for step in steps if due.evaluation(step)] == [3, 6, 7]
     assert [step for step in steps if due.save(step)] == [5, 7]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from xshard import callbacks, checkpoint, evaluation
+from xshard import callbacks, checkpoint, evaluation, logical
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
@@ -24,6 +24,7 @@ from xshard.pod import notice as notice_lib
 from xshard.pod import origin as origin_lib
 from xshard.pod import processes, status
 from xshard.pod import watch as watch_lib
+from xshard.run import due as due_lib
 from xshard.run import ending, nonfinite, preflight, replication, resuming, roll_backs, saving
 from xshard.stored import storage
 
@@ -56,8 +57,7 @@ class Run:
         config_lib.check(config)
         writers.check(config.writers)
         self.config = config
-        self.clock = clock_lib.Clock()
-        self.terminal = terminal_lib.Terminal(config.steps, show)
+        self.clock, self.terminal = clock_lib.Clock(), terminal_lib.Terminal(config.steps, show)
         self.mesh = experiment_lib.mesh_of(config)
         self.experiment = experiment_lib.load(config.experiment)(config)
         self.batches = preflight.train_batches(self.experiment, self.mesh)
@@ -70,7 +70,8 @@ class Run:
         self.origin = origin_lib.origin(type(self.experiment).__module__, *data)
         self.changes = [*self._run.changes]
         if self._first and not self._run.sets_aside:
-            self.changes += self.workdir.check_origin(self.origin)
+            is_exact = logical.is_exact(config)
+            self.changes += self.workdir.check_origin(self.origin, exact=is_exact)
         self._watch, self._init = watch, init
         self._init_args = (self.experiment, self.mesh, config.seed, self.batches.example)
         self._target = state_lib.abstract_state(*self._init_args, whole=True)
@@ -84,8 +85,7 @@ class Run:
         # What is open from the first step to the results.
         self._held = contextlib.ExitStack()
         self._stop: notice_lib.Notice | None = None
-        self._save_now = False
-        self._made = -1
+        self._save_now, self._made = False, -1
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
 
     def _check_programs(self) -> None:
@@ -115,7 +115,7 @@ class Run:
         """
         begin = self._begin()
         state, start, log = begin.state, self._made, self._log
-        due = config_lib.Due.of(self.config)
+        due = due_lib.Due.of(self.config)
         by_clock = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
         self.doing("compiling", step=start, steps=self.config.steps)
         # What a stop has cut short is made now, if no other stop does the same.
@@ -196,7 +196,7 @@ class Run:
                 self._evaluated = start, found
             if self._stop is None:
                 self.checkpoints.evaluated_late(start, self._evaluated[1], self._log)
-        is_due = start and config_lib.Due.of(self.config).samples(start) and not self._is_over()
+        is_due = start and due_lib.Due.of(self.config).samples(start) and not self._is_over()
         if is_due and self.checkpoints.manager.agree(self._log.sampled) < start:
             self._sample(start, begin.state)
 

@@ -120,9 +120,9 @@ def main(argv: Sequence[str], config: Any) -> int:
         raise errors.UserError("--quiet and --verbose exclude each other; give one of them.")
     if _CPU_DEVICES.value:
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
-    if config.get("logical_replicas"):
-        # XLA computes some sums in another order where it has one thread; with two or more their number does not show.
-        os.environ.setdefault("NPROC", str(max(2, os.cpu_count() or 0)))
+    if config.get("logical_replicas") and origin_lib.cores() == 1:
+        # XLA computes some sums in another order where it has one thread; the number of several does not show.
+        os.environ.setdefault("NPROC", "2")
     # Haiku then refuses what would leak tracers into its state.
     hk.config.set(check_jax_usage=True)
     if _MODE.value != "train" and _INIT_FROM.value is not None:

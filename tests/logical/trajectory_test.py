@@ -130,5 +130,5 @@ def test_exact_sums_are_of_whole_arrays(tmp_path, key):
     made = config().copy_and_resolve_references()
     made.unlock()
     made.reduction[key] = True
-    with pytest.raises(errors.UserError, match="exact.*whole arrays"):
+    with pytest.raises(errors.UserError, match=f"{key}=True cannot be used with.*exact"):
         loop.Run(made, str(tmp_path / "run"))

@@ -17,6 +17,7 @@ import numpy as np
 
 from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
+from xshard.data import rows as rows_lib
 
 # Under these names bytes, arrays and tuples of a state are kept in JSON.
 _BYTES, _ARRAY, _TUPLE = "base64", "npy", "tuple"
@@ -55,8 +56,8 @@ class TrainBatches:
         check_train_batch(batch_size, replicas.mesh if replicas else mesh, micro_batches)
         groups = mesh_lib.num_groups(mesh)
         self._sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
-        self._lying = _lying_rows(batch_size, replicas, groups)
-        self._mine = _addressable_rows(self._sharding, self._lying)
+        self._lying = rows_lib.lying_rows(batch_size, replicas, groups)
+        self._mine = rows_lib.addressable_rows(self._sharding, self._lying)
         group_of = self._mine // batch_size
         rows = tuple(self._mine[group_of == g] - g * batch_size for g in range(groups))
         self._iterator: Any = make(data.Part(batch_size, rows, seed))
@@ -82,7 +83,7 @@ class TrainBatches:
 
     def __next__(self) -> dict[str, jax.Array]:
         """The next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
-        return _lay(self._take_next(), self._mine, self._lying, self._sharding)
+        return rows_lib.lay(self._take_next(), self._mine, self._lying, self._sharding)
 
     def of_step(
         self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
@@ -214,7 +215,7 @@ def eval_batches(
     """
     parts = replicas.count if replicas else mesh_lib.num_replicas(mesh)
     check_batch_size("eval_batch_size", batch_size, parts, f"replicas = {parts}")
-    return _eval_batches(examples, mesh, _lying_rows(batch_size, replicas))
+    return _eval_batches(examples, mesh, rows_lib.lying_rows(batch_size, replicas))
 
 
 def eval_shapes(
@@ -226,7 +227,7 @@ def eval_shapes(
     """The shapes, types and shardings of what `eval_batches` gives."""
     sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
     example = {**data.take(examples, np.arange(1)), "_mask": np.ones(1, bool)}
-    return shapes(example, len(_lying_rows(batch_size, replicas)), sharding)
+    return shapes(example, len(rows_lib.lying_rows(batch_size, replicas)), sharding)
 
 
 def train_shapes(
@@ -272,48 +273,11 @@ def _eval_batches(
 ) -> Iterator[dict[str, jax.Array]]:
     sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
     size, batch_size = data.num_examples(examples), lying[-1] + 1
-    mine = _addressable_rows(sharding, lying)
+    mine = rows_lib.addressable_rows(sharding, lying)
     for start in range(0, size, batch_size):
         rows = start + mine
         batch = {**data.take(examples, np.minimum(rows, size - 1)), "_mask": rows < size}
-        yield _lay(batch, mine, lying, sharding)
-
-
-def _lying_rows(batch_size: int, replicas: logical.Replicas | None, groups: int = 1) -> np.ndarray:
-    """The rows of a batch as they lie on the devices: the last fills the places where there is no replica."""
-    places = replicas.rows(batch_size) if replicas else batch_size
-    rows = np.minimum(np.arange(places), batch_size - 1)
-    return np.concatenate([group * batch_size + rows for group in range(groups)])
-
-
-def _addressable_rows(sharding: jax.sharding.NamedSharding, lying: np.ndarray) -> np.ndarray:
-    """The rows of a batch that this process's devices hold."""
-    places = sharding.addressable_devices_indices_map(lying.shape).values()
-    return np.unique(np.concatenate([lying[index] for index in places if index]))
-
-
-def _lay(
-    arrays: data.Arrays,
-    mine: np.ndarray,
-    lying: np.ndarray,
-    sharding: jax.sharding.NamedSharding,
-) -> dict[str, jax.Array]:
-    """The rows of this process, as arrays of which each device has its rows."""
-    batch: dict[str, jax.Array] = {}
-    for name, array in arrays.items():
-        take = functools.partial(_take, array, mine, lying)
-        shape = len(lying), *array.shape[1:]
-        batch[name] = jax.make_array_from_callback(shape, sharding, take)
-    return batch
-
-
-def _take(
-    array: np.ndarray, mine: np.ndarray, lying: np.ndarray, index: tuple[slice, ...]
-) -> np.ndarray:
-    """A device's rows, from those of the process."""
-    at = np.searchsorted(mine, lying[index[0]])
-    # No copy, where no row fills a place.
-    return array[at[0] : at[-1] + 1] if at[-1] - at[0] == len(at) - 1 else array[at]
+        yield rows_lib.lay(batch, mine, lying, sharding)
 
 
 def _check_acts(iterator: Any, every: Any) -> None:

@@ -124,8 +124,7 @@ def prepare(config: Any, topology: str) -> estimate.Prepared:
     _check(config)
     if config.get("logical_replicas"):
         raise errors.UserError(
-            f"logical_replicas={config.logical_replicas}: the dry run is of steps with one replica on each chip. Set it, and "
-            "reduction.arithmetic, to their defaults: --config.logical_replicas=0 --config.reduction.arithmetic=float."
+            f"logical_replicas={config.logical_replicas}: the dry run has one replica on each chip; set it to 0."
         )
     mesh = experiment_lib.mesh_of(config, _devices(topology, chip, config.slices))
     batches.check_train_batch(config.batch_size, mesh, config.micro_batches)

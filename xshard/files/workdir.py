@@ -65,6 +65,7 @@ class Origin(NamedTuple):
       libraries: their versions.
       devices: how many of which kind, on how many processes, and of CPUs on how many cores of the first.
       flags: those of XLA, from the environment.
+      chip: the kind of the devices, as far as their arithmetic shows it.
     """
 
     training: str
@@ -73,6 +74,7 @@ class Origin(NamedTuple):
     libraries: str = ""
     devices: str = ""
     flags: str = ""
+    chip: str = ""
 
 
 class Workdir:
@@ -156,14 +158,18 @@ class Workdir:
         """Returns whether rows or results are here, which a run from the start would write anew."""
         return any(disk.read(path) for path in (self.metrics, self.results))
 
-    def check_origin(self, origin: Origin) -> list[str]:
+    def check_origin(self, origin: Origin, *, exact: bool = False) -> list[str]:
         """Sees whether a run of this data may go on here; writes nothing.
+
+        Args:
+          origin: what there is now.
+          exact: whether the run is to go on in the same bits.
 
         Returns:
           What else has changed since the run was started, one text for each.
 
         Raises:
-          UserError: if the run here was trained on other data.
+          UserError: if the run here was trained on other data; or, if exact, by what computes other bits.
         """
         content = _read(self.origin, "origin")
         # A directory of a version that kept none gets it.
@@ -177,6 +183,14 @@ class Workdir:
                 "or begin a new run in a new directory, with the parameters of this one by "
                 f"--init_from={self.path}."
             )
+        for name in ("chip", "libraries", "flags") if exact and old.chip else ():
+            was, now = getattr(old, name), getattr(origin, name)
+            if was != now:
+                raise errors.UserError(
+                    f"--workdir={self.path} holds a run with reduction.arithmetic='exact', which goes on in the same bits, and "
+                    f"its {name} was {was or 'none'}; now it is {now or 'none'}, which may compute others. Go on where it was, "
+                    "or without the promise: --config.reduction.arithmetic=float."
+                )
         changes = []
         if old.evaluation and old.evaluation != origin.evaluation:
             changes.append(f"evaluation data: {old.evaluation} -> {origin.evaluation}")

@@ -1,6 +1,8 @@
 """How logical replicas lie on the devices of a mesh."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import ml_collections
@@ -9,8 +11,15 @@ import numpy as np
 from xshard import errors
 from xshard import mesh as mesh_lib
 
-# What the sums of a step are made in.
-FLOAT, EXACT = ARITHMETICS = ("float", "exact")
+_EXACT = "exact"
+
+
+_EXACT_ONLY_WITH = {
+    "shard_update": False,
+    "shard_params": False,
+    "reduce_dtype": "float32",
+    "slice_dtype": "float32",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +75,8 @@ def of_config(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Rep
       UserError: if the sums can only be exact of logical replicas, and there are none, or are not on such a mesh.
     """
     count = config.get("logical_replicas", 0)
-    arithmetic = config.get("reduction", {}).get("arithmetic", FLOAT)
     if not count:
-        if arithmetic == EXACT:
+        if is_exact(config):
             raise errors.UserError(
                 "reduction.arithmetic='exact' makes the bits of a run free of the number of its devices; give the number of "
                 f"replicas that it is computed on instead, as in --config.logical_replicas={mesh_lib.num_replicas(mesh)}."
@@ -79,4 +87,20 @@ def of_config(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Rep
             f"logical_replicas={count} cannot be used with model_parallel={mesh.shape[mesh_lib.MODEL]}: a logical replica "
             "is computed on one device. Set model_parallel to 1, or logical_replicas to 0."
         )
-    return Replicas(count, mesh, arithmetic == EXACT)
+    if is_exact(config):
+        _check_exact(config.reduction)
+    return Replicas(count, mesh, is_exact(config))
+
+
+def is_exact(config: ml_collections.ConfigDict) -> bool:
+    """Returns whether a config asks for sums that are free of their order."""
+    return config.get("reduction", {}).get("arithmetic") == _EXACT
+
+
+def _check_exact(reduction: Mapping[str, Any]) -> None:
+    for key, only in _EXACT_ONLY_WITH.items():
+        if reduction.get(key, only) != only:
+            raise errors.UserError(
+                f"reduction.{key}={reduction[key]!r} cannot be used with reduction.arithmetic='exact', which adds up whole "
+                f"arrays of float32, the same on all replicas: set it to {only!r}, or arithmetic to 'float'."
+            )

@@ -20,10 +20,6 @@ NOTHING_BETWEEN_SLICES = (
 )
 
 
-# Sums that do not depend on the order of their summands.
-EXACT = "exact"
-
-
 class Reduction(enum.StrEnum):
     """The ways to combine gradients across replicas. Source: `tf.compat.v1.losses.Reduction`."""
 
@@ -135,8 +131,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.reduction = Reduction(reduction)
         self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
         self.slice_dtype = _check_dtype("slice_dtype", slice_dtype, ("float32", "bfloat16", "int8"))
-        self.arithmetic = _check_dtype("arithmetic", arithmetic, ("float", EXACT))
-        self._is_in_run = False
+        self._needs_run = _check_dtype("arithmetic", arithmetic, ("float", "exact")) == "exact"
         self.group_assignment = mesh.check_groups(group_assignment)
         self._check_axes()
 
@@ -149,19 +144,13 @@ class CrossShardOptimizer(base.OptimizerWrapper):
           held: with `shard_params`, how parameters and slots lie: what `xshard.optimizers.gathering.layouts_of` returns.
         """
         self._layouts = held
-        self._is_in_run = True
+        self._needs_run = False
         self.sharding_rules = rules
         if self.axis_name == mesh.REPLICA:
             self.scatter_steps, self.gather_steps = mesh.torus_steps(on)
             self._replicas = max(2, on.shape[mesh.REPLICA])
 
     def _check_axes(self) -> None:
-        lossy = {self.reduce_dtype, self.slice_dtype} != {"float32"}
-        if self.arithmetic == EXACT and (lossy or self.shard_update):
-            raise errors.UserError(
-                "arithmetic='exact' is of whole arrays, in float32 between all replicas: leave reduce_dtype and slice_dtype "
-                "'float32', and shard_update and shard_params False; or set arithmetic to 'float'."
-            )
         if not isinstance(self.axis_name, str) or not isinstance(self.slice_axis_name, str | None):
             raise errors.UserError(
                 "axis_name must be the name of one axis, and slice_axis_name another or None; received "
@@ -214,12 +203,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
         """Implements `Optimizer.aggregate`: sums over the group and all slices, in float32 or wider."""
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
-        if self.arithmetic == EXACT and not self._is_in_run:
+        if self._needs_run:
             raise ValueError(
-                "arithmetic='exact' is for a run with logical_replicas, whose step is split where replicas add up. In a step "
-                "of your own take 'float'."
+                "arithmetic='exact' is for a run, whose step is split where replicas add up; elsewhere take 'float'."
             )
-        self._check_gradients(grads)
+        if {self.reduce_dtype, self.slice_dtype} != {"float32"}:
+            shards.check_real(grads, self.reduce_dtype, self.slice_dtype)
         lost = self._lost(grads)
         if elementwise.is_traced():
             totals, lost = elementwise.call(self._reduce_shards, (grads, lost))
@@ -241,17 +230,6 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 raise slots.missing_error(self.name, path)
             lost[path] = hk.get_state(name, [1, *grad.shape], jnp.float32, jnp.zeros)
         return lost
-
-    def _check_gradients(self, grads: trees.Gradients) -> None:
-        if self.reduce_dtype == self.slice_dtype == "float32":
-            return
-        for path, grad in trees.present(grads).items():
-            if jnp.iscomplexobj(grad):
-                raise ValueError(
-                    f"The gradient of '{path}' is complex; reduce_dtype={self.reduce_dtype!r} and "
-                    f"slice_dtype={self.slice_dtype!r} are types of real numbers. Leave both 'float32', with "
-                    "which a wider gradient is summed in its own type."
-                )
 
     def _mapped_axes(self) -> list[str]:
         names = (self.axis_name, self.slice_axis_name)

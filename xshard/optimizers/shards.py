@@ -273,3 +273,13 @@ def summed(
     wide = lambda x: collective(x.astype(jnp.float32)).astype(dtype)
     total = lax.platform_dependent(x.astype(dtype), cpu=wide, default=collective)
     return total.astype(x.dtype)
+
+
+def check_real(grads: trees.Gradients, reduce_dtype: str, slice_dtype: str) -> None:
+    """Raises ValueError for a complex gradient, where sums are of such types."""
+    for path, grad in trees.present(grads).items():
+        if jnp.iscomplexobj(grad):
+            raise ValueError(
+                f"The gradient of '{path}' is complex; reduce_dtype={reduce_dtype!r} and slice_dtype={slice_dtype!r} are "
+                "types of real numbers. Leave both 'float32', with which a wider gradient is summed in its own type."
+            )

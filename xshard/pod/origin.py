@@ -65,13 +65,25 @@ def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
     devices = f"{len(all_devices)} {kinds} on {jax.process_count()} process(es)"
     if jax.default_backend() == "cpu":
         # XLA divides an operation among them, and with it the order of a sum.
-        devices += f", {_cores()} core(s)"
+        devices += f", {cores()} core(s)"
+        kinds = f"{kinds} {platform.machine()} {_instructions():08x}"
     flags = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
     libraries = ", ".join(versions)
-    return workdir.Origin(training, evaluation, git_commit, libraries, devices, " ".join(flags))
+    environment = libraries, devices, " ".join(flags)
+    return workdir.Origin(training, evaluation, git_commit, *environment, kinds)
 
 
-def _cores() -> int | None:
+def _instructions() -> int:
+    """A checksum of the instructions that a CPU has, by which XLA orders sums; 0 where the system does not say."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return 0
+    features = [line for line in lines if line.startswith(("flags", "Features"))]
+    return zlib.crc32(" ".join(sorted(features[0].split())).encode()) if features else 0
+
+
+def cores() -> int | None:
     """The number of cores that this process may use."""
     # Not all systems say which these are.
     if hasattr(os, "sched_getaffinity"):
