@@ -24,7 +24,7 @@ def combine(arrays, devices, kind="psum", count=None):
     numbers = np.arange(len(held))
 
     def local(held, numbers):
-        (made,) = sums.combine([kind], [held], numbers < count, count, exact=True)
+        (made,) = sums.combine([kind], [[x] for x in held], numbers < count, count, exact=True)
         return made[None]
 
     spec = jax.P(mesh_lib.BATCH)

@@ -7,6 +7,7 @@ compiler fuses the three, on other numbers of devices in other ways, and rounds 
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -81,11 +82,16 @@ class Program:
 
     def lower(self, *args: Any) -> "Lowered":
         """What `compile` compiles for such arguments, as of `jax.jit(...).lower(...)`."""
-        return Lowered(self._of(args).lower(args))
+        program = self._of(args)
+        program.is_compiled = True
+        return Lowered(program.lower(args))
 
     def __call__(self, *args: Any) -> Any:
         """What the function returns."""
-        return self._of(args)(args)
+        program = self._of(args)
+        if not program.is_compiled:
+            self.lower(*args).compile()
+        return program(args)
 
     def _of(self, args: Any) -> "_One | _Three":
         key = jax.tree.structure(args), *(jnp.shape(x) for x in jax.tree.leaves(args))
@@ -196,7 +202,8 @@ class _Parts:
 
     def exchange(self, brought: Sequence[list[jax.Array]], numbers: Any) -> list[jax.Array]:
         """The results of the exchange, of what a device's replicas bring."""
-        held = [jnp.concatenate(of_all) for of_all in zip(*brought, strict=True)]
+        # Without the dimension of places, of which there is one on a device.
+        held = [[x[0] for x in of_round] for of_round in brought]
         is_one = jnp.concatenate(numbers) < self._replicas.count
         kinds, count, exact = self._split.kinds, self._replicas.count, self._replicas.is_exact
         results = sums.combine(kinds, held, is_one, count, exact=exact)
@@ -216,7 +223,7 @@ class _One:
 
     def __init__(self, parts: _Parts, **options: Any):
         """Puts them together; the options are of `jax.jit`."""
-        self._parts = parts
+        self._parts, self.is_compiled = parts, False
         equal, own = parts.inputs.specs
         self._jitted = jax.jit(
             Mapped(self._local, (equal, own, _OWN), parts.out_specs).on(parts.on), **options
@@ -226,9 +233,8 @@ class _One:
         parts = self._parts
         rounds = jax.tree.map(lambda *xs: jnp.stack(xs), *parts.divide(batch, numbers))
         brought = lax.map(lambda of_round: parts.before(state, *of_round), rounds)
-        # As of one round of so many replicas.
-        joined = [x.reshape(-1, *x.shape[2:]) for x in brought]
-        return parts.after(state, parts.exchange([joined], [numbers]))
+        of_rounds = [[x[i] for x in brought] for i in range(parts.rounds)]
+        return parts.after(state, parts.exchange(of_rounds, [numbers]))
 
     def lower(self, args: Any) -> list[Any]:
         """What is to be compiled."""
@@ -246,7 +252,7 @@ class _Three:
 
     def __init__(self, parts: _Parts, **options: Any):
         """Jits them; the options are those of the last, whose first argument is all that is equal on replicas."""
-        self._parts, on = parts, parts.on
+        self._parts, on, self.is_compiled = parts, parts.on, False
         equal, own = parts.inputs.specs
         self._rounds = [(own, _OWN)] * parts.rounds
         self._divide = jax.jit(Mapped(parts.divide, (own, _OWN), self._rounds).on(on))
@@ -289,8 +295,9 @@ class Lowered(NamedTuple):
     programs: list[Any]
 
     def compile(self) -> list[Any]:
-        """The programs, compiled."""
-        return [program.compile() for program in self.programs]
+        """The programs, compiled side by side."""
+        with futures.ThreadPoolExecutor() as pool:
+            return list(pool.map(lambda program: program.compile(), self.programs))
 
 
 def _placed(on: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:

@@ -5,6 +5,7 @@ share, small enough for the largest magnitude among them. With n replicas 30 - l
 23 for 128, where a float32 has 24. The rest is exact: scaling by a power of two, and the one rounding to float32 at the end.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,50 +22,71 @@ _BITS = 30
 
 
 def combine(
-    kinds: Sequence[str], held: Sequence[jax.Array], is_one: jax.Array, count: int, *, exact: bool
+    kinds: Sequence[str],
+    brought: Sequence[Sequence[jax.Array]],
+    is_one: jax.Array,
+    count: int,
+    *,
+    exact: bool,
 ) -> list[jax.Array]:
     """What the replicas of a group exchange, on each device alike; to be called in a `jax.shard_map` over them.
 
     Args:
       kinds: of each array one of `split.COLLECTIVES`.
-      held: arrays with a leading dimension of the replicas that the device holds.
-      is_one: for each place on the device whether there is a replica at it.
+      brought: for each place on the device the arrays that the replica at it brings.
+      is_one: for each place whether there is a replica at it.
       count: the replicas of a group.
       exact: whether sums of floating-point numbers are free of their order.
     """
     made: list[Any] = [None] * len(kinds)
-    floats = []
-    for i, (kind, x) in enumerate(zip(kinds, held, strict=True)):
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    exactly = []
+    for i, (kind, *held) in enumerate(zip(kinds, *brought, strict=True)):
         if kind != split.SUM:
-            made[i] = _extreme(kind, x, is_one)
-        elif is_float and exact:
-            floats.append(i)
+            made[i] = _extreme(kind, held, is_one)
+        elif exact and jnp.issubdtype(held[0].dtype, jnp.floating):
+            exactly.append(i)
         else:
-            made[i] = lax.psum(jnp.sum(_where(is_one, x), axis=0, dtype=x.dtype), mesh_lib.REPLICAS)
-    wide = [_where(is_one, held[i].astype(jnp.float32)) for i in floats]
-    for i, total in zip(floats, _exact_sums(wide, count), strict=True):
-        made[i] = total.astype(held[i].dtype)
+            made[i] = lax.psum(_added(_where(is_one, held)), mesh_lib.REPLICAS)
+    wide = [_where(is_one, [of[i].astype(jnp.float32) for of in brought]) for i in exactly]
+    for i, total in zip(exactly, _exact_sums(wide, count), strict=True):
+        made[i] = total.astype(brought[0][i].dtype)
     return made
 
 
-def _exact_sums(held: Sequence[jax.Array], count: int) -> list[jax.Array]:
-    """The sums of float32 arrays over all replicas; NaN where some element of an array is not finite."""
-    if not held:
+def _exact_sums(brought: Sequence[list[jax.Array]], count: int) -> list[jax.Array]:
+    """The sums of float32 arrays over all replicas; NaN where some element of an array is not finite.
+
+    Args:
+      brought: of each array those of the replicas of a device.
+      count: the replicas of a group.
+    """
+    if not brought:
         return []
     bits = _BITS - (count - 1).bit_length()
-    largest = jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in held])
+    largest = jnp.stack([jnp.max(_largest(held), initial=0) for held in brought])
     # NaN is larger than all numbers here, too.
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf)
     largest = lax.pmax(largest, mesh_lib.REPLICAS)
     exponents = _exponent(largest)
     up, down = _power(bits - exponents), _power(exponents - bits)
-    scaled = [jnp.round(x * up[i]).astype(jnp.int32) for i, x in enumerate(held)]
-    sums = lax.psum([jnp.sum(x, axis=0, dtype=jnp.int32) for x in scaled], mesh_lib.REPLICAS)
+    scaled = [
+        _added([jnp.round(x * up[i]).astype(jnp.int32) for x in held])
+        for i, held in enumerate(brought)
+    ]
+    sums = lax.psum(scaled, mesh_lib.REPLICAS)
     finite = jnp.isfinite(largest)
     return [
         jnp.where(finite[i], x.astype(jnp.float32) * down[i], jnp.nan) for i, x in enumerate(sums)
     ]
+
+
+def _added(held: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, held)
+
+
+def _largest(held: Sequence[jax.Array]) -> jax.Array:
+    """The largest magnitudes, or NaN, of the elements at each place of arrays."""
+    return functools.reduce(jnp.maximum, map(jnp.abs, held))
 
 
 def _exponent(x: jax.Array) -> jax.Array:
@@ -78,21 +100,16 @@ def _power(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def _extreme(kind: str, x: jax.Array, is_one: jax.Array) -> jax.Array:
+def _extreme(kind: str, held: Sequence[jax.Array], is_one: jax.Array) -> jax.Array:
     """The maximum or minimum over all replicas."""
+    is_whole = jnp.issubdtype(held[0].dtype, jnp.integer)
     if kind == split.MIN:
-        return (
-            ~_extreme(split.MAX, ~x, is_one) if _is_whole(x) else -_extreme(split.MAX, -x, is_one)
-        )
-    least = jnp.iinfo(x.dtype).min if _is_whole(x) else -jnp.inf
-    return lax.pmax(jnp.max(_where(is_one, x, least), axis=0), mesh_lib.REPLICAS)
+        mirrored = jnp.invert if is_whole else jnp.negative
+        return mirrored(_extreme(split.MAX, list(map(mirrored, held)), is_one))
+    least = jnp.iinfo(held[0].dtype).min if is_whole else -jnp.inf
+    return lax.pmax(functools.reduce(jnp.maximum, _where(is_one, held, least)), mesh_lib.REPLICAS)
 
 
-def _is_whole(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.integer)
-
-
-def _where(is_one: jax.Array, x: jax.Array, other: Any = 0) -> jax.Array:
+def _where(is_one: jax.Array, held: Sequence[jax.Array], other: Any = 0) -> list[jax.Array]:
     """The arrays of replicas, with another value at the places where there is none."""
-    places = is_one.reshape(-1, *(1 for _ in x.shape[1:]))
-    return jnp.where(places, x, jnp.asarray(other, x.dtype))
+    return [jnp.where(is_one[i], x, jnp.asarray(other, x.dtype)) for i, x in enumerate(held)]
