@@ -1,6 +1,7 @@
 """One trajectory: the same bits on any number of devices."""
 
 import hashlib
+import json
 
 import jax
 import numpy as np
@@ -132,3 +133,16 @@ def test_exact_sums_are_of_whole_arrays(tmp_path, key):
     made.reduction[key] = True
     with pytest.raises(errors.UserError, match=f"{key}=True cannot be used with.*exact"):
         loop.Run(made, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["chip", "libraries", "flags"])
+def test_a_run_goes_on_only_where_its_bits_are_the_same(tmp_path, name):
+    made = config(steps=1)
+    run = loop.Run(made, str(tmp_path))
+    with run.opened():
+        run.complete()
+    origin = json.loads((tmp_path / "origin.json").read_text())
+    (tmp_path / "origin.json").write_text(json.dumps({**origin, name: "another"}))
+    with pytest.raises(errors.UserError, match=f"its {name} was another; .*arithmetic=float"):
+        loop.Run(made, str(tmp_path))
+    loop.Run(config(steps=1, arithmetic="float"), str(tmp_path))

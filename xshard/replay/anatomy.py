@@ -76,7 +76,7 @@ class Anatomy:
     def __init__(self, run: past.Past, step: past.Step):
         """Traces the step once more, and looks at it."""
         self._run, self._step = run, step
-        traced = run.step_program.trace(step.state, step.batch)
+        traced = run.one_program().trace(step.state, step.batch)
         self.program = program_lib.Program(traced, (step.state, step.batch))
         self._evaluate = evaluate.evaluator(self.program, run.mesh)
         self.looks = self._evaluate(step.state, step.batch)

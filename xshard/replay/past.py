@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from xshard import checkpoint, data, errors, evaluation
+from xshard import checkpoint, data, errors, evaluation, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -71,6 +71,12 @@ class Past:
         self.step_program = preflight.jitted_step(self.experiment, self.mesh)
         predict = preflight.jitted_predict(self.experiment, self.mesh)
         self._predict = evaluation.predictions(predict, self.mesh)
+
+    def one_program(self) -> Any:
+        """The training step as one program, jitted, to be looked into; UserError as of `preflight.one_program`."""
+        if isinstance(self.step_program, logical.Program):
+            return preflight.one_program(self.experiment, self.mesh)
+        return self.step_program
 
     def _changes(self) -> list[str]:
         old = jsonfile.read_if_exists(self._workdir.origin) or {}
