@@ -58,9 +58,11 @@ class Side:
 def compare() -> Iterator[measure.Row]:
     """The rows."""
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
-    exact = {"logical_replicas": _REPLICAS.value, "reduction.arithmetic": "exact"}
+    of_replicas = {"logical_replicas": _REPLICAS.value}
+    peers = {"float": {}, "float of as many replicas": of_replicas}
+    exact = {**of_replicas, "reduction.arithmetic": "exact"}
     for name, size in _SIZES.items():
-        sides = {"float": Side(size, {}), "exact": Side(size, exact)}
+        sides = {title: Side(size, of) for title, of in {**peers, "exact": exact}.items()}
         timed = {
             title: functools.partial(side.seconds, _STEPS.value) for title, side in sides.items()
         }
@@ -68,11 +70,10 @@ def compare() -> Iterator[measure.Row]:
         what = (
             f"exact sums of {_REPLICAS.value} replicas on {_DEVICES.value} device(s); {name} model"
         )
-        yield measure.ratio(what, "float sums", seconds["exact"], seconds["float"], _AT_MOST)
-        first = f"first step, compiled; {name} model"
-        yield measure.ratio(
-            f"{first}, exact", "float", [sides["exact"].first], [sides["float"].first]
-        )
+        for peer in peers:
+            yield measure.ratio(what, peer, seconds["exact"], seconds[peer], _AT_MOST)
+        first = [[sides[title].first] for title in ("exact", "float")]
+        yield measure.ratio(f"first step, compiled; {name} model, exact", "float", *first)
         for title, values in seconds.items():
             figure = f"a step with {title} sums; {name} model"
             yield measure.figure(figure, [1e3 * value for value in values], "ms")

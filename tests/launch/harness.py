@@ -3,14 +3,16 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
 
 import numpy as np
 
-from tests import rows
+from tests import pace, rows
 from tests.checkpoint import harness as system
 from xshard.checkpoint import __main__ as tool
 
@@ -103,6 +105,22 @@ def assert_same_end(directory, other, step):
     assert [name for name in left if left[name].tobytes() != right[name].tobytes()] == []
     assert rows.same_bits(directory) == rows.same_bits(other)
     assert rows.results(directory) == rows.results(other)
+
+
+def kill_at(step, steps, folder, start):
+    """Kills a run, and its launcher, when it has logged a step.
+
+    Args:
+      step: the step.
+      steps: of the run.
+      folder: where there may be a file for `tests.pace`.
+      start: `start` or `launch` with a command.
+    """
+    with pace.slow(folder / "slow", step) as variables:
+        process = start(env=environment(**variables), start_new_session=True)
+        with running(process):
+            read_until(process, f"step {step:>{len(str(steps))}}/{steps}")
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def status(directory):

@@ -1,10 +1,7 @@
 """One trajectory: a run that is killed and goes on with other numbers of processes and devices."""
 
 import functools
-import os
-import signal
 
-from tests import pace
 from tests.launch import harness
 
 _STEPS = 12
@@ -17,15 +14,6 @@ _EXACT = [
 ]
 
 
-def killed_at(step, tmp_path, start):
-    """Kills a run, and its launcher, when it has logged a step."""
-    with pace.slow(tmp_path / "slow", step) as variables:
-        process = start(env=harness.environment(**variables), start_new_session=True)
-        with harness.running(process):
-            harness.read_until(process, f"step {step:>2}/{_STEPS}")
-            os.killpg(process.pid, signal.SIGKILL)
-
-
 def test_a_run_ends_in_the_same_bits_whatever_it_went_on_with(tmp_path):
     whole = [*_EXACT, f"--workdir={tmp_path / 'whole'}", "--cpu_devices=1"]
     code, output = harness.finish(harness.start(whole))
@@ -33,8 +21,9 @@ def test_a_run_ends_in_the_same_bits_whatever_it_went_on_with(tmp_path):
     moved = [*_EXACT, f"--workdir={tmp_path / 'moved'}"]
     many = functools.partial(harness.start, [*moved, "--cpu_devices=8"])
     three = ["--num_processes=3", "--cpu_devices=1"]
-    killed_at(7, tmp_path, many)
-    killed_at(11, tmp_path, functools.partial(harness.launch, *three, command=moved))
+    harness.kill_at(7, _STEPS, tmp_path, many)
+    start = functools.partial(harness.launch, *three, command=moved)
+    harness.kill_at(11, _STEPS, tmp_path, start)
     two = ["--num_processes=2", "--cpu_devices=2"]
     code, output = harness.finish(harness.launch(*two, command=moved))
     assert code == 0, output

@@ -1,0 +1,91 @@
+"""Kills runs with exact sums at random, has them go on with other numbers of processes and devices, and compares.
+
+    python -m benchmarks.trajectory [--schedules=200] [--seed=0]
+
+Each schedule is 2 to 6 starts of the toy experiment. Its arrays, rows and results must be, bit by bit, those of a run
+on one device that nothing has disturbed; a float16 one with steps that its scale skips. Exit code 1: some were not.
+"""
+
+import functools
+import pathlib
+import random
+import tempfile
+
+from absl import app, flags
+
+from tests.launch import harness
+
+_SCHEDULES = flags.DEFINE_integer("schedules", 200, "How many.", 1)
+_SEED = flags.DEFINE_integer("seed", 0, "Of what is drawn.")
+
+_STEPS = 40
+_COMMAND = [
+    *harness.TOY,
+    f"--config.steps={_STEPS}",
+    "--config.logical_replicas=6",
+    "--config.reduction.arithmetic=exact",
+    "--config.precision=params=float32,compute=float16,output=float32",
+    "--config.overflow_above=1.98",
+    "--config.log_every_steps=1",
+]
+# Processes, and devices of each.
+_SIZES = [
+    (1, 1),
+    (1, 2),
+    (1, 3),
+    (1, 5),
+    (1, 6),
+    (1, 8),
+    (2, 1),
+    (2, 2),
+    (2, 3),
+    (3, 1),
+    (3, 2),
+    (4, 1),
+]
+
+
+def start(directory: pathlib.Path, processes: int, devices: int) -> functools.partial:
+    """What starts a run."""
+    command = [*_COMMAND, f"--workdir={directory}"]
+    if processes == 1:
+        return functools.partial(harness.start, [*command, f"--cpu_devices={devices}"])
+    options = [f"--num_processes={processes}", f"--cpu_devices={devices}"]
+    return functools.partial(harness.launch, *options, command=command)
+
+
+def differs(whole: pathlib.Path, folder: pathlib.Path, draw: random.Random) -> str:
+    """What goes wrong in a schedule; empty if nothing does."""
+    directory, step, sizes = folder / "run", 0, []
+    for _ in range(draw.randint(1, 5)):
+        step = draw.randint(step + 1, _STEPS - 1) if step < _STEPS - 1 else step
+        sizes.append((step, draw.choice(_SIZES)))
+        harness.kill_at(step, _STEPS, folder, start(directory, *sizes[-1][1]))
+    sizes.append((_STEPS, draw.choice(_SIZES)))
+    code, output = harness.finish(start(directory, *sizes[-1][1])())
+    try:
+        assert code == 0, output
+        harness.assert_same_end(directory, whole, _STEPS)
+    except AssertionError as e:
+        return f"{sizes}: {e}"
+    return ""
+
+
+def main(argv: list[str]) -> int:
+    """Runs all schedules."""
+    del argv
+    draw, bad = random.Random(_SEED.value), 0
+    with tempfile.TemporaryDirectory() as folder:
+        whole = pathlib.Path(folder, "whole")
+        code, output = harness.finish(start(whole, 1, 1)())
+        assert code == 0, output
+        for number in range(_SCHEDULES.value):
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                wrong = differs(whole, pathlib.Path(own), draw)
+            bad += bool(wrong)
+            print(f"{number + 1} schedules, {bad} differ {wrong}", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    app.run(main)
