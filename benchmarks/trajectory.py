@@ -56,18 +56,18 @@ def start(directory: pathlib.Path, processes: int, devices: int) -> functools.pa
 
 def differs(whole: pathlib.Path, folder: pathlib.Path, draw: random.Random) -> str:
     """What goes wrong in a schedule; empty if nothing does."""
-    directory, step, sizes = folder / "run", 0, []
-    for _ in range(draw.randint(1, 5)):
-        step = draw.randint(step + 1, _STEPS - 1) if step < _STEPS - 1 else step
-        sizes.append((step, draw.choice(_SIZES)))
-        harness.kill_at(step, _STEPS, folder, start(directory, *sizes[-1][1]))
-    sizes.append((_STEPS, draw.choice(_SIZES)))
-    code, output = harness.finish(start(directory, *sizes[-1][1])())
+    directory = folder / "run"
+    # So far apart that no start finds the step made by which it is to be killed.
+    steps = sorted(draw.sample(range(1, _STEPS - 5, 5), draw.randint(1, 5)))
+    sizes = [draw.choice(_SIZES) for _ in [*steps, _STEPS]]
+    for step, size in zip(steps, sizes, strict=False):
+        harness.kill_at(step, _STEPS, folder, start(directory, *size))
+    code, output = harness.finish(start(directory, *sizes[-1])())
     try:
         assert code == 0, output
         harness.assert_same_end(directory, whole, _STEPS)
     except AssertionError as e:
-        return f"{sizes}: {e}"
+        return f"{steps} {sizes}: {e}"
     return ""
 
 
