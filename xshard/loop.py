@@ -63,8 +63,7 @@ class Run:
         self.batches = preflight.train_batches(self.experiment, self.mesh)
         self._evaluation = evaluation.Evaluation(self.experiment, self.mesh, config.eval_batch_size)
         self.workdir = workdir.Workdir(directory)
-        # The directory is process 0's: the others need not even see it.
-        self._first = jax.process_index() == 0
+        self._first = jax.process_index() == 0  # The directory is its: others need not even see it.
         self._run = resuming.identify(config, self.workdir, set_aside)
         data = self.batches.summary(), self._evaluation.summary()
         self.origin = origin_lib.origin(type(self.experiment).__module__, *data)
@@ -72,7 +71,7 @@ class Run:
         if self._first and not self._run.sets_aside:
             self.changes += self.workdir.check_origin(self.origin)
         self._watch, self._init = watch, init
-        self._init_args = (self.experiment, self.mesh, config.seed, self.batches.example)
+        self._init_args = self.experiment, self.mesh, config.seed, self.batches.example
         self._target = state_lib.abstract_state(*self._init_args, whole=True)
         stored = storage.Storage(self.experiment, self.mesh)
         kept = self.batches, stored, self.terminal.say, self.origin
@@ -81,8 +80,7 @@ class Run:
         told = self.checkpoints.manager, self.batches, self.terminal.say, self.doing
         self.roll_backs = roll_backs.RollBacks(config, self.workdir, *told)
         self._check_programs()
-        # What is open from the first step to the results.
-        self._held = contextlib.ExitStack()
+        self._held = contextlib.ExitStack()  # Open from the first step to the results.
         self._stop: notice_lib.Notice | None = None
         self._save_now = False
         self._made = -1
@@ -156,7 +154,9 @@ class Run:
         # 1. The state decides the step, and with it the batches and keys that follow.
         self.roll_backs.begin()
         begin = self.resume_or_init()
-        start = int(begin.state.step)
+        start, checkpoints = int(begin.state.step), self.checkpoints.manager
+        place = f"{checkpoints.store} {start}"
+        self._copies.check_restored(begin.state, begin.fingerprints, place)
         self.checkpoints.go_on_from(begin)
         self._evaluated = (-1, {})
         learners = state_lib.learners(self._target)
@@ -165,7 +165,6 @@ class Run:
         if self._made < 0:
             model = self.config, self.mesh, state_lib.params(begin.state)
             say(overview.begin(*model, self.changes, whole=self.terminal.verbose))
-        checkpoints = self.checkpoints.manager
         say(overview.plan(start, self.config.steps, checkpoints.store, self._evaluations.end))
         self._made = start
         goes_on = start < self.config.steps and not self._is_over()
@@ -307,8 +306,8 @@ class Run:
         self._save_now = False
         is_evaluated = self._evaluated[0] == made
         values = self._evaluated[1] if is_evaluated else {}
-        known = self._finite.get_state()
-        noted = {"evaluated": is_evaluated or not evaluation_due, "watched": known}
+        noted: dict[str, Any] = {"evaluated": is_evaluated or not evaluation_due}
+        noted["watched"] = self._finite.get_state()
         with self.clock.phase(clock_lib.CHECKPOINT):
             noted["fingerprint"] = self._copies.of_state(state)
             self.checkpoints.save(made, state, values, noted, self._log)

@@ -21,6 +21,12 @@ from xshard.pod import processes
 from xshard.stored import fingerprint
 
 _PATHS = 8
+_KINDS = {
+    fingerprint.PARAMS: "the parameters",
+    fingerprint.SLOTS: "the slots of the rules, with their counts and loss scale",
+    fingerprint.NET_STATE: "the state of the networks",
+    fingerprint.OTHER: "the step, the key and the experiment's own state",
+}
 
 
 class PartedError(errors.UserError):
@@ -99,6 +105,37 @@ class Watch:
         self._pending.append((int(state.step), found))
         self.flush()
         return {kind: fingerprint.text(value) for kind, value in found.values.items()}
+
+    def check_restored(
+        self, state: state_lib.TrainState, saved: dict[str, Any] | None, where: str
+    ) -> None:
+        """Compares the fingerprints of a restored state with those that it had when it was saved, on whatever devices.
+
+        Args:
+          state: the state.
+          saved: its fingerprints by kind, as `of_state` returned them; None if they are not known.
+          where: the checkpoint, as the arguments of `python -m xshard.checkpoint` name it.
+
+        Raises:
+          PartedError: as for `push`.
+          UserError: on all processes, if they differ.
+        """
+        if saved is None:
+            return
+        found = self.of_state(state)
+        texts = [
+            f"{_KINDS[kind]} ({fingerprint.PREFIX}{kind} is {found.get(kind)}, and was {saved.get(kind)})"
+            for kind in fingerprint.KINDS
+            if found.get(kind) != saved.get(kind)
+        ]
+        if texts:
+            raise errors.UserError(
+                f"The checkpoint of step {int(state.step)} has come back as another state than was saved: {'; '.join(texts)}. "
+                "A state comes back to the bits, on any devices, and nothing was trained or written. See what 'python -m "
+                f"xshard.checkpoint verify {where}' says. If it is damaged there, 'python -m xshard.checkpoint rm {where}', and "
+                "the run goes on from the one before; if it is whole, suspect this machine's memory or a device, and start again "
+                "on another."
+            )
 
     def _look(self, last: int) -> None:
         while self._pending and self._pending[0][0] <= last:
