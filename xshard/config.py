@@ -11,6 +11,8 @@ from xshard import errors
 
 # What a run does about a loss or gradients that are not finite.
 ON_NONFINITE = STOP, SKIP, WARN, ROLL_BACK = ("stop", "skip", "warn", "roll_back")
+# What it does about replicas that hold different copies of what is equal on them.
+ON_PARTED = (STOP, ROLL_BACK)
 
 
 def default() -> ml_collections.ConfigDict:
@@ -177,6 +179,13 @@ def _on_nonfinite(name: str, value: Any) -> None:
         )
 
 
+def _on_parted(name: str, value: Any) -> None:
+    if value not in ON_PARTED:
+        raise errors.UserError(
+            f"{name}={value!r} must be 'stop' or 'roll_back', which makes the steps since a checkpoint again."
+        )
+
+
 def _on_failure(name: str, value: Any) -> None:
     if value not in ("stop", "go_on"):
         raise errors.UserError(
@@ -233,6 +242,14 @@ KEYS = (
         "At a loss or gradients that are not finite: 'stop'; 'skip', which leaves out steps with such gradients, "
         "whatever the rule; 'roll_back', to a checkpoint, and past the data; or 'warn', which says so and goes on.",
         _on_nonfinite,
+        may_change=True,
+    ),
+    Key(
+        "on_parted",
+        "stop",
+        "Where replicas hold different copies of what is equal on them: 'stop'; or 'roll_back', to the last checkpoint in which "
+        "they did not, and the same steps again.",
+        _on_parted,
         may_change=True,
     ),
     Key(

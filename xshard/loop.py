@@ -118,7 +118,7 @@ class Run:
         self.doing("compiling", step=start, steps=self.config.steps)
         # What a stop has cut short is made now, if no other stop does the same.
         self._make_up_for(begin, start)
-        if not begin.folder and self.config.on_nonfinite == config_lib.ROLL_BACK:
+        if not begin.folder and self.roll_backs.is_ready:
             self._save(start, state, evaluation_due=False)
         for made in range(start + 1, (start if self._is_over() else self.config.steps) + 1):
             log.write_ahead(self.roll_backs.row(made))
@@ -180,10 +180,11 @@ class Run:
         return self._stop is not None or bool(self._evaluations.end)
 
     def _flush(self) -> None:
-        """Writes the rows of all steps so far, and checks that the steps were finite, and replicas alike."""
+        """Writes the rows of all steps so far, and checks that replicas were alike, and the steps finite."""
         self._log.flush()
-        self._finite.flush()
+        # First: what a device has flipped may not be finite, and its data is not to be passed.
         self._copies.flush()
+        self._finite.flush()
 
     def _make_up_for(self, begin: resuming.Begin, start: int) -> None:
         """Makes the evaluation and the samples that are due at the first state, unless their rows have been written."""

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import xshard
-from tests import rows, toy
+from tests import flips, rows, toy
 from tests.launch import harness as system
 from tests.optimizers import harness
 from xshard import checkpoint, errors, loop
@@ -22,7 +22,7 @@ from xshard.data import batches
 from xshard.files import jsonfile, workdir
 from xshard.metrics import log as log_lib
 from xshard.pod import notice
-from xshard.run import jumps, roll_backs
+from xshard.run import jumps, replication, roll_backs
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 # Step 7 is in trouble, and step 8 that is made of batch 11 when the run has gone back to step 4.
@@ -390,6 +390,7 @@ class Acting(toy.Poisoned):
         ({"experiment": "tests.run.roll_backs_test.Acting"}, "acting on the model"),
         ({"on_nonfinite": "stop", "loss_factor": 3.0}, "loss_factor=3.0 is for on_nonfinite='roll_back'"),
         ({"loss_factor": 0.5}, "loss_factor=0.5 must be a number above 1, or 0"),
+        ({"on_parted": "skip"}, "on_parted='skip' must be 'stop' or 'roll_back', which"),
         ({"limit": 0}, "limit=0 must be an integer of at least 1"),
     ],
 )  # fmt: skip
@@ -420,3 +421,74 @@ def test_without_a_checkpoint_to_go_back_to_it_ends(tmp_path, monkeypatch, capsy
     assert loop.run(make_config(), str(tmp_path), "") == notice.NONFINITE
     assert "there is no checkpoint to go back to" in capsys.readouterr().err
     assert jax.process_count() == 1 and not (tmp_path / "roll_backs.json").exists()
+
+
+FLIPPED = "params/mlp/~/linear_0/w"
+
+
+def assert_same_history(directory, other, config):
+    """As `assert_same`, but for roll-backs that have passed nothing, and how others are numbered beside them."""
+    harness.assert_equal(rows.final_state(directory, config), rows.final_state(other, config))
+    left, right = (
+        [{k: x for k, x in json.loads(row).items() if k != "roll_back/number"} for row in found]
+        for found in map(rows.same_bits, (directory, other))
+    )
+    assert left == right
+    assert rows.results(directory) == rows.results(other)
+
+
+# In the first history, and in the third, which the run begins after 12 steps, past batches 5 to 11.
+@pytest.mark.parametrize(
+    ("steps", "begin", "first"), [([5], 0, [5]), ([6], 12, [5]), ([6, 9], 12, [5, 16])]
+)
+def test_where_replicas_part_it_makes_the_same_steps_again(
+    tmp_path, undisturbed, monkeypatch, capsys, steps, begin, first
+):
+    config = make_config(on_parted="roll_back", limit=9)
+    left = list(steps)
+    flips.after(monkeypatch, left, FLIPPED, 3, begin=begin)
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert not left
+    assert_same_history(tmp_path, undisturbed, config)
+    found = [entry for entry in recorded(tmp_path) if entry["why"].startswith("After step")]
+    for entry, step, batch in zip(found, steps, first, strict=True):
+        assert entry["step"] == step and "replica 3 (device 3 of process 0)" in entry["why"]
+        assert "Nothing was saved" not in entry["why"]
+        assert entry["restored"] == step // 4 * 4
+        assert (entry["first_batch"], entry["last_batch"]) == (batch, batch - 1)
+    assert len(recorded(tmp_path)) == 2 + len(steps)
+    assert "on from there with the same data (roll-back" in capsys.readouterr().out
+
+
+def test_killed_or_stopped_in_it_ends_as_if_undisturbed(tmp_path, undisturbed, monkeypatch):
+    config = make_config(on_parted="roll_back", limit=9)
+    flips.after(monkeypatch, [5], FLIPPED, 3)
+    with monkeypatch.context() as before:
+        before.setattr(roll_backs.RollBacks, "add", killing(roll_backs.RollBacks.add))
+        with pytest.raises(rows.Killed):
+            loop.run(config, str(tmp_path), "")
+    (entry,) = recorded(tmp_path)
+    assert entry["why"].startswith("After step 5")
+    # At the save for a stop.
+    flips.after(monkeypatch, [9], FLIPPED, 3)
+    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(19, notice.STOP)) == 42
+    assert len(recorded(tmp_path)) > 1
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert_same_history(tmp_path, undisturbed, config)
+
+
+def test_a_device_that_goes_on_so_ends_the_run_with_the_story(tmp_path, monkeypatch):
+    config = make_config(on_parted="roll_back", poisoned=(), limit=2)
+    flips.after(monkeypatch, [6] * 9, FLIPPED, 3)
+    with pytest.raises(replication.PartedError) as e:
+        loop.run(config, str(tmp_path), "")
+    assert "gone back 2 times, as often as roll_back.limit says: (1) After step 6" in str(e.value)
+    assert str(e.value).count("Nothing was saved of this step") == 1
+    # Where the config does not say so, the first one does.
+    for on_parted, on_nonfinite, count in (("stop", "roll_back", 0), ("roll_back", "stop", 2)):
+        other = tmp_path / on_parted
+        config = make_config(on_parted=on_parted, on_nonfinite=on_nonfinite, poisoned=(), limit=2)
+        with pytest.raises(replication.PartedError):
+            loop.run(config, str(other), "")
+        assert len(recorded(other) if count else []) == count
+        assert (other / "roll_backs.json").exists() == bool(count)

@@ -21,6 +21,12 @@ from xshard.pod import processes
 from xshard.stored import fingerprint
 
 _PATHS = 8
+_ADVICE = (
+    "Nothing was saved of this step. If one device alone differs, and in another step when the run is repeated, suspect that "
+    "device; on_parted='roll_back' makes such steps again. Else make it equal with a collective, such as jax.lax.pmean(x, "
+    "('slice', 'replica')), draw keys that are equal on all replicas, or wrap it in xshard.PerReplica; look at each "
+    "xshard.equal_on_replicas, and at rules of your own."
+)
 _KINDS = {
     fingerprint.PARAMS: "the parameters",
     fingerprint.SLOTS: "the slots of the rules, with their counts and loss scale",
@@ -30,7 +36,19 @@ _KINDS = {
 
 
 class PartedError(errors.UserError):
-    """The replicas of a group hold different copies of what is equal on all of them."""
+    """The replicas of a group hold different copies of what is equal on all of them.
+
+    It is raised on all processes after the same step: a run whose config says so rolls back.
+
+    Attributes:
+      what: which arrays, and where, without the advice.
+      step: the last step that the state with them comes after.
+    """
+
+    def __init__(self, what: str, step: int):
+        super().__init__(f"{what}. {_ADVICE}")
+        self.what = what
+        self.step = step
 
 
 class Watch:
@@ -141,7 +159,7 @@ class Watch:
         while self._pending and self._pending[0][0] <= last:
             step, found = self._pending.popleft()
             if np.any(np.asarray(found.parted)):
-                raise PartedError(self._describe(step, found))
+                raise PartedError(self._describe(step, found), step)
 
     def _describe(self, step: int, found: fingerprint.Fingerprints) -> str:
         """Says what has parted, and where; on all processes alike."""
@@ -152,10 +170,7 @@ class Watch:
         return (
             f"After step {step} the replicas hold different bits of {self._paths(state)} "
             f"{contract.described(self._experiment.train_step)} leaves as equal on all of them, and of which a checkpoint "
-            f"keeps one copy ({listed}). Nothing was saved of this step. If one device alone differs, and in another step when "
-            "the run is repeated, suspect that device. Else make it equal with a collective, such as jax.lax.pmean(x, ('slice', "
-            "'replica')), draw keys that are equal on all replicas, or wrap it in xshard.PerReplica; look at each "
-            "xshard.equal_on_replicas, and at rules of your own."
+            f"keeps one copy ({listed})"
         )
 
     def _paths(self, state: state_lib.TrainState) -> str:

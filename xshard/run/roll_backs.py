@@ -1,5 +1,8 @@
 """Roll-backs: what a run does about steps that went wrong, where its config says 'roll_back'.
 
+Where replicas have parted the data was not at fault: it goes back to the newest checkpoint, in which they had not, and makes
+the same steps again. What follows is of the others, at which numbers are not finite or jump.
+
 It goes back to the newest checkpoint of its schedule, and past the data: the batches from there up to that of the
 step in trouble are drawn and not used, and the steps after the checkpoint are made of those that follow. What comes of
 it is a function of the schedule and of the step in trouble alone, so that a run that was stopped or killed before, and
@@ -21,7 +24,7 @@ from xshard import config as config_lib
 from xshard.data import batches as batches_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import rows as rows_lib
-from xshard.run import nonfinite
+from xshard.run import nonfinite, replication
 
 T = TypeVar("T")
 
@@ -34,7 +37,7 @@ class RollBack(NamedTuple):
       why: what was wrong with it.
       restored: the step of the checkpoint that the run goes back to.
       first_batch: the first of the batches that are passed, as the run's data gives them, from 1.
-      last_batch: the last of them: that of the step in trouble.
+      last_batch: the last of them: that of the step in trouble; the one before the first if none is passed.
       given_up: the checkpoints after the restored one, which count no more.
     """
 
@@ -47,7 +50,8 @@ class RollBack(NamedTuple):
 
     def __str__(self) -> str:
         passed = f"past batches {self.first_batch} to {self.last_batch} of the data"
-        return f"{self.why}; went back to step {self.restored}, and on from there {passed}"
+        on = passed if _count(self) else "with the same data"
+        return f"{self.why}; went back to step {self.restored}, and on from there {on}"
 
 
 class RollBacks:
@@ -76,8 +80,12 @@ class RollBacks:
           UserError: if the run cannot do what its config says.
         """
         _check(config, batches)
-        goes_back = config.on_nonfinite == config_lib.ROLL_BACK
-        self._limit = config.roll_back.limit if goes_back else 0
+        self._limit = config.roll_back.limit
+        policies = {
+            nonfinite.NonfiniteError: config.on_nonfinite,
+            replication.PartedError: config.on_parted,
+        }
+        self._reasons = [x for x, policy in policies.items() if policy == config_lib.ROLL_BACK]
         self._every = config.checkpoint.every_steps
         self._last = config.steps
         self._path = directory.roll_backs
@@ -88,6 +96,11 @@ class RollBacks:
         self._all: list[RollBack] = []
         # By the step that each goes back to: those behind which the run has not gone back since.
         self._standing: dict[int, RollBack] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the run goes back for any reason, so that it is to have a checkpoint from its first step on."""
+        return bool(self._reasons)
 
     def begin(self) -> None:
         """Reads them, and does what they say, or ends what a kill has cut short of it; before a checkpoint is read.
@@ -113,16 +126,20 @@ class RollBacks:
 
         Raises:
           NonfiniteError: with the story of all, if the run is to go back no more.
+          PartedError: the same.
         """
         while True:
+            trouble: tuple[Any, ...]
             try:
                 return attempt()
             except nonfinite.NonfiniteError as e:
-                step, why = e.step, str(e)
+                trouble = e.step, str(e)
             except checkpoint.NonfiniteError as e:
-                step, why = self._looked_at(e.step), str(e)
+                trouble = self._looked_at(e.step), str(e)
+            except replication.PartedError as e:
+                trouble = e.step, e.what, replication.PartedError
             # Not while the exception holds the arrays of the attempt.
-            self.add(step, why)
+            self.add(*trouble)
 
     @contextlib.contextmanager
     def left_undecided(self, *, is_stopped: bool) -> Iterator[None]:
@@ -133,36 +150,40 @@ class RollBacks:
         try:
             yield
         except checkpoint.NonfiniteError as e:
-            if not (is_stopped and self._limit):
+            if not (is_stopped and nonfinite.NonfiniteError in self._reasons):
                 raise
             self._say(f"not saved: {e}; to go on is from the checkpoint before")
 
-    def add(self, step: int, why: str) -> None:
+    def add(self, step: int, why: str, reason: type[Any] = nonfinite.NonfiniteError) -> None:
         """Decides on a roll-back, durably; it is done by the next attempt.
 
         Args:
           step: the step in trouble, whose batch is the last that is passed.
           why: what was wrong with it, for people.
+          reason: NonfiniteError; or PartedError, for which no data is passed.
 
         Raises:
-          NonfiniteError: if the config allows no more of them, or there is nothing to go back to.
+          NonfiniteError: or what `reason` is, if the config allows no more of them, or there is nothing to go back to.
         """
-        if not self._limit:
-            raise nonfinite.NonfiniteError(why, step)
+        if reason not in self._reasons:
+            raise reason(why, step)
         if len(self._all) >= self._limit:
-            raise nonfinite.NonfiniteError(f"{why}{self._story()}", step)
+            raise reason(f"{why}{self._story()}", step)
         self._doing("saving")
         try:
             self._manager.wait()
         except checkpoint.CheckpointError as e:
             self._say(f"not saved: {e}")
-        restored = self._manager.agree(lambda: self._choose(step))
+        is_past = reason is nonfinite.NonfiniteError
+        choose = self._choose if is_past else self._choose_equal
+        restored = self._manager.agree(lambda: choose(step))
         if restored is None:
-            raise nonfinite.NonfiniteError(f"{why}; there is no checkpoint to go back to", step)
+            raise reason(f"{why}; there is no checkpoint to go back to", step)
         # Batches that were passed before are as much behind the run as those that it has used.
         used = lambda end: end + sum(_count(x) for at, x in self._standing.items() if at < end)
         given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
-        new = RollBack(step, why, restored, used(restored) + 1, used(step), given_up)
+        last = used(step if is_past else restored)
+        new = RollBack(step, why, restored, used(restored) + 1, last, given_up)
         values = [entry._asdict() for entry in (*self._all, new)]
         self._manager.agree(lambda: jsonfile.write(self._path, values))
         self._say(f"{new} (roll-back {len(values)} of at most {self._limit})")
@@ -197,6 +218,10 @@ class RollBacks:
         finite = [number for number in self._manager.finite_steps() if number < step]
         scheduled = [number for number in finite if number % self._every == 0]
         return max(scheduled or finite, default=None)
+
+    def _choose_equal(self, step: int) -> int | None:
+        # Each was compared before it was saved, and from each the steps are the same.
+        return max((x for x in self._manager.all_steps() if x <= step), default=None)
 
 
 def _check(config: ml_collections.ConfigDict, batches: batches_lib.TrainBatches) -> None:
@@ -243,7 +268,7 @@ def passes(entries: list[RollBack]) -> dict[int, int]:
 
 def _standing(entries: list[RollBack]) -> dict[int, RollBack]:
     standing: dict[int, RollBack] = {}
-    for new in entries:
+    for new in filter(_count, entries):
         # What comes after the step that it goes back to is made anew.
         standing = {at: entry for at, entry in standing.items() if at < new.restored}
         standing[new.restored] = new
