@@ -77,7 +77,7 @@ class Run:
         kept = self.batches, stored, self.terminal.say, self.origin
         self.checkpoints = saving.Checkpoints(config, self.workdir, self._run, *kept)
         self.checkpoints.check_begin(self._target, init)
-        told = self.checkpoints.manager, self.batches, self.terminal.say, self.doing
+        told = self.checkpoints.manager, self.batches, self._target, self.terminal.say, self.doing
         self.roll_backs = roll_backs.RollBacks(config, self.workdir, *told)
         self._check_programs()
         self._held = contextlib.ExitStack()  # Open from the first step to the results.
@@ -122,6 +122,7 @@ class Run:
             self._save(start, state, evaluation_due=False)
         for made in range(start + 1, (start if self._is_over() else self.config.steps) + 1):
             log.write_ahead(self.roll_backs.row(made))
+            state = self.roll_backs.backed_off(made, state)
             with self.clock.waiting(log.newest):
                 batch = self.batches.of_step(made, self.predict, state)
             state, values, observed, begun = self.train_step(state, batch)
@@ -155,8 +156,7 @@ class Run:
         self.roll_backs.begin()
         begin = self.resume_or_init()
         start, checkpoints = int(begin.state.step), self.checkpoints.manager
-        place = f"{checkpoints.store} {start}"
-        self._copies.check_restored(begin.state, begin.fingerprints, place)
+        self._copies.check_restored(begin.state, begin.fingerprints, str(checkpoints.store))
         self.checkpoints.go_on_from(begin)
         self._evaluated = (-1, {})
         learners = state_lib.learners(self._target)

@@ -22,7 +22,8 @@ from xshard.data import batches
 from xshard.files import jsonfile, workdir
 from xshard.metrics import log as log_lib
 from xshard.pod import notice
-from xshard.run import jumps, replication, roll_backs
+from xshard.replay import past
+from xshard.run import history, jumps, replication, roll_backs
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 # Step 7 is in trouble, and step 8 that is made of batch 11 when the run has gone back to step 4.
@@ -37,7 +38,7 @@ def make_config(**changes):
     )
     config.update({"log_every_steps": 1, "writers": ("jsonl",), "eval_every_steps": 3})
     config.checkpoint.update({"every_steps": 4, "keep_last": 1, "best_metric": "error"})
-    for name in ("limit", "loss_factor", "loss_steps"):
+    for name in ("limit", "loss_factor", "loss_steps", "learning_rate_factor"):
         config.roll_back[name] = changes.pop(name, config.roll_back[name])
     config.checkpoint.keep_best = changes.pop("keep_best", 0)
     with config.unlocked():
@@ -390,6 +391,9 @@ class Acting(toy.Poisoned):
         ({"experiment": "tests.run.roll_backs_test.Acting"}, "acting on the model"),
         ({"on_nonfinite": "stop", "loss_factor": 3.0}, "loss_factor=3.0 is for on_nonfinite='roll_back'"),
         ({"loss_factor": 0.5}, "loss_factor=0.5 must be a number above 1, or 0"),
+        ({"learning_rate_factor": 0.5}, "backs_off=True., and this experiment has none"),
+        ({"on_nonfinite": "skip", "learning_rate_factor": 0.5}, "factor=0.5 is for on_nonfinite='roll_back'"),
+        ({"learning_rate_factor": 2.0}, "learning_rate_factor=2.0 must be a number above 0, at most 1"),
         ({"on_parted": "skip"}, "on_parted='skip' must be 'stop' or 'roll_back', which"),
         ({"limit": 0}, "limit=0 must be an integer of at least 1"),
     ],
@@ -400,12 +404,23 @@ def test_what_cannot_hold_is_refused_before_a_run(tmp_path, changes, match):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("content", ["{}", "[1]", '[{"step": 1}]', "["])
+OLD = {"step": 7, "why": "", "restored": 4, "first_batch": 5, "last_batch": 7, "given_up": []}
+
+
+@pytest.mark.parametrize(
+    "content", [json.dumps([{**OLD, "update_scale": 0}]), "{}", "[1]", '[{"step": 1}]', "["]
+)
 def test_a_record_that_no_run_has_written_is_refused(tmp_path, content):
     assert loop.run(make_config(poisoned=(), steps=4), str(tmp_path), "") == 0
     (tmp_path / "roll_backs.json").write_text(content)
     with pytest.raises(errors.UserError, match=r"roll_backs.json"):
         loop.run(make_config(poisoned=()), str(tmp_path), "")
+
+
+def test_a_record_of_before_updates_were_lowered_is_read(tmp_path):
+    (tmp_path / "roll_backs.json").write_text(json.dumps([OLD]))
+    (entry,) = history.read(tmp_path / "roll_backs.json")
+    assert entry.update_scale == 1.0 and history.passes([entry]) == {5: 3}
 
 
 def test_it_goes_on_with_another_policy(tmp_path):
@@ -492,3 +507,73 @@ def test_a_device_that_goes_on_so_ends_the_run_with_the_story(tmp_path, monkeypa
             loop.run(config, str(other), "")
         assert len(recorded(other) if count else []) == count
         assert (other / "roll_backs.json").exists() == bool(count)
+
+
+class Lowered(toy.Poisoned):
+    """Its updates can be lowered; it keeps averages of its parameters."""
+
+    def optimizer(self):
+        rule = xshard.OptaxOptimizer(optax.adam(0.1), backs_off=True)
+        reduced = xshard.CrossShardOptimizer(rule, **self.config.reduction)
+        return xshard.MovingAverageOptimizer(reduced, 0.5)
+
+
+def lowered_config(**changes):
+    return make_config(
+        experiment="tests.run.roll_backs_test.Lowered", learning_rate_factor=0.25, **changes
+    )
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("lowered")
+    assert loop.run(lowered_config(on_parted="roll_back"), str(directory), "") == 0
+    return directory
+
+
+def updates_scale(directory):
+    """The factors of updates by step."""
+    found = rows.read(directory)
+    return {row["step"]: row["update_scale"] for row in found if "update_scale" in row}
+
+
+def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
+    assert [entry["update_scale"] for entry in recorded(lowered)] == [0.25, 0.0625]
+    scales = updates_scale(lowered)
+    assert scales == {step: 1.0 if step < 5 else 0.0625 for step in range(1, 13)}
+    # As if the rule had been so from there on.
+    config = lowered_config()
+    run = loop.Run(config, str(lowered))
+    state = run.checkpoints.manager.restore(run._target).state
+    (scale,) = [
+        x for arrays in state.experiment.opt_state.values() for name, x in arrays.items()
+        if name.endswith("hyperparams/update_scale")
+    ]  # fmt: skip
+    assert scale == 0.0625
+    unchanged = make_config(experiment="tests.run.roll_backs_test.Lowered")
+    assert loop.run(unchanged, str(tmp_path), "") == 0
+    assert set(updates_scale(tmp_path).values()) == {1.0}
+    plain = {row["step"]: row["parameter_norm"] for row in rows.read(tmp_path) if "loss" in row}
+    norms = {row["step"]: row["parameter_norm"] for row in rows.read(lowered) if "loss" in row}
+    moved = [abs(x[12] - x[4]) for x in (plain, norms)]
+    assert plain[4] == norms[4] and 0 < moved[1] < moved[0] / 4
+
+
+@pytest.mark.parametrize("at", [8, 12, 20])
+def test_lowered_it_goes_on_where_it_was_stopped(tmp_path, lowered, monkeypatch, at):
+    config = lowered_config(on_parted="roll_back")
+    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP)) == 42
+    if at == 20:
+        # What the config says later is of later roll-backs; steps that are made again are as they were.
+        config = make_config(experiment=config.experiment, on_parted="roll_back")
+        flips.after(monkeypatch, [10], FLIPPED, 3)
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert_same_history(tmp_path, lowered, config)
+    assert len(recorded(tmp_path)) == 2 + (at == 20)
+
+
+def test_lowered_steps_are_replayed(lowered):
+    for step in (3, 6, 12):
+        run = past.Past(str(lowered))
+        for made in run.steps(range(step, step + 1)):
+            assert run.difference(made) is None

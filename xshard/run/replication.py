@@ -125,14 +125,14 @@ class Watch:
         return {kind: fingerprint.text(value) for kind, value in found.values.items()}
 
     def check_restored(
-        self, state: state_lib.TrainState, saved: dict[str, Any] | None, where: str
+        self, state: state_lib.TrainState, saved: dict[str, Any] | None, store: str
     ) -> None:
         """Compares the fingerprints of a restored state with those that it had when it was saved, on whatever devices.
 
         Args:
           state: the state.
           saved: its fingerprints by kind, as `of_state` returned them; None if they are not known.
-          where: the checkpoint, as the arguments of `python -m xshard.checkpoint` name it.
+          store: where its checkpoint is.
 
         Raises:
           PartedError: as for `push`.
@@ -140,7 +140,7 @@ class Watch:
         """
         if saved is None:
             return
-        found = self.of_state(state)
+        found, where = self.of_state(state), f"{store} {int(state.step)}"
         texts = [
             f"{_KINDS[kind]} ({fingerprint.PREFIX}{kind} is {found.get(kind)}, and was {saved.get(kind)})"
             for kind in fingerprint.KINDS

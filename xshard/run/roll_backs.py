@@ -13,45 +13,20 @@ file, so that a run that was killed meanwhile does the same when it is started a
 """
 
 import contextlib
-import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import ml_collections
 
 from xshard import checkpoint, errors
 from xshard import config as config_lib
+from xshard import state as state_lib
 from xshard.data import batches as batches_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import rows as rows_lib
-from xshard.run import nonfinite, replication
+from xshard.run import history, nonfinite, replication
 
 T = TypeVar("T")
-
-
-class RollBack(NamedTuple):
-    """One that has been decided on.
-
-    Attributes:
-      step: the step in trouble.
-      why: what was wrong with it.
-      restored: the step of the checkpoint that the run goes back to.
-      first_batch: the first of the batches that are passed, as the run's data gives them, from 1.
-      last_batch: the last of them: that of the step in trouble; the one before the first if none is passed.
-      given_up: the checkpoints after the restored one, which count no more.
-    """
-
-    step: int
-    why: str
-    restored: int
-    first_batch: int
-    last_batch: int
-    given_up: list[str]
-
-    def __str__(self) -> str:
-        passed = f"past batches {self.first_batch} to {self.last_batch} of the data"
-        on = passed if _count(self) else "with the same data"
-        return f"{self.why}; went back to step {self.restored}, and on from there {on}"
 
 
 class RollBacks:
@@ -63,6 +38,7 @@ class RollBacks:
         directory: workdir.Workdir,
         manager: checkpoint.Manager,
         batches: batches_lib.TrainBatches,
+        target: state_lib.TrainState,
         say: Callable[[str], None],
         doing: Callable[[str], None],
     ):
@@ -73,14 +49,16 @@ class RollBacks:
           directory: the run's.
           manager: its checkpoints.
           batches: the run's, which are told what to pass.
+          target: the shapes of the run's state.
           say: takes a line on each roll-back.
           doing: takes what the run is doing.
 
         Raises:
           UserError: if the run cannot do what its config says.
         """
-        _check(config, batches)
+        _check(config, batches, target)
         self._limit = config.roll_back.limit
+        self._factor = config.roll_back.learning_rate_factor
         policies = {
             nonfinite.NonfiniteError: config.on_nonfinite,
             replication.PartedError: config.on_parted,
@@ -93,9 +71,9 @@ class RollBacks:
         self._batches = batches
         self._say = say
         self._doing = doing
-        self._all: list[RollBack] = []
+        self._all: list[history.RollBack] = []
         # By the step that each goes back to: those behind which the run has not gone back since.
-        self._standing: dict[int, RollBack] = {}
+        self._standing: dict[int, history.RollBack] = {}
 
     @property
     def is_ready(self) -> bool:
@@ -108,12 +86,12 @@ class RollBacks:
         Raises:
           UserError: on all processes, if the file is not what a run has written.
         """
-        values = self._manager.agree(lambda: [list(entry) for entry in read(self._path)])
-        self._all = [RollBack(*value) for value in values]
-        self._standing = _standing(self._all)
+        values = self._manager.agree(lambda: [list(entry) for entry in history.read(self._path)])
+        self._all = [history.RollBack(*value) for value in values]
+        self._standing = history.standing(self._all)
         given_up = [folder for entry in self._all for folder in entry.given_up]
         self._manager.agree(lambda: self._manager.give_up(given_up))
-        self._batches.pass_over(passes(self._all))
+        self._batches.pass_over(history.passes(self._all))
 
     def repeated(self, attempt: Callable[[], T]) -> T:
         """Attempts to make a run's steps; once more for each roll-back.
@@ -180,13 +158,21 @@ class RollBacks:
         if restored is None:
             raise reason(f"{why}; there is no checkpoint to go back to", step)
         # Batches that were passed before are as much behind the run as those that it has used.
-        used = lambda end: end + sum(_count(x) for at, x in self._standing.items() if at < end)
+        used = lambda end: (
+            end + sum(history.count(x) for at, x in self._standing.items() if at < end)
+        )
         given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
         last = used(step if is_past else restored)
-        new = RollBack(step, why, restored, used(restored) + 1, last, given_up)
+        scale = self._all[-1].update_scale if self._all else 1.0
+        scale *= self._factor if is_past else 1.0
+        new = history.RollBack(step, why, restored, used(restored) + 1, last, given_up, scale)
         values = [entry._asdict() for entry in (*self._all, new)]
         self._manager.agree(lambda: jsonfile.write(self._path, values))
         self._say(f"{new} (roll-back {len(values)} of at most {self._limit})")
+
+    def backed_off(self, step: int, state: state_lib.TrainState) -> state_lib.TrainState:
+        """The state that a step is given; as `backed_off`."""
+        return history.backed_off(self._standing, step, state)
 
     def row(self, step: int) -> rows_lib.Row | None:
         """The row that says, ahead of that of a step, which batches were passed before it; None if none were."""
@@ -224,57 +210,26 @@ class RollBacks:
         return max((x for x in self._manager.all_steps() if x <= step), default=None)
 
 
-def _check(config: ml_collections.ConfigDict, batches: batches_lib.TrainBatches) -> None:
+def _check(
+    config: ml_collections.ConfigDict,
+    batches: batches_lib.TrainBatches,
+    target: state_lib.TrainState,
+) -> None:
+    options = config.roll_back
     if config.on_nonfinite != config_lib.ROLL_BACK:
-        if config.roll_back.loss_factor:
-            raise errors.UserError(
-                f"roll_back.loss_factor={config.roll_back.loss_factor} is for on_nonfinite='roll_back', and that is "
-                f"{config.on_nonfinite!r}: set the one or leave out the other."
-            )
+        for name, default in (("loss_factor", 0), ("learning_rate_factor", 1)):
+            if options[name] != default:
+                raise errors.UserError(
+                    f"roll_back.{name}={options[name]} is for on_nonfinite='roll_back', and that is "
+                    f"{config.on_nonfinite!r}: set the one or leave out the other."
+                )
     elif batches.rehearsal() is not None:
         raise errors.UserError(
             "on_nonfinite='roll_back' goes past batches without making steps of them, and those of train_batches come "
             "of acting on the model (acts_every_steps): set on_nonfinite to 'stop', 'skip' or 'warn'."
         )
-
-
-def _is_roll_back(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != set(RollBack._fields):
-        return False
-    numbers = [value[name] for name in ("step", "restored", "first_batch", "last_batch")]
-    folders = value["given_up"]
-    if not isinstance(folders, list) or not all(
-        isinstance(x, str) for x in (value["why"], *folders)
-    ):
-        return False
-    return all(type(x) is int and jsonfile.is_number(x) and x >= 0 for x in numbers)
-
-
-def read(path: pathlib.Path) -> list[RollBack]:
-    """Those of a run, from its file; UserError if the file is not what a run has written."""
-    values = jsonfile.read_if_exists(path, list) or []
-    if all(map(_is_roll_back, values)):
-        return [RollBack(**value) for value in values]
-    raise errors.UserError(
-        f"{path} is not what a run has written: the run's roll-backs are to be in it, by which it knows which "
-        "of its data it is past. Give the file back, or give a new --workdir."
-    )
-
-
-def passes(entries: list[RollBack]) -> dict[int, int]:
-    """The numbers of batches that are passed, by the step before which they are."""
-    return {step + 1: _count(entry) for step, entry in _standing(entries).items()}
-
-
-def _standing(entries: list[RollBack]) -> dict[int, RollBack]:
-    standing: dict[int, RollBack] = {}
-    for new in filter(_count, entries):
-        # What comes after the step that it goes back to is made anew.
-        standing = {at: entry for at, entry in standing.items() if at < new.restored}
-        standing[new.restored] = new
-    return standing
-
-
-def _count(entry: RollBack) -> int:
-    """The number of batches that are passed."""
-    return entry.last_batch - entry.first_batch + 1
+    elif options.learning_rate_factor < 1 and not any(history.scales(target)):
+        raise errors.UserError(
+            f"roll_back.learning_rate_factor={options.learning_rate_factor} lowers the updates of rules made by "
+            "OptaxOptimizer(..., backs_off=True), and this experiment has none: make one so, or set the factor to 1."
+        )
