@@ -23,6 +23,7 @@ from xshard.files import jsonfile, workdir
 from xshard.pod import notice
 
 NOT_REPRODUCED = 4
+_OF_VERIFY = ("verify_resume", "verify_devices", "verify_processes", "verify_tolerance")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,6 +48,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="check that N steps end in the same bits when they are interrupted; with the flags of xshard.main",
     )
+    parser.add_argument(
+        "--verify_devices",
+        type=int,
+        metavar="M",
+        help="resume on M virtual devices of the CPU; compares within --verify_tolerance",
+    )
+    parser.add_argument(
+        "--verify_processes", type=int, metavar="P", default=1, help="of so many processes together"
+    )
+    parser.add_argument(
+        "--verify_tolerance",
+        type=float,
+        default=1e-3,
+        help="so far numbers may be apart, as a part of the largest of their array, or two roundings of their type",
+    )
     return parser
 
 
@@ -55,7 +71,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
     if options.verify_resume is not None:
-        return options, cli.without_flags(argv, ["verify_resume"])
+        if options.verify_processes != 1 and options.verify_devices is None:
+            parser.error("--verify_processes needs --verify_devices, of all of them together")
+        return options, cli.without_flags(argv, _OF_VERIFY)
+    if options.verify_devices is not None:
+        parser.error("--verify_devices is for --verify_resume")
     if unknown or options.run is None:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}" if unknown else "give a RUN")
     return options, []
@@ -76,7 +96,11 @@ def _main(argv: Sequence[str]) -> int:
     from xshard.replay import report, verify
 
     if options.verify_resume is not None:
-        is_reproduced = verify.verify(flags, options.verify_resume, print)
+        elsewhere = None
+        if options.verify_devices is not None:
+            places = options.verify_devices, options.verify_processes
+            elsewhere = verify.Elsewhere(*places, options.verify_tolerance)
+        is_reproduced = verify.verify(flags, options.verify_resume, print, elsewhere)
     else:
         is_reproduced = report.replay(options.run, options.step, print)
     return notice.DONE if is_reproduced else NOT_REPRODUCED
