@@ -38,13 +38,14 @@ def test_a_pure_experiment_is_the_same(tmp_path, capsys):
 
 
 def test_on_other_devices_numbers_are_near(capsys):
-    flags = "--config.experiment=tests.impure.Rough", "--cpu_devices=8"
+    flags = "--config.experiment=tests.impure.Rough", "--cpu_devices=8", "--config.batch_size=32"
     places = "--verify_devices=4", "--verify_processes=2", "--verify_tolerance=1e-5"
     code, said = verified(capsys, *flags, *places)
     assert code == 0 and len(said.splitlines()) == 1, said
     assert said.startswith("the same within 1e-05: 6 steps, and as many killed at step 4 and")
-    assert "from step 2 on 4 devices of 2 processes; 9 rows, 5 arrays, of which numbers are" in said
-    assert float(re.search(r"at most (\S+) of their", said)[1]) < 1e-5
+    assert "from step 2 on 4 devices of 2 processes; 9 rows, 7 arrays, of which numbers are" in said
+    # They are not the same bits.
+    assert 0 < float(re.search(r"at most (\S+) of their", said)[1]) < 1e-5
 
 
 def test_what_depends_on_the_number_of_devices_is_named(capsys):

@@ -5,7 +5,8 @@ compares what they log with the run's rows, bit for bit. Without --step it takes
 skipped. The run is only read, and may be training.
 
 With --verify_resume=N and the flags of `python -m xshard.main` in the place of a run, it checks that a run of N steps that is
-killed and run again ends in the same bits as one that is not: see `xshard.replay.verify`.
+killed and run again ends in the same bits as one that is not: see `xshard.replay.verify`. With --verify_devices=M it is run
+again on other devices, and compared within a tolerance.
 
 Exit codes: 0 the rows are as they were, as far as there are any; 4 they are not, or the bits are others; 1 failed.
 """
