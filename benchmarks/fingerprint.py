@@ -1,6 +1,6 @@
 """What fingerprints of the state cost a step: with one in each step, with one in each tenth, and with none.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.fingerprint [--rounds=21] [--steps=40] [--devices=1]
+    JAX_PLATFORMS=cpu python -m benchmarks.fingerprint [--rounds=21] [--steps=40] [--devices=1] [--size="1 ms"]
 
 The model is that of `benchmarks.step` with AdamW's two slots for each parameter, which is much state for its few
 examples: where a step takes longer for as much state, the part is smaller.
@@ -23,6 +23,9 @@ from xshard.run import preflight
 _ROUNDS = flags.DEFINE_integer("rounds", 21, "How often each side is timed.", 1)
 _STEPS = flags.DEFINE_integer("steps", 40, "Of a turn.", 1)
 _DEVICES = flags.DEFINE_integer("devices", 1, "Virtual devices of a CPU.", 1)
+_SIZES = flags.DEFINE_multi_enum(
+    "size", ["1 ms", "20 ms"], ["1 ms", "20 ms"], "The models; again for each."
+)
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
 
@@ -64,7 +67,8 @@ class Side:
 def compare() -> Iterator[measure.Row]:
     """The rows."""
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
-    for name, size in models.sizes().items():
+    for name in _SIZES.value:
+        size = models.sizes()[name]
         names = {0: "none", 1: "each step", 10: "each 10 steps"}
         sides = {
             title: functools.partial(Side(size, every).seconds, _STEPS.value)

@@ -65,6 +65,11 @@ def _loop(quick: bool, accelerator: bool) -> Commands:
     return [["loop", *(("--rounds=1", "--steps=300") if quick else ())]]
 
 
+def _fingerprint(quick: bool, accelerator: bool) -> Commands:
+    del accelerator
+    return [["fingerprint", *(("--rounds=3", "--steps=5", "--size=1 ms") if quick else ())]]
+
+
 def _start(quick: bool, accelerator: bool) -> Commands:
     del accelerator
     return [["start", f"--rounds={1 if quick else 5}"]]
@@ -89,6 +94,7 @@ def _dry_run(quick: bool, accelerator: bool) -> Commands:
 PARTS = {
     "step": Part(_step, "20 ms model on 8 devices"),
     "loop": Part(_loop),
+    "fingerprint": Part(_fingerprint, "fingerprints of the 20 ms model"),
     "start": Part(_start),
     "compile": Part(_compile, "compilation with 100, 300 and 1000 leaves"),
     "dry_run": Part(_dry_run, "dry run for a v5p:8x8x16, nor with a loss scale"),

@@ -36,6 +36,25 @@ class Line(xshard.Supervised):
         return {"error": (outputs - batch["y"]) ** 2}
 
 
+class Rough(Line):
+    """Nothing is wrong with it, but that sums of its numbers are rounded."""
+
+    def train_data(self):
+        x = np.sin(np.arange(32)).astype(np.float32)
+        return {"x": x, "y": x**3}
+
+    def forward(self, batch, *, is_training):
+        return hk.nets.MLP([16, 1])(batch["x"][:, None])[:, 0]
+
+
+class Drawing(Line):
+    """Adds noise of each replica's own key, as dropout does."""
+
+    def forward(self, batch, *, is_training):
+        noise = jax.random.normal(hk.next_rng_key(), batch["x"].shape) if is_training else 0.0
+        return super().forward({"x": batch["x"] + noise}, is_training=is_training)
+
+
 class Clock(Line):
     """Has the time of day in its loss."""
 

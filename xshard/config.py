@@ -11,6 +11,8 @@ from xshard import errors
 
 # What a run does about a loss or gradients that are not finite.
 ON_NONFINITE = STOP, SKIP, WARN, ROLL_BACK = ("stop", "skip", "warn", "roll_back")
+# What it does about replicas that hold different copies of what is equal on them.
+ON_PARTED = (STOP, ROLL_BACK)
 
 
 def default() -> ml_collections.ConfigDict:
@@ -84,40 +86,38 @@ def _anything(name: str, value: Any) -> None:
     del name, value
 
 
-def _count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise errors.UserError(f"{name}={value!r} must be an integer of at least 1.")
+def _must_be(is_good: Callable[[Any], bool], rule: str) -> Callable[[str, Any], None]:
+    """The check that raises UserError, with the rule, unless a value is good."""
+
+    def check(name: str, value: Any) -> None:
+        if not is_good(value):
+            raise errors.UserError(f"{name}={value!r} must be {rule}.")
+
+    return check
 
 
-def _count_or_never(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise errors.UserError(f"{name}={value!r} must be an integer from 0, which is never.")
-
-
-def _seed(name: str, value: Any) -> None:
-    if not isinstance(value, int) or not 0 <= value < 2**32:
-        raise errors.UserError(f"{name}={value!r} must be an integer from 0 to 2**32 - 1.")
-
-
-def _text(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise errors.UserError(f"{name}={value!r} must be a string.")
-
-
-def _minutes(name: str, value: Any) -> None:
-    if not isinstance(value, int | float) or not value >= 0:
-        raise errors.UserError(f"{name}={value!r} must be a number from 0, which is never.")
-
-
-def _factor_or_never(name: str, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or (value != 0 and not 1 < value < math.inf):
-        raise errors.UserError(f"{name}={value!r} must be a number above 1, or 0, which is never.")
-
-
-def _gigabytes(name: str, value: Any) -> None:
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise errors.UserError(f"{name}={value!r} must be a number above 0.")
+_is_int = lambda x: isinstance(x, int) and not isinstance(x, bool)
+_is_number = lambda x: _is_int(x) or isinstance(x, float)
+_count = _must_be(lambda x: _is_int(x) and x >= 1, "an integer of at least 1")
+_count_or_never = _must_be(lambda x: _is_int(x) and x >= 0, "an integer from 0, which is never")
+_seed = _must_be(lambda x: _is_int(x) and 0 <= x < 2**32, "an integer from 0 to 2**32 - 1")
+_text = _must_be(lambda x: isinstance(x, str), "a string")
+_minutes = _must_be(lambda x: _is_number(x) and x >= 0, "a number from 0, which is never")
+_gigabytes = _must_be(lambda x: _is_number(x) and 0 < x < math.inf, "a number above 0")
+_factor_to_lower = _must_be(lambda x: _is_number(x) and 0 < x <= 1, "a number above 0, at most 1")
+_factor_or_never = _must_be(
+    lambda x: _is_number(x) and (x == 0 or 1 < x < math.inf),
+    "a number above 1, or 0, which is never",
+)
+_on_nonfinite = _must_be(
+    ON_NONFINITE.__contains__,
+    "'stop', 'skip', which leaves out steps whose gradients are not finite, 'roll_back', which goes back to a checkpoint "
+    "and past the data, or 'warn', which says so and goes on",
+)
+_on_parted = _must_be(ON_PARTED.__contains__, "'stop' or 'roll_back', which makes steps again")
+_on_failure = _must_be(
+    ("stop", "go_on").__contains__, "'stop' or 'go_on', which trains on without the checkpoint"
+)
 
 
 def _precision(name: str, value: Any) -> None:
@@ -128,21 +128,6 @@ def _precision(name: str, value: Any) -> None:
             f"{name}={value!r} is no policy of jmp ({e}); an example: "
             "'params=float32,compute=float16,output=float32'."
         ) from e
-
-
-def _on_nonfinite(name: str, value: Any) -> None:
-    if value not in ON_NONFINITE:
-        raise errors.UserError(
-            f"{name}={value!r} must be 'stop', 'skip', which leaves out steps whose gradients are not finite, "
-            "'roll_back', which goes back to a checkpoint and past the data, or 'warn', which says so and goes on."
-        )
-
-
-def _on_failure(name: str, value: Any) -> None:
-    if value not in ("stop", "go_on"):
-        raise errors.UserError(
-            f"{name}={value!r} must be 'stop' or 'go_on', which trains on without the checkpoint."
-        )
 
 
 class Key(NamedTuple):
@@ -197,6 +182,13 @@ KEYS = (
         may_change=True,
     ),
     Key(
+        "on_parted",
+        "stop",
+        "Where replicas hold different copies of what is equal on them: 'stop'; or 'roll_back', and the same steps again.",
+        _on_parted,
+        may_change=True,
+    ),
+    Key(
         "max_skips_in_a_row",
         100,
         "So many steps skipped in a row, with no loss scale left to be lowered, end the run.",
@@ -218,6 +210,13 @@ KEYS = (
         100,
         "The median is of so many steps, and nothing is said before these have been made.",
         _count,
+        may_change=True,
+    ),
+    Key(
+        "roll_back.learning_rate_factor",
+        1.0,
+        "Each roll-back past data multiplies the updates by so much from there on, where the rule has `backs_off`; 1: none.",
+        _factor_to_lower,
         may_change=True,
     ),
     Key(

@@ -63,8 +63,7 @@ class Run:
         self.batches = preflight.train_batches(self.experiment, self.mesh)
         self._evaluation = evaluation.Evaluation(self.experiment, self.mesh, config.eval_batch_size)
         self.workdir = workdir.Workdir(directory)
-        # The directory is process 0's: the others need not even see it.
-        self._first = jax.process_index() == 0
+        self._first = jax.process_index() == 0  # The directory is its: others need not even see it.
         self._run = resuming.identify(config, self.workdir, set_aside)
         data = self.batches.summary(), self._evaluation.summary()
         self.origin = origin_lib.origin(type(self.experiment).__module__, *data)
@@ -73,17 +72,16 @@ class Run:
             is_exact = logical.is_exact(config)
             self.changes += self.workdir.check_origin(self.origin, exact=is_exact)
         self._watch, self._init = watch, init
-        self._init_args = (self.experiment, self.mesh, config.seed, self.batches.example)
+        self._init_args = self.experiment, self.mesh, config.seed, self.batches.example
         self._target = state_lib.abstract_state(*self._init_args, whole=True)
         stored = storage.Storage(self.experiment, self.mesh)
         kept = self.batches, stored, self.terminal.say, self.origin
         self.checkpoints = saving.Checkpoints(config, self.workdir, self._run, *kept)
         self.checkpoints.check_begin(self._target, init)
-        told = self.checkpoints.manager, self.batches, self.terminal.say, self.doing
+        told = self.checkpoints.manager, self.batches, self._target, self.terminal.say, self.doing
         self.roll_backs = roll_backs.RollBacks(config, self.workdir, *told)
         self._check_programs()
-        # What is open from the first step to the results.
-        self._held = contextlib.ExitStack()
+        self._held = contextlib.ExitStack()  # Open from the first step to the results.
         self._stop: notice_lib.Notice | None = None
         self._save_now, self._made = False, -1
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
@@ -120,10 +118,11 @@ class Run:
         self.doing("compiling", step=start, steps=self.config.steps)
         # What a stop has cut short is made now, if no other stop does the same.
         self._make_up_for(begin, start)
-        if not begin.folder and self.config.on_nonfinite == config_lib.ROLL_BACK:
+        if not begin.folder and self.roll_backs.is_ready:
             self._save(start, state, evaluation_due=False)
         for made in range(start + 1, (start if self._is_over() else self.config.steps) + 1):
             log.write_ahead(self.roll_backs.row(made))
+            state = self.roll_backs.backed_off(made, state)
             with self.clock.waiting(log.newest):
                 batch = self.batches.of_step(made, self.predict, state)
             state, values, observed, begun = self.train_step(state, batch)
@@ -156,7 +155,8 @@ class Run:
         # 1. The state decides the step, and with it the batches and keys that follow.
         self.roll_backs.begin()
         begin = self.resume_or_init()
-        start = int(begin.state.step)
+        start, checkpoints = int(begin.state.step), self.checkpoints.manager
+        self._copies.check_restored(begin.state, begin.fingerprints, str(checkpoints.store))
         self.checkpoints.go_on_from(begin)
         self._evaluated = (-1, {})
         learners = state_lib.learners(self._target)
@@ -165,7 +165,6 @@ class Run:
         if self._made < 0:
             model = self.config, self.mesh, state_lib.params(begin.state)
             say(overview.begin(*model, self.changes, whole=self.terminal.verbose))
-        checkpoints = self.checkpoints.manager
         say(overview.plan(start, self.config.steps, checkpoints.store, self._evaluations.end))
         self._made = start
         goes_on = start < self.config.steps and not self._is_over()
@@ -181,10 +180,11 @@ class Run:
         return self._stop is not None or bool(self._evaluations.end)
 
     def _flush(self) -> None:
-        """Writes the rows of all steps so far, and checks that the steps were finite, and replicas alike."""
+        """Writes the rows of all steps so far, and checks that replicas were alike, and the steps finite."""
         self._log.flush()
-        self._finite.flush()
+        # First: what a device has flipped may not be finite, and its data is not to be passed.
         self._copies.flush()
+        self._finite.flush()
 
     def _make_up_for(self, begin: resuming.Begin, start: int) -> None:
         """Makes the evaluation and the samples that are due at the first state, unless their rows have been written."""
@@ -307,8 +307,8 @@ class Run:
         self._save_now = False
         is_evaluated = self._evaluated[0] == made
         values = self._evaluated[1] if is_evaluated else {}
-        known = self._finite.get_state()
-        noted = {"evaluated": is_evaluated or not evaluation_due, "watched": known}
+        noted: dict[str, Any] = {"evaluated": is_evaluated or not evaluation_due}
+        noted["watched"] = self._finite.get_state()
         with self.clock.phase(clock_lib.CHECKPOINT):
             noted["fingerprint"] = self._copies.of_state(state)
             self.checkpoints.save(made, state, values, noted, self._log)

@@ -126,7 +126,9 @@ def test_what_a_checkpoint_may_hold_besides_is_left_out(tmp_path):
     manager = make_manager(tmp_path, say=said.append)
     kept, old = {"a": jnp.arange(3.0)}, {"a": jnp.arange(3.0), "b": jnp.ones(2)}
     save(manager, 1, old)
-    harness.assert_equal(manager.restore(kept, may_hold=lambda: old).state, kept)
+    restored = manager.restore(kept, may_hold=lambda: old)
+    harness.assert_equal(restored.state, kept)
+    assert not restored.is_whole and manager.restore(old).is_whole
     assert any("holds what is not used here: b" in line for line in said)
     # Only that, and nothing in its place; what is not there need not be made.
     for other in ({**old, "b": jnp.ones(3)}, {"a": old["a"], "c": old["b"]}, kept):

@@ -9,7 +9,7 @@ import optax
 from optax import contrib
 
 from tests.optimizers import harness
-from xshard.optimizers import base, cross_shard, loss_scale, moving_average
+from xshard.optimizers import back_off, base, cross_shard, loss_scale, moving_average
 from xshard.optimizers import optax as optax_optimizer
 
 # Each is made with a step size that moves the parameters of the harness visibly.
@@ -65,6 +65,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         optax.ema(0.9),
     ),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "back_off": lambda: back_off.after(optax.adam(0.1)),
     "apply_every": lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1)),
     "partition": lambda: optax.partition(
         {"w": optax.adam(0.1), "b": optax.sgd(0.1)},

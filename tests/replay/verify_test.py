@@ -6,6 +6,8 @@ import re
 import shutil
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from xshard import errors
@@ -35,6 +37,66 @@ def test_a_pure_experiment_is_the_same(tmp_path, capsys):
     assert not (tmp_path / "mine").exists()
 
 
+def test_on_other_devices_numbers_are_near(capsys):
+    flags = "--config.experiment=tests.impure.Rough", "--cpu_devices=8", "--config.batch_size=32"
+    places = "--verify_devices=4", "--verify_processes=2", "--verify_tolerance=1e-5"
+    code, said = verified(capsys, *flags, *places)
+    assert code == 0 and len(said.splitlines()) == 1, said
+    assert said.startswith("the same within 1e-05: 6 steps, and as many killed at step 4 and")
+    assert "from step 2 on 4 devices of 2 processes; 9 rows, 7 arrays, of which numbers are" in said
+    # They are not the same bits.
+    assert 0 < float(re.search(r"at most (\S+) of their", said)[1]) < 1e-5
+
+
+def test_what_depends_on_the_number_of_devices_is_named(capsys):
+    flags = "--config.experiment=tests.impure.Drawing", "--cpu_devices=8", "--verify_devices=2"
+    code, said = verified(capsys, *flags)
+    assert code == program.NOT_REPRODUCED and "not the same within 0.001: 6 steps" in said
+    # The state that was restored is the same, whatever is drawn after it.
+    assert re.search(r"^row of step +3, (loss|gradient_norm): ", said, re.MULTILINE), said
+    assert re.search(r"^array +params/linear/b$", said, re.MULTILINE), said
+    assert "kind         the number of devices: a run on 2 devices that nothing disturbs" in said
+    shutil.rmtree(re.search(r"^runs +(\S+)$", said, re.MULTILINE)[1])
+
+
+def test_how_near_arrays_are():
+    x = np.array([1.0, -4.0], np.float32)
+    assert alike._gap(x, x.copy()) == 0 and alike._gap(x, x + np.float32([0.5, 0])) == 0.125
+    assert alike._gap(np.float32([np.nan]), np.float32([np.nan])) == 0
+    others = (
+        x.astype(int),
+        x[:1],
+        np.float32([1, np.nan]),
+        np.float32([1, np.inf]),
+        x.astype("f8"),
+    )
+    assert [alike._gap(x, other) for other in others] == [np.inf] * 5
+    assert alike._gap(np.int32([1]), np.int32([2])) == np.inf
+    half = jnp.bfloat16([1.0, 4.0])
+    assert alike._gap(np.asarray(half), np.asarray(half + jnp.bfloat16([0.5, 0]))) == 0.125
+
+
+def test_how_near_rows_are():
+    row = lambda step, loss, text="ab", **more: {
+        "step": step, "loss": loss, "fingerprint/params": text, "skipped": 0, **more,
+    }  # fmt: skip
+    first = [row(1, 2.0), row(2, 1.0), row(3, 0.5, eval=[8.0, 0.0])]
+    same = lambda second, restored=1: alike.first_row(
+        *alike._without_near(first, second, 1e-2, restored)
+    )
+    # As a part of the column's largest; and the state that step 2 begins with is the restored one.
+    assert same([row(1, 2.0), row(2, 1.01), row(3, 0.519, "cd", eval=[8.0, 0.07])]) is None
+    assert same([row(1, 2.0), row(2, 1.0), row(3, 0.5, eval=[8.0, 0.09])])[:2] == (3, "eval")
+    assert same([row(1, 2.0), row(2, 1.0), row(3, 0.53, eval=[8.0, 0.0])])[:2] == (3, "loss")
+    assert same([first[0], row(2, 1.0, "cd"), first[2]])[:2] == (2, "fingerprint/params")
+    assert same([first[0], {**first[1], "skipped": 1}, first[2]])[:2] == (2, "skipped")
+    assert same([row(1, 2.01), *first[1:]])[:2] == (1, "loss")
+    assert same(first[:2])[0] == 3 and same([*first, row(4, 1.0)])[0] == 4
+    assert alike._near({"a": {"b": 1.0}, "c": "x"}, {"a": {"b": 1.001}, "c": "y"}, 1e-2) == {
+        "a": {"b": 1.0}, "c": "y",
+    }  # fmt: skip
+
+
 KINDS = {
     # The loss, and the batches, of a process's own: it is not the resume.
     "Clock": ("impure: undisturbed runs differ, too", 1),
@@ -55,6 +117,7 @@ def test_what_is_not_the_same_is_named_by_its_kind(name, capsys):
     assert re.search(rf"^row of step +{step}, \w+: \S+ \| \S+$", said, re.MULTILINE), said
     assert ("killed at step 4 and resumed from step 2" in said) == (step == 3)
     assert (re.search(r"^array +params/linear/b$", said, re.MULTILINE) is not None) == (step == 3)
+    assert ("is another than that of examples " in said) == (name == "Counting")
     # The runs are kept, to be looked at.
     folder = pathlib.Path(re.search(r"^runs +(\S+)$", said, re.MULTILINE)[1])
     assert {path.name for path in folder.iterdir()} > {"whole", "resumed", "resumed.log"}
@@ -106,8 +169,30 @@ def test_what_cannot_be_verified_is_refused_before_a_run(steps, flag, message, m
         verify.verify([*FLAGS, flag], steps, print)
 
 
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ((0, 1, 0.1), "--verify_devices=0 must be a number of devices from 1"),
+        ((3, 2, 0.1), "--verify_devices=3 must be a number of devices from 1 that --verify_processes=2 divides"),
+        ((2, 1, 0.0), "--verify_tolerance=0.0 must be a number between 0 and 1"),
+        ((2, 1, float("nan")), "--verify_tolerance=nan must"),
+    ],
+)  # fmt: skip
+def test_places_that_there_cannot_be_are_refused(place, message, monkeypatch):
+    monkeypatch.setattr(verify.tempfile, "mkdtemp", lambda **_: pytest.fail("made a directory"))
+    with pytest.raises(errors.UserError, match=re.escape(message)):
+        verify.verify(FLAGS, 6, print, verify.Elsewhere(*place))
+    monkeypatch.setattr(verify.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(
+        errors.UserError, match="splits the CPU, and this is gpu: set JAX_PLATFORMS"
+    ):
+        verify.verify(FLAGS, 6, print, verify.Elsewhere(2, 1, 0.1))
+
+
 def test_a_program_without_a_run_leaves_with_its_usage(capsys):
-    for arguments in ([], ["runs/digits", "--config=tests/impure.py"]):
+    devices = ["runs/digits", "--verify_devices=2"]
+    processes = ["--verify_resume=6", *FLAGS, "--verify_processes=2"]
+    for arguments in ([], ["runs/digits", "--config=tests/impure.py"], devices, processes):
         with pytest.raises(SystemExit, match="2"):
             program.main(arguments)
         assert "usage: python -m xshard.replay" in capsys.readouterr().err

@@ -7,15 +7,18 @@ import sys
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import xshard
-from tests import toy
+from tests import flips, rows, toy
 from xshard import errors, loop
+from xshard import experiment as experiment_lib
+from xshard.checkpoint import manager as manager_lib
 from xshard.optimizers import trees
+from xshard.pod import notice
 from xshard.run import replication
+from xshard.stored import fingerprint
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 VARIANTS = [
@@ -93,24 +96,6 @@ def test_nothing_parted_is_saved_however_rarely_steps_are_compared(tmp_path, eve
     assert not list(tmp_path.glob("checkpoints/step_*"))
 
 
-def flipped(state, name, device):
-    """The state with one bit of the last element of an array another in the copy on one device."""
-
-    def flip(path, x):
-        if trees.path_name(path) != name:
-            return x
-        shards = []
-        for shard in x.addressable_shards:
-            part = np.array(shard.data)
-            if shard.device.id == device:
-                words = part.reshape(-1).view(np.uint32)
-                words[-1] ^= 1 << 20
-            shards.append(jax.device_put(part, shard.device))
-        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
-
-    return jax.tree_util.tree_map_with_path(flip, state)
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "variant"),
     [
@@ -127,17 +112,8 @@ def test_a_flipped_bit_is_named_within_two_steps(tmp_path, monkeypatch, name, ki
     made.update_from_flattened_dict(
         {**variant, "checkpoint.every_steps": 100, "log_every_steps": 1}
     )
+    flips.after(monkeypatch, [4], name, 5)
     run = loop.Run(made.lock(), str(tmp_path))
-    step_of_run = run.train_step
-
-    def train_step(state, batch):
-        if int(state.step) == 4:
-            leaves = jax.tree_util.tree_leaves_with_path(state)
-            assert name in [trees.path_name(path) for path, _ in leaves]
-            state = flipped(state, name, 5)
-        return step_of_run(state, batch)
-
-    monkeypatch.setattr(run, "train_step", train_step)
     with run.opened(), pytest.raises(replication.PartedError) as e:
         run.train()
     of_group = " of group 1" if "group_assignment" in variant else ""
@@ -154,7 +130,8 @@ def test_processes_compare_theirs(tmp_path):
     (tmp_path / "config.py").write_text(
         "from tests.run import replication_test\n"
         "def get_config():\n"
-        "    return replication_test.config(lies='state').copy_and_resolve_references()\n"
+        "    changes = {'on_parted': 'roll_back', 'roll_back.limit': 1}\n"
+        "    return replication_test.config(lies='state', **changes).copy_and_resolve_references()\n"
     )
     command = [
         sys.executable, "-m", "launch", "--num_processes=2", "--cpu_devices=2", "--",
@@ -163,4 +140,90 @@ def test_processes_compare_theirs(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode, done.stdout
-    assert "the replicas hold different bits of 'seen'" in done.stdout + done.stderr
+    # Both go back to the first state, and come to the same again.
+    said = done.stdout + done.stderr
+    assert "'seen', which" in said and "with the same data (roll-back 1 of at most 1)" in said
+    assert (
+        "The run has gone back 1 time, as often as roll_back.limit says: (1) After step 1 the"
+        in said
+    )
+
+
+def saved_at_5(directory, **changes):
+    """The config of a run that was stopped at its fifth step."""
+    made = toy.get_config()
+    made.update_from_flattened_dict({"hidden": 15, "log_every_steps": 1, **changes})
+    watch = rows.ScriptedWatch(5, notice.STOP)
+    assert loop.run(made.lock(), str(directory), "", None, watch) == 42
+    return made.copy_and_resolve_references()
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Where there is such a run."""
+    directory = tmp_path_factory.mktemp("stopped")
+    return directory, saved_at_5(directory).lock()
+
+
+def changing(monkeypatch, name, change):
+    """Has an array come back as another one."""
+    restore = manager_lib.Manager.restore
+
+    def restored(self, *args, **kwargs):
+        read = restore(self, *args, **kwargs)
+        leaf = lambda path, x: change(x) if trees.path_name(path) == name else x
+        return read._replace(state=jax.tree_util.tree_map_with_path(leaf, read.state))
+
+    monkeypatch.setattr(manager_lib.Manager, "restore", restored)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "change"),
+    [
+        ("params/linear/w", "the parameters (fingerprint/params is ", lambda x: x.at[2, 0].add(1e-6)),
+        ("opt_state/adam/0/nu/linear/w", "the slots of the rules, with", lambda x: x.at[1, 0].add(1)),
+        ("opt_state/dynamic_loss_scale/current_loss_scale", "counts and loss scale", lambda x: 2 * x),
+        ("net_state/~/mean", "the state of the networks (fingerprint/net_state", lambda x: -x),
+        ("rng", "the step, the key and", lambda x: jax.random.clone(jax.random.fold_in(x, 1))),
+    ],
+)  # fmt: skip
+def test_what_comes_back_as_another_state_is_named_and_not_trained(
+    stopped, monkeypatch, name, said, change
+):
+    directory, made = stopped
+    before = rows.read(directory)
+    changing(monkeypatch, name, change)
+    with pytest.raises(errors.UserError) as e:
+        loop.run(made, str(directory), "")
+    assert said in str(e.value) and str(e.value).count("fingerprint/") == 1
+    assert f"verify {directory}/checkpoints 5'" in str(e.value)
+    assert rows.read(directory) == before
+
+
+def test_a_checkpoint_without_fingerprints_is_taken_as_it_is(tmp_path, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setattr(replication.Watch, "of_state", lambda self, state: None)
+        made = saved_at_5(tmp_path)
+    changing(monkeypatch, "params/linear/w", lambda x: 2 * x)
+    assert loop.run(made.lock(), str(tmp_path), "") == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"slices": 2}, {"reduction.shard_update": True}, {"devices": 2}], ids=str
+)
+def test_what_lies_otherwise_has_come_back_as_it_was(tmp_path, monkeypatch, changes):
+    made = saved_at_5(tmp_path, **{"reduction.shard_update": "slices" in changes})
+    devices = jax.devices()[: changes.pop("devices", 8)]
+    mesh_of = experiment_lib.mesh_of
+    monkeypatch.setattr(experiment_lib, "mesh_of", lambda config: mesh_of(config, devices))
+    made.update_from_flattened_dict(changes)
+    run = loop.Run(made.lock(), str(tmp_path))
+    seen = []
+    of_state = run._copies.of_state
+    monkeypatch.setattr(
+        run._copies, "of_state", lambda state: seen.append(state) or of_state(state)
+    )
+    with run.opened():
+        begin = run._begin()
+    assert run.mesh.size == len(devices) and seen == [begin.state]
+    assert begin.fingerprints.keys() == set(fingerprint.KINDS)

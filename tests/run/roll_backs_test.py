@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import xshard
-from tests import rows, toy
+from tests import flips, rows, toy
 from tests.launch import harness as system
 from tests.optimizers import harness
 from xshard import checkpoint, errors, loop
@@ -22,7 +22,8 @@ from xshard.data import batches
 from xshard.files import jsonfile, workdir
 from xshard.metrics import log as log_lib
 from xshard.pod import notice
-from xshard.run import jumps, roll_backs
+from xshard.replay import past
+from xshard.run import history, jumps, replication, roll_backs
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 # Step 7 is in trouble, and step 8 that is made of batch 11 when the run has gone back to step 4.
@@ -37,7 +38,7 @@ def make_config(**changes):
     )
     config.update({"log_every_steps": 1, "writers": ("jsonl",), "eval_every_steps": 3})
     config.checkpoint.update({"every_steps": 4, "keep_last": 1, "best_metric": "error"})
-    for name in ("limit", "loss_factor", "loss_steps"):
+    for name in ("limit", "loss_factor", "loss_steps", "learning_rate_factor"):
         config.roll_back[name] = changes.pop(name, config.roll_back[name])
     config.checkpoint.keep_best = changes.pop("keep_best", 0)
     with config.unlocked():
@@ -390,6 +391,10 @@ class Acting(toy.Poisoned):
         ({"experiment": "tests.run.roll_backs_test.Acting"}, "acting on the model"),
         ({"on_nonfinite": "stop", "loss_factor": 3.0}, "loss_factor=3.0 is for on_nonfinite='roll_back'"),
         ({"loss_factor": 0.5}, "loss_factor=0.5 must be a number above 1, or 0"),
+        ({"learning_rate_factor": 0.5}, "backs_off=True., and this experiment has none"),
+        ({"on_nonfinite": "skip", "learning_rate_factor": 0.5}, "factor=0.5 is for on_nonfinite='roll_back'"),
+        ({"learning_rate_factor": 2.0}, "learning_rate_factor=2.0 must be a number above 0, at most 1"),
+        ({"on_parted": "skip"}, "on_parted='skip' must be 'stop' or 'roll_back', which"),
         ({"limit": 0}, "limit=0 must be an integer of at least 1"),
     ],
 )  # fmt: skip
@@ -399,12 +404,23 @@ def test_what_cannot_hold_is_refused_before_a_run(tmp_path, changes, match):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("content", ["{}", "[1]", '[{"step": 1}]', "["])
+OLD = {"step": 7, "why": "", "restored": 4, "first_batch": 5, "last_batch": 7, "given_up": []}
+
+
+@pytest.mark.parametrize(
+    "content", [json.dumps([{**OLD, "update_scale": 0}]), "{}", "[1]", '[{"step": 1}]', "["]
+)
 def test_a_record_that_no_run_has_written_is_refused(tmp_path, content):
     assert loop.run(make_config(poisoned=(), steps=4), str(tmp_path), "") == 0
     (tmp_path / "roll_backs.json").write_text(content)
     with pytest.raises(errors.UserError, match=r"roll_backs.json"):
         loop.run(make_config(poisoned=()), str(tmp_path), "")
+
+
+def test_a_record_of_before_updates_were_lowered_is_read(tmp_path):
+    (tmp_path / "roll_backs.json").write_text(json.dumps([OLD]))
+    (entry,) = history.read(tmp_path / "roll_backs.json")
+    assert entry.update_scale == 1.0 and history.passes([entry]) == {5: 3}
 
 
 def test_it_goes_on_with_another_policy(tmp_path):
@@ -420,3 +436,144 @@ def test_without_a_checkpoint_to_go_back_to_it_ends(tmp_path, monkeypatch, capsy
     assert loop.run(make_config(), str(tmp_path), "") == notice.NONFINITE
     assert "there is no checkpoint to go back to" in capsys.readouterr().err
     assert jax.process_count() == 1 and not (tmp_path / "roll_backs.json").exists()
+
+
+FLIPPED = "params/mlp/~/linear_0/w"
+
+
+def assert_same_history(directory, other, config):
+    """As `assert_same`, but for roll-backs that have passed nothing, and how others are numbered beside them."""
+    harness.assert_equal(rows.final_state(directory, config), rows.final_state(other, config))
+    left, right = (
+        [{k: x for k, x in json.loads(row).items() if k != "roll_back/number"} for row in found]
+        for found in map(rows.same_bits, (directory, other))
+    )
+    assert left == right
+    assert rows.results(directory) == rows.results(other)
+
+
+# In the first history, and in the third, which the run begins after 12 steps, past batches 5 to 11.
+@pytest.mark.parametrize(
+    ("steps", "begin", "first"), [([5], 0, [5]), ([6], 12, [5]), ([6, 9], 12, [5, 16])]
+)
+def test_where_replicas_part_it_makes_the_same_steps_again(
+    tmp_path, undisturbed, monkeypatch, capsys, steps, begin, first
+):
+    config = make_config(on_parted="roll_back", limit=9)
+    left = list(steps)
+    flips.after(monkeypatch, left, FLIPPED, 3, begin=begin)
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert not left
+    assert_same_history(tmp_path, undisturbed, config)
+    found = [entry for entry in recorded(tmp_path) if entry["why"].startswith("After step")]
+    for entry, step, batch in zip(found, steps, first, strict=True):
+        assert entry["step"] == step and "replica 3 (device 3 of process 0)" in entry["why"]
+        assert "Nothing was saved" not in entry["why"]
+        assert entry["restored"] == step // 4 * 4
+        assert (entry["first_batch"], entry["last_batch"]) == (batch, batch - 1)
+    assert len(recorded(tmp_path)) == 2 + len(steps)
+    assert "on from there with the same data (roll-back" in capsys.readouterr().out
+
+
+def test_killed_or_stopped_in_it_ends_as_if_undisturbed(tmp_path, undisturbed, monkeypatch):
+    config = make_config(on_parted="roll_back", limit=9)
+    flips.after(monkeypatch, [5], FLIPPED, 3)
+    with monkeypatch.context() as before:
+        before.setattr(roll_backs.RollBacks, "add", killing(roll_backs.RollBacks.add))
+        with pytest.raises(rows.Killed):
+            loop.run(config, str(tmp_path), "")
+    (entry,) = recorded(tmp_path)
+    assert entry["why"].startswith("After step 5")
+    # At the save for a stop.
+    flips.after(monkeypatch, [9], FLIPPED, 3)
+    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(19, notice.STOP)) == 42
+    assert len(recorded(tmp_path)) > 1
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert_same_history(tmp_path, undisturbed, config)
+
+
+def test_a_device_that_goes_on_so_ends_the_run_with_the_story(tmp_path, monkeypatch):
+    config = make_config(on_parted="roll_back", poisoned=(), limit=2)
+    flips.after(monkeypatch, [6] * 9, FLIPPED, 3)
+    with pytest.raises(replication.PartedError) as e:
+        loop.run(config, str(tmp_path), "")
+    assert "gone back 2 times, as often as roll_back.limit says: (1) After step 6" in str(e.value)
+    assert str(e.value).count("Nothing was saved of this step") == 1
+    # Where the config does not say so, the first one does.
+    for on_parted, on_nonfinite, count in (("stop", "roll_back", 0), ("roll_back", "stop", 2)):
+        other = tmp_path / on_parted
+        config = make_config(on_parted=on_parted, on_nonfinite=on_nonfinite, poisoned=(), limit=2)
+        with pytest.raises(replication.PartedError):
+            loop.run(config, str(other), "")
+        assert len(recorded(other) if count else []) == count
+        assert (other / "roll_backs.json").exists() == bool(count)
+
+
+class Lowered(toy.Poisoned):
+    """Its updates can be lowered; it keeps averages of its parameters."""
+
+    def optimizer(self):
+        rule = xshard.OptaxOptimizer(optax.adam(0.1), backs_off=True)
+        reduced = xshard.CrossShardOptimizer(rule, **self.config.reduction)
+        return xshard.MovingAverageOptimizer(reduced, 0.5)
+
+
+def lowered_config(**changes):
+    return make_config(
+        experiment="tests.run.roll_backs_test.Lowered", learning_rate_factor=0.25, **changes
+    )
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("lowered")
+    assert loop.run(lowered_config(on_parted="roll_back"), str(directory), "") == 0
+    return directory
+
+
+def updates_scale(directory):
+    """The factors of updates by step."""
+    found = rows.read(directory)
+    return {row["step"]: row["update_scale"] for row in found if "update_scale" in row}
+
+
+def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
+    assert [entry["update_scale"] for entry in recorded(lowered)] == [0.25, 0.0625]
+    scales = updates_scale(lowered)
+    assert scales == {step: 1.0 if step < 5 else 0.0625 for step in range(1, 13)}
+    # As if the rule had been so from there on.
+    config = lowered_config()
+    run = loop.Run(config, str(lowered))
+    state = run.checkpoints.manager.restore(run._target).state
+    (scale,) = [
+        x for arrays in state.experiment.opt_state.values() for name, x in arrays.items()
+        if name.endswith("hyperparams/update_scale")
+    ]  # fmt: skip
+    assert scale == 0.0625
+    unchanged = make_config(experiment="tests.run.roll_backs_test.Lowered")
+    assert loop.run(unchanged, str(tmp_path), "") == 0
+    assert set(updates_scale(tmp_path).values()) == {1.0}
+    plain = {row["step"]: row["parameter_norm"] for row in rows.read(tmp_path) if "loss" in row}
+    norms = {row["step"]: row["parameter_norm"] for row in rows.read(lowered) if "loss" in row}
+    moved = [abs(x[12] - x[4]) for x in (plain, norms)]
+    assert plain[4] == norms[4] and 0 < moved[1] < moved[0] / 4
+
+
+@pytest.mark.parametrize("at", [8, 12, 20])
+def test_lowered_it_goes_on_where_it_was_stopped(tmp_path, lowered, monkeypatch, at):
+    config = lowered_config(on_parted="roll_back")
+    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP)) == 42
+    if at == 20:
+        # What the config says later is of later roll-backs; steps that are made again are as they were.
+        config = make_config(experiment=config.experiment, on_parted="roll_back")
+        flips.after(monkeypatch, [10], FLIPPED, 3)
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert_same_history(tmp_path, lowered, config)
+    assert len(recorded(tmp_path)) == 2 + (at == 20)
+
+
+def test_lowered_steps_are_replayed(lowered):
+    for step in (3, 6, 12):
+        run = past.Past(str(lowered))
+        for made in run.steps(range(step, step + 1)):
+            assert run.difference(made) is None

@@ -65,6 +65,7 @@ class Restored(NamedTuple):
       data: the position in the data of each process that saved it.
       step: its step.
       folder: its name in the store.
+      is_whole: whether the state has all arrays that are stored.
     """
 
     state: Any
@@ -72,6 +73,7 @@ class Restored(NamedTuple):
     data: list[Any]
     step: int
     folder: str
+    is_whole: bool = True
 
 
 def restore(
@@ -95,7 +97,8 @@ def restore(
             "checkpoint.directory."
         )
     state = read(attempt, target, meta, budget_bytes, say, may_hold)
-    return Restored(state, meta["metadata"], meta["data"], attempt.step, attempt.folder)
+    is_whole = arrays_lib.flatten(state).keys() == source.array_metas(meta).keys()
+    return Restored(state, meta["metadata"], meta["data"], attempt.step, attempt.folder, is_whole)
 
 
 def read(

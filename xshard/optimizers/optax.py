@@ -13,7 +13,7 @@ import optax
 from jax import lax
 
 from xshard import errors
-from xshard.optimizers import base, trees
+from xshard.optimizers import back_off, base, trees
 from xshard.optimizers import slots as slots_lib
 
 
@@ -42,6 +42,8 @@ class OptaxOptimizer(base.Optimizer):
         transformation: Any,
         name: str | None = None,
         schedules: Mapping[str, Callable[[Any], Any]] | None = None,
+        *,
+        backs_off: bool = False,
     ):
         """Wraps a transformation.
 
@@ -51,6 +53,8 @@ class OptaxOptimizer(base.Optimizer):
           name: the module's name, which begins the names of its state.
           schedules: functions of a count that the transformation goes by, by the name under which a run logs their
             values: `{'learning_rate': schedule}`. What `optax.inject_hyperparams` keeps is logged without.
+          backs_off: whether updates are multiplied by a number of the state, 1 at first, that a run lowers when it goes back and
+            its config has a `roll_back.learning_rate_factor`; it is logged as 'update_scale'.
 
         Raises:
           ValueError: if it is neither, or a schedule is no function.
@@ -61,7 +65,7 @@ class OptaxOptimizer(base.Optimizer):
                 f"have; received {transformation!r}."
             )
         super().__init__(name=name)
-        self.transformation = transformation
+        self.transformation = back_off.after(transformation) if backs_off else transformation
         self.schedules = _check_schedules(schedules or {})
         # A rule that is made for a step has state already, and was checked when that was made.
         self._is_checked = not hk.running_init()

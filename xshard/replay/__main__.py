@@ -5,7 +5,8 @@ compares what they log with the run's rows, bit for bit. Without --step it takes
 skipped. The run is only read, and may be training.
 
 With --verify_resume=N and the flags of `python -m xshard.main` in the place of a run, it checks that a run of N steps that is
-killed and run again ends in the same bits as one that is not: see `xshard.replay.verify`.
+killed and run again ends in the same bits as one that is not: see `xshard.replay.verify`. With --verify_devices=M it is run
+again on other devices, and compared within a tolerance.
 
 Exit codes: 0 the rows are as they were, as far as there are any; 4 they are not, or the bits are others; 1 failed.
 """
@@ -23,6 +24,7 @@ from xshard.files import jsonfile, workdir
 from xshard.pod import notice
 
 NOT_REPRODUCED = 4
+_OF_VERIFY = ("verify_resume", "verify_devices", "verify_processes", "verify_tolerance")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,6 +49,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="check that N steps end in the same bits when they are interrupted; with the flags of xshard.main",
     )
+    parser.add_argument(
+        "--verify_devices",
+        type=int,
+        metavar="M",
+        help="resume on M virtual devices of the CPU; compares within --verify_tolerance",
+    )
+    parser.add_argument(
+        "--verify_processes", type=int, metavar="P", default=1, help="of so many processes together"
+    )
+    parser.add_argument(
+        "--verify_tolerance",
+        type=float,
+        default=1e-3,
+        help="so far numbers may be apart, as a part of the largest of their array, or two roundings of their type",
+    )
     return parser
 
 
@@ -55,7 +72,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
     if options.verify_resume is not None:
-        return options, cli.without_flags(argv, ["verify_resume"])
+        if options.verify_processes != 1 and options.verify_devices is None:
+            parser.error("--verify_processes needs --verify_devices, of all of them together")
+        return options, cli.without_flags(argv, _OF_VERIFY)
+    if options.verify_devices is not None:
+        parser.error("--verify_devices is for --verify_resume")
     if unknown or options.run is None:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}" if unknown else "give a RUN")
     return options, []
@@ -76,7 +97,11 @@ def _main(argv: Sequence[str]) -> int:
     from xshard.replay import report, verify
 
     if options.verify_resume is not None:
-        is_reproduced = verify.verify(flags, options.verify_resume, print)
+        elsewhere = None
+        if options.verify_devices is not None:
+            places = options.verify_devices, options.verify_processes
+            elsewhere = verify.Elsewhere(*places, options.verify_tolerance)
+        is_reproduced = verify.verify(flags, options.verify_resume, print, elsewhere)
     else:
         is_reproduced = report.replay(options.run, options.step, print)
     return notice.DONE if is_reproduced else NOT_REPRODUCED

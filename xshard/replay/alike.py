@@ -5,6 +5,7 @@ import itertools
 import pathlib
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from xshard.checkpoint import format as format_lib
@@ -43,13 +44,26 @@ class Comparison(NamedTuple):
         return [f"{name:<13}{text}" for name, text in texts.items() if text]
 
 
-def compare(first: pathlib.Path, second: pathlib.Path) -> Comparison:
-    """Compares the runs in two work directories, both of which have ended."""
+def compare(
+    first: pathlib.Path, second: pathlib.Path, tolerance: float = 0.0, restored: int = 0
+) -> Comparison:
+    """Compares the runs in two work directories, both of which have ended.
+
+    Args:
+      first: the one.
+      second: the other.
+      tolerance: 0: their bits. Else floating-point numbers may be so far apart, as a part of the largest in their array, or
+        two roundings of their type; those of rows as a part of the largest in their column.
+      restored: until this step, and in the state that it leaves, rows are to be of the same bits all the same.
+    """
     rows = rows_of(first), rows_of(second)
-    here, there = _arrays(first), _arrays(second)
-    array = min((path for path, _ in here.items() ^ there.items()), default="")
-    size = f"{len(rows[0])} rows, {len(here)} arrays"
-    return Comparison(first_row(*rows), array, _results(first, second), size)
+    array, count, gap = _first_array(first, second, tolerance)
+    results = _results(first, second, tolerance=tolerance)
+    size = f"{len(rows[0])} rows, {count} arrays"
+    if tolerance:
+        rows = _without_near(*rows, tolerance, restored)
+        size += f", of which numbers are at most {gap:.1g} of their array's largest apart,"
+    return Comparison(first_row(*rows), array, results, size)
 
 
 def first_row(first: list[writers.Row], second: list[writers.Row]) -> past.Difference | None:
@@ -81,16 +95,86 @@ def checksum(x: Any) -> str:
     return f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
 
 
-def _arrays(directory: pathlib.Path) -> dict[str, str]:
-    """The checksums of the arrays of the last checkpoint, by path."""
-    saved = checkpoints(directory)
-    last = saved[max(saved)]
-    metas = source.read_array_metas(last)
-    return {path: checksum(x) for path, x in parts.read_arrays(last, metas, _BUDGET_BYTES)}
+def _first_array(
+    first: pathlib.Path, second: pathlib.Path, tolerance: float
+) -> tuple[str, int, float]:
+    """The first array of the last checkpoints that differs, or none; how many there are; and how far they are apart."""
+    ends = [(saved := checkpoints(directory))[max(saved)] for directory in (first, second)]
+    metas = [source.read_array_metas(end) for end in ends]
+    differing = sorted(metas[0].keys() ^ metas[1].keys())
+    paths = sorted(metas[0].keys() & metas[1].keys())
+    arrays = [
+        parts.read_arrays(end, {path: meta[path] for path in paths}, _BUDGET_BYTES)
+        for end, meta in zip(ends, metas, strict=True)
+    ]
+    largest = 0.0
+    for (path, x), (_, y) in zip(*arrays, strict=True):
+        gap = _gap(x, y)
+        near = max(tolerance, 2 * float(jnp.finfo(x.dtype).eps)) if 0 < gap < np.inf else 0.0
+        if gap > (near if tolerance else 0.0):
+            differing.append(path)
+        else:
+            largest = max(largest, gap)
+    return min(differing, default=""), len(metas[0]), largest
 
 
-def _results(*directories: pathlib.Path) -> str:
+def _gap(x: np.ndarray, y: np.ndarray) -> float:
+    """The largest difference of arrays as a part of the largest number; infinite where they cannot be near."""
+    if checksum(x) == checksum(y):
+        return 0.0
+    if (x.dtype, x.shape) != (y.dtype, y.shape) or not jnp.issubdtype(x.dtype, jnp.floating):
+        return np.inf
+    wide, other = x.astype(np.float64), y.astype(np.float64)
+    gap = np.max(np.abs(wide - other)) / max(np.max(np.abs(wide)), np.finfo(np.float64).tiny)
+    return float(gap) if np.isfinite(gap) else np.inf
+
+
+def _without_near(
+    first: list[writers.Row], second: list[writers.Row], tolerance: float, restored: int
+) -> tuple[list[writers.Row], list[writers.Row]]:
+    """Rows after a step, with the numbers of the first in the second's place where they are near."""
+    largest: dict[str, float] = {}
+    for row in first:
+        for name, x in row.items():
+            numbers = [y for y in (x if isinstance(x, list) else [x]) if isinstance(y, float)]
+            largest[name] = max([largest.get(name, 0.0), *map(abs, numbers)])
+    after = lambda row: row["step"] > restored
+    # The state that is restored is of the same bits; on other devices the next one is not.
+    cut = lambda row: {
+        name: x
+        for name, x in row.items()
+        if row["step"] <= restored + 1 or not name.startswith(fingerprint.PREFIX)
+    }
+    near = [
+        {
+            name: _near(here.get(name), x, tolerance, largest.get(name, 0.0))
+            for name, x in row.items()
+        }
+        if after(row)
+        else row
+        for here, row in zip(first, second, strict=False)
+    ]
+    return [*map(cut, first)], [*map(cut, near), *second[len(first) :]]
+
+
+def _near(here: Any, there: Any, tolerance: float, largest: float = 0.0) -> Any:
+    """What is here, where what is there is near it; else what is there. Each item of lists and dictionaries by itself."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        return {name: _near(here.get(name), x, tolerance) for name, x in there.items()}
+    if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        return [_near(x, y, tolerance, largest) for x, y in zip(here, there, strict=True)]
+    if isinstance(here, float) and isinstance(there, float):
+        limit = tolerance * max(abs(here), abs(there), largest)
+        return here if abs(here - there) <= limit else there
+    return there
+
+
+def _results(*directories: pathlib.Path, tolerance: float) -> str:
     here, there = (jsonfile.read(directory / workdir.RESULTS) for directory in directories)
-    names = sorted((here.keys() | there.keys()) - {"run"})
+    # Samples are shown with digits of numbers.
+    left_out = {"run", "samples"} if tolerance else {"run"}
+    names = sorted((here.keys() | there.keys()) - left_out)
+    if tolerance:
+        there = _near(here, there, tolerance)
     differing = [name for name in names if here.get(name) != there.get(name)]
     return ", ".join(f"{name}: {here.get(name)} | {there.get(name)}" for name in differing)

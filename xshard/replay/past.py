@@ -16,7 +16,7 @@ from xshard.files import jsonfile, workdir
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
 from xshard.pod import origin
-from xshard.run import preflight, resuming, roll_backs, saving
+from xshard.run import history, preflight, resuming, saving
 from xshard.stored import storage
 
 
@@ -62,7 +62,9 @@ class Past:
         self.mesh = experiment_lib.mesh_of(self.config)
         self.experiment = experiment_lib.load(self.config.experiment)(self.config)
         self._batches = preflight.train_batches(self.experiment, self.mesh)
-        self._passes = roll_backs.passes(roll_backs.read(self._workdir.roll_backs))
+        entries = history.read(self._workdir.roll_backs)
+        self._passes = history.passes(entries)
+        self._roll_backs = history.standing(entries)
         self._batches.pass_over(self._passes)
         self.changes = self._changes()
         self.rows = writers.of_training(self._workdir.metrics)
@@ -143,6 +145,7 @@ class Past:
         state = self._begin(keep.start - 1)
         self.first_step = int(state.step)
         for made in range(self.first_step + 1, keep.stop):
+            state = history.backed_off(self._roll_backs, made, state)
             batch = self._batches.of_step(made, self._predict, state)
             before = jax.tree.map(lambda x: x.copy(), state) if made in keep else state
             stepped = self.step_program(state, batch)

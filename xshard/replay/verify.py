@@ -2,6 +2,9 @@
 
 Where they differ, further runs tell what kind of thing it is: two undisturbed runs may differ as well, or only as long as
 Python's hashes do; or the batches are others after a checkpoint has been restored.
+
+Where it is asked to resume on other numbers of devices, or processes, sums are made in another order there, and bits may
+differ: it compares within a tolerance.
 """
 
 import os
@@ -14,17 +17,56 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
 
 from xshard import cli, errors
 from xshard.files import jsonfile
 from xshard.metrics import writers
 from xshard.replay import alike, past
+from xshard.run import nonfinite
 from xshard.stored import fingerprint
 
 # A checkpoint comes after each third of the steps.
 _SAVES, _POLL_SECONDS = 3, 0.05
 _REFUSED = ("coordinator_address", "num_processes", "process_id", "mode", "restart_from_scratch")
+
+
+class Elsewhere(NamedTuple):
+    """Other places to resume on than those that the flags say.
+
+    Attributes:
+      devices: so many virtual devices of the CPU.
+      processes: of so many processes together.
+      tolerance: numbers may be so far apart, as a part of the largest of their array.
+    """
+
+    devices: int
+    processes: int
+    tolerance: float
+
+    def __str__(self) -> str:
+        processes = f" of {self.processes} processes" if self.processes > 1 else ""
+        return f"{self.devices} devices{processes}"
+
+    def check(self) -> None:
+        """Raises UserError unless there can be such places."""
+        if self.devices < 1 or self.processes < 1 or self.devices % self.processes:
+            raise errors.UserError(
+                f"--verify_devices={self.devices} must be a number of devices from 1 that --verify_processes={self.processes} "
+                "divides."
+            )
+        if not 0 < self.tolerance < 1:
+            raise errors.UserError(
+                f"--verify_tolerance={self.tolerance} must be a number between 0 and 1: so far, as a part of the largest number of "
+                "an array, numbers may be apart."
+            )
+        if jax.default_backend() != "cpu":
+            raise errors.UserError(
+                f"--verify_devices={self.devices} splits the CPU, and this is {jax.default_backend()}: set JAX_PLATFORMS=cpu, or "
+                "leave it out."
+            )
 
 
 def kill(config: dict[str, Any]) -> tuple[int, int]:
@@ -56,13 +98,19 @@ class Killer:
         """Does nothing."""
 
 
-def verify(flags: Sequence[str], steps: int, say: Callable[[str], None]) -> bool:
+def verify(
+    flags: Sequence[str],
+    steps: int,
+    say: Callable[[str], None],
+    elsewhere: Elsewhere | None = None,
+) -> bool:
     """Makes runs, in processes of their own, and says whether all is equal: rows but for 'perf/', results and arrays.
 
     Args:
       flags: those of `xshard.main`; a work directory that they name is left alone.
       steps: so many steps are made.
       say: takes a text for people.
+      elsewhere: where the killed run goes on, if not where it was.
 
     Raises:
       UserError: if a run fails, or if the flags ask for more than to train in one process.
@@ -73,21 +121,25 @@ def verify(flags: Sequence[str], steps: int, say: Callable[[str], None]) -> bool
         raise errors.UserError(
             f"--verify_resume trains in one process: leave out --{', --'.join(_REFUSED)}."
         )
-    runs = _Runs(flags, steps)
+    if elsewhere is not None:
+        elsewhere.check()
+    runs = _Runs(flags, steps, elsewhere)
     whole = runs.train("whole")
     step, saved = kill(jsonfile.read(whole / "config.json"))
     before = alike.rows_of(runs.train("resumed", is_killed=True))
     row = alike.first_row(alike.rows_of(whole)[: len(before)], before)
+    same = f"the same within {elsewhere.tolerance:g}" if elsewhere else "the same bits"
     if row:
         compared, what = alike.Comparison(row), f"{steps} steps, twice, until a kill at step {step}"
     else:
-        compared = alike.compare(whole, runs.train("resumed"))
+        compared = runs.compare(runs.train("resumed", is_elsewhere=True), saved)
         what = f"{steps} steps, and as many killed at step {step} and resumed from step {saved}"
+        what += f" on {elsewhere}" if elsewhere else ""
     if not compared.lines():
         shutil.rmtree(runs.folder)
-        say(f"the same bits: {what}; {compared.size} and the results are equal")
+        say(f"{same}: {what}; {compared.size} and the results are equal")
         return True
-    say("\n".join([f"not the same bits: {what}", *compared.lines()]))
+    say("\n".join([f"not {same}: {what}", *compared.lines()]))
     say(f"kind         {runs.kind_of_impure() if row else runs.kind(saved, compared)}")
     say(f"runs         {runs.folder}")
     return False
@@ -96,7 +148,8 @@ def verify(flags: Sequence[str], steps: int, say: Callable[[str], None]) -> bool
 class _Runs:
     """Runs of the same flags in a new folder."""
 
-    def __init__(self, flags: Sequence[str], steps: int):
+    def __init__(self, flags: Sequence[str], steps: int, elsewhere: Elsewhere | None = None):
+        self._elsewhere = elsewhere
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="xshard_verify_"))
         self._steps, every = steps, steps // _SAVES
         values = {
@@ -115,13 +168,27 @@ class _Runs:
         self._command = [sys.executable, "-m", "xshard.main", *rest]
         self._command += [f"--config.{name}={value}" for name, value in values.items()]
 
-    def train(self, name: str, *, is_killed: bool = False, environment: str = "") -> pathlib.Path:
+    def compare(self, other: pathlib.Path, restored: int) -> alike.Comparison:
+        """The undisturbed run beside one that was elsewhere after a step, if that is asked for; else their bits."""
+        tolerance = self._elsewhere.tolerance if self._elsewhere else 0.0
+        return alike.compare(self.folder / "whole", other, tolerance, restored)
+
+    def train(
+        self,
+        name: str,
+        *,
+        is_killed: bool = False,
+        environment: str = "",
+        is_elsewhere: bool = False,
+    ) -> pathlib.Path:
         """The directory of a run that has been made, or gone on with."""
         writer = [f"{__name__}.{Killer.__name__}"] if is_killed else []
         command = [*self._command, f"--config.writers={('jsonl', *writer)}"]
         command.append(f"--workdir={self.folder / name}")
         if environment:
             command = ["env", environment, *command]
+        if is_elsewhere and self._elsewhere:
+            command = _on(self._elsewhere, command)
         log = self.folder / f"{name}.log"
         with log.open("wb") as out:
             code = subprocess.run(command, stdout=out, stderr=out, check=False).returncode
@@ -142,14 +209,21 @@ class _Runs:
         step, column = compared.row[:2] if compared.row else (self._steps, "")
         if step <= saved + 1 and column.startswith(fingerprint.PREFIX):
             return f"the state: {only} step {step} begins with another one than before the kill"
+        where = self._elsewhere
+        if where and self.compare(self.train("elsewhere", is_elsewhere=True), -1).lines():
+            return (
+                f"the number of devices: a run on {where} that nothing disturbs differs, too, so it is not the resume; does a "
+                "replica draw by its own key, or compute of its part of a batch alone? Else sums in another order come to more "
+                "than --verify_tolerance."
+            )
         if column.startswith("eval/") or (compared.row is None and not compared.array):
             return f"the evaluation: {only} the same state is judged in another way; is there an attribute that changes?"
         first, restored = (_batches(whole, range(i, step + 1)) for i in (1, saved + 1))
         for made, batch in restored.items():
             if batch != first[made]:
                 return (
-                    f"the data: {only} the batch of step {made} is another; does get_state of the iterator return all "
-                    "that decides what comes next?"
+                    f"the data: {only} the batch of step {made} is another{_examples(whole, made)}; does get_state of the "
+                    "iterator return all that decides what comes next?"
                 )
         return (
             f"state outside of TrainState: {only} state and batches are as before, but a step is another; is there an "
@@ -159,7 +233,7 @@ class _Runs:
     def kind_of_impure(self) -> str:
         """The kind of thing by which undisturbed runs differ."""
         pair = [self.train(f"hash_{i}", environment="PYTHONHASHSEED=0") for i in range(2)]
-        if alike.compare(*pair).lines():
+        if alike.compare(pair[0], pair[1]).lines():
             return (
                 "impure: undisturbed runs differ, too, so it is not the resume; is there the time, Python's random, "
                 "os.urandom or a thread?"
@@ -176,3 +250,22 @@ def _batches(directory: pathlib.Path, steps: range) -> dict[int, dict[str, str]]
     for step in past.Past(str(directory)).steps(steps):
         checksums[step.number] = {name: alike.checksum(x) for name, x in step.batch.items()}
     return checksums
+
+
+def _examples(directory: pathlib.Path, step: int) -> str:
+    """Says which examples a step is made of in the order of the seed; empty if that is not the run's."""
+    run = past.Past(str(directory))
+    (made,) = run.steps(range(step, step + 1))
+    rows = range(len(next(iter(made.batch.values()))))
+    numbers = run.examples(step, made.batch, list(rows))
+    return f" than that of examples {nonfinite.listed(list(map(str, numbers)))}" if numbers else ""
+
+
+def _on(place: Elsewhere, command: Sequence[str]) -> list[str]:
+    """The command of a run in another place."""
+    devices = f"--cpu_devices={place.devices // place.processes}"
+    rest = cli.without_flags(command, ["cpu_devices"])
+    if place.processes == 1:
+        return [*rest, devices]
+    launch = ["-m", "launch", f"--num_processes={place.processes}", devices, "--max_failures=1"]
+    return [sys.executable, *launch, "--", *rest]

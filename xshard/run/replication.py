@@ -21,10 +21,34 @@ from xshard.pod import processes
 from xshard.stored import fingerprint
 
 _PATHS = 8
+_ADVICE = (
+    "Nothing was saved of this step. If one device alone differs, and in another step when the run is repeated, suspect that "
+    "device; on_parted='roll_back' makes such steps again. Else make it equal with a collective, such as jax.lax.pmean(x, "
+    "('slice', 'replica')), draw keys that are equal on all replicas, or wrap it in xshard.PerReplica; look at each "
+    "xshard.equal_on_replicas, and at rules of your own."
+)
+_KINDS = {
+    fingerprint.PARAMS: "the parameters",
+    fingerprint.SLOTS: "the slots of the rules, with their counts and loss scale",
+    fingerprint.NET_STATE: "the state of the networks",
+    fingerprint.OTHER: "the step, the key and the experiment's own state",
+}
 
 
 class PartedError(errors.UserError):
-    """The replicas of a group hold different copies of what is equal on all of them."""
+    """The replicas of a group hold different copies of what is equal on all of them.
+
+    It is raised on all processes after the same step: a run whose config says so rolls back.
+
+    Attributes:
+      what: which arrays, and where, without the advice.
+      step: the last step that the state with them comes after.
+    """
+
+    def __init__(self, what: str, step: int):
+        super().__init__(f"{what}. {_ADVICE}")
+        self.what = what
+        self.step = step
 
 
 class Watch:
@@ -101,11 +125,42 @@ class Watch:
         self.flush()
         return {kind: fingerprint.text(value) for kind, value in found.values.items()}
 
+    def check_restored(
+        self, state: state_lib.TrainState, saved: dict[str, Any] | None, store: str
+    ) -> None:
+        """Compares the fingerprints of a restored state with those that it had when it was saved, on whatever devices.
+
+        Args:
+          state: the state.
+          saved: its fingerprints by kind, as `of_state` returned them; None if they are not known.
+          store: where its checkpoint is.
+
+        Raises:
+          PartedError: as for `push`.
+          UserError: on all processes, if they differ.
+        """
+        if saved is None:
+            return
+        found, where = self.of_state(state), f"{store} {int(state.step)}"
+        texts = [
+            f"{_KINDS[kind]} ({fingerprint.PREFIX}{kind} is {found.get(kind)}, and was {saved.get(kind)})"
+            for kind in fingerprint.KINDS
+            if found.get(kind) != saved.get(kind)
+        ]
+        if texts:
+            raise errors.UserError(
+                f"The checkpoint of step {int(state.step)} has come back as another state than was saved: {'; '.join(texts)}. "
+                "A state comes back to the bits, on any devices, and nothing was trained or written. See what 'python -m "
+                f"xshard.checkpoint verify {where}' says. If it is damaged there, 'python -m xshard.checkpoint rm {where}', and "
+                "the run goes on from the one before; if it is whole, suspect this machine's memory or a device, and start again "
+                "on another."
+            )
+
     def _look(self, last: int) -> None:
         while self._pending and self._pending[0][0] <= last:
             step, found = self._pending.popleft()
             if np.any(np.asarray(found.parted)):
-                raise PartedError(self._describe(step, found))
+                raise PartedError(self._describe(step, found), step)
 
     def _describe(self, step: int, found: fingerprint.Fingerprints) -> str:
         """Says what has parted, and where; on all processes alike."""
@@ -119,10 +174,7 @@ class Watch:
         return (
             f"After step {step} the replicas hold different bits of {self._paths(state)} "
             f"{contract.described(self._experiment.train_step)} leaves as equal on all of them, and of which a checkpoint "
-            f"keeps one copy ({listed}). Nothing was saved of this step. If one device alone differs, and in another step when "
-            "the run is repeated, suspect that device. Else make it equal with a collective, such as jax.lax.pmean(x, ('slice', "
-            "'replica')), draw keys that are equal on all replicas, or wrap it in xshard.PerReplica; look at each "
-            "xshard.equal_on_replicas, and at rules of your own."
+            f"keeps one copy ({listed})"
         )
 
     def _paths(self, state: state_lib.TrainState) -> str:

@@ -39,6 +39,7 @@ class Begin(NamedTuple):
       rows: how many rows the run had logged until then; None if that is not known.
       folder: the checkpoint's; empty of a new run.
       watched: what the watch over its steps knew then, as `nonfinite.Watch.get_state` has it.
+      fingerprints: those that the state had when it was saved, by kind; None if they are not known.
     """
 
     state: state_lib.TrainState
@@ -46,6 +47,7 @@ class Begin(NamedTuple):
     rows: int | None = None
     folder: str = ""
     watched: Any = None
+    fingerprints: dict[str, Any] | None = None
 
 
 def identify(

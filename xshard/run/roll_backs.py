@@ -1,5 +1,8 @@
 """Roll-backs: what a run does about steps that went wrong, where its config says 'roll_back'.
 
+Where replicas have parted the data was not at fault: it goes back to the newest checkpoint, in which they had not, and makes
+the same steps again. What follows is of the others, at which numbers are not finite or jump.
+
 It goes back to the newest checkpoint of its schedule, and past the data: the batches from there up to that of the
 step in trouble are drawn and not used, and the steps after the checkpoint are made of those that follow. What comes of
 it is a function of the schedule and of the step in trouble alone, so that a run that was stopped or killed before, and
@@ -10,44 +13,20 @@ file, so that a run that was killed meanwhile does the same when it is started a
 """
 
 import contextlib
-import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import ml_collections
 
 from xshard import checkpoint, errors
 from xshard import config as config_lib
+from xshard import state as state_lib
 from xshard.data import batches as batches_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import rows as rows_lib
-from xshard.run import nonfinite
+from xshard.run import history, nonfinite, replication
 
 T = TypeVar("T")
-
-
-class RollBack(NamedTuple):
-    """One that has been decided on.
-
-    Attributes:
-      step: the step in trouble.
-      why: what was wrong with it.
-      restored: the step of the checkpoint that the run goes back to.
-      first_batch: the first of the batches that are passed, as the run's data gives them, from 1.
-      last_batch: the last of them: that of the step in trouble.
-      given_up: the checkpoints after the restored one, which count no more.
-    """
-
-    step: int
-    why: str
-    restored: int
-    first_batch: int
-    last_batch: int
-    given_up: list[str]
-
-    def __str__(self) -> str:
-        passed = f"past batches {self.first_batch} to {self.last_batch} of the data"
-        return f"{self.why}; went back to step {self.restored}, and on from there {passed}"
 
 
 class RollBacks:
@@ -59,6 +38,7 @@ class RollBacks:
         directory: workdir.Workdir,
         manager: checkpoint.Manager,
         batches: batches_lib.TrainBatches,
+        target: state_lib.TrainState,
         say: Callable[[str], None],
         doing: Callable[[str], None],
     ):
@@ -69,15 +49,21 @@ class RollBacks:
           directory: the run's.
           manager: its checkpoints.
           batches: the run's, which are told what to pass.
+          target: the shapes of the run's state.
           say: takes a line on each roll-back.
           doing: takes what the run is doing.
 
         Raises:
           UserError: if the run cannot do what its config says.
         """
-        _check(config, batches)
-        goes_back = config.on_nonfinite == config_lib.ROLL_BACK
-        self._limit = config.roll_back.limit if goes_back else 0
+        _check(config, batches, target)
+        self._limit = config.roll_back.limit
+        self._factor = config.roll_back.learning_rate_factor
+        policies = {
+            nonfinite.NonfiniteError: config.on_nonfinite,
+            replication.PartedError: config.on_parted,
+        }
+        self._reasons = [x for x, policy in policies.items() if policy == config_lib.ROLL_BACK]
         self._every = config.checkpoint.every_steps
         self._last = config.steps
         self._path = directory.roll_backs
@@ -85,9 +71,14 @@ class RollBacks:
         self._batches = batches
         self._say = say
         self._doing = doing
-        self._all: list[RollBack] = []
+        self._all: list[history.RollBack] = []
         # By the step that each goes back to: those behind which the run has not gone back since.
-        self._standing: dict[int, RollBack] = {}
+        self._standing: dict[int, history.RollBack] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the run goes back for any reason, so that it is to have a checkpoint from its first step on."""
+        return bool(self._reasons)
 
     def begin(self) -> None:
         """Reads them, and does what they say, or ends what a kill has cut short of it; before a checkpoint is read.
@@ -95,12 +86,12 @@ class RollBacks:
         Raises:
           UserError: on all processes, if the file is not what a run has written.
         """
-        values = self._manager.agree(lambda: [list(entry) for entry in read(self._path)])
-        self._all = [RollBack(*value) for value in values]
-        self._standing = _standing(self._all)
+        values = self._manager.agree(lambda: [list(entry) for entry in history.read(self._path)])
+        self._all = [history.RollBack(*value) for value in values]
+        self._standing = history.standing(self._all)
         given_up = [folder for entry in self._all for folder in entry.given_up]
         self._manager.agree(lambda: self._manager.give_up(given_up))
-        self._batches.pass_over(passes(self._all))
+        self._batches.pass_over(history.passes(self._all))
 
     def repeated(self, attempt: Callable[[], T]) -> T:
         """Attempts to make a run's steps; once more for each roll-back.
@@ -113,16 +104,20 @@ class RollBacks:
 
         Raises:
           NonfiniteError: with the story of all, if the run is to go back no more.
+          PartedError: the same.
         """
         while True:
+            trouble: tuple[Any, ...]
             try:
                 return attempt()
             except nonfinite.NonfiniteError as e:
-                step, why = e.step, str(e)
+                trouble = e.step, str(e)
             except checkpoint.NonfiniteError as e:
-                step, why = self._looked_at(e.step), str(e)
+                trouble = self._looked_at(e.step), str(e)
+            except replication.PartedError as e:
+                trouble = e.step, e.what, replication.PartedError
             # Not while the exception holds the arrays of the attempt.
-            self.add(step, why)
+            self.add(*trouble)
 
     @contextlib.contextmanager
     def left_undecided(self, *, is_stopped: bool) -> Iterator[None]:
@@ -133,39 +128,51 @@ class RollBacks:
         try:
             yield
         except checkpoint.NonfiniteError as e:
-            if not (is_stopped and self._limit):
+            if not (is_stopped and nonfinite.NonfiniteError in self._reasons):
                 raise
             self._say(f"not saved: {e}; to go on is from the checkpoint before")
 
-    def add(self, step: int, why: str) -> None:
+    def add(self, step: int, why: str, reason: type[Any] = nonfinite.NonfiniteError) -> None:
         """Decides on a roll-back, durably; it is done by the next attempt.
 
         Args:
           step: the step in trouble, whose batch is the last that is passed.
           why: what was wrong with it, for people.
+          reason: NonfiniteError; or PartedError, for which no data is passed.
 
         Raises:
-          NonfiniteError: if the config allows no more of them, or there is nothing to go back to.
+          NonfiniteError: or what `reason` is, if the config allows no more of them, or there is nothing to go back to.
         """
-        if not self._limit:
-            raise nonfinite.NonfiniteError(why, step)
+        if reason not in self._reasons:
+            raise reason(why, step)
         if len(self._all) >= self._limit:
-            raise nonfinite.NonfiniteError(f"{why}{self._story()}", step)
+            raise reason(f"{why}{self._story()}", step)
         self._doing("saving")
         try:
             self._manager.wait()
         except checkpoint.CheckpointError as e:
             self._say(f"not saved: {e}")
-        restored = self._manager.agree(lambda: self._choose(step))
+        is_past = reason is nonfinite.NonfiniteError
+        choose = self._choose if is_past else self._choose_equal
+        restored = self._manager.agree(lambda: choose(step))
         if restored is None:
-            raise nonfinite.NonfiniteError(f"{why}; there is no checkpoint to go back to", step)
+            raise reason(f"{why}; there is no checkpoint to go back to", step)
         # Batches that were passed before are as much behind the run as those that it has used.
-        used = lambda end: end + sum(_count(x) for at, x in self._standing.items() if at < end)
+        used = lambda end: (
+            end + sum(history.count(x) for at, x in self._standing.items() if at < end)
+        )
         given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
-        new = RollBack(step, why, restored, used(restored) + 1, used(step), given_up)
+        last = used(step if is_past else restored)
+        scale = self._all[-1].update_scale if self._all else 1.0
+        scale *= self._factor if is_past else 1.0
+        new = history.RollBack(step, why, restored, used(restored) + 1, last, given_up, scale)
         values = [entry._asdict() for entry in (*self._all, new)]
         self._manager.agree(lambda: jsonfile.write(self._path, values))
         self._say(f"{new} (roll-back {len(values)} of at most {self._limit})")
+
+    def backed_off(self, step: int, state: state_lib.TrainState) -> state_lib.TrainState:
+        """The state that a step is given; as `backed_off`."""
+        return history.backed_off(self._standing, step, state)
 
     def row(self, step: int) -> rows_lib.Row | None:
         """The row that says, ahead of that of a step, which batches were passed before it; None if none were."""
@@ -198,58 +205,31 @@ class RollBacks:
         scheduled = [number for number in finite if number % self._every == 0]
         return max(scheduled or finite, default=None)
 
+    def _choose_equal(self, step: int) -> int | None:
+        # Each was compared before it was saved, and from each the steps are the same.
+        return max((x for x in self._manager.all_steps() if x <= step), default=None)
 
-def _check(config: ml_collections.ConfigDict, batches: batches_lib.TrainBatches) -> None:
+
+def _check(
+    config: ml_collections.ConfigDict,
+    batches: batches_lib.TrainBatches,
+    target: state_lib.TrainState,
+) -> None:
+    options = config.roll_back
     if config.on_nonfinite != config_lib.ROLL_BACK:
-        if config.roll_back.loss_factor:
-            raise errors.UserError(
-                f"roll_back.loss_factor={config.roll_back.loss_factor} is for on_nonfinite='roll_back', and that is "
-                f"{config.on_nonfinite!r}: set the one or leave out the other."
-            )
+        for name, default in (("loss_factor", 0), ("learning_rate_factor", 1)):
+            if options[name] != default:
+                raise errors.UserError(
+                    f"roll_back.{name}={options[name]} is for on_nonfinite='roll_back', and that is "
+                    f"{config.on_nonfinite!r}: set the one or leave out the other."
+                )
     elif batches.rehearsal() is not None:
         raise errors.UserError(
             "on_nonfinite='roll_back' goes past batches without making steps of them, and those of train_batches come "
             "of acting on the model (acts_every_steps): set on_nonfinite to 'stop', 'skip' or 'warn'."
         )
-
-
-def _is_roll_back(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != set(RollBack._fields):
-        return False
-    numbers = [value[name] for name in ("step", "restored", "first_batch", "last_batch")]
-    folders = value["given_up"]
-    if not isinstance(folders, list) or not all(
-        isinstance(x, str) for x in (value["why"], *folders)
-    ):
-        return False
-    return all(type(x) is int and jsonfile.is_number(x) and x >= 0 for x in numbers)
-
-
-def read(path: pathlib.Path) -> list[RollBack]:
-    """Those of a run, from its file; UserError if the file is not what a run has written."""
-    values = jsonfile.read_if_exists(path, list) or []
-    if all(map(_is_roll_back, values)):
-        return [RollBack(**value) for value in values]
-    raise errors.UserError(
-        f"{path} is not what a run has written: the run's roll-backs are to be in it, by which it knows which "
-        "of its data it is past. Give the file back, or give a new --workdir."
-    )
-
-
-def passes(entries: list[RollBack]) -> dict[int, int]:
-    """The numbers of batches that are passed, by the step before which they are."""
-    return {step + 1: _count(entry) for step, entry in _standing(entries).items()}
-
-
-def _standing(entries: list[RollBack]) -> dict[int, RollBack]:
-    standing: dict[int, RollBack] = {}
-    for new in entries:
-        # What comes after the step that it goes back to is made anew.
-        standing = {at: entry for at, entry in standing.items() if at < new.restored}
-        standing[new.restored] = new
-    return standing
-
-
-def _count(entry: RollBack) -> int:
-    """The number of batches that are passed."""
-    return entry.last_batch - entry.first_batch + 1
+    elif options.learning_rate_factor < 1 and not any(history.scales(target)):
+        raise errors.UserError(
+            f"roll_back.learning_rate_factor={options.learning_rate_factor} lowers the updates of rules made by "
+            "OptaxOptimizer(..., backs_off=True), and this experiment has none: make one so, or set the factor to 1."
+        )

@@ -129,8 +129,11 @@ class Checkpoints:
             # The evaluation may have been made since, by a run that went on from here.
             evaluated = bool(self.manager.agree(lambda: self.manager.metrics(restored.step)))
         state = self.storage.from_whole(restored.state)
-        rows, watched = (restored.metadata.get(name) for name in (_ROWS, "watched"))
-        return resuming.Begin(state, evaluated, rows, restored.folder, watched)
+        names = (_ROWS, "watched", "fingerprint")
+        rows, watched, fingerprints = (restored.metadata.get(name) for name in names)
+        if not restored.is_whole:
+            fingerprints = None
+        return resuming.Begin(state, evaluated, rows, restored.folder, watched, fingerprints)
 
     def _check_reached(self, latest: int | None) -> int | None:
         return resuming.check_reached(self.manager, self._directory, self._run, latest)

@@ -1,0 +1,128 @@
+"""The roll-backs of a run, in a file of its work directory, and what follows from them: which of its data it is past."""
+
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from xshard import errors
+from xshard import state as state_lib
+from xshard.files import jsonfile
+from xshard.learners.state import LearnerState
+from xshard.optimizers import back_off
+
+
+class RollBack(NamedTuple):
+    """One that has been decided on.
+
+    Attributes:
+      step: the step in trouble.
+      why: what was wrong with it.
+      restored: the step of the checkpoint that the run goes back to.
+      first_batch: the first of the batches that are passed, as the run's data gives them, from 1.
+      last_batch: the last of them: that of the step in trouble; the one before the first if none is passed.
+      given_up: the checkpoints after the restored one, which count no more.
+      update_scale: the factor of updates from there on, where rules have one.
+    """
+
+    step: int
+    why: str
+    restored: int
+    first_batch: int
+    last_batch: int
+    given_up: list[str]
+    update_scale: float = 1.0
+
+    def __str__(self) -> str:
+        passed = f"past batches {self.first_batch} to {self.last_batch} of the data"
+        on = passed if count(self) else "with the same data"
+        lowered = f", with updates times {self.update_scale:g}" if self.update_scale < 1 else ""
+        return f"{self.why}; went back to step {self.restored}, and on from there {on}{lowered}"
+
+
+def _is_roll_back(value: Any) -> bool:
+    if not isinstance(value, dict) or {"update_scale": 1.0, **value}.keys() != set(
+        RollBack._fields
+    ):
+        return False
+    numbers = [value[name] for name in ("step", "restored", "first_batch", "last_batch")]
+    folders = value["given_up"]
+    if not isinstance(folders, list) or not all(
+        isinstance(x, str) for x in (value["why"], *folders)
+    ):
+        return False
+    # What older versions have written has none.
+    scale = value.get("update_scale", 1.0)
+    if type(scale) is not float or not 0 < scale <= 1:
+        return False
+    return all(type(x) is int and jsonfile.is_number(x) and x >= 0 for x in numbers)
+
+
+def read(path: pathlib.Path) -> list[RollBack]:
+    """Those of a run, from its file; UserError if the file is not what a run has written."""
+    values = jsonfile.read_if_exists(path, list) or []
+    if all(map(_is_roll_back, values)):
+        return [RollBack(**value) for value in values]
+    raise errors.UserError(
+        f"{path} is not what a run has written: the run's roll-backs are to be in it, by which it knows which "
+        "of its data it is past. Give the file back, or give a new --workdir."
+    )
+
+
+def passes(entries: list[RollBack]) -> dict[int, int]:
+    """The numbers of batches that are passed, by the step before which they are."""
+    return {step + 1: count(entry) for step, entry in standing(entries).items()}
+
+
+def standing(entries: list[RollBack]) -> dict[int, RollBack]:
+    """Those behind which a run has not gone back since, by the step that each goes back to."""
+    found: dict[int, RollBack] = {}
+    for new in filter(count, entries):
+        # What comes after the step that it goes back to is made anew.
+        found = {at: entry for at, entry in found.items() if at < new.restored}
+        found[new.restored] = new
+    return found
+
+
+def backed_off(
+    entries: Mapping[int, RollBack], step: int, state: state_lib.TrainState
+) -> state_lib.TrainState:
+    """The state that a step is given, with the factor of updates that the run has from there on.
+
+    Args:
+      entries: as `standing` returns them.
+      step: the step that is about to be made.
+      state: the state that the step before has left.
+    """
+    entry = entries.get(step - 1)
+    if entry is None:
+        return state
+
+    def lowered(x: jax.Array) -> jax.Array:
+        whole = np.full(x.shape, entry.update_scale, x.dtype)
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
+
+    def of_learner(_: str, learner: LearnerState) -> LearnerState:
+        opt_state = {
+            module: {
+                name: lowered(x) if back_off.is_scale(name) else x for name, x in arrays.items()
+            }
+            for module, arrays in learner.opt_state.items()
+        }
+        return learner.replace(opt_state=opt_state)
+
+    return state_lib.map_learners(of_learner, state)
+
+
+def scales(target: state_lib.TrainState) -> Iterator[bool]:
+    """Whether each state of a rule's is a factor of updates."""
+    for learner in state_lib.learners(target).values():
+        for arrays in learner.opt_state.values():
+            yield from map(back_off.is_scale, arrays)
+
+
+def count(entry: RollBack) -> int:
+    """The number of batches that are passed."""
+    return entry.last_batch - entry.first_batch + 1
