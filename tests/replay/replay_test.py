@@ -16,6 +16,7 @@ KINDS = {
     "zero_over_zero": {},
     "inf_minus_inf": {"micro_batches": 2, "loss_scale": "dynamic"},
     "logarithm": {"groups": 2, "shard_update": True},
+    "by_platform": {"loss_scale": "dynamic"},
     "power": {"layer": 2, "shard_update": True},
     "root_gradient": {"layer": 0},
     "bad_example": {"loss_scale": "dynamic", "shard_update": True},
