@@ -23,7 +23,7 @@ AUTO, XLA = KINDS = ("auto", "xla")
 # The TPU's kernel goes over blocks of the sequence, of the largest of these sizes that divides it.
 _BLOCKS = (512, 256, 128)
 # The sizes of a head that the TPU's compiler was asked for.
-_HEAD_SIZES = (64, 128, 256)
+_HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 # Of query, key and value, of the shape (batch, heads, length, size), and of the segments.
 Implementation = Callable[..., jax.Array]
 
@@ -36,43 +36,43 @@ def attend(
     *,
     kind: str = AUTO,
 ) -> jax.Array:
-    """Attends to the positions up to one's own. The heads may lie along the mesh axis 'model'.
+    """Attends to the positions up to one's own; in a run the heads may lie along the mesh axis 'model'.
 
     Args:
       query: of shape (batch, length, heads, size).
       key: of the same.
       value: of the same.
       segments: integers of shape (batch, length); a position attends to those of its own segment alone.
-      kind: 'auto' for the backend's kernel, or XLA's attention where there is none for these shapes; 'xla' for XLA's.
+      kind: 'auto' for the backend's kernel in a run, or XLA's attention where it has none for these shapes; 'xla' for
+        XLA's.
 
     Returns:
       An array of the shape and type of the query.
     """
-    kernels = {} if kind == XLA else kernels_for(query, segments)
+    mesh = jax.sharding.get_abstract_mesh()
+    # Outside of a run's mesh a program may be exported, for all backends at once, which a kernel cannot be.
+    kernels = {} if kind == XLA or mesh.empty else kernels_for(query, segments)
     if not kernels:
         return _xla(query, key, value, segments)
     # The order of the TPU's kernel: what is kept for the backward pass then is the same for it and for XLA's.
     by_head = [jnp.swapaxes(x, 1, 2) for x in (query, key, value)]
-    return jnp.swapaxes(_over_heads(kernels, *by_head, segments), 1, 2)
+    return jnp.swapaxes(_over_heads(mesh, kernels, *by_head, segments), 1, 2)
 
 
 def kernels_for(query: Any, segments: Any) -> dict[str, Implementation]:
     """The kernels that take a query of the shape (batch, length, heads, size), by JAX's name of the platform."""
     _, length, _, size = query.shape
     kernels: dict[str, Implementation] = {}
-    # In an exported program a size may be a symbol.
-    if all(isinstance(n, int) for n in query.shape):
-        if length % _BLOCKS[-1] == 0 and size in _HEAD_SIZES:
-            kernels["tpu"] = _splash
-        if segments is None and _cudnn_takes(query):
-            kernels["cuda"] = _cudnn
+    if length % _BLOCKS[-1] == 0 and size in _HEAD_SIZES:
+        kernels["tpu"] = _splash
+    if segments is None and _cudnn_takes(query):
+        kernels["cuda"] = _cudnn
     return kernels
 
 
-def _over_heads(kernels: Mapping[str, Implementation], *inputs: Any) -> jax.Array:
+def _over_heads(mesh: Any, kernels: Mapping[str, Implementation], *inputs: Any) -> jax.Array:
     """The attention by the kernel of the platform; on a mesh with an axis 'model' each device has its heads."""
     chosen = functools.partial(lax.platform_dependent, **kernels, default=_xla_of_heads)
-    mesh = jax.sharding.get_abstract_mesh()
     if mesh_lib.MODEL not in mesh.auto_axes or mesh.shape[mesh_lib.MODEL] == 1:
         return chosen(*inputs)
     # XLA's partitioner, which the axis is left to, cannot cut a kernel.

@@ -77,11 +77,9 @@ class Transformer(hk.Module):
         init = hk.initializers.TruncatedNormal(1.0)
         table = hk.get_parameter("embedding", (self._vocabulary, self._width), jnp.float32, init)
         # Looked up in float32, so that the gradients of a byte's many places are summed in it.
-        x = table.astype(jnp.float32)[text].astype(table.dtype)
+        x = jnp.asarray(table, jnp.float32)[text].astype(table.dtype)
 
-        # Parameters are made outside of the mesh, which a kernel would have to know.
-        kind = attention_lib.XLA if hk.running_init() else self._attention
-        attend = functools.partial(attention_lib.attend, segments=segments, kind=kind)
+        attend = functools.partial(attention_lib.attend, segments=segments, kind=self._attention)
 
         def layer(x: jax.Array) -> jax.Array:
             return Layer(self._layers, self._heads, self._feed_forward)(x, attend)
