@@ -92,7 +92,7 @@ _kernel.defvjp(lambda x, flag: (_kernel(x, flag), None), lambda _, grad: (grad, 
 
 
 KINDS = (
-    "zero_over_zero", "inf_minus_inf", "logarithm", "by_platform", "power", "root_gradient", "bad_example", "forward_overflow",
+    "zero_over_zero", "inf_minus_inf", "logarithm", "power", "root_gradient", "bad_example", "forward_overflow",
     "gradient_overflow",
 )  # fmt: skip
 
@@ -101,7 +101,7 @@ class Fault(NamedTuple):
     """A fault.
 
     Attributes:
-      kind: one of KINDS.
+      kind: one of KINDS, or "by_platform".
       layer: in which layer.
       example: for which example.
       precision: the run's.

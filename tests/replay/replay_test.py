@@ -16,7 +16,6 @@ KINDS = {
     "zero_over_zero": {},
     "inf_minus_inf": {"micro_batches": 2, "loss_scale": "dynamic"},
     "logarithm": {"groups": 2, "shard_update": True},
-    "by_platform": {"loss_scale": "dynamic"},
     "power": {"layer": 2, "shard_update": True},
     "root_gradient": {"layer": 0},
     "bad_example": {"loss_scale": "dynamic", "shard_update": True},
@@ -37,6 +36,12 @@ def test_a_planted_fault_is_named(tmp_path, kind, example):
     before = contents(tmp_path)
     assert not planted.wrong(fault, tmp_path)
     assert contents(tmp_path) == before
+
+
+def test_of_what_each_platform_does_in_its_way_the_fault_is_named(tmp_path):
+    fault = planted.Fault("by_platform", loss_scale="dynamic", groups=2)
+    planted.train(fault, tmp_path)
+    assert not planted.wrong(fault, tmp_path)
 
 
 @pytest.fixture(scope="module")
