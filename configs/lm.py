@@ -40,6 +40,8 @@ def get_config() -> ml_collections.ConfigDict:
         "feed_forward": 1408,
         # Computes a layer's activations again for its gradient, instead of keeping them.
         "remat": False,
+        # 'auto': by the kernel that the backend has for these shapes; 'xla': by XLA, which writes all scores to memory.
+        "attention": "auto",
     }
     config.optimizer = {
         "learning_rate": 1e-3,

@@ -106,6 +106,17 @@ def test_the_most_expensive_branch():
     assert flops.of(f, jnp.int32(0), array(8, 8)) == 2 * 2 * 8**3
 
 
+def test_of_what_is_for_a_platform_the_default_counts():
+    more, less = lambda x: x @ x @ x, lambda x: x @ x
+    for kernel, default in ((more, less), (less, more), (jnp.sin, less)):
+        f = lambda x: jax.lax.platform_dependent(x, tpu=kernel, cuda=jnp.cos, default=default)
+        times = 2 if default is more else 1
+        assert flops.of(layers(lambda x, _: f(x)), array(8, 8), array(5, 1)) == 5 * times * 2 * 8**3
+    # Without one, on which backend it is done nobody says.
+    f = lambda x: jax.lax.platform_dependent(x, tpu=more, cpu=less)
+    assert flops.of(f, array(8, 8)) == 2 * 2 * 8**3
+
+
 def test_a_loop_whose_count_is_known_and_one_whose_is_not():
     body = lambda i, x: x @ x
     assert flops.of(lambda x: jax.lax.fori_loop(0, 7, body, x), array(8, 8)) == 7 * 2 * 8**3

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import xshard
-from experiments.lm import model, text
+from experiments.lm import attention, model, text
 
 _BITS = 1 / math.log(2)
 
@@ -163,6 +163,8 @@ def _check(config):
          "positions turn pairs"),
         *((f"model.{name}", network[name], network[name] % parts == 0,
            f"a multiple of model_parallel={parts}") for name in ("heads", "feed_forward")),
+        ("model.attention", network.attention, network.attention in attention.KINDS,
+         f"one of {', '.join(attention.KINDS)}"),
         ("optimizer.warmup_fraction", optimizer.warmup_fraction,
          0 <= optimizer.warmup_fraction < 1, "from 0 to below 1"),
         ("optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm > 0, "above 0"),

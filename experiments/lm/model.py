@@ -11,10 +11,13 @@ logits in float32.
 
 import functools
 import math
+from collections.abc import Callable
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+
+from experiments.lm import attention as attention_lib
 
 BYTES = 256
 _EPSILON = 1e-6
@@ -37,6 +40,7 @@ class Transformer(hk.Module):
         feed_forward: int,
         *,
         remat: bool,
+        attention: str = attention_lib.AUTO,
         vocabulary: int = BYTES,
     ):
         """Makes the module.
@@ -47,6 +51,7 @@ class Transformer(hk.Module):
           heads: the number of attention heads, each of width / heads.
           feed_forward: the hidden size of the feed-forward layer.
           remat: whether a layer's activations are computed again for its gradient instead of kept.
+          attention: the `kind` of `attention.attend`.
           vocabulary: the number of bytes, or of tokens.
         """
         super().__init__(name="transformer")
@@ -55,6 +60,7 @@ class Transformer(hk.Module):
         self._heads = heads
         self._feed_forward = feed_forward
         self._remat = remat
+        self._attention = attention
         self._vocabulary = vocabulary
 
     def __call__(self, text: jax.Array, segments: jax.Array | None = None) -> jax.Array:
@@ -71,14 +77,12 @@ class Transformer(hk.Module):
         init = hk.initializers.TruncatedNormal(1.0)
         table = hk.get_parameter("embedding", (self._vocabulary, self._width), jnp.float32, init)
         # Looked up in float32, so that the gradients of a byte's many places are summed in it.
-        x = table.astype(jnp.float32)[text].astype(table.dtype)
+        x = jnp.asarray(table, jnp.float32)[text].astype(table.dtype)
 
-        mask = None
-        if segments is not None:
-            mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+        attend = functools.partial(attention_lib.attend, segments=segments, kind=self._attention)
 
         def layer(x: jax.Array) -> jax.Array:
-            return Layer(self._layers, self._heads, self._feed_forward)(x, mask)
+            return Layer(self._layers, self._heads, self._feed_forward)(x, attend)
 
         x = hk.layer_stack(self._layers, name="layers")(hk.remat(layer) if self._remat else layer)(
             x
@@ -101,22 +105,18 @@ class Layer(hk.Module):
         # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
         self._out_scale = 1 / math.sqrt(2 * layers)
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """An array of the shape (batch, length, width) to one of the same; the mask is (batch, 1, length, length)."""
-        x = x + self._attention(RMSNorm("attention_norm")(x), mask)
+    def __call__(self, x: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
+        """An array of the shape (batch, length, width) to one of the same; `attend` as `attention.attend`."""
+        x = x + self._attention(RMSNorm("attention_norm")(x), attend)
         return x + self._feed_forward_layer(RMSNorm("feed_forward_norm")(x))
 
-    def _attention(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    def _attention(self, x: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
         width, heads = x.shape[-1], self._heads
         size = width // heads
         # As one product: the gradient of its input is one sum over 'model', and not three.
         qkv = _product("btd,dkhe->btkhe", x, _weights("qkv", (width, 3, heads, size), width))
         query, key, value = (jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2))
-        # In float16 it asks for a product that CPUs and TPUs have not.
-        dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
-        query, key, value = (y.astype(dtype) for y in (rotary(query), rotary(key), value))
-        attend = functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=True)
-        mixed = attend(query, key, value).astype(x.dtype)
+        mixed = attend(rotary(query), rotary(key), value)
         out = _weights("attention_out", (heads, size, width), width, self._out_scale)
         return _product("bthe,hed->btd", mixed, out)
 

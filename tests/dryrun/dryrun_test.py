@@ -356,6 +356,35 @@ def test_a_model_that_does_not_fit_is_one_message():
     assert err.startswith("error: ") and "Traceback" not in err
 
 
+@needs_libtpu
+def test_the_attention_of_a_language_model_on_a_pod():
+    length, heads, size, parts, layers = 256, 4, 64, 2, 3
+    code, out, err = run(
+        "--config=configs/lm.py", "--topology=v5e:2x2", "--json", "--config.batch_size=4",
+        "--config.micro_batches=2", f"--config.model_parallel={parts}", f"--config.text.length={length}",
+        f"--config.model.layers={layers}", f"--config.model.heads={heads}", f"--config.model.width={heads * size}",
+        "--config.model.feed_forward=128", "--config.model.remat=True",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    check(result)
+    found = {row["kernel"]: row for row in result["kernels"]}
+    # A sequence a micro-batch, of which each device has its heads; what is computed again is so in each layer.
+    times = layers * 2
+    expected = {
+        "fwd_residuals": (2, 2 * times),
+        "dkv_no_residuals": (4, times),
+        "dq_no_residuals": (3, times),
+    }
+    for phase, (products, count) in expected.items():
+        row = found.pop(f"splash_mha_{phase}")
+        scores = heads // parts * length * (length + 1) // 2
+        assert (row["count"], row["flops"]) == (count, count * 2 * products * scores * size)
+        # At most each of ten arrays once, of which the sums of rows have a row of memory each.
+        assert row["hbm_bytes"] <= count * 10 * heads // parts * length * 128 * 4
+    assert not found
+
+
 TOPOLOGIES = (
     *(
         ("v4:2x2x1", 1),

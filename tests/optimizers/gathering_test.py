@@ -82,6 +82,15 @@ def unused(x):
     return first + jax.lax.stop_gradient(hk.Linear(WIDTH, name="unused")(x))
 
 
+def many(x):
+    # More than ten, of one shape, and each of them has its place.
+    init = hk.initializers.RandomNormal(1 / WIDTH**0.5)
+    weights = [hk.get_parameter(f"w_{i}", (WIDTH, WIDTH), init=init) for i in range(12)]
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
 KINDS = {
     "block": block,
     "stack": stacked(block),
@@ -92,6 +101,7 @@ KINDS = {
     "tied": tied,
     "unused": unused,
     "unused in remat": lambda x: hk.remat(unused)(x),
+    "many in remat": lambda x: hk.remat(many)(x),
     "penalty": lambda x: x * sum(map(jnp.sum, _made(x).params_dict().values())).astype(x.dtype),
 }
 

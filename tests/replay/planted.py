@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import optax
+from jax.experimental import pallas
 
 import xshard
 from tests import toy
@@ -60,6 +61,9 @@ class Layers(toy.Toy):
                 return x + jnp.sqrt(jnp.square(x) * (1 - flag))
             case "forward_overflow":
                 return x + 1e-6 * jnp.square(x + 3000 * flag)
+            case "by_platform":
+                wrong = lambda x, flag: x + jnp.log(1 - 2 * flag)
+                return jax.lax.platform_dependent(x, flag, tpu=_kernel, default=wrong)
             case "gradient_overflow":
                 return x + 4e4 * flag * (x - jax.lax.stop_gradient(x))
         return x
@@ -74,6 +78,19 @@ class Layers(toy.Toy):
         return xshard.MixedPrecisionLossScaleOptimizer(opt, scale)
 
 
+@jax.custom_vjp
+def _kernel(x, flag):
+    """The same for TPUs, which cannot be compiled for what the tests are on."""
+
+    def add(x, flag, out):
+        out[...] = x[...] + jnp.log(1 - 2 * flag[...])
+
+    return pallas.pallas_call(add, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, flag)
+
+
+_kernel.defvjp(lambda x, flag: (_kernel(x, flag), None), lambda _, grad: (grad, None))
+
+
 KINDS = (
     "zero_over_zero", "inf_minus_inf", "logarithm", "power", "root_gradient", "bad_example", "forward_overflow",
     "gradient_overflow",
@@ -84,7 +101,7 @@ class Fault(NamedTuple):
     """A fault.
 
     Attributes:
-      kind: one of KINDS.
+      kind: one of KINDS, or "by_platform".
       layer: in which layer.
       example: for which example.
       precision: the run's.

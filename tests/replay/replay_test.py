@@ -38,6 +38,12 @@ def test_a_planted_fault_is_named(tmp_path, kind, example):
     assert contents(tmp_path) == before
 
 
+def test_of_what_each_platform_does_in_its_way_the_fault_is_named(tmp_path):
+    fault = planted.Fault("by_platform", loss_scale="dynamic", groups=2)
+    planted.train(fault, tmp_path)
+    assert not planted.wrong(fault, tmp_path)
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """A run of which the third step was skipped for an example that is not finite, and which has gone on."""

@@ -29,7 +29,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.dryrun import collectives, costs, estimate, hlo, plan, summary
+from xshard.dryrun import collectives, costs, estimate, hlo, kernels, plan, summary
 from xshard.files import jsonfile, streams
 from xshard.learners.state import is_learner
 from xshard.metrics import chips
@@ -223,6 +223,7 @@ def _describe(
         **result,
         "collectives": rows,
         "warnings": summary.warnings(rows, result["topology"]),
+        "kernels": kernels.rows(program),
         "bounds": [limit._asdict() for limit in limits],
         "estimated_cycles": cost.cycles,
         "unknown_loops": program.unknown_loops(),

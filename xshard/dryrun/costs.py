@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from xshard.dryrun import hlo
+from xshard.dryrun import hlo, kernels
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -30,7 +30,7 @@ class Cost(NamedTuple):
 
     Attributes:
       flops: floating-point operations of matrix products and convolutions, two for each multiplication
-        and addition. Others are not counted, nor what a custom call, such as a Pallas kernel, computes.
+        and addition. Others are not counted, nor what a custom call computes, but for what `kernels` knows.
       hbm_bytes: what is read from and written to main memory, each operand of each fused operation once,
         of what is sliced the slice only.
       cycles: of a TensorCore, as the TPU's compiler estimates them for each fused operation, one after the other.
@@ -73,6 +73,9 @@ class _Counter:
             return max((self.computation(body) for body in one.bodies), default=Cost(), key=sum)
         if one.opcode in ("call", "async-start"):
             return _total([self.computation(body) for body in one.bodies])
+        kernel = kernels.of(one, [self._made(name, operand) for operand in one.operands])
+        if kernel and kernel.flops is not None:
+            return Cost(kernel.flops, kernel.hbm_bytes)
         estimated = _CYCLES.search(one.attributes)
         cycles = int(estimated[1]) if estimated else 0
         return Cost(self._flops(name, one), self._traffic(name, one), cycles)
@@ -93,19 +96,22 @@ class _Counter:
     def _shape(self, name: str, operand: str) -> tuple[int, ...]:
         return self._program.computations[name].instructions[operand].arrays[0].shape
 
+    def _made(self, name: str, operand: str) -> hlo.Instruction | None:
+        return self._program.computations[name].instructions.get(operand)
+
     def _traffic(self, name: str, one: hlo.Instruction) -> int:
         if one.opcode in _FREE or one.opcode.endswith("-done"):
             return 0
         if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
             # Its result holds its operands, too.
-            return _in_hbm(one)
+            return one.hbm_bytes
         read = sum(self._read(name, one, place) for place in range(len(one.operands)))
         return read + self._written(name, one)
 
     def _read(self, name: str, one: hlo.Instruction, place: int) -> int:
         """Counts the bytes that an instruction reads of its operand."""
-        operand = self._program.computations[name].instructions.get(one.operands[place])
-        whole = _in_hbm(operand) if operand else 0
+        operand = self._made(name, one.operands[place])
+        whole = operand.hbm_bytes if operand else 0
         if not whole:
             return 0
         if one.opcode == "fusion":
@@ -136,7 +142,7 @@ class _Counter:
 
     def _written(self, name: str, one: hlo.Instruction) -> int:
         """Counts the bytes of a result that are written to main memory; of an update in place, the update's."""
-        in_hbm = _in_hbm(one)
+        in_hbm = one.hbm_bytes
         if not in_hbm:
             return 0
         if one.opcode == "fusion":
@@ -178,10 +184,6 @@ def _slice(one: hlo.Instruction, place: int, whole: int) -> int:
         # What is updated in place is neither read nor written but for the update.
         return 0
     return whole
-
-
-def _in_hbm(one: hlo.Instruction) -> int:
-    return sum(array.bytes for array in one.arrays if not array.space)
 
 
 def _dot(one: hlo.Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> int:

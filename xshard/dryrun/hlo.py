@@ -25,6 +25,8 @@ _BODIES = re.compile(
 )
 _WHILE = re.compile(r"condition=%([^\s,]+), body=%([^\s,]+)")
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# What a kernel says of itself, on lines of its own.
+_OVER_LINES = re.compile(r'=\{\n(?:"[^\n]*\n)+\}')
 # What hands a number on as it is.
 _SAME = ("copy", "bitcast", "convert", "copy-start", "copy-done")
 
@@ -74,6 +76,11 @@ class Instruction:
     def bytes(self) -> int:
         """The size of all of its arrays together."""
         return sum(array.bytes for array in self.arrays)
+
+    @property
+    def hbm_bytes(self) -> int:
+        """The size of those that are in the device's main memory."""
+        return sum(array.bytes for array in self.arrays if not array.space)
 
     @property
     def bodies(self) -> list[str]:
@@ -213,6 +220,7 @@ def parse(text: str) -> Program:
     """Reads a program."""
     program = Program({"": Computation()}, "")
     current = program.computations[""]
+    text = _OVER_LINES.sub(lambda found: found[0].replace("\n", ""), text)
     for line in text.splitlines():
         header = _HEADER.match(line)
         if header:

@@ -26,6 +26,7 @@ def show(result: dict[str, Any]) -> str:
         f"{head}; compiled in {result['compile_seconds']:.0f} s: it fits",
         show_lib.table(_held(memory, chip)),
         f"collectives of a step\n{show_lib.table(_sent(result))}",
+        *_kernels(result),
         *result["warnings"],
         f"a step takes at least\n{show_lib.table(times)}",
         f"A step takes at least {seconds}, at most {rate} examples a second: {result['dominated_by']} dominates. "
@@ -33,7 +34,7 @@ def show(result: dict[str, Any]) -> str:
     ]
     if result["estimated_cycles"]:
         parts.append(
-            "Estimated by the compiler, without collectives and as if nothing overlapped: "
+            "Estimated by the compiler, without collectives and kernels and as if nothing overlapped: "
             f"{show_lib.scaled(result['estimated_cycles'], '')} cycles."
         )
     if result["unknown_loops"]:
@@ -89,6 +90,21 @@ def _sent(result: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for row in result["collectives"]
     ]
+
+
+def _kernels(result: dict[str, Any]) -> list[str]:
+    """The table of the kernels of a step; none where there are none."""
+    rows = []
+    for row in result["kernels"]:
+        known = row["flops"] is not None
+        shown = {
+            "kernel": row["kernel"],
+            "times": row["count"],
+            "a chip does": show_lib.scaled(row["flops"], "FLOP") if known else "not counted",
+            "moves": show_lib.scaled(row["hbm_bytes"], "B") if known else "not counted",
+        }
+        rows.append(shown)
+    return [f"kernels of a step\n{show_lib.table(rows)}"] if rows else []
 
 
 def _show_hops(row: dict[str, Any]) -> str:

@@ -28,9 +28,10 @@ from xshard.metrics import chips
 def of(f: Callable[..., Any], *args: Any) -> int:
     """The FLOPs of a function's matrix products and convolutions, two for each multiplication with its addition.
 
-    What is in a scan counts as often as it is done; of a conditional's branches the most expensive one; what
-    is mapped by `jax.shard_map` for all devices of the axes that it maps; a Pallas kernel as often as its
-    grid says. A product counts whole, however much of it is masked: of causal attention the whole square.
+    What is in a scan counts as often as it is done; of a conditional's branches the most expensive one; of those of
+    `lax.platform_dependent` the default, whatever the backend, so that a step counts the same on each; what is
+    mapped by `jax.shard_map` for all devices of the axes that it maps; a Pallas kernel as often as its grid
+    says. A product counts whole, however much of it is masked: of causal attention the whole square.
     Products of a convolution's padding do not count. Nothing else counts: no decompositions, no Fourier
     transforms, nothing in a foreign function.
 
@@ -153,8 +154,9 @@ def _of_equation(eqn: Any) -> int:
     if not any(inner):
         return 0
     if name == "cond":
-        # One branch is done, and which one only the data says.
-        return max(inner)
+        # One branch is done, and which one only the data says, or the backend.
+        platforms = params.get("branches_platforms") or ()
+        return inner[platforms.index(None)] if None in platforms else max(inner)
     if name == "while":
         raise errors.UserError(
             "There is a matrix product in a while loop, and nothing says how often it is done: its model FLOPs "

@@ -61,9 +61,12 @@ def _computed_again(params: Any) -> Any:
         reached = dependence.Reached()
         named = {str(i): x for i, x in enumerate(inputs)}
         floating = [path for path, x in named.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
-        watched = lambda *xs: again(
-            *reached.watch(dict(zip(named, xs, strict=True)), floating).values()
-        )
+
+        def watched(*xs: Any) -> Any:
+            noted = reached.watch(dict(zip(named, xs, strict=True)), floating)
+            # In their order, which is not that of their names.
+            return again(*[noted[path] for path in named])
+
         _, pull = jax.vjp(watched, *inputs)
         # None is no gradient, where zeros would be one.
         return tuple(

@@ -4,6 +4,7 @@ The program that runs is the step's own, equation by equation, on all replicas a
 in half precision is rounded to it each time, where XLA may keep more digits from one equation to the next.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -120,7 +121,7 @@ class _Look:
         elif name == "while":
             outputs, parts = self._while(eqn, blocks[0], inputs, rounds)
         elif name == "cond":
-            outputs, parts = self._cond(blocks, inputs, rounds)
+            outputs, parts = self._cond(eqn, blocks, inputs, rounds)
         elif program_lib.moves(eqn):
             return _bind(eqn, inputs), []
         else:
@@ -173,7 +174,11 @@ class _Look:
         return carried, [seen]
 
     def _cond(
-        self, blocks: Sequence[program_lib.Block], inputs: list[Any], rounds: tuple[Any, ...]
+        self,
+        eqn: Any,
+        blocks: Sequence[program_lib.Block],
+        inputs: list[Any],
+        rounds: tuple[Any, ...],
     ) -> tuple[list[Any], list[_Seen]]:
         begins = np.cumsum([self._next, *(block.size for block in blocks)]).tolist()
 
@@ -187,7 +192,13 @@ class _Look:
 
             return run
 
-        outputs, seen = lax.switch(inputs[0], [branch(i) for i in range(len(blocks))], *inputs[1:])
+        branches = [branch(i) for i in range(len(blocks))]
+        platforms = eqn.params.get("branches_platforms")
+        if platforms:
+            # Of `lax.platform_dependent`: what is for another platform cannot be compiled for this one.
+            outputs, seen = _by_platform(platforms, branches)(*inputs[1:])
+        else:
+            outputs, seen = lax.switch(inputs[0], branches, *inputs[1:])
         self._next = begins[-1]
         return outputs, [seen]
 
@@ -204,6 +215,16 @@ class _Look:
         padded = [*rounds[: program_lib.DEPTH], *[jnp.int32(0)] * (program_lib.DEPTH - len(rounds))]
         times = jnp.broadcast_to(jnp.stack(padded), (len(values), program_lib.DEPTH))
         return jnp.stack([_magnitude(x) for x in values]), times
+
+
+def _by_platform(
+    platforms: Sequence[Sequence[str] | None], branches: Sequence[Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The branch for the platform that runs, of which each is for some of them, or for all others."""
+    named: dict[str, Callable[..., Any]] = {}
+    for names, branch in zip(platforms, branches, strict=True):
+        named |= dict.fromkeys(names or ["default"], branch)
+    return functools.partial(lax.platform_dependent, **named)
 
 
 def _bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,78 @@
+"""What a TPU's kernels in a compiled program cost: of a kernel the program says what it reads and writes, not what it computes.
+
+Counted are those of JAX's splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`), told by their names, where
+the name scope `causal` around them says which of the scores there are.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from xshard.dryrun import hlo
+
+_TARGET = 'custom_call_target="tpu_custom_call"'
+_SCOPE = re.compile(r'op_name="[^"]*\bcausal\b[^"]*"')
+_SPLASH = re.compile(r"^splash_m[hq]a_(fwd|dkv|dq)_")
+# The products of a size and as many scores: scores and result; scores, and the gradients of values, of probabilities and of
+# keys; scores, and the gradients of probabilities and of queries.
+_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
+
+
+class Kernel(NamedTuple):
+    """A kernel that a program calls.
+
+    Attributes:
+      name: its own.
+      flops: those of its products; None where it is not known what it computes.
+      hbm_bytes: of what it reads and writes in main memory, each array once.
+    """
+
+    name: str
+    flops: int | None
+    hbm_bytes: int
+
+
+def of(one: hlo.Instruction, operands: Sequence[hlo.Instruction | None]) -> Kernel | None:
+    """The kernel that an instruction calls, given the ones that make its operands; None if it calls none."""
+    if one.opcode != "custom-call" or _TARGET not in one.attributes:
+        return None
+    name = re.sub(r"\.\d+$", "", one.name)
+    made = [operand for operand in operands if operand]
+    hbm_bytes = one.hbm_bytes + sum(operand.hbm_bytes for operand in made)
+    phase = _SPLASH.match(name)
+    # Queries come first, after numbers of blocks.
+    arrays = [x for operand in made for x in operand.arrays if x.dtype in ("bf16", "f32")]
+    if not phase or not arrays or not _SCOPE.search(one.attributes):
+        return Kernel(name, None, hbm_bytes)
+    *heads, length, size = arrays[0].shape
+    scores = math.prod(heads) * length * (length + 1) // 2
+    return Kernel(name, 2 * _PRODUCTS[phase[1]] * scores * size, hbm_bytes)
+
+
+def rows(program: hlo.Program) -> list[dict[str, Any]]:
+    """The kernels of a run, by name: how often they run, and what all of these together cost.
+
+    Returns:
+      Dictionaries of `kernel`, `count`, `flops` and `hbm_bytes`; of what is not counted the last two are None.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for kernel, times in _in_program(program):
+        begin: dict[str, Any] = {"kernel": kernel.name, "count": 0, "flops": 0, "hbm_bytes": 0}
+        row = found.setdefault(kernel.name, begin)
+        row["count"] += times
+        if kernel.flops is None or row["flops"] is None:
+            row |= {"flops": None, "hbm_bytes": None}
+        else:
+            row["flops"] += times * kernel.flops
+            row["hbm_bytes"] += times * kernel.hbm_bytes
+    return [found[name] for name in sorted(found)]
+
+
+def _in_program(program: hlo.Program) -> Iterator[tuple[Kernel, int]]:
+    for name, times in program.times().items():
+        instructions = program.computations[name].instructions
+        for one in instructions.values():
+            kernel = of(one, [instructions.get(operand) for operand in one.operands])
+            if kernel and times:
+                yield kernel, times
