@@ -1,11 +1,12 @@
 """A replica's program, split at what is exchanged."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import core
 
 from xshard import errors
 from xshard.logical import split as split_lib
@@ -18,13 +19,13 @@ def number():
     return lax.axis_index(_BOTH).astype(jnp.float32)
 
 
+def again(x):
+    return lax.psum(jnp.sin(x), _BOTH)
+
+
 def split(f, *args, own=(False, True)):
     program = jax.make_jaxpr(f, axis_env=list(_SIZES.items()))(*args)
     return split_lib.split(program, "step", _SIZES, own)
-
-
-def run(part, number_or_results, *args):
-    return core.jaxpr_as_fun(part.program)(*(args[i] for i in part.reads), *number_or_results)
 
 
 def test_each_part_computes_what_is_its_own():
@@ -33,10 +34,24 @@ def test_each_part_computes_what_is_its_own():
         return w - local, lax.pmax(x, "replica")
 
     found = split(step, 2.0, 3.0)
-    assert found.kinds == ("psum", "pmax")
-    assert found.before.reads == (0, 1) and found.after.reads == (0,)
-    assert run(found.before, [jnp.int32(2)], 2.0, 3.0) == [8.0, 3.0]
-    assert run(found.after, [10.0, 7.0], 2.0, 3.0) == [-8.0, 7.0]
+    (exchange,) = found.exchanges
+    assert exchange.kinds == ("psum", "pmax")
+    assert exchange.before([2.0, 3.0, jnp.int32(2)]) == [8.0, 3.0]
+    assert found.after([2.0, None, None, 10.0, 7.0]) == [-8.0, 7.0]
+
+
+def test_an_exchange_may_depend_on_another():
+    def step(w, x):
+        mean = lax.pmean(x, _BOTH)
+        return w + lax.psum((x - mean) ** 2, _BOTH), lax.pmax(x, "replica")
+
+    found = split(step, 2.0, 3.0)
+    assert [exchange.kinds for exchange in found.exchanges] == [("psum", "pmax"), ("psum",)]
+    assert [exchange.results for exchange in found.exchanges] == [(0, 2), (1,)]
+    first, second = (exchange.before for exchange in found.exchanges)
+    assert first([2.0, 3.0]) == [3.0, 3.0]
+    assert second([2.0, 3.0, None, 8.0]) == [1.0]
+    assert found.after([2.0, None, None, 8.0, 5.0, 4.0]) == [7.0, 4.0]
 
 
 def test_what_is_computed_again_for_the_backward_pass_is_found():
@@ -45,15 +60,15 @@ def test_what_is_computed_again_for_the_backward_pass_is_found():
         return lax.pmean(jax.grad(loss)(w), _BOTH)
 
     found = split(step, 2.0, 3.0)
-    (gradient,) = run(found.before, [jnp.int32(0)], 2.0, 3.0)
+    (gradient,) = found.exchanges[0].before([2.0, 3.0])
     np.testing.assert_allclose(gradient, 3 * np.cos(6), rtol=1e-6)
-    assert run(found.after, [8.0], 2.0, 3.0) == [2.0]
+    assert found.after([None, None, None, 8.0]) == [2.0]
 
 
 @pytest.mark.parametrize(
     "step, words",
     [
-        (lambda w, x: lax.psum(x - lax.pmean(x, _BOTH), _BOTH), "depends on an earlier exchange"),
+        (lambda w, x: functools.reduce(lambda x, _: again(x), range(17), x), "has 17 exchanges"),
         (lambda w, x: w + x, "differs between the replicas"),
         (lambda w, x: w + number(), "differs between the replicas"),
         (lambda w, x: lax.all_gather(x, "replica"), "all_gather over the replicas"),

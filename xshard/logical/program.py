@@ -1,8 +1,8 @@
-"""A function of all replicas as a program, or as three, on logical replicas.
+"""A function of all replicas as a program, or as several, on logical replicas.
 
-With exact sums they are three, and no floating-point number crosses a device: what a replica computes, of the shapes of one,
+With exact sums it is several, and no floating-point number crosses a device: what a replica computes, of the shapes of one,
 once for each of a device's; what they exchange, in integers; and what all devices make of that alike. In one program a
-compiler fuses the three, on other numbers of devices in other ways, and rounds otherwise.
+compiler fuses them, on other numbers of devices in other ways, and rounds otherwise.
 """
 
 import functools
@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 
 from xshard import errors
 from xshard import mesh as mesh_lib
@@ -22,6 +21,8 @@ from xshard.logical import split as split_lib
 from xshard.logical import sums
 from xshard.logical.replicas import Replicas
 
+# The results of exchanges, by their numbers.
+Results = dict[int, jax.Array]
 _OWN = jax.P(mesh_lib.BATCH)
 
 
@@ -49,7 +50,8 @@ class Mapped(NamedTuple):
             return self.finish(mapped(*args))
 
         # By this name profiles show it.
-        on_all.__name__ = getattr(self.function, "__name__", "on_all")
+        function = getattr(self.function, "func", self.function)
+        on_all.__name__ = getattr(function, "__name__", "on_all")
         return on_all
 
 
@@ -71,7 +73,7 @@ class Program:
         self._mapped = mapped
         self._replicas = replicas
         self._options = options
-        self._built: dict[Any, _One | _Three] = {}
+        self._built: dict[Any, _One | _Apart] = {}
 
     def trace(self, *args: Any) -> Any:
         """The traced program of as many devices as there are replicas, as `jax.jit(...).trace` returns it.
@@ -99,11 +101,11 @@ class Program:
             self.lower(*args).compile()
         return program(args)
 
-    def _of(self, args: Any) -> "_One | _Three":
+    def _of(self, args: Any) -> "_One | _Apart":
         key = jax.tree.structure(args), *(jnp.shape(x) for x in jax.tree.leaves(args))
         if key not in self._built:
             parts = _Parts(self._what, self._mapped(*args), self._replicas, args)
-            kind = _Three if self._replicas.is_exact else _One
+            kind = _Apart if self._replicas.is_exact else _One
             self._built[key] = kind(parts, **self._options)
         return self._built[key]
 
@@ -170,7 +172,7 @@ class _Parts:
         function = lambda *leaves: mapped.function(*jax.tree.unflatten(self.inputs.tree, leaves))
         trace = jax.make_jaxpr(function, axis_env=list(axes.items()), return_shape=True)
         program, returned = trace(*self.inputs.shapes(dict.fromkeys(axes, 1)))
-        self._split = split_lib.split(program, what, axes, self.inputs.own)
+        self.split = split_lib.split(program, what, axes, self.inputs.own)
         self._out_tree, self._join = jax.tree.structure(returned), mapped.finish
         self.out_specs = jax.tree.leaves(jax.tree.broadcast(mapped.out_specs, returned))
         # What is equal in a group has, of several groups, a dimension of them.
@@ -199,29 +201,33 @@ class _Parts:
         of = lambda i, x: x.reshape(count, -1, *x.shape[1:])[i]
         return [jax.tree.map(lambda x, i=i: of(i, x), (batch, numbers)) for i in range(count)]
 
-    def before(self, state: Any, batch: Any, number: jax.Array) -> list[jax.Array]:
-        """What a replica brings to the exchange."""
-        part = self._split.before
-        leaves = self.inputs.joined(state, batch)
-        brought = core.jaxpr_as_fun(part.program)(*(leaves[i] for i in part.reads), number[0])
-        return [x[None] for x in brought]
+    def before(self, at: int, state: Any, results: Any, own: Any) -> list[jax.Array]:
+        """What a replica brings to an exchange, of its part of the batch and its number, which are its own."""
+        batch, number = own
+        values = [*self.inputs.joined(state, batch), number[0], *self._values(results)]
+        return [x[None] for x in self.split.exchanges[at].before(values)]
 
-    def exchange(self, brought: Sequence[list[jax.Array]], numbers: Any) -> list[jax.Array]:
-        """The results of the exchange, of what a device's replicas bring."""
+    def exchange(self, at: int, brought: Sequence[list[jax.Array]], numbers: Any) -> Results:
+        """The results of an exchange, of what a device's replicas bring."""
         # Without the dimension of places, of which there is one on a device.
         held = [[x[0] for x in of_round] for of_round in brought]
         is_one = jnp.concatenate(numbers) < self._replicas.count
-        kinds, count, exact = self._split.kinds, self._replicas.count, self._replicas.is_exact
-        results = sums.combine(kinds, held, is_one, count, exact=exact)
-        return [x[None] for x in results] if self._grouped else results
-
-    def after(self, state: Any, results: list[jax.Array]) -> list[jax.Array]:
-        """The results of the whole."""
-        part = self._split.after
-        leaves = self.inputs.joined(state, [None] * sum(self.inputs.own))
+        count, exact = self._replicas.count, self._replicas.is_exact
+        exchange = self.split.exchanges[at]
+        made = sums.combine(exchange.kinds, held, is_one, count, exact=exact)
         if self._grouped:
-            results = [x[0] for x in results]
-        return core.jaxpr_as_fun(part.program)(*(leaves[i] for i in part.reads), *results)
+            made = [x[None] for x in made]
+        return dict(zip(exchange.results, made, strict=True))
+
+    def after(self, state: Any, results: Results) -> list[jax.Array]:
+        """The results of the whole."""
+        leaves = self.inputs.joined(state, [None] * sum(self.inputs.own))
+        return self.split.after([*leaves, None, *self._values(results)])
+
+    def _values(self, results: Results) -> list[Any]:
+        """The results of all exchanges, None of those that have not been."""
+        known = {i: x[0] if self._grouped else x for i, x in results.items()}
+        return [known.get(i) for i in range(self.split.size)]
 
 
 class _One:
@@ -231,16 +237,18 @@ class _One:
         """Puts them together; the options are of `jax.jit`."""
         self._parts, self.is_compiled = parts, False
         equal, own = parts.inputs.specs
-        self._jitted = jax.jit(
-            Mapped(self._local, (equal, own, _OWN), parts.out_specs).on(parts.on), **options
-        )
+        mapped = Mapped(self._run, (equal, own, _OWN), parts.out_specs)
+        self._jitted = jax.jit(mapped.on(parts.on), **options)
 
-    def _local(self, state: Any, batch: Any, numbers: jax.Array) -> list[jax.Array]:
-        parts = self._parts
+    def _run(self, state: Any, batch: Any, numbers: jax.Array) -> list[jax.Array]:
+        parts, results = self._parts, dict[int, jax.Array]()
         rounds = jax.tree.map(lambda *xs: jnp.stack(xs), *parts.divide(batch, numbers))
-        brought = lax.map(lambda of_round: parts.before(state, *of_round), rounds)
-        of_rounds = [[x[i] for x in brought] for i in range(parts.rounds)]
-        return parts.after(state, parts.exchange(of_rounds, [numbers]))
+        for at in range(len(parts.split.exchanges)):
+            before = functools.partial(parts.before, at, state, results)
+            brought = lax.map(before, rounds)
+            of_rounds = [[x[i] for x in brought] for i in range(parts.rounds)]
+            results = results | parts.exchange(at, of_rounds, [numbers])
+        return parts.after(state, results)
 
     def lower(self, args: Any) -> list[Any]:
         """What is to be compiled."""
@@ -253,7 +261,7 @@ class _One:
         return self._parts.finish(self._jitted(*inputs, self._parts.numbers))
 
 
-class _Three:
+class _Apart:
     """The parts as programs of their own, one after the other; the host waits for none."""
 
     def __init__(self, parts: _Parts, **options: Any):
@@ -262,32 +270,39 @@ class _Three:
         equal, own = parts.inputs.specs
         self._rounds = [(own, _OWN)] * parts.rounds
         self._divide = jax.jit(Mapped(parts.divide, (own, _OWN), self._rounds).on(on))
-        self._before = jax.jit(Mapped(parts.before, (equal, own, _OWN), _OWN).on(on))
-        self._exchange = jax.jit(Mapped(parts.exchange, (_OWN, _OWN), parts.equal).on(on))
+        self._exchanges = []
+        for at in range(len(parts.split.exchanges)):
+            takes = (equal, parts.equal, (own, _OWN))
+            before = Mapped(functools.partial(parts.before, at), takes, _OWN)
+            exchange = Mapped(functools.partial(parts.exchange, at), (_OWN, _OWN), parts.equal)
+            self._exchanges.append((jax.jit(before.on(on)), jax.jit(exchange.on(on))))
         after = Mapped(parts.after, (equal, parts.equal), parts.out_specs)
         self._after = jax.jit(after.on(on), **options)
 
     def lower(self, args: Any) -> list[Any]:
         """What is to be compiled, in the order in which it is run."""
-        parts = self._parts
+        parts, results = self._parts, dict[int, Any]()
         state, batch = parts.inputs.parted(args)
-        divide = self._divide.lower(batch, parts.shape_of_numbers)
-        rounds = _placed(parts.on, divide.out_info, self._rounds)
-        before = self._before.lower(state, *rounds[0])
-        brought = _placed(parts.on, before.out_info, _OWN)
+        programs = [self._divide.lower(batch, parts.shape_of_numbers)]
+        rounds = _placed(parts.on, programs[0].out_info, self._rounds)
         numbers = [number for _, number in rounds]
-        exchange = self._exchange.lower([brought] * parts.rounds, numbers)
-        results = _placed(parts.on, exchange.out_info, parts.equal)
-        return [divide, before, exchange, self._after.lower(state, results)]
+        for run_before, run_exchange in self._exchanges:
+            before = run_before.lower(state, results, rounds[0])
+            brought = _placed(parts.on, before.out_info, _OWN)
+            exchange = run_exchange.lower([brought] * parts.rounds, numbers)
+            results = results | _placed(parts.on, exchange.out_info, parts.equal)
+            programs += [before, exchange]
+        return [*programs, self._after.lower(state, results)]
 
     def __call__(self, args: Any) -> Any:
         """The result."""
+        results: Results = {}
         state, batch = self._parts.inputs.parted(args)
         rounds = self._divide(batch, self._parts.numbers)
-        brought = [self._before(state, *of_round) for of_round in rounds]
-        results = self._exchange(brought, [number for _, number in rounds])
-        # Of a device's replicas no more than these is kept while the last program runs.
-        del brought
+        numbers = [number for _, number in rounds]
+        for before, exchange in self._exchanges:
+            # Nothing keeps what is brought: of all replicas of a device it is much.
+            results = results | exchange([before(state, results, own) for own in rounds], numbers)
         return self._parts.finish(self._after(state, results))
 
 

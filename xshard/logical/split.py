@@ -20,30 +20,53 @@ SUM, MAX, MIN = COLLECTIVES = ("psum", "pmax", "pmin")
 _CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
 
 
+# So many exchanges may follow one another: before each a program computes anew what comes before.
+_MOST = 16
+
+
 class Part(NamedTuple):
     """A part of a program.
 
     Attributes:
       program: the part.
-      reads: of the inputs of the whole program those that the part takes, by their positions.
+      reads: what it takes, as positions in the inputs of the whole program, the replica's number after them, and the
+        results of all exchanges after that.
     """
 
     program: core.ClosedJaxpr
     reads: tuple[int, ...]
 
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        """The results, of values of which those that it reads count."""
+        return core.jaxpr_as_fun(self.program)(*(values[i] for i in self.reads))
 
-class Split(NamedTuple):
-    """The two parts of a program.
+
+class Exchange(NamedTuple):
+    """What the replicas exchange at a time.
 
     Attributes:
-      before: takes the inputs that it reads, and the replica's number, to what it brings to the exchange.
-      after: takes the inputs that it reads, and what the exchange has made of that, to the program's outputs.
-      kinds: for each thing that is exchanged one of `COLLECTIVES`.
+      before: makes what a replica brings.
+      kinds: for each array of it one of `COLLECTIVES`.
+      results: where its results are among those of all exchanges.
     """
 
     before: Part
-    after: Part
     kinds: tuple[str, ...]
+    results: tuple[int, ...]
+
+
+class Split(NamedTuple):
+    """The parts of a program.
+
+    Attributes:
+      exchanges: one after the other.
+      after: makes the program's outputs; reads nothing that is a replica's own.
+      size: the number of results of all exchanges.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    after: Part
+    size: int
 
 
 def split(
@@ -58,13 +81,13 @@ def split(
       own: whether each input is the replica's own.
 
     Raises:
-      UserError: if an exchange depends on another one, stands in a loop or a branch, or is none of `COLLECTIVES`; or
-        if an output does not come of what is equal on all replicas.
+      UserError: if too many exchanges depend on one another, one stands in a loop or a branch, or is none of
+        `COLLECTIVES`; or if an output does not come of what is equal on all replicas.
     """
     exchanged = list(_exchanged(program.jaxpr, what))
     inputs = [_shape(aval) for aval in program.in_avals]
     results = [_shape(x.aval) for eqn in exchanged for x in eqn.outvars]
-    kinds = tuple(eqn.primitive.name for eqn in exchanged for _ in eqn.outvars)
+    kinds = [eqn.primitive.name for eqn in exchanged for _ in eqn.outvars]
 
     def run(inputs: Sequence[Any], number: Any, results: Sequence[Any]) -> Any:
         brought: list[Any] = []
@@ -73,33 +96,56 @@ def split(
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
     both = jax.make_jaxpr(run, axis_env=list(sizes.items()))(inputs, number, results)
-    count, ends = len(inputs), [False] * len(program.out_avals)
-    before, reads = _part(both, [True] * len(kinds) + ends, range(count, count + 1))
-    if reads[count + 1 :].count(True):
+    levels = _levels(both.jaxpr, len(kinds))
+    if max(levels, default=0) >= _MOST:
         raise errors.UserError(
-            f"{what} exchanges what depends on an earlier exchange between the replicas, as hk.BatchNorm with "
-            "cross_replica_axis does. With logical_replicas there is one exchange. Leave the first out (a BatchNorm "
-            "without an axis has the statistics of each replica's examples), or set logical_replicas to 0."
+            f"{what} has {max(levels) + 1} exchanges between the replicas that depend on one another, as several "
+            f"hk.BatchNorm with cross_replica_axis do; with logical_replicas there are at most {_MOST}. Leave some out (a "
+            "BatchNorm without an axis has the statistics of each replica's examples), or set logical_replicas to 0."
         )
-    ends = [True] * len(program.out_avals)
-    after, reads = _part(both, [False] * len(kinds) + ends, range(count + 1, len(reads)))
-    if any(read and x for read, x in zip(reads, [*own, True], strict=False)):
+    is_result = [False] * len(kinds) + [True] * len(program.out_avals)
+    after = _part(both, is_result)
+    if any(i == len(inputs) or (i < len(inputs) and own[i]) for i in after.reads):
         raise errors.UserError(
             f"{what} leaves something that differs between the replicas. With logical_replicas all that it leaves is equal "
             "on them, or has been through jax.lax.pmean, psum, pmax or pmin over ('slice', 'replica')."
         )
-    return Split(before, after, kinds)
+    exchanges = []
+    for level in sorted(set(levels)):
+        at = tuple(i for i, x in enumerate(levels) if x == level)
+        before = _part(both, [i in at for i in range(len(is_result))])
+        exchanges.append(Exchange(before, tuple(kinds[i] for i in at), at))
+    return Split(tuple(exchanges), after, len(kinds))
 
 
-def _part(
-    program: core.ClosedJaxpr, outputs: Sequence[bool], kept: range
-) -> tuple[Part, list[bool]]:
-    """The part of a program that makes some of its outputs, and whether it reads each input; some inputs are kept in any case."""
-    _, reads = partial_eval.dce_jaxpr(program.jaxpr, outputs)
-    takes = [i in kept for i in range(len(reads))]
-    jaxpr, taken = partial_eval.dce_jaxpr(program.jaxpr, outputs, instantiate=takes)
-    inputs = tuple(i for i, is_taken in enumerate(taken) if is_taken and i not in kept)
-    return Part(core.ClosedJaxpr(jaxpr, program.consts), inputs), reads
+def _levels(jaxpr: core.Jaxpr, count: int) -> list[int]:
+    """The number of exchanges that each of those in a program depends on.
+
+    Args:
+      jaxpr: the program, whose first outputs go into the exchanges, and whose last inputs are their results.
+      count: how many.
+    """
+    brought = jaxpr.outvars[:count]
+    result_of = dict(zip(jaxpr.invars[len(jaxpr.invars) - count :], brought, strict=True))
+    found: dict[Any, int] = {}
+
+    def level(x: Any) -> int:
+        if isinstance(x, core.Literal):
+            return 0
+        # What goes into an exchange is computed before its result is read.
+        return level(result_of[x]) + 1 if x in result_of else found.get(x, 0)
+
+    for eqn in jaxpr.eqns:
+        highest = max(map(level, eqn.invars), default=0)
+        found.update((x, highest) for x in eqn.outvars)
+    return [level(x) for x in brought]
+
+
+def _part(program: core.ClosedJaxpr, outputs: Sequence[bool]) -> Part:
+    """The part of a program that makes some of its outputs."""
+    jaxpr, reads = partial_eval.dce_jaxpr(program.jaxpr, outputs)
+    reads_at = tuple(i for i, is_read in enumerate(reads) if is_read)
+    return Part(core.ClosedJaxpr(jaxpr, program.consts), reads_at)
 
 
 class _Run:
