@@ -3,9 +3,8 @@
 With several groups the experiment's state has a leading dimension of groups, since groups go separate ways.
 What is a replica's own has one of replicas after it, those of one slice after those of another.
 
-Where a learner's rule shards its update, a slot lies along `replica` in the dimension that is sharded, and so does
-a parameter that replicas hold in shards. A slot that has none is stored flattened and padded, which depends on the number of replicas; `Storage` gives
-it the shape that a checkpoint has, and takes it back.
+Where a learner's rule shards its update, a slot lies along `replica` in the dimension that is sharded, and so does a parameter
+that replicas hold in shards. A slot that has none is stored flattened and padded; `Storage` gives it a checkpoint's shape.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import contract, errors
+from xshard import contract, errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import within
@@ -158,7 +157,8 @@ def _build(
     init_key = jax.random.fold_in(root, _INIT)
     groups = mesh_lib.num_groups(mesh)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(init_key, jnp.arange(groups))
-    init = functools.partial(_init_group, experiment, mesh, example, all_slots)
+    on = logical.mesh_of(experiment.config, mesh)
+    init = functools.partial(_init_group, experiment, on, example, all_slots)
     dim = 0 if groups > 1 else None
     made = jax.vmap(init, dim, dim, mesh_lib.GROUP, groups)(keys if groups > 1 else keys[0])
     # A number of Python's has no type of its own, and a checkpoint's has one: the programs would differ.
@@ -176,7 +176,7 @@ def strong(x: Any) -> jax.Array:
 
 def _init_group(
     experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
+    mesh: mesh_lib.AnyMesh,
     example: Batch,
     all_slots: bool,
     key: jax.Array,
@@ -214,7 +214,7 @@ def _init_group(
 
 @functools.lru_cache(maxsize=4)
 def _jitted_init(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, all_slots: bool
+    experiment: experiment_lib.Experiment, mesh: Any, all_slots: bool
 ) -> Callable[..., Any]:
     """`experiment.init` on a replica. JAX keeps its trace, which the shapes, the shardings and the state itself share."""
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import carried, toy
+from tests import carried, quantized, toy
 from xshard import errors, evaluation, loop
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
@@ -40,9 +40,9 @@ def digest(tree):
     return found.hexdigest()
 
 
-def trajectory(devices, **changes):
+def trajectory(devices, of=None, **changes):
     """Checksums of all states, of what the steps log, and of an evaluation, of so many devices; and the skips."""
-    of = config(**changes)
+    of = of or config(**changes)
     experiment = experiment_lib.load(of.experiment)(of)
     mesh = experiment_lib.mesh_of(of, jax.devices()[:devices])
     batches = preflight.train_batches(experiment, mesh)
@@ -53,7 +53,7 @@ def trajectory(devices, **changes):
         state, metrics, _, begun = step(state, next(batches))
         states.append(digest(state))
         logged.append(digest((metrics, begun.values)))
-        skips += int(np.sum(metrics["skipped"]))
+        skips += int(np.sum(metrics.get("skipped", 0)))
     values = evaluation.Evaluation(experiment, mesh, of.eval_batch_size)(state)
     return states, logged, values, skips
 
@@ -71,6 +71,14 @@ def test_the_bits_do_not_depend_on_the_devices(changes, devices):
     assert 0 < first[-1] < _STEPS
     for other in others:
         assert other == first
+
+
+def test_an_exchange_may_depend_on_another():
+    # The codes are averaged over the replicas, and then the gradients.
+    of = quantized.get_config()
+    of.logical_replicas, of.reduction.arithmetic = _COUNT, "exact"
+    with jax.numpy_dtype_promotion("standard"):
+        assert trajectory(3, of) == trajectory(1, of)
 
 
 def test_slices_are_devices_like_others():

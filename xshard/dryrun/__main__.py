@@ -109,9 +109,8 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
     """
     chip, mesh, experiment, state, batch, result = prepare(config, topology)
     begin = time.monotonic()
-    lowered = preflight.jitted_step(experiment, mesh).lower(state, batch)
     try:
-        compiled = lowered.compile()
+        compiled = preflight.jitted_step(experiment, mesh).lower(state, batch).compile()
     except jax.errors.JaxRuntimeError as e:
         raise _compiler_error(e, result, state) from e
     result["compile_seconds"] = time.monotonic() - begin
@@ -124,7 +123,7 @@ def prepare(config: Any, topology: str) -> estimate.Prepared:
     _check(config)
     if config.get("logical_replicas"):
         raise errors.UserError(
-            f"logical_replicas={config.logical_replicas}: the dry run has one replica on each chip; set it to 0."
+            "The dry run has one replica on each chip: set logical_replicas to 0."
         )
     mesh = experiment_lib.mesh_of(config, _devices(topology, chip, config.slices))
     batches.check_train_batch(config.batch_size, mesh, config.micro_batches)

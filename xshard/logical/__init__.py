@@ -5,6 +5,6 @@ number of its devices. With exact sums it ends in the same bits on any number of
 """
 
 from xshard.logical.program import Mapped, Program
-from xshard.logical.replicas import Replicas, is_exact, of_config
+from xshard.logical.replicas import Replicas, is_exact, mesh_of, of_config
 
-__all__ = ["Mapped", "Program", "Replicas", "is_exact", "of_config"]
+__all__ = ["Mapped", "Program", "Replicas", "is_exact", "mesh_of", "of_config"]

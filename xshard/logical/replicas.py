@@ -97,6 +97,12 @@ def is_exact(config: ml_collections.ConfigDict) -> bool:
     return config.get("reduction", {}).get("arithmetic") == _EXACT
 
 
+def mesh_of(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> mesh_lib.AnyMesh:
+    """The mesh whose replicas an experiment sees: of logical ones, or the mesh of devices itself."""
+    replicas = of_config(config, mesh)
+    return mesh if replicas is None else replicas.mesh
+
+
 def _check_exact(reduction: Mapping[str, Any]) -> None:
     for key, only in _EXACT_ONLY_WITH.items():
         if reduction.get(key, only) != only:
