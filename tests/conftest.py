@@ -6,8 +6,10 @@ import signal
 
 import haiku as hk
 import jax
+import pytest
 
 import tests
+from tests import programs
 
 os.environ.setdefault("XLA_FLAGS", tests.XLA_FLAGS)
 jax.config.update("jax_num_cpu_devices", 8)
@@ -24,3 +26,10 @@ for number in signal.valid_signals():
         and signal.getsignal(number) == signal.SIG_IGN
     ):
         signal.signal(number, lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def shared_programs():
+    """Runs of one config share their programs: for tests of what runs do besides, of which each would trace them anew."""
+    with programs.shared():
+        yield

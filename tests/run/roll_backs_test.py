@@ -24,6 +24,8 @@ from xshard.metrics import log as log_lib
 from xshard.pod import notice
 from xshard.run import jumps, roll_backs
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 # Step 7 is in trouble, and step 8 that is made of batch 11 when the run has gone back to step 4.
 TWO = ((0, 7), (0, 11))
