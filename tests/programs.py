@@ -20,21 +20,26 @@ _MAKERS = (
 
 
 @contextlib.contextmanager
-def shared():
-    """Has runs of one config share their programs, which JAX then traces, lowers and loads once."""
+def shared(besides=()):
+    """Has runs of one config share their programs, which JAX then traces, lowers and loads once.
+
+    Args:
+      besides: keys of the config in which such runs may differ: those that only their data depend on.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for module, name in _MAKERS:
-            patch.setattr(module, name, _once(getattr(module, name)))
+            patch.setattr(module, name, _once(getattr(module, name), besides))
         yield
 
 
-def _once(make):
+def _once(make, besides):
     """The function, called once for each config, mesh and options."""
     made = {}
 
     @functools.wraps(make)
     def get(experiment, mesh, *args, **options):
-        config = experiment.config.to_json_best_effort()
+        config = experiment.config.to_dict().items()
+        config = repr([(name, value) for name, value in config if name not in besides])
         key = (type(experiment), config, mesh, *options.items())
         if key not in made:
             made[key] = make(experiment, mesh, *args, **options)
