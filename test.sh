@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every check: format, lint, types, tests, and the build. Where Bazel is installed it builds everything and
 # runs the tests, but for those that pytest has run before it: the optimizers', whose coverage is measured,
-# and those that read the whole source tree. Without Bazel pytest runs all of them.
+# and those that read the whole source tree. Without Bazel pytest runs all of them. Arguments are Bazel's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source ./environment.sh
@@ -35,7 +35,7 @@ if command -v bazel >/dev/null && [[ $PWD != *" "* ]]; then
     "--sandbox_writable_path=$JAX_COMPILATION_CACHE_DIR" --test_env=JAX_COMPILATION_CACHE_DIR \
     --test_env=JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS \
     --test_env=JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES \
-    --test_tag_filters=-measured,-source_tree --test_summary=short //...
+    --test_tag_filters=-measured,-source_tree --test_summary=short "$@" //...
 else
   echo "== bazel: not installed, or in a path with spaces, which it refuses; BUILD files not checked"
   stage tests "$python" -m pytest -q --cov --cov-report=term-missing

@@ -14,6 +14,8 @@ from xshard.metrics import writers
 from xshard.modes import follow
 from xshard.report import runs
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 

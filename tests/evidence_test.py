@@ -18,6 +18,8 @@ from xshard.checkpoint import store as store_lib
 from xshard.files import disk, workdir
 from xshard.modes import follow
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def make_config(directory="", **changes):
     config = toy.get_config()

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import pace, rows, toy
+from tests import pace, programs, rows, toy
 from tests.optimizers import harness
 from xshard import checkpoint, loop
 from xshard.files import workdir
@@ -616,17 +616,18 @@ def test_wherever_it_is_told_to_stop_or_save_it_ends_as_if_undisturbed(tmp_path,
     # Evaluations of two batches: a stop may come in the middle of one.
     config = make_config(steps=5, eval_every_steps=2, log_every_steps=1)
     with_checkpoint(config, every_steps=3, keep_best=3, best_metric="error", best_mode="min")
-    polls = disturbed(tmp_path / "not", config, 1000, kind)
-    assert polls == 5 + 2 + 2 + 2 and list(evaluated(tmp_path / "not")) == [2, 4, 5]
-    for at in range(1, polls + 1) if kind == notice.STOP else (1, 3, 8):
-        for again in (None, 1) if kind == notice.STOP else (None,):
-            directory = tmp_path / f"{at} {again}"
-            disturbed(directory, config, at, kind, again)
-            end = final_state(directory, config)
-            harness.assert_equal(end, final_state(tmp_path / "not", config))
-            assert rows.same_bits(directory) == rows.same_bits(tmp_path / "not"), (at, again)
-            assert evaluated(directory) == evaluated(tmp_path / "not"), (at, again)
-            assert rows.results(directory) == rows.results(tmp_path / "not"), (at, again)
+    with programs.shared():
+        polls = disturbed(tmp_path / "not", config, 1000, kind)
+        assert polls == 5 + 2 + 2 + 2 and list(evaluated(tmp_path / "not")) == [2, 4, 5]
+        end = final_state(tmp_path / "not", config)
+        for at in range(1, polls + 1) if kind == notice.STOP else (1, 3, 8):
+            for again in (None, 1) if kind == notice.STOP else (None,):
+                directory = tmp_path / f"{at} {again}"
+                disturbed(directory, config, at, kind, again)
+                harness.assert_equal(final_state(directory, config), end)
+                assert rows.same_bits(directory) == rows.same_bits(tmp_path / "not"), (at, again)
+                assert evaluated(directory) == evaluated(tmp_path / "not"), (at, again)
+                assert rows.results(directory) == rows.results(tmp_path / "not"), (at, again)
 
 
 def test_two_processes_do_not_share_a_directory(tmp_path):

@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 
-import numpy as np
-
 from tests import rows
+from tests.launch import harness
 
 EXPERIMENTS = (
     "configs/gan.py",
@@ -56,7 +55,7 @@ class Cell:
             # The launcher, and its processes.
             os.killpg(running.pid, signal.SIGKILL)
         assert "resumed from the checkpoint of step" in self._train("killed", processes=processes)
-        self._check_same("whole", "killed")
+        harness.assert_same_end(self._folder / "killed", self._folder / "whole", _STEPS)
 
     def moved(self):
         """Runs on 1 device, goes on with 8 and ends with 4: each step is made once."""
@@ -99,23 +98,6 @@ class Cell:
     def dry_run(self):
         """Compiles the step for a slice of TPUs."""
         self._call("xshard.dryrun", f"--config={self._config}", "--topology=v5e:2x4", "--json")
-
-    def _check_same(self, *directories):
-        whole, other = (self._folder / name for name in directories)
-        assert rows.same_bits(whole) == rows.same_bits(other)
-        assert rows.results(whole) == rows.results(other)
-        arrays = [self._arrays(directory) for directory in (whole, other)]
-        assert arrays[0].keys() == arrays[1].keys()
-        for name, array in arrays[0].items():
-            assert array.tobytes() == arrays[1][name].tobytes(), name
-
-    def _arrays(self, directory):
-        file = directory / "arrays.npz"
-        self._call(
-            "xshard.checkpoint", "export", f"{directory}/checkpoints", str(_STEPS), str(file)
-        )
-        with np.load(file) as arrays:
-            return dict(arrays)
 
     def _command(self, directory, *changes):
         options = (f"steps={_STEPS}", "log_every_steps=1", "eval_every_steps=8", "writers=('jsonl',)",

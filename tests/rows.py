@@ -2,8 +2,10 @@
 
 import json
 
-from xshard import loop
+from xshard import experiment as experiment_lib
+from xshard import state as state_lib
 from xshard.pod import notice
+from xshard.run import preflight, saving
 
 
 class Killed(BaseException):
@@ -52,5 +54,8 @@ def results(directory):
 
 def final_state(directory, config):
     """The state in its newest checkpoint."""
-    run = loop.Run(config, str(directory))
-    return run.checkpoints.manager.restore(run._target).state
+    experiment = experiment_lib.load(config.experiment)(config)
+    mesh = experiment_lib.mesh_of(config)
+    example = preflight.train_batches(experiment, mesh).example
+    target = state_lib.abstract_state(experiment, mesh, config.seed, example, whole=True)
+    return saving.manager(config, str(directory / "checkpoints")).restore(target).state

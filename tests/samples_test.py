@@ -16,6 +16,8 @@ from xshard.metrics import log as log_lib
 from xshard.metrics import writers
 from xshard.report import page, runs
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 ALL_OF_EACH = dict.fromkeys(("scalars", "images", "histograms", "tensors"), 0)
 
 

@@ -16,8 +16,8 @@ from tests import pace
 from tests.launch import harness
 
 COUNT = 4
-OPTIONS = ["--config.steps=400", "--config.log_every_steps=10", "--config.eval_every_steps=100",
-           "--config.checkpoint.every_steps=100", "--config.overflow_above=2.0"]  # fmt: skip
+OPTIONS = ["--config.steps=160", "--config.log_every_steps=10", "--config.eval_every_steps=80",
+           "--config.checkpoint.every_steps=80", "--config.overflow_above=2.0"]  # fmt: skip
 MPIRUN = ("--allow-run-as-root --oversubscribe --mca btl self,tcp --mca oob_tcp_if_include lo "
           "--mca btl_tcp_if_include lo")  # fmt: skip
 IDLE = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
@@ -159,7 +159,7 @@ def test_one_process_of_all_devices_ends_close_by(tmp_path, reference):
         harness.launch("--cpu_devices=8", command=command(tmp_path / "run"))
     )
     assert code == 0, output
-    left, right = (harness.final_state(d, 400) for d in (tmp_path / "run", reference))
+    left, right = (harness.final_state(d, 160) for d in (tmp_path / "run", reference))
     for name, array in left.items():
         # Not the same bits: between processes gloo adds the replicas' gradients in another order.
         np.testing.assert_allclose(array, right[name], rtol=1e-4, atol=1e-6, err_msg=name)
@@ -173,7 +173,7 @@ def test_mpirun_ends_in_the_same_bits(tmp_path, reference):
     )  # fmt: skip
     code, output = harness.finish(process)
     assert code == 0, output
-    harness.assert_same_end(tmp_path / "run", reference, 400)
+    harness.assert_same_end(tmp_path / "run", reference, 160)
 
 
 def test_slurm_requeues_a_job_that_is_told_to_stop_and_it_ends_in_the_same_bits(
@@ -182,7 +182,7 @@ def test_slurm_requeues_a_job_that_is_told_to_stop_and_it_ends_in_the_same_bits(
     directory = tmp_path / "run"
     with pace.slow(tmp_path / "slow", 20) as variables:
         job = submit(directory, {**slurm, **variables})
-        harness.wait_until(lambda: "step  20/400" in read(directory / "launch.log"))
+        harness.wait_until(lambda: "step  20/160" in read(directory / "launch.log"))
         # What Slurm sends at the time limit, too: a signal to the processes, not to the script.
         ask(slurm, "scancel", "--signal=TERM", job)
         harness.wait_until(lambda: "Restarts=1" in ask(slurm, "scontrol", "show", "job", job))
@@ -193,7 +193,7 @@ def test_slurm_requeues_a_job_that_is_told_to_stop_and_it_ends_in_the_same_bits(
     wait_for(job, slurm)
     assert "SIGTERM on process" in read(directory / "launch.log")
     assert "resumed from the checkpoint of step" in read(directory / "launch.log")
-    harness.assert_same_end(directory, reference, 400)
+    harness.assert_same_end(directory, reference, 160)
 
 
 def test_slurm_lists_and_kills(tmp_path, slurm):

@@ -17,7 +17,7 @@ from xshard.pod import handshake
 
 COUNT = 3
 # A run long enough to be disturbed.
-OPTIONS = ["--config.steps=150", "--config.log_every_steps=10", "--config.eval_every_steps=25",
+OPTIONS = ["--config.steps=100", "--config.log_every_steps=5", "--config.eval_every_steps=25",
            "--config.checkpoint.every_steps=20", "--config.overflow_above=2.0"]  # fmt: skip
 
 
@@ -34,10 +34,10 @@ def start(directory, *options, count=COUNT, flags=(), devices=2, **variables):
 
 @contextlib.contextmanager
 def disturbed(tmp_path, *options):
-    """The launcher of a run that has made 30 of its 150 steps, and is in no hurry to go on until the end."""
-    with pace.slow(tmp_path / "slow", 30) as variables:
+    """The launcher of a run that has made some of its 100 steps, and is in no hurry to go on until the end."""
+    with pace.slow(tmp_path / "slow", 15) as variables:
         process = start(tmp_path / "run", *options, **variables)
-        harness.read_until(process, "step  30/150")
+        harness.read_until(process, "/100 ")
         yield process
 
 
@@ -55,24 +55,30 @@ def undisturbed(tmp_path_factory):
 
 def test_an_undisturbed_pod(undisturbed):
     rows = harness.status(undisturbed)
-    assert [(row["doing"], row["step"]) for row in rows] == [("done", 150)] * COUNT
+    assert [(row["doing"], row["step"]) for row in rows] == [("done", 100)] * COUNT
     # Process 0 prints for all; what the others print is in their logs.
     for index in range(1, COUNT):
-        assert "step 150/150" in (undisturbed / "logs" / f"process_{index}.log").read_text()
+        assert "step 100/100" in (undisturbed / "logs" / f"process_{index}.log").read_text()
 
 
-def test_sigterm_to_one_process_stops_all_at_one_step_and_the_next_start_goes_on(
+def test_sigterm_to_one_process_stops_all_at_one_step_and_kill_9_of_one_ends_all(
     tmp_path, undisturbed
 ):
+    index = random.Random(0).randrange(1, COUNT)
     with disturbed(tmp_path) as process:
         os.kill(pid_of(tmp_path / "run", 1), signal.SIGTERM)
         line = harness.read_until(process, "stopped at step")
-    assert line.startswith("[0] SIGTERM on process 1 on ")
-    assert "starting it again" in harness.read_until(process, "launch: ")
+        assert line.startswith("[0] SIGTERM on process 1 on ")
+        assert "starting it again" in harness.read_until(process, "launch: ")
+        step = line.split("stopped at step ")[1].split(",")[0]
+        harness.read_until(process, f"resumed from the checkpoint of step {step}")
+        harness.read_until(process, "/100 ")
+        os.kill(pid_of(tmp_path / "run", index), signal.SIGKILL)
+        line = harness.read_until(process, "launch: ")
+    assert f"process {index} of 3 was ended by SIGKILL" in line and "failure 1 of 3" in line
     code, output = harness.finish(process)
-    step = line.split("stopped at step ")[1].split(",")[0]
-    assert code == 0 and f"resumed from the checkpoint of step {step}" in output
-    harness.assert_same_end(tmp_path / "run", undisturbed, 150)
+    assert code == 0 and "resumed from the checkpoint of step" in output
+    harness.assert_same_end(tmp_path / "run", undisturbed, 100)
 
 
 SHARDED = ["--config.experiment=tests.toy.Wide", "--config.hidden=20", "--config.slices=2",
@@ -89,7 +95,7 @@ def test_a_pod_with_a_sharded_update_and_int8_between_slices_goes_on_to_the_same
     assert line.startswith("[0] SIGHUP on process 2 on ")
     code, output = harness.finish(process)
     assert code == 0 and "resumed from the checkpoint of step" in output
-    harness.assert_same_end(tmp_path / "run", undisturbed, 150)
+    harness.assert_same_end(tmp_path / "run", undisturbed, 100)
 
 
 def knows_token(port, token):
@@ -125,17 +131,6 @@ def test_one_that_waits_for_the_others_knows_the_token_and_hears_signals(tmp_pat
     assert "nothing was trained" in output and not (tmp_path / "run").exists()
 
 
-def test_kill_9_of_one_process_and_the_pod_is_started_again(tmp_path, undisturbed):
-    index = random.Random(0).randrange(1, COUNT)
-    with disturbed(tmp_path) as process:
-        os.kill(pid_of(tmp_path / "run", index), signal.SIGKILL)
-        line = harness.read_until(process, "launch: ")
-    assert f"process {index} of 3 was ended by SIGKILL" in line and "failure 1 of 3" in line
-    code, output = harness.finish(process)
-    assert code == 0 and "resumed from the checkpoint of step" in output
-    harness.assert_same_end(tmp_path / "run", undisturbed, 150)
-
-
 def test_the_others_say_that_the_process_that_coordinates_is_gone(tmp_path):
     address = f"127.0.0.1:{harness.free_port()}"
     place = [f"--coordinator_address={address}", f"--num_processes={COUNT}", "--cpu_devices=2"]
@@ -158,21 +153,15 @@ def test_the_others_say_that_the_process_that_coordinates_is_gone(tmp_path):
             assert code == 1 and re.search(said, output, re.MULTILINE), output
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
-def test_the_launcher_passes_signals_on_and_starts_no_more(tmp_path, undisturbed, numbers):
-    with disturbed(tmp_path) as process:
-        for number in numbers:
-            process.send_signal(number)
-        code, output = harness.finish(process)
-    assert code == (130 if signal.SIGINT in numbers else 42), output
-    assert "stopped at step" in output and "launch:" not in output
-    code, output = harness.finish(start(tmp_path / "run"))
-    assert code == 0, output
-    harness.assert_same_end(tmp_path / "run", undisturbed, 150)
-
-
-def test_a_launcher_that_is_killed_leaves_a_saved_run(tmp_path, undisturbed):
+def test_what_stops_the_launcher_leaves_a_saved_run_and_starts_no_more(tmp_path, undisturbed):
     directory = tmp_path / "run"
+    for numbers, expected in (((signal.SIGTERM, signal.SIGTERM), 42), ((signal.SIGINT,), 130)):
+        with disturbed(tmp_path) as process:
+            for number in numbers:
+                process.send_signal(number)
+            code, output = harness.finish(process)
+        assert code == expected, output
+        assert "stopped at step" in output and "launch:" not in output
     with disturbed(tmp_path) as process:
         process.kill()
         process.stdout.close()
@@ -181,25 +170,17 @@ def test_a_launcher_that_is_killed_leaves_a_saved_run(tmp_path, undisturbed):
         harness.wait_until(
             lambda: {row["doing"] for row in harness.status(directory)} == {"stopped"}
         )
-    code, output = harness.finish(start(directory))
-    assert code == 0, output
-    harness.assert_same_end(directory, undisturbed, 150)
-
-
-def test_a_stop_file_rests_the_run_until_it_is_gone(tmp_path):
-    directory = tmp_path / "run"
     with disturbed(tmp_path) as process:
         (directory / "STOP").touch()
         code, output = harness.finish(process)
     assert code == 42 and f"not started again: {directory / 'STOP'} is there" in output
+    # It rests until the file is gone.
     code, output = harness.finish(start(directory))
     assert code == 42 and "stopped before the first step" in output
     (directory / "STOP").unlink()
-    with pace.slow(tmp_path / "slow", 0) as variables:
-        process = start(directory, **variables)
-        assert "resumed" in harness.read_until(process, "resumed from the checkpoint")
-        process.terminate()
-        assert harness.finish(process)[0] == 42
+    code, output = harness.finish(start(directory))
+    assert code == 0 and "resumed from the checkpoint" in output, output
+    harness.assert_same_end(directory, undisturbed, 100)
 
 
 def test_what_fails_on_one_process_ends_all_and_is_said_last(tmp_path):

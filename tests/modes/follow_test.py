@@ -15,6 +15,8 @@ from xshard.metrics import terminal
 from xshard.modes import follow
 from xshard.pod import notice
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def make_config(**options):
     config = toy.get_config()

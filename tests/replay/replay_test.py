@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import toy
+from tests import programs, toy
 from tests.replay import planted
 from xshard import loop
 from xshard.replay import __main__ as program
@@ -28,14 +28,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("example", [0, 37, 64, 127])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_planted_fault_is_named(tmp_path, kind, example):
-    fault = planted.Fault(kind, example=example, **KINDS[kind])
-    planted.train(fault, tmp_path)
-    before = contents(tmp_path)
-    assert not planted.wrong(fault, tmp_path)
-    assert contents(tmp_path) == before
+def test_a_planted_fault_is_named(tmp_path, kind):
+    with programs.shared(besides=("example",)):
+        for example in (0, 37, 64, 127):
+            fault = planted.Fault(kind, example=example, **KINDS[kind])
+            directory = tmp_path / str(example)
+            planted.train(fault, directory)
+            before = contents(directory)
+            assert not planted.wrong(fault, directory), fault
+            assert contents(directory) == before
 
 
 def test_of_what_each_platform_does_in_its_way_the_fault_is_named(tmp_path):

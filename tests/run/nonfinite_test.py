@@ -25,6 +25,8 @@ from xshard.optimizers import inspection, phases
 from xshard.pod import notice
 from xshard.run import nonfinite
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 PARAMS = ["mlp/~/linear_0/b", "mlp/~/linear_0/w", "mlp/~/linear_1/b", "mlp/~/linear_1/w"]
 

@@ -25,6 +25,8 @@ from xshard.pod import notice
 from xshard.replay import past
 from xshard.run import history, jumps, replication, roll_backs
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 # Step 7 is in trouble, and step 8 that is made of batch 11 when the run has gone back to step 4.
 TWO = ((0, 7), (0, 11))
