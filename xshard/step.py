@@ -90,7 +90,7 @@ def make_watched_step(
 def on_replicas(
     experiment: experiment_lib.Experiment, mesh: Any
 ) -> Callable[[TrainState, Batch], logical.Mapped]:
-    """What each replica of a mesh does in a step of `make_watched_step`, given the step's arguments."""
+    """The share of each replica of a mesh in a step of `make_watched_step`, given the step's arguments."""
     grouped = mesh_lib.num_groups(mesh) > 1
     rules = experiment.sharding_rules()
     every = experiment.config.get("fingerprint_every_steps", 0)
@@ -156,7 +156,7 @@ def make_eval_step(
 def evaluation_on_replicas(
     experiment: experiment_lib.Experiment, mesh: Any
 ) -> Callable[..., logical.Mapped]:
-    """What each replica of a mesh does in an evaluation of `make_eval_step`, given its arguments with a whole state."""
+    """The share of each replica of a mesh in an evaluation of `make_eval_step`, given its arguments with a whole state."""
     grouped = mesh_lib.num_groups(mesh) > 1
     rules = experiment.sharding_rules()
 

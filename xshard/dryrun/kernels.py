@@ -1,4 +1,4 @@
-"""What a TPU's kernels in a compiled program cost: of a kernel the program says what it reads and writes, not what it computes.
+"""The cost of a TPU's kernels in a compiled program, which says what a kernel reads and writes, not what it computes.
 
 Counted are those of JAX's splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`), told by their names, where
 the name scope `causal` around them says which of the scores there are.

@@ -56,7 +56,7 @@ class Mapped(NamedTuple):
 
 
 class Program:
-    """What `jax.jit` makes of a function of all replicas, on logical ones."""
+    """A function of all replicas, run on logical ones; called, traced and lowered as what `jax.jit` returns."""
 
     def __init__(
         self, what: str, mapped: Callable[..., Mapped], replicas: Replicas, **options: Any
@@ -89,13 +89,13 @@ class Program:
         )
 
     def lower(self, *args: Any) -> "Lowered":
-        """What `compile` compiles for such arguments, as of `jax.jit(...).lower(...)`."""
+        """The programs for such arguments, to be compiled."""
         program = self._of(args)
         program.is_compiled = True
         return Lowered(program.lower(args))
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
+        """The result of the function."""
         program = self._of(args)
         if not program.is_compiled:
             self.lower(*args).compile()
@@ -196,13 +196,13 @@ class _Parts:
         return self._join(jax.tree.unflatten(self._out_tree, outputs))
 
     def divide(self, batch: Any, numbers: Any) -> Any:
-        """What each replica of a device has of the batch, and its number."""
+        """The part of the batch of each replica of a device, with its number."""
         count = self._replicas.rounds
         of = lambda i, x: x.reshape(count, -1, *x.shape[1:])[i]
         return [jax.tree.map(lambda x, i=i: of(i, x), (batch, numbers)) for i in range(count)]
 
     def before(self, at: int, state: Any, results: Any, own: Any) -> list[jax.Array]:
-        """What a replica brings to an exchange, of its part of the batch and its number, which are its own."""
+        """Computes what a replica brings to an exchange, of its part of the batch and its number, which are its own."""
         batch, number = own
         values = [*self.inputs.joined(state, batch), number[0], *self._values(results)]
         return [x[None] for x in self.split.exchanges[at].before(values)]
@@ -251,7 +251,7 @@ class _One:
         return parts.after(state, results)
 
     def lower(self, args: Any) -> list[Any]:
-        """What is to be compiled."""
+        """The program, to be compiled."""
         parts = self._parts
         return [self._jitted.lower(*parts.inputs.parted(args), parts.shape_of_numbers)]
 
@@ -280,7 +280,7 @@ class _Apart:
         self._after = jax.jit(after.on(on), **options)
 
     def lower(self, args: Any) -> list[Any]:
-        """What is to be compiled, in the order in which it is run."""
+        """The programs, to be compiled, in the order in which they are run."""
         parts, results = self._parts, dict[int, Any]()
         state, batch = parts.inputs.parted(args)
         programs = [self._divide.lower(batch, parts.shape_of_numbers)]

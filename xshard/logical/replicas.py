@@ -1,4 +1,4 @@
-"""How logical replicas lie on the devices of a mesh."""
+"""Logical replicas, and their places on the devices of a mesh."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class Replicas:
         return mesh_lib.abstract(mesh_lib.num_groups(self.on), self.count)
 
     def of_devices(self, table: np.ndarray) -> np.ndarray:
-        """What the replicas of a group have, along the third dimension, as one of each device's has it.
+        """A table with one replica of each device, from one with all replicas of a group along the third dimension.
 
         Those without a replica have it of the last one, whose state they hold.
         """

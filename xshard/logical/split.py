@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What the replicas exchange at a time.
+    """Arrays that the replicas exchange at a time.
 
     Attributes:
       before: makes what a replica brings.

@@ -29,7 +29,7 @@ def combine(
     *,
     exact: bool,
 ) -> list[jax.Array]:
-    """What the replicas of a group exchange, on each device alike; to be called in a `jax.shard_map` over them.
+    """The results of an exchange of a group's replicas, on each device alike; to be called in a `jax.shard_map` over them.
 
     Args:
       kinds: of each array one of `split.COLLECTIVES`.

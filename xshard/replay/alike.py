@@ -158,7 +158,7 @@ def _without_near(
 
 
 def _near(here: Any, there: Any, tolerance: float, largest: float = 0.0) -> Any:
-    """What is here, where what is there is near it; else what is there. Each item of lists and dictionaries by itself."""
+    """Takes from here what is near what is there, else what is there; of each item of lists and dictionaries by itself."""
     if isinstance(here, dict) and isinstance(there, dict):
         return {name: _near(here.get(name), x, tolerance) for name, x in there.items()}
     if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):

@@ -117,7 +117,7 @@ def backed_off(
 
 
 def scales(target: state_lib.TrainState) -> Iterator[bool]:
-    """Whether each state of a rule's is a factor of updates."""
+    """Yields, of each state of a rule, whether it is a factor of updates."""
     for learner in state_lib.learners(target).values():
         for arrays in learner.opt_state.values():
             yield from map(back_off.is_scale, arrays)

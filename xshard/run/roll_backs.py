@@ -77,7 +77,7 @@ class RollBacks:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the run goes back for any reason, so that it is to have a checkpoint from its first step on."""
+        """Returns whether the run goes back for any reason, so that it is to have a checkpoint from its first step on."""
         return bool(self._reasons)
 
     def begin(self) -> None:
