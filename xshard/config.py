@@ -261,7 +261,8 @@ KEYS = (
     Key(
         "reduction.arithmetic",
         "float",
-        "How logical replicas add up: 'float', or 'exact', which gives the same bits on any number of devices.",
+        "How logical replicas add up: 'float'; 'exact', which gives the same bits on any number of devices; or 'exact_wide', "
+        "which keeps small numbers beside large ones, and sends twice the bytes.",
         may_change=True,
     ),
     Key("reduction.shard_params", False, "The same of the parameters themselves.", may_change=True),

@@ -12,7 +12,7 @@ from xshard import mesh as mesh_lib
 from xshard.logical import sums
 
 
-def combine(arrays, devices, kind="psum", count=None):
+def combine(arrays, devices, kind="psum", count=None, limbs=1):
     """What replicas with these values exchange on so many devices, as the first device has it; all have the same."""
     mesh = mesh_lib.make_mesh(devices=jax.devices()[:devices])
     count = len(arrays) if count is None else count
@@ -24,7 +24,7 @@ def combine(arrays, devices, kind="psum", count=None):
     numbers = np.arange(len(held))
 
     def local(held, numbers):
-        (made,) = sums.combine([kind], [[x] for x in held], numbers < count, count, exact=True)
+        (made,) = sums.combine([kind], [[x] for x in held], numbers < count, count, limbs)
         return made[None]
 
     spec = jax.P(mesh_lib.BATCH)
@@ -46,16 +46,26 @@ def test_neither_the_order_nor_the_devices_show():
         assert combine(x[list(order)], devices).tobytes() == expected
 
 
+@pytest.mark.parametrize("limbs", [1, 2])
 @pytest.mark.parametrize("count", [1, 5, 64, 1024])
-def test_what_is_lost_is_half_a_step_for_each_replica(count):
+def test_what_is_lost_is_half_a_step_for_each_replica(count, limbs):
     x = values(count)
     largest = np.abs(x).max()
     bits = 30 - (count - 1).bit_length()
-    step = 2.0 ** (np.frexp(largest)[1] - bits)
+    step = 2.0 ** (np.frexp(largest)[1] - limbs * bits)
     true = x.astype(np.float64).sum(axis=0)
-    # And the one rounding to float32.
-    allowed = count * step / 2 + np.abs(true) * 2.0**-24
-    assert np.all(np.abs(combine(x, 4) - true) <= allowed)
+    # And a rounding to float32: of each integer, and of what they add up to.
+    allowed = count * step / 2 + np.abs(true) * limbs * 2.0**-24
+    assert np.all(np.abs(combine(x, 4, limbs=limbs) - true) <= allowed)
+    assert combine(x[::-1], 3, limbs=limbs).tobytes() == combine(x, 4, limbs=limbs).tobytes()
+
+
+def test_two_integers_keep_what_is_small_beside_what_is_large():
+    x = np.float32([[1e6, 3e-7], [2e6, 1e-7]])
+    lost, kept = combine(x, 2), combine(x, 2, limbs=2)
+    assert lost[1] == 0
+    # Half a unit of each: 2**-58 of the power of two above the largest.
+    np.testing.assert_allclose(kept, x.sum(axis=0), rtol=0, atol=2.0 ** (21 - 58))
 
 
 def test_powers_of_two_are_summed_without_loss():

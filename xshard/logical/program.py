@@ -105,7 +105,7 @@ class Program:
         key = jax.tree.structure(args), *(jnp.shape(x) for x in jax.tree.leaves(args))
         if key not in self._built:
             parts = _Parts(self._what, self._mapped(*args), self._replicas, args)
-            kind = _Apart if self._replicas.is_exact else _One
+            kind = _Apart if self._replicas.limbs else _One
             self._built[key] = kind(parts, **self._options)
         return self._built[key]
 
@@ -212,9 +212,9 @@ class _Parts:
         # Without the dimension of places, of which there is one on a device.
         held = [[x[0] for x in of_round] for of_round in brought]
         is_one = jnp.concatenate(numbers) < self._replicas.count
-        count, exact = self._replicas.count, self._replicas.is_exact
+        count, limbs = self._replicas.count, self._replicas.limbs
         exchange = self.split.exchanges[at]
-        made = sums.combine(exchange.kinds, held, is_one, count, exact=exact)
+        made = sums.combine(exchange.kinds, held, is_one, count, limbs)
         if self._grouped:
             made = [x[None] for x in made]
         return dict(zip(exchange.results, made, strict=True))

@@ -1,8 +1,6 @@
 """Logical replicas, and their places on the devices of a mesh."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import ml_collections
@@ -11,7 +9,8 @@ import numpy as np
 from xshard import errors
 from xshard import mesh as mesh_lib
 
-_EXACT = "exact"
+# The integers by which a number is added up, by `reduction.arithmetic`.
+_LIMBS = {"exact": 1, "exact_wide": 2}
 
 
 _EXACT_ONLY_WITH = {
@@ -32,12 +31,12 @@ class Replicas:
     Attributes:
       count: the number of logical replicas of a group.
       on: the mesh of devices.
-      is_exact: whether what they sum is free of the order of the sum.
+      limbs: the integers by which they add up a number, so that the order of a sum does not show; 0: as float.
     """
 
     count: int
     on: jax.sharding.Mesh
-    is_exact: bool
+    limbs: int
 
     @property
     def rounds(self) -> int:
@@ -78,7 +77,7 @@ def of_config(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Rep
     if not count:
         if is_exact(config):
             raise errors.UserError(
-                "reduction.arithmetic='exact' makes the bits of a run free of the number of its devices; give the number of "
+                f"reduction.arithmetic={config.reduction.arithmetic!r} makes the bits of a run free of the number of its devices; give the number of "
                 f"replicas that it is computed on instead, as in --config.logical_replicas={mesh_lib.num_replicas(mesh)}."
             )
         return None
@@ -89,12 +88,16 @@ def of_config(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Rep
         )
     if is_exact(config):
         _check_exact(config.reduction)
-    return Replicas(count, mesh, is_exact(config))
+    return Replicas(count, mesh, _limbs(config))
 
 
 def is_exact(config: ml_collections.ConfigDict) -> bool:
     """Returns whether a config asks for sums that are free of their order."""
-    return config.get("reduction", {}).get("arithmetic") == _EXACT
+    return _limbs(config) > 0
+
+
+def _limbs(config: ml_collections.ConfigDict) -> int:
+    return _LIMBS.get(config.get("reduction", {}).get("arithmetic"), 0)
 
 
 def mesh_of(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> mesh_lib.AnyMesh:
@@ -103,10 +106,10 @@ def mesh_of(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> mesh_
     return mesh if replicas is None else replicas.mesh
 
 
-def _check_exact(reduction: Mapping[str, Any]) -> None:
+def _check_exact(reduction: ml_collections.ConfigDict) -> None:
     for key, only in _EXACT_ONLY_WITH.items():
         if reduction.get(key, only) != only:
             raise errors.UserError(
-                f"reduction.{key}={reduction[key]!r} cannot be used with reduction.arithmetic='exact', which adds up whole "
+                f"reduction.{key}={reduction[key]!r} cannot be used with reduction.arithmetic={reduction.arithmetic!r}, which adds up whole "
                 f"arrays of float32, the same on all replicas: set it to {only!r}, or arithmetic to 'float'."
             )

@@ -2,7 +2,8 @@
 
 Exact sums are of integers, whose sum has no order: each array is rounded to multiples of a power of two that all replicas
 share, small enough for the largest magnitude among them. With n replicas 30 - log2(n) bits are left of that, rounded up:
-23 for 128, where a float32 has 24. The rest is exact: scaling by a power of two, and the one rounding to float32 at the end.
+23 for 128, where a float32 has 24. What is lost may be added up as a second integer. All else is exact: scaling by a power of
+two, and what rounding to an integer leaves; but for the rounding to float32 at the end.
 """
 
 import functools
@@ -16,8 +17,8 @@ from jax import lax
 from xshard import mesh as mesh_lib
 from xshard.logical import split
 
-# Below 2**-96 a power of two times 2**30, and its inverse, would not be a float32 of full precision.
-_LEAST_EXPONENT = -96
+# Of the least power of two that is a float32 of full precision.
+_LEAST_EXPONENT = -126
 _BITS = 30
 
 
@@ -26,8 +27,7 @@ def combine(
     brought: Sequence[Sequence[jax.Array]],
     is_one: jax.Array,
     count: int,
-    *,
-    exact: bool,
+    limbs: int,
 ) -> list[jax.Array]:
     """The results of an exchange of a group's replicas, on each device alike; to be called in a `jax.shard_map` over them.
 
@@ -36,29 +36,30 @@ def combine(
       brought: for each place on the device the arrays that the replica at it brings.
       is_one: for each place whether there is a replica at it.
       count: the replicas of a group.
-      exact: whether sums of floating-point numbers are free of their order.
+      limbs: the integers by which a floating-point number is added up, so that the order does not show; 0: none.
     """
     made: list[Any] = [None] * len(kinds)
     exactly = []
     for i, (kind, *held) in enumerate(zip(kinds, *brought, strict=True)):
         if kind != split.SUM:
             made[i] = _extreme(kind, held, is_one)
-        elif exact and jnp.issubdtype(held[0].dtype, jnp.floating):
+        elif limbs and jnp.issubdtype(held[0].dtype, jnp.floating):
             exactly.append(i)
         else:
             made[i] = lax.psum(_added(_where(is_one, held)), mesh_lib.REPLICAS)
     wide = [_where(is_one, [of[i].astype(jnp.float32) for of in brought]) for i in exactly]
-    for i, total in zip(exactly, _exact_sums(wide, count), strict=True):
+    for i, total in zip(exactly, _exact_sums(wide, count, limbs), strict=True):
         made[i] = total.astype(brought[0][i].dtype)
     return made
 
 
-def _exact_sums(brought: Sequence[list[jax.Array]], count: int) -> list[jax.Array]:
+def _exact_sums(brought: Sequence[list[jax.Array]], count: int, limbs: int) -> list[jax.Array]:
     """The sums of float32 arrays over all replicas; NaN where some element of an array is not finite.
 
     Args:
       brought: of each array those of the replicas of a device.
       count: the replicas of a group.
+      limbs: the integers for each element.
     """
     if not brought:
         return []
@@ -67,17 +68,31 @@ def _exact_sums(brought: Sequence[list[jax.Array]], count: int) -> list[jax.Arra
     # NaN is larger than all numbers here, too.
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf)
     largest = lax.pmax(largest, mesh_lib.REPLICAS)
-    exponents = _exponent(largest)
-    up, down = _power(bits - exponents), _power(exponents - bits)
-    scaled = [
-        _added([jnp.round(x * up[i]).astype(jnp.int32) for x in held])
-        for i, held in enumerate(brought)
-    ]
-    sums = lax.psum(scaled, mesh_lib.REPLICAS)
-    finite = jnp.isfinite(largest)
+    exponents = _exponent(largest, _LEAST_EXPONENT + limbs * bits)
+    summands = []
+    for exponent, held in zip(exponents, brought, strict=True):
+        of_replicas = [_integers(x * _power(bits - exponent), bits, limbs) for x in held]
+        summands.append([_added(limb) for limb in zip(*of_replicas, strict=True)])
+    sums = lax.psum(summands, mesh_lib.REPLICAS)
     return [
-        jnp.where(finite[i], x.astype(jnp.float32) * down[i], jnp.nan) for i, x in enumerate(sums)
+        jnp.where(jnp.isfinite(x), _float(limb_sums, exponent, bits), jnp.nan)
+        for x, limb_sums, exponent in zip(largest, sums, exponents, strict=True)
     ]
+
+
+def _integers(x: jax.Array, bits: int, limbs: int) -> list[jax.Array]:
+    """Integers, each a multiple of 2**-bits of the one before, which together are near a float32 array."""
+    whole = jnp.round(x)
+    rest = _integers((x - whole) * 2.0**bits, bits, limbs - 1) if limbs > 1 else []
+    return [whole.astype(jnp.int32), *rest]
+
+
+def _float(limbs: Sequence[jax.Array], exponent: jax.Array, bits: int) -> jax.Array:
+    """The float32 array of such integers, the first of which counts 2**(exponent - bits)."""
+    units = [_power(exponent - bits * (i + 1)) for i in range(len(limbs))]
+    # The least first, so that little of it is lost.
+    parts = [x.astype(jnp.float32) * unit for x, unit in zip(limbs, units, strict=True)]
+    return _added(parts[::-1])
 
 
 def _added(held: Sequence[jax.Array]) -> jax.Array:
@@ -89,10 +104,10 @@ def _largest(held: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.maximum, map(jnp.abs, held))
 
 
-def _exponent(x: jax.Array) -> jax.Array:
-    """The least n, from `_LEAST_EXPONENT`, for which x < 2**n; for what is not finite any."""
+def _exponent(x: jax.Array, least: int) -> jax.Array:
+    """The least n, from `least`, for which x < 2**n; for what is not finite any."""
     biased = lax.bitcast_convert_type(x, jnp.int32) >> 23
-    return jnp.clip(biased - 126, _LEAST_EXPONENT, 128)
+    return jnp.clip(biased - 126, least, 128)
 
 
 def _power(exponent: jax.Array) -> jax.Array:

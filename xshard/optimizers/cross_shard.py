@@ -97,7 +97,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             a gradient is) or 'bfloat16', which halves the bytes.
           slice_dtype: the same for `slice_axis_name`; also 'int8', where what is lost to rounding is
             kept and added to the next step's gradients.
-          arithmetic: 'float'; or 'exact', for a run with `config.logical_replicas`, which sees to it.
+          arithmetic: 'float'; or 'exact', 'exact_wide', for a run with `config.logical_replicas`, which sees to it.
           shard_update: whether each replica updates its shard of each array, and holds the slots of that
             shard only; the shards of the new parameters are then gathered.
           shard_params: whether it holds only its shard of the parameters between steps, too, and a network gathers
@@ -131,7 +131,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.reduction = Reduction(reduction)
         self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
         self.slice_dtype = _check_dtype("slice_dtype", slice_dtype, ("float32", "bfloat16", "int8"))
-        self._needs_run = _check_dtype("arithmetic", arithmetic, ("float", "exact")) == "exact"
+        allowed = ("float", "exact", "exact_wide")
+        self._needs_run = _check_dtype("arithmetic", arithmetic, allowed) != "float"
         self.group_assignment = mesh.check_groups(group_assignment)
         self._check_axes()
 
@@ -205,7 +206,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
         if self._needs_run:
             raise ValueError(
-                "arithmetic='exact' is for a run, whose step is split where replicas add up; elsewhere take 'float'."
+                "An exact arithmetic is for a run, whose step is split where replicas add up; elsewhere take 'float'."
             )
         if {self.reduce_dtype, self.slice_dtype} != {"float32"}:
             shards.check_real(grads, self.reduce_dtype, self.slice_dtype)
