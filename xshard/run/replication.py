@@ -166,10 +166,7 @@ class Watch:
         """Says what has parted, and where; on all processes alike."""
         state = self._newest
         assert state is not None
-        table = np.asarray(mesh_lib.replicate(self._mesh, found.table))
-        if self._replicas is not None and table.shape[-4:-2] != self._mesh.devices.shape[1:3]:
-            table = self._replicas.of_devices(table.reshape(-1, *table.shape[-4:]))
-        parted = self._parted(state, table)
+        parted = self._parted(state, found.table)
         listed = "; ".join(f"{name}: {text}" for name, texts in parted.items() for text in texts)
         return (
             f"After step {step} the replicas hold different bits of {self._paths(state)} "
@@ -191,6 +188,9 @@ class Watch:
         """The arrays that have parted, by name, and where."""
         cells = fingerprint.cells(self._experiment, self._mesh, state, each=each)
         held = np.asarray(mesh_lib.replicate(self._mesh, table))
+        if self._replicas is not None and held.shape[-4:-2] != self._mesh.devices.shape[1:3]:
+            # As the step has found it, of logical replicas.
+            held = self._replicas.of_devices(held.reshape(-1, *held.shape[-4:]))
         held = held.reshape(*self._mesh.devices.shape[:3], len(cells), 2)
         parted: dict[str, list[str]] = {}
         for index, cell in enumerate(cells):
