@@ -28,6 +28,8 @@ VARIANTS = [
     {"model_parallel": 2},
 ]
 
+LOGICAL = {"logical_replicas": 16, "reduction.arithmetic": "exact", "eval_batch_size": 16}
+
 
 class Believed(toy.Wide):
     """Declares equal what is not: a number of its state, or what a rule of its own draws."""
@@ -105,6 +107,7 @@ def test_nothing_parted_is_saved_however_rarely_steps_are_compared(tmp_path, eve
         ("opt_state/adam/0/mu/linear/w", "slots", {}),
         ("net_state/~/mean", "net_state", {}),
         ("params/linear/w", "params", {"fingerprint_every_steps": 4}),
+        ("params/linear/w", "params", LOGICAL),
     ],
 )
 def test_a_flipped_bit_is_named_within_two_steps(tmp_path, monkeypatch, name, kind, variant):
