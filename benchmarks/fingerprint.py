@@ -6,8 +6,6 @@ The model is that of `benchmarks.step` with AdamW's two slots for each parameter
 examples: where a step takes longer for as much state, the part is smaller.
 """
 
-import functools
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +13,6 @@ import jax
 from absl import app, flags
 
 from benchmarks import measure, models
-from tests import toy
-from xshard import experiment as experiment_lib
-from xshard import state as state_lib
-from xshard.run import preflight
 
 _ROUNDS = flags.DEFINE_integer("rounds", 21, "How often each side is timed.", 1)
 _STEPS = flags.DEFINE_integer("steps", 40, "Of a turn.", 1)
@@ -39,48 +33,20 @@ class Wide(models.Wide):
         return super().forward({"x": x}, is_training=is_training)
 
 
-class Side:
-    """A run's step, with a fingerprint in each so many steps."""
-
-    def __init__(self, size: models.Size, every: int):
-        """Compiles."""
-        config = toy.get_config()
-        config.update({"width": size.width, "layers": size.layers, "examples": 4 * size.batch})
-        config.update({"batch_size": size.batch, "fingerprint_every_steps": every})
-        experiment = Wide(config)
-        mesh = experiment_lib.mesh_of(config)
-        train = preflight.train_batches(experiment, mesh)
-        self._batch = next(train)
-        self._step = preflight.jitted_step(experiment, mesh)
-        self._state = state_lib.init(experiment, mesh, 0, train.example)
-        self.seconds(1)
-
-    def seconds(self, steps: int) -> float:
-        """Those of a step, each waited for."""
-        begin = time.perf_counter()
-        for _ in range(steps):
-            self._state, *rest = self._step(self._state, self._batch)
-            jax.block_until_ready((self._state, rest))
-        return (time.perf_counter() - begin) / steps
-
-
 def compare() -> Iterator[measure.Row]:
     """The rows."""
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
+    key = "fingerprint_every_steps"
+    names = {0: "none", 1: "each step", 10: "each 10 steps"}
     for name in _SIZES.value:
         size = models.sizes()[name]
-        names = {0: "none", 1: "each step", 10: "each 10 steps"}
-        sides = {
-            title: functools.partial(Side(size, every).seconds, _STEPS.value)
-            for every, title in names.items()
-        }
-        seconds = measure.in_turn(sides, _ROUNDS.value)
+        sides = {title: models.RunStep(Wide, size, {key: every}) for every, title in names.items()}
+        seconds = models.in_turn(sides, _STEPS.value, _ROUNDS.value)
         for title in ("each step", "each 10 steps"):
             what = f"fingerprint in {title}; {name} model"
             yield measure.ratio(what, "none", seconds[title], seconds["none"], 1.01)
-        for title, values in seconds.items():
-            figure = f"a step with fingerprints: {title}; {name} model"
-            yield measure.figure(figure, [1e3 * value for value in values], "ms")
+        step = f"a step of the {name} model with fingerprints"
+        yield from models.absolute(seconds, lambda title, step=step: f"{step}: {title}")
 
 
 def main(argv: list[str]) -> None:

@@ -1,13 +1,19 @@
 """What is timed: perceptrons of two sizes, and an experiment of the smaller one for the loop."""
 
-from collections.abc import Callable
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from benchmarks import measure
 from tests import toy
+from xshard import experiment as experiment_lib
+from xshard import state as state_lib
+from xshard.run import preflight
 
 
 class Size(NamedTuple):
@@ -54,3 +60,44 @@ class Wide(toy.Toy):
         """The outputs of a perceptron."""
         del is_training
         return hk.nets.MLP([self.config.width] * self.config.layers + [1])(batch["x"])[:, 0]
+
+
+class RunStep:
+    """The step of a run of a model.
+
+    Attributes:
+      first: the seconds of the first step, which compiles it.
+    """
+
+    def __init__(self, experiment: type[toy.Toy], size: Size, changes: Mapping[str, Any]):
+        """Compiles, without fingerprints, but for these changes of the config."""
+        config = toy.get_config()
+        config.update({"width": size.width, "layers": size.layers, "examples": 4 * size.batch})
+        config.update({"batch_size": size.batch, "fingerprint_every_steps": 0})
+        config.update_from_flattened_dict(dict(changes))
+        made, mesh = experiment(config), experiment_lib.mesh_of(config)
+        train = preflight.train_batches(made, mesh)
+        self._batch = next(train)
+        self._step = preflight.jitted_step(made, mesh)
+        self._state = state_lib.init(made, mesh, 0, train.example)
+        self.first = self.seconds(1)
+
+    def seconds(self, steps: int) -> float:
+        """Those of a step; the last one is waited for."""
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self._state, *rest = self._step(self._state, self._batch)
+        jax.block_until_ready((self._state, rest))
+        return (time.perf_counter() - begin) / steps
+
+
+def in_turn(sides: Mapping[str, RunStep], steps: int, rounds: int) -> dict[str, list[float]]:
+    """The seconds of a step of each side in each round, of turns of so many steps."""
+    turns = {title: functools.partial(side.seconds, steps) for title, side in sides.items()}
+    return measure.in_turn(turns, rounds)
+
+
+def absolute(sides: Mapping[str, list[float]], what: Callable[[str], str]) -> Iterator[measure.Row]:
+    """The rows of the sides' milliseconds, as `what` names them."""
+    for title, values in sides.items():
+        yield measure.figure(what(title), [1e3 * value for value in values], "ms")
