@@ -97,25 +97,33 @@ def split(
     number = jax.ShapeDtypeStruct((), jnp.int32)
     both = jax.make_jaxpr(run, axis_env=list(sizes.items()))(inputs, number, results)
     levels = _levels(both.jaxpr, len(kinds))
-    if max(levels, default=0) >= _MOST:
-        raise errors.UserError(
-            f"{what} has {max(levels) + 1} exchanges between the replicas that depend on one another, as several "
-            f"hk.BatchNorm with cross_replica_axis do; with logical_replicas there are at most {_MOST}. Leave some out (a "
-            "BatchNorm without an axis has the statistics of each replica's examples), or set logical_replicas to 0."
-        )
+    _check_depth(what, max(levels, default=0) + 1)
     is_result = [False] * len(kinds) + [True] * len(program.out_avals)
     after = _part(both, is_result)
-    if any(i == len(inputs) or (i < len(inputs) and own[i]) for i in after.reads):
-        raise errors.UserError(
-            f"{what} leaves something that differs between the replicas. With logical_replicas all that it leaves is equal "
-            "on them, or has been through jax.lax.pmean, psum, pmax or pmin over ('slice', 'replica')."
-        )
+    _check_equal(what, after, [*own, True])
     exchanges = []
     for level in sorted(set(levels)):
         at = tuple(i for i, x in enumerate(levels) if x == level)
         before = _part(both, [i in at for i in range(len(is_result))])
         exchanges.append(Exchange(before, tuple(kinds[i] for i in at), at))
     return Split(tuple(exchanges), after, len(kinds))
+
+
+def _check_depth(what: str, depth: int) -> None:
+    if depth > _MOST:
+        raise errors.UserError(
+            f"{what} has {depth} exchanges between the replicas that depend on one another, as several hk.BatchNorm with "
+            f"cross_replica_axis do; with logical_replicas there are at most {_MOST}. Leave some out (a BatchNorm without "
+            "an axis has the statistics of each replica's examples), or set logical_replicas to 0."
+        )
+
+
+def _check_equal(what: str, after: Part, own: Sequence[bool]) -> None:
+    if any(i < len(own) and own[i] for i in after.reads):
+        raise errors.UserError(
+            f"{what} leaves something that differs between the replicas. With logical_replicas all that it leaves is equal "
+            "on them, or has been through jax.lax.pmean, psum, pmax or pmin over ('slice', 'replica')."
+        )
 
 
 def _levels(jaxpr: core.Jaxpr, count: int) -> list[int]:
