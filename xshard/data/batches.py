@@ -56,10 +56,9 @@ class TrainBatches:
         check_train_batch(batch_size, replicas.mesh if replicas else mesh, micro_batches)
         groups = mesh_lib.num_groups(mesh)
         self._sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
-        self._lying = rows_lib.lying_rows(batch_size, replicas, groups)
-        self._mine = rows_lib.addressable_rows(self._sharding, self._lying)
-        group_of = self._mine // batch_size
-        rows = tuple(self._mine[group_of == g] - g * batch_size for g in range(groups))
+        self._rows = rows_lib.Rows(batch_size, self._sharding, replicas, groups)
+        group_of = self._rows.mine // batch_size
+        rows = tuple(self._rows.mine[group_of == g] - g * batch_size for g in range(groups))
         self._iterator: Any = make(data.Part(batch_size, rows, seed))
         self._check_iterator()
         self.epoch_examples: int | None = getattr(self._iterator, "epoch_examples", None)
@@ -79,11 +78,11 @@ class TrainBatches:
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes, types and shardings of a batch."""
-        return shapes(self.example, len(self._lying), self._sharding)
+        return shapes(self.example, self._rows.count, self._sharding)
 
     def __next__(self) -> dict[str, jax.Array]:
         """The next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
-        return rows_lib.lay(self._take_next(), self._mine, self._lying, self._sharding)
+        return self._rows.lay(self._take_next())
 
     def of_step(
         self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
@@ -172,10 +171,10 @@ class TrainBatches:
                 "grain's repeat() does, or fewer steps."
             ) from e
         sizes = {name: len(array) for name, array in batch.items()}
-        if set(sizes.values()) != {len(self._mine)}:
+        if set(sizes.values()) != {len(self._rows.mine)}:
             raise errors.UserError(
                 f"The experiment's iterator gave arrays of {sizes} rows; this process needs the "
-                f"{len(self._mine)} rows of its Part, in each of at least one array."
+                f"{len(self._rows.mine)} rows of its Part, in each of at least one array."
             )
         return batch
 
@@ -215,7 +214,7 @@ def eval_batches(
     """
     parts = replicas.count if replicas else mesh_lib.num_replicas(mesh)
     check_batch_size("eval_batch_size", batch_size, parts, f"replicas = {parts}")
-    return _eval_batches(examples, mesh, rows_lib.lying_rows(batch_size, replicas))
+    return _eval_batches(examples, _eval_rows(mesh, batch_size, replicas))
 
 
 def eval_shapes(
@@ -227,7 +226,7 @@ def eval_shapes(
     """The shapes, types and shardings of what `eval_batches` gives."""
     sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
     example = {**data.take(examples, np.arange(1)), "_mask": np.ones(1, bool)}
-    return shapes(example, len(rows_lib.lying_rows(batch_size, replicas)), sharding)
+    return shapes(example, _eval_rows(mesh, batch_size, replicas).count, sharding)
 
 
 def train_shapes(
@@ -268,16 +267,18 @@ def check_batch_size(key: str, value: int, parts: int, what: str) -> None:
         )
 
 
-def _eval_batches(
-    examples: data.Examples, mesh: jax.sharding.Mesh, lying: np.ndarray
-) -> Iterator[dict[str, jax.Array]]:
-    sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
-    size, batch_size = data.num_examples(examples), lying[-1] + 1
-    mine = rows_lib.addressable_rows(sharding, lying)
-    for start in range(0, size, batch_size):
-        rows = start + mine
-        batch = {**data.take(examples, np.minimum(rows, size - 1)), "_mask": rows < size}
-        yield rows_lib.lay(batch, mine, lying, sharding)
+def _eval_rows(
+    mesh: jax.sharding.Mesh, batch_size: int, replicas: logical.Replicas | None
+) -> rows_lib.Rows:
+    return rows_lib.Rows(batch_size, mesh_lib.sharding(mesh, mesh_lib.REPLICAS), replicas)
+
+
+def _eval_batches(examples: data.Examples, rows: rows_lib.Rows) -> Iterator[dict[str, jax.Array]]:
+    size = data.num_examples(examples)
+    for start in range(0, size, rows.batch_size):
+        mine = start + rows.mine
+        batch = {**data.take(examples, np.minimum(mine, size - 1)), "_mask": mine < size}
+        yield rows.lay(batch)
 
 
 def _check_acts(iterator: Any, every: Any) -> None:

@@ -81,8 +81,7 @@ class Program:
         Raises:
           UserError: if the function cannot be run on logical replicas.
         """
-        self._of(args)
-        inputs = _Inputs(self._mapped(*args), self._replicas, args)
+        inputs = self._of(args).parts.inputs
         shapes = jax.tree.unflatten(inputs.tree, inputs.shapes(self._replicas.mesh.shape))
         return jax.jit(lambda *args: self._mapped(*args).on(self._replicas.mesh)(*args)).trace(
             *shapes
@@ -90,9 +89,7 @@ class Program:
 
     def lower(self, *args: Any) -> "Lowered":
         """The programs for such arguments, to be compiled."""
-        program = self._of(args)
-        program.is_compiled = True
-        return Lowered(program.lower(args))
+        return Lowered(self._of(args).lower(args))
 
     def __call__(self, *args: Any) -> Any:
         """The result of the function."""
@@ -102,7 +99,7 @@ class Program:
         return program(args)
 
     def _of(self, args: Any) -> "_One | _Apart":
-        key = jax.tree.structure(args), *(jnp.shape(x) for x in jax.tree.leaves(args))
+        key = jax.tree.structure(args), *(x.shape for x in jax.tree.leaves(args))
         if key not in self._built:
             parts = _Parts(self._what, self._mapped(*args), self._replicas, args)
             kind = _Apart if self._replicas.limbs else _One
@@ -235,13 +232,13 @@ class _One:
 
     def __init__(self, parts: _Parts, **options: Any):
         """Puts them together; the options are of `jax.jit`."""
-        self._parts, self.is_compiled = parts, False
+        self.parts, self.is_compiled = parts, False
         equal, own = parts.inputs.specs
         mapped = Mapped(self._run, (equal, own, _OWN), parts.out_specs)
         self._jitted = jax.jit(mapped.on(parts.on), **options)
 
     def _run(self, state: Any, batch: Any, numbers: jax.Array) -> list[jax.Array]:
-        parts, results = self._parts, dict[int, jax.Array]()
+        parts, results = self.parts, dict[int, jax.Array]()
         rounds = jax.tree.map(lambda *xs: jnp.stack(xs), *parts.divide(batch, numbers))
         for at in range(len(parts.split.exchanges)):
             before = functools.partial(parts.before, at, state, results)
@@ -252,13 +249,13 @@ class _One:
 
     def lower(self, args: Any) -> list[Any]:
         """The program, to be compiled."""
-        parts = self._parts
+        parts, self.is_compiled = self.parts, True
         return [self._jitted.lower(*parts.inputs.parted(args), parts.shape_of_numbers)]
 
     def __call__(self, args: Any) -> Any:
         """The result."""
-        inputs = self._parts.inputs.parted(args)
-        return self._parts.finish(self._jitted(*inputs, self._parts.numbers))
+        inputs = self.parts.inputs.parted(args)
+        return self.parts.finish(self._jitted(*inputs, self.parts.numbers))
 
 
 class _Apart:
@@ -266,7 +263,7 @@ class _Apart:
 
     def __init__(self, parts: _Parts, **options: Any):
         """Jits them; the options are those of the last, whose first argument is all that is equal on replicas."""
-        self._parts, on, self.is_compiled = parts, parts.on, False
+        self.parts, on, self.is_compiled = parts, parts.on, False
         equal, own = parts.inputs.specs
         self._rounds = [(own, _OWN)] * parts.rounds
         self._divide = jax.jit(Mapped(parts.divide, (own, _OWN), self._rounds).on(on))
@@ -281,7 +278,8 @@ class _Apart:
 
     def lower(self, args: Any) -> list[Any]:
         """The programs, to be compiled, in the order in which they are run."""
-        parts, results = self._parts, dict[int, Any]()
+        parts, results = self.parts, dict[int, Any]()
+        self.is_compiled = True
         state, batch = parts.inputs.parted(args)
         programs = [self._divide.lower(batch, parts.shape_of_numbers)]
         rounds = _placed(parts.on, programs[0].out_info, self._rounds)
@@ -297,13 +295,13 @@ class _Apart:
     def __call__(self, args: Any) -> Any:
         """The result."""
         results: Results = {}
-        state, batch = self._parts.inputs.parted(args)
-        rounds = self._divide(batch, self._parts.numbers)
+        state, batch = self.parts.inputs.parted(args)
+        rounds = self._divide(batch, self.parts.numbers)
         numbers = [number for _, number in rounds]
         for before, exchange in self._exchanges:
             # Nothing keeps what is brought: of all replicas of a device it is much.
             results = results | exchange([before(state, results, own) for own in rounds], numbers)
-        return self._parts.finish(self._after(state, results))
+        return self.parts.finish(self._after(state, results))
 
 
 class Lowered(NamedTuple):
