@@ -46,6 +46,8 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
       The exit code.
     """
     streams.last()
+    # From where a program is started configs may import one another, and experiments are found.
+    sys.path.insert(0, os.getcwd())
     try:
         return program()
     except KeyboardInterrupt:

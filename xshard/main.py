@@ -245,8 +245,6 @@ def run() -> int:
     """Parses the flags and runs; returns the exit code."""
     streams.last()
     logging.set_verbosity(logging.WARNING)
-    # From where it is started configs may import one another, and experiments are found.
-    sys.path.insert(0, os.getcwd())
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")
         return notice.DONE

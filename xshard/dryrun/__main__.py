@@ -334,8 +334,6 @@ def run() -> int:
     """Parses the flags and runs; an error of the user's becomes one message."""
     streams.last()
     logging.set_verbosity(logging.WARNING)
-    # From where it is started configs may import one another, and experiments are found.
-    sys.path.insert(0, os.getcwd())
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{_FLAGS.module_help(sys.modules[__name__])}")
         return notice.DONE

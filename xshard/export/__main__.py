@@ -7,7 +7,6 @@ The run is only read, and may be training.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
@@ -48,8 +47,6 @@ def _main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.batch_size is not None and options.batch_size < 1:
         raise errors.UserError(f"--batch_size={options.batch_size} must be at least 1.")
-    # From where it is started experiments are found.
-    sys.path.insert(0, os.getcwd())
     trained = trained_lib.load(options.run)
     text = export.write(
         trained,

@@ -12,7 +12,6 @@ Exit codes: 0 the rows are as they were, as far as there are any; 4 they are not
 """
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -91,8 +90,6 @@ def _main(argv: Sequence[str]) -> int:
         devices = _devices_of(options.run)
     if devices:
         jax.config.update("jax_num_cpu_devices", devices)
-    # From where it is started experiments are found.
-    sys.path.insert(0, os.getcwd())
     # Here: what they import asks for devices.
     from xshard.replay import report, verify
 
