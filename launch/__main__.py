@@ -3,6 +3,7 @@ r"""Starts a run, or looks after those that are started.
     python -m launch --engine=local --num_processes=4 --cpu_devices=2 -- \
         python -m xshard.main --config=configs/digits.py --workdir=runs/digits
     python -m launch status runs/digits         what each process of a run is doing
+    python -m launch status RUN_A RUN_B         whether two runs are the same so far
     python -m launch list --engine=slurm        what runs there
     python -m launch logs NAME --engine=gke     what a job prints
     python -m launch kill NAME --engine=slurm   stops a job, which saves

@@ -455,6 +455,8 @@ def test_dry_run_does_nothing_and_names_no_secret(tmp_path, name):
         (["list"], "there is no 'list' for this engine"),
         (["status", "no/such/dir"], "is no work directory of a run"),
         (["status"], "give one work directory"),
+        (["status", "a", "b", "c"], "give one work directory, or two"),
+        (["status", "no/such/dir", "other"], "no/such/dir holds no config.json"),
         (["--", "true"], "has no --workdir=DIR"),
         (["status", "--", "true"], "the command begins after"),
         (["--name=001", "--", "true", "--workdir=x"], "--name=001 must be"),
