@@ -3,6 +3,7 @@ r"""Starts a run, or looks after those that are started.
     python -m launch --engine=local --num_processes=4 --cpu_devices=2 -- \
         python -m xshard.main --config=configs/digits.py --workdir=runs/digits
     python -m launch status runs/digits         what each process of a run is doing
+    python -m launch status RUN_A RUN_B         whether two runs are the same so far
     python -m launch list --engine=slurm        what runs there
     python -m launch logs NAME --engine=gke     what a job prints
     python -m launch kill NAME --engine=slurm   stops a job, which saves
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from absl import flags, logging
 
-from launch import engine, gke, local, mpi, slurm, status, sweep, tpu_vm, xmanager
+from launch import elastic, engine, gke, local, mpi, slurm, status, sweep, tpu_vm, xmanager
 from xshard import cli
 from xshard.files import streams
 
@@ -27,6 +28,12 @@ _ENGINE = flags.DEFINE_enum(
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be done, and do nothing.")
 _NAME = flags.DEFINE_string("name", None, "The job's name; by default the work directory's.")
 _PROCESSES = flags.DEFINE_integer("num_processes", 1, "The number of processes.", 1)
+_ELASTIC = flags.DEFINE_string(
+    "elastic",
+    None,
+    "local, slurm: MIN:MAX, in the place of --num_processes: starts on up to MAX hosts, and again on those that are "
+    "left, down to MIN.",
+)
 _CPU_DEVICES = flags.DEFINE_integer(
     "cpu_devices", 0, "The virtual devices of each process; 0: the devices that there are.", 0
 )
@@ -114,6 +121,8 @@ def main(argv: Sequence[str]) -> int:
     job = _job(tuple(command))
     points = sweep.read(pathlib.Path(_SWEEP.value)) if _SWEEP.value else []
     jobs = sweep.jobs(job, points) or [job]
+    if job.least:
+        elastic.check(jobs)
     plan = chosen.launch(jobs)
     if points and not _DRY_RUN.value:
         sweep.claim(job.workdir, points, jobs)
@@ -150,6 +159,15 @@ def _job(command: tuple[str, ...]) -> engine.Job:
             "python -m xshard.main --config=configs/digits.py --workdir=runs/digits."
         )
     job = engine.Job("run", command, _PROCESSES.value, _CPU_DEVICES.value)
+    if _ELASTIC.value is not None:
+        hosts = elastic.parse(_ELASTIC.value)
+        elastic.check_engine(_ENGINE.value)
+        if flags.FLAGS["num_processes"].present:
+            raise engine.LaunchError(
+                f"--elastic={_ELASTIC.value} and --num_processes={_PROCESSES.value} both say how many processes there "
+                "are: leave one of them out."
+            )
+        job = dataclasses.replace(job, processes=hosts.most, least=hosts.least)
     if _NAME.value is not None:
         return dataclasses.replace(job, name=engine.check_name(_NAME.value))
     name = engine.derived_name(job.workdir)

@@ -34,12 +34,14 @@ class Job:
       command: the program and its arguments.
       processes: how many processes run it together, one a host on a pod.
       cpu_devices: the virtual devices of each; 0 where the devices are real.
+      least: the fewest processes that it may go on with when hosts are lost; 0: it goes on with `processes` alone.
     """
 
     name: str
     command: tuple[str, ...]
     processes: int = 1
     cpu_devices: int = 0
+    least: int = 0
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ class Supervisor:
           out: where what the processes print goes, each line after the process's number.
         """
         self._job = job
+        self._hosts = f"{job.least}:{job.processes}"
         self._options = options
         self._out = streams.lasting(out)
         self._asked: collections.deque[int] = collections.deque()
@@ -102,6 +103,12 @@ class Supervisor:
             step = self._step()
             has_progress = step > best
             best = max(best, step)
+            if pod.lost and self._job.least:
+                # No failure of the program's, and the number of hosts bounds how often it comes.
+                if not self._goes_on_without(pod):
+                    return code
+                failures = 0
+                continue
             if code == notice.PREEMPTED and has_progress:
                 failures = 0
                 self._say("stopped early with its state saved; starting it again")
@@ -113,6 +120,20 @@ class Supervisor:
             self._back_off(failures, pod.cause or "it stopped early, with no new step")
             if self._stopped:
                 return code
+
+    def _goes_on_without(self, pod: "_Pod") -> bool:
+        """Leaves the hosts that a pod has lost out of the job; whether enough are left."""
+        left = self._job.processes - pod.lost
+        of_all = f"{left} of {self._job.processes} hosts are left"
+        if left < self._job.least:
+            self._say(
+                f"{pod.cause}; not started again: {of_all}, and --elastic={self._hosts} asks for at least "
+                f"{self._job.least}. The same command goes on from the last checkpoint when the hosts are back"
+            )
+            return False
+        self._say(f"{pod.cause}; {of_all}: starting it again on these")
+        self._job = dataclasses.replace(self._job, processes=left)
+        return True
 
     def _back_off(self, failures: int, cause: str) -> None:
         seconds = min(2.0 ** (failures - 1), _MOST_BACKOFF_SECONDS)
@@ -134,17 +155,30 @@ class Supervisor:
 
 
 class _Pod:
-    """The processes of one start."""
+    """The processes of one start.
+
+    Attributes:
+      cause: why it has failed; empty if it has not.
+      lost: how many processes could not be started, or were ended by a SIGKILL that is not this program's.
+    """
 
     def __init__(self, job: engine.Job, out: IO[str], grace_seconds: float):
         self.cause = ""
+        self.lost = 0
         self._out = out
         self._grace = grace_seconds
+        self._has_killed = False
         self._first: list[int] = []
         self._errors: dict[int, str] = {}
         port = _free_port()
         token = engine.make_token()
-        self._processes = [_start(command, token) for command in commands(job, port)]
+        self._processes: list[subprocess.Popen[str]] = []
+        for index, command in enumerate(commands(job, port)):
+            try:
+                self._processes.append(_start(command, token))
+            except OSError as e:
+                self.lost += 1
+                self.cause = f"process {index} of {job.processes} cannot be started: {e.strerror}"
         self._readers = [
             threading.Thread(target=self._copy, args=(index, process.stdout), daemon=True)
             for index, process in enumerate(self._processes)
@@ -158,8 +192,11 @@ class _Pod:
         Args:
           asked: signals to pass on, as they come.
         """
+        if self.lost:
+            # Without these the others would wait for the start timeout.
+            return self._break_up()
         deadline, is_told = float("inf"), False
-        while None in (codes := [process.poll() for process in self._processes]):
+        while None in (codes := self._codes()):
             if asked:
                 self._send(asked.popleft())
                 deadline = min(deadline, time.monotonic() + self._grace)
@@ -187,6 +224,20 @@ class _Pod:
         self.cause = self._describe(first, ends[first])
         return ends[first]
 
+    def _break_up(self) -> int:
+        """Ends a pod that has not all of its processes; the exit code."""
+        self._send(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        return notice.FAILED
+
+    def _codes(self) -> list[int | None]:
+        """The exit code of each process that has ended; counts those that are lost."""
+        codes = [process.poll() for process in self._processes]
+        if not self._has_killed:
+            self.lost = codes.count(-signal.SIGKILL)
+        return codes
+
     def _describe(self, index: int, code: int) -> str:
         count = len(self._processes)
         who = f"process {index} of {count}" if count > 1 else "it"
@@ -199,6 +250,7 @@ class _Pod:
         return f"{who} {how}: {error}" if error else f"{who} {how}"
 
     def _send(self, number: int) -> None:
+        self._has_killed |= number == signal.SIGKILL
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 if number == signal.SIGKILL:
@@ -231,19 +283,16 @@ def _start(command: Sequence[str], token: str) -> "subprocess.Popen[str]":
     # Whatever ends this process, the pod does not train on unwatched. (By a program of util-linux: a function
     # to be run after a fork is none for a process that has threads.)
     guard = ["setpriv", "--pdeathsig=TERM", "--"] if shutil.which("setpriv") else []
-    try:
-        return subprocess.Popen(
-            [*guard, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            # Ctrl-C comes to this process, which passes it on.
-            start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", handshake.VARIABLE: token},
-        )
-    except OSError as e:
-        raise engine.LaunchError(f"{command[0]} cannot be started: {e.strerror}.") from e
+    return subprocess.Popen(
+        [*guard, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        # Ctrl-C comes to this process, which passes it on.
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", handshake.VARIABLE: token},
+    )
 
 
 def _failed(code: int | None) -> bool:

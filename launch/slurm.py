@@ -16,7 +16,7 @@ _SCRIPT = """\
 cd {directory} || exit 1
 # By which the processes of this start know one another.
 export {token}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
-{choice}srun --kill-on-bad-exit=1 --output={log} --open-mode=append -- "${{command[@]}}"
+{choice}srun {hosts}--kill-on-bad-exit=1 --output={log} --open-mode=append -- "${{command[@]}}"
 code=$?
 # 42: stopped early, its state saved. A file STOP says that it is to rest.
 if [ "$code" = 42 ] && [ ! -e "$workdir/STOP" ]; then
@@ -70,7 +70,7 @@ class Slurm(engine.Engine):
         folder = self._folder(jobs)
         options = {
             "job-name": jobs[0].name if len(jobs) == 1 else jobs[0].name.rpartition("-")[0],
-            "ntasks": jobs[0].processes,
+            **self._size(jobs[0]),
             "signal": f"TERM@{self.grace_seconds}",
             "open-mode": "append",
             # What the script itself says; the processes have a log each.
@@ -91,9 +91,23 @@ class Slurm(engine.Engine):
             options="\n".join(f"#SBATCH {line}" for line in ("--requeue", *lines, *self.options)),
             directory=shlex.quote(os.getcwd()),
             choice=_choice(jobs),
+            hosts='--ntasks="$SLURM_NNODES" ' if jobs[0].least else "",
             log='"$log"',
             token=handshake.VARIABLE,
         )
+
+    def _size(self, job: engine.Job) -> dict[str, object]:
+        """The options that say how large a job is; LaunchError if it has others that do."""
+        if not job.least:
+            return {"ntasks": job.processes}
+        nodes = f"{job.least}-{job.processes}"
+        for option in self.options:
+            if re.match("--(nodes|ntasks)", option):
+                raise engine.LaunchError(
+                    f"--elastic={job.least}:{job.processes} asks sbatch for --nodes={nodes} with one process on each, and "
+                    f"--sbatch={option} for something else: leave one of them out."
+                )
+        return {"nodes": nodes, "ntasks-per-node": 1}
 
 
 def _choice(jobs: Sequence[engine.Job]) -> str:

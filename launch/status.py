@@ -15,12 +15,17 @@ from xshard.files import jsonfile, workdir
 from xshard.metrics import show as show_lib
 from xshard.pod import attempts
 from xshard.pod import status as status_lib
+from xshard.replay import bisecting
 
 
 def show(words: Sequence[str], as_json: bool) -> int:
-    """Prints the status of a run's work directory, or of a sweep's; returns the exit code."""
+    """Prints the status of a run's work directory, or of a sweep's, or whether two runs are alike; returns the exit code."""
+    if len(words) == 2:
+        return _compare(words, as_json)
     if len(words) != 1:
-        raise engine.LaunchError("give one work directory: python -m launch status runs/digits.")
+        raise engine.LaunchError(
+            "give one work directory, or two whose runs are to be compared: python -m launch status runs/digits."
+        )
     directory = pathlib.Path(words[0])
     if (directory / sweep.POINTS_FILE).exists():
         points = sweep.rows(directory)
@@ -84,6 +89,23 @@ def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
     commit = source.read_commit(newest)
     finite = not commit.get(format_lib.NONFINITE)
     return {"step": newest.step, "age": time.time() - commit["time"], "finite": finite}
+
+
+def _compare(directories: Sequence[str], as_json: bool) -> int:
+    """Says whether two runs are alike so far, as `xshard.bisect`; 0 if they are, else 1."""
+    runs = [bisecting.read(directory) for directory in directories]
+    found = bisecting.parting(*runs)
+    logged = [max(run.rows) for run in runs]
+    if as_json:
+        print(jsonfile.dumps({**found._asdict(), "logged": logged}, indent=2))
+    else:
+        print(bisecting.described(found))
+        if logged[0] != logged[1]:
+            ends = [
+                f"{name} to step {step}" for name, step in zip(directories, logged, strict=True)
+            ]
+            print(f"They have logged: {', '.join(ends)}.")
+    return 0 if found.step is None else 1
 
 
 def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def _taken(job: engine.Job, there: str, begun: str) -> str:
 
 def _differences(job: engine.Job) -> str:
     """What of the config in a job's work directory is not as the job asks for it; empty if all is."""
-    there, asked = jsonfile.read(job.workdir / "config.json"), _asked_for(job)
+    there, asked = jsonfile.read(job.workdir / "config.json"), asked_for(job)
     if asked is None:
         return "it cannot be told which one is asked for"
     there.pop(workdir.IDENTITY, None)
@@ -229,10 +229,10 @@ def has_ended(job: engine.Job) -> bool:
     of_this_run = identity is None or results.get("run") == identity.get("id")
     is_saved = reached is None or reached.get("step") == results.get("step")
     is_over = is_saved or not results.get("finite", True)
-    return of_this_run and is_over and config == _asked_for(job)
+    return of_this_run and is_over and config == asked_for(job)
 
 
-def _asked_for(job: engine.Job) -> dict[str, Any] | None:
+def asked_for(job: engine.Job) -> dict[str, Any] | None:
     """The config of a job, as JSON can hold it; None if it cannot be told, as of a program of another kind."""
     arguments = list(job.arguments)
     values = flags.FlagValues()

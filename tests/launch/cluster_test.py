@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -218,6 +219,21 @@ def test_slurm_says_that_a_run_has_failed(tmp_path, slurm):
     job = submit(tmp_path / "run", slurm, "--config.experiment=tests.toy.FailsOnOne")
     wait_for(job, slurm, "FAILED")
     assert "error: process 1 on" in read(tmp_path / "run" / "launch.log")
+
+
+def test_an_elastic_job_has_a_process_on_each_node_that_there_is(tmp_path, slurm):
+    # Of up to three nodes there is one.
+    show = (
+        "import os; print('tasks', os.environ['SLURM_NTASKS'], os.environ['SLURM_STEP_NUM_NODES'])"
+    )
+    process = harness.launch(
+        "--engine=slurm", "--elastic=1:3", command=[sys.executable, "-c", show, f"--workdir={tmp_path / 'run'}"],
+        env=harness.environment(**slurm),
+    )  # fmt: skip
+    code, output = harness.finish(process)
+    assert code == 0, output
+    wait_for(re.search(r"Submitted batch job (\d+)", output)[1], slurm)
+    assert read(tmp_path / "run" / "launch.log") == "tasks 1 1\n"
 
 
 def test_a_sweep_is_an_array_of_jobs(tmp_path, slurm):

@@ -20,6 +20,8 @@ from launch import __main__ as front
 from launch import engine, gke, mpi, slurm, tpu_vm, xmanager
 from tests.launch import harness
 
+stand_in, calls = harness.stand_in, harness.calls
+
 # What would be a command, were it not quoted.
 EVIL = "$$(A)$$$(B) $(touch evil);`touch evil` 'a\" \\ %j {x} $(HOME)\ttab"
 DUMP = "import json, sys; json.dump(sys.argv[1:], open('arguments.json', 'w'))"
@@ -35,24 +37,6 @@ def job(tmp_path, *more, name="job", **fields):
         *more,
     )
     return engine.Job(name, command, **fields)
-
-
-def stand_in(tmp_path, name, program):
-    """A program of this name on PATH: records its arguments, a line each time, and runs `program`."""
-    folder = tmp_path / "bin"
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(
-        f"#!{sys.executable}\nimport json, os, subprocess, sys\n"
-        f"with open({str(tmp_path / 'calls')!r}, 'a') as file:\n"
-        f"    print(json.dumps([{name!r}, *sys.argv[1:]]), file=file)\n{program}\n"
-    )
-    path.chmod(0o755)
-    return f"{folder}{os.pathsep}{os.environ['PATH']}"
-
-
-def calls(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
 
 
 def test_a_plan_shows_what_it_would_do_and_does_it(tmp_path):
@@ -471,6 +455,8 @@ def test_dry_run_does_nothing_and_names_no_secret(tmp_path, name):
         (["list"], "there is no 'list' for this engine"),
         (["status", "no/such/dir"], "is no work directory of a run"),
         (["status"], "give one work directory"),
+        (["status", "a", "b", "c"], "give one work directory, or two"),
+        (["status", "no/such/dir", "other"], "no/such/dir holds no config.json"),
         (["--", "true"], "has no --workdir=DIR"),
         (["status", "--", "true"], "the command begins after"),
         (["--name=001", "--", "true", "--workdir=x"], "--name=001 must be"),
@@ -480,6 +466,22 @@ def test_dry_run_does_nothing_and_names_no_secret(tmp_path, name):
             ["--engine=mpi", "--sweep=configs/digits_sweep.py", "--", "true", "--workdir={tmp}"],
             "not with mpi",
         ),
+        (["--elastic=2", "--", "true", "--workdir=x"], "--elastic=2 must be MIN:MAX"),
+        (["--elastic=", "--", "true", "--workdir=x"], "--elastic= must be MIN:MAX"),
+        (
+            ["--elastic=1:2", "--num_processes=1", "--", "true", "--workdir=x"],
+            "both say how many processes",
+        ),
+        (
+            ["--elastic=1:2", "--engine=tpu_vm", "--", "true", "--workdir=x"],
+            "not for tpu_vm: a TPU",
+        ),
+        (
+            ["--elastic=1:2", "--engine=gke", "--", "true", "--workdir=x"],
+            "not for gke: a TPU slice",
+        ),
+        (["--elastic=1:2", "--engine=mpi", "--", "true", "--workdir=x"], "not for mpi: mpirun"),
+        (["--elastic=1:2", "--engine=xmanager", "--", "true", "--workdir=x"], "not for xmanager"),
         (["--sweep=none.py", "--", "true", "--workdir=x"], "there is no such file"),
     ],
 )

@@ -125,3 +125,21 @@ def kill_at(step, steps, folder, start):
 
 def status(directory):
     return json.loads((directory / "status.json").read_bytes())
+
+
+def stand_in(tmp_path, name, program):
+    """A program of this name on PATH: records its arguments, a line each time, and runs `program`."""
+    folder = tmp_path / "bin"
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(
+        f"#!{sys.executable}\nimport json, os, subprocess, sys\n"
+        f"with open({str(tmp_path / 'calls')!r}, 'a') as file:\n"
+        f"    print(json.dumps([{name!r}, *sys.argv[1:]]), file=file)\n{program}\n"
+    )
+    path.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def calls(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]

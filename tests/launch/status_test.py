@@ -135,3 +135,39 @@ def heard_of(directory):
     """What is shown, unless the run has said nothing for some seconds."""
     shown = json.loads(harness.finish(harness.launch("status", directory, "--json"))[1])
     return shown if shown["processes"][0]["silent"] is None else None
+
+
+def logged(directory, losses, first=0):
+    """A run of a row for each step, which takes its loss from the state."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(samples.CONFIG))
+    rows = [
+        {"step": step, "loss": loss, "fingerprint/params": first - sum(losses[: step - 1])}
+        for step, loss in enumerate(losses, 1)
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(directory)
+
+
+def test_two_runs_that_are_the_same_so_far(tmp_path, capsys):
+    two = [logged(tmp_path / "a", [3, 2, 1]), logged(tmp_path / "b", [3, 2])]
+    assert status.show(two, False) == 0
+    same, ends = capsys.readouterr().out.splitlines()
+    assert same.startswith("The runs are alike: the fingerprints") and same.endswith("to step 2.")
+    assert ends == f"They have logged: {two[0]} to step 3, {two[1]} to step 2."
+    assert status.show([two[0], two[0]], False) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_two_runs_that_are_not_the_same(tmp_path, capsys):
+    two = [logged(tmp_path / "a", [3, 2, 1]), logged(tmp_path / "b", [3, 7, 1])]
+    assert status.show(two, False) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("The runs part in step 2 (alike to the row of step 1): it began with")
+    assert status.show(two, True) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["alike"] == 1 and shown["step"] == 2 and shown["values"] == ["loss"]
+    assert shown["logged"] == [3, 3]
+    other = logged(tmp_path / "c", [3, 2, 1], first=1)
+    assert status.show([two[0], other], False) == 1
+    assert "their first states differ in params" in capsys.readouterr().out

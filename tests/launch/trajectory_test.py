@@ -1,7 +1,13 @@
-"""One trajectory: a run that is killed and goes on with other numbers of processes and devices."""
+"""One trajectory: a run that is killed, or loses a host, and goes on with other numbers of processes and devices."""
 
+import contextlib
 import functools
+import os
+import signal
 
+import pytest
+
+from tests import pace
 from tests.launch import harness
 
 _STEPS = 12
@@ -14,10 +20,17 @@ _EXACT = [
 ]
 
 
-def test_a_run_ends_in_the_same_bits_whatever_it_went_on_with(tmp_path):
-    whole = [*_EXACT, f"--workdir={tmp_path / 'whole'}", "--cpu_devices=1"]
-    code, output = harness.finish(harness.start(whole))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that nothing disturbs."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    command = [*_EXACT, f"--workdir={directory}", "--cpu_devices=1"]
+    code, output = harness.finish(harness.start(command))
     assert code == 0, output
+    return directory
+
+
+def test_a_run_ends_in_the_same_bits_whatever_it_went_on_with(tmp_path, whole):
     moved = [*_EXACT, f"--workdir={tmp_path / 'moved'}"]
     many = functools.partial(harness.start, [*moved, "--cpu_devices=8"])
     three = ["--num_processes=3", "--cpu_devices=1"]
@@ -28,4 +41,22 @@ def test_a_run_ends_in_the_same_bits_whatever_it_went_on_with(tmp_path):
     code, output = harness.finish(harness.launch(*two, command=moved))
     assert code == 0, output
     assert "resumed from the checkpoint of step" in output
-    harness.assert_same_end(tmp_path / "moved", tmp_path / "whole", _STEPS)
+    harness.assert_same_end(tmp_path / "moved", whole, _STEPS)
+
+
+def test_a_run_that_loses_a_host_goes_on_without_it_to_the_same_bits(tmp_path, whole):
+    directory = tmp_path / "run"
+    command = [*_EXACT, f"--workdir={directory}"]
+    with contextlib.ExitStack() as stack:
+        with pace.slow(tmp_path / "slow", 7) as variables:
+            env = harness.environment(**variables)
+            process = harness.launch("--elastic=2:3", "--cpu_devices=1", command=command, env=env)
+            stack.enter_context(harness.running(process))
+            harness.read_until(process, f"step  7/{_STEPS}")
+            os.kill(harness.status(directory)[1]["pid"], signal.SIGKILL)
+            harness.read_until(process, "2 of 3 hosts are left: starting it again on these")
+        code, output = harness.finish(process)
+    assert code == 0, output
+    assert "resumed from the checkpoint of step" in output and "[2]" not in output
+    assert len(harness.status(directory)) == 2
+    harness.assert_same_end(directory, whole, _STEPS)

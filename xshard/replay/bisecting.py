@@ -112,7 +112,7 @@ def differences(first: Run, second: Run) -> list[dict[str, Any]]:
 def report(first: Run, second: Run) -> tuple[str, bool]:
     """Says for people where two runs part, and in what they differ; and whether they are alike."""
     found = parting(first, second)
-    lines = [_described(found)]
+    lines = [described(found)]
     rows = differences(first, second)
     if rows:
         lines += ["", "What differs between the runs:", show.table(rows)]
@@ -121,7 +121,8 @@ def report(first: Run, second: Run) -> tuple[str, bool]:
     return "\n".join(lines), found.step is None
 
 
-def _described(found: Parting) -> str:
+def described(found: Parting) -> str:
+    """Says for people, in one line, where two runs part, or that they do not."""
     if found.step is None:
         what = "fingerprints and values" if found.by_fingerprints else "logged values"
         return f"The runs are alike: the {what} of all steps that both have logged, to step {found.alike}."

@@ -1,0 +1,87 @@
+"""Runs on as many hosts as there are: `--elastic=MIN:MAX`, and what it asks of a run."""
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from launch import engine, sweep
+
+_ELASTIC = ("local", "slurm")
+_A_SLICE = (
+    "a TPU slice computes on all of its hosts or on none; give the same command on another slice"
+)
+_WHY_NOT = {
+    "mpi": "mpirun starts nothing again; give the same command with another --num_processes",
+    "tpu_vm": _A_SLICE,
+    "gke": _A_SLICE,
+    "xmanager": "it starts one process",
+}
+
+
+class Hosts(NamedTuple):
+    """How many hosts a run may have.
+
+    Attributes:
+      least: fewer, and it is not started again.
+      most: on so many it is started.
+    """
+
+    least: int
+    most: int
+
+
+def parse(text: str) -> Hosts:
+    """The numbers of hosts, from MIN:MAX; LaunchError if it is none."""
+    # No cluster has a million hosts, and Python reads no number of very many digits.
+    if re.fullmatch("[0-9]{1,6}:[0-9]{1,6}", text):
+        hosts = Hosts(*map(int, text.split(":")))
+        if 1 <= hosts.least <= hosts.most:
+            return hosts
+    raise engine.LaunchError(
+        f"--elastic={text} must be MIN:MAX, two whole numbers of which 1 <= MIN <= MAX, as in --elastic=2:4: the "
+        "fewest hosts that the run may go on with, and those that it starts on."
+    )
+
+
+def check_engine(name: str) -> None:
+    """Raises LaunchError unless an engine can start a run again on other hosts."""
+    if name not in _ELASTIC:
+        raise engine.LaunchError(
+            f"--elastic is for --engine={' and '.join(_ELASTIC)}, not for {name}: {_WHY_NOT[name]}. Leave it out."
+        )
+
+
+def check(jobs: Sequence[engine.Job]) -> None:
+    """Sees that what jobs compute does not depend on the number of their hosts; prints what it cannot tell.
+
+    Raises:
+      LaunchError: if the config of one has no logical replicas.
+    """
+    warnings = {_warning(job) for job in jobs} - {""}
+    for warning in sorted(warnings):
+        print(f"launch: warning: {warning}", file=sys.stderr, flush=True)
+
+
+def _warning(job: engine.Job) -> str:
+    """What is to be said of a job; empty if nothing is. LaunchError if it is refused."""
+    config = sweep.asked_for(job)
+    if config is None:
+        return (
+            "--elastic: the config of the command cannot be read here. Without logical_replicas in it, what the run "
+            "computes changes with the number of its hosts."
+        )
+    if not config.get("logical_replicas"):
+        raise engine.LaunchError(
+            f"--elastic={job.least}:{job.processes} is for runs whose trajectory does not depend on the number of hosts, and "
+            f"the config of {job.name} has logical_replicas={config.get('logical_replicas', 0)}: add --config.logical_replicas=N "
+            "--config.reduction.arithmetic=exact (docs/one_trajectory.md), or give --num_processes in the place of --elastic."
+        )
+    reduction = config.get("reduction")
+    arithmetic = reduction.get("arithmetic") if isinstance(reduction, dict) else None
+    if arithmetic in (None, "float"):
+        return (
+            "--elastic: without --config.reduction.arithmetic=exact the run is rounded otherwise on another number of "
+            "hosts, and its bits are not those of a run that lost none."
+        )
+    return ""

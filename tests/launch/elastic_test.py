@@ -1,0 +1,167 @@
+"""`--elastic`: what it takes, what it refuses, and pods that lose hosts. The bits of a run that does: trajectory_test.py."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launch import elastic, engine, local, slurm, sweep
+from tests.launch import harness
+
+# By ml_collections, as it reads the config of a job.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+LOGICAL = "--config.logical_replicas=6"
+EXACT = "--config.reduction.arithmetic=exact"
+
+
+def toy(tmp_path, *options):
+    command = (*harness.TOY, f"--workdir={tmp_path / 'run'}", *options)
+    return engine.Job("job", command, 4, least=2)
+
+
+@pytest.mark.parametrize(("text", "hosts"), [("2:4", (2, 4)), ("1:1", (1, 1)), ("08:16", (8, 16))])
+def test_the_numbers_of_hosts(text, hosts):
+    assert elastic.parse(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "3", "4:2", "0:2", "-1:2", "a:b", "1:2:3", "1.5:2", " 1:2"])
+def test_what_is_no_pair_of_numbers_is_refused(text):
+    with pytest.raises(
+        engine.LaunchError, match=f"--elastic={text} must be MIN:MAX.*1 <= MIN <= M"
+    ):
+        elastic.parse(text)
+
+
+def test_a_run_whose_trajectory_depends_on_its_hosts_is_refused(tmp_path):
+    with pytest.raises(
+        engine.LaunchError, match="--elastic=2:4 is for .* has logical_replicas=0: a"
+    ):
+        elastic.check([toy(tmp_path)])
+    points = [{"seed": 0}, {"logical_replicas": 0}]
+    with pytest.raises(engine.LaunchError, match="the config of job-001 has logical_replicas=0"):
+        elastic.check(sweep.jobs(toy(tmp_path, LOGICAL, EXACT), points))
+
+
+def test_it_is_refused_before_anything_is_started(tmp_path):
+    code, output = harness.finish(harness.launch("--elastic=1:2", command=toy(tmp_path).command))
+    assert code == 1 and output.startswith("error: --elastic=1:2 is for runs whose trajectory")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [((LOGICAL, EXACT), ""), ((LOGICAL,), "is rounded otherwise on another number of hosts"),
+     (("--config.no_such_key=1",), "the config of the command cannot be read here")],
+)  # fmt: skip
+def test_what_is_not_promised_is_said(tmp_path, capsys, options, said):
+    elastic.check([toy(tmp_path, *options)])
+    out = capsys.readouterr().err
+    assert out.startswith("launch: warning: --elastic: ") and said in out if said else not out
+
+
+# The local engine, over a small program in the place of a run.
+
+# Ends as its first argument says for the number of processes and its own number; those who are left wait for a peer.
+PROGRAM = """
+import json, os, sys, time
+values = dict(a[2:].split("=", 1) for a in sys.argv[2:])
+index, count = values.get("process_id", "0"), values.get("num_processes", "1")
+print("here", index, "of", count, flush=True)
+ends = json.loads(sys.argv[1]).get(count, {})
+end = ends.get(index, 0)
+if end < 0:
+    os.kill(os.getpid(), -end)
+if ends and not end:
+    time.sleep(600)
+sys.exit(end)
+"""
+
+
+def run(tmp_path, monkeypatch, ends, processes, least, settle=0.1):
+    """The exit code and what was printed of a pod whose first failure is its last."""
+    monkeypatch.setattr(local, "_SETTLE_SECONDS", settle)
+    monkeypatch.setattr(local, "_HEAR_SECONDS", settle)
+    command = (sys.executable, "-c", PROGRAM, json.dumps(ends), f"--workdir={tmp_path}")
+    job, out = engine.Job("job", command, processes, least=least), io.StringIO()
+    code = local.Supervisor(job, local.Local(1), out).run()
+    return code, out.getvalue()
+
+
+def test_it_goes_on_with_the_hosts_that_are_left_until_they_are_too_few(tmp_path, monkeypatch):
+    ends = {4: {1: -9}, 3: {2: -9}}
+    code, output = run(tmp_path, monkeypatch, ends, 4, 2)
+    # The others were killed by the launcher itself.
+    assert code == 0 and "process 1 of 4 was ended by SIGKILL; 3 of 4 hosts are left" in output
+    assert "2 of 3 hosts are left: starting it again" in output and "here 1 of 2" in output
+    code, output = run(tmp_path, monkeypatch, ends, 4, 3)
+    assert code == 137 and output.splitlines()[-1].startswith(
+        "launch: process 2 of 3 was ended by SIGKILL; not started again: 2 of 3 hosts are left, and "
+        "--elastic=3:4 asks for at least 3"
+    )
+
+
+def test_of_two_it_may_go_on_alone_but_not_with_none(tmp_path, monkeypatch):
+    code, output = run(tmp_path, monkeypatch, {2: {0: -9}}, 2, 1)
+    assert code == 0 and "here 0 of 1" in output
+    both = {2: {0: -9, 1: -9}}
+    code, output = run(tmp_path, monkeypatch, both, 2, 1, settle=harness.FOREVER)
+    assert code == 137 and "0 of 2 hosts are left, and --elastic=1:2 asks for at least 1" in output
+
+
+@pytest.mark.parametrize("end", [1, -6, -11, -15])
+def test_what_fails_of_itself_or_is_told_to_leave_is_no_lost_host(tmp_path, monkeypatch, end):
+    code, output = run(tmp_path, monkeypatch, {2: {1: end}}, 2, 1)
+    assert code == (1 if end == 1 else 128 - end)
+    assert "giving up after failure 1" in output and "hosts are left" not in output
+
+
+def test_a_killed_process_is_a_failure_where_the_number_is_fixed(tmp_path, monkeypatch):
+    code, output = run(tmp_path, monkeypatch, {2: {1: -9}}, 2, 0)
+    assert code == 137 and "giving up after failure 1" in output
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_a_process_that_cannot_be_started_is_a_lost_host(tmp_path, monkeypatch, least):
+    start, started = local._start, []
+
+    def limited(command, token):
+        if "--num_processes=3" in command and len(started) == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(start(command, token))
+        return started[-1]
+
+    monkeypatch.setattr(local, "_start", limited)
+    code, output = run(tmp_path, monkeypatch, {3: {0: 0}}, 3, least)
+    cause = "process 2 of 3 cannot be started: Resource temporarily unavailable"
+    if least:
+        assert code == 0 and f"{cause}; 2 of 3 hosts are left" in output and "1 of 2" in output
+    else:
+        assert code == 1 and f"giving up after failure 1 without a new step: {cause}" in output
+    assert None not in [process.poll() for process in started]
+
+
+# Slurm. What it does with these options is in cluster_test.py.
+
+
+def test_slurm_runs_a_process_on_each_node_that_it_has_been_given(tmp_path):
+    (tmp_path / "run").mkdir()
+    plan = slurm.Slurm().launch([toy(tmp_path)])
+    (content,) = plan.files.values()
+    assert "#SBATCH --nodes=2-4\n#SBATCH --ntasks-per-node=1\n" in content
+    assert "--ntasks=" not in content.partition("cd ")[0]
+    path = harness.stand_in(tmp_path, "srun", "")
+    for nodes in ("3", "2"):
+        # As after a requeue, on what is left.
+        environment = {**os.environ, "PATH": path, "SLURM_NNODES": nodes}
+        subprocess.run(["bash", "-u"], input=content, text=True, check=True, env=environment)
+    assert [call[1] for call in harness.calls(tmp_path)] == ["--ntasks=3", "--ntasks=2"]
+
+
+@pytest.mark.parametrize("option", ["--nodes=4", "--ntasks=4", "--ntasks-per-node=2"])
+def test_slurm_refuses_two_sizes(tmp_path, option):
+    with pytest.raises(engine.LaunchError, match=f"--nodes=2-4 .*--sbatch={option} for something"):
+        slurm.Slurm(options=(option,)).launch([toy(tmp_path)])
