@@ -118,16 +118,6 @@ def public_list() -> set[str]:
     return names
 
 
-# What goes neither element by element nor by sums over whole arrays, and by which operation.
-CANNOT_BE_SHARDED = {
-    "adafactor": "reduce_sum",
-    "contrib.galore": "svd",
-    "contrib.muon": "reduce_sum",
-    "lbfgs": "scatter",
-    "sm3": "reduce_max",
-}
-
-
 def bare(name: str) -> Any:
     """The optax transformation in one optimizer of the table."""
     return OPTIMIZERS[WRAPPED[name][0] if name in WRAPPED else name]()
