@@ -83,10 +83,18 @@ def test_eight_replicas_follow_the_bare_optimizer_on_the_whole_batch(run):
     assert any(moved)
 
 
-def test_a_sharded_run_is_a_replicated_run(run):
+def test_a_sharded_run_is_a_replicated_run_or_is_refused_by_name(run):
     name, run = run
     make = table.make_optimizer(name, shard_update=True)
     step, inputs = harness.transform_step(make), jax.device_get(run.inputs[0])
+    state = table.CANNOT_BE_SHARDED.get(name)
+    if state:
+        # Before the first step.
+        with pytest.raises(
+            ValueError, match=rf"cannot be sharded: the state '{state}.*' of opt is of the shape"
+        ):
+            jax.eval_shape(step.init, None, inputs[0], inputs[2])
+        return
     # 4 divides a dimension of each array; of 8 parts that of shape (3, 4) is flattened and padded, and
     # the vector of 4 is whole on each replica, which some rules here are enough to see.
     few = (

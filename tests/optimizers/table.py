@@ -118,6 +118,10 @@ def public_list() -> set[str]:
     return names
 
 
+# What keeps state whose name does not say that it is a slot, and the beginning of that.
+CANNOT_BE_SHARDED = {"sm3": "0/mu/mlp/linear_0"}
+
+
 def bare(name: str) -> Any:
     """The optax transformation in one optimizer of the table."""
     return OPTIMIZERS[WRAPPED[name][0] if name in WRAPPED else name]()
