@@ -121,7 +121,8 @@ class Layout:
         left = [dim for dim in range(len(self.shape)) if dim not in dims]
         along = tuple(self.along[dim] for dim in left if dim < len(self.along))
         shape = tuple(self.shape[dim] for dim in left)
-        return dataclasses.replace(self, shape=shape, dim=left.index(self.dim), along=along)
+        dim = None if self.dim is None else left.index(self.dim)
+        return dataclasses.replace(self, shape=shape, dim=dim, along=along)
 
     def mask(self, shard: jax.Array, index: Any, filling: Any) -> jax.Array:
         """A shard with `filling` where it holds no element of the whole array."""
