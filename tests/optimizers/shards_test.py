@@ -371,6 +371,7 @@ FOLLOWED = {
     "columns": lambda g, p: g / jnp.max(p, axis=0) + jnp.min(p, axis=0, keepdims=True),
     "truth of rows": lambda g, p: jnp.where(jnp.any(g > 9, axis=1) & jnp.max(p > 50, axis=0), g, p),
     "rows of another shape": lambda g, p: g * p.reshape(4, 16).sum(axis=0).sum(),
+    "repeated": lambda g, p: g * (p.reshape(64, 1) * jnp.arange(1.0, 3)).sum(axis=1).reshape(8, 8),
     "one column": lambda g, p: g[:, :1] * p,
     "bits": lambda g, p: g * jnp.float32(jax.lax.reduce_or(jnp.int32(p), (0, 1))),
     "loop": lambda g, p: jax.lax.fori_loop(0, 3, lambda i, x: x * 2 + i, g),
@@ -417,6 +418,16 @@ def test_a_matrix_is_gathered_once_for_all_that_muon_does_with_it(shape):
         spec for name, spec in specs.items() if name.endswith("/mu/m/w") and "muon" in name
     ]
     assert "replica" in momentum
+
+
+def test_what_is_made_of_a_gathered_matrix_is_not_gathered_again():
+    def orthogonal(x, _):
+        for _ in range(3):
+            x = 1.5 * x - 0.5 * x @ x.T @ x
+        return x
+
+    gathered, _, _ = sends(optax.stateless(each(orthogonal)), {"m": {"w": jnp.eye(8)}})
+    assert gathered == ["8x8x"] * 2
 
 
 def test_rows_and_columns_are_summed_on_shards():
