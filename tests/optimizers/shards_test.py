@@ -423,7 +423,8 @@ def test_a_matrix_is_gathered_once_for_all_that_muon_does_with_it(shape):
 def test_what_is_made_of_a_gathered_matrix_is_not_gathered_again():
     def orthogonal(x, _):
         for _ in range(3):
-            x = 1.5 * x - 0.5 * x @ x.T @ x
+            cube = x @ x.T @ x
+            x = 1.5 * x - 0.5 * cube
         return x
 
     gathered, _, _ = sends(optax.stateless(each(orthogonal)), {"m": {"w": jnp.eye(8)}})
