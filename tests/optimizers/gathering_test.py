@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
 import xshard
 from tests import toy
@@ -38,6 +39,25 @@ class Network(toy.Wide):
         opt = xshard.OptaxOptimizer(rule, name="adamw")
         opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
         opt = xshard.MovingAverageOptimizer(opt, 0.5)
+        return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
+
+
+class ByRows(Network):
+    """With rules that take matrices whole: Muon for the wide ones, Adafactor for the rest."""
+
+    def optimizer(self):
+        kind = lambda path, w: "muon" if path[0].key.endswith("linear_0") and w.ndim > 1 else "rest"
+        rules = {
+            "muon": contrib.scale_by_muon(
+                weight_dimension_numbers=lambda p: jax.tree.map(
+                    lambda w: contrib.MuonDimensionNumbers(w.ndim - 2, w.ndim - 1), p
+                )
+            ),
+            "rest": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+        }
+        rule = optax.partition(rules, lambda p: jax.tree_util.tree_map_with_path(kind, p))
+        opt = xshard.OptaxOptimizer(optax.chain(rule, optax.scale(-1e-2)), name="by_rows")
+        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
@@ -155,6 +175,7 @@ SHAPES = [
     {"kind": "stack", "micro_batches": 2, "group_assignment": HALVES},
     {"kind": "block", "slices": 2},
     {"kind": "block", "overflow_above": 2.0},
+    {"kind": "stack", "cls": ByRows},
 ]
 
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
 from tests.optimizers import harness
-from xshard.optimizers import base, cross_shard, loss_scale, shards
+from xshard.optimizers import base, cross_shard, loss_scale, phases, shards
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
 
@@ -235,31 +236,63 @@ def test_reductions_do_not_see_what_arrays_are_filled_up_with(kind):
     np.testing.assert_array_equal(jax.jit(run)(x), whole(x))
 
 
-class Sorted(base.OptimizerWrapper):
-    """A user's wrapper with a phase of its own, which mixes elements."""
+class Watched(base.OptimizerWrapper):
+    """A user's wrapper with a phase of its own, which hands gradients to the host."""
 
     def __init__(self, opt, phase):
-        super().__init__(name="sorted")
+        super().__init__(name="watched")
         self.opt, self.phase = opt, phase
 
+    def _watch(self, phase, grads):
+        if self.phase == phase:
+            jax.debug.callback(lambda _: None, grads)
+        return grads
+
     def aggregate(self, grads):
-        grads = self.opt.aggregate(grads)
-        return jax.tree.map(jnp.sort, grads) if self.phase == "aggregate" else grads
+        return self._watch("aggregate", self.opt.aggregate(grads))
 
     def vote(self, grads):
-        in_order = [jnp.sort(grad)[0] <= grad[0] for grad in jax.tree.leaves(grads)]
-        return in_order[0] if self.phase == "vote" else self.opt.vote(grads)
+        return self.opt.vote(self._watch("vote", grads))
 
     def update(self, grads, params):
-        grads = jax.tree.map(jnp.sort, grads) if self.phase == "update" else grads
-        return self.opt.update(grads, params)
+        return self.opt.update(self._watch("update", grads), params)
 
 
 @pytest.mark.parametrize("phase", ["aggregate", "vote", "update"])
-def test_a_phase_that_mixes_elements_is_refused_by_name(phase):
-    make = lambda: Sorted(CrossShard(optax.sgd(1.0)), phase)
-    with pytest.raises(ValueError, match="sorted cannot be sharded: its sort takes 'm/w'"):
+def test_a_phase_that_does_more_than_return_values_is_refused_by_name(phase):
+    make = lambda: Watched(CrossShard(optax.sgd(1.0)), phase)
+    with pytest.raises(
+        ValueError, match="watched cannot be sharded: its debug_callback takes 'm/w'"
+    ):
         run_one(make, WIDE, lambda i: WIDE)
+
+
+class Sorted(base.OptimizerWrapper):
+    """A user's wrapper that mixes elements in each phase."""
+
+    def __init__(self, opt):
+        super().__init__()
+        self.opt = opt
+
+    def aggregate(self, grads):
+        return jax.tree.map(jnp.sort, self.opt.aggregate(grads))
+
+    def vote(self, grads):
+        (grad,) = jax.tree.leaves(grads)
+        return jnp.sort(-grad)[0] == -7.0
+
+    def update(self, grads, params):
+        return self.opt.update(jax.tree.map(lambda g: jnp.cumsum(g[::-1]), grads), params)
+
+
+def test_each_phase_may_mix_elements():
+    grads = {"m": {"w": 7.0 - jnp.arange(8.0)}}
+    new, _ = run_one(
+        lambda: Sorted(CrossShard(optax.sgd(1.0), "sum")),
+        WIDE,
+        lambda i: jax.tree.map(lambda g: g / 4, grads),
+    )
+    np.testing.assert_array_equal(new["m"]["w"], -np.cumsum(np.arange(8.0)[::-1]))
 
 
 class WithParameter(base.OptimizerWrapper):
@@ -330,6 +363,20 @@ FOLLOWED = {
     "clip": lambda g, p: jnp.clip(g, -1, 1) + jnp.clip(p, g.min(), g.max()),
     "any": lambda g, p: jnp.where(jnp.any(g > 5) & jnp.all(p > 0), g, p),
     "reshape": lambda g, p: (g.reshape(4, 16) * 2).reshape(8, 8),
+    "shapes": lambda g, p: g * p.reshape(4, 16).reshape(64, 1).sum(axis=1).reshape(8, 8),
+    "trace of a product": lambda g, p: g * jnp.einsum("ij,ji->", g, p),
+    "matmul": lambda g, p: g @ p,
+    "transpose": lambda g, p: g.T,
+    "rows": lambda g, p: g / jnp.sum(p, axis=1, keepdims=True),
+    "columns": lambda g, p: g / jnp.max(p, axis=0) + jnp.min(p, axis=0, keepdims=True),
+    "truth of rows": lambda g, p: jnp.where(jnp.any(g > 9, axis=1) & jnp.max(p > 50, axis=0), g, p),
+    "rows of another shape": lambda g, p: g * p.reshape(4, 16).sum(axis=0).sum(),
+    "repeated": lambda g, p: g * (p.reshape(64, 1) * jnp.arange(1.0, 3)).sum(axis=1).reshape(8, 8),
+    "one column": lambda g, p: g[:, :1] * p,
+    "bits": lambda g, p: g * jnp.float32(jax.lax.reduce_or(jnp.int32(p), (0, 1))),
+    "loop": lambda g, p: jax.lax.fori_loop(0, 3, lambda i, x: x * 2 + i, g),
+    "loop while": lambda g, p: jax.lax.while_loop(lambda x: x[0, 0] < 99, lambda x: x * 2, p),
+    "sort": lambda g, p: jnp.sort(g),
 }
 
 
@@ -339,23 +386,69 @@ def test_what_a_rule_may_do(name):
     harness.assert_close(new, wanted, rtol=1e-5, atol=1e-4)
 
 
-REFUSED = {
-    "trace of a product": (lambda g, p: g * jnp.einsum("ij,ji->", g, p), "dot_general"),
-    "matmul": (lambda g, p: g @ p, "dot_general"),
-    "transpose": (lambda g, p: g.T, "transpose"),
-    "row sums": (lambda g, p: g / jnp.sum(g, axis=1, keepdims=True), "reduce_sum"),
-    "bits": (lambda g, p: g * jax.lax.reduce_or(jnp.int32(p), (0, 1)), "reduce_or"),
-    "loop": (lambda g, p: jax.lax.fori_loop(0, 3, lambda i, x: x * 2, g), "scan|while"),
-    "sort": (lambda g, p: jnp.sort(g), "sort"),
-    "callback": (lambda g, p: (jax.debug.callback(lambda x: None, g), g)[1], "debug_callback"),
-}
+def sends(transformation, params, replicas=4):
+    """The shapes that are gathered and that are summed in an update."""
+    make = lambda: CrossShard(transformation)
+    rule = hk.transform_with_state(lambda: make().apply_gradients(params, params))
+    _, state = rule.init(None)
+    specs = layouts_lib.StateSharding(state, params, replicas).specs
+    run = jax.shard_map(
+        lambda state: rule.apply({}, state, None),
+        mesh=harness.mesh(replicas),
+        in_specs=(specs,),
+        out_specs=(EVERYWHERE, specs),
+        check_vma=False,
+    )
+    sharding = layouts_lib.StateSharding(state, params, replicas)
+    text = jax.jit(run).lower(sharding.store(state)).as_text()
+    found = lambda name: re.findall(
+        rf'"stablehlo.{name}".*?-> tensor<([\dx]*)f32>', text, re.DOTALL
+    )
+    return sorted(found("all_gather")), sorted(found("all_reduce")), specs
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_rule_may_not_do(name):
-    update, operation = REFUSED[name]
-    with pytest.raises(ValueError, match=f"cannot be sharded: its ({operation}) takes 'm/w'"):
-        follow(each(update))
+@pytest.mark.parametrize("shape", [(8, 16), (16, 8), (3, 5)])
+def test_a_matrix_is_gathered_once_for_all_that_muon_does_with_it(shape):
+    gathered, _, specs = sends(contrib.muon(0.1), {"m": {"w": jnp.ones(shape), "b": jnp.ones(8)}})
+    whole = "8x16x" if shape == (8, 16) else "16x8x" if shape == (16, 8) else "1x16x"
+    # Besides the new parameters.
+    assert gathered == sorted([whole, whole, "8x"])
+    (specs,) = specs.values()
+    (momentum,) = [
+        spec for name, spec in specs.items() if name.endswith("/mu/m/w") and "muon" in name
+    ]
+    assert "replica" in momentum
+
+
+def test_what_is_made_of_a_gathered_matrix_is_not_gathered_again():
+    def orthogonal(x, _):
+        for _ in range(3):
+            cube = x @ x.T @ x
+            x = 1.5 * x - 0.5 * cube
+        return x
+
+    gathered, _, _ = sends(optax.stateless(each(orthogonal)), {"m": {"w": jnp.eye(8)}})
+    assert gathered == ["8x8x"] * 2
+
+
+def test_rows_and_columns_are_summed_on_shards():
+    params = {"m": {"w": jnp.ones((8, 16))}}
+    gathered, summed, _ = sends(optax.adafactor(0.1, min_dim_size_to_factor=2), params)
+    assert gathered == sorted(["8x16x", "8x"])
+    assert "16x" in summed and "8x16x" not in summed
+
+
+def test_what_goes_element_by_element_is_gathered_as_new_parameters_alone():
+    gathered, _, _ = sends(optax.lamb(0.1), {"m": {"w": jnp.ones((8, 16))}})
+    assert gathered == ["8x16x"]
+
+
+def test_what_will_be_gathered_is_said(caplog):
+    phases._log_gathered.cache_clear()
+    with caplog.at_level("INFO"):
+        sends(contrib.muon(0.1), {"m": {"w": jnp.ones((8, 16))}})
+    (said,) = [line for line in caplog.messages if "gathers" in line]
+    assert "gathers 0.000512 MB in each step" in said and said.endswith(": m/w.")
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 3)])

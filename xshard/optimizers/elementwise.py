@@ -1,8 +1,9 @@
 """Functions of whole arrays, evaluated on the shard of each array that a replica holds.
 
 The update rules are traced on whole arrays, so that they see their shapes, sizes and numbers of dimensions.
-What they do element by element is then done on shards; a reduction of a whole array, such as the norm in
-LAMB or in a global clip, becomes one over all replicas; and what mixes elements otherwise is refused.
+What they do element by element is then done on shards; a reduction, such as the norm in LAMB or the sums of
+rows in Adafactor, becomes one over all replicas; and for what mixes elements otherwise, such as the matrix
+products in Muon, an array is gathered, and from there on computed whole on each replica, until it meets a shard.
 """
 
 import contextvars
@@ -16,29 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import shards, values
-
-# Primitives that make each element of their result from the elements at its place.
-_ELEMENTWISE = {
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy",
-    "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
-    "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow",
-    "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "stop_gradient", "sub", "tan", "tanh", "xor",
-}  # fmt: skip
-_REDUCTIONS = {f"reduce_{kind}": kind for kind in ("sum", "max", "min", "and", "or")}
-# Primitives that stand for a function of their own, by the parameter that holds it.
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-}
-
+from xshard.optimizers import primitives, shards, values
 
 # Whether a function is being traced to be evaluated on shards.
 _TRACING = contextvars.ContextVar("tracing", default=False)
@@ -127,6 +106,8 @@ class _Evaluator:
         self._scopes: list[str] = []
         # Each reduction takes one collective, however often its result is used.
         self._totals: dict[values.Partial, Any] = {}
+        # The whole arrays of the shards that have been gathered: each is once, and is not cut again.
+        self._gathered: dict[values.Shard, jax.Array] = {}
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr; an operand that it returns untouched is the same object."""
@@ -149,9 +130,9 @@ class _Evaluator:
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
-        if name in _CALLS:
+        if name in primitives.CALLS:
             # The operands of a function are not touched: what it does with them decides.
-            return self._call(eqn, eqn.params[_CALLS[name]], operands)
+            return self._call(eqn, eqn.params[primitives.CALLS[name]], operands)
         # Any other use of a reduction needs its result, for which the replicas must meet.
         if _joins(eqn, operands):
             return [values.join(*operands)]
@@ -176,36 +157,60 @@ class _Evaluator:
             return [values.like(value, x) for value, x in zip(operands, arrays, strict=True)]
         if name == "cond":
             return self._cond(eqn, operands)
-        if name in _ELEMENTWISE:
+        if name in primitives.ELEMENTWISE:
             shapes = [atom.aval.shape for atom in eqn.invars]
-            return [self._elementwise(eqn, functools.partial(_bind, eqn), operands, shapes)]
-        return [self._reduce_or_reshape(eqn, sharded)]
+            return [
+                self._elementwise(functools.partial(_bind, eqn), operands, shapes, eqn.outvars[0])
+            ]
+        if primitives.keeps_the_order(eqn):
+            return sharded
+        if eqn.effects:
+            raise self._refusal(eqn, sharded[0])
+        if _reduces_shards(eqn, sharded):
+            return [self._reduction(eqn, sharded)]
+        shapes = [atom.aval.shape for atom in eqn.invars]
+        return _on_whole(eqn, [self._gather(*pair) for pair in zip(operands, shapes, strict=True)])
 
     def _elementwise(
-        self, eqn: Any, f: Callable[..., Any], operands: list[Any], shapes: Sequence[Any]
+        self, f: Callable[..., Any], operands: list[Any], shapes: Sequence[Any], out: Any
     ) -> Any:
-        """The result of a function, a `Shard` where an operand is one."""
+        """The result of a function, a `Shard` where an operand is one that has not been gathered."""
         sharded = [value for value in operands if isinstance(value, values.Shard)]
         pairs = list(zip(operands, shapes, strict=True))
-        if not sharded:
-            return f(*[_whole(value, shape) for value, shape in pairs])
-        layout = sharded[0].layout
-        if any(shard.layout != layout for shard in sharded):
-            raise self._refusal(eqn, sharded[0], " of arrays that are sharded differently")
-        return values.Shard(f(*[self._own(*pair, layout) for pair in pairs]), layout)
+        layouts = {shard.layout for shard in sharded}
+        if len(layouts) == 1 and not self._gathered.keys() >= set(sharded):
+            (layout,) = layouts
+            # Primitives repeat what has a dimension of size 1: a shard has no elements to repeat.
+            if out.aval.size == layout.size:
+                own = [self._own(*pair, out.aval.shape, layout) for pair in pairs]
+                return values.Shard(f(*own), layout)
+        # Where shards are of arrays that are sharded differently, too, all are made whole.
+        return f(*[_whole(self._gather(*pair), pair[1]) for pair in pairs])
 
-    def _reduce_or_reshape(self, eqn: Any, sharded: list[values.Shard]) -> Any:
-        """The result of a primitive that does not go element by element."""
+    def _gather(self, value: Any, shape: tuple[int, ...]) -> Any:
+        """The whole array of a shape that a `Shard` is of; anything else as it is."""
+        if not isinstance(value, values.Shard):
+            return value
+        if value not in self._gathered:
+            self._gathered[value] = self._partition.gather(value.layout, value.array)
+        return self._gathered[value].reshape(shape)
+
+    def _reduction(self, eqn: Any, sharded: list[values.Shard]) -> Any:
+        """The result of a reduction or a scalar product, whole."""
         first = sharded[0]
-        if _reduces_all(eqn):
-            return self._reduce(_REDUCTIONS[eqn.primitive.name], first)
-        if _contracts_all(eqn) and len(sharded) == 2 and first.layout == sharded[1].layout:
+        if len(sharded) == 2:
             dtype = eqn.outvars[0].aval.dtype
             left, right = (shard.array.astype(dtype) for shard in sharded)
             return self._reduce("sum", values.Shard(left * right, first.layout))
-        if _keeps_the_order(eqn):
-            return first
-        raise self._refusal(eqn, first)
+        kind = primitives.REDUCTIONS[eqn.primitive.name]
+        if first.array.dtype == jnp.bool_:
+            kind = {"max": "or", "min": "and"}.get(kind, kind)
+        if primitives.reduces_all(eqn):
+            return self._reduce(kind, first)
+        own, dims = _bind(eqn, first.array), eqn.params["axes"]
+        if first.layout.dim in dims:
+            return self._partition.across(kind, own)
+        return self._partition.gather(first.layout.without(dims), own)
 
     def _call(self, eqn: Any, function: Any, operands: list[Any]) -> list[Any]:
         """The results of a function of its own that an equation calls."""
@@ -218,19 +223,20 @@ class _Evaluator:
         self._scopes.pop()
         return results
 
-    def _own(self, value: Any, shape: tuple[int, ...], layout: layouts_lib.Layout) -> Any:
-        """This replica's shard of a value that stands for an array of a shape; a scalar stays one."""
+    def _own(
+        self, value: Any, shape: tuple[int, ...], out: tuple[int, ...], layout: layouts_lib.Layout
+    ) -> Any:
+        """This replica's shard of a value that stands for an array of a shape, as large as the result's; a scalar stays one."""
         if isinstance(value, values.Shard):
             return value.array
         if not shape:
             return value
         if jnp.ndim(value) == 0:
             return jnp.broadcast_to(value, layout.shard_shape)
-        return layout.shard(value.reshape(layout.shape), self._partition.index)
+        whole = jnp.broadcast_to(value, out).reshape(layout.shape)
+        return layout.shard(whole, self._partition.index)
 
     def _reduce(self, kind: str, shard: values.Shard) -> Any:
-        if shard.array.dtype == jnp.bool_:
-            kind = {"max": "or", "min": "and"}.get(kind, kind)
         own = self._partition.reduce_own(kind, shard.layout, shard.array)
         if kind not in values.JOINED_BY:
             return self._partition.across(kind, own)
@@ -254,7 +260,7 @@ class _Evaluator:
         for out, *cases in zip(eqn.outvars, *branches, strict=True):
             cases = [index, *(self._total(case) for case in cases)]
             shapes = [(), *[out.aval.shape] * len(branches)]
-            results.append(self._elementwise(eqn, lax.select_n, cases, shapes))
+            results.append(self._elementwise(lax.select_n, cases, shapes, out))
         return results
 
     def _rule_of(self, eqn: Any) -> str:
@@ -274,12 +280,11 @@ class _Evaluator:
             "CrossShardOptimizer(optax.chain(optax.clip_by_global_norm(1.0), ...)), or take shard_update=True alone."
         )
 
-    def _refusal(self, eqn: Any, shard: values.Shard, detail: str = "") -> ValueError:
+    def _refusal(self, eqn: Any, shard: values.Shard) -> ValueError:
         return ValueError(
-            f"{self._rule_of(eqn)} cannot be sharded: its {eqn.primitive.name}{detail} takes '{shard.layout.path}' "
-            f"{shard.layout.shape} as a whole, of which each replica would hold a shard. shard_update is for "
-            "rules that go element by element, but for sums over whole arrays: adamw, lamb, "
-            "clip_by_global_norm and the like. Take one of these, or shard_update=False."
+            f"{self._rule_of(eqn)} cannot be sharded: its {eqn.primitive.name} takes '{shard.layout.path}' "
+            f"{shard.layout.shape}, of which each replica would hold a shard, and does more than return a value of it. "
+            "Leave it out of the rule, or take shard_update=False."
         )
 
 
@@ -291,13 +296,25 @@ def _joins(eqn: Any, operands: list[Any]) -> bool:
     return all(values.JOINED_BY[partial.kind] == eqn.primitive.name for partial in partials)
 
 
+def _reduces_shards(eqn: Any, sharded: list[values.Shard]) -> bool:
+    """Returns whether each replica can reduce its shard, and what they then exchange is small."""
+    layout = sharded[0].layout
+    if primitives.contracts_all(eqn):
+        return len(sharded) == 2 and layout == sharded[1].layout
+    if not primitives.reduces(eqn):
+        return False
+    # What is flattened, or has been given another shape, has other rows.
+    in_place = not layout.flat and eqn.invars[0].aval.shape == layout.shape
+    return primitives.reduces_all(eqn) or in_place
+
+
 def _on_whole(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     """The result where there is no shard among the operands."""
     name = eqn.primitive.name
     if all(jnp.ndim(value) == 0 for value in operands):
         if name == "broadcast_in_dim":
             return operands
-        if name in _ELEMENTWISE:
+        if name in primitives.ELEMENTWISE:
             return [_bind(eqn, *operands)]
     shapes = [atom.aval.shape for atom in eqn.invars]
     results = _bind(eqn, *[_whole(*pair) for pair in zip(operands, shapes, strict=True)])
@@ -316,31 +333,3 @@ def _bind(eqn: Any, *arrays: Any) -> Any:
         # Its sharding is one of whole arrays.
         params = {**params, "sharding": None}
     return eqn.primitive.bind(*arrays, **params)
-
-
-def _reduces_all(eqn: Any) -> bool:
-    """Returns whether it is a reduction of a whole array; of integers 'and' and 'or' are of their bits."""
-    name, aval = eqn.primitive.name, eqn.invars[0].aval
-    if name not in _REDUCTIONS or len(eqn.params["axes"]) != aval.ndim:
-        return False
-    return name not in ("reduce_and", "reduce_or") or aval.dtype == jnp.bool_
-
-
-def _contracts_all(eqn: Any) -> bool:
-    """Returns whether it is the scalar product of two arrays of one shape."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    (left, right), batch = eqn.params["dimension_numbers"]
-    first, second = (atom.aval.shape for atom in eqn.invars)
-    return first == second and left == right and len(left) == len(first) and not any(batch)
-
-
-def _keeps_the_order(eqn: Any) -> bool:
-    """Returns whether it only gives an array another shape: the shard stays what it is."""
-    name = eqn.primitive.name
-    if name == "squeeze":
-        return True
-    if name == "reshape":
-        return eqn.params["dimensions"] is None
-    # One that repeats no element.
-    return name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size

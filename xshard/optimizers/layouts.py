@@ -116,6 +116,14 @@ class Layout:
         """Returns whether an array is a shard of a parameter of which no replica has more."""
         return self.held and x.shape == self.shard_shape
 
+    def without(self, dims: Sequence[int]) -> "Layout":
+        """The layout of what a reduction over other dimensions than the one that is sharded makes of the array."""
+        left = [dim for dim in range(len(self.shape)) if dim not in dims]
+        along = tuple(self.along[dim] for dim in left if dim < len(self.along))
+        shape = tuple(self.shape[dim] for dim in left)
+        dim = None if self.dim is None else left.index(self.dim)
+        return dataclasses.replace(self, shape=shape, dim=dim, along=along)
+
     def mask(self, shard: jax.Array, index: Any, filling: Any) -> jax.Array:
         """A shard with `filling` where it holds no element of the whole array."""
         if not self.flat or self.size == self.stored_shape[-1]:

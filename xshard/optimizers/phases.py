@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
+from absl import logging
 
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import sharded_calls, shards, skips, trees, values
@@ -52,7 +53,7 @@ class Step:
         if partition is None or hk.running_init():
             # State is made whole; what stores it makes shards of it.
             applied, grads, new = self._on_whole(grads, params)
-            if partition is not None:
+            if isinstance(partition, shards.Rehearsal):
                 self._rehearse(grads, params, partition)
             return Applied(new, applied, None, grads, new, None)
         whole = partition.map(_shape_of_whole, params)
@@ -171,9 +172,9 @@ class Step:
         return state
 
     def _rehearse(
-        self, grads: trees.Gradients, params: trees.Params, partition: shards.Partition
+        self, grads: trees.Gradients, params: trees.Params, partition: shards.Rehearsal
     ) -> None:
-        """Raises ValueError if an update of such parameters could not be done on shards."""
+        """Raises ValueError if an update of such parameters could not be done on shards; says what it gathers."""
         whole = self._state_shapes(grads, params)
 
         def of_shard(layout: layouts_lib.Layout | None, x: Any) -> Any:
@@ -188,6 +189,8 @@ class Step:
         # What it may lack is what only a step has, such as a mapped axis.
         with contextlib.suppress(NameError):
             jax.eval_shape(step.apply, {}, state, jax.random.key(0), grads, params)
+        if partition.gathered:
+            _log_gathered(sum(partition.gathered.values()), *sorted(partition.gathered))
 
     @contextlib.contextmanager
     def _all_reached(self) -> Iterator[None]:
@@ -208,6 +211,16 @@ class Step:
                     f"for would be left out. Derive {holder} from OptimizerWrapper, which hands {phase} on to "
                     f"`opt`, or call it in its {phase}(grads)."
                 )
+
+
+@functools.cache
+def _log_gathered(size: int, *paths: str) -> None:
+    """Says it once: a run makes its state several times."""
+    more = ", ..." if len(paths) > 8 else ""
+    logging.info(
+        "The sharded update gathers %.3g MB in each step besides the new parameters, of what its rules take as a whole: "
+        "%s%s.", size / 1e6, ", ".join(paths[:8]), more,
+    )  # fmt: skip
 
 
 def _shape_of_whole(layout: layouts_lib.Layout, x: Any) -> jax.ShapeDtypeStruct:

@@ -200,7 +200,11 @@ class Partition:
 
 
 class Rehearsal(Partition):
-    """A partition that needs no mapped axis: to see on shapes alone whether a rule can be sharded."""
+    """A partition that needs no mapped axis: to see on shapes alone whether a rule can be sharded.
+
+    Attributes:
+      gathered: the bytes of what a rule has had gathered, by path.
+    """
 
     def __init__(
         self,
@@ -211,11 +215,19 @@ class Rehearsal(Partition):
     ):
         """Shards as a `Partition` over so many replicas does."""
         super().__init__(params, count, "", rules=rules, layouts=layouts)
+        self.gathered: dict[str, int] = {}
 
     @functools.cached_property
     def index(self) -> int:
         """The first shard."""
         return 0
+
+    def gather(self, layout: layouts_lib.Layout, shard: jax.Array, dtype: Any = None) -> jax.Array:
+        """An array of the whole's shape."""
+        del dtype
+        size = layout.size * shard.dtype.itemsize
+        self.gathered[layout.path] = self.gathered.get(layout.path, 0) + size
+        return jnp.zeros(layout.shape, shard.dtype)
 
     def across(self, kind: str, x: jax.Array) -> jax.Array:
         """That of one replica."""

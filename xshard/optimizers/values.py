@@ -12,7 +12,7 @@ JOINED_BY = {"sum": "add", "and": "and", "or": "or"}
 _JOIN = {"sum": jnp.add, "and": jnp.logical_and, "or": jnp.logical_or}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
     """This replica's shard of an array. Elements that the layout pads with may be anything."""
 
@@ -20,7 +20,7 @@ class Shard:
     layout: layouts.Layout
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Summed(Shard):
     """A shard of a gradient that is summed over the replicas already, before a rule aggregates it."""
 

@@ -1,0 +1,62 @@
+"""What JAX's primitives do to the places of an array's elements."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+# Primitives that make each element of their result from the elements at its place.
+ELEMENTWISE = {
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy",
+    "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
+    "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
+    "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow",
+    "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "xor",
+}  # fmt: skip
+REDUCTIONS = {f"reduce_{kind}": kind for kind in ("sum", "max", "min", "and", "or")}
+# Primitives that stand for a function of their own, by the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+}
+
+
+def reduces_all(eqn: Any) -> bool:
+    """Returns whether it is a reduction of all elements; the dimensions it leaves are of size 1."""
+    aval = eqn.invars[0].aval
+    return reduces(eqn) and all(
+        size == 1 or dim in eqn.params["axes"] for dim, size in enumerate(aval.shape)
+    )
+
+
+def reduces(eqn: Any) -> bool:
+    """Returns whether it is a reduction, of some dimensions or of all; of integers 'and' and 'or' are of their bits."""
+    name = eqn.primitive.name
+    if name in ("reduce_and", "reduce_or"):
+        return bool(eqn.invars[0].aval.dtype == jnp.bool_)
+    return name in REDUCTIONS
+
+
+def contracts_all(eqn: Any) -> bool:
+    """Returns whether it is the scalar product of two arrays of one shape."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (left, right), batch = eqn.params["dimension_numbers"]
+    first, second = (atom.aval.shape for atom in eqn.invars)
+    return first == second and left == right and len(left) == len(first) and not any(batch)
+
+
+def keeps_the_order(eqn: Any) -> bool:
+    """Returns whether it only gives an array another shape: the shard stays what it is."""
+    name = eqn.primitive.name
+    if name == "squeeze":
+        return True
+    if name == "reshape":
+        return eqn.params["dimensions"] is None
+    # One that repeats no element.
+    return name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
