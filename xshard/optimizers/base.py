@@ -9,7 +9,7 @@ An update runs in three phases, and a wrapper may stand between any two of them:
 
 Where the update is sharded, all three are traced on whole arrays, their Haiku state included, and evaluated
 on this replica's shards (`elementwise`): a rule declares nothing. The shards of the new parameters are
-gathered at the end. The update may then hold reductions over replicas, such as a norm; it is not conditional,
+gathered at the end. The update may then hold collectives, such as those of a norm; it is not conditional,
 but its result is selected.
 
 No collective is conditional: groups may skip at different steps, and a collective that only some
