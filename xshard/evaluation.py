@@ -71,7 +71,8 @@ class Evaluation:
         for split, examples in self._splits.items():
             shapes = batches.eval_shapes(examples, self._mesh, self._batch_size, self._replicas)
             traced = self._jitted.trace(state, shapes, np.int32(0))
-            replicas.check_unread(self._eval_step, traced.jaxpr, state, self._mesh)
+            on = self._mesh if self._replicas is None else self._replicas.mesh
+            replicas.check_unread(self._eval_step, traced.jaxpr, state, on)
             sums = traced.out_info
             totals[split] = {name: np.zeros(x.shape) for name, x in sums.items()}
             totals[split]["count"] = np.ones(sums["count"].shape)

@@ -159,12 +159,12 @@ def check_groups(groups: Any) -> list[list[int]] | None:
     return [[int(i) for i in group] for group in groups]
 
 
-def num_groups(mesh: jax.sharding.Mesh) -> int:
+def num_groups(mesh: AnyMesh) -> int:
     """The number of groups, that is of models which are trained side by side."""
     return mesh.shape[GROUP]
 
 
-def group_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+def group_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """The axes that an array of a state has for its groups: none where there is one group."""
     return (GROUP,) if num_groups(mesh) > 1 else ()
 

@@ -163,6 +163,9 @@ def _build(
     made = jax.vmap(init, dim, dim, mesh_lib.GROUP, groups)(keys if groups > 1 else keys[0])
     # A number of Python's has no type of its own, and a checkpoint's has one: the programs would differ.
     state = TrainState(jnp.int32(0), jax.tree.map(strong, made), root)
+    marked = jax.tree_util.tree_leaves_with_path(state, is_leaf=experiment_lib.is_own)
+    own = [trees.path_name(path) for path, x in marked if experiment_lib.is_own(x)]
+    logical.check_even(experiment.config, mesh, contract.described(experiment.init), own)
     # What differs from slice to slice is made for one.
     change = layouts_lib.for_each_slice if whole else layouts_lib.stored
     return map_rules_state(change, experiment, mesh, state)
@@ -291,20 +294,13 @@ def specs(
                 global_step=jax.P(*group),
             )
         if experiment_lib.is_own(x):
-            return jax.tree.map(functools.partial(_own_spec, mesh, x), x)
+            counts = isinstance(x, experiment_lib.PerReplica)
+            own = functools.partial(logical.own_spec, experiment.config, mesh, counts)
+            return jax.tree.map(own, x)
         return place(x, slots=True)
 
     leaf = lambda x: is_learner(x) or experiment_lib.is_own(x)
     return TrainState(jax.P(), jax.tree.map(of, state.experiment, is_leaf=leaf), jax.P())
-
-
-def _own_spec(mesh: jax.sharding.Mesh, own: Any, leaf: Any) -> jax.P:
-    """Along replicas; whole where there are other numbers of them, as in what a run on others has left."""
-    group = mesh_lib.group_axes(mesh)
-    is_other = leaf.shape[len(group)] != mesh_lib.num_replicas(mesh)
-    if is_other and isinstance(own, experiment_lib.PerReplica):
-        return jax.P(*group)
-    return jax.P(*group, mesh_lib.REPLICAS)
 
 
 def opt_specs(

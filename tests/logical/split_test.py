@@ -23,9 +23,10 @@ def again(x):
     return lax.psum(jnp.sin(x), _BOTH)
 
 
-def split(f, *args, own=(False, True)):
+def split(f, *args, own=(False, True), left_own=None):
     program = jax.make_jaxpr(f, axis_env=list(_SIZES.items()))(*args)
-    return split_lib.split(program, "step", _SIZES, own)
+    left_own = left_own or [False] * len(program.out_avals)
+    return split_lib.split(program, "step", _SIZES, own, left_own)
 
 
 def test_each_part_computes_what_is_its_own():

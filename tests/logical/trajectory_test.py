@@ -4,18 +4,54 @@ import hashlib
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import carried, quantized, toy
+import xshard
+from configs import rl
+from tests import quantized, rows, toy
 from xshard import errors, evaluation, loop
 from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.run import preflight
 
 _STEPS = 6
 _COUNT = 4
 _HALF = "params=float32,compute=float16,output=float32"
+_OWN = "tests.logical.trajectory_test.Own"
+
+
+class Own(toy.Wide):
+    """Has a key and a sum that are a replica's own, and a sum for each example; judges by them."""
+
+    def init(self, key, batch):
+        shown = xshard.PerExample({"sum": jnp.zeros_like(batch["y"])})
+        return {"line": super().init(key, batch), "shown": shown, "drawn": self._drawn(key, 0.0)}
+
+    def _drawn(self, key, total):
+        key = jax.random.fold_in(key, jax.lax.axis_index(("slice", "replica")))
+        return xshard.PerReplica({"key": key, "sum": jnp.asarray(total)})
+
+    def train_step(self, state, batch, key):
+        line, outcome = super().train_step(state["line"], batch, key)
+        old = state["drawn"].value
+        # Of what the replicas have exchanged, and of what is the replica's own.
+        total = old["sum"] + jnp.sum(line.params["mlp/~/linear_0"]["w"]) * jax.random.uniform(key)
+        shown = xshard.PerExample({"sum": state["shown"].value["sum"] + jnp.sin(batch["y"])})
+        new = {"line": line, "shown": shown, "drawn": self._drawn(old["key"], total)}
+        return new, {"line": outcome, "total": total}
+
+    def eval_step(self, state, batch, key):
+        values = super().eval_step(state["line"], batch, key)
+        own = state["drawn"].value["sum"] + jnp.mean(state["shown"].value["sum"])
+        return {**values, "own": jnp.full_like(batch["y"], own)}
+
+    def predict(self, state, batch):
+        outputs = super().predict(state["line"], batch)
+        own = jax.lax.pmean(state["drawn"].value["sum"], ("slice", "replica"))
+        return outputs + own if self.config.reads else outputs
 
 
 def config(**changes):
@@ -81,6 +117,26 @@ def test_an_exchange_may_depend_on_another():
         assert trajectory(3, of) == trajectory(1, of)
 
 
+def test_state_of_a_replicas_own_does_not_depend_on_the_devices():
+    changes = {"experiment": _OWN, "reads": False, "fingerprint_every_steps": 2}
+    first, *others = [trajectory(devices, **changes) for devices in (1, 2, 4)]
+    assert others == [first, first]
+    # Of float sums but for rounding.
+    values = trajectory(2, arithmetic="float", **changes)[2]
+    assert values == pytest.approx(first[2], rel=1e-3)
+
+
+def test_environments_are_played_alike_on_any_devices_above_one():
+    of = rl.get_config()
+    of.logical_replicas, of.reduction.arithmetic = 6, "exact"
+    of.update(
+        {"batch_size": 12, "eval_batch_size": 12, "eval_games": 12, "model": {"hidden": (8,)}}
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        first, *others = [trajectory(devices, of) for devices in (2, 3, 6)]
+    assert others == [first, first]
+
+
 def test_slices_are_devices_like_others():
     assert trajectory(4, slices=2) == trajectory(1)
 
@@ -88,6 +144,12 @@ def test_slices_are_devices_like_others():
 def test_groups_have_replicas_of_their_own():
     halves = ((0, 1), (2, 3))
     assert trajectory(2, group_assignment=((0,), (1,))) == trajectory(4, group_assignment=halves)
+
+
+def test_groups_have_state_of_their_replicas_own():
+    halves, own = ((0, 1), (2, 3)), {"experiment": _OWN, "reads": False}
+    alone = trajectory(2, group_assignment=((0,), (1,)), **own)
+    assert alone == trajectory(4, group_assignment=halves, **own)
 
 
 def test_floating_point_sums_differ_by_rounding_alone():
@@ -127,10 +189,44 @@ def test_what_cannot_be_is_refused_before_anything_is_made(tmp_path, changes, wo
     assert not (tmp_path / "run").exists()
 
 
-def test_state_of_a_replicas_own_is_refused(tmp_path):
-    made = carried.get_config()
-    made.logical_replicas = _COUNT
-    with pytest.raises(errors.UserError, match="xshard.PerExample.*Set logical_replicas to 0"):
+@pytest.fixture
+def on(monkeypatch):
+    """Makes runs take so many devices."""
+
+    def take(count):
+        of = lambda config: mesh_lib.make_mesh(
+            config.group_assignment or None, devices=jax.devices()[:count]
+        )
+        monkeypatch.setattr(experiment_lib, "mesh_of", of)
+
+    return take
+
+
+def test_state_of_a_replicas_own_goes_on_elsewhere(tmp_path, on):
+    def run(name, *devices):
+        directory = tmp_path / name
+        for i, count in enumerate(devices, 1):
+            on(count)
+            of = config(experiment=_OWN, steps=_STEPS * i // len(devices), reads=False)
+            assert loop.run(of, str(directory), "") == 0
+        end = loop.Run(of, str(directory))
+        state = end.checkpoints.manager.restore(end._target).state
+        assert state.experiment["drawn"].value["sum"].shape == (_COUNT,)
+        return digest(state), rows.results(directory)["eval"]["own"]
+
+    assert run("moved", 4, 2, 1) == run("stayed", 2)
+
+
+def test_state_of_a_replicas_own_takes_even_shares(tmp_path, on):
+    on(3)
+    with pytest.raises(errors.UserError, match="a replica's own.*one of \\[1, 2, 4\\]"):
+        loop.Run(config(experiment=_OWN), str(tmp_path / "run"))
+
+
+def test_a_prediction_by_the_state_of_replicas_that_share_a_device_is_refused(tmp_path, on):
+    on(2)
+    made = config(experiment=_OWN, reads=True)
+    with pytest.raises(errors.UserError, match="Own.predict .* reads the state 'drawn/sum'"):
         loop.Run(made, str(tmp_path / "run"))
 
 

@@ -4,7 +4,17 @@ Data, keys, means, metrics and evaluations belong to logical replicas, so that n
 number of its devices. With exact sums it ends in the same bits on any number of them.
 """
 
-from xshard.logical.program import Mapped, Program
-from xshard.logical.replicas import Replicas, is_exact, mesh_of, of_config
+from xshard.logical.parts import Mapped
+from xshard.logical.program import Program
+from xshard.logical.replicas import Replicas, check_even, is_exact, mesh_of, of_config, own_spec
 
-__all__ = ["Mapped", "Program", "Replicas", "is_exact", "mesh_of", "of_config"]
+__all__ = [
+    "Mapped",
+    "Program",
+    "Replicas",
+    "check_even",
+    "is_exact",
+    "mesh_of",
+    "of_config",
+    "own_spec",
+]

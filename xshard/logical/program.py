@@ -6,53 +6,16 @@ compiler fuses them, on other numbers of devices in other ways, and rounds other
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from xshard import errors
-from xshard import mesh as mesh_lib
-from xshard.logical import split as split_lib
-from xshard.logical import sums
+from xshard.logical.parts import OWN, Mapped, Parts, Results, placed_on
 from xshard.logical.replicas import Replicas
-
-# The results of exchanges, by their numbers.
-Results = dict[int, jax.Array]
-_OWN = jax.P(mesh_lib.BATCH)
-
-
-class Mapped(NamedTuple):
-    """A function of a replica, and how its arguments and results lie along the replicas, as for `jax.shard_map`.
-
-    Attributes:
-      function: takes what the replica holds of each argument.
-      in_specs: for each argument a prefix of its tree.
-      out_specs: a prefix of the tree that it returns.
-      finish: takes what it returns, of all replicas, to the result.
-    """
-
-    function: Callable[..., Any]
-    in_specs: Any
-    out_specs: Any
-    finish: Callable[[Any], Any] = lambda returned: returned
-
-    def on(self, mesh: Any) -> Callable[..., Any]:
-        """The function of all replicas of a mesh."""
-        specs = {"in_specs": self.in_specs, "out_specs": self.out_specs}
-        mapped = mesh_lib.on_replicas(self.function, mesh, **specs)
-
-        def on_all(*args: Any) -> Any:
-            return self.finish(mapped(*args))
-
-        # By this name profiles show it.
-        function = getattr(self.function, "func", self.function)
-        on_all.__name__ = getattr(function, "__name__", "on_all")
-        return on_all
 
 
 class Program:
@@ -101,151 +64,35 @@ class Program:
     def _of(self, args: Any) -> "_One | _Apart":
         key = jax.tree.structure(args), *(x.shape for x in jax.tree.leaves(args))
         if key not in self._built:
-            parts = _Parts(self._what, self._mapped(*args), self._replicas, args)
+            parts = Parts(self._what, self._mapped(*args), self._replicas, args)
             kind = _Apart if self._replicas.limbs else _One
             self._built[key] = kind(parts, **self._options)
         return self._built[key]
 
 
-class _Inputs:
-    """The leaves of a function's arguments."""
-
-    def __init__(self, mapped: Mapped, replicas: Replicas, args: Any):
-        """Finds how each leaf lies along the replicas."""
-        self._replicas = replicas
-        self._leaves, self.tree = jax.tree.flatten(args)
-        self._specs = jax.tree.leaves(jax.tree.broadcast(mapped.in_specs, args))
-        self.own = [mesh_lib.REPLICA in mesh_lib.axes_of(spec) for spec in self._specs]
-
-    def shapes(self, sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the leaves, were these the sizes of the axes; with a size of 1 what a replica holds."""
-        here = {
-            **self._replicas.on.shape,
-            mesh_lib.SLICE: 1,
-            mesh_lib.REPLICA: self._replicas.places,
-        }
-        shapes = []
-        for leaf, spec in zip(self._leaves, self._specs, strict=True):
-            shape = list(leaf.shape)
-            for dim, entry in enumerate(spec):
-                for axis in mesh_lib.axes_of([entry]):
-                    shape[dim] = shape[dim] // here[axis] * sizes[axis]
-            shapes.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
-        return shapes
-
-    @property
-    def specs(self) -> tuple[list[jax.P], list[jax.P]]:
-        """The specs, in two as of `parted`."""
-        return self._in_two(self._specs)
-
-    def parted(self, args: Any) -> tuple[list[Any], list[Any]]:
-        """The leaves of arguments that do not differ from replica to replica, and those that do."""
-        return self._in_two(jax.tree.leaves(args))
-
-    def _in_two(self, of_leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        pairs = list(zip(of_leaves, self.own, strict=True))
-        return [x for x, is_own in pairs if not is_own], [x for x, is_own in pairs if is_own]
-
-    def joined(self, equal: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-        """The inverse of `parted`."""
-        of_both = iter(equal), iter(own)
-        return [next(of_both[is_own]) for is_own in self.own]
-
-
-class _Parts:
-    """The parts of a program, as functions of what a device holds."""
-
-    def __init__(self, what: str, mapped: Mapped, replicas: Replicas, args: Any):
-        """Traces the function as one replica has it, and splits it."""
-        if any(
-            mesh_lib.REPLICA in mesh_lib.axes_of(spec) for spec in jax.tree.leaves(mapped.out_specs)
-        ):
-            raise errors.UserError(
-                f"{what} has state that is a replica's own (xshard.PerReplica, xshard.PerExample), or in shards; with "
-                "logical_replicas all state is equal on the replicas. Set logical_replicas to 0."
-            )
-        axes, groups = dict(replicas.mesh.shape), mesh_lib.num_groups(replicas.on)
-        self.inputs, self._replicas = _Inputs(mapped, replicas, args), replicas
-        function = lambda *leaves: mapped.function(*jax.tree.unflatten(self.inputs.tree, leaves))
-        trace = jax.make_jaxpr(function, axis_env=list(axes.items()), return_shape=True)
-        program, returned = trace(*self.inputs.shapes(dict.fromkeys(axes, 1)))
-        self.split = split_lib.split(program, what, axes, self.inputs.own)
-        self._out_tree, self._join = jax.tree.structure(returned), mapped.finish
-        self.out_specs = jax.tree.leaves(jax.tree.broadcast(mapped.out_specs, returned))
-        # What is equal in a group has, of several groups, a dimension of them.
-        self._grouped = groups > 1
-        self.equal = jax.P(mesh_lib.GROUP) if self._grouped else jax.P()
-        self.on, self.rounds = replicas.on, replicas.rounds
-        self._numbers = np.tile(np.arange(replicas.places, dtype=np.int32), groups)
-
-    @functools.cached_property
-    def numbers(self) -> jax.Array:
-        """The numbers of the replicas at each device's places."""
-        return mesh_lib.put(self.on, self._numbers, _OWN)
-
-    @property
-    def shape_of_numbers(self) -> jax.ShapeDtypeStruct:
-        """The same before there are devices."""
-        return _placed(self.on, self._numbers, _OWN)
-
-    def finish(self, outputs: Sequence[Any]) -> Any:
-        """The result, of the results of `after`."""
-        return self._join(jax.tree.unflatten(self._out_tree, outputs))
-
-    def divide(self, batch: Any, numbers: Any) -> Any:
-        """The part of the batch of each replica of a device, with its number."""
-        count = self._replicas.rounds
-        of = lambda i, x: x.reshape(count, -1, *x.shape[1:])[i]
-        return [jax.tree.map(lambda x, i=i: of(i, x), (batch, numbers)) for i in range(count)]
-
-    def before(self, at: int, state: Any, results: Any, own: Any) -> list[jax.Array]:
-        """Computes what a replica brings to an exchange, of its part of the batch and its number, which are its own."""
-        batch, number = own
-        values = [*self.inputs.joined(state, batch), number[0], *self._values(results)]
-        return [x[None] for x in self.split.exchanges[at].before(values)]
-
-    def exchange(self, at: int, brought: Sequence[list[jax.Array]], numbers: Any) -> Results:
-        """The results of an exchange, of what a device's replicas bring."""
-        # Without the dimension of places, of which there is one on a device.
-        held = [[x[0] for x in of_round] for of_round in brought]
-        is_one = jnp.concatenate(numbers) < self._replicas.count
-        count, limbs = self._replicas.count, self._replicas.limbs
-        exchange = self.split.exchanges[at]
-        made = sums.combine(exchange.kinds, held, is_one, count, limbs)
-        if self._grouped:
-            made = [x[None] for x in made]
-        return dict(zip(exchange.results, made, strict=True))
-
-    def after(self, state: Any, results: Results) -> list[jax.Array]:
-        """The results of the whole."""
-        leaves = self.inputs.joined(state, [None] * sum(self.inputs.own))
-        return self.split.after([*leaves, None, *self._values(results)])
-
-    def _values(self, results: Results) -> list[Any]:
-        """The results of all exchanges, None of those that have not been."""
-        known = {i: x[0] if self._grouped else x for i, x in results.items()}
-        return [known.get(i) for i in range(self.split.size)]
-
-
 class _One:
     """The parts as one program."""
 
-    def __init__(self, parts: _Parts, **options: Any):
+    def __init__(self, parts: Parts, **options: Any):
         """Puts them together; the options are of `jax.jit`."""
         self.parts, self.is_compiled = parts, False
         equal, own = parts.inputs.specs
-        mapped = Mapped(self._run, (equal, own, _OWN), parts.out_specs)
+        leaves = parts.out_specs, parts.own_specs
+        mapped = Mapped(self._run, (equal, own, OWN), leaves)
         self._jitted = jax.jit(mapped.on(parts.on), **options)
 
-    def _run(self, state: Any, batch: Any, numbers: jax.Array) -> list[jax.Array]:
+    def _run(self, state: Any, own: Any, numbers: jax.Array) -> tuple[list[jax.Array], ...]:
         parts, results = self.parts, dict[int, jax.Array]()
-        rounds = jax.tree.map(lambda *xs: jnp.stack(xs), *parts.divide(batch, numbers))
+        rounds = jax.tree.map(lambda *xs: jnp.stack(xs), *parts.divide(own, numbers))
         for at in range(len(parts.split.exchanges)):
             before = functools.partial(parts.before, at, state, results)
-            brought = lax.map(before, rounds)
-            of_rounds = [[x[i] for x in brought] for i in range(parts.rounds)]
-            results = results | parts.exchange(at, of_rounds, [numbers])
-        return parts.after(state, results)
+            results = results | parts.exchange(at, self._map(before, rounds), [numbers])
+        left = self._map(functools.partial(parts.own, state, results), rounds)
+        return parts.after(state, results), parts.join(left)
+
+    def _map(self, f: Callable[[Any], list[jax.Array]], rounds: Any) -> list[list[jax.Array]]:
+        made = lax.map(f, rounds)
+        return [[x[i] for x in made] for i in range(self.parts.rounds)]
 
     def lower(self, args: Any) -> list[Any]:
         """The program, to be compiled."""
@@ -255,24 +102,28 @@ class _One:
     def __call__(self, args: Any) -> Any:
         """The result."""
         inputs = self.parts.inputs.parted(args)
-        return self.parts.finish(self._jitted(*inputs, self.parts.numbers))
+        return self.parts.finish(*self._jitted(*inputs, self.parts.numbers))
 
 
 class _Apart:
     """The parts as programs of their own, one after the other; the host waits for none."""
 
-    def __init__(self, parts: _Parts, **options: Any):
+    def __init__(self, parts: Parts, **options: Any):
         """Jits them; the options are those of the last, whose first argument is all that is equal on replicas."""
         self.parts, on, self.is_compiled = parts, parts.on, False
         equal, own = parts.inputs.specs
-        self._rounds = [(own, _OWN)] * parts.rounds
-        self._divide = jax.jit(Mapped(parts.divide, (own, _OWN), self._rounds).on(on))
+        self._rounds = [(own, OWN)] * parts.rounds
+        self._divide = jax.jit(Mapped(parts.divide, (own, OWN), self._rounds).on(on))
         self._exchanges = []
         for at in range(len(parts.split.exchanges)):
-            takes = (equal, parts.equal, (own, _OWN))
-            before = Mapped(functools.partial(parts.before, at), takes, _OWN)
-            exchange = Mapped(functools.partial(parts.exchange, at), (_OWN, _OWN), parts.equal)
+            takes = (equal, parts.equal, (own, OWN))
+            before = Mapped(functools.partial(parts.before, at), takes, OWN)
+            exchange = Mapped(functools.partial(parts.exchange, at), (OWN, OWN), parts.equal)
             self._exchanges.append((jax.jit(before.on(on)), jax.jit(exchange.on(on))))
+        takes = equal, parts.equal, self._rounds[0]
+        self._own = jax.jit(Mapped(parts.own, takes, parts.own_specs).on(on))
+        left = [parts.own_specs] * parts.rounds
+        self._join = jax.jit(Mapped(parts.join, (left,), parts.own_specs).on(on))
         after = Mapped(parts.after, (equal, parts.equal), parts.out_specs)
         self._after = jax.jit(after.on(on), **options)
 
@@ -280,28 +131,36 @@ class _Apart:
         """The programs, to be compiled, in the order in which they are run."""
         parts, results = self.parts, dict[int, Any]()
         self.is_compiled = True
-        state, batch = parts.inputs.parted(args)
-        programs = [self._divide.lower(batch, parts.shape_of_numbers)]
-        rounds = _placed(parts.on, programs[0].out_info, self._rounds)
+        state, own = parts.inputs.parted(args)
+        programs = [self._divide.lower(own, parts.shape_of_numbers)]
+        rounds = placed_on(parts.on, programs[0].out_info, self._rounds)
         numbers = [number for _, number in rounds]
         for run_before, run_exchange in self._exchanges:
             before = run_before.lower(state, results, rounds[0])
-            brought = _placed(parts.on, before.out_info, _OWN)
+            brought = placed_on(parts.on, before.out_info, OWN)
             exchange = run_exchange.lower([brought] * parts.rounds, numbers)
-            results = results | _placed(parts.on, exchange.out_info, parts.equal)
+            results = results | placed_on(parts.on, exchange.out_info, parts.equal)
             programs += [before, exchange]
+        if parts.own_specs:
+            last = self._own.lower(state, results, rounds[0])
+            left = placed_on(parts.on, last.out_info, parts.own_specs)
+            programs += [last, self._join.lower([left] * parts.rounds)]
         return [*programs, self._after.lower(state, results)]
 
     def __call__(self, args: Any) -> Any:
         """The result."""
         results: Results = {}
-        state, batch = self.parts.inputs.parted(args)
-        rounds = self._divide(batch, self.parts.numbers)
+        state, own = self.parts.inputs.parted(args)
+        rounds = self._divide(own, self.parts.numbers)
         numbers = [number for _, number in rounds]
         for before, exchange in self._exchanges:
             # Nothing keeps what is brought: of all replicas of a device it is much.
             results = results | exchange([before(state, results, own) for own in rounds], numbers)
-        return self.parts.finish(self._after(state, results))
+        left = []
+        if self.parts.own_specs:
+            # Before what is given away with the last program.
+            left = self._join([self._own(state, results, own) for own in rounds])
+        return self.parts.finish(self._after(state, results), left)
 
 
 class Lowered(NamedTuple):
@@ -317,12 +176,3 @@ class Lowered(NamedTuple):
         """The programs, compiled side by side."""
         with futures.ThreadPoolExecutor() as pool:
             return list(pool.map(lambda program: program.compile(), self.programs))
-
-
-def _placed(on: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
-    """The shapes of arrays that lie so on a mesh."""
-
-    def placed(spec: jax.P, x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh_lib.sharding(on, *spec))
-
-    return jax.tree.map(placed, jax.tree.broadcast(specs, shapes), shapes)

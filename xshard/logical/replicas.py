@@ -1,6 +1,8 @@
 """Logical replicas, and their places on the devices of a mesh."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import ml_collections
@@ -67,7 +69,7 @@ class Replicas:
         return batch_size // self.count * self.places
 
 
-def of_config(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Replicas | None:
+def of_config(config: ml_collections.ConfigDict, mesh: Any) -> Replicas | None:
     """The logical replicas that a config asks for on a mesh; None if each replica of the mesh is one.
 
     Raises:
@@ -91,6 +93,45 @@ def of_config(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Rep
     return Replicas(count, mesh, _limbs(config))
 
 
+def own_spec(
+    config: ml_collections.ConfigDict, mesh: mesh_lib.AnyMesh, counts: bool, leaf: Any
+) -> jax.P:
+    """The axes that an array lies along which is the replicas' own.
+
+    Args:
+      config: of the run.
+      mesh: of the run.
+      counts: whether its dimension after that of groups is one of replicas. Where there are other numbers of them, as in what
+        a run on others has left, it is whole on each device.
+      leaf: its shape.
+    """
+    group = mesh_lib.group_axes(mesh)
+    if counts and leaf.shape[len(group)] != mesh_lib.num_replicas(mesh_of(config, mesh)):
+        return jax.P(*group)
+    return jax.P(*group, mesh_lib.REPLICAS)
+
+
+def check_even(
+    config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh, what: str, own: Sequence[str]
+) -> None:
+    """Raises UserError if devices hold different numbers of logical replicas, and there is state that is a replica's own.
+
+    Args:
+      config: of the run.
+      mesh: of the run.
+      what: what makes the state.
+      own: the paths of what is a replica's own in it.
+    """
+    replicas = of_config(config, mesh)
+    if own and replicas is not None and replicas.places != replicas.count:
+        good = [n for n in range(1, replicas.count + 1) if replicas.count % n == 0]
+        raise errors.UserError(
+            f"{what} makes {own[0]!r} as a replica's own (xshard.PerReplica, xshard.PerExample), of which each device holds "
+            f"as much; {mesh_lib.num_replicas(mesh)} devices of a group do not divide logical_replicas={replicas.count}. Take "
+            f"another number of devices for each group, one of {good}."
+        )
+
+
 def is_exact(config: ml_collections.ConfigDict) -> bool:
     """Returns whether a config asks for sums that are free of their order."""
     return _limbs(config) > 0
@@ -100,7 +141,7 @@ def _limbs(config: ml_collections.ConfigDict) -> int:
     return _LIMBS.get(config.get("reduction", {}).get("arithmetic"), 0)
 
 
-def mesh_of(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> mesh_lib.AnyMesh:
+def mesh_of(config: ml_collections.ConfigDict, mesh: Any) -> mesh_lib.AnyMesh:
     """The mesh whose replicas an experiment sees: of logical ones, or the mesh of devices itself."""
     replicas = of_config(config, mesh)
     return mesh if replicas is None else replicas.mesh

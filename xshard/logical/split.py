@@ -60,17 +60,23 @@ class Split(NamedTuple):
 
     Attributes:
       exchanges: one after the other.
-      after: makes the program's outputs; reads nothing that is a replica's own.
+      own: makes those of the program's outputs that are a replica's own.
+      after: makes the others; reads nothing that is a replica's own.
       size: the number of results of all exchanges.
     """
 
     exchanges: tuple[Exchange, ...]
+    own: Part
     after: Part
     size: int
 
 
 def split(
-    program: core.ClosedJaxpr, what: str, sizes: Mapping[str, int], own: Sequence[bool]
+    program: core.ClosedJaxpr,
+    what: str,
+    sizes: Mapping[str, int],
+    own: Sequence[bool],
+    left_own: Sequence[bool],
 ) -> Split:
     """Splits a replica's program.
 
@@ -79,10 +85,11 @@ def split(
       what: what it is, for messages.
       sizes: of the axes that are mapped in it.
       own: whether each input is the replica's own.
+      left_own: whether each output is.
 
     Raises:
       UserError: if too many exchanges depend on one another, one stands in a loop or a branch, or is none of
-        `COLLECTIVES`; or if an output does not come of what is equal on all replicas.
+        `COLLECTIVES`; or if another output does not come of what is equal on all replicas.
     """
     exchanged = list(_exchanged(program.jaxpr, what))
     inputs = [_shape(aval) for aval in program.in_avals]
@@ -98,15 +105,16 @@ def split(
     both = jax.make_jaxpr(run, axis_env=list(sizes.items()))(inputs, number, results)
     levels = _levels(both.jaxpr, len(kinds))
     _check_depth(what, max(levels, default=0) + 1)
-    is_result = [False] * len(kinds) + [True] * len(program.out_avals)
-    after = _part(both, is_result)
+    none = [False] * len(kinds)
+    after = _part(both, [*none, *(not is_own for is_own in left_own)])
     _check_equal(what, after, [*own, True])
     exchanges = []
     for level in sorted(set(levels)):
         at = tuple(i for i, x in enumerate(levels) if x == level)
-        before = _part(both, [i in at for i in range(len(is_result))])
+        before = _part(both, [i in at for i in range(len(both.out_avals))])
         exchanges.append(Exchange(before, tuple(kinds[i] for i in at), at))
-    return Split(tuple(exchanges), after, len(kinds))
+    of_own = _part(both, [*none, *left_own])
+    return Split(tuple(exchanges), of_own, after, len(kinds))
 
 
 def _check_depth(what: str, depth: int) -> None:
@@ -122,7 +130,8 @@ def _check_equal(what: str, after: Part, own: Sequence[bool]) -> None:
     if any(i < len(own) and own[i] for i in after.reads):
         raise errors.UserError(
             f"{what} leaves something that differs between the replicas. With logical_replicas all that it leaves is equal "
-            "on them, or has been through jax.lax.pmean, psum, pmax or pmin over ('slice', 'replica')."
+            "on them, or has been through jax.lax.pmean, psum, pmax or pmin over ('slice', 'replica'), or is marked as a replica's "
+            "own: xshard.PerReplica, xshard.PerExample."
         )
 
 

@@ -18,6 +18,7 @@ from xshard import state as state_lib
 from xshard.data import batches
 from xshard.learners import varying
 from xshard.optimizers import trees
+from xshard.stored import replicas as stored
 
 
 def train_batches(
@@ -55,6 +56,7 @@ def programs(
     traced = _of_samples(experiment, trace) + _of_acting(experiment, act, trace)
     for program in traced or _of_example(experiment, mesh, predict, state, batch):
         _check_prediction(experiment, mesh, program)
+        stored.check_unread(experiment.predict, program.jaxpr, state, mesh)
     return train_step, predict
 
 

@@ -10,7 +10,7 @@ rounds (https://github.com/skeeto/hash-prospector, lowbias32).
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -152,11 +152,14 @@ def of_replica(
         shared = len(jax.tree.leaves((state.step, state.rng)))
         leaves = [x if i < shared else x[0] for i, x in enumerate(leaves)]
     found = _cells(places)
+    # Outside of the branch, where logical replicas know their numbers.
+    along = {axes for place in places for axes in place.axes if axes}
+    shards = {axes: lax.axis_index(axes).astype(jnp.uint32) for axes in sorted(along)}
 
     def of_own() -> jax.Array:
         sums = {cell: jnp.zeros(2, jnp.uint32) for cell in found}
         for place, x in zip(places, leaves, strict=True):
-            sums[place.cell] = sums[place.cell] + _of_array(place, x)
+            sums[place.cell] = sums[place.cell] + _of_array(place, x, shards)
         return jnp.stack(list(sums.values()))
 
     if is_due is True:
@@ -269,8 +272,8 @@ def _described(
     return state_lib.TrainState(other, inner, other)
 
 
-def _of_array(place: _Place, x: jax.Array) -> jax.Array:
-    """The sums over what a replica holds of an array."""
+def _of_array(place: _Place, x: jax.Array, shards: Mapping[Any, jax.Array]) -> jax.Array:
+    """The sums over what a replica holds of an array, and the place of its shard along axes."""
     words = _words(x, jnp)
     # A word of what is wider, or of more than one, has places of its own below the element's.
     sizes = (*place.sizes, *words.shape[len(place.sizes) :])
@@ -279,8 +282,7 @@ def _of_array(place: _Place, x: jax.Array) -> jax.Array:
     for dim, size in enumerate(sizes):
         here = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
         if dim < len(place.axes) and place.axes[dim]:
-            shard = lax.axis_index(place.axes[dim]).astype(jnp.uint32)
-            here = here + shard * jnp.uint32(words.shape[dim])
+            here = here + shards[place.axes[dim]] * jnp.uint32(words.shape[dim])
             count = lax.axis_size(place.axes[dim])
             if count * words.shape[dim] != size:
                 is_padding = here >= jnp.uint32(size)

@@ -62,7 +62,7 @@ def check_unread(
     method: Callable[..., Any],
     program: core.ClosedJaxpr,
     state: state_lib.TrainState,
-    mesh: jax.sharding.Mesh,
+    mesh: mesh_lib.AnyMesh,
 ) -> None:
     """Raises UserError if a program reads what is a replica's own of other numbers of replicas.
 
@@ -104,7 +104,7 @@ def _own(state: state_lib.TrainState) -> dict[str, Any]:
     }
 
 
-def _count(leaf: Any, mesh: jax.sharding.Mesh) -> int:
+def _count(leaf: Any, mesh: mesh_lib.AnyMesh) -> int:
     return leaf.shape[len(mesh_lib.group_axes(mesh))]
 
 

@@ -1,0 +1,214 @@
+"""The parts of a program on logical replicas, as functions of what a device holds."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xshard import errors
+from xshard import mesh as mesh_lib
+from xshard.logical import split as split_lib
+from xshard.logical import sums
+from xshard.logical.replicas import Replicas
+
+# The results of exchanges, by their numbers.
+Results = dict[int, jax.Array]
+OWN = jax.P(mesh_lib.BATCH)
+
+
+class Mapped(NamedTuple):
+    """A function of a replica, and how its arguments and results lie along the replicas, as for `jax.shard_map`.
+
+    Attributes:
+      function: takes what the replica holds of each argument.
+      in_specs: for each argument a prefix of its tree.
+      out_specs: a prefix of the tree that it returns.
+      finish: takes what it returns, of all replicas, to the result.
+    """
+
+    function: Callable[..., Any]
+    in_specs: Any
+    out_specs: Any
+    finish: Callable[[Any], Any] = lambda returned: returned
+
+    def on(self, mesh: Any) -> Callable[..., Any]:
+        """The function of all replicas of a mesh."""
+        specs = {"in_specs": self.in_specs, "out_specs": self.out_specs}
+        mapped = mesh_lib.on_replicas(self.function, mesh, **specs)
+
+        def on_all(*args: Any) -> Any:
+            return self.finish(mapped(*args))
+
+        # By this name profiles show it.
+        function = getattr(self.function, "func", self.function)
+        on_all.__name__ = getattr(function, "__name__", "on_all")
+        return on_all
+
+
+class Inputs:
+    """The leaves of a function's arguments."""
+
+    def __init__(self, mapped: Mapped, replicas: Replicas, args: Any):
+        """Finds how each leaf lies along the replicas."""
+        self._replicas = replicas
+        self._leaves, self.tree = jax.tree.flatten(args)
+        self._specs = jax.tree.leaves(jax.tree.broadcast(mapped.in_specs, args))
+        self.own = [_is_own(spec) for spec in self._specs]
+        # Of each that is, the dimension along the replicas.
+        self.dims = list(map(_dim, filter(_is_own, self._specs)))
+
+    def shapes(self, sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the leaves, were these the sizes of the axes; with a size of 1 what a replica holds."""
+        here = {
+            **self._replicas.on.shape,
+            mesh_lib.SLICE: 1,
+            mesh_lib.REPLICA: self._replicas.places,
+        }
+        shapes = []
+        for leaf, spec in zip(self._leaves, self._specs, strict=True):
+            shape = list(leaf.shape)
+            for dim, entry in enumerate(spec):
+                for axis in mesh_lib.axes_of([entry]):
+                    shape[dim] = shape[dim] // here[axis] * sizes[axis]
+            shapes.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
+        return shapes
+
+    @property
+    def specs(self) -> tuple[list[jax.P], list[jax.P]]:
+        """The specs, in two as of `parted`."""
+        return self._in_two(self._specs)
+
+    def parted(self, args: Any) -> tuple[list[Any], list[Any]]:
+        """The leaves of arguments that do not differ from replica to replica, and those that do."""
+        return self._in_two(jax.tree.leaves(args))
+
+    def _in_two(self, of_leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        pairs = list(zip(of_leaves, self.own, strict=True))
+        return [x for x, is_own in pairs if not is_own], [x for x, is_own in pairs if is_own]
+
+    def joined(self, equal: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+        """The inverse of `parted`."""
+        return _joined(self.own, equal, own)
+
+
+class Parts:
+    """The parts of a program, as functions of what a device holds."""
+
+    def __init__(self, what: str, mapped: Mapped, replicas: Replicas, args: Any):
+        """Traces the function as one replica has it, and splits it."""
+        _check_whole(what, jax.tree.leaves(mapped.out_specs))
+        axes, groups = dict(replicas.mesh.shape), mesh_lib.num_groups(replicas.on)
+        self.inputs, self._replicas = Inputs(mapped, replicas, args), replicas
+        function = lambda *leaves: mapped.function(*jax.tree.unflatten(self.inputs.tree, leaves))
+        trace = jax.make_jaxpr(function, axis_env=list(axes.items()), return_shape=True)
+        program, returned = trace(*self.inputs.shapes(dict.fromkeys(axes, 1)))
+        self._out_tree, self._finish = jax.tree.structure(returned), mapped.finish
+        out_specs = jax.tree.leaves(jax.tree.broadcast(mapped.out_specs, returned))
+        self._left_own = list(map(_is_own, out_specs))
+        self.out_specs = [spec for spec in out_specs if not _is_own(spec)]
+        self.own_specs = list(filter(_is_own, out_specs))
+        self.split = split_lib.split(program, what, axes, self.inputs.own, self._left_own)
+        # What is equal in a group has, of several groups, a dimension of them.
+        self._grouped = groups > 1
+        self.equal = jax.P(mesh_lib.GROUP) if self._grouped else jax.P()
+        self.on, self.rounds = replicas.on, replicas.rounds
+        self._numbers = np.tile(np.arange(replicas.places, dtype=np.int32), groups)
+
+    @functools.cached_property
+    def numbers(self) -> jax.Array:
+        """The numbers of the replicas at each device's places."""
+        return mesh_lib.put(self.on, self._numbers, OWN)
+
+    @property
+    def shape_of_numbers(self) -> jax.ShapeDtypeStruct:
+        """The same before there are devices."""
+        return placed_on(self.on, self._numbers, OWN)
+
+    def finish(self, outputs: Sequence[Any], own: Sequence[Any]) -> Any:
+        """The result, of the results of `after` and of `join`."""
+        leaves = _joined(self._left_own, outputs, own)
+        return self._finish(jax.tree.unflatten(self._out_tree, leaves))
+
+    def divide(self, own: Sequence[jax.Array], numbers: jax.Array) -> Any:
+        """What is own to each replica of a device, with its number."""
+        pairs = [*zip(own, self.inputs.dims, strict=True), (numbers, 0)]
+        of_all = [jnp.split(x, self._replicas.rounds, dim) for x, dim in pairs]
+        return [(own, number) for *own, number in map(list, zip(*of_all, strict=True))]
+
+    def join(self, own: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """What each replica of a device leaves as its own, together."""
+        of_each = zip(*own, strict=True)
+        pairs = zip(of_each, map(_dim, self.own_specs), strict=True)
+        return [jnp.concatenate(xs, dim) for xs, dim in pairs]
+
+    def before(self, at: int, state: Any, results: Any, own: Any) -> list[jax.Array]:
+        """Computes what a replica brings to an exchange, of what is its own and its number."""
+        values = self._of_replica(state, results, own)
+        return [x[None] for x in self.split.exchanges[at].before(values)]
+
+    def own(self, state: Any, results: Results, own: Any) -> list[jax.Array]:
+        """Computes what a replica leaves as its own."""
+        return self.split.own(self._of_replica(state, results, own))
+
+    def _of_replica(self, state: Any, results: Results, own: Any) -> list[Any]:
+        own, number = own
+        return [*self.inputs.joined(state, own), number[0], *self._values(results)]
+
+    def exchange(self, at: int, brought: Sequence[list[jax.Array]], numbers: Any) -> Results:
+        """The results of an exchange, of what a device's replicas bring."""
+        # Without the dimension of places, of which there is one on a device.
+        held = [[x[0] for x in of_round] for of_round in brought]
+        is_one = jnp.concatenate(numbers) < self._replicas.count
+        count, limbs = self._replicas.count, self._replicas.limbs
+        exchange = self.split.exchanges[at]
+        made = sums.combine(exchange.kinds, held, is_one, count, limbs)
+        if self._grouped:
+            made = [x[None] for x in made]
+        return dict(zip(exchange.results, made, strict=True))
+
+    def after(self, state: Any, results: Results) -> list[jax.Array]:
+        """The results of the whole but for what is a replica's own."""
+        leaves = self.inputs.joined(state, [None] * sum(self.inputs.own))
+        return self.split.after([*leaves, None, *self._values(results)])
+
+    def _values(self, results: Results) -> list[Any]:
+        """The results of all exchanges, None of those that have not been."""
+        known = {i: x[0] if self._grouped else x for i, x in results.items()}
+        return [known.get(i) for i in range(self.split.size)]
+
+
+def _is_own(spec: jax.P) -> bool:
+    """Returns whether an array that lies so is a replica's own."""
+    return mesh_lib.REPLICA in mesh_lib.axes_of(spec)
+
+
+def _dim(spec: jax.P) -> int:
+    """The dimension along the replicas."""
+    return next(dim for dim, entry in enumerate(spec) if _is_own(jax.P(entry)))
+
+
+def _joined(is_own: Sequence[bool], equal: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+    """What is equal on replicas and what is their own, in one order."""
+    of_both = iter(equal), iter(own)
+    return [next(of_both[x]) for x in is_own]
+
+
+def _check_whole(what: str, specs: Sequence[jax.P]) -> None:
+    """Raises UserError where the state is in shards: what is a replica's own is along both axes of replicas together."""
+    if any(_is_own(spec) and not {mesh_lib.REPLICAS, mesh_lib.BATCH} & {*spec} for spec in specs):
+        raise errors.UserError(
+            f"{what} has parameters or slots in shards over the replicas (shard_update, shard_params); with "
+            "logical_replicas they are whole on each device. Set logical_replicas to 0, or these to False."
+        )
+
+
+def placed_on(on: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
+    """The shapes of arrays that lie so on a mesh."""
+
+    def placed(spec: jax.P, x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh_lib.sharding(on, *spec))
+
+    return jax.tree.map(placed, jax.tree.broadcast(specs, shapes), shapes)
