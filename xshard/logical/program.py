@@ -17,6 +17,10 @@ from jax import lax
 from xshard.logical.parts import OWN, Mapped, Parts, Results, placed_on
 from xshard.logical.replicas import Replicas
 
+# XLA removes what is computed twice where it divides a program among devices, before it simplifies it. What is divided
+# among none would be simplified otherwise, and rounded otherwise.
+_ROUNDS_ALIKE = {"xla_disable_hlo_passes": "cse"}
+
 
 class Program:
     """A function of all replicas, run on logical ones; called, traced and lowered as what `jax.jit` returns."""
@@ -111,6 +115,7 @@ class _Apart:
     def __init__(self, parts: Parts, **options: Any):
         """Jits them; the options are those of the last, whose first argument is all that is equal on replicas."""
         self.parts, on, self.is_compiled = parts, parts.on, False
+        jit = functools.partial(jax.jit, compiler_options=_ROUNDS_ALIKE)
         equal, own = parts.inputs.specs
         self._rounds = [(own, OWN)] * parts.rounds
         self._divide = jax.jit(Mapped(parts.divide, (own, OWN), self._rounds).on(on))
@@ -119,13 +124,13 @@ class _Apart:
             takes = (equal, parts.equal, (own, OWN))
             before = Mapped(functools.partial(parts.before, at), takes, OWN)
             exchange = Mapped(functools.partial(parts.exchange, at), (OWN, OWN), parts.equal)
-            self._exchanges.append((jax.jit(before.on(on)), jax.jit(exchange.on(on))))
+            self._exchanges.append((jit(before.on(on)), jax.jit(exchange.on(on))))
         takes = equal, parts.equal, self._rounds[0]
-        self._own = jax.jit(Mapped(parts.own, takes, parts.own_specs).on(on))
+        self._own = jit(Mapped(parts.own, takes, parts.own_specs).on(on))
         left = [parts.own_specs] * parts.rounds
         self._join = jax.jit(Mapped(parts.join, (left,), parts.own_specs).on(on))
         after = Mapped(parts.after, (equal, parts.equal), parts.out_specs)
-        self._after = jax.jit(after.on(on), **options)
+        self._after = jit(after.on(on), **options)
 
     def lower(self, args: Any) -> list[Any]:
         """The programs, to be compiled, in the order in which they are run."""
