@@ -73,7 +73,7 @@ def _warning(job: engine.Job) -> str:
         )
     if not config.get("logical_replicas"):
         raise engine.LaunchError(
-            f"--elastic={job.least}:{job.processes} is for runs whose trajectory does not depend on the number of hosts, and "
+            f"{job.elastic} is for runs whose trajectory does not depend on the number of hosts, and "
             f"the config of {job.name} has logical_replicas={config.get('logical_replicas', 0)}: add --config.logical_replicas=N "
             "--config.reduction.arithmetic=exact (docs/one_trajectory.md), or give --num_processes in the place of --elastic."
         )

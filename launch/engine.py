@@ -44,6 +44,11 @@ class Job:
     least: int = 0
 
     @property
+    def elastic(self) -> str:
+        """The flag that says how many processes it may have."""
+        return f"--elastic={self.least}:{self.processes}"
+
+    @property
     def arguments(self) -> tuple[str, ...]:
         """The command with what all of its processes are given."""
         more = [f"--cpu_devices={self.cpu_devices}"] if self.cpu_devices else []

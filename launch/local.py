@@ -69,7 +69,7 @@ class Supervisor:
           out: where what the processes print goes, each line after the process's number.
         """
         self._job = job
-        self._hosts = f"{job.least}:{job.processes}"
+        self._elastic = job.elastic
         self._options = options
         self._out = streams.lasting(out)
         self._asked: collections.deque[int] = collections.deque()
@@ -127,7 +127,7 @@ class Supervisor:
         of_all = f"{left} of {self._job.processes} hosts are left"
         if left < self._job.least:
             self._say(
-                f"{pod.cause}; not started again: {of_all}, and --elastic={self._hosts} asks for at least "
+                f"{pod.cause}; not started again: {of_all}, and {self._elastic} asks for at least "
                 f"{self._job.least}. The same command goes on from the last checkpoint when the hosts are back"
             )
             return False

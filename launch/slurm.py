@@ -104,7 +104,7 @@ class Slurm(engine.Engine):
         for option in self.options:
             if re.match("--(nodes|ntasks)", option):
                 raise engine.LaunchError(
-                    f"--elastic={job.least}:{job.processes} asks sbatch for --nodes={nodes} with one process on each, and "
+                    f"{job.elastic} asks sbatch for --nodes={nodes} with one process on each, and "
                     f"--sbatch={option} for something else: leave one of them out."
                 )
         return {"nodes": nodes, "ntasks-per-node": 1}
