@@ -201,7 +201,7 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
     return steps, steps if len(sides) == 2 else one_step
 
 
-def num_slices(mesh: jax.sharding.Mesh) -> int:
+def num_slices(mesh: AnyMesh) -> int:
     """The number of slices."""
     return mesh.shape[SLICE]
 
@@ -213,7 +213,7 @@ def describe(mesh: jax.sharding.Mesh) -> str:
     return f"{groups} group(s) x {per_slice}{replicas} replica(s) x {model} device(s)"
 
 
-def sharding(mesh: jax.sharding.Mesh, *spec: Any) -> jax.sharding.NamedSharding:
+def sharding(mesh: AnyMesh, *spec: Any) -> jax.sharding.NamedSharding:
     """The sharding of an array whose dimensions lie along these axes; none of them: replicated."""
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
@@ -257,7 +257,7 @@ def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     return jax.tree.map(readable, tree)
 
 
-def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules, *, slots: bool = False) -> Any:
+def tree_shardings(mesh: AnyMesh, tree: Any, rules: Rules, *, slots: bool = False) -> Any:
     """The sharding of each leaf of a tree.
 
     Args:
@@ -295,7 +295,7 @@ def spec_of(path: str, rules: Rules) -> tuple[Any, ...]:
     return ()
 
 
-def _check_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...], spec: Any) -> None:
+def _check_spec(mesh: AnyMesh, name: str, shape: tuple[int, ...], spec: Any) -> None:
     axes = [axis for axis in spec if axis is not None]
     if len(spec) > len(shape) or any(axis != MODEL for axis in axes):
         raise errors.UserError(

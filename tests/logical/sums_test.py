@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xshard import mesh as mesh_lib
-from xshard.logical import sums
+from xshard.logical import split, sums
 
 
 def combine(arrays, devices, kind="psum", count=None, limbs=1):
@@ -24,7 +24,9 @@ def combine(arrays, devices, kind="psum", count=None, limbs=1):
     numbers = np.arange(len(held))
 
     def local(held, numbers):
-        (made,) = sums.combine([kind], [[x] for x in held], numbers < count, count, limbs)
+        (made,) = sums.combine(
+            [split.Kind(kind)], [[x] for x in held], numbers < count, count, limbs
+        )
         return made[None]
 
     spec = jax.P(mesh_lib.BATCH)

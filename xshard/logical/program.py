@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard.logical.parts import OWN, Mapped, Parts, Results, placed_on
+from xshard.logical.parts import OWN, Mapped, Parts, Replica, Results, placed_on
 from xshard.logical.replicas import Replicas
 
 # XLA removes what is computed twice where it divides a program among devices, before it simplifies it. What is divided
@@ -86,17 +86,15 @@ class _One:
         self._jitted = jax.jit(mapped.on(parts.on), **options)
 
     def _run(self, state: Any, own: Any, numbers: jax.Array) -> tuple[list[jax.Array], ...]:
-        parts, results = self.parts, dict[int, jax.Array]()
-        rounds = jax.tree.map(lambda *xs: jnp.stack(xs), *parts.divide(own, numbers))
-        for at in range(len(parts.split.exchanges)):
-            before = functools.partial(parts.before, at, state, results)
-            results = results | parts.exchange(at, self._map(before, rounds), [numbers])
-        left = self._map(functools.partial(parts.own, state, results), rounds)
-        return parts.after(state, results), parts.join(left)
+        parts = self.parts
+        replicas = parts.divide(own, numbers)
+        results, kept = parts.run(self._before, parts.exchange, state, replicas)
+        return parts.after(state, results), parts.join(kept)
 
-    def _map(self, f: Callable[[Any], list[jax.Array]], rounds: Any) -> list[list[jax.Array]]:
-        made = lax.map(f, rounds)
-        return [[x[i] for x in made] for i in range(self.parts.rounds)]
+    def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
+        before = functools.partial(self.parts.before, at, state, results)
+        made = lax.map(before, jax.tree.map(lambda *xs: jnp.stack(xs), *replicas))
+        return [jax.tree.map(lambda x, i=i: x[i], made) for i in range(len(replicas))]
 
     def lower(self, args: Any) -> list[Any]:
         """The program, to be compiled."""
@@ -117,55 +115,54 @@ class _Apart:
         self.parts, on, self.is_compiled = parts, parts.on, False
         jit = functools.partial(jax.jit, compiler_options=_ROUNDS_ALIKE)
         equal, own = parts.inputs.specs
-        self._rounds = [(own, OWN)] * parts.rounds
-        self._divide = jax.jit(Mapped(parts.divide, (own, OWN), self._rounds).on(on))
-        self._exchanges = []
+        self._replica = Replica(own, OWN, OWN)
+        replicas = [self._replica] * parts.rounds
+        self._divide = jax.jit(Mapped(parts.divide, (own, OWN), replicas).on(on))
+        self._befores, self._exchanges = [], []
         for at in range(len(parts.split.exchanges)):
-            takes = (equal, parts.equal, (own, OWN))
+            takes = (equal, parts.equal, self._replica)
             before = Mapped(functools.partial(parts.before, at), takes, OWN)
-            exchange = Mapped(functools.partial(parts.exchange, at), (OWN, OWN), parts.equal)
-            self._exchanges.append((jit(before.on(on)), jax.jit(exchange.on(on))))
-        takes = equal, parts.equal, self._rounds[0]
-        self._own = jit(Mapped(parts.own, takes, parts.own_specs).on(on))
-        left = [parts.own_specs] * parts.rounds
-        self._join = jax.jit(Mapped(parts.join, (left,), parts.own_specs).on(on))
+            exchange = Mapped(functools.partial(parts.exchange, at), (OWN, OWN), (parts.equal, OWN))
+            self._befores.append(jit(before.on(on)))
+            self._exchanges.append(jax.jit(exchange.on(on)))
+        self._join = jax.jit(Mapped(parts.join, (OWN,), parts.own_specs).on(on))
         after = Mapped(parts.after, (equal, parts.equal), parts.out_specs)
         self._after = jit(after.on(on), **options)
 
     def lower(self, args: Any) -> list[Any]:
         """The programs, to be compiled, in the order in which they are run."""
-        parts, results = self.parts, dict[int, Any]()
+        parts, on = self.parts, self.parts.on
         self.is_compiled = True
         state, own = parts.inputs.parted(args)
         programs = [self._divide.lower(own, parts.shape_of_numbers)]
-        rounds = placed_on(parts.on, programs[0].out_info, self._rounds)
-        numbers = [number for _, number in rounds]
-        for run_before, run_exchange in self._exchanges:
-            before = run_before.lower(state, results, rounds[0])
-            brought = placed_on(parts.on, before.out_info, OWN)
-            exchange = run_exchange.lower([brought] * parts.rounds, numbers)
-            results = results | placed_on(parts.on, exchange.out_info, parts.equal)
-            programs += [before, exchange]
+
+        def before(at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
+            programs.append(self._befores[at].lower(state, results, replicas[0]))
+            return [placed_on(on, programs[-1].out_info, OWN)] * parts.rounds
+
+        def exchange(at: int, brought: Any, numbers: Any) -> Any:
+            programs.append(self._exchanges[at].lower(brought, numbers))
+            return placed_on(on, programs[-1].out_info, (parts.equal, OWN))
+
+        replicas = placed_on(on, programs[0].out_info, [self._replica] * parts.rounds)
+        results, kept = parts.run(before, exchange, state, replicas)
         if parts.own_specs:
-            last = self._own.lower(state, results, rounds[0])
-            left = placed_on(parts.on, last.out_info, parts.own_specs)
-            programs += [last, self._join.lower([left] * parts.rounds)]
+            programs.append(self._join.lower(kept))
         return [*programs, self._after.lower(state, results)]
 
     def __call__(self, args: Any) -> Any:
         """The result."""
-        results: Results = {}
-        state, own = self.parts.inputs.parted(args)
-        rounds = self._divide(own, self.parts.numbers)
-        numbers = [number for _, number in rounds]
-        for before, exchange in self._exchanges:
-            # Nothing keeps what is brought: of all replicas of a device it is much.
-            results = results | exchange([before(state, results, own) for own in rounds], numbers)
-        left = []
-        if self.parts.own_specs:
-            # Before what is given away with the last program.
-            left = self._join([self._own(state, results, own) for own in rounds])
-        return self.parts.finish(self._after(state, results), left)
+        parts = self.parts
+        state, own = parts.inputs.parted(args)
+        replicas = self._divide(own, parts.numbers)
+        exchange = lambda at, *brought: self._exchanges[at](*brought)
+        results, kept = parts.run(self._before, exchange, state, replicas)
+        # Before what is given away with the last program.
+        left = self._join(kept) if parts.own_specs else []
+        return parts.finish(self._after(state, results), left)
+
+    def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
+        return [self._befores[at](state, results, replica) for replica in replicas]
 
 
 class Lowered(NamedTuple):
