@@ -5,7 +5,7 @@ number of its devices. With exact sums it ends in the same bits on any number of
 """
 
 from xshard.logical.parts import Mapped
-from xshard.logical.program import Program
+from xshard.logical.program import Program, Stage
 from xshard.logical.replicas import (
     Replicas,
     axes_of_shards,
@@ -20,6 +20,7 @@ __all__ = [
     "Mapped",
     "Program",
     "Replicas",
+    "Stage",
     "axes_of_shards",
     "check_even",
     "is_exact",

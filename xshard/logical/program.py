@@ -22,6 +22,37 @@ from xshard.logical.replicas import Replicas
 _ROUNDS_ALIKE = {"xla_disable_hlo_passes": "cse"}
 
 
+class Stage(NamedTuple):
+    """A program of those that a function is made of.
+
+    Attributes:
+      program: of `jax.jit(...).lower(...)`, or what that is compiled to.
+      times: how often it is run.
+      live: the shapes of what the devices hold while it runs, its arguments among it, but for what it makes.
+    """
+
+    program: Any
+    times: int
+    live: Any
+
+
+class Lowered(NamedTuple):
+    """The programs that a function is made of, not compiled; `compile` keeps them for when it is called.
+
+    Attributes:
+      stages: in the order in which they are run.
+    """
+
+    stages: list[Stage]
+
+    def compile(self) -> list[Stage]:
+        """The programs, compiled side by side."""
+        with futures.ThreadPoolExecutor() as pool:
+            compiled = pool.map(lambda stage: stage.program.compile(), self.stages)
+            pairs = zip(self.stages, compiled, strict=True)
+            return [stage._replace(program=program) for stage, program in pairs]
+
+
 class Program:
     """A function of all replicas, run on logical ones; called, traced and lowered as what `jax.jit` returns."""
 
@@ -54,7 +85,7 @@ class Program:
             *shapes
         )
 
-    def lower(self, *args: Any) -> "Lowered":
+    def lower(self, *args: Any) -> Lowered:
         """The programs for such arguments, to be compiled."""
         return Lowered(self._of(args).lower(args))
 
@@ -96,10 +127,11 @@ class _One:
         made = lax.map(before, jax.tree.map(lambda *xs: jnp.stack(xs), *replicas))
         return [jax.tree.map(lambda x, i=i: x[i], made) for i in range(len(replicas))]
 
-    def lower(self, args: Any) -> list[Any]:
+    def lower(self, args: Any) -> list[Stage]:
         """The program, to be compiled."""
         parts, self.is_compiled = self.parts, True
-        return [self._jitted.lower(*parts.inputs.parted(args), parts.shape_of_numbers)]
+        lowered = self._jitted.lower(*parts.inputs.parted(args), parts.shape_of_numbers)
+        return [Stage(lowered, 1, args)]
 
     def __call__(self, args: Any) -> Any:
         """The result."""
@@ -129,26 +161,38 @@ class _Apart:
         after = Mapped(parts.after, (equal, parts.equal), parts.out_specs)
         self._after = jit(after.on(on), **options)
 
-    def lower(self, args: Any) -> list[Any]:
+    def lower(self, args: Any) -> list[Stage]:
         """The programs, to be compiled, in the order in which they are run."""
         parts, on = self.parts, self.parts.on
         self.is_compiled = True
         state, own = parts.inputs.parted(args)
-        programs = [self._divide.lower(own, parts.shape_of_numbers)]
+        stages: list[Stage] = []
+        live: list[Any] = [state, own]
+
+        def add(lowered: Any, specs: Any, times: int = 1) -> Any:
+            made = placed_on(on, lowered.out_info, specs)
+            stages.append(Stage(lowered, times, [*live, *[made] * (times - 1)]))
+            live.append([made] * times)
+            return made
 
         def before(at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
-            programs.append(self._befores[at].lower(state, results, replicas[0]))
-            return [placed_on(on, programs[-1].out_info, OWN)] * parts.rounds
+            lowered = self._befores[at].lower(state, results, replicas[0])
+            return [add(lowered, OWN, parts.rounds)] * parts.rounds
 
         def exchange(at: int, brought: Any, numbers: Any) -> Any:
-            programs.append(self._exchanges[at].lower(brought, numbers))
-            return placed_on(on, programs[-1].out_info, (parts.equal, OWN))
+            lowered = self._exchanges[at].lower(brought, numbers)
+            made = add(lowered, (parts.equal, OWN))
+            # What was brought is gone.
+            live[-2] = [kept for _, kept in live[-2]]
+            return made
 
-        replicas = placed_on(on, programs[0].out_info, [self._replica] * parts.rounds)
+        divide = self._divide.lower(own, parts.shape_of_numbers)
+        replicas = add(divide, [self._replica] * parts.rounds)
         results, kept = parts.run(before, exchange, state, replicas)
         if parts.own_specs:
-            programs.append(self._join.lower(kept))
-        return [*programs, self._after.lower(state, results)]
+            add(self._join.lower(kept), parts.own_specs)
+        add(self._after.lower(state, results), parts.out_specs)
+        return stages
 
     def __call__(self, args: Any) -> Any:
         """The result."""
@@ -163,18 +207,3 @@ class _Apart:
 
     def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
         return [self._befores[at](state, results, replica) for replica in replicas]
-
-
-class Lowered(NamedTuple):
-    """The programs that a function is made of, not compiled; `compile` keeps them for when it is called.
-
-    Attributes:
-      programs: of `jax.jit(...).lower(...)`, in the order in which they are run.
-    """
-
-    programs: list[Any]
-
-    def compile(self) -> list[Any]:
-        """The programs, compiled side by side."""
-        with futures.ThreadPoolExecutor() as pool:
-            return list(pool.map(lambda program: program.compile(), self.programs))
