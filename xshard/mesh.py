@@ -5,6 +5,7 @@ batch, and gradients are reduced over `replica`, and then over `slice`, between 
 slower. The axis `model` is left to XLA's partitioner.
 """
 
+import math
 import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -199,6 +200,15 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
         return one_step, one_step
     steps = (chips.size // sides[-1], sides[-1])
     return steps, steps if len(sides) == 2 else one_step
+
+
+def step_groups(sizes: Sequence[int]) -> list[list[list[int]]]:
+    """The groups of replicas of each step of `torus_steps`: those whose numbers differ in one digit, of these sizes."""
+    places = np.arange(math.prod(sizes)).reshape(sizes)
+    groups = []
+    for digit, size in enumerate(sizes):
+        groups.append(np.moveaxis(places, digit, -1).reshape(-1, size).tolist())
+    return groups
 
 
 def num_slices(mesh: AnyMesh) -> int:

@@ -176,8 +176,9 @@ class Parts:
         # Without the dimension of places, of which there is one on a device.
         held = [[x[0] for x in of_round] for of_round in brought]
         is_one = jnp.concatenate(numbers) < self._replicas.count
-        exchange, count = self.split.exchanges[at], self._replicas.count
-        made = sums.combine(exchange.kinds, held, is_one, count, self._replicas.limbs)
+        exchange, replicas = self.split.exchanges[at], self._replicas
+        how = replicas.count, replicas.limbs, replicas.gather_steps
+        made = sums.combine(exchange.kinds, held, is_one, *how)
         equal, shards = Results(), [Results() for _ in brought]
         for i, kind, x in zip(exchange.results, exchange.kinds, made, strict=True):
             if kind.name != split_lib.SCATTER:

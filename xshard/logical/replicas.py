@@ -54,6 +54,13 @@ class Replicas:
         """The mesh that there would be, were each of them a device."""
         return mesh_lib.abstract(mesh_lib.num_groups(self.on), self.count)
 
+    @property
+    def gather_steps(self) -> Sequence[Any]:
+        """For each step in which to gather, the last first, its groups of devices; None: all of them."""
+        _, sizes = mesh_lib.torus_steps(self.on)
+        is_one_slice = mesh_lib.num_slices(self.on) == 1
+        return mesh_lib.step_groups(sizes) if sizes and is_one_slice else [None]
+
     def of_devices(self, table: np.ndarray) -> np.ndarray:
         """A table with one replica of each device, from one with all replicas of a group along the third dimension.
 

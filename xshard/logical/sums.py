@@ -28,6 +28,7 @@ def combine(
     is_one: jax.Array,
     count: int,
     limbs: int,
+    gather_steps: Sequence[Any] = (None,),
 ) -> list[Any]:
     """The results of an exchange of a group's replicas; to be called in a `jax.shard_map` over them.
 
@@ -37,6 +38,7 @@ def combine(
       is_one: for each place whether there is a replica at it.
       count: the replicas of a group.
       limbs: the integers by which a floating-point number is added up, so that the order does not show; 0: none.
+      gather_steps: as `Replicas.gather_steps`.
 
     Returns:
       For each array what all devices have of it alike; for one that is scattered a list with the shard of each place.
@@ -45,7 +47,7 @@ def combine(
     exactly = []
     for i, (kind, *held) in enumerate(zip(kinds, *brought, strict=True)):
         if kind.name == split.GATHER:
-            made[i] = _gathered(held, kind.dim, count)
+            made[i] = _gathered(held, kind.dim, count, gather_steps)
         elif kind.name in (split.MAX, split.MIN):
             made[i] = _extreme(kind.name, held, is_one)
         elif limbs and jnp.issubdtype(held[0].dtype, jnp.floating):
@@ -114,11 +116,13 @@ def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
     return lax.psum_scatter(jnp.pad(x, pads), mesh_lib.REPLICAS, scatter_dimension=dim, tiled=True)
 
 
-def _gathered(held: Sequence[jax.Array], dim: int, count: int) -> jax.Array:
+def _gathered(held: Sequence[jax.Array], dim: int, count: int, steps: Sequence[Any]) -> jax.Array:
     """The arrays of all replicas, one after the other along a dimension."""
-    of_device = jnp.concatenate(held, dim)
-    of_all = lax.all_gather(of_device, mesh_lib.REPLICAS, axis=dim, tiled=True)
-    return lax.slice_in_dim(of_all, 0, held[0].shape[dim] * count, axis=dim)
+    x = jnp.concatenate(held, dim)
+    for groups in reversed(steps):
+        how = {"axis": dim, "tiled": True, "axis_index_groups": groups}
+        x = lax.all_gather(x, mesh_lib.REPLICAS, **how)
+    return lax.slice_in_dim(x, 0, held[0].shape[dim] * count, axis=dim)
 
 
 def _integers(x: jax.Array, bits: int, limbs: int) -> list[jax.Array]:
