@@ -158,6 +158,20 @@ def test_an_update_in_shards_does_not_depend_on_the_devices(changes, places):
         assert other == first
 
 
+def test_only_exchanges_leave_a_device():
+    of = config(**_SHARDS)
+    experiment = experiment_lib.load(of.experiment)(of)
+    mesh = experiment_lib.mesh_of(of, jax.devices()[:2])
+    batches = preflight.train_batches(experiment, mesh)
+    state = state_lib.abstract_state(experiment, mesh, of.seed, batches.example)
+    stages = preflight.jitted_step(experiment, mesh).lower(state, batches.shapes()).stages
+    # Of eight replicas a device computes four, before each of three exchanges.
+    assert [stage.times for stage in stages] == [1, 4, 1, 4, 1, 4, 1, 1, 1]
+    names = ("all_reduce", "reduce_scatter", "all_gather")
+    crosses = [any(name in stage.program.as_text() for name in names) for stage in stages]
+    assert crosses == [False, False, True, False, True, False, True, False, False]
+
+
 def test_an_update_in_shards_is_that_of_whole_arrays_but_for_rounding():
     judged = lambda devices, **changes: trajectory(devices, **{**_SHARDS, **changes})[2]
     exact = judged(2)

@@ -232,7 +232,9 @@ class _Run:
                 is_slice = params["axis_name"] == mesh_lib.SLICE
                 return [jnp.zeros_like(self._number) if is_slice else self._number]
             return self._exchanged(eqn, inputs)
-        if name in _CALLS and any(map(_holds, core.jaxprs_in_params(params))):
+        # What only hands on its inputs would make each result depend on all of them.
+        opens = lambda jaxpr: _holds(jaxpr) or not jaxpr.eqns
+        if name in _CALLS and any(map(opens, core.jaxprs_in_params(params))):
             called = next(
                 x for x in params.values() if isinstance(x, core.ClosedJaxpr | core.Jaxpr)
             )
