@@ -297,11 +297,12 @@ def test_a_run_with_its_update_in_shards_goes_on_elsewhere(tmp_path, on):
         end = loop.Run(of, str(tmp_path / name))
         state = end.checkpoints.manager.restore(end._target).state
         # A checkpoint has whole arrays.
-        assert state.experiment.opt_state["adam"]["0/1/0/mu/mlp/~/linear_0/w"].shape == (3, 10)
+        assert state.experiment.opt_state["adam"]["1/0/mu/mlp/~/linear_0/w"].shape == (3, 10)
         return digest(state), rows.results(tmp_path / name)["eval"]
 
-    assert run("moved", (8, True), (2, True), (1, True)) == run("stayed", (4, True))
-    run("whole", (2, False), (4, True), (3, False))
+    assert run("moved", (8, True), (1, True)) == run("stayed", (4, True))
+    # Without shards any number of devices will do.
+    run("whole", (3, False), (2, True))
 
 
 @pytest.mark.parametrize(
