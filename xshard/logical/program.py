@@ -140,7 +140,7 @@ class _One:
 
 
 class _Apart:
-    """The parts as programs of their own, one after the other; the host waits for none."""
+    """The parts as programs of their own, one after the other; but on CPUs the host waits for none."""
 
     def __init__(self, parts: Parts, **options: Any):
         """Jits them; the options are those of the last, whose first argument is all that is equal on replicas."""
@@ -199,11 +199,20 @@ class _Apart:
         parts = self.parts
         state, own = parts.inputs.parted(args)
         replicas = self._divide(own, parts.numbers)
-        exchange = lambda at, *brought: self._exchanges[at](*brought)
-        results, kept = parts.run(self._before, exchange, state, replicas)
+        results, kept = parts.run(self._before, self._exchange, state, replicas)
         # Before what is given away with the last program.
         left = self._join(kept) if parts.own_specs else []
         return parts.finish(self._after(state, results), left)
 
     def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
         return [self._befores[at](state, results, replica) for replica in replicas]
+
+    def _exchange(self, at: int, brought: Any, numbers: Any) -> Any:
+        """Runs an exchange; on CPUs when all before it is done, and to its end.
+
+        XLA's CPU client has a thread for each device. One that waits in a collective keeps it, and so does one that has 32
+        programs to run and is given another: the process would wait for ever.
+        """
+        if self.parts.on.devices.flat[0].platform != "cpu":
+            return self._exchanges[at](brought, numbers)
+        return jax.block_until_ready(self._exchanges[at](jax.block_until_ready(brought), numbers))
