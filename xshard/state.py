@@ -262,11 +262,10 @@ def map_sharded(
 def layouts_of(
     experiment: experiment_lib.Experiment, mesh: mesh_lib.AnyMesh, state: LearnerState
 ) -> Layouts:
-    """The sharding of the rules' state over replicas, whether it is whole or as it is stored."""
+    """The sharding of the rules' state over replicas, logical ones if so, whether it is whole or as it is stored."""
     skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
     shape = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
     params, opt_state = jax.tree.map(shape, (state.params, state.opt_state))
-    # Of logical replicas, whatever the devices.
     on, rules = logical.mesh_of(experiment.config, mesh), experiment.sharding_rules()
     of_params = layouts_lib.of_params(params, on.shape[mesh_lib.REPLICA], rules)
     slices, of_params = mesh_lib.num_slices(on), dict(state.rules.held) or of_params
