@@ -77,6 +77,14 @@ class Clipped(toy.Averaged):
         return xshard.MovingAverageOptimizer(opt, 0.5)
 
 
+class Contrasting(toy.Wide):
+    """Its loss sees the outputs of all replicas."""
+
+    def loss(self, outputs, batch):
+        value, logged = super().loss(outputs, batch)
+        return value + jnp.var(jax.lax.all_gather(outputs, ("slice", "replica"))), logged
+
+
 def config(**changes):
     made = toy.get_config()
     made.experiment = changes.pop("experiment", "tests.toy.Wide")
@@ -123,6 +131,7 @@ def trajectory(devices, of=None, **changes):
     [
         ({"experiment": "tests.toy.Toy"}, (1, 2, 3, 4, 5)),
         ({"precision": _HALF, "micro_batches": 2}, (1, 3, 8)),
+        ({"experiment": "tests.logical.trajectory_test.Contrasting"}, (1, 3)),
     ],
     ids=str,
 )
