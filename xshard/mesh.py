@@ -5,6 +5,7 @@ batch, and gradients are reduced over `replica`, and then over `slice`, between 
 slower. The axis `model` is left to XLA's partitioner.
 """
 
+import math
 import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -201,7 +202,16 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
     return steps, steps if len(sides) == 2 else one_step
 
 
-def num_slices(mesh: jax.sharding.Mesh) -> int:
+def step_groups(sizes: Sequence[int]) -> list[list[list[int]]]:
+    """The groups of replicas of each step of `torus_steps`: those whose numbers differ in one digit, of these sizes."""
+    places = np.arange(math.prod(sizes)).reshape(sizes)
+    groups = []
+    for digit, size in enumerate(sizes):
+        groups.append(np.moveaxis(places, digit, -1).reshape(-1, size).tolist())
+    return groups
+
+
+def num_slices(mesh: AnyMesh) -> int:
     """The number of slices."""
     return mesh.shape[SLICE]
 
@@ -213,7 +223,7 @@ def describe(mesh: jax.sharding.Mesh) -> str:
     return f"{groups} group(s) x {per_slice}{replicas} replica(s) x {model} device(s)"
 
 
-def sharding(mesh: jax.sharding.Mesh, *spec: Any) -> jax.sharding.NamedSharding:
+def sharding(mesh: AnyMesh, *spec: Any) -> jax.sharding.NamedSharding:
     """The sharding of an array whose dimensions lie along these axes; none of them: replicated."""
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
@@ -267,7 +277,7 @@ def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     return jax.tree.map(readable, tree)
 
 
-def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules, *, slots: bool = False) -> Any:
+def tree_shardings(mesh: AnyMesh, tree: Any, rules: Rules, *, slots: bool = False) -> Any:
     """The sharding of each leaf of a tree.
 
     Args:
@@ -305,7 +315,7 @@ def spec_of(path: str, rules: Rules) -> tuple[Any, ...]:
     return ()
 
 
-def _check_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...], spec: Any) -> None:
+def _check_spec(mesh: AnyMesh, name: str, shape: tuple[int, ...], spec: Any) -> None:
     axes = [axis for axis in spec if axis is not None]
     if len(spec) > len(shape) or any(axis != MODEL for axis in axes):
         raise errors.UserError(

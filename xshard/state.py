@@ -163,8 +163,8 @@ def _build(
     made = jax.vmap(init, dim, dim, mesh_lib.GROUP, groups)(keys if groups > 1 else keys[0])
     # A number of Python's has no type of its own, and a checkpoint's has one: the programs would differ.
     state = TrainState(jnp.int32(0), jax.tree.map(strong, made), root)
-    marked = jax.tree_util.tree_leaves_with_path(state, is_leaf=experiment_lib.is_own)
-    own = [trees.path_name(path) for path, x in marked if experiment_lib.is_own(x)]
+    lies = jax.tree_util.tree_leaves_with_path(specs(experiment, mesh, state))
+    own = [trees.path_name(path) for path, x in lies if mesh_lib.REPLICA in mesh_lib.axes_of(x)]
     logical.check_even(experiment.config, mesh, contract.described(experiment.init), own)
     # What differs from slice to slice is made for one.
     change = layouts_lib.for_each_slice if whole else layouts_lib.stored
@@ -236,17 +236,16 @@ def map_rules_state(
     state: TrainState,
 ) -> TrainState:
     """Applies `f(layout, array)` to what of the state of all learners' rules is sharded, in each group."""
-    rules = experiment.sharding_rules()
 
     def of_learner(_: str, state: LearnerState) -> LearnerState:
-        layouts = layouts_of(mesh, rules, state)
+        layouts = layouts_of(experiment, mesh, state)
         return state.replace(opt_state=map_sharded(f, layouts, mesh, state.opt_state))
 
     return map_learners(of_learner, state)
 
 
 def map_sharded(
-    f: Callable[..., Any], layouts: Layouts, mesh: jax.sharding.Mesh, opt_state: Any
+    f: Callable[..., Any], layouts: Layouts, mesh: mesh_lib.AnyMesh, opt_state: Any
 ) -> Any:
     """Applies `f(layout, array)` to what of the rules' state is sharded, in each group."""
     grouped = mesh_lib.num_groups(mesh) > 1
@@ -260,13 +259,16 @@ def map_sharded(
     return layouts_lib.map_state(map_one, layouts, opt_state)
 
 
-def layouts_of(mesh: jax.sharding.Mesh, rules: mesh_lib.Rules, state: LearnerState) -> Layouts:
-    """The sharding of the rules' state over replicas, whether it is whole or as it is stored."""
+def layouts_of(
+    experiment: experiment_lib.Experiment, mesh: mesh_lib.AnyMesh, state: LearnerState
+) -> Layouts:
+    """The sharding of the rules' state over replicas, logical ones if so, whether it is whole or as it is stored."""
     skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
     shape = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
     params, opt_state = jax.tree.map(shape, (state.params, state.opt_state))
-    of_params = layouts_lib.of_params(params, mesh.shape[mesh_lib.REPLICA], rules)
-    slices, of_params = mesh_lib.num_slices(mesh), dict(state.rules.held) or of_params
+    on, rules = logical.mesh_of(experiment.config, mesh), experiment.sharding_rules()
+    of_params = layouts_lib.of_params(params, on.shape[mesh_lib.REPLICA], rules)
+    slices, of_params = mesh_lib.num_slices(on), dict(state.rules.held) or of_params
     return layouts_lib.of_state(of_params, opt_state, slices, slots=state.rules.shards_update)
 
 
@@ -283,14 +285,15 @@ def specs(
     group = mesh_lib.group_axes(mesh)
     place = functools.partial(_tree_specs, mesh, () if manual else rules)
     held = functools.partial(gathering.specs, manual=manual)
+    of_rules = functools.partial(opt_specs, experiment, mesh, manual=manual, whole=whole)
 
     def of(x: Any) -> Any:
         if is_learner(x):
-            layouts = layouts_of(mesh, rules, x)
+            layouts = layouts_of(experiment, mesh, x)
             return x.replace(
                 params=trees.replace(place(x.params), held(x.rules.held, group)),
                 net_state=place(x.net_state, slots=True),
-                opt_state=opt_specs(mesh, rules, layouts, x.opt_state, manual=manual, whole=whole),
+                opt_state=of_rules(layouts, x.opt_state),
                 global_step=jax.P(*group),
             )
         if experiment_lib.is_own(x):
@@ -304,8 +307,8 @@ def specs(
 
 
 def opt_specs(
-    mesh: jax.sharding.Mesh,
-    rules: mesh_lib.Rules,
+    experiment: experiment_lib.Experiment,
+    mesh: mesh_lib.AnyMesh,
     layouts: Layouts,
     opt_state: Any,
     *,
@@ -313,7 +316,8 @@ def opt_specs(
     whole: bool = False,
 ) -> Any:
     """The axes that the rules' state lies along, with the arguments of `specs`."""
-    group = mesh_lib.group_axes(mesh)
+    group, rules = mesh_lib.group_axes(mesh), experiment.sharding_rules()
+    replicas = logical.axes_of_shards(experiment.config, mesh)
 
     def spec_of(layout: layouts_lib.Layout | None, spec: jax.P) -> jax.P:
         if layout is None:
@@ -321,14 +325,14 @@ def opt_specs(
         if layout.flat and whole:
             # Its shape does not divide: whole on each replica while it is written or read.
             layout = dataclasses.replace(layout, dim=None)
-        return jax.P(*group, *layout.spec(mesh_lib.REPLICA, mesh_lib.SLICE, manual=manual))
+        return jax.P(*group, *layout.spec(replicas, mesh_lib.SLICE, manual=manual))
 
     places = _tree_specs(mesh, () if manual else rules, opt_state, slots=True)
     return layouts_lib.map_state(spec_of, layouts, places)
 
 
 def _tree_specs(
-    mesh: jax.sharding.Mesh, rules: mesh_lib.Rules, tree: Any, slots: bool = False
+    mesh: mesh_lib.AnyMesh, rules: mesh_lib.Rules, tree: Any, slots: bool = False
 ) -> Any:
     places = mesh_lib.tree_shardings(mesh, tree, rules, slots=slots)
     return jax.tree.map(lambda place: place.spec, places)

@@ -152,7 +152,7 @@ def make_eval_step(
     >>> print(sums['count'], sums['error'] > 10)
     60.0 True
     """
-    mapped = evaluation_on_replicas(experiment, mesh)
+    mapped = evaluation_on_replicas(experiment, mesh, whole=True)
 
     def eval_step(state: TrainState, batch: Batch, number: Any = 0) -> dict[str, jax.Array]:
         whole = storage.to_whole(experiment, mesh, state)
@@ -162,13 +162,15 @@ def make_eval_step(
 
 
 def evaluation_on_replicas(
-    experiment: experiment_lib.Experiment, mesh: Any
+    experiment: experiment_lib.Experiment, mesh: Any, *, whole: bool = False
 ) -> Callable[..., logical.Mapped]:
-    """The share of each replica of a mesh in an evaluation of `make_eval_step`, given its arguments with a whole state."""
+    """The share of each replica of a mesh in an evaluation of `make_eval_step`, given its arguments, with a whole state or not."""
     grouped = mesh_lib.num_groups(mesh) > 1
     rules = experiment.sharding_rules()
 
-    def local_eval(state: TrainState, batch: Batch, number: Any) -> tuple[Any, Any]:
+    def local_eval(shapes: Any, state: TrainState, batch: Batch, number: Any) -> tuple[Any, Any]:
+        if not whole:
+            state = storage.gathered(experiment, mesh, shapes, state)
         batch = dict(batch)
         mask = batch.pop("_mask")
         local = _local(state, grouped)
@@ -187,9 +189,14 @@ def evaluation_on_replicas(
 
     def mapped(state: TrainState, batch: Batch, number: Any) -> logical.Mapped:
         del batch, number
-        specs = _whole_specs(experiment, mesh, state), jax.P(mesh_lib.REPLICAS), jax.P()
-        join = lambda sums: {**sums[0], **sums[1]}
-        return logical.Mapped(local_eval, specs, (per_group, jax.P()), join)
+        in_parts = state_lib.specs(experiment, mesh, state, manual=True)
+        of_state = _whole_specs(experiment, mesh, state) if whole else in_parts
+        return logical.Mapped(
+            functools.partial(local_eval, state),
+            in_specs=(of_state, jax.P(mesh_lib.REPLICAS), jax.P()),
+            out_specs=(per_group, jax.P()),
+            finish=lambda sums: {**sums[0], **sums[1]},
+        )
 
     return mapped
 
@@ -211,9 +218,7 @@ def make_predict(
     def predict(state: TrainState, batch: Batch) -> Any:
         whole = storage.to_whole(experiment, mesh, state)
         in_specs = (_whole_specs(experiment, mesh, whole), jax.P())
-        return mesh_lib.on_replicas(local_predict, mesh, in_specs=in_specs, out_specs=jax.P())(
-            whole, batch
-        )
+        return logical.Mapped(local_predict, in_specs, jax.P()).on(mesh)(whole, batch)
 
     return predict
 

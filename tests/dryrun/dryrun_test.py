@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from tests import pods, toy
-from xshard import errors, mesh
+from xshard import errors, logical, mesh
 from xshard import state as state_lib
 from xshard.dryrun import __main__ as dryrun
 from xshard.dryrun import costs, estimate, summary
+from xshard.dryrun import described as described_lib
 from xshard.metrics import chips
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
@@ -115,17 +116,19 @@ class Compiled:
         return types.SimpleNamespace(
             temp_size_in_bytes=2**22,
             generated_code_size_in_bytes=2**10,
+            argument_size_in_bytes=2**22,
             peak_memory_in_bytes=3 * 2**22,
         )
 
 
-def described(compiled=None, the_mesh=None):
+def described(compiled=None, the_mesh=None, times=1, live=()):
     chip = chips.CHIPS["v5e"]
     result = {
         "topology": "v5e:2x4", "slices": 1, "chips": 8, "mesh": {"replica": 8}, "examples": 64,
         "chip": {"hbm": chip.hbm, "source": chip.source}, "memory": {"parameters": 2**22}, "compile_seconds": 1.0,
     }  # fmt: skip
-    return dryrun._describe(result, compiled or Compiled(), chip, the_mesh or replicas())
+    stages = [logical.Stage(compiled or Compiled(), times, live)]
+    return described_lib.describe(result, stages, chip, the_mesh or replicas())
 
 
 def replicas():
@@ -173,6 +176,15 @@ def test_what_is_said_of_a_compiled_step():
     assert "DCN" not in shown and "Warning" not in shown and result["warnings"] == []
 
 
+def test_a_program_of_several_counts_as_often_as_it_is_run():
+    held = jax.ShapeDtypeStruct((2**21,), np.float32, sharding=mesh.sharding(replicas()))
+    once, thrice = described(), described(times=3, live=[held])
+    for name in ("compute", "memory", "ICI"):
+        assert check(thrice)[name]["amount"] == 3 * check(once)[name]["amount"]
+    # Of what is held the compiler counts the arguments.
+    assert thrice["memory"]["peak"] == once["memory"]["peak"] + 2**23 - 2**22
+
+
 def test_a_collective_that_is_not_between_neighbours_is_warned_of():
     class Apart(Compiled):
         def as_text(self):
@@ -204,7 +216,7 @@ def test_a_program_that_jax_cannot_read_is_one_message_and_its_memory():
         def as_text(self):
             raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure (hlo_instruction.cc:463)")
 
-    with pytest.raises(dryrun.UnreadableError, match="RET_CHECK") as e:
+    with pytest.raises(described_lib.UnreadableError, match="RET_CHECK") as e:
         described(Newer())
     for part in ("compiles and fits on v5e:2x4", f"jax {jax.__version__} cannot read", "[dryrun]"):
         assert part in str(e.value)
@@ -241,7 +253,7 @@ def test_a_step_that_does_not_fit(needed, first):
     result = {"topology": "v5e:4x4", "memory": memory}
     words = f"the total memory required ({needed}) exceeds available HBM (15.75G)."
     e = dryrun._compiler_error(RuntimeError(words), result, state)
-    assert isinstance(e, dryrun.DoesNotFitError) and e.result["memory"]["fits"] is False
+    assert isinstance(e, described_lib.DoesNotFitError) and e.result["memory"]["fits"] is False
     message = str(e)
     assert f"needs {needed[:-1]} GiB a chip of the 15.75 GiB" in message
     assert f"{float(needed[:-1]) - 15.75:.2f} GiB too much" in message

@@ -74,6 +74,13 @@ def test_what_cannot_be_chosen_is_not():
     assert choices.of(config, 32, has_model_axis=False)[0].values["micro_batches"] == 3
 
 
+def test_micro_batches_divide_what_a_logical_replica_has():
+    config = digits.get_config()
+    config.logical_replicas = 64
+    plans = choices.of(config, 16, has_model_axis=False)
+    assert {one.values["micro_batches"] for one in plans} == {1, 2}
+
+
 def test_better_is_what_is_bound_less_then_of_fewer_cycles_then_what_holds_less():
     plans = [choices.Plan({}) for _ in range(4)]
     found = [result(1.0), result(0.5, 3), result(0.5, 2), result(0.5, 1)]

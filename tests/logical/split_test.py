@@ -36,7 +36,7 @@ def test_each_part_computes_what_is_its_own():
 
     found = split(step, 2.0, 3.0)
     (exchange,) = found.exchanges
-    assert exchange.kinds == ("psum", "pmax")
+    assert [kind.name for kind in exchange.kinds] == ["psum", "pmax"]
     assert exchange.before([2.0, 3.0, jnp.int32(2)]) == [8.0, 3.0]
     assert found.after([2.0, None, None, 10.0, 7.0]) == [-8.0, 7.0]
 
@@ -47,12 +47,33 @@ def test_an_exchange_may_depend_on_another():
         return w + lax.psum((x - mean) ** 2, _BOTH), lax.pmax(x, "replica")
 
     found = split(step, 2.0, 3.0)
-    assert [exchange.kinds for exchange in found.exchanges] == [("psum", "pmax"), ("psum",)]
+    kinds = [[kind.name for kind in exchange.kinds] for exchange in found.exchanges]
+    assert kinds == [["psum", "pmax"], ["psum"]]
     assert [exchange.results for exchange in found.exchanges] == [(0, 2), (1,)]
     first, second = (exchange.before for exchange in found.exchanges)
     assert first([2.0, 3.0]) == [3.0, 3.0]
     assert second([2.0, 3.0, None, 8.0]) == [1.0]
     assert found.after([2.0, None, None, 8.0, 5.0, 4.0]) == [7.0, 4.0]
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_a_shard_is_the_replicas_own_until_it_is_gathered(tiled):
+    def step(x):
+        shard = lax.psum_scatter(x * number(), "replica", scatter_dimension=1, tiled=tiled)
+        kept = shard + number()
+        return lax.all_gather(2 * shard, "replica", axis=1, tiled=tiled), kept
+
+    found = split(step, jnp.ones((3, 4)), own=[True], left_own=[False, True])
+    first, second = found.exchanges
+    assert (first.kinds, first.kept) == ((split_lib.Kind("reduce_scatter", 1),), ())
+    assert (second.kinds, second.kept) == ((split_lib.Kind("all_gather", 1),), (0,))
+    brought, kept = second.before([None, jnp.int32(2), jnp.ones((3, 1))])
+    assert (brought.shape, float(brought[0, 0])) == ((3, 1), 2.0)
+    assert (kept.shape, kept.ravel().tolist()) == ((3, 1) if tiled else (3,), [3.0] * 3)
+    (whole,) = found.after([None, None, None, jnp.ones((3, 4))])
+    assert whole.shape == (3, 4)
+    with pytest.raises(errors.UserError, match="differs between the replicas"):
+        split(step, jnp.ones((3, 4)), own=[True])
 
 
 def test_what_is_computed_again_for_the_backward_pass_is_found():
@@ -72,7 +93,8 @@ def test_what_is_computed_again_for_the_backward_pass_is_found():
         (lambda w, x: functools.reduce(lambda x, _: again(x), range(17), x), "has 17 exchanges"),
         (lambda w, x: w + x, "differs between the replicas"),
         (lambda w, x: w + number(), "differs between the replicas"),
-        (lambda w, x: lax.all_gather(x, "replica"), "all_gather over the replicas"),
+        (lambda w, x: lax.ppermute(x, "replica", [(0, 1)]), "ppermute over the replicas"),
+        (lambda w, x: lax.psum(x, "slice"), "psum over \\['slice'\\]"),
         (lambda w, x: lax.psum(x, "replica", axis_index_groups=[[0, 1], [2, 3]]), "groups of"),
         (
             lambda w, x: lax.scan(lambda c, _: (lax.psum(c, "replica"), ()), x, length=2)[0],

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from xshard import mesh as mesh_lib
-from xshard.logical import sums
+from xshard.logical import split, sums
 
 
-def combine(arrays, devices, kind="psum", count=None, limbs=1):
-    """What replicas with these values exchange on so many devices, as the first device has it; all have the same."""
+def exchanged(arrays, devices, kind, count=None, limbs=1, steps=(None,)):
+    """What replicas with these values exchange on so many devices, as each device has it."""
     mesh = mesh_lib.make_mesh(devices=jax.devices()[:devices])
     count = len(arrays) if count is None else count
     rounds = -(-count // devices)
@@ -24,12 +24,18 @@ def combine(arrays, devices, kind="psum", count=None, limbs=1):
     numbers = np.arange(len(held))
 
     def local(held, numbers):
-        (made,) = sums.combine([kind], [[x] for x in held], numbers < count, count, limbs)
-        return made[None]
+        kinds, brought = [split.Kind(kind)], [[x] for x in held]
+        (made,) = sums.combine(kinds, brought, numbers < count, count, limbs, steps)
+        return jnp.stack(made) if kind == split.SCATTER else made[None]
 
     spec = jax.P(mesh_lib.BATCH)
     f = mesh_lib.on_replicas(local, mesh, in_specs=(spec, spec), out_specs=spec)
-    made = np.asarray(jax.jit(f)(held, numbers))
+    return np.asarray(jax.jit(f)(held, numbers))
+
+
+def combine(arrays, devices, kind="psum", **options):
+    """The same, as all devices have it."""
+    made = exchanged(arrays, devices, kind, **options)
     assert all(x.tobytes() == made[0].tobytes() for x in made)
     return made[0]
 
@@ -92,6 +98,30 @@ def test_maxima_and_minima_are_of_the_replicas_alone(dtype):
     x = np.array([[-5, 3], [-2, 9], [-7, 1]], dtype)
     assert combine(x, 2, "pmax").tolist() == [-2, 9]
     assert combine(x, 2, "pmin").tolist() == [-7, 1]
+
+
+@pytest.mark.parametrize("limbs", [1, 2])
+def test_a_shard_is_that_of_the_sum(limbs):
+    x = values(6)[:, :36]
+    whole = combine(x, 3, limbs=limbs)
+    for devices in (1, 3, 4, 8):
+        shards = exchanged(x, devices, split.SCATTER, limbs=limbs)
+        assert shards[:6].tobytes() == whole.tobytes()
+
+
+def test_a_shard_of_a_sum_of_floats_is_rounded():
+    x = values(6)[:, :36]
+    shards = exchanged(x, 4, split.SCATTER, limbs=0)[:6].reshape(-1)
+    np.testing.assert_allclose(shards, x.astype(np.float64).sum(axis=0), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "count, devices, steps",
+    [(6, 1, (None,)), (6, 4, (None,)), (8, 8, mesh_lib.step_groups((4, 2)))],
+)
+def test_what_is_gathered_is_in_the_order_of_the_replicas(count, devices, steps):
+    x = values(count)
+    assert combine(x, devices, split.GATHER, steps=steps).tobytes() == x.tobytes()
 
 
 def test_integers_are_summed_as_they_are():

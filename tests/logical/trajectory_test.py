@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import xshard
@@ -21,6 +22,14 @@ _STEPS = 6
 _COUNT = 4
 _HALF = "params=float32,compute=float16,output=float32"
 _OWN = "tests.logical.trajectory_test.Own"
+# With 10 hidden units no array divides by 8: their shards are of what is stored flattened.
+_SHARDS = {
+    "experiment": "tests.logical.trajectory_test.Clipped",
+    "logical_replicas": 8,
+    "hidden": 10,
+    "shard_update": True,
+    "fingerprint_every_steps": 2,
+}
 
 
 class Own(toy.Wide):
@@ -54,11 +63,34 @@ class Own(toy.Wide):
         return outputs + own if self.config.reads else outputs
 
 
+class Clipped(toy.Averaged):
+    """Its rule takes the norm of all gradients, and keeps averages that it is judged by."""
+
+    def optimizer(self):
+        rate = self.config.optimizer.learning_rate
+        rule = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(rate))
+        opt = xshard.OptaxOptimizer(rule, name="adam")
+        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        opt = xshard.MixedPrecisionLossScaleOptimizer(
+            opt, xshard.DynamicLossScale(increment_period=3)
+        )
+        return xshard.MovingAverageOptimizer(opt, 0.5)
+
+
+class Contrasting(toy.Wide):
+    """Its loss sees the outputs of all replicas."""
+
+    def loss(self, outputs, batch):
+        value, logged = super().loss(outputs, batch)
+        return value + jnp.var(jax.lax.all_gather(outputs, ("slice", "replica"))), logged
+
+
 def config(**changes):
     made = toy.get_config()
     made.experiment = changes.pop("experiment", "tests.toy.Wide")
     made.logical_replicas = _COUNT
     made.reduction.arithmetic = changes.pop("arithmetic", "exact")
+    made.reduction.shard_update = changes.pop("shard_update", False)
     # In some steps, which a dynamic scale skips.
     made.overflow_above = 1.98
     made.group_assignment = changes.pop("group_assignment", ())
@@ -99,6 +131,7 @@ def trajectory(devices, of=None, **changes):
     [
         ({"experiment": "tests.toy.Toy"}, (1, 2, 3, 4, 5)),
         ({"precision": _HALF, "micro_batches": 2}, (1, 3, 8)),
+        ({"experiment": "tests.logical.trajectory_test.Contrasting"}, (1, 3)),
     ],
     ids=str,
 )
@@ -107,6 +140,52 @@ def test_the_bits_do_not_depend_on_the_devices(changes, devices):
     assert 0 < first[-1] < _STEPS
     for other in others:
         assert other == first
+
+
+@pytest.mark.parametrize(
+    "changes, places",
+    [
+        ({}, [{"devices": 1}, {"devices": 2}, {"devices": 4, "slices": 2}, {"devices": 8}]),
+        (
+            {"precision": _HALF, "micro_batches": 2, "hidden": 16, "logical_replicas": 4},
+            [{"devices": 4}, {"devices": 2}],
+        ),
+        (
+            {"logical_replicas": 2},
+            [
+                {"devices": 2, "group_assignment": ((0,), (1,))},
+                {"devices": 4, "group_assignment": ((0, 1), (2, 3))},
+            ],
+        ),
+    ],
+    ids=["whole", "half", "groups"],
+)
+def test_an_update_in_shards_does_not_depend_on_the_devices(changes, places):
+    first, *others = [trajectory(**{**_SHARDS, **changes, **place}) for place in places]
+    assert 0 < first[-1] < 2 * _STEPS
+    for other in others:
+        assert other == first
+
+
+def test_only_exchanges_leave_a_device():
+    of = config(**_SHARDS)
+    experiment = experiment_lib.load(of.experiment)(of)
+    mesh = experiment_lib.mesh_of(of, jax.devices()[:2])
+    batches = preflight.train_batches(experiment, mesh)
+    state = state_lib.abstract_state(experiment, mesh, of.seed, batches.example)
+    stages = preflight.jitted_step(experiment, mesh).lower(state, batches.shapes()).stages
+    # Of eight replicas a device computes four, before each of three exchanges.
+    assert [stage.times for stage in stages] == [1, 4, 1, 4, 1, 4, 1, 1, 1]
+    names = ("all_reduce", "reduce_scatter", "all_gather")
+    crosses = [any(name in stage.program.as_text() for name in names) for stage in stages]
+    assert crosses == [False, False, True, False, True, False, True, False, False]
+
+
+def test_an_update_in_shards_is_that_of_whole_arrays_but_for_rounding():
+    judged = lambda devices, **changes: trajectory(devices, **{**_SHARDS, **changes})[2]
+    exact = judged(2)
+    for changes in ({"shard_update": False}, {"arithmetic": "float"}):
+        assert judged(2, **changes) == pytest.approx(exact, rel=1e-4)
 
 
 def test_an_exchange_may_depend_on_another():
@@ -217,10 +296,32 @@ def test_state_of_a_replicas_own_goes_on_elsewhere(tmp_path, on):
     assert run("moved", 4, 2, 1) == run("stayed", 2)
 
 
-def test_state_of_a_replicas_own_takes_even_shares(tmp_path, on):
+def test_a_run_with_its_update_in_shards_goes_on_elsewhere(tmp_path, on):
+    def run(name, *places):
+        for i, (count, shards) in enumerate(places, 1):
+            on(count)
+            steps = _STEPS * i // len(places)
+            of = config(**{**_SHARDS, "shard_update": shards}, steps=steps)
+            assert loop.run(of, str(tmp_path / name), "") == 0
+        end = loop.Run(of, str(tmp_path / name))
+        state = end.checkpoints.manager.restore(end._target).state
+        # A checkpoint has whole arrays.
+        assert state.experiment.opt_state["adam"]["1/0/mu/mlp/~/linear_0/w"].shape == (3, 10)
+        return digest(state), rows.results(tmp_path / name)["eval"]
+
+    assert run("moved", (8, True), (1, True)) == run("stayed", (4, True))
+    # Without shards any number of devices will do.
+    run("whole", (3, False), (2, True))
+
+
+@pytest.mark.parametrize(
+    "changes, path", [({"experiment": _OWN}, "drawn/.*"), ({"shard_update": True}, "opt_state/.*")]
+)
+def test_state_of_a_replicas_own_takes_even_shares(tmp_path, on, changes, path):
     on(3)
-    with pytest.raises(errors.UserError, match="a replica's own.*one of \\[1, 2, 4\\]"):
-        loop.Run(config(experiment=_OWN), str(tmp_path / "run"))
+    with pytest.raises(errors.UserError, match=f"{path}a replica's own.*one of \\[1, 2, 4\\]"):
+        loop.Run(config(**changes), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_prediction_by_the_state_of_replicas_that_share_a_device_is_refused(tmp_path, on):
@@ -230,12 +331,11 @@ def test_a_prediction_by_the_state_of_replicas_that_share_a_device_is_refused(tm
         loop.Run(made, str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("key", ["shard_update", "shard_params"])
-def test_exact_sums_are_of_whole_arrays(tmp_path, key):
+def test_exact_sums_are_of_whole_parameters(tmp_path):
     made = config().copy_and_resolve_references()
     made.unlock()
-    made.reduction[key] = True
-    with pytest.raises(errors.UserError, match=f"{key}=True cannot be used with.*exact"):
+    made.reduction.shard_params = True
+    with pytest.raises(errors.UserError, match="shard_params=True cannot be used with.*exact"):
         loop.Run(made, str(tmp_path / "run"))
 
 

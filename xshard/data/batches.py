@@ -230,10 +230,14 @@ def eval_shapes(
 
 
 def train_shapes(
-    example: data.Arrays, mesh: jax.sharding.Mesh, batch_size: int
+    example: data.Arrays,
+    mesh: jax.sharding.Mesh,
+    batch_size: int,
+    replicas: logical.Replicas | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes, types and shardings of a batch of `TrainBatches`, of which `example` is a row."""
-    rows = batch_size * mesh_lib.num_groups(mesh)
+    of_group = replicas.rows(batch_size) if replicas else batch_size
+    rows = of_group * mesh_lib.num_groups(mesh)
     return shapes(example, rows, mesh_lib.sharding(mesh, mesh_lib.BATCH))
 
 

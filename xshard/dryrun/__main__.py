@@ -9,7 +9,6 @@ Exit codes: 0 it fits; 1 it does not, or could not be compiled; 130 interrupted.
 
 import concurrent.futures
 import dataclasses
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -23,13 +22,13 @@ from absl import flags, logging
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from xshard import cli, errors
+from xshard import cli, errors, logical
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.dryrun import collectives, costs, estimate, hlo, kernels, plan, summary
+from xshard.dryrun import described, estimate, plan, summary
 from xshard.files import jsonfile, streams
 from xshard.learners.state import is_learner
 from xshard.metrics import chips
@@ -74,26 +73,6 @@ _MOST_SLICES = 511
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 
 
-class IncompleteError(errors.UserError):
-    """A step of which not all can be said.
-
-    Attributes:
-      result: what can be said of it all the same, as from `dry_run`.
-    """
-
-    def __init__(self, message: str, result: dict[str, Any]):
-        super().__init__(message)
-        self.result = result
-
-
-class DoesNotFitError(IncompleteError):
-    """A step that needs more memory than a chip has."""
-
-
-class UnreadableError(IncompleteError):
-    """A step that was compiled to a program which this version of JAX cannot read."""
-
-
 def dry_run(config: Any, topology: str) -> dict[str, Any]:
     """Compiles a config's step for a topology, of `config.slices` slices.
 
@@ -114,24 +93,27 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as e:
         raise _compiler_error(e, result, state) from e
     result["compile_seconds"] = time.monotonic() - begin
-    return _describe(result, compiled, chip, mesh)
+    if isinstance(compiled, jax.stages.Compiled):
+        # Of logical replicas it is several.
+        compiled = [logical.Stage(compiled, 1, (state, batch))]
+    result = described.describe(result, compiled, chip, mesh)
+    if result["memory"]["peak"] > chip.hbm:
+        raise _does_not_fit(result["memory"]["peak"], chip.hbm, result, state)
+    return result
 
 
 def prepare(config: Any, topology: str) -> estimate.Prepared:
     """Prepares a config's step as far as it is known before it is compiled; raises ValueError as `dry_run` does."""
     chip = chips.parse_topology(topology)
     _check(config)
-    if config.get("logical_replicas"):
-        raise errors.UserError(
-            "The dry run has one replica on each chip: set logical_replicas to 0."
-        )
     mesh = experiment_lib.mesh_of(config, _devices(topology, chip, config.slices))
-    batches.check_train_batch(config.batch_size, mesh, config.micro_batches)
+    replicas, seen = logical.of_config(config, mesh), logical.mesh_of(config, mesh)
+    batches.check_train_batch(config.batch_size, seen, config.micro_batches)
     experiment = experiment_lib.load(config.experiment)(config)
     example = experiment_lib.example(experiment)
     state = state_lib.abstract_state(experiment, mesh, config.seed, example)
     learners = state_lib.learners(state).values()
-    batch = batches.train_shapes(example, mesh, config.batch_size)
+    batch = batches.train_shapes(example, mesh, config.batch_size, replicas)
     result = {
         "topology": topology,
         "slices": config.slices,
@@ -194,56 +176,6 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
     return list(description.devices)
 
 
-def _describe(
-    result: dict[str, Any], compiled: jax.stages.Compiled, chip: chips.Chip, mesh: jax.sharding.Mesh
-) -> dict[str, Any]:
-    """Adds to a result what a step that fits sends and computes."""
-    analysis: Any = compiled.memory_analysis()
-    result["memory"] |= {
-        "workspace": analysis.temp_size_in_bytes,
-        "program": analysis.generated_code_size_in_bytes,
-        "peak": analysis.peak_memory_in_bytes,
-        "fits": True,
-    }
-    try:
-        program = hlo.parse(compiled.as_text() or "")
-    except jax.errors.JaxRuntimeError as e:
-        raise _unreadable(e, result) from e
-    rows = collectives.rows(mesh, collectives.in_program(program))
-    sent = {True: 0, False: 0}
-    for row in rows:
-        sent[row["between_slices"]] += row["sent"]
-    cost = costs.of(program)
-    limits = estimate.bounds(chip, cost, ici=sent[False], dcn=sent[True])
-    bound = max(limits, key=lambda limit: limit.seconds or 0.0)
-    seconds = bound.seconds or 0.0
-    by_xla: Any = compiled.cost_analysis()
-    return {
-        **result,
-        "collectives": rows,
-        "warnings": summary.warnings(rows, result["topology"]),
-        "kernels": kernels.rows(program),
-        "bounds": [limit._asdict() for limit in limits],
-        "estimated_cycles": cost.cycles,
-        "unknown_loops": program.unknown_loops(),
-        # For comparisons only: it counts loops once, and the chip's own memory as main memory.
-        "xla_bytes_accessed": by_xla.get("bytes accessed"),
-        "seconds": seconds,
-        "dominated_by": bound.name,
-        "examples_per_second": result["examples"] / seconds if seconds else None,
-    }
-
-
-def _unreadable(e: Exception, result: dict[str, Any]) -> UnreadableError:
-    """The error for a program that the TPU's compiler writes as a newer version than JAX's."""
-    return UnreadableError(
-        f"The step compiles and fits on {result['topology']}, but jax {jax.__version__} cannot read the program "
-        f"that libtpu {_libtpu_version()} makes of it ({_first_line(e)}), so that what it sends and computes is not "
-        "known. Install the libtpu that this jax is made for: pip install '.[dryrun]'.",
-        result,
-    )
-
-
 def _compiler_error(e: Exception, result: dict[str, Any], state: Any) -> errors.UserError:
     """The error for what the compiler refuses."""
     sizes = _OUT_OF_MEMORY.search(str(e))
@@ -251,21 +183,10 @@ def _compiler_error(e: Exception, result: dict[str, Any], state: Any) -> errors.
         needed, available = _bytes(*sizes.group(1, 2)), _bytes(*sizes.group(3, 4))
         return _does_not_fit(needed, available, result, state)
     return errors.UserError(
-        f"libtpu {_libtpu_version()} cannot compile the step for {result['topology']}, slices={result['slices']}: "
+        f"libtpu {described.libtpu_version()} cannot compile the step for {result['topology']}, slices={result['slices']}: "
         f"{cli.message(e)} Another topology, other reduction.* or slices may do; so may the libtpu that jax "
         f"{jax.__version__} is made for: pip install '.[dryrun]'."
     )
-
-
-def _libtpu_version() -> str:
-    try:
-        return importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "of another name"
-
-
-def _first_line(e: Exception) -> str:
-    return cli.message(e).splitlines()[0]
 
 
 def _bytes(number: str, unit: str) -> int:
@@ -275,7 +196,7 @@ def _bytes(number: str, unit: str) -> int:
 
 def _does_not_fit(
     needed: int, available: int, result: dict[str, Any], state: Any
-) -> DoesNotFitError:
+) -> described.DoesNotFitError:
     """The error for a step that needs more memory than there is."""
     memory = result["memory"]
     memory |= {"needed": needed, "available": available, "fits": False}
@@ -295,7 +216,7 @@ def _does_not_fit(
     if rest >= needed / 2:
         mends.reverse()
     first, second = mends
-    return DoesNotFitError(
+    return described.DoesNotFitError(
         f"The step does not fit on {result['topology']}: it needs {summary.size(needed)} a chip of the "
         f"{summary.size(available)} that the compiler may use, {summary.size(needed - available)} too much. About: {parts}. "
         f"The largest arrays: {arrays}. {first[0].upper()}{first[1:]}; or {second}; or choose chips with "
@@ -324,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
     work = concurrent.futures.ThreadPoolExecutor(1).submit(dry_run, config, _TOPOLOGY.value)
     try:
         print(show_result(work.result()))
-    except IncompleteError as e:
+    except described.IncompleteError as e:
         print(show_result(e.result))
         raise
     return notice.DONE

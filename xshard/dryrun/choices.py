@@ -79,7 +79,8 @@ def of(config: Any, num_chips: int, *, has_model_axis: bool) -> list[Plan]:
     groups = len(config.group_assignment) or 1
     found = [own]
     for model in models:
-        replicas = max(1, num_chips // model // groups)
+        on_chips = max(1, num_chips // model // groups)
+        replicas = config.get("logical_replicas") or on_chips
         for micro in _divisors(max(1, config.batch_size // replicas)):
             for values in itertools.product(*switches.values()):
                 chosen = dict(zip(switches, values, strict=True))

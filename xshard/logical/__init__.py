@@ -5,13 +5,23 @@ number of its devices. With exact sums it ends in the same bits on any number of
 """
 
 from xshard.logical.parts import Mapped
-from xshard.logical.program import Program
-from xshard.logical.replicas import Replicas, check_even, is_exact, mesh_of, of_config, own_spec
+from xshard.logical.program import Program, Stage
+from xshard.logical.replicas import (
+    Replicas,
+    axes_of_shards,
+    check_even,
+    is_exact,
+    mesh_of,
+    of_config,
+    own_spec,
+)
 
 __all__ = [
     "Mapped",
     "Program",
     "Replicas",
+    "Stage",
+    "axes_of_shards",
     "check_even",
     "is_exact",
     "mesh_of",

@@ -14,9 +14,25 @@ from xshard.logical import split as split_lib
 from xshard.logical import sums
 from xshard.logical.replicas import Replicas
 
-# The results of exchanges, by their numbers.
+# Arrays by their numbers: results of exchanges, or what is kept.
 Results = dict[int, jax.Array]
+# What a replica brings to an exchange, and what it keeps.
+Brought = tuple[list[jax.Array], Results]
 OWN = jax.P(mesh_lib.BATCH)
+
+
+class Replica(NamedTuple):
+    """A logical replica as its device has it.
+
+    Attributes:
+      own: what of the arguments is its own.
+      number: its number, of shape [1].
+      shards: the results of exchanges that are its own, with a leading dimension of places, of which there is one.
+    """
+
+    own: Any
+    number: Any
+    shards: Any
 
 
 class Mapped(NamedTuple):
@@ -132,51 +148,86 @@ class Parts:
         leaves = _joined(self._left_own, outputs, own)
         return self._finish(jax.tree.unflatten(self._out_tree, leaves))
 
-    def divide(self, own: Sequence[jax.Array], numbers: jax.Array) -> Any:
-        """What is own to each replica of a device, with its number."""
+    def divide(self, own: Sequence[jax.Array], numbers: jax.Array) -> list[Replica]:
+        """Each replica of a device, which has no shards yet."""
         pairs = [*zip(own, self.inputs.dims, strict=True), (numbers, 0)]
         of_all = [jnp.split(x, self._replicas.rounds, dim) for x, dim in pairs]
-        return [(own, number) for *own, number in map(list, zip(*of_all, strict=True))]
+        return [Replica(own, number, {}) for *own, number in map(list, zip(*of_all, strict=True))]
 
-    def join(self, own: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        """What each replica of a device leaves as its own, together."""
-        of_each = zip(*own, strict=True)
-        pairs = zip(of_each, map(_dim, self.own_specs), strict=True)
-        return [jnp.concatenate(xs, dim) for xs, dim in pairs]
+    def join(self, kept: Sequence[Results]) -> list[jax.Array]:
+        """What each replica of a device keeps as its own, together."""
+        dims = enumerate(map(_dim, self.own_specs))
+        return [jnp.concatenate([of_one[i][0] for of_one in kept], dim) for i, dim in dims]
 
-    def before(self, at: int, state: Any, results: Any, own: Any) -> list[jax.Array]:
-        """Computes what a replica brings to an exchange, of what is its own and its number."""
-        values = self._of_replica(state, results, own)
-        return [x[None] for x in self.split.exchanges[at].before(values)]
+    def before(self, at: int, state: Any, results: Results, replica: Replica) -> Brought:
+        """Computes what a replica brings to an exchange, and what it keeps."""
+        equal = self.inputs.joined(state, replica.own)
+        shards = {i: x[0] for i, x in replica.shards.items()}
+        exchange = self.split.exchanges[at]
+        made = exchange.before([*equal, replica.number[0], *self._values(results, shards)])
+        stacked = [x[None] for x in made]
+        count = len(exchange.kinds)
+        return stacked[:count], dict(zip(exchange.kept, stacked[count:], strict=True))
 
-    def own(self, state: Any, results: Results, own: Any) -> list[jax.Array]:
-        """Computes what a replica leaves as its own."""
-        return self.split.own(self._of_replica(state, results, own))
-
-    def _of_replica(self, state: Any, results: Results, own: Any) -> list[Any]:
-        own, number = own
-        return [*self.inputs.joined(state, own), number[0], *self._values(results)]
-
-    def exchange(self, at: int, brought: Sequence[list[jax.Array]], numbers: Any) -> Results:
-        """The results of an exchange, of what a device's replicas bring."""
+    def exchange(
+        self, at: int, brought: Sequence[list[jax.Array]], numbers: Sequence[jax.Array]
+    ) -> tuple[Results, list[Results]]:
+        """The results of an exchange, of what a device's replicas bring: those that all have, and the shards of each."""
         # Without the dimension of places, of which there is one on a device.
         held = [[x[0] for x in of_round] for of_round in brought]
         is_one = jnp.concatenate(numbers) < self._replicas.count
-        count, limbs = self._replicas.count, self._replicas.limbs
-        exchange = self.split.exchanges[at]
-        made = sums.combine(exchange.kinds, held, is_one, count, limbs)
-        if self._grouped:
-            made = [x[None] for x in made]
-        return dict(zip(exchange.results, made, strict=True))
+        exchange, replicas = self.split.exchanges[at], self._replicas
+        how = replicas.count, replicas.limbs, replicas.gather_steps
+        made = sums.combine(exchange.kinds, held, is_one, *how)
+        equal, shards = Results(), [Results() for _ in brought]
+        for i, kind, x in zip(exchange.results, exchange.kinds, made, strict=True):
+            if kind.name != split_lib.SCATTER:
+                equal[i] = x[None] if self._grouped else x
+                continue
+            for of_one, shard in zip(shards, x, strict=True):
+                of_one[i] = shard[None]
+        return equal, shards
+
+    def run(
+        self,
+        before: Callable[..., list[Any]],
+        exchange: Callable[..., Any],
+        state: Any,
+        replicas: Any,
+    ) -> tuple[Results, list[Results]]:
+        """The results of all exchanges that all have, and what each replica of a device keeps.
+
+        Args:
+          before: `before`, of all replicas of a device.
+          exchange: `exchange`.
+          state: what is equal on all replicas.
+          replicas: what `divide` returns.
+        """
+        results, kept = Results(), [Results() for _ in replicas]
+        for at, each in enumerate(self.split.exchanges):
+            made = before(at, state, results, replicas)
+            kept = [of_one | new for of_one, (_, new) in zip(kept, made, strict=True)]
+            if not each.kinds:
+                continue
+            numbers = [replica.number for replica in replicas]
+            equal, shards = exchange(at, [brought for brought, _ in made], numbers)
+            # Of all replicas of a device it is much.
+            del made
+            results = results | equal
+            replicas = [
+                replica._replace(shards=replica.shards | new)
+                for replica, new in zip(replicas, shards, strict=True)
+            ]
+        return results, kept
 
     def after(self, state: Any, results: Results) -> list[jax.Array]:
         """The results of the whole but for what is a replica's own."""
         leaves = self.inputs.joined(state, [None] * sum(self.inputs.own))
-        return self.split.after([*leaves, None, *self._values(results)])
+        return self.split.after([*leaves, None, *self._values(results, {})])
 
-    def _values(self, results: Results) -> list[Any]:
+    def _values(self, results: Results, shards: Results) -> list[Any]:
         """The results of all exchanges, None of those that have not been."""
-        known = {i: x[0] if self._grouped else x for i, x in results.items()}
+        known = {i: x[0] if self._grouped else x for i, x in results.items()} | shards
         return [known.get(i) for i in range(self.split.size)]
 
 
@@ -197,11 +248,11 @@ def _joined(is_own: Sequence[bool], equal: Sequence[Any], own: Sequence[Any]) ->
 
 
 def _check_whole(what: str, specs: Sequence[jax.P]) -> None:
-    """Raises UserError where the state is in shards: what is a replica's own is along both axes of replicas together."""
+    """Raises UserError where parameters are in shards: what is a replica's own is along both axes of replicas together."""
     if any(_is_own(spec) and not {mesh_lib.REPLICAS, mesh_lib.BATCH} & {*spec} for spec in specs):
         raise errors.UserError(
-            f"{what} has parameters or slots in shards over the replicas (shard_update, shard_params); with "
-            "logical_replicas they are whole on each device. Set logical_replicas to 0, or these to False."
+            f"{what} has parameters in shards over the replicas (shard_params); with logical_replicas they are whole on each "
+            "device. Set logical_replicas to 0, or reduction.shard_params to False; reduction.shard_update may be True."
         )
 
 

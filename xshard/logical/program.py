@@ -14,12 +14,43 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard.logical.parts import OWN, Mapped, Parts, Results, placed_on
+from xshard.logical.parts import OWN, Mapped, Parts, Replica, Results, placed_on
 from xshard.logical.replicas import Replicas
 
 # XLA removes what is computed twice where it divides a program among devices, before it simplifies it. What is divided
 # among none would be simplified otherwise, and rounded otherwise.
 _ROUNDS_ALIKE = {"xla_disable_hlo_passes": "cse"}
+
+
+class Stage(NamedTuple):
+    """A program of those that a function is made of.
+
+    Attributes:
+      program: of `jax.jit(...).lower(...)`, or what that is compiled to.
+      times: how often it is run.
+      live: the shapes of what the devices hold while it runs, its arguments among it, but for what it makes.
+    """
+
+    program: Any
+    times: int
+    live: Any
+
+
+class Lowered(NamedTuple):
+    """The programs that a function is made of, not compiled; `compile` keeps them for when it is called.
+
+    Attributes:
+      stages: in the order in which they are run.
+    """
+
+    stages: list[Stage]
+
+    def compile(self) -> list[Stage]:
+        """The programs, compiled side by side."""
+        with futures.ThreadPoolExecutor() as pool:
+            compiled = pool.map(lambda stage: stage.program.compile(), self.stages)
+            pairs = zip(self.stages, compiled, strict=True)
+            return [stage._replace(program=program) for stage, program in pairs]
 
 
 class Program:
@@ -54,7 +85,7 @@ class Program:
             *shapes
         )
 
-    def lower(self, *args: Any) -> "Lowered":
+    def lower(self, *args: Any) -> Lowered:
         """The programs for such arguments, to be compiled."""
         return Lowered(self._of(args).lower(args))
 
@@ -86,22 +117,21 @@ class _One:
         self._jitted = jax.jit(mapped.on(parts.on), **options)
 
     def _run(self, state: Any, own: Any, numbers: jax.Array) -> tuple[list[jax.Array], ...]:
-        parts, results = self.parts, dict[int, jax.Array]()
-        rounds = jax.tree.map(lambda *xs: jnp.stack(xs), *parts.divide(own, numbers))
-        for at in range(len(parts.split.exchanges)):
-            before = functools.partial(parts.before, at, state, results)
-            results = results | parts.exchange(at, self._map(before, rounds), [numbers])
-        left = self._map(functools.partial(parts.own, state, results), rounds)
-        return parts.after(state, results), parts.join(left)
+        parts = self.parts
+        replicas = parts.divide(own, numbers)
+        results, kept = parts.run(self._before, parts.exchange, state, replicas)
+        return parts.after(state, results), parts.join(kept)
 
-    def _map(self, f: Callable[[Any], list[jax.Array]], rounds: Any) -> list[list[jax.Array]]:
-        made = lax.map(f, rounds)
-        return [[x[i] for x in made] for i in range(self.parts.rounds)]
+    def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
+        before = functools.partial(self.parts.before, at, state, results)
+        made = lax.map(before, jax.tree.map(lambda *xs: jnp.stack(xs), *replicas))
+        return [jax.tree.map(lambda x, i=i: x[i], made) for i in range(len(replicas))]
 
-    def lower(self, args: Any) -> list[Any]:
+    def lower(self, args: Any) -> list[Stage]:
         """The program, to be compiled."""
         parts, self.is_compiled = self.parts, True
-        return [self._jitted.lower(*parts.inputs.parted(args), parts.shape_of_numbers)]
+        lowered = self._jitted.lower(*parts.inputs.parted(args), parts.shape_of_numbers)
+        return [Stage(lowered, 1, args)]
 
     def __call__(self, args: Any) -> Any:
         """The result."""
@@ -110,74 +140,79 @@ class _One:
 
 
 class _Apart:
-    """The parts as programs of their own, one after the other; the host waits for none."""
+    """The parts as programs of their own, one after the other; but on CPUs the host waits for none."""
 
     def __init__(self, parts: Parts, **options: Any):
         """Jits them; the options are those of the last, whose first argument is all that is equal on replicas."""
         self.parts, on, self.is_compiled = parts, parts.on, False
         jit = functools.partial(jax.jit, compiler_options=_ROUNDS_ALIKE)
         equal, own = parts.inputs.specs
-        self._rounds = [(own, OWN)] * parts.rounds
-        self._divide = jax.jit(Mapped(parts.divide, (own, OWN), self._rounds).on(on))
-        self._exchanges = []
+        self._replica = Replica(own, OWN, OWN)
+        replicas = [self._replica] * parts.rounds
+        self._divide = jax.jit(Mapped(parts.divide, (own, OWN), replicas).on(on))
+        self._befores, self._exchanges = [], []
         for at in range(len(parts.split.exchanges)):
-            takes = (equal, parts.equal, (own, OWN))
+            takes = (equal, parts.equal, self._replica)
             before = Mapped(functools.partial(parts.before, at), takes, OWN)
-            exchange = Mapped(functools.partial(parts.exchange, at), (OWN, OWN), parts.equal)
-            self._exchanges.append((jit(before.on(on)), jax.jit(exchange.on(on))))
-        takes = equal, parts.equal, self._rounds[0]
-        self._own = jit(Mapped(parts.own, takes, parts.own_specs).on(on))
-        left = [parts.own_specs] * parts.rounds
-        self._join = jax.jit(Mapped(parts.join, (left,), parts.own_specs).on(on))
+            exchange = Mapped(functools.partial(parts.exchange, at), (OWN, OWN), (parts.equal, OWN))
+            self._befores.append(jit(before.on(on)))
+            self._exchanges.append(jax.jit(exchange.on(on)))
+        self._join = jax.jit(Mapped(parts.join, (OWN,), parts.own_specs).on(on))
         after = Mapped(parts.after, (equal, parts.equal), parts.out_specs)
         self._after = jit(after.on(on), **options)
 
-    def lower(self, args: Any) -> list[Any]:
+    def lower(self, args: Any) -> list[Stage]:
         """The programs, to be compiled, in the order in which they are run."""
-        parts, results = self.parts, dict[int, Any]()
+        parts, on = self.parts, self.parts.on
         self.is_compiled = True
         state, own = parts.inputs.parted(args)
-        programs = [self._divide.lower(own, parts.shape_of_numbers)]
-        rounds = placed_on(parts.on, programs[0].out_info, self._rounds)
-        numbers = [number for _, number in rounds]
-        for run_before, run_exchange in self._exchanges:
-            before = run_before.lower(state, results, rounds[0])
-            brought = placed_on(parts.on, before.out_info, OWN)
-            exchange = run_exchange.lower([brought] * parts.rounds, numbers)
-            results = results | placed_on(parts.on, exchange.out_info, parts.equal)
-            programs += [before, exchange]
+        stages: list[Stage] = []
+        live: list[Any] = [state, own]
+
+        def add(lowered: Any, specs: Any, times: int = 1) -> Any:
+            made = placed_on(on, lowered.out_info, specs)
+            stages.append(Stage(lowered, times, [*live, *[made] * (times - 1)]))
+            live.append([made] * times)
+            return made
+
+        def before(at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
+            lowered = self._befores[at].lower(state, results, replicas[0])
+            return [add(lowered, OWN, parts.rounds)] * parts.rounds
+
+        def exchange(at: int, brought: Any, numbers: Any) -> Any:
+            lowered = self._exchanges[at].lower(brought, numbers)
+            made = add(lowered, (parts.equal, OWN))
+            # What was brought is gone.
+            live[-2] = [kept for _, kept in live[-2]]
+            return made
+
+        divide = self._divide.lower(own, parts.shape_of_numbers)
+        replicas = add(divide, [self._replica] * parts.rounds)
+        results, kept = parts.run(before, exchange, state, replicas)
         if parts.own_specs:
-            last = self._own.lower(state, results, rounds[0])
-            left = placed_on(parts.on, last.out_info, parts.own_specs)
-            programs += [last, self._join.lower([left] * parts.rounds)]
-        return [*programs, self._after.lower(state, results)]
+            add(self._join.lower(kept), parts.own_specs)
+        add(self._after.lower(state, results), parts.out_specs)
+        return stages
 
     def __call__(self, args: Any) -> Any:
         """The result."""
-        results: Results = {}
-        state, own = self.parts.inputs.parted(args)
-        rounds = self._divide(own, self.parts.numbers)
-        numbers = [number for _, number in rounds]
-        for before, exchange in self._exchanges:
-            # Nothing keeps what is brought: of all replicas of a device it is much.
-            results = results | exchange([before(state, results, own) for own in rounds], numbers)
-        left = []
-        if self.parts.own_specs:
-            # Before what is given away with the last program.
-            left = self._join([self._own(state, results, own) for own in rounds])
-        return self.parts.finish(self._after(state, results), left)
+        parts = self.parts
+        state, own = parts.inputs.parted(args)
+        replicas = self._divide(own, parts.numbers)
+        results, kept = parts.run(self._before, self._exchange, state, replicas)
+        # Before what is given away with the last program.
+        left = self._join(kept) if parts.own_specs else []
+        return parts.finish(self._after(state, results), left)
 
+    def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
+        return [self._befores[at](state, results, replica) for replica in replicas]
 
-class Lowered(NamedTuple):
-    """The programs that a function is made of, not compiled; `compile` keeps them for when it is called.
+    def _exchange(self, at: int, brought: Any, numbers: Any) -> Any:
+        """Runs an exchange; on CPUs when all before it is done, and to its end.
 
-    Attributes:
-      programs: of `jax.jit(...).lower(...)`, in the order in which they are run.
-    """
-
-    programs: list[Any]
-
-    def compile(self) -> list[Any]:
-        """The programs, compiled side by side."""
-        with futures.ThreadPoolExecutor() as pool:
-            return list(pool.map(lambda program: program.compile(), self.programs))
+        XLA's CPU client has a thread for each device. One that waits in a collective keeps it, and so does one that has 32
+        programs to run and is given another: the process would wait for ever.
+        """
+        if self.parts.on.devices.flat[0].platform != "cpu":
+            return self._exchanges[at](brought, numbers)
+        return jax.block_until_ready(self._exchanges[at](jax.block_until_ready(brought), numbers))

@@ -16,7 +16,6 @@ _LIMBS = {"exact": 1, "exact_wide": 2}
 
 
 _EXACT_ONLY_WITH = {
-    "shard_update": False,
     "shard_params": False,
     "reduce_dtype": "float32",
     "slice_dtype": "float32",
@@ -54,6 +53,13 @@ class Replicas:
     def mesh(self) -> jax.sharding.AbstractMesh:
         """The mesh that there would be, were each of them a device."""
         return mesh_lib.abstract(mesh_lib.num_groups(self.on), self.count)
+
+    @property
+    def gather_steps(self) -> Sequence[Any]:
+        """For each step in which to gather, the last first, its groups of devices; None: all of them."""
+        _, sizes = mesh_lib.torus_steps(self.on)
+        is_one_slice = mesh_lib.num_slices(self.on) == 1
+        return mesh_lib.step_groups(sizes) if sizes and is_one_slice else [None]
 
     def of_devices(self, table: np.ndarray) -> np.ndarray:
         """A table with one replica of each device, from one with all replicas of a group along the third dimension.
@@ -111,6 +117,11 @@ def own_spec(
     return jax.P(*group, mesh_lib.REPLICAS)
 
 
+def axes_of_shards(config: ml_collections.ConfigDict, mesh: mesh_lib.AnyMesh) -> Any:
+    """The axes that the shards of an array lie along, one for each replica of a slice; logical ones are of one slice."""
+    return mesh_lib.REPLICA if of_config(config, mesh) is None else mesh_lib.REPLICAS
+
+
 def check_even(
     config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh, what: str, own: Sequence[str]
 ) -> None:
@@ -126,9 +137,9 @@ def check_even(
     if own and replicas is not None and replicas.places != replicas.count:
         good = [n for n in range(1, replicas.count + 1) if replicas.count % n == 0]
         raise errors.UserError(
-            f"{what} makes {own[0]!r} as a replica's own (xshard.PerReplica, xshard.PerExample), of which each device holds "
-            f"as much; {mesh_lib.num_replicas(mesh)} devices of a group do not divide logical_replicas={replicas.count}. Take "
-            f"another number of devices for each group, one of {good}."
+            f"{what} makes {own[0]!r} as a replica's own (xshard.PerReplica, xshard.PerExample, or a slot with "
+            f"reduction.shard_update), of which each device holds as much; {mesh_lib.num_replicas(mesh)} devices of a group do "
+            f"not divide logical_replicas={replicas.count}. Take another number of devices for each group, one of {good}."
         )
 
 
@@ -151,6 +162,6 @@ def _check_exact(reduction: ml_collections.ConfigDict) -> None:
     for key, only in _EXACT_ONLY_WITH.items():
         if reduction.get(key, only) != only:
             raise errors.UserError(
-                f"reduction.{key}={reduction[key]!r} cannot be used with reduction.arithmetic={reduction.arithmetic!r}, which adds up whole "
-                f"arrays of float32, the same on all replicas: set it to {only!r}, or arithmetic to 'float'."
+                f"reduction.{key}={reduction[key]!r} cannot be used with reduction.arithmetic={reduction.arithmetic!r}, which adds up "
+                f"arrays of float32, of parameters that all replicas have whole: set it to {only!r}, or arithmetic to 'float'."
             )

@@ -1,6 +1,6 @@
 """A replica's program, split at what the replicas exchange: what each computes before, and what all compute after.
 
-Nothing that differs between replicas comes into the second part but through the exchange: its results are equal on all.
+Nothing that differs between replicas comes into the last part but through an exchange whose results are equal on all.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +15,33 @@ from xshard import errors
 from xshard import mesh as mesh_lib
 
 # The collectives that a program is split at.
-SUM, MAX, MIN = COLLECTIVES = ("psum", "pmax", "pmin")
+SUM, MAX, MIN, SCATTER, GATHER = COLLECTIVES = (
+    "psum",
+    "pmax",
+    "pmin",
+    "reduce_scatter",
+    "all_gather",
+)
+# Where their equations have the dimension that is cut or joined.
+_DIMS = {SCATTER: "scatter_dimension", GATHER: "all_gather_dimension"}
 # What calls a program once, in the place of which that program may stand.
 _CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
 
 
 # So many exchanges may follow one another: before each a program computes anew what comes before.
 _MOST = 16
+
+
+class Kind(NamedTuple):
+    """The way in which an array is exchanged.
+
+    Attributes:
+      name: one of `COLLECTIVES`.
+      dim: the dimension that is cut into the replicas' shards, or in which their arrays are joined.
+    """
+
+    name: str
+    dim: int = 0
 
 
 class Part(NamedTuple):
@@ -42,31 +62,31 @@ class Part(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Arrays that the replicas exchange at a time.
+    """Arrays that the replicas exchange at a time, and what each keeps then.
 
     Attributes:
-      before: makes what a replica brings.
-      kinds: for each array of it one of `COLLECTIVES`.
+      before: makes what a replica brings, and then what it keeps.
+      kinds: for each array that it brings how it is exchanged.
       results: where its results are among those of all exchanges.
+      kept: the positions of what it keeps among the outputs that are a replica's own.
     """
 
     before: Part
-    kinds: tuple[str, ...]
+    kinds: tuple[Kind, ...]
     results: tuple[int, ...]
+    kept: tuple[int, ...]
 
 
 class Split(NamedTuple):
     """The parts of a program.
 
     Attributes:
-      exchanges: one after the other.
-      own: makes those of the program's outputs that are a replica's own.
-      after: makes the others; reads nothing that is a replica's own.
+      exchanges: one after the other; nothing may be brought to the last.
+      after: makes the outputs that are equal on all replicas; reads nothing that is a replica's own.
       size: the number of results of all exchanges.
     """
 
     exchanges: tuple[Exchange, ...]
-    own: Part
     after: Part
     size: int
 
@@ -91,30 +111,43 @@ def split(
       UserError: if too many exchanges depend on one another, one stands in a loop or a branch, or is none of
         `COLLECTIVES`; or if another output does not come of what is equal on all replicas.
     """
-    exchanged = list(_exchanged(program.jaxpr, what))
-    inputs = [_shape(aval) for aval in program.in_avals]
-    results = [_shape(x.aval) for eqn in exchanged for x in eqn.outvars]
-    kinds = [eqn.primitive.name for eqn in exchanged for _ in eqn.outvars]
+    both, kinds = _put_together(program, what, sizes, left_own)
+    levels = _levels(both.jaxpr, len(kinds), sum(left_own))
+    _check_depth(what, max(levels[: len(kinds)], default=-1) + 1)
+    after = _part(both, range(len(levels), len(both.out_avals)))
+    _check_equal(what, after, [*own, True, *(kind.name == SCATTER for kind in kinds)])
+    exchanges = []
+    for level in sorted(set(levels)):
+        at = [i for i, x in enumerate(levels) if x == level]
+        results = tuple(i for i in at if i < len(kinds))
+        kept = tuple(i - len(kinds) for i in at[len(results) :])
+        brought = tuple(kinds[i] for i in results)
+        exchanges.append(Exchange(_part(both, at), brought, results, kept))
+    return Split(tuple(exchanges), after, len(kinds))
+
+
+def _put_together(
+    program: core.ClosedJaxpr, what: str, sizes: Mapping[str, int], left_own: Sequence[bool]
+) -> tuple[core.ClosedJaxpr, list[Kind]]:
+    """A program that takes the inputs, the replica's number and the results of exchanges, and how these are made.
+
+    It makes what goes into the exchanges, then the outputs that are the replica's own, and then the others.
+    """
+    # Nothing is exchanged that nobody reads.
+    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(left_own), instantiate=True)
+    exchanged = [(eqn, x) for eqn in _exchanged(jaxpr, what) for x in eqn.outvars]
 
     def run(inputs: Sequence[Any], number: Any, results: Sequence[Any]) -> Any:
         brought: list[Any] = []
-        run = _Run(number, iter(results), brought)
-        return brought, run(program.jaxpr, program.consts, inputs)
+        made = _Run(number, iter(results), brought)(jaxpr, program.consts, inputs)
+        kept = [x for x, is_own in zip(made, left_own, strict=True) if is_own]
+        return brought, kept, [x for x, is_own in zip(made, left_own, strict=True) if not is_own]
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
+    inputs = list(map(_shape, program.in_avals))
+    results = [_result(eqn, x.aval) for eqn, x in exchanged]
     both = jax.make_jaxpr(run, axis_env=list(sizes.items()))(inputs, number, results)
-    levels = _levels(both.jaxpr, len(kinds))
-    _check_depth(what, max(levels, default=0) + 1)
-    none = [False] * len(kinds)
-    after = _part(both, [*none, *(not is_own for is_own in left_own)])
-    _check_equal(what, after, [*own, True])
-    exchanges = []
-    for level in sorted(set(levels)):
-        at = tuple(i for i, x in enumerate(levels) if x == level)
-        before = _part(both, [i in at for i in range(len(both.out_avals))])
-        exchanges.append(Exchange(before, tuple(kinds[i] for i in at), at))
-    of_own = _part(both, [*none, *left_own])
-    return Split(tuple(exchanges), of_own, after, len(kinds))
+    return both, [_kind(eqn) for eqn, _ in exchanged]
 
 
 def _check_depth(what: str, depth: int) -> None:
@@ -130,17 +163,18 @@ def _check_equal(what: str, after: Part, own: Sequence[bool]) -> None:
     if any(i < len(own) and own[i] for i in after.reads):
         raise errors.UserError(
             f"{what} leaves something that differs between the replicas. With logical_replicas all that it leaves is equal "
-            "on them, or has been through jax.lax.pmean, psum, pmax or pmin over ('slice', 'replica'), or is marked as a replica's "
-            "own: xshard.PerReplica, xshard.PerExample."
+            "on them, or has been through jax.lax.pmean, psum, pmax, pmin or all_gather over ('slice', 'replica'), or is marked as "
+            "a replica's own: xshard.PerReplica, xshard.PerExample."
         )
 
 
-def _levels(jaxpr: core.Jaxpr, count: int) -> list[int]:
-    """The number of exchanges that each of those in a program depends on.
+def _levels(jaxpr: core.Jaxpr, count: int, kept: int) -> list[int]:
+    """The number of exchanges that each of those in a program depends on, and of what it keeps.
 
     Args:
       jaxpr: the program, whose first outputs go into the exchanges, and whose last inputs are their results.
       count: how many.
+      kept: how many of the outputs after these are kept.
     """
     brought = jaxpr.outvars[:count]
     result_of = dict(zip(jaxpr.invars[len(jaxpr.invars) - count :], brought, strict=True))
@@ -155,12 +189,13 @@ def _levels(jaxpr: core.Jaxpr, count: int) -> list[int]:
     for eqn in jaxpr.eqns:
         highest = max(map(level, eqn.invars), default=0)
         found.update((x, highest) for x in eqn.outvars)
-    return [level(x) for x in brought]
+    return [level(x) for x in jaxpr.outvars[: count + kept]]
 
 
-def _part(program: core.ClosedJaxpr, outputs: Sequence[bool]) -> Part:
+def _part(program: core.ClosedJaxpr, outputs: Sequence[int]) -> Part:
     """The part of a program that makes some of its outputs."""
-    jaxpr, reads = partial_eval.dce_jaxpr(program.jaxpr, outputs)
+    is_made = [i in outputs for i in range(len(program.out_avals))]
+    jaxpr, reads = partial_eval.dce_jaxpr(program.jaxpr, is_made)
     reads_at = tuple(i for i, is_read in enumerate(reads) if is_read)
     return Part(core.ClosedJaxpr(jaxpr, program.consts), reads_at)
 
@@ -196,9 +231,10 @@ class _Run:
             if name == "axis_index":
                 is_slice = params["axis_name"] == mesh_lib.SLICE
                 return [jnp.zeros_like(self._number) if is_slice else self._number]
-            self._brought += inputs
-            return [next(self._results) for _ in eqn.outvars]
-        if name in _CALLS and any(map(_holds, core.jaxprs_in_params(params))):
+            return self._exchanged(eqn, inputs)
+        # What only hands on its inputs would make each result depend on all of them.
+        opens = lambda jaxpr: _holds(jaxpr) or not jaxpr.eqns
+        if name in _CALLS and any(map(opens, core.jaxprs_in_params(params))):
             called = next(
                 x for x in params.values() if isinstance(x, core.ClosedJaxpr | core.Jaxpr)
             )
@@ -208,11 +244,40 @@ class _Run:
         results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
         return results if eqn.primitive.multiple_results else [results]
 
+    def _exchanged(self, eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+        kind = _kind(eqn)
+        stacks = eqn.params.get("tiled") is False
+        if stacks and kind.name == GATHER:
+            inputs = [jnp.expand_dims(x, kind.dim) for x in inputs]
+        self._brought += inputs
+        results = [next(self._results) for _ in eqn.outvars]
+        if stacks and kind.name == SCATTER:
+            results = [jnp.squeeze(x, kind.dim) for x in results]
+        return results
+
+
+def _kind(eqn: Any) -> Kind:
+    name = eqn.primitive.name
+    return Kind(name, eqn.params.get(_DIMS.get(name), 0))
+
+
+def _result(eqn: Any, aval: Any) -> jax.ShapeDtypeStruct:
+    """The shape of what comes of an exchange, which is cut or joined in a dimension that all arrays have."""
+    kind, shape = _kind(eqn), list(aval.shape)
+    if kind.name == SCATTER and not eqn.params["tiled"]:
+        shape.insert(kind.dim, 1)
+    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=aval.weak_type)
+
+
+def _axes(eqn: Any) -> list[Any]:
+    """The axes that an equation is over."""
+    axes = eqn.params.get("axes" if eqn.primitive.name in (SUM, MAX, MIN) else "axis_name", ())
+    return list(axes) if isinstance(axes, tuple | list) else [axes]
+
 
 def _is_over_replicas(eqn: Any) -> bool:
     """Returns whether an equation exchanges something between the replicas of a group, or asks for a replica's number."""
-    axes = eqn.params.get("axes" if eqn.primitive.name in COLLECTIVES else "axis_name", ())
-    return not {*mesh_lib.REPLICAS}.isdisjoint(axes if isinstance(axes, tuple | list) else [axes])
+    return not {*mesh_lib.REPLICAS}.isdisjoint(_axes(eqn))
 
 
 def _holds(jaxpr: core.Jaxpr) -> bool:
@@ -246,8 +311,16 @@ def _check(eqn: Any, what: str, inside: str) -> None:
         )
     if name not in (*COLLECTIVES, "axis_index"):
         raise errors.UserError(
-            f"{what} has {name} over the replicas; with logical_replicas there are psum, pmean, pmax and pmin. Use these, "
-            f"or {rule}"
+            f"{what} has {name} over the replicas; with logical_replicas there are psum, pmean, pmax, pmin, psum_scatter and "
+            f"all_gather. Use these, or {rule}"
+        )
+    axes = _axes(eqn)
+    if name in COLLECTIVES and (
+        mesh_lib.REPLICA not in axes or not {*axes} <= {*mesh_lib.REPLICAS}
+    ):
+        raise errors.UserError(
+            f"{what} has {name} over {axes}; with logical_replicas it is over all replicas of a group, which are of one slice: "
+            f"over ('slice', 'replica') or 'replica'. Take these axes, or {rule}"
         )
     if eqn.params.get("axis_index_groups") is not None:
         raise errors.UserError(

@@ -23,40 +23,54 @@ _BITS = 30
 
 
 def combine(
-    kinds: Sequence[str],
+    kinds: Sequence[split.Kind],
     brought: Sequence[Sequence[jax.Array]],
     is_one: jax.Array,
     count: int,
     limbs: int,
-) -> list[jax.Array]:
-    """The results of an exchange of a group's replicas, on each device alike; to be called in a `jax.shard_map` over them.
+    gather_steps: Sequence[Any] = (None,),
+) -> list[Any]:
+    """The results of an exchange of a group's replicas; to be called in a `jax.shard_map` over them.
 
     Args:
-      kinds: of each array one of `split.COLLECTIVES`.
+      kinds: of each array how it is exchanged.
       brought: for each place on the device the arrays that the replica at it brings.
       is_one: for each place whether there is a replica at it.
       count: the replicas of a group.
       limbs: the integers by which a floating-point number is added up, so that the order does not show; 0: none.
+      gather_steps: as `Replicas.gather_steps`.
+
+    Returns:
+      For each array what all devices have of it alike; for one that is scattered a list with the shard of each place.
     """
     made: list[Any] = [None] * len(kinds)
     exactly = []
     for i, (kind, *held) in enumerate(zip(kinds, *brought, strict=True)):
-        if kind != split.SUM:
-            made[i] = _extreme(kind, held, is_one)
+        if kind.name == split.GATHER:
+            made[i] = _gathered(held, kind.dim, count, gather_steps)
+        elif kind.name in (split.MAX, split.MIN):
+            made[i] = _extreme(kind.name, held, is_one)
         elif limbs and jnp.issubdtype(held[0].dtype, jnp.floating):
             exactly.append(i)
         else:
-            made[i] = lax.psum(_added(_where(is_one, held)), mesh_lib.REPLICAS)
+            ((made[i],),) = _totals([kind], [[_added(_where(is_one, held))]], count, len(held))
     wide = [_where(is_one, [of[i].astype(jnp.float32) for of in brought]) for i in exactly]
-    for i, total in zip(exactly, _exact_sums(wide, count, limbs), strict=True):
+    totals = _exact_sums([kinds[i] for i in exactly], wide, count, limbs)
+    for i, total in zip(exactly, totals, strict=True):
         made[i] = total.astype(brought[0][i].dtype)
+    for i, kind in enumerate(kinds):
+        if kind.name == split.SCATTER:
+            made[i] = jnp.split(made[i], len(brought), kind.dim)
     return made
 
 
-def _exact_sums(brought: Sequence[list[jax.Array]], count: int, limbs: int) -> list[jax.Array]:
+def _exact_sums(
+    kinds: Sequence[split.Kind], brought: Sequence[list[jax.Array]], count: int, limbs: int
+) -> list[jax.Array]:
     """The sums of float32 arrays over all replicas; NaN where some element of an array is not finite.
 
     Args:
+      kinds: of each array.
       brought: of each array those of the replicas of a device.
       count: the replicas of a group.
       limbs: the integers for each element.
@@ -73,11 +87,42 @@ def _exact_sums(brought: Sequence[list[jax.Array]], count: int, limbs: int) -> l
     for exponent, held in zip(exponents, brought, strict=True):
         of_replicas = [_integers(x * _power(bits - exponent), bits, limbs) for x in held]
         summands.append([_added(limb) for limb in zip(*of_replicas, strict=True)])
-    sums = lax.psum(summands, mesh_lib.REPLICAS)
+    sums = _totals(kinds, summands, count, len(brought[0]))
     return [
         jnp.where(jnp.isfinite(x), _float(limb_sums, exponent, bits), jnp.nan)
         for x, limb_sums, exponent in zip(largest, sums, exponents, strict=True)
     ]
+
+
+def _totals(
+    kinds: Sequence[split.Kind], summands: Sequence[list[jax.Array]], count: int, places: int
+) -> list[list[jax.Array]]:
+    """The sums over the devices, of several arrays for each kind; of what is scattered the shards of this device's places."""
+    whole = [i for i, kind in enumerate(kinds) if kind.name == split.SUM]
+    # All in one collective.
+    of_whole = lax.psum([summands[i] for i in whole], mesh_lib.REPLICAS)
+    made = dict(zip(whole, of_whole, strict=True))
+    for i, kind in enumerate(kinds):
+        if kind.name == split.SCATTER:
+            made[i] = [_scattered(x, kind.dim, count, places) for x in summands[i]]
+    return [made[i] for i in range(len(kinds))]
+
+
+def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
+    # The shards of the empty places are after all others.
+    missing = places * lax.axis_size(mesh_lib.REPLICAS) - count
+    pads = [(0, 0)] * x.ndim
+    pads[dim] = (0, x.shape[dim] // count * missing)
+    return lax.psum_scatter(jnp.pad(x, pads), mesh_lib.REPLICAS, scatter_dimension=dim, tiled=True)
+
+
+def _gathered(held: Sequence[jax.Array], dim: int, count: int, steps: Sequence[Any]) -> jax.Array:
+    """The arrays of all replicas, one after the other along a dimension."""
+    x = jnp.concatenate(held, dim)
+    for groups in reversed(steps):
+        how = {"axis": dim, "tiled": True, "axis_index_groups": groups}
+        x = lax.all_gather(x, mesh_lib.REPLICAS, **how)
+    return lax.slice_in_dim(x, 0, held[0].shape[dim] * count, axis=dim)
 
 
 def _integers(x: jax.Array, bits: int, limbs: int) -> list[jax.Array]:

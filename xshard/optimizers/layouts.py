@@ -74,12 +74,12 @@ class Layout:
         return (1, *self.shard_shape) if self.copies else self.shard_shape
 
     def spec(
-        self, axis_name: str, slice_axis_name: str | None = None, *, manual: bool = False
+        self, axis_name: Any, slice_axis_name: str | None = None, *, manual: bool = False
     ) -> jax.P:
         """The mesh axes that the stored array lies along, that of copies first.
 
         Args:
-          axis_name: the axis of the replicas.
+          axis_name: the axis of the replicas, or a tuple of axes.
           slice_axis_name: the axis of the slices.
           manual: without the axes that it lies along besides, as `jax.shard_map` wants it.
         """

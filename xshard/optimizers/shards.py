@@ -91,12 +91,7 @@ class Partition:
                 "scatter_steps and gather_steps must be sizes whose product is the number of replicas, "
                 f"{self.count}, and none where there is a group_assignment; received {sizes!r}."
             )
-        places = np.arange(self.count).reshape(sizes)
-        steps = []
-        for digit, size in enumerate(sizes):
-            groups = np.moveaxis(places, digit, -1).reshape(-1, size)
-            steps.append({**self._axis, "axis_index_groups": groups.tolist()})
-        return steps
+        return [{**self._axis, "axis_index_groups": groups} for groups in mesh.step_groups(sizes)]
 
     def map(self, f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         """Applies `f(layout, leaf, ...)` to the leaves; what is None stays."""

@@ -214,12 +214,11 @@ def _described(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: state_lib.TrainState
 ) -> state_lib.TrainState:
     """A tree with what is known of each leaf."""
-    rules = experiment.sharding_rules()
     other = _Description(OTHER)
     all_of = lambda kind, tree: jax.tree.map(lambda _: _Description(kind), tree)
 
     def of_learner(x: LearnerState) -> LearnerState:
-        layouts = state_lib.layouts_of(mesh, rules, x)
+        layouts = state_lib.layouts_of(experiment, mesh, x)
         slot = lambda layout, _: _Description(SLOTS, layout)
         return x.replace(
             params=all_of(PARAMS, x.params),

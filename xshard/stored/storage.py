@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -33,11 +34,37 @@ def to_whole(
     return state_lib.map_rules_state(layouts_lib.whole, experiment, mesh, state)
 
 
+def gathered(
+    experiment: experiment_lib.Experiment,
+    mesh: mesh_lib.AnyMesh,
+    shapes: state_lib.TrainState,
+    local: state_lib.TrainState,
+) -> state_lib.TrainState:
+    """What a logical replica holds of a state, with the arrays of its rules whole; what is not used of it costs nothing.
+
+    Args:
+      experiment: the experiment.
+      mesh: of the replicas.
+      shapes: of the state.
+      local: what the replica holds.
+    """
+    stored = state_lib.learners(shapes)
+
+    def gather(layout: layouts_lib.Layout, x: jax.Array) -> jax.Array:
+        return layout.whole(lax.all_gather(x, mesh_lib.REPLICAS, axis=layout.dim, tiled=True))
+
+    def of_learner(name: str, x: LearnerState) -> LearnerState:
+        layouts = state_lib.layouts_of(experiment, mesh, stored[name])
+        return x.replace(opt_state=state_lib.map_sharded(gather, layouts, mesh, x.opt_state))
+
+    return state_lib.map_learners(of_learner, local)
+
+
 class Storage:
     """Takes a run's state to the shapes of a checkpoint, which no number of replicas shows in, and back."""
 
     def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
-        self._rules = experiment.sharding_rules()
+        self._experiment = experiment
         self._mesh = mesh
         # What a save need not find anew: the shapes of a run stay.
         self._layouts: dict[str, state_lib.Layouts] = {}
@@ -65,7 +92,7 @@ class Storage:
 
     def _convert(self, name: str, state: LearnerState, *, whole: bool) -> LearnerState:
         if name not in self._layouts:
-            self._layouts[name] = state_lib.layouts_of(self._mesh, self._rules, state)
+            self._layouts[name] = state_lib.layouts_of(self._experiment, self._mesh, state)
         layouts = self._layouts[name]
         is_due = lambda layout, x: (
             layout.flat and (x.shape[-len(layout.shape) :] == layout.shape) != whole
@@ -86,7 +113,8 @@ class Storage:
             change = layouts_lib.whole if whole else layouts_lib.stored
             reshape = functools.partial(state_lib.map_sharded, change, layouts, self._mesh)
             shapes = jax.eval_shape(reshape, due)
-            specs = state_lib.opt_specs(self._mesh, self._rules, layouts, shapes, whole=whole)
+            args = self._experiment, self._mesh, layouts, shapes
+            specs = state_lib.opt_specs(*args, whole=whole)
             places = jax.tree.map(lambda spec: mesh_lib.sharding(self._mesh, *spec), specs)
             self._jitted[key] = jax.jit(reshape, out_shardings=places)
         done = self._jitted[key](due)

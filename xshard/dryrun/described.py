@@ -1,0 +1,136 @@
+"""The words and numbers about a compiled step."""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from xshard import cli, errors, logical
+from xshard.dryrun import collectives, costs, estimate, hlo, kernels, summary
+from xshard.metrics import chips
+
+
+class IncompleteError(errors.UserError):
+    """A step of which not all can be said.
+
+    Attributes:
+      result: what can be said of it all the same, as from `dry_run`.
+    """
+
+    def __init__(self, message: str, result: dict[str, Any]):
+        super().__init__(message)
+        self.result = result
+
+
+class DoesNotFitError(IncompleteError):
+    """A step that needs more memory than a chip has."""
+
+
+class UnreadableError(IncompleteError):
+    """A step that was compiled to a program which this version of JAX cannot read."""
+
+
+def describe(
+    result: dict[str, Any],
+    stages: Sequence[logical.Stage],
+    chip: chips.Chip,
+    mesh: jax.sharding.Mesh,
+) -> dict[str, Any]:
+    """Adds to a result what a step that fits sends and computes.
+
+    Args:
+      result: what is known of the step.
+      stages: its programs, compiled.
+      chip: the chip.
+      mesh: of the run.
+
+    Raises:
+      UnreadableError: if JAX cannot read one of the programs.
+    """
+    result["memory"] |= _memory(stages)
+    try:
+        texts = [stage.program.as_text() or "" for stage in stages]
+    except jax.errors.JaxRuntimeError as e:
+        raise _unreadable(e, result) from e
+    programs = [(hlo.parse(text), stage.times) for text, stage in zip(texts, stages, strict=True)]
+    rows = collectives.rows(mesh, [one for pair in programs for one in _sent(*pair)])
+    sent = {True: 0, False: 0}
+    for row in rows:
+        sent[row["between_slices"]] += row["sent"]
+    cost = _cost(programs)
+    limits = estimate.bounds(chip, cost, ici=sent[False], dcn=sent[True])
+    bound = max(limits, key=lambda limit: limit.seconds or 0.0)
+    seconds = bound.seconds or 0.0
+    return {
+        **result,
+        "collectives": rows,
+        "warnings": summary.warnings(rows, result["topology"]),
+        "kernels": [row for pair in programs for row in _kernels(*pair)],
+        "bounds": [limit._asdict() for limit in limits],
+        "estimated_cycles": cost.cycles,
+        "unknown_loops": sum(program.unknown_loops() for program, _ in programs),
+        # For comparisons only: it counts loops once, and the chip's own memory as main memory.
+        "xla_bytes_accessed": sum(map(_accessed, stages)),
+        "seconds": seconds,
+        "dominated_by": bound.name,
+        "examples_per_second": result["examples"] / seconds if seconds else None,
+    }
+
+
+def _memory(stages: Sequence[logical.Stage]) -> dict[str, Any]:
+    """The compiler's plan of memory for the stage that needs most, with what a chip holds besides."""
+    analyses: list[Any] = [stage.program.memory_analysis() for stage in stages]
+    most = {"workspace": 0, "program": 0, "peak": 0, "fits": True}
+    for stage, analysis in zip(stages, analyses, strict=True):
+        # Of a program's arguments the compiler knows.
+        besides = max(0, estimate.shard_bytes(stage.live) - analysis.argument_size_in_bytes)
+        peak = besides + analysis.peak_memory_in_bytes
+        if peak > most["peak"]:
+            most |= {"workspace": analysis.temp_size_in_bytes, "peak": peak}
+    code = sum(analysis.generated_code_size_in_bytes for analysis in analyses)
+    return {**most, "program": code}
+
+
+def _sent(program: hlo.Program, times: int) -> list[collectives.Collective]:
+    found = collectives.in_program(program)
+    return [dataclasses.replace(one, times=times * one.times) for one in found]
+
+
+def _cost(programs: Sequence[tuple[hlo.Program, int]]) -> costs.Cost:
+    """The cost of all programs, each of which is run so many times."""
+    each = [[times * amount for amount in costs.of(program)] for program, times in programs]
+    return costs.Cost(*map(sum, zip(*each, strict=True)))
+
+
+def _kernels(program: hlo.Program, times: int) -> list[dict[str, Any]]:
+    rows = []
+    for row in kernels.rows(program):
+        amounts = {name: row[name] for name in ("count", "flops", "hbm_bytes")}
+        scaled = {name: x if x is None else times * x for name, x in amounts.items()}
+        rows.append({**row, **scaled})
+    return rows
+
+
+def _accessed(stage: logical.Stage) -> float:
+    by_xla: Any = stage.program.cost_analysis()
+    return stage.times * by_xla.get("bytes accessed", 0.0)
+
+
+def _unreadable(e: Exception, result: dict[str, Any]) -> UnreadableError:
+    """The error for a program that the TPU's compiler writes as a newer version than JAX's."""
+    return UnreadableError(
+        f"The step compiles and fits on {result['topology']}, but jax {jax.__version__} cannot read the program "
+        f"that libtpu {libtpu_version()} makes of it ({cli.message(e).splitlines()[0]}), so that what it sends and computes is "
+        "not known. Install the libtpu that this jax is made for: pip install '.[dryrun]'.",
+        result,
+    )
+
+
+def libtpu_version() -> str:
+    """The version of the TPU's compiler."""
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "of another name"
