@@ -23,6 +23,7 @@ learners
 experiment
 supervised
 state
+held
 stored
 step
 metrics

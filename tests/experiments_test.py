@@ -18,6 +18,7 @@ from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.dryrun import collectives
+from xshard.stored import storage
 
 VARIANTS = {
     "groups": {
@@ -118,6 +119,41 @@ def make(name, devices=8, **changes):
     return experiment, mesh.make_mesh(
         config.group_assignment or None, devices=jax.devices()[:devices]
     )
+
+
+def trained(name, **changes):
+    """The state after three steps, as a checkpoint has it, and the last metrics."""
+    experiment, the_mesh = make(name, **changes)
+    sizes = {"batch_size": experiment.config.batch_size, "seed": 0}
+    train = batches.TrainBatches(
+        experiment.train_batches, the_mesh, micro_batches=experiment.config.micro_batches, **sizes
+    )
+    state = state_lib.init(experiment, the_mesh, 0, train.example)
+    apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
+    for _ in range(3):
+        state, metrics = apply(state, next(train))
+    whole = storage.Storage(experiment, the_mesh).to_whole(state)
+    return jax.device_get((dataclasses.replace(whole, rng=None), metrics))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gan", {"micro_batches": 2, "group_assignment": ((0, 1, 2, 3), (4, 5, 6, 7))}),
+        ("ssl", {}),
+        ("rl", {}),
+    ],
+)
+def test_it_trains_with_parameters_in_shards_as_it_does_replicated(name, changes):
+    double = "params=float64,compute=float64,output=float64"
+    with jax.enable_x64(True):
+        (held, its_metrics), (whole, metrics) = (
+            trained(name, precision=double, **changes, **{"reduction.shard_params": held})
+            for held in (True, False)
+        )
+    harness.assert_close({"state": held}, {"state": whole}, rtol=1e-8, atol=1e-8)
+    # What is logged is float32.
+    harness.assert_close(its_metrics, metrics, rtol=1e-5, atol=1e-8)
 
 
 def test_the_overflow_of_one_learner_skips_that_learner():

@@ -20,7 +20,7 @@ from xshard import contract, errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import within
-from xshard.learners.state import LearnerState, is_learner
+from xshard.learners.state import LearnerState, held_like, is_learner
 from xshard.optimizers import gathering, trees
 from xshard.optimizers import layouts as layouts_lib
 
@@ -284,7 +284,9 @@ def specs(
     place = functools.partial(_tree_specs, mesh, () if manual else rules)
     held = functools.partial(gathering.specs, manual=manual)
 
-    def of(x: Any) -> Any:
+    states = learners(state).values()
+
+    def of(path: Any, x: Any) -> Any:
         if is_learner(x):
             layouts = layouts_of(mesh, rules, x)
             return x.replace(
@@ -297,10 +299,12 @@ def specs(
             counts = isinstance(x, experiment_lib.PerReplica)
             own = functools.partial(logical.own_spec, experiment.config, mesh, counts)
             return jax.tree.map(own, x)
-        return place(x, slots=True)
+        copied = held_like(states, trees.path_name(path), x)
+        return jax.P(*group, *copied.spec(mesh_lib.REPLICA)) if copied else place(x, slots=True)
 
     leaf = lambda x: is_learner(x) or experiment_lib.is_own(x)
-    return TrainState(jax.P(), jax.tree.map(of, state.experiment, is_leaf=leaf), jax.P())
+    inner = jax.tree_util.tree_map_with_path(of, state.experiment, is_leaf=leaf)
+    return TrainState(jax.P(), inner, jax.P())
 
 
 def opt_specs(

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import contract, errors, logical
+from xshard import contract, errors, held, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.learners import learner as learner_lib
-from xshard.learners import within
 from xshard.learners.state import Observed as ObservedUpdate
 from xshard.learners.state import Outcome
 from xshard.optimizers import trees
@@ -97,7 +96,6 @@ def on_replicas(
 ) -> Callable[[TrainState, Batch], logical.Mapped]:
     """The share of each replica of a mesh in a step of `make_watched_step`, given the step's arguments."""
     grouped = mesh_lib.num_groups(mesh) > 1
-    rules = experiment.sharding_rules()
     every = experiment.config.get("fingerprint_every_steps", 0)
 
     def local_step(shapes: TrainState, state: TrainState, batch: Batch) -> Stepped:
@@ -107,8 +105,8 @@ def on_replicas(
             # It goes with what the step reduces anyway: XLA makes one collective of them.
             is_due = every == 1 or (state.step + 1) % every == 0
             begun = fingerprint.of_replica(experiment, mesh, shapes, state, is_due)
-        with within.run_on(mesh, rules):
-            returned = experiment.train_step(old.experiment, batch, _step_key(old))
+        args = old.experiment, batch, _step_key(old)
+        returned = held.call(experiment.train_step, mesh, experiment, shapes, *args)
         made, logged = contract.step(experiment.train_step, returned)
         _check_structure(experiment, old.experiment, made)
         metrics, observed = _metrics(experiment, logged)
@@ -163,15 +161,16 @@ def evaluation_on_replicas(
 ) -> Callable[..., logical.Mapped]:
     """The share of each replica of a mesh in an evaluation of `make_eval_step`, given its arguments with a whole state."""
     grouped = mesh_lib.num_groups(mesh) > 1
-    rules = experiment.sharding_rules()
 
-    def local_eval(state: TrainState, batch: Batch, number: Any) -> tuple[Any, Any]:
+    def local_eval(
+        shapes: TrainState, state: TrainState, batch: Batch, number: Any
+    ) -> tuple[Any, Any]:
         batch = dict(batch)
         mask = batch.pop("_mask")
         local = _local(state, grouped)
         key = _replica_key(jax.random.fold_in(jax.random.fold_in(local.rng, _EVALUATION), number))
-        with within.run_on(mesh, rules, whole=True):
-            values = experiment.eval_step(local.experiment, batch, key)
+        args = local.experiment, batch, key
+        values = held.call(experiment.eval_step, mesh, experiment, shapes, *args, whole=True)
         arrays = experiment_lib.summarizes(experiment)
         values = contract.evaluation(experiment.eval_step, values, len(mask), arrays=arrays)
         sums = _masked_sums({**values, "count": mask}, mask)
@@ -186,7 +185,8 @@ def evaluation_on_replicas(
         del batch, number
         specs = _whole_specs(experiment, mesh, state), jax.P(mesh_lib.REPLICAS), jax.P()
         join = lambda sums: {**sums[0], **sums[1]}
-        return logical.Mapped(local_eval, specs, (per_group, jax.P()), join)
+        local = functools.partial(local_eval, state)
+        return logical.Mapped(local, specs, (per_group, jax.P()), join)
 
     return mapped
 
@@ -199,18 +199,16 @@ def make_predict(
     The batch is equal on all devices, too.
     """
     grouped = mesh_lib.num_groups(mesh) > 1
-    rules = experiment.sharding_rules()
 
-    def local_predict(state: TrainState, batch: Batch) -> Any:
-        with within.run_on(mesh, rules, whole=True):
-            return experiment.predict(_local(state, grouped).experiment, batch)
+    def local_predict(shapes: TrainState, state: TrainState, batch: Batch) -> Any:
+        args = _local(state, grouped).experiment, batch
+        return held.call(experiment.predict, mesh, experiment, shapes, *args, whole=True)
 
     def predict(state: TrainState, batch: Batch) -> Any:
         whole = storage.to_whole(experiment, mesh, state)
         in_specs = (_whole_specs(experiment, mesh, whole), jax.P())
-        return mesh_lib.on_replicas(local_predict, mesh, in_specs=in_specs, out_specs=jax.P())(
-            whole, batch
-        )
+        local = functools.partial(local_predict, whole)
+        return mesh_lib.on_replicas(local, mesh, in_specs=in_specs, out_specs=jax.P())(whole, batch)
 
     return predict
 

@@ -279,11 +279,23 @@ def test_a_pod_ends_and_shows_what_one_process_does_also_when_it_was_stopped(tmp
     assert rows.results(tmp_path / "run") == ended
 
 
-def test_groups_on_several_processes(tmp_path):
-    groups = ["--config.group_assignment=((0,1),(2,3))", "--config.steps=30"]
-    code, output = harness.finish(start(tmp_path / "pod", *groups, count=2))
+TURNS = ["--config.experiment=tests.turns.Turns", "--config.hidden=1024"]
+
+
+@pytest.mark.parametrize(
+    "count, options, in_pod",
+    [
+        (2, ["--config.group_assignment=((0,1),(2,3))"], []),
+        # Two learners, and a moving average of the parameters of one.
+        (4, TURNS, ["--config.reduction.shard_params=True"]),
+    ],
+    ids=["groups", "parameters in shards"],
+)
+def test_a_pod_ends_where_one_process_does(tmp_path, count, options, in_pod):
+    options = [*options, "--config.steps=30"]
+    code, output = harness.finish(start(tmp_path / "pod", *options, *in_pod, count=count))
     assert code == 0, output
-    code, output = harness.finish(start(tmp_path / "one", *groups, count=1, devices=4))
+    code, output = harness.finish(start(tmp_path / "one", *options, count=1, devices=2 * count))
     assert code == 0, output
     left, right = (
         harness.final_state(tmp_path / "pod", 30),
@@ -295,4 +307,5 @@ def test_groups_on_several_processes(tmp_path):
     rows = [
         json.loads(line) for line in (tmp_path / "pod" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert all(len(row["loss"]) == 2 for row in rows if "loss" in row)
+    if not in_pod:
+        assert all(len(row["loss"]) == 2 for row in rows if "loss" in row)

@@ -308,8 +308,8 @@ class AppliesItself(Network):
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"cls": Clips}, "shard_params=True cannot be used with an experiment that defines clip_gr"),
-        ({"cls": Penalised}, "cannot be used with an experiment that defines .*training_loss"),
+        ({"cls": Clips}, "shard_params=True cannot be used with clip_gradients: no replica has gradients"),
+        ({"cls": Penalised}, r"uses 'params/inputs/w' as if it were whole, by reduce_sum \(\S*gathering_test.py:\d+\)"),
         ({"cls": AppliesItself}, "cannot be used with Own, whose apply_gradients is its own"),
         ({"cls": ClipsInRule}, "clips_own cannot be used with shard_params=True: its .* takes a replica's own"),
         ({"model_parallel": 2}, "cannot be used with model_parallel=2"),

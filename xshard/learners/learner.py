@@ -18,8 +18,8 @@ from jax import lax
 from xshard import config as config_lib
 from xshard import contract, errors
 from xshard import mesh as mesh_lib
+from xshard.learners import checked, varying, within
 from xshard.learners import state as state_lib
-from xshard.learners import varying, within
 from xshard.optimizers import base, gathering, gradients, inspection, layouts, moving_average, trees
 
 # A function of a learner's state, a batch and a key: see `Learner.update`.
@@ -67,7 +67,6 @@ class Learner:
         *,
         clip_gradients: Callable[[Any], Any] | None = None,
         frozen: str = "",
-        shards_params: bool = False,
     ):
         """Keeps what is trained, and how.
 
@@ -79,14 +78,12 @@ class Learner:
             leaves its parameter as it is.
           frozen: a regular expression that is searched for in the parameters' paths, such as '^encoder/': those in
             which it is found stay as they are, without gradients, slots or averages. By default none.
-          shards_params: whether the network alone looks at the parameters, so that a rule with `shard_params` can have
-            replicas hold shards of them.
         """
         self._function = network
         self._make_rule = optimizer
+        self._clips = clip_gradients is not None
         self._clip = clip_gradients or (lambda grads: grads)
         self._frozen = frozen
-        self._may_shard = shards_params and clip_gradients is None
         self._policy = jmp.get_policy(config.precision)
         self._micro_batches = config.micro_batches
         self._method = gradients.method(config.aggregation_method)
@@ -128,7 +125,10 @@ class Learner:
         params = trees.replace(self._policy.cast_to_compute(state.params), held)
         if held:
             rules, types = state.rules, (self._policy.compute_dtype, state.rules.reduce_dtype)
-            call = gathering.applied(self._function, within.run().mesh, rules.held, *types)
+            by_hand = within.is_looked_into()
+            call = gathering.applied(
+                self._function, within.run().mesh, rules.held, *types, by_hand=by_hand
+            )
         with contract.network_errors(self._function):
             outputs, new_state = call(params, state.net_state, key, *args, **kwargs)
         outputs = contract.outputs(self._function, outputs)
@@ -158,6 +158,10 @@ class Learner:
           'skipped', 'global_step', 'loss_scale' if the rule scales losses, 'gradient_norm', 'parameter_norm'
           and the values of the rule's schedules (see `OptaxOptimizer`) in it.
         """
+        if within.is_looked_into():
+            made = lambda: self.update(state, loss, batch, key)
+            part = jax.tree.map(lambda x: x[: len(x) // self._micro_batches], batch)
+            return checked.update(state, self._call(state, loss, part, key), batch, made)
         with contract.loss_errors(loss):
             made, opt_state = self._rules.apply({}, state.opt_state, key, state, loss, batch)
         # By the rule, which has reduced their gradients, if they were so before; on one replica without a collective.
@@ -205,9 +209,12 @@ class Learner:
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
     ) -> jax.Array:
         """The loss alone, with the arguments of `update`."""
-        value = lambda: loss(state, batch, key)[0]
-        # It may draw keys of Haiku's.
-        return hk.transform(value).apply({}, key)
+        return self._call(state, loss, batch, key)[0]
+
+    def _call(self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array) -> Any:
+        # It may draw keys of Haiku's, and look at the rules' state.
+        called = hk.transform_with_state(lambda: loss(state, batch, key))
+        return called.apply({}, state.opt_state, key)[0]
 
     def _describe(self, params: Any, asked: Mapping[str, tuple[int, ...]]) -> state_lib.Rules:
         """Describes the rules, for parameters and the shapes in which the network asks for them."""
@@ -221,7 +228,7 @@ class Learner:
         rules = state_lib.Rules(shards_update, next(iter(averages), None))
         for rule in inspection.reducing(opt):
             if rule.shard_params:
-                inspection.check_shards_params(opt, run.mesh, self._may_shard)
+                inspection.check_shards_params(opt, run.mesh, clips=self._clips)
                 held = gathering.layouts_of(params, asked, run.mesh, run.sharding_rules)
                 rules = dataclasses.replace(rules, held=held, reduce_dtype=rule.reduce_dtype)
         return rules

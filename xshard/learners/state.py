@@ -1,10 +1,12 @@
 """The state of a learner, and what an update of it says of itself."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
+
+from xshard.optimizers import layouts, trees
 
 # What can be said of an update. STUCK: it was skipped, and no loss scale was lowered for the next one.
 FINE, STUCK, TROUBLE = 0, 1, 2
@@ -25,7 +27,7 @@ class Rules:
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
     averages_module: str | None = dataclasses.field(default=None, compare=False)
-    held: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    held: layouts.Layouts = dataclasses.field(default_factory=dict, compare=False)
     reduce_dtype: str = dataclasses.field(default="float32", compare=False)
 
 
@@ -62,6 +64,29 @@ jax.tree_util.register_dataclass(
 def is_learner(x: Any) -> bool:
     """Returns whether a node of an experiment's state is a learner's."""
     return isinstance(x, LearnerState)
+
+
+def held_like(states: Collection[LearnerState], path: str, x: Any) -> layouts.Layout | None:
+    """Returns how an array beside the learners lies, if it is a copy, by its name and shape, of a parameter in shards.
+
+    Args:
+      states: of the learners.
+      path: the array's in the experiment's state, which ends in the parameter's.
+      x: the array.
+    """
+    if not any(state.rules.held for state in states):
+        return None
+    for ending in trees.endings(path):
+        found = []
+        for state in states:
+            param = trees.leaves_by_path(state.params).get(ending)
+            if param is not None and param.shape == x.shape:
+                found.append(state.rules.held.get(ending))
+        if found:
+            # Of two that lie in other ways it is not known whose it is.
+            alike = all(layout == found[0] for layout in found)
+            return found[0] if alike and found[0] is not None and found[0].held else None
+    return None
 
 
 class Observed(NamedTuple):

@@ -21,6 +21,8 @@ class Run(NamedTuple):
 
 
 _CURRENT: contextvars.ContextVar[Run] = contextvars.ContextVar("run")
+# JAX keeps no trace from one value for the other.
+_LOOKED_INTO = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -55,3 +57,18 @@ def run() -> Run:
             "on what mesh it runs. Elsewhere: with xshard.learners.within.run_on(mesh): ..."
         )
     return current
+
+
+def looked_into() -> contextlib.AbstractContextManager[None]:
+    """Says to learners that what is traced is not to be run, but looked into: see `xshard.held`."""
+    return _LOOKED_INTO(True)
+
+
+def run_only() -> contextlib.AbstractContextManager[None]:
+    """Takes that back."""
+    return _LOOKED_INTO(False)
+
+
+def is_looked_into() -> bool:
+    """Returns whether what is traced now is not to be run."""
+    return bool(_LOOKED_INTO.value)

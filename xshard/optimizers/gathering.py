@@ -26,6 +26,15 @@ from xshard.optimizers import layouts as layouts_lib
 # The elements that a shard has at least, a row of a TPU's memory: to gather fewer costs more than it saves.
 _SMALLEST = 128
 
+# The name by which a program shows a gather.
+GATHERED = "gathered_parameter"
+
+_BY_HAND = (
+    "A network is differentiated with respect to its parameters outside of Learner.update; with shard_params=True what comes "
+    "back is a replica's shard of the sum over all of them, and not its own gradient. Hand the loss to Learner.update, or set "
+    "reduction.shard_params to False."
+)
+
 # Numbers of parameters, each with whether it has come into a loop, or into a branch, since.
 _Sources = frozenset[tuple[int, bool]]
 _NONE: _Sources = frozenset()
@@ -107,6 +116,8 @@ def applied(
     layouts: layouts_lib.Layouts,
     dtype: Any,
     reduce_dtype: str,
+    *,
+    by_hand: bool = False,
 ) -> Callable[..., Any]:
     """The `apply` of a network, as `hk.transform_with_state` has it, that takes shards of parameters, too.
 
@@ -116,6 +127,7 @@ def applied(
       layouts: what `layouts_of` returns.
       dtype: the type to gather in.
       reduce_dtype: the type to sum gradients in, as `Partition.scatter` has it.
+      by_hand: whether what differentiates it with respect to its parameters would be no update; it is refused.
     """
     scatter_steps, gather_steps = mesh.torus_steps(on)
 
@@ -128,7 +140,7 @@ def applied(
             gather_steps=gather_steps,
             layouts=layouts,
         )
-        gather = functools.partial(_gather, partition, dtype, reduce_dtype)
+        gather = functools.partial(_gather, partition, dtype, reduce_dtype, by_hand)
         asking = hk.transform_with_state(with_getter(network, _getter(partition, gather))).apply
 
         def run(early: Sequence[str], params: Any) -> Any:
@@ -196,6 +208,7 @@ def _gather(
     partition: shards.Partition,
     dtype: Any,
     reduce_dtype: str,
+    by_hand: bool,
     shape: tuple[int, ...],
     dim: int | None,
     shard: jax.Array,
@@ -204,11 +217,13 @@ def _gather(
     layout = layouts_lib.Layout("", shape, partition.count, dim)
     sent = dtype if jnp.issubdtype(shard.dtype, jnp.floating) else shard.dtype
 
-    # By this name the program shows it.
+    # By this name, `GATHERED`, the program shows it.
     def gathered_parameter(shard: jax.Array) -> jax.Array:
         return partition.gather(layout, shard.astype(sent))
 
     def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
+        if by_hand:
+            raise errors.UserError(_BY_HAND)
         total = partition.scatter(layout, trees.widen(grad), reduce_dtype)
         return (total.astype(shard.dtype),)
 
@@ -271,7 +286,7 @@ class _Followed:
 
     def _of_equation(self, eqn: Any, inputs: list[_Sources]) -> _Sources:
         name, params = eqn.primitive.name, eqn.params
-        if params.get("name") == "gathered_parameter":
+        if params.get("name") == GATHERED:
             self.early |= {self._paths[number] for number, inner in inputs[0] if inner}
             return _NONE
         if name == "scan":
