@@ -64,17 +64,19 @@ def call(
 def _layouts_of(state: state_lib.TrainState) -> dict[str, layouts.Layout]:
     """How what replicas hold shards of lies, by its path in the experiment's state: parameters, and copies of such."""
     found: dict[str, layouts.Layout] = {}
+    layout: layouts.Layout | None
     learners = state_lib.learners(state)
     for name, learner in learners.items():
         for path, layout in learner.rules.held.items():
             if layout.held:
                 found[f"{name}/params/{path}".removeprefix("/")] = layout
+    copied = held_like(learners.values())
     node = lambda x: is_learner(x) or experiment_lib.is_own(x)
     for place, x in jax.tree_util.tree_leaves_with_path(state.experiment, is_leaf=node):
         path = trees.path_name(place)
-        copied = None if node(x) else held_like(learners.values(), path, x)
-        if copied is not None:
-            found[path] = copied
+        layout = None if node(x) else copied(path, x)
+        if layout is not None:
+            found[path] = layout
     return found
 
 

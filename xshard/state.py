@@ -284,7 +284,7 @@ def specs(
     place = functools.partial(_tree_specs, mesh, () if manual else rules)
     held = functools.partial(gathering.specs, manual=manual)
 
-    states = learners(state).values()
+    copied = held_like(learners(state).values())
 
     def of(path: Any, x: Any) -> Any:
         if is_learner(x):
@@ -299,8 +299,8 @@ def specs(
             counts = isinstance(x, experiment_lib.PerReplica)
             own = functools.partial(logical.own_spec, experiment.config, mesh, counts)
             return jax.tree.map(own, x)
-        copied = held_like(states, trees.path_name(path), x)
-        return jax.P(*group, *copied.spec(mesh_lib.REPLICA)) if copied else place(x, slots=True)
+        layout = copied(trees.path_name(path), x)
+        return jax.P(*group, *layout.spec(mesh_lib.REPLICA)) if layout else place(x, slots=True)
 
     leaf = lambda x: is_learner(x) or experiment_lib.is_own(x)
     inner = jax.tree_util.tree_map_with_path(of, state.experiment, is_leaf=leaf)

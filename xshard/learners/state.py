@@ -1,10 +1,11 @@
 """The state of a learner, and what an update of it says of itself."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from xshard.optimizers import layouts, trees
 
@@ -66,27 +67,33 @@ def is_learner(x: Any) -> bool:
     return isinstance(x, LearnerState)
 
 
-def held_like(states: Collection[LearnerState], path: str, x: Any) -> layouts.Layout | None:
-    """Returns how an array beside the learners lies, if it is a copy, by its name and shape, of a parameter in shards.
+def held_like(
+    states: Collection[LearnerState],
+) -> Callable[[str, Any], layouts.Layout | None]:
+    """Returns what tells how arrays beside learners lie that are copies of their parameters in shards.
 
     Args:
       states: of the learners.
-      path: the array's in the experiment's state, which ends in the parameter's.
-      x: the array.
+
+    Returns:
+      A function of an array's path in the experiment's state and of the array: a copy's path ends in a parameter's, and it
+      has that one's shape. Its result is None for what is no copy, or may be one of parameters that lie otherwise.
     """
-    if not any(state.rules.held for state in states):
+    params: dict[str, list[tuple[Any, Any]]] = {}
+    for state in states if any(state.rules.held for state in states) else ():
+        for path, x in trees.leaves_by_path(state.params).items():
+            params.setdefault(path, []).append((x.shape, state.rules.held.get(path)))
+
+    def find(path: str, x: Any) -> layouts.Layout | None:
+        for ending in trees.endings(path):
+            found = [layout for shape, layout in params.get(ending, ()) if shape == x.shape]
+            if found:
+                first, *others = found
+                is_held = first is not None and first.held
+                return first if is_held and all(other == first for other in others) else None
         return None
-    for ending in trees.endings(path):
-        found = []
-        for state in states:
-            param = trees.leaves_by_path(state.params).get(ending)
-            if param is not None and param.shape == x.shape:
-                found.append(state.rules.held.get(ending))
-        if found:
-            # Of two that lie in other ways it is not known whose it is.
-            alike = all(layout == found[0] for layout in found)
-            return found[0] if alike and found[0] is not None and found[0].held else None
-    return None
+
+    return find
 
 
 class Observed(NamedTuple):
@@ -101,6 +108,15 @@ class Observed(NamedTuple):
     verdict: Any
     loss: Any
     gradients: Any
+
+
+def observe(applied: jax.Array, lowered: jax.Array, loss: jax.Array, bad: jax.Array) -> Observed:
+    """The observations of an update: whether it was applied or has lowered a scale, its loss, and its gradients."""
+    trouble = jnp.any(bad) | ~jnp.isfinite(loss)
+    of_applied = jnp.where(trouble, TROUBLE, FINE)
+    of_skipped = jnp.where(lowered, FINE, STUCK)
+    verdict = jnp.where(applied, of_applied, of_skipped).astype(jnp.int32)
+    return Observed(verdict, loss, bad)
 
 
 class Outcome(NamedTuple):
