@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 
 import jax
@@ -27,6 +28,7 @@ VARIANTS = {
         "micro_batches": 2,
     },
     "slices": {"slices": 2, "reduction.shard_update": True},
+    "held": {"reduction.shard_params": True},
     # What is saved at step 2 is what acts next, or what has acted and serves yet.
     "acts next": {"acts_every_steps": 2},
     "serves": {"acts_every_steps": 4, "slices": 2, "micro_batches": 2},
@@ -104,8 +106,15 @@ def test_games_go_on_with_other_numbers_of_replicas(tmp_path):
     assert loop.run(fewer, str(tmp_path), "") == 0
 
 
-@pytest.mark.parametrize("variant", ["groups", "slices", "model"])
-@pytest.mark.parametrize("name", ["digits", "gan", "lm_tiny", "rl", "ssl"])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        *itertools.product(
+            ("digits", "gan", "lm_tiny", "rl", "ssl"), ("groups", "slices", "model")
+        ),
+        *(("rl", "held"), ("rl_host", "held"), ("ssl", "held")),
+    ],
+)
 def test_nothing_right_is_refused_before_a_run(tmp_path, name, variant):
     model = {"group_assignment": ((0, 1), (2, 3)), "model_parallel": 2}
     variants = {**VARIANTS, "model": {**model, "reduction.shard_update": True}}
@@ -136,20 +145,15 @@ def trained(name, **changes):
     return jax.device_get((dataclasses.replace(whole, rng=None), metrics))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("gan", {"micro_batches": 2, "group_assignment": ((0, 1, 2, 3), (4, 5, 6, 7))}),
-        ("ssl", {}),
-        ("rl", {}),
-    ],
-)
-def test_it_trains_with_parameters_in_shards_as_it_does_replicated(name, changes):
-    double = "params=float64,compute=float64,output=float64"
+def test_two_learners_train_with_parameters_in_shards_as_they_do_replicated():
+    changes = {
+        "micro_batches": 2,
+        "group_assignment": ((0, 1, 2, 3), (4, 5, 6, 7)),
+        "precision": "params=float64,compute=float64,output=float64",
+    }
     with jax.enable_x64(True):
         (held, its_metrics), (whole, metrics) = (
-            trained(name, precision=double, **changes, **{"reduction.shard_params": held})
-            for held in (True, False)
+            trained("gan", **changes, **{"reduction.shard_params": held}) for held in (True, False)
         )
     harness.assert_close({"state": held}, {"state": whole}, rtol=1e-8, atol=1e-8)
     # What is logged is float32.

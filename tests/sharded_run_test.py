@@ -141,7 +141,7 @@ TURNS = {**HELD, "experiment": "tests.turns.Turns", "overflow_above": 2.0}
         ({}, [{"shard_update": True}]),
         (
             {**TURNS, "shard_params": False},
-            [TURNS, {**TURNS, "slices": 2, "micro_batches": 2}, {"shard_update": True}],
+            [TURNS, {**TURNS, "slices": 2}],
         ),
     ],
     ids=["Wide", "Turns"],

@@ -3,6 +3,7 @@
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import optax
 
 import xshard
 from tests import toy
@@ -41,7 +42,11 @@ class Turns(xshard.Experiment):
         return hk.nets.MLP([self.config.hidden, 1], activation=jnp.tanh)(inputs)[:, 0]
 
     def _rule(self):
-        return self._toy.optimizer()
+        opt = xshard.OptaxOptimizer(optax.sgd(1e-4, momentum=0.9), name="sgd")
+        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        return xshard.MixedPrecisionLossScaleOptimizer(
+            opt, xshard.DynamicLossScale(increment_period=5)
+        )
 
     def init(self, key, batch):
         first, second = jax.random.split(key)
@@ -83,7 +88,7 @@ class Turns(xshard.Experiment):
         return {"error": (self._guessed(averaged, batch) - batch["y"]) ** 2}
 
     def predict(self, state, batch):
-        return self._guessed(state["guess"], batch)
+        return jnp.mean(jax.lax.all_gather(self._guessed(state["guess"], batch), "group"), axis=0)
 
     def _guessed(self, guess, batch):
         return self.guess.apply(guess, None, batch["x"], is_training=False)[0]
