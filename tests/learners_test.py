@@ -554,7 +554,7 @@ USED = "uses 'line/params/mlp/~/linear_0/w' as if it were whole"
         (updating(lambda self, state, batch, update: update_of(noisy, state, update)), f"{USED}, by add"),
         (updating(lambda self, state, batch, update: update_of(drawn, state, update)), "gives Learner.update parameters that are not made"),
         (logging(lambda self, state, batch: jax.lax.cond(PREDICATE(batch), lambda: self.outputs(state["copy"], state, batch)[0], lambda: 0.0)), "applies a network in a cond .*choose by jnp.where"),
-        (logging(lambda self, state, batch: jax.lax.while_loop(lambda y: y > 0, lambda y: y - self.outputs(state["copy"], state, batch)[0], 0.0)), "applies a network in a while"),
+        (logging(lambda self, state, batch: jax.lax.while_loop(lambda n: n < state["line"].global_step, lambda n: n + jnp.int32(self.outputs(state["copy"], state, batch)[0]), jnp.int32(0))), "applies a network in a while"),
         (logging(lambda self, state, batch: jax.grad(lambda p: self.outputs(p, state, batch)[0])(state["copy"])["mlp/~/linear_1"]["b"][0]), "differentiated with respect to its parameters outside of Learner.update"),
         (type("E", (Held,), {"eval_step": lambda self, s, b, k: {"x": b["x"][:, 0] * optax.tree.norm(s["copy"])}, "summarize": xshard.Experiment.summarize}), "uses 'copy/mlp/~/linear_0/w' as if"),
         (type("Q", (Foretelling,), {"predict": lambda self, s, b: b["x"][:, 0] * optax.tree.norm(s["copy"])}), "uses 'copy/mlp/~/linear_0/w' as if"),
@@ -576,6 +576,30 @@ def test_a_prediction_is_equal_also_where_shards_are_gathered_in_steps(monkeypat
     """As on a TPU's torus."""
     monkeypatch.setattr(mesh, "torus_steps", lambda _: (steps, steps))
     check_held(Foretelling)
+
+
+class Jitted(Held):
+    """With an update in a function of which JAX keeps the program."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.update = jax.jit(self._update)
+
+    def train_step(self, state, batch, key):
+        line, outcome = self.update(state["line"], batch, key)
+        return {**state, "line": line}, {"line": outcome}
+
+    def _update(self, line, batch, key):
+        return self.learner.update(line, self.loss, batch, key)
+
+
+def test_what_is_looked_into_is_not_what_runs():
+    experiment, the_mesh, train = make(Jitted, shard_params=True)
+    state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
+    batch = train.shapes()
+    for _ in range(2):
+        traced = jax.make_jaxpr(step.make_train_step(experiment, the_mesh))(state, batch)
+        assert "reduce_scatter" in str(traced) and "used_as_shards" not in str(traced)
 
 
 def test_an_error_of_shapes_says_whose_they_may_be():

@@ -42,6 +42,16 @@ class Network(toy.Wide):
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
+class Shaken(Network):
+    """With the loss of halved parameters beside that of the parameters."""
+
+    def training_loss(self, state, batch, key):
+        halved = state.replace(params=jax.tree.map(lambda w: 0.5 * w, state.params))
+        of_halved, *_ = super().training_loss(halved, batch, key)
+        value, *rest = super().training_loss(state, batch, key)
+        return value + of_halved, *rest
+
+
 class ByRows(Network):
     """With rules that take matrices whole: Muon for the wide ones, Adafactor for the rest."""
 
@@ -176,7 +186,7 @@ SHAPES = [
     {"kind": "block", "slices": 2},
     {"kind": "block", "overflow_above": 2.0},
     {"kind": "stack", "cls": ByRows},
-    {"kind": "remat", "micro_batches": 2, "gather_once": True, "slices": 2},
+    {"kind": "remat", "cls": Shaken, "micro_batches": 2, "gather_once": True, "slices": 2},
 ]
 
 
