@@ -105,6 +105,9 @@ def on_replicas(
             # It goes with what the step reduces anyway: XLA makes one collective of them.
             is_due = every == 1 or (state.step + 1) % every == 0
             begun = fingerprint.of_replica(experiment, mesh, shapes, state, is_due)
+            if mesh_lib.num_replicas(mesh) == 1:
+                # With no reduction between them, XLA would copy the old state, which is read here, before the update writes over it.
+                batch = trees.after(begun.table, batch)
         args = old.experiment, batch, _step_key(old)
         returned = held.call(experiment.train_step, mesh, experiment, shapes, *args)
         made, logged = contract.step(experiment.train_step, returned)
