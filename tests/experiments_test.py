@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 
 import jax
@@ -18,6 +19,7 @@ from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.dryrun import collectives
+from xshard.stored import storage
 
 VARIANTS = {
     "groups": {
@@ -26,6 +28,7 @@ VARIANTS = {
         "micro_batches": 2,
     },
     "slices": {"slices": 2, "reduction.shard_update": True},
+    "held": {"reduction.shard_params": True},
     # What is saved at step 2 is what acts next, or what has acted and serves yet.
     "acts next": {"acts_every_steps": 2},
     "serves": {"acts_every_steps": 4, "slices": 2, "micro_batches": 2},
@@ -103,8 +106,15 @@ def test_games_go_on_with_other_numbers_of_replicas(tmp_path):
     assert loop.run(fewer, str(tmp_path), "") == 0
 
 
-@pytest.mark.parametrize("variant", ["groups", "slices", "model"])
-@pytest.mark.parametrize("name", ["digits", "gan", "lm_tiny", "rl", "ssl"])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        *itertools.product(
+            ("digits", "gan", "lm_tiny", "rl", "ssl"), ("groups", "slices", "model")
+        ),
+        *(("rl", "held"), ("rl_host", "held"), ("ssl", "held")),
+    ],
+)
 def test_nothing_right_is_refused_before_a_run(tmp_path, name, variant):
     model = {"group_assignment": ((0, 1), (2, 3)), "model_parallel": 2}
     variants = {**VARIANTS, "model": {**model, "reduction.shard_update": True}}
@@ -118,6 +128,36 @@ def make(name, devices=8, **changes):
     return experiment, mesh.make_mesh(
         config.group_assignment or None, devices=jax.devices()[:devices]
     )
+
+
+def trained(name, **changes):
+    """The state after three steps, as a checkpoint has it, and the last metrics."""
+    experiment, the_mesh = make(name, **changes)
+    sizes = {"batch_size": experiment.config.batch_size, "seed": 0}
+    train = batches.TrainBatches(
+        experiment.train_batches, the_mesh, micro_batches=experiment.config.micro_batches, **sizes
+    )
+    state = state_lib.init(experiment, the_mesh, 0, train.example)
+    apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
+    for _ in range(3):
+        state, metrics = apply(state, next(train))
+    whole = storage.Storage(experiment, the_mesh).to_whole(state)
+    return jax.device_get((dataclasses.replace(whole, rng=None), metrics))
+
+
+def test_two_learners_train_with_parameters_in_shards_as_they_do_replicated():
+    changes = {
+        "micro_batches": 2,
+        "group_assignment": ((0, 1, 2, 3), (4, 5, 6, 7)),
+        "precision": "params=float64,compute=float64,output=float64",
+    }
+    with jax.enable_x64(True):
+        (held, its_metrics), (whole, metrics) = (
+            trained("gan", **changes, **{"reduction.shard_params": held}) for held in (True, False)
+        )
+    harness.assert_close({"state": held}, {"state": whole}, rtol=1e-8, atol=1e-8)
+    # What is logged is float32.
+    harness.assert_close(its_metrics, metrics, rtol=1e-5, atol=1e-8)
 
 
 def test_the_overflow_of_one_learner_skips_that_learner():

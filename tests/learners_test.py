@@ -146,6 +146,7 @@ SPLITS = {"first": slice(0, 13), "rest": slice(13, 50)}
 
 def make(kind, *, replicas=None, **changes):
     config = toy.get_config()
+    config.reduction.shard_params = changes.pop("shard_params", False)
     config.update(changes)
     devices = jax.devices()[:replicas]
     the_mesh = mesh.make_mesh(config.group_assignment or None, devices=devices)
@@ -419,3 +420,193 @@ def test_a_learner_outside_of_a_run_says_what_to_do():
     experiment, *_ = make(Line)
     with pytest.raises(errors.UserError, match="Elsewhere: with xshard.learners.within.run_on"):
         experiment.init(jax.random.key(0), {"x": jnp.ones((2, 3))})
+
+
+class Held(Line):
+    """With parameters in shards, and a copy of them in the state."""
+
+    def _network(self, x):
+        return hk.nets.MLP([512, 1], activation=jnp.tanh)(x)[:, 0]
+
+    def _rule(self):
+        return xshard.CrossShardOptimizer(
+            optax.sgd(0.1), slice_axis_name="slice", **self.config.reduction
+        )
+
+    def init(self, key, batch):
+        state = super().init(key, batch)
+        return {**state, "copy": state["line"].params}
+
+    def train_step(self, state, batch, key):
+        new, metrics = super().train_step({"line": state["line"]}, batch, key)
+        return {**new, "copy": state["copy"]}, metrics
+
+    def outputs(self, params, state, batch):
+        return self.learner.apply(state["line"].replace(params=params), None, batch["x"])[0]
+
+
+class Foretelling(Held):
+    """Predicts, and is asked to after the run."""
+
+    def predict(self, state, batch):
+        return self.learner.apply(state["line"], None, batch["x"])[0]
+
+    def samples(self, predict, key):
+        return str(predict({"x": np.ones((3, 3), np.float32)}))
+
+
+def keeping(make):
+    """With `make(experiment, params, copy, batch)` in the place of the copy."""
+
+    def train_step(self, state, batch, key):
+        new, metrics = Held.train_step(self, state, batch, key)
+        return {**new, "copy": make(self, new["line"].params, state["copy"], batch)}, metrics
+
+    return type("Keeping", (Held,), {"train_step": train_step})
+
+
+def updating(change):
+    """With `change(experiment, state, batch, update)` in the place of an update."""
+
+    def train_step(self, state, batch, key):
+        update = lambda line: self.learner.update(line, self.loss, batch, key)
+        return change(self, state, batch, update)
+
+    return type("Updating", (Held,), {"train_step": train_step})
+
+
+def logging(make):
+    """With `make(experiment, state, batch)` among what is logged."""
+
+    def train_step(self, state, batch, key):
+        new, metrics = Held.train_step(self, state, batch, key)
+        return new, {**metrics, "more": make(self, state, batch)}
+
+    return type("Logging", (Held,), {"train_step": train_step})
+
+
+def check_held(kind, **changes):
+    experiment, the_mesh, train = make(kind, shard_params=True, **changes)
+    state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
+    copy = state.experiment["copy"]["mlp/~/linear_0"]["w"]
+    assert copy.sharding.spec == jax.P(None, "replica")
+    preflight.programs(experiment, the_mesh, state, train.shapes())
+    evaluation.Evaluation(experiment, the_mesh, 8).check(state, experiment.config.checkpoint)
+
+
+def penalised(self, state, batch, key):
+    value, *rest = Line.loss(self, state, batch, key)
+    return value + sum(jnp.sum(w**2) for w in jax.tree.leaves(state.params)), *rest
+
+
+def many_updates(self, state, batch, update):
+    """Three in a loop, and then one if that is the same on all replicas."""
+    line, outcomes = jax.lax.scan(lambda line, _: update(line), state["line"], length=3)
+    line, _ = jax.lax.cond(line.global_step % 2 == 0, update, lambda x: (x, last(outcomes)), line)
+    return {**state, "line": line}, {"line": last(outcomes)}
+
+
+def last(outcomes):
+    return jax.tree.map(lambda x: x[-1], outcomes)
+
+
+def drawn(w):
+    return jax.random.normal(jax.random.key(0), w.shape)
+
+
+def noisy(w):
+    return w + drawn(w)
+
+
+over = lambda f: lambda self, params, copy, batch: jax.tree.map(f, copy, params)
+PREDICATE = lambda batch: jnp.sum(batch["x"]) > 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        keeping(over(lambda old, new: 0.9 * old + 0.1 * new)),
+        keeping(over(lambda old, new: jnp.where(new > 0, jnp.clip(old, -1, 1), jnp.zeros_like(old)))),
+        keeping(over(lambda old, new: jnp.zeros_like(old))),
+        updating(many_updates),
+        logging(lambda self, state, batch: jnp.mean(self.outputs(state["copy"], state, batch))),
+    ],
+)  # fmt: skip
+def test_what_is_right_on_shards_of_parameters(kind):
+    check_held(kind)
+
+
+USED = "uses 'line/params/mlp/~/linear_0/w' as if it were whole"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (type("P", (Held,), {"loss": penalised}), rf"{USED}, by reduce_sum \(\S*learners_test.py:\d+\); with shard_p"),
+        (logging(lambda self, state, batch: optax.tree.norm(state["line"].params)), USED),
+        (logging(lambda self, state, batch: optax.tree.norm(state["copy"])), "uses 'copy/mlp/~/linear_0/w' as if"),
+        (keeping(over(lambda old, new: new / jnp.max(jnp.abs(new)))), f"{USED}, by reduce_max"),
+        (keeping(over(lambda old, new: noisy(new))), f"{USED}, by add"),
+        (keeping(over(lambda old, new: new[::-1])), f"{USED}, by rev"),
+        (keeping(over(lambda old, new: jax.lax.cond(jnp.sum(new.shape[0]) < 1, lambda: drawn(old), lambda: old))), "uses 'copy/mlp/~/linear_0/w' as if it were whole; with"),
+        (keeping(over(lambda old, new: jax.lax.fori_loop(0, 3, lambda _, x: 0.5 * x + 0.5 * old, drawn(old)))), "uses 'copy/mlp/~/linear_0/w' as if it were whole, by add"),
+        (keeping(over(lambda old, new: jnp.zeros(9) if old.ndim else old)), "leaves as 'copy/mlp/~/linear_0/w' in the state what"),
+        (updating(lambda self, state, batch, update: update_of(noisy, state, update)), f"{USED}, by add"),
+        (updating(lambda self, state, batch, update: update_of(drawn, state, update)), "gives Learner.update parameters that are not made"),
+        (logging(lambda self, state, batch: jax.lax.cond(PREDICATE(batch), lambda: self.outputs(state["copy"], state, batch)[0], lambda: 0.0)), "applies a network in a cond .*choose by jnp.where"),
+        (logging(lambda self, state, batch: jax.lax.while_loop(lambda n: n < state["line"].global_step, lambda n: n + jnp.int32(self.outputs(state["copy"], state, batch)[0]), jnp.int32(0))), "applies a network in a while"),
+        (logging(lambda self, state, batch: jax.grad(lambda p: self.outputs(p, state, batch)[0])(state["copy"])["mlp/~/linear_1"]["b"][0]), "differentiated with respect to its parameters outside of Learner.update"),
+        (type("E", (Held,), {"eval_step": lambda self, s, b, k: {"x": b["x"][:, 0] * optax.tree.norm(s["copy"])}, "summarize": xshard.Experiment.summarize}), "uses 'copy/mlp/~/linear_0/w' as if"),
+        (type("Q", (Foretelling,), {"predict": lambda self, s, b: b["x"][:, 0] * optax.tree.norm(s["copy"])}), "uses 'copy/mlp/~/linear_0/w' as if"),
+    ],
+)  # fmt: skip
+def test_what_takes_shards_of_parameters_for_the_whole_is_refused(kind, message):
+    with pytest.raises(errors.UserError, match=message):
+        check_held(kind)
+
+
+def update_of(change, state, update):
+    line = state["line"]
+    line, outcome = update(line.replace(params=jax.tree.map(change, line.params)))
+    return {**state, "line": line}, {"line": outcome}
+
+
+@pytest.mark.parametrize("steps", [(), (4, 2)])
+def test_a_prediction_is_equal_also_where_shards_are_gathered_in_steps(monkeypatch, steps):
+    """As on a TPU's torus."""
+    monkeypatch.setattr(mesh, "torus_steps", lambda _: (steps, steps))
+    check_held(Foretelling)
+
+
+class Jitted(Held):
+    """With an update in a function of which JAX keeps the program."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.update = jax.jit(self._update)
+
+    def train_step(self, state, batch, key):
+        line, outcome = self.update(state["line"], batch, key)
+        return {**state, "line": line}, {"line": outcome}
+
+    def _update(self, line, batch, key):
+        return self.learner.update(line, self.loss, batch, key)
+
+
+def test_what_is_looked_into_is_not_what_runs():
+    experiment, the_mesh, train = make(Jitted, shard_params=True)
+    state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
+    batch = train.shapes()
+    for _ in range(2):
+        traced = jax.make_jaxpr(step.make_train_step(experiment, the_mesh))(state, batch)
+        assert "reduce_scatter" in str(traced) and "used_as_shards" not in str(traced)
+
+
+def test_an_error_of_shapes_says_whose_they_may_be():
+    kind = keeping(over(lambda old, new: new + jnp.ones((3, 512)) if new.ndim > 1 else new))
+    with pytest.raises(TypeError) as e:
+        check_held(kind)
+    notes = " ".join(e.value.__notes__)
+    assert (
+        "sees a replica's shards of parameters, such as of 'line/params/mlp/~/linear_0/w'" in notes
+    )

@@ -32,6 +32,7 @@ _CHANGES = {
     "micro-batches": ("micro_batches=2",),
     "slices": ("slices=2",),
     "shard_update": ("reduction.shard_update=True",),
+    "shard_params": ("reduction.shard_params=True",),
     "float16": ("precision=params=float32,compute=float16,output=float32",),
     "on_nonfinite=skip": ("on_nonfinite=skip",),
 }

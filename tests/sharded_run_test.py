@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import pytest
 
-from tests import toy
+from tests import toy, turns
 from tests.optimizers import harness
-from xshard import loop, mesh, step
+from xshard import checkpoint, loop, mesh, step
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.dryrun import collectives
@@ -131,22 +131,46 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path, shape):
     harness.assert_equal(again, whole)
 
 
+# Of two learners, with a moving average of the parameters of one.
+TURNS = {**HELD, "experiment": "tests.turns.Turns", "overflow_above": 2.0}
+
+
 @pytest.mark.parametrize(
-    "hidden, between",
-    [(16, [{"shard_update": True}]), (1024, [HELD, {**HELD, "slices": 2}, {"shard_update": True}])],
+    "kind, between",
+    [
+        ({}, [{"shard_update": True}]),
+        (
+            {**TURNS, "shard_params": False},
+            [TURNS, {**TURNS, "slices": 2}],
+        ),
+    ],
+    ids=["Wide", "Turns"],
 )
-def test_a_run_goes_on_sharded_and_back(tmp_path, hidden, between):
-    _, _, whole = train(tmp_path / "one", hidden=hidden)
+def test_a_run_goes_on_sharded_and_back(tmp_path, kind, between):
+    _, _, whole = train(tmp_path / "one", **kind)
     parts = [{}, *between, {}]
     for number, changes in enumerate(parts, 1):
         steps = 12 * number // len(parts)
-        _, _, again = train(tmp_path / "two", **{"steps": steps, "hidden": hidden, **changes})
+        _, _, again = train(tmp_path / "two", **{"steps": steps, **kind, **changes})
     harness.assert_close(
         dataclasses.replace(again, rng=None),
         dataclasses.replace(whole, rng=None),
         rtol=2e-4,
         atol=1e-5,
     )
+
+
+def test_a_run_begins_with_shards_of_what_another_has_trained_whole(tmp_path):
+    kind = {**TURNS, "steps": 1}
+    _, state, _ = train(tmp_path, **{**kind, "shard_params": False})
+    experiment = turns.Turns(config(**kind))
+    fresh = state_lib.init(experiment, mesh.make_mesh(), 0, experiment.train_data())
+    taken = checkpoint.init_from(checkpoint.Source(str(tmp_path)), fresh, print)
+    for name in ("average", "doubt", "guess"):
+        of = lambda tree: getattr(tree.experiment[name], "params", tree.experiment[name])
+        harness.assert_equal(of(taken), of(state))
+        places = lambda tree: jax.tree.map(lambda x: x.sharding, of(tree))
+        assert places(taken) == places(fresh) != places(state)
 
 
 def test_what_int8_has_kept_is_of_so_many_slices(tmp_path):

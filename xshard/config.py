@@ -162,6 +162,12 @@ KEYS = (
         may_change=True,
     ),
     Key(
+        "gather_once",
+        False,
+        "Whether parameters in shards are gathered once for all of them, and kept meanwhile.",
+        may_change=True,
+    ),
+    Key(
         "aggregation_method",
         "EXPERIMENTAL_ACCUMULATE_N",
         "How their gradients are summed: in a running sum, or 'EXPERIMENTAL_TREE', in pairs.",

@@ -14,13 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from xshard import contract, errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import within
-from xshard.learners.state import LearnerState, is_learner
+from xshard.learners.state import LearnerState, held_like, is_learner
 from xshard.optimizers import gathering, trees
 from xshard.optimizers import layouts as layouts_lib
 
@@ -162,19 +161,13 @@ def _build(
     dim = 0 if groups > 1 else None
     made = jax.vmap(init, dim, dim, mesh_lib.GROUP, groups)(keys if groups > 1 else keys[0])
     # A number of Python's has no type of its own, and a checkpoint's has one: the programs would differ.
-    state = TrainState(jnp.int32(0), jax.tree.map(strong, made), root)
+    state = TrainState(jnp.int32(0), jax.tree.map(trees.strong, made), root)
     lies = jax.tree_util.tree_leaves_with_path(specs(experiment, mesh, state))
     own = [trees.path_name(path) for path, x in lies if mesh_lib.REPLICA in mesh_lib.axes_of(x)]
     logical.check_even(experiment.config, mesh, contract.described(experiment.init), own)
     # What differs from slice to slice is made for one.
     change = layouts_lib.for_each_slice if whole else layouts_lib.stored
     return map_rules_state(change, experiment, mesh, state)
-
-
-def strong(x: Any) -> jax.Array:
-    """An array whose type is its own, and not the one that a number of Python's takes on beside others."""
-    x = jnp.asarray(x)
-    return lax.convert_element_type(x, x.dtype) if x.weak_type else x
 
 
 def _init_group(
@@ -287,7 +280,9 @@ def specs(
     held = functools.partial(gathering.specs, manual=manual)
     of_rules = functools.partial(opt_specs, experiment, mesh, manual=manual, whole=whole)
 
-    def of(x: Any) -> Any:
+    copied = held_like(learners(state).values())
+
+    def of(path: Any, x: Any) -> Any:
         if is_learner(x):
             layouts = layouts_of(experiment, mesh, x)
             return x.replace(
@@ -300,10 +295,12 @@ def specs(
             counts = isinstance(x, experiment_lib.PerReplica)
             own = functools.partial(logical.own_spec, experiment.config, mesh, counts)
             return jax.tree.map(own, x)
-        return place(x, slots=True)
+        layout = copied(trees.path_name(path), x)
+        return jax.P(*group, *layout.spec(mesh_lib.REPLICA)) if layout else place(x, slots=True)
 
     leaf = lambda x: is_learner(x) or experiment_lib.is_own(x)
-    return TrainState(jax.P(), jax.tree.map(of, state.experiment, is_leaf=leaf), jax.P())
+    inner = jax.tree_util.tree_map_with_path(of, state.experiment, is_leaf=leaf)
+    return TrainState(jax.P(), inner, jax.P())
 
 
 def opt_specs(

@@ -18,11 +18,10 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.learners import learner as learner_lib
-from xshard.learners import within
 from xshard.learners.state import Observed as ObservedUpdate
 from xshard.learners.state import Outcome
 from xshard.optimizers import trees
-from xshard.stored import fingerprint, storage
+from xshard.stored import fingerprint, held, storage
 
 Batch = experiment_lib.Batch
 TrainState = state_lib.TrainState
@@ -97,7 +96,6 @@ def on_replicas(
 ) -> Callable[[TrainState, Batch], logical.Mapped]:
     """The share of each replica of a mesh in a step of `make_watched_step`, given the step's arguments."""
     grouped = mesh_lib.num_groups(mesh) > 1
-    rules = experiment.sharding_rules()
     every = experiment.config.get("fingerprint_every_steps", 0)
 
     def local_step(shapes: TrainState, state: TrainState, batch: Batch) -> Stepped:
@@ -110,13 +108,13 @@ def on_replicas(
             if mesh_lib.num_replicas(mesh) == 1:
                 # With no reduction between them, XLA would copy the old state, which is read here, before the update writes over it.
                 batch = trees.after(begun.table, batch)
-        with within.run_on(mesh, rules):
-            returned = experiment.train_step(old.experiment, batch, _step_key(old))
+        args = old.experiment, batch, _step_key(old)
+        returned = held.call(experiment.train_step, mesh, experiment, shapes, *args)
         made, logged = contract.step(experiment.train_step, returned)
         _check_structure(experiment, old.experiment, made)
         metrics, observed = _metrics(experiment, logged)
         _check_observed(experiment, old.experiment, made, observed)
-        made = jax.tree.map(state_lib.strong, made)
+        made = jax.tree.map(trees.strong, made)
         new = _stored(TrainState(old.step + 1, made, old.rng), grouped)
         watched = metrics, observed, begun
         return Stepped(new, *(_add_dim(watched) if grouped else watched))
@@ -166,17 +164,18 @@ def evaluation_on_replicas(
 ) -> Callable[..., logical.Mapped]:
     """The share of each replica of a mesh in an evaluation of `make_eval_step`, given its arguments, with a whole state or not."""
     grouped = mesh_lib.num_groups(mesh) > 1
-    rules = experiment.sharding_rules()
 
-    def local_eval(shapes: Any, state: TrainState, batch: Batch, number: Any) -> tuple[Any, Any]:
+    def local_eval(
+        shapes: TrainState, state: TrainState, batch: Batch, number: Any
+    ) -> tuple[Any, Any]:
         if not whole:
             state = storage.gathered(experiment, mesh, shapes, state)
         batch = dict(batch)
         mask = batch.pop("_mask")
         local = _local(state, grouped)
         key = _replica_key(jax.random.fold_in(jax.random.fold_in(local.rng, _EVALUATION), number))
-        with within.run_on(mesh, rules, whole=True):
-            values = experiment.eval_step(local.experiment, batch, key)
+        args = local.experiment, batch, key
+        values = held.call(experiment.eval_step, mesh, experiment, shapes, *args, whole=True)
         arrays = experiment_lib.summarizes(experiment)
         values = contract.evaluation(experiment.eval_step, values, len(mask), arrays=arrays)
         sums = _masked_sums({**values, "count": mask}, mask)
@@ -189,14 +188,11 @@ def evaluation_on_replicas(
 
     def mapped(state: TrainState, batch: Batch, number: Any) -> logical.Mapped:
         del batch, number
-        in_parts = state_lib.specs(experiment, mesh, state, manual=True)
-        of_state = _whole_specs(experiment, mesh, state) if whole else in_parts
-        return logical.Mapped(
-            functools.partial(local_eval, state),
-            in_specs=(of_state, jax.P(mesh_lib.REPLICAS), jax.P()),
-            out_specs=(per_group, jax.P()),
-            finish=lambda sums: {**sums[0], **sums[1]},
-        )
+        specs = _whole_specs if whole else functools.partial(state_lib.specs, manual=True)
+        in_specs = specs(experiment, mesh, state), jax.P(mesh_lib.REPLICAS), jax.P()
+        join = lambda sums: {**sums[0], **sums[1]}
+        local = functools.partial(local_eval, state)
+        return logical.Mapped(local, in_specs, (per_group, jax.P()), join)
 
     return mapped
 
@@ -209,16 +205,16 @@ def make_predict(
     The batch is equal on all devices, too.
     """
     grouped = mesh_lib.num_groups(mesh) > 1
-    rules = experiment.sharding_rules()
 
-    def local_predict(state: TrainState, batch: Batch) -> Any:
-        with within.run_on(mesh, rules, whole=True):
-            return experiment.predict(_local(state, grouped).experiment, batch)
+    def local_predict(shapes: TrainState, state: TrainState, batch: Batch) -> Any:
+        args = _local(state, grouped).experiment, batch
+        return held.call(experiment.predict, mesh, experiment, shapes, *args, whole=True)
 
     def predict(state: TrainState, batch: Batch) -> Any:
         whole = storage.to_whole(experiment, mesh, state)
         in_specs = (_whole_specs(experiment, mesh, whole), jax.P())
-        return logical.Mapped(local_predict, in_specs, jax.P()).on(mesh)(whole, batch)
+        local = functools.partial(local_predict, whole)
+        return logical.Mapped(local, in_specs, jax.P()).on(mesh)(whole, batch)
 
     return predict
 

@@ -46,14 +46,9 @@ class Supervised(experiment.Experiment):
     def __init__(self, config: ml_collections.ConfigDict):
         """Keeps the config, and makes the learner."""
         super().__init__(config)
-        own = type(self)
         options: dict[str, Any] = {"frozen": self.frozen()}
-        if own.clip_gradients is not Supervised.clip_gradients:
+        if type(self).clip_gradients is not Supervised.clip_gradients:
             options["clip_gradients"] = self.clip_gradients
-        options["shards_params"] = all(
-            getattr(own, name) is getattr(Supervised, name)
-            for name in ("train_step", "training_loss", "eval_step", "predict")
-        )
         self.learner = learner.Learner(self.forward, self.optimizer, self.config, **options)
 
     @abc.abstractmethod
@@ -145,3 +140,12 @@ class Supervised(experiment.Experiment):
 
     def _together(self, outputs: Any) -> Any:
         return self.ensemble(lax.all_gather(outputs, mesh_lib.GROUP))
+
+
+def leaves_state_alone(of: experiment.Experiment) -> bool:
+    """Returns whether a learner alone looks at the state: no method that is given it is the user's own."""
+    own = type(of)
+    methods = ("train_step", "training_loss", "eval_step", "predict")
+    return isinstance(of, Supervised) and all(
+        getattr(own, name) is getattr(Supervised, name) for name in methods
+    )

@@ -284,11 +284,14 @@ def test_a_pod_ends_and_shows_what_one_process_does_also_when_it_was_stopped(tmp
     assert rows.results(tmp_path / "run") == ended
 
 
-def test_groups_on_several_processes(tmp_path):
-    groups = ["--config.group_assignment=((0,1),(2,3))", "--config.steps=30"]
-    code, output = harness.finish(start(tmp_path / "pod", *groups, count=2))
+def test_groups_with_parameters_in_shards_on_several_processes(tmp_path):
+    """Of two learners, with a moving average: the pod ends where one process does that holds all parameters whole."""
+    options = ["--config.experiment=tests.turns.Turns", "--config.hidden=1024", "--config.steps=30",
+               "--config.group_assignment=((0,1,2,3),(4,5,6,7))"]  # fmt: skip
+    held = "--config.reduction.shard_params=True"
+    code, output = harness.finish(start(tmp_path / "pod", *options, held, count=4))
     assert code == 0, output
-    code, output = harness.finish(start(tmp_path / "one", *groups, count=1, devices=4))
+    code, output = harness.finish(start(tmp_path / "one", *options, count=1, devices=8))
     assert code == 0, output
     left, right = (
         harness.final_state(tmp_path / "pod", 30),
@@ -300,4 +303,5 @@ def test_groups_on_several_processes(tmp_path):
     rows = [
         json.loads(line) for line in (tmp_path / "pod" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert all(len(row["loss"]) == 2 for row in rows if "loss" in row)
+    losses = [row["guess/loss"] for row in rows if "guess/loss" in row]
+    assert losses and all(len(loss) == 2 for loss in losses)

@@ -42,6 +42,16 @@ class Network(toy.Wide):
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
+class Shaken(Network):
+    """With the loss of halved parameters beside that of the parameters."""
+
+    def training_loss(self, state, batch, key):
+        halved = state.replace(params=jax.tree.map(lambda w: 0.5 * w, state.params))
+        of_halved, *_ = super().training_loss(halved, batch, key)
+        value, *rest = super().training_loss(state, batch, key)
+        return value + of_halved, *rest
+
+
 class ByRows(Network):
     """With rules that take matrices whole: Muon for the wide ones, Adafactor for the rest."""
 
@@ -176,6 +186,7 @@ SHAPES = [
     {"kind": "block", "slices": 2},
     {"kind": "block", "overflow_above": 2.0},
     {"kind": "stack", "cls": ByRows},
+    {"kind": "remat", "cls": Shaken, "micro_batches": 2, "gather_once": True, "slices": 2},
 ]
 
 
@@ -212,9 +223,10 @@ def test_parameters_and_slots_take_an_nth_of_the_memory():
     assert bytes_a_device(held.params) == bytes_a_device(whole.params) - weights * 7 // 8
 
 
-def sent(kind):
+def sent(kind, **changes):
     """The step in float16, lowered, and how often it does each kind of collective in each type."""
-    experiment, the_mesh = make(kind, precision="params=float32,compute=float16,output=float32")
+    half = "params=float32,compute=float16,output=float32"
+    experiment, the_mesh = make(kind, precision=half, **changes)
     state, train = begin(experiment, the_mesh)
     lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, next(train))
     found = collections.Counter()
@@ -240,6 +252,13 @@ def test_a_layer_at_a_time_is_gathered_and_again_in_the_backward_pass(kind):
     assert found["reduce-scatter", ("f32",)] >= 2 * 8
     # What hk.remat computes again still is, and nothing else but what is gathered.
     assert lowered.as_text().count("stablehlo.tanh") == {"stack": 1, "remat": 2, "partly": 3}[kind]
+
+
+def test_what_is_gathered_once_is_so_for_all_micro_batches():
+    _, found = sent("stack", micro_batches=2, gather_once=True)
+    # Two stacks of arrays, each whole; their gradients are summed after each micro-batch.
+    assert found["all-gather", ("f16",)] == 2
+    assert found["reduce-scatter", ("f32",)] >= 2 * 2
 
 
 def test_evaluations_predictions_and_fingerprints_are_those_of_whole_parameters():
@@ -308,8 +327,8 @@ class AppliesItself(Network):
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"cls": Clips}, "shard_params=True cannot be used with an experiment that defines clip_gr"),
-        ({"cls": Penalised}, "cannot be used with an experiment that defines .*training_loss"),
+        ({"cls": Clips}, "shard_params=True cannot be used with clip_gradients: no replica has gradients"),
+        ({"cls": Penalised}, r"uses 'params/mlp/~/linear_0/w' as if it were whole, by reduce_sum \(\S*gathering_test.py:\d+\)"),
         ({"cls": AppliesItself}, "cannot be used with Own, whose apply_gradients is its own"),
         ({"cls": ClipsInRule}, "clips_own cannot be used with shard_params=True: its .* takes a replica's own"),
         ({"model_parallel": 2}, "cannot be used with model_parallel=2"),

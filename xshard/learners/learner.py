@@ -18,8 +18,8 @@ from jax import lax
 from xshard import config as config_lib
 from xshard import contract, errors
 from xshard import mesh as mesh_lib
+from xshard.learners import checked, varying, within
 from xshard.learners import state as state_lib
-from xshard.learners import varying, within
 from xshard.optimizers import base, gathering, gradients, inspection, layouts, moving_average, trees
 
 # A function of a learner's state, a batch and a key: see `Learner.update`.
@@ -67,28 +67,26 @@ class Learner:
         *,
         clip_gradients: Callable[[Any], Any] | None = None,
         frozen: str = "",
-        shards_params: bool = False,
     ):
         """Keeps what is trained, and how.
 
         Args:
           network: a Haiku function of any arguments.
           optimizer: returns the update rule, with a `CrossShardOptimizer` over 'replica', and 'slice', in it.
-          config: of the run: its keys precision, micro_batches, aggregation_method and on_nonfinite count.
+          config: of the run: its keys precision, micro_batches, gather_once, aggregation_method and on_nonfinite count.
           clip_gradients: acts on a replica's gradients before they are reduced; a gradient that it makes None
             leaves its parameter as it is.
           frozen: a regular expression that is searched for in the parameters' paths, such as '^encoder/': those in
             which it is found stay as they are, without gradients, slots or averages. By default none.
-          shards_params: whether the network alone looks at the parameters, so that a rule with `shard_params` can have
-            replicas hold shards of them.
         """
         self._function = network
         self._make_rule = optimizer
+        self._clips = clip_gradients is not None
         self._clip = clip_gradients or (lambda grads: grads)
         self._frozen = frozen
-        self._may_shard = shards_params and clip_gradients is None
         self._policy = jmp.get_policy(config.precision)
         self._micro_batches = config.micro_batches
+        self._gathers_once = config.gather_once
         self._method = gradients.method(config.aggregation_method)
         self._skips_nonfinite = config.on_nonfinite == config_lib.SKIP
         self._network = hk.transform_with_state(network)
@@ -127,8 +125,13 @@ class Learner:
         held, call = gathering.held(state.params, state.rules.held), self._network.apply
         params = trees.replace(self._policy.cast_to_compute(state.params), held)
         if held:
-            rules, types = state.rules, (self._policy.compute_dtype, state.rules.reduce_dtype)
-            call = gathering.applied(self._function, within.run().mesh, rules.held, *types)
+            call = gathering.applied(
+                self._function,
+                *self._how_gathered(state),
+                state.rules.reduce_dtype,
+                by_hand=within.is_looked_into(),
+                ready=within.gathered(held),
+            )
         with contract.network_errors(self._function):
             outputs, new_state = call(params, state.net_state, key, *args, **kwargs)
         outputs = contract.outputs(self._function, outputs)
@@ -136,6 +139,11 @@ class Learner:
         same_type = lambda new, old: new.astype(old.dtype)
         new_state = jax.tree.map(same_type, new_state, state.net_state)
         return self._policy.cast_to_output(outputs), new_state
+
+    def _how_gathered(
+        self, state: state_lib.LearnerState
+    ) -> tuple[jax.sharding.Mesh, layouts.Layouts, Any]:
+        return within.run().mesh, state.rules.held, self._policy.compute_dtype
 
     def update(
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
@@ -158,6 +166,10 @@ class Learner:
           'skipped', 'global_step', 'loss_scale' if the rule scales losses, 'gradient_norm', 'parameter_norm'
           and the values of the rule's schedules (see `OptaxOptimizer`) in it.
         """
+        if within.is_looked_into():
+            updated = lambda: self.update(state, loss, batch, key)
+            part = jax.tree.map(lambda x: x[: len(x) // self._micro_batches], batch)
+            return checked.update(state, self._call(state, loss, part, key), batch, updated)
         with contract.loss_errors(loss):
             made, opt_state = self._rules.apply({}, state.opt_state, key, state, loss, batch)
         # By the rule, which has reduced their gradients, if they were so before; on one replica without a collective.
@@ -169,7 +181,8 @@ class Learner:
         net_state, metrics, shares, bad = mean_over_replicas(
             (made.net_state, made.metrics, made.shares, made.nonfinite if made.shares else None)
         )
-        observed = _observe(applied, metrics["loss"], bad if made.shares else made.nonfinite, made)
+        bad = bad if made.shares else made.nonfinite
+        observed = state_lib.observe(applied, made.lowered, metrics["loss"], bad > 0)
         select = lambda new, old: jnp.where(applied, new, old)
         net_state = jax.tree.map(select, net_state, state.net_state)
         metrics |= {name: _norm(x, shares.get(name)) for name, x in made.squares.items()}
@@ -205,9 +218,12 @@ class Learner:
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
     ) -> jax.Array:
         """The loss alone, with the arguments of `update`."""
-        value = lambda: loss(state, batch, key)[0]
-        # It may draw keys of Haiku's.
-        return hk.transform(value).apply({}, key)
+        return self._call(state, loss, batch, key)[0]
+
+    def _call(self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array) -> Any:
+        # It may draw keys of Haiku's, and look at the rules' state.
+        called = hk.transform_with_state(lambda: loss(state, batch, key))
+        return called.apply({}, state.opt_state, key)[0]
 
     def _describe(self, params: Any, asked: Mapping[str, tuple[int, ...]]) -> state_lib.Rules:
         """Describes the rules, for parameters and the shapes in which the network asks for them."""
@@ -221,7 +237,7 @@ class Learner:
         rules = state_lib.Rules(shards_update, next(iter(averages), None))
         for rule in inspection.reducing(opt):
             if rule.shard_params:
-                inspection.check_shards_params(opt, run.mesh, self._may_shard)
+                inspection.check_shards_params(opt, run.mesh, clips=self._clips)
                 held = gathering.layouts_of(params, asked, run.mesh, run.sharding_rules)
                 rules = dataclasses.replace(rules, held=held, reduce_dtype=rule.reduce_dtype)
         return rules
@@ -281,8 +297,13 @@ class Learner:
         parts = self._micro_batches
         keys = jnp.stack([hk.next_rng_key() for _ in range(parts)])
 
+        ready = {}
+        if self._gathers_once and parts > 1:
+            ready = gathering.gathered(state.params, *self._how_gathered(state))
+
         def value_of(params: Any, inputs: Any) -> tuple[jax.Array, Any]:
-            returned = loss(state.replace(params=params), *inputs)
+            with within.with_gathered(params, ready):
+                returned = loss(state.replace(params=params), *inputs)
             value, *rest = contract.learner_loss(loss, returned, state.net_state)
             return value / parts, rest
 
@@ -318,17 +339,6 @@ def mean_over_replicas(tree: Any) -> Any:
         return lax.pmean(x, mesh_lib.REPLICAS) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
     return jax.tree.map(mean, tree)
-
-
-def _observe(
-    applied: jax.Array, loss: jax.Array, bad: jax.Array, made: _Update
-) -> state_lib.Observed:
-    bad = bad > 0
-    trouble = jnp.any(bad) | ~jnp.isfinite(loss)
-    of_applied = jnp.where(trouble, state_lib.TROUBLE, state_lib.FINE)
-    of_skipped = jnp.where(made.lowered, state_lib.FINE, state_lib.STUCK)
-    verdict = jnp.where(applied, of_applied, of_skipped).astype(jnp.int32)
-    return state_lib.Observed(verdict, loss, bad)
 
 
 def _norm(square: jax.Array, share: jax.Array | None) -> jax.Array:

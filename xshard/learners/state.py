@@ -1,10 +1,13 @@
 """The state of a learner, and what an update of it says of itself."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+from xshard.optimizers import layouts, trees
 
 # What can be said of an update. STUCK: it was skipped, and no loss scale was lowered for the next one.
 FINE, STUCK, TROUBLE = 0, 1, 2
@@ -25,7 +28,7 @@ class Rules:
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
     averages_module: str | None = dataclasses.field(default=None, compare=False)
-    held: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    held: layouts.Layouts = dataclasses.field(default_factory=dict, compare=False)
     reduce_dtype: str = dataclasses.field(default="float32", compare=False)
 
 
@@ -64,6 +67,35 @@ def is_learner(x: Any) -> bool:
     return isinstance(x, LearnerState)
 
 
+def held_like(
+    states: Collection[LearnerState],
+) -> Callable[[str, Any], layouts.Layout | None]:
+    """Returns what tells how arrays beside learners lie that are copies of their parameters in shards.
+
+    Args:
+      states: of the learners.
+
+    Returns:
+      A function of an array's path in the experiment's state and of the array: a copy's path ends in a parameter's, and it
+      has that one's shape. Its result is None for what is no copy, or may be one of parameters that lie otherwise.
+    """
+    params: dict[str, list[tuple[Any, Any]]] = {}
+    for state in states if any(state.rules.held for state in states) else ():
+        for path, x in trees.leaves_by_path(state.params).items():
+            params.setdefault(path, []).append((x.shape, state.rules.held.get(path)))
+
+    def find(path: str, x: Any) -> layouts.Layout | None:
+        for ending in trees.endings(path):
+            found = [layout for shape, layout in params.get(ending, ()) if shape == x.shape]
+            if found:
+                first, *others = found
+                is_held = first is not None and first.held
+                return first if is_held and all(other == first for other in others) else None
+        return None
+
+    return find
+
+
 class Observed(NamedTuple):
     """The observations of an update.
 
@@ -76,6 +108,15 @@ class Observed(NamedTuple):
     verdict: Any
     loss: Any
     gradients: Any
+
+
+def observe(applied: jax.Array, lowered: jax.Array, loss: jax.Array, bad: jax.Array) -> Observed:
+    """The observations of an update: whether it was applied or has lowered a scale, its loss, and its gradients."""
+    trouble = jnp.any(bad) | ~jnp.isfinite(loss)
+    of_applied = jnp.where(trouble, TROUBLE, FINE)
+    of_skipped = jnp.where(lowered, FINE, STUCK)
+    verdict = jnp.where(applied, of_applied, of_skipped).astype(jnp.int32)
+    return Observed(verdict, loss, bad)
 
 
 class Outcome(NamedTuple):

@@ -4,13 +4,14 @@ What a replica computes differs from what the others do if it depends on its par
 its number, and has not been through a collective that makes one value of all of theirs. Groups differ by their states, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 
 from xshard import mesh as mesh_lib
+from xshard.optimizers import gathering
 
 # Of the axes that something differs along.
 Axes = frozenset[str]
@@ -26,6 +27,8 @@ _EQUALISING = {
     "all_gather_invariant": "axis_name",
 }
 _EQUAL = "equal_on_replicas"
+# What the results of an equation differ by, given what its inputs do; None: it is like any other.
+Special = Callable[[Any, list[Axes]], list[Axes] | None]
 
 
 def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
@@ -65,18 +68,21 @@ def of_spec(spec: jax.P) -> Axes:
     return ALL.intersection(mesh_lib.axes_of(spec))
 
 
-def outputs(jaxpr: core.Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
+def outputs(
+    jaxpr: core.Jaxpr, inputs: Sequence[Axes], special: Special | None = None
+) -> list[Axes]:
     """The axes along which each result of a replica's program differs.
 
     Args:
       jaxpr: the program.
       inputs: those along which its inputs do.
+      special: is asked first of each equation, and may note what is no axis, too.
     """
     found: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
     read = lambda x: _NONE if isinstance(x, core.Literal) else found.get(x, _NONE)
     for eqn in jaxpr.eqns:
         read_axes = [read(x) for x in eqn.invars]
-        made = _of_equation(eqn, read_axes)
+        made = of_equation(eqn, read_axes, special)
         found.update(zip(eqn.outvars, made, strict=True))
         if eqn.effects:
             # What is written into an array that can change is read from it later.
@@ -86,23 +92,30 @@ def outputs(jaxpr: core.Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
     return [read(x) for x in jaxpr.outvars]
 
 
-def _of_equation(eqn: Any, inputs: list[Axes]) -> list[Axes]:
+def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) -> list[Axes]:
+    """The axes along which each result of an equation differs, with the arguments of `outputs`."""
     name, params = eqn.primitive.name, eqn.params
+    known = None if special is None else special(eqn, inputs)
+    if known is not None:
+        return known
     if name == "axis_index":
         return [frozenset([params["axis_name"]]) & ALL]
     if name in _EQUALISING:
         return _of_collective(params, _EQUALISING[name], inputs, len(eqn.outvars))
     if name == "scan":
-        return _of_scan(params, inputs)
+        return _of_scan(params, inputs, special)
     if name == "while":
-        return _of_while(params, inputs)
+        return _of_while(params, inputs, special)
     if name == "cond":
-        return _of_cond(params, inputs)
+        return _of_cond(params, inputs, special)
     if params.get("name") == _EQUAL:
         given = inputs[len(eqn.outvars) :]
         # What is no axis, and asked for beside them, is not made equal.
         others = [x - ALL for x in inputs]
         return [_NONE.union(*given, *others) for _ in eqn.outvars]
+    if params.get("name") == gathering.GATHERED:
+        # In steps, among some replicas each, which all have met in the end.
+        return [_NONE.union(*inputs) - {mesh_lib.REPLICA} for _ in eqn.outvars]
     if "callback" in name:
         # What the host computes may be another number on each.
         return [ALL.union(*inputs) for _ in eqn.outvars]
@@ -110,7 +123,7 @@ def _of_equation(eqn: Any, inputs: list[Axes]) -> list[Axes]:
         x for x in jax.tree.leaves(dict(params)) if isinstance(x, core.ClosedJaxpr | core.Jaxpr)
     ]
     if len(inner) == 1 and len(opened(inner[0]).invars) == len(inputs):
-        made = outputs(opened(inner[0]), inputs)
+        made = outputs(opened(inner[0]), inputs, special)
         if len(made) == len(eqn.outvars):
             return made
     # What has functions of another kind differs with any of its inputs, or with a replica's number within; and what
@@ -145,35 +158,35 @@ def _of_collective(params: Any, key: str, inputs: list[Axes], count: int) -> lis
     return left if len(left) == count else [_NONE.union(*left) for _ in range(count)]
 
 
-def _of_scan(params: Any, inputs: list[Axes]) -> list[Axes]:
+def _of_scan(params: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
     consts, carries = params["num_consts"], params["num_carry"]
     body = opened(params["jaxpr"])
     fixed, carry = inputs[:consts], inputs[consts : consts + carries]
     scanned = inputs[consts + carries :]
     while True:
-        made = outputs(body, [*fixed, *carry, *scanned])
+        made = outputs(body, [*fixed, *carry, *scanned], special)
         joined = [old | new for old, new in zip(carry, made[:carries], strict=True)]
         if joined == carry:
             return [*carry, *made[carries:]]
         carry = joined
 
 
-def _of_while(params: Any, inputs: list[Axes]) -> list[Axes]:
+def _of_while(params: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
     carry = inputs[of_cond + of_body :]
     condition, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
     while True:
         # How often it goes round decides all that it makes.
-        rounds = _NONE.union(*outputs(condition, [*cond_consts, *carry]))
-        made = outputs(body, [*body_consts, *carry])
+        rounds = _NONE.union(*outputs(condition, [*cond_consts, *carry], special))
+        made = outputs(body, [*body_consts, *carry], special)
         joined = [old | new | rounds for old, new in zip(carry, made, strict=True)]
         if joined == carry:
             return carry
         carry = joined
 
 
-def _of_cond(params: Any, inputs: list[Axes]) -> list[Axes]:
+def _of_cond(params: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
     which, *operands = inputs
-    branches = [outputs(opened(branch), operands) for branch in params["branches"]]
+    branches = [outputs(opened(branch), operands, special) for branch in params["branches"]]
     return [which.union(*made) for made in zip(*branches, strict=True)]

@@ -2,13 +2,15 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import NamedTuple
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
 from xshard import errors
 from xshard import mesh as mesh_lib
+from xshard.optimizers import trees
 
 
 class Run(NamedTuple):
@@ -21,6 +23,11 @@ class Run(NamedTuple):
 
 
 _CURRENT: contextvars.ContextVar[Run] = contextvars.ContextVar("run")
+_GATHERED: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
+    "gathered", default=types.MappingProxyType({})
+)
+# JAX keeps no trace from one value for the other.
+_LOOKED_INTO = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -55,3 +62,43 @@ def run() -> Run:
             "on what mesh it runs. Elsewhere: with xshard.learners.within.run_on(mesh): ..."
         )
     return current
+
+
+@contextlib.contextmanager
+def with_gathered(params: Any, whole: Mapping[str, jax.Array]) -> Iterator[None]:
+    """Says to learners what of parameters in shards has been gathered already.
+
+    Args:
+      params: the parameters, as a learner is given them within.
+      whole: what has been gathered, by path.
+    """
+    leaves = trees.leaves_by_path(params)
+    token = _GATHERED.set({path: (leaves[path], x) for path, x in whole.items()})
+    try:
+        yield
+    finally:
+        _GATHERED.reset(token)
+
+
+def gathered(params: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """What has been gathered of these very parameters, by path; what was made of them has not."""
+    found = {}
+    for path, (shard, whole) in _GATHERED.get().items():
+        if params.get(path) is shard:
+            found[path] = whole
+    return found
+
+
+def looked_into() -> contextlib.AbstractContextManager[None]:
+    """Says to learners that what is traced is not to be run, but looked into: see `xshard.held`."""
+    return _LOOKED_INTO(True)
+
+
+def run_only() -> contextlib.AbstractContextManager[None]:
+    """Takes that back."""
+    return _LOOKED_INTO(False)
+
+
+def is_looked_into() -> bool:
+    """Returns whether what is traced now is not to be run."""
+    return bool(_LOOKED_INTO.value)

@@ -26,6 +26,15 @@ from xshard.optimizers import layouts as layouts_lib
 # The elements that a shard has at least, a row of a TPU's memory: to gather fewer costs more than it saves.
 _SMALLEST = 128
 
+# The name by which a program shows a gather.
+GATHERED = "gathered_parameter"
+
+_BY_HAND = (
+    "A network is differentiated with respect to its parameters outside of Learner.update; with shard_params=True what comes "
+    "back is a replica's shard of the sum over all of them, and not its own gradient. Hand the loss to Learner.update, or set "
+    "reduction.shard_params to False."
+)
+
 # Numbers of parameters, each with whether it has come into a loop, or into a branch, since.
 _Sources = frozenset[tuple[int, bool]]
 _NONE: _Sources = frozenset()
@@ -101,12 +110,24 @@ def specs(
     return {path: jax.P(*of_groups, *place(layout)) for path, layout in shares.items()}
 
 
+def gathered(
+    params: Any, on: jax.sharding.Mesh, layouts: layouts_lib.Layouts, dtype: Any
+) -> dict[str, jax.Array]:
+    """The whole of each of the parameters of which there is a shard, by path, with the arguments of `applied`."""
+    gather = functools.partial(_gather, _partition(on, layouts), dtype, "float32", False)
+    shares = held(params, layouts)
+    return {path: gather(layouts[path].shape, layouts[path].dim, x) for path, x in shares.items()}
+
+
 def applied(
     network: Callable[..., Any],
     on: jax.sharding.Mesh,
     layouts: layouts_lib.Layouts,
     dtype: Any,
     reduce_dtype: str,
+    *,
+    by_hand: bool = False,
+    ready: Mapping[str, jax.Array] | None = None,
 ) -> Callable[..., Any]:
     """The `apply` of a network, as `hk.transform_with_state` has it, that takes shards of parameters, too.
 
@@ -116,30 +137,37 @@ def applied(
       layouts: what `layouts_of` returns.
       dtype: the type to gather in.
       reduce_dtype: the type to sum gradients in, as `Partition.scatter` has it.
+      by_hand: whether what differentiates it with respect to its parameters would be no update; it is refused.
+      ready: what `gathered` has returned for some of these parameters, and is not gathered again.
     """
-    scatter_steps, gather_steps = mesh.torus_steps(on)
 
     def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
-        partition = shards.Partition(
-            params,
-            on.shape[mesh.REPLICA],
-            mesh.REPLICA,
-            scatter_steps=scatter_steps,
-            gather_steps=gather_steps,
-            layouts=layouts,
-        )
-        gather = functools.partial(_gather, partition, dtype, reduce_dtype)
+        partition = _partition(on, layouts)
+        gather = functools.partial(_gather, partition, dtype, reduce_dtype, by_hand)
         asking = hk.transform_with_state(with_getter(network, _getter(partition, gather))).apply
 
         def run(early: Sequence[str], params: Any) -> Any:
             leaves, first = trees.leaves_by_path(params), {}
-            for path in early:
-                first[path] = gather(layouts[path].shape, layouts[path].dim, leaves[path])
+            for path in sorted({*early, *(ready or ())}):
+                layout, whole = layouts[path], (ready or {}).get(path)
+                first[path] = gather(layout.shape, layout.dim, leaves[path], whole)
             return asking(trees.replace(params, first), *args, **kwargs)
 
         return _gathered_again(run, params, layouts)
 
     return apply
+
+
+def _partition(on: jax.sharding.Mesh, layouts: layouts_lib.Layouts) -> shards.Partition:
+    scatter_steps, gather_steps = mesh.torus_steps(on)
+    return shards.Partition(
+        {},
+        on.shape[mesh.REPLICA],
+        mesh.REPLICA,
+        scatter_steps=scatter_steps,
+        gather_steps=gather_steps,
+        layouts=layouts,
+    )
 
 
 def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -196,26 +224,30 @@ def _gather(
     partition: shards.Partition,
     dtype: Any,
     reduce_dtype: str,
+    by_hand: bool,
     shape: tuple[int, ...],
     dim: int | None,
     shard: jax.Array,
+    ready: jax.Array | None = None,
 ) -> jax.Array:
     """The whole array of a shape, of which there is a shard; its gradient is the shard of the sum over the replicas."""
     layout = layouts_lib.Layout("", shape, partition.count, dim)
     sent = dtype if jnp.issubdtype(shard.dtype, jnp.floating) else shard.dtype
 
-    # By this name the program shows it.
-    def gathered_parameter(shard: jax.Array) -> jax.Array:
-        return partition.gather(layout, shard.astype(sent))
+    # By this name, `GATHERED`, the program shows it.
+    def gathered_parameter(shard: jax.Array, ready: jax.Array | None) -> jax.Array:
+        return partition.gather(layout, shard.astype(sent)) if ready is None else ready
 
-    def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
+    def backward(_: None, grad: jax.Array) -> tuple[jax.Array, None]:
+        if by_hand:
+            raise errors.UserError(_BY_HAND)
         total = partition.scatter(layout, trees.widen(grad), reduce_dtype)
-        return (total.astype(shard.dtype),)
+        return total.astype(shard.dtype), None
 
     named = jax.jit(gathered_parameter)
     gather = jax.custom_vjp(named)
-    gather.defvjp(lambda shard: (named(shard), None), backward)
-    return gather(shard)
+    gather.defvjp(lambda *inputs: (named(*inputs), None), backward)
+    return gather(shard, ready)
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -271,7 +303,7 @@ class _Followed:
 
     def _of_equation(self, eqn: Any, inputs: list[_Sources]) -> _Sources:
         name, params = eqn.primitive.name, eqn.params
-        if params.get("name") == "gathered_parameter":
+        if params.get("name") == GATHERED:
             self.early |= {self._paths[number] for number, inner in inputs[0] if inner}
             return _NONE
         if name == "scan":

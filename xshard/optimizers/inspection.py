@@ -67,25 +67,21 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
             raise errors.UserError(cross_shard.NOTHING_BETWEEN_SLICES)
 
 
-def check_shards_params(
-    opt: base.Optimizer, mesh: jax.sharding.Mesh, by_network_alone: bool
-) -> None:
+def check_shards_params(opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: bool) -> None:
     """Raises UserError if replicas cannot hold shards of the parameters that a rule updates.
 
     Args:
       opt: the rule.
       mesh: of the run.
-      by_network_alone: whether nothing but a network looks at parameters, and nothing at a replica's own gradients.
+      clips: whether a replica's own gradients are acted on before they are summed.
     """
     why = ""
     if mesh.shape[mesh_lib.MODEL] > 1:
         why = f"model_parallel={mesh.shape[mesh_lib.MODEL]}: parameters lie along one axis. Set model_parallel to 1"
-    elif not by_network_alone:
+    elif clips:
         why = (
-            "an experiment that defines clip_gradients, train_step, training_loss, eval_step or predict itself, or a "
-            "Learner of its own: these would see shards where they expect whole parameters, or sums in the place of a "
-            "replica's own gradients. Say it by forward, loss and evaluate, and clip the sum in the rule, as "
-            "optax.clip_by_global_norm does"
+            "clip_gradients: no replica has gradients of its own, as what comes back from a network is summed. Clip the sum "
+            "in the rule, as optax.clip_by_global_norm does"
         )
     elif type(opt).apply_gradients is not base.Optimizer.apply_gradients:
         why = f"{type(opt).__name__}, whose apply_gradients is its own. Implement update instead"

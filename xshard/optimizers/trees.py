@@ -22,6 +22,12 @@ def widen(x: Any) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
+def strong(x: Any) -> jax.Array:
+    """An array whose type is its own, and not the one that a number of Python's takes on beside others."""
+    x = jnp.asarray(x)
+    return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
+
+
 def path_name(path: tuple[Any, ...]) -> str:
     """A key path as text, such as 'mlp/linear_0/w'."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,297 @@
+"""What an experiment's methods do with parameters of which a replica holds its shard, found in their programs.
+
+With `reduction.shard_params` they see shards where they would see whole parameters. `Learner.apply` gathers what its
+network asks for, and `Learner.update` knows of it. Arithmetic element by element is right on shards, such as that of a
+moving average. All else would be of a part in the place of the whole, and is refused.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from xshard import contract, errors, supervised
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+from xshard import state as state_lib
+from xshard.learners import varying, within
+from xshard.learners.state import held_like, is_learner
+from xshard.optimizers import gathering, layouts, primitives, trees
+
+_NONE: varying.Axes = frozenset()
+# Noted of a value beside the axes that it differs along: that it is a shard of a parameter, or made of such otherwise than
+# element by element; or an array of other elements, which are not all equal.
+_SHARD, _MIXED, _OTHER = "shard:", "mixed:", "other"
+_OTHERWISE = "or set reduction.shard_params to False"
+
+
+def call(
+    method: Callable[..., Any],
+    mesh: Any,
+    experiment: experiment_lib.Experiment,
+    shapes: state_lib.TrainState,
+    *args: Any,
+    whole: bool = False,
+) -> Any:
+    """Calls a method of an experiment on a replica.
+
+    Args:
+      method: the method, of which the experiment's state is the first argument.
+      mesh: of the run.
+      experiment: the experiment.
+      shapes: the run's state, as it is stored.
+      *args: the method's.
+      whole: whether the state of the rules is whole.
+
+    Returns:
+      What it returns.
+
+    Raises:
+      UserError: if it uses what the replica holds a shard of as if it were whole.
+    """
+    layouts_of = _layouts_of(shapes)
+    with within.run_on(mesh, experiment.sharding_rules(), whole=whole):
+        with _explained(layouts_of):
+            returned = method(*args)
+        if layouts_of and not supervised.leaves_state_alone(experiment):
+            with within.looked_into():
+                _Uses(method, layouts_of, args).check(steps=not whole)
+    return returned
+
+
+def _layouts_of(state: state_lib.TrainState) -> dict[str, layouts.Layout]:
+    """How what replicas hold shards of lies, by its path in the experiment's state: parameters, and copies of such."""
+    found: dict[str, layouts.Layout] = {}
+    layout: layouts.Layout | None
+    learners = state_lib.learners(state)
+    for name, learner in learners.items():
+        for path, layout in learner.rules.held.items():
+            if layout.held:
+                found[f"{name}/params/{path}".removeprefix("/")] = layout
+    copied = held_like(learners.values())
+    node = lambda x: is_learner(x) or experiment_lib.is_own(x)
+    for place, x in jax.tree_util.tree_leaves_with_path(state.experiment, is_leaf=node):
+        path = trees.path_name(place)
+        layout = None if node(x) else copied(path, x)
+        if layout is not None:
+            found[path] = layout
+    return found
+
+
+@contextlib.contextmanager
+def _explained(found: Mapping[str, layouts.Layout]) -> Iterator[None]:
+    """Says of an error of shapes whose they may be."""
+    try:
+        yield
+    except (TypeError, ValueError) as e:
+        if found and not isinstance(e, errors.UserError):
+            path, layout = next(iter(found.items()))
+            e.add_note(
+                f"With reduction.shard_params=True this method sees a replica's shards of parameters, such as of {path!r}, of "
+                f"shape {layout.shape}, that of {layout.shard_shape}. So are copies in the state that are named as they are."
+            )
+        raise
+
+
+class _Uses:
+    """The program of a method, as the values that are shards go through it."""
+
+    def __init__(
+        self, method: Callable[..., Any], found: Mapping[str, layouts.Layout], args: tuple[Any, ...]
+    ):
+        """Traces it.
+
+        Args:
+          method: the method.
+          found: how what there are shards of lies, by path.
+          args: the method's.
+        """
+        self._where = contract.described(method)
+        self._found = found
+        self._method = method
+        self._args = args
+        # Of which all elements are equal.
+        self._uniform: set[Any] = set()
+        # What has first taken a shard otherwise than element by element.
+        self._mixed_by: dict[str, Any] = {}
+
+    def check(self, *, steps: bool) -> None:
+        """Raises UserError if it uses what a replica holds a shard of as if it were whole.
+
+        Args:
+          steps: whether the first of what it returns is the experiment's new state.
+        """
+
+        def leaves(*args: Any) -> dict[str, Any]:
+            made = jax.tree_util.tree_leaves_with_path(self._method(*args))
+            return {trees.path_name(path): x for path, x in made if isinstance(x, jax.Array)}
+
+        closed, made = jax.make_jaxpr(leaves, return_shape=True)(*self._args)
+        constants, jaxpr = closed.jaxpr.constvars, closed.jaxpr
+        jaxpr = jaxpr.replace(constvars=[], invars=[*constants, *jaxpr.invars])
+        inputs = [*(_other(x.aval) for x in constants), *self._inputs()]
+        results = varying.outputs(jaxpr, inputs, self._of_equation)
+        for name, var, noted in zip(sorted(made), jaxpr.outvars, results, strict=True):
+            of_state = steps and name.startswith("0/")
+            layout = self._found.get(name.removeprefix("0/")) if of_state else None
+            if layout is None:
+                self._check_whole(noted)
+            elif not self._is_kept(var, noted, layout):
+                self._check_whole(noted)
+                raise errors.UserError(
+                    f"{self._where} leaves as {name.removeprefix('0/')!r} in the state what is not made of parameters in "
+                    f"shards, where each replica holds its shard of a whole of shape {layout.shape}. Make it of parameters "
+                    f"element by element, as a moving average is; {_OTHERWISE}."
+                )
+
+    def _is_kept(self, var: Any, noted: varying.Axes, layout: layouts.Layout) -> bool:
+        """Returns whether a result is the replica's shard of what lies so."""
+        if _paths(noted):
+            return self._layout(noted) == layout
+        return var.aval.shape == layout.shard_shape and self._is_uniform(var)
+
+    def _inputs(self) -> list[varying.Axes]:
+        """What is noted of the arguments: the state, and what differs between the replicas."""
+        state, *others = self._args
+        node = experiment_lib.is_own
+        inputs = []
+        for place, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=node):
+            path = trees.path_name(place)
+            if node(x):
+                inputs += [varying.ALL | _other(leaf) for leaf in jax.tree.leaves(x)]
+            else:
+                inputs.append(frozenset([_SHARD + path]) if path in self._found else _other(x))
+        return inputs + [varying.ALL | _other(leaf) for leaf in jax.tree.leaves(others)]
+
+    def _of_equation(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
+        name, called = eqn.primitive.name, eqn.params.get("name")
+        if called == gathering.GATHERED:
+            return [_other(x.aval) for x in eqn.outvars]
+        if called == "replicas_own":
+            return [varying.ALL | _other(x.aval) for x in eqn.outvars]
+        if called == "used_as_whole":
+            self._check_whole(*inputs)
+        if called == "used_as_shards":
+            self._check_shards(*inputs)
+            return inputs
+        if name in ("cond", "while") and _gathers(eqn):
+            self._check_alike(eqn, inputs)
+        if name in ("cond", "while", "scan", *primitives.CALLS):
+            self._enter(eqn)
+            return None
+        return self._of_primitive(eqn, inputs)
+
+    def _of_primitive(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
+        name, noted = eqn.primitive.name, _NONE.union(*inputs)
+        paths, axes = _paths(noted), [x & varying.ALL for x in inputs]
+        made = varying.of_equation(eqn, axes)
+        if not paths:
+            repeats = name in primitives.ELEMENTWISE or name == "broadcast_in_dim"
+            if repeats and all(map(self._is_uniform, eqn.invars)):
+                self._uniform.update(eqn.outvars)
+                return made
+            return [x | _other(var.aval) for x, var in zip(made, eqn.outvars, strict=True)]
+        if name in primitives.ELEMENTWISE and self._fits(eqn, inputs):
+            return [noted]
+        for path in paths:
+            self._mixed_by.setdefault(path, eqn)
+        if eqn.effects:
+            self._check_whole(noted)
+        return [x.union(_MIXED + path for path in paths) for x in made]
+
+    def _fits(self, eqn: Any, inputs: list[varying.Axes]) -> bool:
+        """Returns whether shards that lie alike are taken element by element, and beside them single values."""
+        found = []
+        for atom, noted in zip(eqn.invars, inputs, strict=True):
+            layout = self._layout(noted)
+            if layout is not None and atom.aval.shape == layout.shard_shape:
+                found.append(layout)
+            elif _paths(noted) or not self._is_uniform(atom):
+                return False
+        return all(layout == found[0] for layout in found)
+
+    def _layout(self, noted: varying.Axes) -> layouts.Layout | None:
+        """The layout of what is made of shards element by element; None if it is not, or not of them alone."""
+        found = [self._found[path] for path in _paths(noted)]
+        if _OTHER in noted or any(x.startswith(_MIXED) for x in noted):
+            return None
+        return found[0] if found and all(layout == found[0] for layout in found) else None
+
+    def _is_uniform(self, atom: Any) -> bool:
+        """Returns whether all elements of a value are known to be equal."""
+        if isinstance(atom, core.Literal) or not atom.aval.shape:
+            return not atom.aval.shape
+        return atom in self._uniform
+
+    def _enter(self, eqn: Any) -> None:
+        """Hands on to the function that an equation calls which of its arguments have equal elements."""
+        if eqn.primitive.name not in primitives.CALLS:
+            return
+        inner = varying.opened(eqn.params[primitives.CALLS[eqn.primitive.name]])
+        for var, atom in zip(inner.invars, eqn.invars, strict=True):
+            # Another call may have been given other values.
+            self._uniform.discard(var)
+            if self._is_uniform(atom):
+                self._uniform.add(var)
+
+    def _check_whole(self, *values: varying.Axes) -> None:
+        for path in _paths(_NONE.union(*values)):
+            self._refuse(path)
+
+    def _check_shards(self, *values: varying.Axes) -> None:
+        """Raises UserError unless the parameters that an update is given are made of shards."""
+        for noted in values:
+            if self._layout(noted) is not None:
+                continue
+            self._check_whole(noted)
+            raise errors.UserError(
+                f"{self._where} gives Learner.update parameters that are not made of those in its state; with "
+                f"shard_params=True each replica holds shards of these. Make them of these element by element; {_OTHERWISE}."
+            )
+
+    def _check_alike(self, eqn: Any, inputs: list[varying.Axes]) -> None:
+        """Raises UserError unless all replicas of a group come to the gathers in a branch."""
+        name = eqn.primitive.name
+        if name == "while" or inputs[0] - {mesh_lib.GROUP, _OTHER}:
+            raise errors.UserError(
+                f"{self._where} applies a network in a {name}{_line(eqn)}; with shard_params=True it gathers parameters, "
+                "for which all replicas must meet, and not all may come there. Apply it before, and choose by jnp.where; take "
+                f"a loop of a fixed number of rounds, as jax.lax.scan is; {_OTHERWISE}."
+            )
+
+    def _refuse(self, path: str) -> None:
+        eqn = self._mixed_by.get(path)
+        by = f", by {eqn.primitive.name}{_line(eqn)}" if eqn is not None else ""
+        raise errors.UserError(
+            f"{self._where} uses {path!r} as if it were whole{by}; with shard_params=True each replica holds a shard of it. What "
+            "a network asks Haiku for in Learner.apply is gathered, and what is done element by element, as in a moving average, "
+            "is right on shards. Compute what else is made of parameters in the network, and return it among its outputs; "
+            f"leave it to the rule, as optax.add_decayed_weights for a penalty; {_OTHERWISE}."
+        )
+
+
+def _paths(noted: varying.Axes) -> list[str]:
+    """The parameters that a value is made of."""
+    return sorted(x.partition(":")[2] for x in noted if x.startswith((_SHARD, _MIXED)))
+
+
+def _other(x: Any) -> varying.Axes:
+    return frozenset([_OTHER] if x.shape else [])
+
+
+def _gathers(eqn: Any) -> bool:
+    """Returns whether an equation gathers a parameter, or holds a program that does."""
+    if eqn.params.get("name") == gathering.GATHERED:
+        return True
+    return any(_gathers(x) for jaxpr in core.jaxprs_in_params(eqn.params) for x in jaxpr.eqns)
+
+
+def _line(eqn: Any) -> str:
+    """The line of the user's code that an equation is of, in brackets; empty if unknown."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if errors.is_users(frame.file_name):
+            return f" ({errors.shown(frame.file_name)}:{frame.line_num})"
+    return ""
