@@ -53,6 +53,8 @@ def make_config() -> Any:
     config.update({"width": size.width, "layers": size.layers, "examples": 100 * size.batch})
     config.update({"batch_size": size.batch, "steps": _UNTIMED + _STEPS.value})
     config.update({"log_every_steps": 100, "eval_every_steps": 10**6})
+    # As by default.
+    config.fingerprint_every_steps = 10
     config.checkpoint.every_steps = 500
     return config
 
