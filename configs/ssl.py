@@ -19,6 +19,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = {"channels": 16, "features": 64, "hidden": 128, "projection": 32}
     config.optimizer = {"learning_rate": 1.0}
     config.target_decay = 0.99
+    # 0: only the classifier learns, of features as they were initialized.
+    config.distance_weight = 1.0
     config.noise = 0.1
     config.eval_every_steps = 200
     config.checkpoint.update(

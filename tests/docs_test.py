@@ -23,7 +23,7 @@ import pytest
 from absl import flags
 
 import xshard
-from configs import digits, lm
+from configs import digits, lm, ssl
 from xshard import config as config_lib
 from xshard.files import identity as identity_lib
 
@@ -105,7 +105,7 @@ def test_links_and_keys(page):
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert link.startswith("https://") or (page.parent / link).exists(), link
-    configs = (digits.get_config(), lm.get_config())
+    configs = (digits.get_config(), lm.get_config(), ssl.get_config())
     keys = [key for config in configs for key in config_lib.flatten(identity_lib.plain(config))]
     for key in re.findall(r"`(?:--)?config\.(?!json|py|experiment_kwargs)([a-z_.]+)", text):
         assert any(f"{known}.".startswith(f"{key.rstrip('.')}.") for known in keys), key

@@ -9,8 +9,18 @@ from xshard import loop
 from xshard.optimizers import trees
 
 
-def flipped(state, name, device):
-    """The state with one bit of the last element of an array another in the copy on one device."""
+def one_bit(word):
+    """The word with another bit."""
+    return word ^ (1 << 20)
+
+
+def to_nan(word):
+    """The word with all bits of a float32's exponent, and one below."""
+    return word | 0x7FC00000
+
+
+def flipped(state, name, device, change=one_bit):
+    """The state with a change of the last element of an array in the copy on one device."""
 
     def flip(path, x):
         if trees.path_name(path) != name:
@@ -20,14 +30,14 @@ def flipped(state, name, device):
             part = np.array(shard.data)
             if shard.device.id == device:
                 words = part.reshape(-1).view(np.uint32)
-                words[-1] ^= 1 << 20
+                words[-1] = change(int(words[-1]))
             shards.append(jax.device_put(part, shard.device))
         return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
     return jax.tree_util.tree_map_with_path(flip, state)
 
 
-def after(monkeypatch, steps, name, device, *, begin=0):
+def after(monkeypatch, steps, name, device, *, begin=0, change=one_bit):
     """Has the state that a run has after each of some steps flipped, once each; `steps` has those that are left.
 
     Before the run has made `begin` steps, those that it makes again counted anew, nothing is.
@@ -43,7 +53,7 @@ def after(monkeypatch, steps, name, device, *, begin=0):
                 steps.remove(int(state.step))
                 leaves = jax.tree_util.tree_leaves_with_path(state)
                 assert name in [trees.path_name(path) for path, _ in leaves]
-                state = flipped(state, name, device)
+                state = flipped(state, name, device, change)
             return step_of_run(state, batch)
 
         self.train_step = train_step

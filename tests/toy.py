@@ -77,6 +77,15 @@ class Poisoned(Wide):
         return scaled.opt
 
 
+class Lowered(Poisoned):
+    """Its updates can be lowered; it keeps averages of its parameters."""
+
+    def optimizer(self):
+        rule = xshard.OptaxOptimizer(optax.adam(0.1), backs_off=True)
+        reduced = xshard.CrossShardOptimizer(rule, **self.config.reduction)
+        return xshard.MovingAverageOptimizer(reduced, 0.5)
+
+
 class _Poisoned:
     """Batches of which the first example of a group is not a number at some steps."""
 

@@ -84,7 +84,7 @@ def init(
     """
     build = functools.partial(_build, experiment, mesh, seed, example, whole=False)
     shardings = shardings_of(experiment, mesh, jax.eval_shape(build))
-    return jax.jit(build, out_shardings=shardings)()
+    return jax.jit(build, out_shardings=shardings, **mesh_lib.compiled_quickly(mesh))()
 
 
 def abstract_state(

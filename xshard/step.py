@@ -107,6 +107,9 @@ def on_replicas(
             # It goes with what the step reduces anyway: XLA makes one collective of them.
             is_due = every == 1 or (state.step + 1) % every == 0
             begun = fingerprint.of_replica(experiment, mesh, shapes, state, is_due)
+            if mesh_lib.num_replicas(mesh) == 1:
+                # With no reduction between them, XLA would copy the old state, which is read here, before the update writes over it.
+                batch = trees.after(begun.table, batch)
         with within.run_on(mesh, rules):
             returned = experiment.train_step(old.experiment, batch, _step_key(old))
         made, logged = contract.step(experiment.train_step, returned)
@@ -163,7 +166,6 @@ def evaluation_on_replicas(
 ) -> Callable[..., logical.Mapped]:
     """The share of each replica of a mesh in an evaluation of `make_eval_step`, given its arguments, with a whole state or not."""
     grouped = mesh_lib.num_groups(mesh) > 1
-    rules = experiment.sharding_rules()
 
     def local_eval(shapes: Any, state: TrainState, batch: Batch, number: Any) -> tuple[Any, Any]:
         if not whole:
@@ -172,7 +174,7 @@ def evaluation_on_replicas(
         mask = batch.pop("_mask")
         local = _local(state, grouped)
         key = _replica_key(jax.random.fold_in(jax.random.fold_in(local.rng, _EVALUATION), number))
-        with within.run_on(mesh, rules, whole=True):
+        with within.run_on(mesh, experiment.sharding_rules(), whole=True):
             values = experiment.eval_step(local.experiment, batch, key)
         arrays = experiment_lib.summarizes(experiment)
         values = contract.evaluation(experiment.eval_step, values, len(mask), arrays=arrays)
@@ -186,11 +188,10 @@ def evaluation_on_replicas(
 
     def mapped(state: TrainState, batch: Batch, number: Any) -> logical.Mapped:
         del batch, number
-        in_parts = state_lib.specs(experiment, mesh, state, manual=True)
-        of_state = _whole_specs(experiment, mesh, state) if whole else in_parts
+        specs = _whole_specs if whole else functools.partial(state_lib.specs, manual=True)
         return logical.Mapped(
             functools.partial(local_eval, state),
-            in_specs=(of_state, jax.P(mesh_lib.REPLICAS), jax.P()),
+            in_specs=(specs(experiment, mesh, state), jax.P(mesh_lib.REPLICAS), jax.P()),
             out_specs=(per_group, jax.P()),
             finish=lambda sums: {**sums[0], **sums[1]},
         )
@@ -206,10 +207,9 @@ def make_predict(
     The batch is equal on all devices, too.
     """
     grouped = mesh_lib.num_groups(mesh) > 1
-    rules = experiment.sharding_rules()
 
     def local_predict(state: TrainState, batch: Batch) -> Any:
-        with within.run_on(mesh, rules, whole=True):
+        with within.run_on(mesh, experiment.sharding_rules(), whole=True):
             return experiment.predict(_local(state, grouped).experiment, batch)
 
     def predict(state: TrainState, batch: Batch) -> Any:

@@ -91,7 +91,8 @@ class Byol(xshard.Experiment):
         labels = jnp.concatenate([batch["label"]] * 2)
         of_classifier = optax.softmax_cross_entropy_with_integer_labels(outputs["logits"], labels)
         distance, of_classifier = jnp.mean(distance), jnp.mean(of_classifier)
-        return distance + of_classifier, net_state, {"similarity": -distance}
+        loss = self.config.distance_weight * distance + of_classifier
+        return loss, net_state, {"similarity": -distance}
 
     def _view(self, key, pixels):
         """The images moved by up to a pixel, and noisy."""

@@ -219,12 +219,17 @@ def test_what_is_not_finite_on_one_process_ends_all_and_starts_none_again(tmp_pa
 
 
 def test_two_go_back_past_the_data_also_when_one_is_killed_meanwhile(tmp_path):
-    options = ["--config.experiment=tests.toy.Poisoned", "--config.overflow_above=1e9",
+    options = ["--config.experiment=tests.toy.Lowered", "--config.overflow_above=1e9",
+               "--config.roll_back.learning_rate_factor=0.5",
                "--config.poisoned=((0,31),)", "--config.on_nonfinite=roll_back", "--config.steps=50"]  # fmt: skip
     code, output = harness.finish(start(tmp_path / "whole", *options, count=2))
     assert code == 0, output
     said = "went back to step 20, and on from there past batches 21 to 31 of the data"
     assert said in output and (tmp_path / "whole/roll_backs.json").exists()
+    scales = {
+        row["step"]: row["update_scale"] for row in rows.read(tmp_path / "whole") if "loss" in row
+    }
+    assert scales == {step: 1.0 if step <= 20 else 0.5 for step in range(5, 51, 5)}
     with pace.slow(tmp_path / "slow", 31) as variables:
         process = start(tmp_path / "run", *options, count=2, **variables)
         harness.read_until(process, said)

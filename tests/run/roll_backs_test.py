@@ -456,14 +456,21 @@ def assert_same_history(directory, other, config):
 
 # In the first history, and in the third, which the run begins after 12 steps, past batches 5 to 11.
 @pytest.mark.parametrize(
-    ("steps", "begin", "first"), [([5], 0, [5]), ([6], 12, [5]), ([6, 9], 12, [5, 16])]
+    ("steps", "begin", "first", "change"),
+    [
+        ([5], 0, [5], flips.one_bit),
+        ([6], 12, [5], flips.one_bit),
+        ([6, 9], 12, [5, 16], flips.one_bit),
+        # The loss of the next step is not finite either, which is not the data's doing: none is passed.
+        ([5], 0, [5], flips.to_nan),
+    ],
 )
 def test_where_replicas_part_it_makes_the_same_steps_again(
-    tmp_path, undisturbed, monkeypatch, capsys, steps, begin, first
+    tmp_path, undisturbed, monkeypatch, capsys, steps, begin, first, change
 ):
     config = make_config(on_parted="roll_back", limit=9)
     left = list(steps)
-    flips.after(monkeypatch, left, FLIPPED, 3, begin=begin)
+    flips.after(monkeypatch, left, FLIPPED, 3, begin=begin, change=change)
     assert loop.run(config, str(tmp_path), "") == 0
     assert not left
     assert_same_history(tmp_path, undisturbed, config)
@@ -511,19 +518,8 @@ def test_a_device_that_goes_on_so_ends_the_run_with_the_story(tmp_path, monkeypa
         assert (other / "roll_backs.json").exists() == bool(count)
 
 
-class Lowered(toy.Poisoned):
-    """Its updates can be lowered; it keeps averages of its parameters."""
-
-    def optimizer(self):
-        rule = xshard.OptaxOptimizer(optax.adam(0.1), backs_off=True)
-        reduced = xshard.CrossShardOptimizer(rule, **self.config.reduction)
-        return xshard.MovingAverageOptimizer(reduced, 0.5)
-
-
 def lowered_config(**changes):
-    return make_config(
-        experiment="tests.run.roll_backs_test.Lowered", learning_rate_factor=0.25, **changes
-    )
+    return make_config(experiment="tests.toy.Lowered", learning_rate_factor=0.25, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -552,7 +548,7 @@ def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
         if name.endswith("hyperparams/update_scale")
     ]  # fmt: skip
     assert scale == 0.0625
-    unchanged = make_config(experiment="tests.run.roll_backs_test.Lowered")
+    unchanged = make_config(experiment="tests.toy.Lowered")
     assert loop.run(unchanged, str(tmp_path), "") == 0
     assert set(updates_scale(tmp_path).values()) == {1.0}
     plain = {row["step"]: row["parameter_norm"] for row in rows.read(tmp_path) if "loss" in row}

@@ -17,7 +17,8 @@ from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
 from xshard.optimizers import trees
-from xshard.stored import fingerprint, storage
+from xshard.run import preflight
+from xshard.stored import fingerprint, hashing, storage
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -33,6 +34,7 @@ class Everything(toy.Wide):
             "truth": jnp.array([True, False]),
             "waves": jnp.arange(3, dtype=jnp.complex64),
             "small": jnp.arange(4, dtype=jnp.int4),
+            "large": jnp.arange(1500, dtype=jnp.float32).reshape(30, 50),
             "games": xshard.PerExample(jnp.arange(2 * len(batch["x"])).reshape(-1, 2)),
         }
 
@@ -52,8 +54,8 @@ def fingerprints(devices, name="tests.stored.fingerprint_test.Everything", mesh=
     for path, x in jax.tree_util.tree_leaves_with_path(whole):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         arrays[trees.path_name(path)] = np.asarray(jax.random.key_data(x) if is_key else x)
-    values = {kind: fingerprint.text(value) for kind, value in found.values.items()}
-    return values, fingerprint.of_arrays(arrays.items())
+    values = {kind: hashing.text(value) for kind, value in found.values.items()}
+    return values, hashing.of_arrays(arrays.items())
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def fingerprints(devices, name="tests.stored.fingerprint_test.Everything", mesh=
 )
 def test_no_layout_shows(devices, changes, mesh):
     alone, of_host = fingerprints(1)
-    assert fingerprint.total(list(alone.values())) == of_host
+    assert hashing.total(list(alone.values())) == of_host
     assert list(alone) == ["other", "params", "slots"]
     # The games of 16 examples are as many on any number of devices, but each begins at 0: another state.
     assert (
@@ -83,7 +85,7 @@ def test_no_layout_shows(devices, changes, mesh):
 def test_on_any_layout_that_of_the_host_is_the_same():
     for mesh in ({}, {"slices": 2}):
         values, of_host = fingerprints(8, mesh=mesh, **{"reduction.shard_update": True})
-        assert fingerprint.total(list(values.values())) == of_host
+        assert hashing.total(list(values.values())) == of_host
 
 
 def test_a_group_has_that_of_a_run_of_one_group_with_its_state():
@@ -98,22 +100,40 @@ def test_a_group_has_that_of_a_run_of_one_group_with_its_state():
 )  # fmt: skip
 def test_each_change_is_noticed(dtype):
     x = np.asarray(jnp.asarray(np.arange(60).reshape(3, 4, 5) % 7).astype(dtype))
-    sums = [fingerprint.of_arrays([("x", x)])]
+    sums = [hashing.of_arrays([("x", x)])]
     for place in np.ndindex(x.shape):
         other = x.copy()
         other[place] = np.logical_not(x[place].astype(bool)).astype(x.dtype)
-        sums.append(fingerprint.of_arrays([("x", other)]))
+        sums.append(hashing.of_arrays([("x", other)]))
     assert sums.count(sums[0]) == 1
     # Nor does an exchange of two go unnoticed, nor another name.
-    assert fingerprint.of_arrays([("x", x[:, ::-1])]) != sums[0]
-    assert fingerprint.of_arrays([("y", x)]) != sums[0]
+    assert hashing.of_arrays([("x", x[:, ::-1])]) != sums[0]
+    assert hashing.of_arrays([("y", x)]) != sums[0]
 
 
 def test_signs_of_two_and_of_zero_are_noticed():
     x = np.zeros(4, np.float32)
     y = np.array([0.0, -0.0, 0.0, -0.0], np.float32)
-    assert fingerprint.of_arrays([("x", x)]) != fingerprint.of_arrays([("x", y)])
-    assert fingerprint.of_arrays([("x", np.zeros((0, 3)))]) == "0" * 16
+    assert hashing.of_arrays([("x", x)]) != hashing.of_arrays([("x", y)])
+    assert hashing.of_arrays([("x", np.zeros((0, 3)))]) == "0" * 16
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("made", [toy.Wide, toy.Poisoned])
+def test_they_do_not_have_the_state_copied(devices, made):
+    sizes = {}
+    for every in (0, 1, 10):
+        config = toy.get_config()
+        config.update({"hidden": 50_000, "fingerprint_every_steps": every})
+        mesh = mesh_lib.make_mesh(devices=jax.devices()[:devices])
+        experiment = made(config)
+        batches = preflight.train_batches(experiment, mesh)
+        state = state_lib.init(experiment, mesh, 0, batches.example)
+        program = preflight.jitted_step(experiment, mesh).lower(state, next(batches)).compile()
+        sizes[every] = program.memory_analysis().temp_size_in_bytes
+    parameters = state_lib.learners(state)[""].params
+    of_one = max(x.nbytes for x in jax.tree.leaves(parameters))
+    assert max(sizes[1], sizes[10]) < sizes[0] + of_one, sizes
 
 
 def config_of_a_run(**changes):

@@ -41,7 +41,7 @@ from xshard.checkpoint import source as source_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile
 from xshard.metrics import show as show_lib
-from xshard.stored import fingerprint
+from xshard.stored import hashing
 
 Rows = list[dict[str, Any]]
 _BUDGET_BYTES = 1 << 30
@@ -310,9 +310,9 @@ def _is_scale(path: str, array: arrays_lib.ArrayMeta) -> bool:
 
 def _damage(attempt: format_lib.Attempt) -> str:
     try:
-        found = fingerprint.of_arrays(_read_all(attempt))
+        found = hashing.of_arrays(_read_all(attempt))
         saved = source_lib.read_meta(attempt)["metadata"].get("fingerprint")
-        known = fingerprint.total(saved.values()) if isinstance(saved, dict) else None
+        known = hashing.total(saved.values()) if isinstance(saved, dict) else None
         if known not in (None, found):
             return f"the fingerprint of its arrays is {found}, and on the devices it was {known}"
         source_lib.added_metrics(attempt)

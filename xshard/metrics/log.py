@@ -1,8 +1,9 @@
 """The log of a run: training metrics and evaluations, to its writers and to the terminal."""
 
 import contextlib
+import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from xshard import mesh as mesh_lib
 from xshard.data import batches as batches_lib
 from xshard.files import identity, workdir
 from xshard.metrics import clock as clock_lib
-from xshard.metrics import deferred, flops, show
+from xshard.metrics import deferred, show
+from xshard.metrics import flops as flops_lib
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
 from xshard.metrics import writers as writers_lib
@@ -38,7 +40,7 @@ class Log:
         samples: writers_lib.JsonLines | None = None,
         rows: int = 0,
         epoch_examples: int | None = None,
-        flops_per_step: int | None = None,
+        flops_per_step: Callable[[], int | None] = lambda: None,
         peak: float | None = None,
     ):
         """Begins.
@@ -53,8 +55,8 @@ class Log:
           samples: the file of samples, where the writers are.
           rows: how many rows the writers have of earlier parts of the run.
           epoch_examples: the number of examples of an epoch, if that is known.
-          flops_per_step: the model's floating-point operations in a step, of all groups together, if that is
-            known.
+          flops_per_step: counts the model's floating-point operations in a step, of all groups together; None if that is
+            not known. It is called for each row, the first of which comes when the devices have steps to make.
           peak: how many such operations all devices together can do in a second, if that is known.
         """
         self._writers = writers
@@ -66,7 +68,7 @@ class Log:
         self._mesh = mesh
         self._clock = clock
         self._terminal = terminal
-        self._flops, self._peak = flops_per_step, peak
+        self._count_flops, self._peak = flops_per_step, peak
         self._examples = config.batch_size * mesh_lib.num_groups(mesh)
         self._batch_size, self._epoch_examples = config.batch_size, epoch_examples
         self._deferred = deferred.Deferred()
@@ -175,10 +177,11 @@ class Log:
 
     def _performance(self, rate: float, seconds: Mapping[str, float]) -> rows_lib.Row:
         row = {"steps_per_second": rate, "examples_per_second": rate * self._examples}
-        if self._flops is not None:
-            row["flops_per_second"] = rate * self._flops
+        flops = self._count_flops()
+        if flops is not None:
+            row["flops_per_second"] = rate * flops
             if self._peak is not None:
-                row["utilisation"] = rate * self._flops / self._peak
+                row["utilisation"] = rate * flops / self._peak
         total = sum(seconds.values())
         row["goodput"] = seconds[clock_lib.TRAINING] / max(total, 1e-9)
         row["seconds"] = total
@@ -225,6 +228,7 @@ def begin(
         samples = writers_lib.JsonLines(directory.samples, start)
         writers = writers_lib.open_all(config.writers, part)
     dtype = jmp.get_policy(config.precision).compute_dtype
+    count = functools.partial(flops_lib.if_known, experiment, mesh, batches.shapes(), terminal.say)
     return Log(
         writers,
         start,
@@ -235,8 +239,8 @@ def begin(
         samples=samples,
         rows=writers_lib.count(writers),
         epoch_examples=batches.epoch_examples,
-        flops_per_step=flops.if_known(experiment, mesh, batches.shapes(), terminal.say),
-        peak=flops.peak(mesh, dtype),
+        flops_per_step=functools.cache(count),
+        peak=flops_lib.peak(mesh, dtype),
     )
 
 

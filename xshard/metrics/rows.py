@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xshard.stored import fingerprint
+from xshard.stored import fingerprint, hashing
 
 Row = dict[str, Any]
 
@@ -40,7 +40,7 @@ def is_of_training(row: Row) -> bool:
 def to_number(value: Any) -> Any:
     """A Python number, or a list of them for several groups; two uint32 are a fingerprint, which is a text."""
     array = np.asarray(value)
-    return fingerprint.text(array) if array.dtype == np.uint32 else array.tolist()
+    return hashing.text(array) if array.dtype == np.uint32 else array.tolist()
 
 
 def numbers(row: Row) -> Row:

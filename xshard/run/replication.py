@@ -6,6 +6,7 @@ something that no run goes on with.
 """
 
 import collections
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.metrics import deferred
 from xshard.pod import processes
-from xshard.stored import fingerprint
+from xshard.stored import fingerprint, hashing
 
 _PATHS = 8
 _ADVICE = (
@@ -78,8 +79,11 @@ class Watch:
         self._in_flight = in_flight
         self._pending: collections.deque[tuple[int, fingerprint.Fingerprints]] = collections.deque()
         self._newest: state_lib.TrainState | None = None
-        program = jax.jit(fingerprint.program(experiment, mesh))
-        self._fingerprints = processes.compiled_by_all(program, "the fingerprint of the state")
+        self._program = jax.jit(fingerprint.program(experiment, mesh))
+        self._fingerprints = processes.compiled_by_all(
+            self._program, "the fingerprint of the state"
+        )
+        self._compiling: threading.Thread | None = None
 
     def forget(self) -> None:
         """Lets go of all states so far, whose steps will be made again."""
@@ -120,10 +124,12 @@ class Watch:
     def of_state(self, state: state_lib.TrainState) -> dict[str, Any]:
         """The fingerprints of a state by kind, as text, once it has been looked at; PartedError as for `push`."""
         self._newest = state
+        if self._compiling is not None:
+            self._compiling.join()
         found = mesh_lib.replicate(self._mesh, self._fingerprints(state))
         self._pending.append((int(state.step), found))
         self.flush()
-        return {kind: fingerprint.text(value) for kind, value in found.values.items()}
+        return {kind: hashing.text(value) for kind, value in found.values.items()}
 
     def check_restored(
         self, state: state_lib.TrainState, saved: dict[str, Any] | None, store: str
@@ -140,6 +146,7 @@ class Watch:
           UserError: on all processes, if they differ.
         """
         if saved is None:
+            self._compile_ahead(state)
             return
         found, where = self.of_state(state), f"{store} {int(state.step)}"
         texts = [
@@ -155,6 +162,15 @@ class Watch:
                 "the run goes on from the one before; if it is whole, suspect this machine's memory or a device, and start again "
                 "on another."
             )
+
+    def _compile_ahead(self, state: state_lib.TrainState) -> None:
+        """Begins to compile what the first save calls, beside the step."""
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        shapes = jax.tree.map(shape, state)
+        # JAX keeps it for the call.
+        compile_it = lambda: self._program.lower(shapes).compile()
+        self._compiling = threading.Thread(target=compile_it, name="fingerprint of the state")
+        self._compiling.start()
 
     def _look(self, last: int) -> None:
         while self._pending and self._pending[0][0] <= last:

@@ -1,16 +1,13 @@
 """Fingerprints of a run's state: sums of integers in which neither the order of sums nor the layout shows.
 
-Each 32-bit word of an array is mixed with its place in the whole array and with the array's path, and the results are
-added modulo 2**32, twice in two ways. A word counts once, however many copies of it there are; so the same state has the
-same fingerprint on any number of devices, whole or in shards, and as a checkpoint has it. A change of one word
-always changes it; that others go unnoticed has a probability of 2**-64 each. The mixing is that of hash functions with two
-rounds (https://github.com/skeeto/hash-prospector, lowbias32).
+A word counts once, however many copies of it there are; so the same state has the same fingerprint on any number of
+devices, whole or in shards, and as a checkpoint has it. A change of one word always changes it; that others go unnoticed
+has a probability of 2**-64 each.
 """
 
+import collections
 import dataclasses
-import re
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,15 +22,14 @@ from xshard.learners import varying
 from xshard.learners.state import LearnerState, is_learner
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import trees
+from xshard.stored import hashing
 
 # The kinds of arrays of which each has a fingerprint, over all learners.
 PARAMS, SLOTS, NET_STATE, OTHER = KINDS = ("params", "slots", "net_state", "other")
 # Begins the names under which they are logged.
 PREFIX = "fingerprint/"
-_TEXT = re.compile("[0-9a-f]{16}")
-# Words of the host's that are mixed at a time.
-_BLOCK = 1 << 20
-_PLACE, _FIRST, _SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
+# Arrays of at most so many words are mixed together: XLA takes 15 ms to compile what mixes one, of whatever size.
+_SMALL = 1024
 
 
 class Cell(NamedTuple):
@@ -71,13 +67,13 @@ class _Place(NamedTuple):
 
     Attributes:
       cell: what it counts in.
-      salt: a checksum of its path.
+      path: its own.
       axes: for each dimension the manual axes that it lies along.
       sizes: for each dimension the size of the whole array, without padding.
     """
 
     cell: Cell
-    salt: int
+    path: str
     axes: tuple[tuple[str, ...], ...]
     sizes: tuple[int, ...]
 
@@ -158,8 +154,15 @@ def of_replica(
 
     def of_own() -> jax.Array:
         sums = {cell: jnp.zeros(2, jnp.uint32) for cell in found}
+        small = collections.defaultdict(list)
         for place, x in zip(places, leaves, strict=True):
-            sums[place.cell] = sums[place.cell] + _of_array(place, x, shards)
+            words = hashing.words(x, jnp)
+            if words.size <= _SMALL and not any(place.axes):
+                small[place.cell].append((place.path, words.reshape(-1)))
+            else:
+                sums[place.cell] += _of_array(place, words, shards)
+        for cell, arrays in small.items():
+            sums[cell] += _of_small(arrays)
         return jnp.stack(list(sums.values()))
 
     if is_due is True:
@@ -169,46 +172,6 @@ def of_replica(
     table = _exchange(mesh, own)
     values, parted = _combine(found, table)
     return Fingerprints(values, parted, table)
-
-
-def text(value: Any) -> Any:
-    """A fingerprint as 16 hexadecimal digits; of several groups a list.
-
-    >>> from xshard.stored import fingerprint
-    >>> fingerprint.text(np.array([10, 255], np.uint32))
-    '0000000a000000ff'
-    """
-    pair = np.asarray(value)
-    if pair.ndim > 1:
-        return [text(of_group) for of_group in pair]
-    return "".join(f"{int(word):08x}" for word in pair)
-
-
-def of_arrays(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
-    """The fingerprint of whole arrays on the host with their paths: the sum of those of all kinds, as `text`."""
-    found = np.zeros(2, np.uint32)
-    for path, x in arrays:
-        words = _words(x, np).reshape(-1)
-        for begin in range(0, words.size, _BLOCK):
-            block = words[begin : begin + _BLOCK]
-            number = np.arange(begin, begin + block.size, dtype=np.uint64).astype(np.uint32)
-            lanes = _mixed(block, number, _salt(path), np)
-            found += np.array([np.sum(lane, dtype=np.uint32) for lane in lanes])
-    return text(found)
-
-
-def total(values: Iterable[Any]) -> str | None:
-    """The sum of fingerprints, as `of_arrays` has it; None if one is none, or is of several groups."""
-    found = np.zeros(2, np.uint32)
-    for value in values:
-        if not isinstance(value, str) or not _TEXT.fullmatch(value):
-            return None
-        found += np.array([int(value[:8], 16), int(value[8:], 16)], np.uint32)
-    return text(found)
-
-
-def _salt(path: str) -> int:
-    return zlib.crc32(path.encode())
 
 
 def _cells(places: Sequence[_Place]) -> list[Cell]:
@@ -236,9 +199,7 @@ def _places(
         entries = [*spec[of_groups:], *[None] * len(sizes)][: len(sizes)]
         axes = tuple(_axes(entry) for entry in entries)
         own = tuple(axis for axis in mesh_lib.REPLICAS if axis in varying.of_spec(spec))
-        places.append(
-            _Place(Cell(name if each else of_leaf.kind, own), _salt(name), axes, tuple(sizes))
-        )
+        places.append(_Place(Cell(name if each else of_leaf.kind, own), name, axes, tuple(sizes)))
     return places
 
 
@@ -271,9 +232,15 @@ def _described(
     return state_lib.TrainState(other, inner, other)
 
 
-def _of_array(place: _Place, x: jax.Array, shards: Mapping[Any, jax.Array]) -> jax.Array:
-    """The sums over what a replica holds of an array, and the place of its shard along axes."""
-    words = _words(x, jnp)
+def _of_small(arrays: Sequence[tuple[str, jax.Array]]) -> jax.Array:
+    """The sums over whole arrays of words, with their paths."""
+    numbers = [(np.arange(words.size, dtype=np.uint32), path) for path, words in arrays]
+    keys = np.concatenate([hashing.keys(number, path, np) for number, path in numbers])
+    return _sums(jnp.concatenate([words for _, words in arrays]), jnp.asarray(keys))
+
+
+def _of_array(place: _Place, words: jax.Array, shards: Mapping[Any, jax.Array]) -> jax.Array:
+    """The sums over what a replica holds of an array, as words, and the place of its shard along axes."""
     # A word of what is wider, or of more than one, has places of its own below the element's.
     sizes = (*place.sizes, *words.shape[len(place.sizes) :])
     number = jnp.zeros(words.shape, jnp.uint32)
@@ -286,42 +253,18 @@ def _of_array(place: _Place, x: jax.Array, shards: Mapping[Any, jax.Array]) -> j
             if count * words.shape[dim] != size:
                 is_padding = here >= jnp.uint32(size)
         number = number * jnp.uint32(size) + here
-    lanes: Any = _mixed(words, number, place.salt, jnp)
+    return _sums(words, hashing.keys(number, place.path, jnp), is_padding)
+
+
+def _sums(words: jax.Array, keys: jax.Array, is_padding: jax.Array | None = None) -> jax.Array:
+    """The two sums of what words and keys are mixed to, but for padding."""
+    lanes: Any = hashing.mixed(words, keys, jnp)
     if is_padding is not None:
         lanes = tuple(jnp.where(is_padding, jnp.uint32(0), x) for x in lanes)
     # In one pass: what makes the words is bound by memory.
     zeros = (jnp.uint32(0), jnp.uint32(0))
     both = lambda x, y: (x[0] + y[0], x[1] + y[1])
     return jnp.stack(lax.reduce(lanes, zeros, both, tuple(range(words.ndim))))
-
-
-def _words(x: Any, numpy: Any) -> Any:
-    """The bits of an array as uint32, with more dimensions where an element has more of them."""
-    if numpy is jnp and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if numpy.iscomplexobj(x):
-        x = numpy.stack([x.real, x.imag], axis=-1)
-    if x.dtype == numpy.bool_:
-        x = x.astype(numpy.uint8)
-    of_integers = jnp.issubdtype(x.dtype, jnp.integer)
-    if (jnp.iinfo if of_integers else jnp.finfo)(x.dtype).bits < 8:
-        x = x.astype(numpy.int8 if of_integers else numpy.float32)
-    width = min(x.dtype.itemsize, 4)
-    unsigned = np.dtype(f"uint{8 * width}")
-    if numpy is jnp:
-        return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-    shape = x.shape if x.dtype.itemsize == width else (*x.shape, x.dtype.itemsize // width)
-    return np.ascontiguousarray(x).view(unsigned).reshape(shape).astype(np.uint32)
-
-
-def _mixed(words: Any, number: Any, salt: int, numpy: Any) -> tuple[Any, Any]:
-    """Two numbers for each word, of which any change of the word changes both."""
-    u32 = numpy.uint32
-    x = words ^ (number * u32(_PLACE) + u32(salt))
-    x = (x ^ (x >> u32(16))) * u32(_FIRST)
-    x = x ^ (x >> u32(15))
-    y = x * u32(_SECOND)
-    return x, y ^ (y >> u32(16))
 
 
 def _exchange(mesh: jax.sharding.Mesh, own: jax.Array) -> jax.Array:
