@@ -1,4 +1,4 @@
-"""What a learner leaves in a program that is not to be run, but looked into: see `xshard.held`.
+"""What a learner leaves in a program that is not to be run, but looked into: see `xshard.stored.held`.
 
 In the place of an update, which is the framework's, it says what the update is given and what it returns.
 """
