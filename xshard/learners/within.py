@@ -90,7 +90,7 @@ def gathered(params: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def looked_into() -> contextlib.AbstractContextManager[None]:
-    """Says to learners that what is traced is not to be run, but looked into: see `xshard.held`."""
+    """Says to learners that what is traced is not to be run, but looked into: see `xshard.stored.held`."""
     return _LOOKED_INTO(True)
 
 
