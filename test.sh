@@ -19,9 +19,11 @@ stage() {
 }
 
 export JAX_PLATFORMS=cpu
-# Tests compile the same small programs over and over: they share what has been compiled.
+# Tests compile the same small programs over and over: they share what has been compiled. It is thrown away first, since a
+# program of several devices that XLA has loaded, and not compiled, may stand still (docs/limits.md).
 export JAX_COMPILATION_CACHE_DIR="$PWD/.venv/compilation_cache"
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+rm -rf "$JAX_COMPILATION_CACHE_DIR"
 mkdir -p "$JAX_COMPILATION_CACHE_DIR"
 stage format "$python" -m ruff format --check --no-cache .
 stage lint "$python" -m ruff check --no-cache .

@@ -18,6 +18,8 @@ def no_cache(monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setattr(cache, "_LEAST_SECONDS", 0)
+    # As on one device.
+    monkeypatch.setattr(cache, "_may_stand_still", lambda: False)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.compilation_cache.reset_cache()
@@ -95,3 +97,11 @@ def test_a_run_keeps_what_it_compiles(tmp_path):
     config.steps = 2
     assert loop.run(config.lock(), str(tmp_path), "") == 0
     assert any("train_step" in name for name in names(tmp_path / cache.FOLDER))
+
+
+def test_of_several_devices_of_a_cpu_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    assert jax.device_count() == 8
+    with cache.kept(tmp_path, print):
+        assert jax.config.jax_compilation_cache_dir is None
+    assert not (tmp_path / cache.FOLDER).exists()

@@ -25,7 +25,8 @@ def kept(directory: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
     """Has JAX keep meanwhile what it compiles in a folder of the work directory, if it keeps it nowhere else.
 
     JAX_COMPILATION_CACHE_DIR names another folder, and JAX_ENABLE_COMPILATION_CACHE=false none. Several processes need
-    a folder that all of them see, which is to be named: one that compiles while another loads may wait for it.
+    a folder that all of them see, which is to be named: one that compiles while another loads may wait for it. Of several
+    devices of a CPU nothing is kept: see `_may_stand_still`.
 
     Args:
       directory: a work directory that no other attempt writes to.
@@ -33,7 +34,7 @@ def kept(directory: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
     """
     settings = jax.config.values
     is_asked = not settings[_DIRECTORY] and settings["jax_enable_compilation_cache"]
-    if not is_asked or jax.process_count() > 1:
+    if not is_asked or jax.process_count() > 1 or _may_stand_still():
         yield
         return
     folder = directory / FOLDER
@@ -50,6 +51,15 @@ def kept(directory: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 _move(_entries(own), folder)
                 shutil.rmtree(own)
+
+
+def _may_stand_still() -> bool:
+    """Returns whether a program that was loaded might wait for ever.
+
+    XLA for CPUs runs the collectives of a program that it has compiled one after the other, on all devices alike. In one that
+    it has loaded, those that do not depend on one another begin in any order (seen with jaxlib 0.10.2).
+    """
+    return jax.default_backend() == "cpu" and jax.device_count() > 1
 
 
 def _begin(folder: pathlib.Path) -> pathlib.Path:
