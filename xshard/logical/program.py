@@ -140,7 +140,7 @@ class _One:
 
 
 class _Apart:
-    """The parts as programs of their own, one after the other; but on CPUs the host waits for none."""
+    """The parts as programs of their own, for which the host does not wait, but for exchanges of several CPU devices."""
 
     def __init__(self, parts: Parts, **options: Any):
         """Jits them; the options are those of the last, whose first argument is all that is equal on replicas."""
@@ -208,11 +208,12 @@ class _Apart:
         return [self._befores[at](state, results, replica) for replica in replicas]
 
     def _exchange(self, at: int, brought: Any, numbers: Any) -> Any:
-        """Runs an exchange; on CPUs when all before it is done, and to its end.
+        """Runs an exchange; on several devices of a CPU when all before it is done, and to its end.
 
         XLA's CPU client has a thread for each device. One that waits in a collective keeps it, and so does one that has 32
         programs to run and is given another: the process would wait for ever.
         """
-        if self.parts.on.devices.flat[0].platform != "cpu":
+        devices = self.parts.on.devices
+        if devices.flat[0].platform != "cpu" or devices.size == 1:
             return self._exchanges[at](brought, numbers)
         return jax.block_until_ready(self._exchanges[at](jax.block_until_ready(brought), numbers))
