@@ -156,7 +156,7 @@ class Run:
         self.roll_backs.begin()
         begin = self.resume_or_init()
         start, checkpoints = int(begin.state.step), self.checkpoints.manager
-        self._copies.check_restored(begin.state, begin.fingerprints, str(checkpoints.store))
+        self._copies.begin(begin.state, begin.fingerprints, str(checkpoints.store))
         self.checkpoints.go_on_from(begin)
         self._evaluated = (-1, {})
         learners = state_lib.learners(self._target)

@@ -256,16 +256,6 @@ def put_whole(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda x: put(mesh, np.asarray(x), jax.P()), tree)
 
 
-def compiled_quickly(mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """The arguments of `jax.jit` for a program that runs once, and multiplies no matrices.
-
-    XLA for CPUs compiles it in less than half the time, and it computes the same bits.
-    """
-    if mesh.devices.flat[0].platform != "cpu":
-        return {}
-    return {"compiler_options": {"xla_backend_optimization_level": 1}}
-
-
 def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     """Arrays whose values this process can read, all of them; every process calls it alike."""
 

@@ -11,6 +11,7 @@ stage, https://arxiv.org/abs/1910.02054.
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -127,7 +128,7 @@ def applied(
     reduce_dtype: str,
     *,
     by_hand: bool = False,
-    ready: Mapping[str, jax.Array] | None = None,
+    ready: Mapping[str, jax.Array] = types.MappingProxyType({}),
 ) -> Callable[..., Any]:
     """The `apply` of a network, as `hk.transform_with_state` has it, that takes shards of parameters, too.
 
@@ -148,9 +149,9 @@ def applied(
 
         def run(early: Sequence[str], params: Any) -> Any:
             leaves, first = trees.leaves_by_path(params), {}
-            for path in sorted({*early, *(ready or ())}):
-                layout, whole = layouts[path], (ready or {}).get(path)
-                first[path] = gather(layout.shape, layout.dim, leaves[path], whole)
+            for path in sorted({*early, *ready}):
+                layout = layouts[path]
+                first[path] = gather(layout.shape, layout.dim, leaves[path], ready.get(path))
             return asking(trees.replace(params, first), *args, **kwargs)
 
         return _gathered_again(run, params, layouts)

@@ -131,13 +131,13 @@ class Watch:
         self.flush()
         return {kind: hashing.text(value) for kind, value in found.values.items()}
 
-    def check_restored(
-        self, state: state_lib.TrainState, saved: dict[str, Any] | None, store: str
-    ) -> None:
+    def begin(self, state: state_lib.TrainState, saved: dict[str, Any] | None, store: str) -> None:
         """Compares the fingerprints of a restored state with those that it had when it was saved, on whatever devices.
 
+        What makes them is compiled for it. Where there is nothing to compare it is compiled meanwhile, for the first save.
+
         Args:
-          state: the state.
+          state: the state that the run begins with.
           saved: its fingerprints by kind, as `of_state` returned them; None if they are not known.
           store: where its checkpoint is.
 

@@ -67,7 +67,7 @@ class _Place(NamedTuple):
 
     Attributes:
       cell: what it counts in.
-      path: its own.
+      path: the array's.
       axes: for each dimension the manual axes that it lies along.
       sizes: for each dimension the size of the whole array, without padding.
     """
