@@ -20,7 +20,6 @@ from absl import flags, logging
 
 from launch import elastic, engine, gke, local, mpi, slurm, status, sweep, tpu_vm, xmanager
 from xshard import cli
-from xshard.files import streams
 
 _ENGINE = flags.DEFINE_enum(
     "engine", "local", ["local", "slurm", "mpi", "tpu_vm", "gke", "xmanager"], "Where to."
@@ -186,12 +185,15 @@ def _do(plan: engine.Plan) -> int:
 
 def run() -> int:
     """Runs; an error of the user's becomes one message."""
-    streams.last()
     logging.set_verbosity(logging.WARNING)
+    return cli.run(_run, has_debug_flag=True)
+
+
+def _run() -> int:
     if set(sys.argv[1:]) & {"--help", "-h"} and "--" not in sys.argv:
         print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")
         return 0
-    return cli.run(lambda: main(sys.argv), has_debug_flag=True)
+    return main(sys.argv)
 
 
 if __name__ == "__main__":

@@ -69,11 +69,11 @@ def test_all_processes_have_the_same_data(monkeypatch, others, rule):
     monkeypatch.setattr(processes.Exchange, "__call__", heard)
     facts = {"held-out": lambda: "10 rows"}
     if not rule:
-        processes.check_equal("the data", facts)
+        processes.check_equal_data(facts)
         return
     with pytest.raises(ValueError, match=f"held-out differs .* Process 0: 10 rows; {rule}. Give"):
-        processes.check_equal("the data", facts)
+        processes.check_equal_data(facts)
 
 
 def test_one_process_has_nothing_to_compare():
-    processes.check_equal("the data", {"held-out": lambda: pytest.fail("not to be called")})
+    processes.check_equal_data({"held-out": lambda: pytest.fail("not to be called")})

@@ -16,6 +16,10 @@ from xshard.data import batches
 from xshard.pod import processes
 from xshard.stored import replicas
 
+# The names of the sums of averaged parameters, and of all groups together, begin so.
+_ENSEMBLE = "ensemble/"
+_KINDS = ("", "average/", _ENSEMBLE)
+
 
 class Evaluation:
     """Judges states of an experiment."""
@@ -121,33 +125,25 @@ class Evaluation:
     def _results(self, split: str, totals: dict[str, np.ndarray]) -> dict[str, Any]:
         """The results that the experiment makes of the sums over a split, for each group, and for the ensemble and averages."""
         count = totals.pop("count")
+        prefix = f"{split}/" if split else ""
         results: dict[str, Any] = {}
-        for kind in ("", "average/", "ensemble/"):
-            sums = {
-                name.removeprefix(kind): value
-                for name, value in totals.items()
-                if _kind(name) == kind
-            }
+        for kind in _KINDS:
+            sums = {name.removeprefix(kind): x for name, x in totals.items() if _kind(name) == kind}
             if not sums:
                 continue
-            of_groups = count.ndim and kind != "ensemble/"
-            each = (
-                [
-                    self._checked({name: x[group] for name, x in sums.items()}, count[group])
-                    for group in range(len(count))
-                ]
-                if of_groups
-                else [self._checked(sums, count.max())]
-            )
-            for name in each[0]:
-                values = [one[name] for one in each]
-                name = f"{split}/{kind}{name}" if split else f"{kind}{name}"
-                results[name] = values if of_groups else values[0]
+            values: dict[str, Any] = {}
+            if count.ndim and kind != _ENSEMBLE:
+                for group in range(len(count)):
+                    of_group = {name: x[group] for name, x in sums.items()}
+                    for name, value in self._summary(of_group, count[group]).items():
+                        values.setdefault(name, []).append(value)
+            else:
+                values |= self._summary(sums, count.max())
+            results |= {f"{prefix}{kind}{name}": value for name, value in values.items()}
         return results
 
-    def _checked(self, sums: dict[str, np.ndarray], count: Any) -> dict[str, float]:
-        returned = self._summarize(sums, float(count))
-        return contract.summary(self._where, returned)
+    def _summary(self, sums: dict[str, np.ndarray], count: Any) -> dict[str, float]:
+        return contract.summary(self._where, self._summarize(sums, float(count)))
 
     def _batches(self, examples: data.Examples) -> Any:
         return batches.eval_batches(examples, self._mesh, self._batch_size, self._replicas)
@@ -170,46 +166,37 @@ def _jitted(
 
 def _kind(name: str) -> str:
     kind = name.partition("/")[0] + "/"
-    return kind if kind in ("average/", "ensemble/") else ""
+    return kind if kind in _KINDS else ""
 
 
-class Sampler:
-    """Calls an experiment's `samples` for states."""
-
-    def __init__(
-        self,
-        experiment: experiment_lib.Experiment,
-        predict: Callable[[state_lib.TrainState, Mapping[str, Any]], Any],
-    ):
-        """Keeps what is called: of `predict` see `predictions`."""
-        self._experiment = experiment
-        self._predict = predict
-
-    def __call__(self, step: int, state: state_lib.TrainState) -> tuple[dict[str, Any], str]:
-        """The samples of the state after a step, as a row and as a text for people; all processes call it alike."""
-        where = contract.described(self._experiment.samples)
-        key = experiment_lib.samples_key(self._experiment)
-        predict = functools.partial(self._predict, state)
-        found = samples.named(where, self._experiment.samples(predict, key))
-        return samples.row(where, step, found), samples.text(found)
-
-
-def predictor(
-    jitted: Any, mesh: jax.sharding.Mesh, state: state_lib.TrainState
-) -> Callable[[Mapping[str, Any]], Any]:
-    """The function that takes a batch on the host to a network's outputs there.
+def sample(
+    experiment: experiment_lib.Experiment,
+    predict: Callable[[state_lib.TrainState, Mapping[str, Any]], Any],
+    step: int,
+    state: state_lib.TrainState,
+) -> tuple[dict[str, Any], str]:
+    """The samples of the state after a step, as a row and as a text for people; all processes call it alike.
 
     Args:
-      jitted: `xshard.step.make_predict`'s, its outputs replicated, so that each process has all of them.
-      mesh: the run's mesh.
-      state: a state.
+      experiment: shows them.
+      predict: of `predictions`.
+      step: the number of the step.
+      state: the state after it.
     """
-    return functools.partial(predictions(jitted, mesh), state)
+    where = contract.described(experiment.samples)
+    key = experiment_lib.samples_key(experiment)
+    named = samples.named(where, experiment.samples(functools.partial(predict, state), key))
+    return samples.row(where, step, named), samples.text(named)
 
 
 def predictions(
     jitted: Any, mesh: jax.sharding.Mesh
 ) -> Callable[[state_lib.TrainState, Mapping[str, Any]], Any]:
-    """The function that takes a state and a batch on the host to a network's outputs there: see `predictor`."""
+    """The function that takes a state and a batch on the host to a network's outputs there.
+
+    Args:
+      jitted: `xshard.step.make_predict`'s, its outputs replicated, so that each process has all of them.
+      mesh: the run's mesh.
+    """
     outputs = processes.compiled_by_all(jitted, "the prediction")
     return lambda state, batch: jax.device_get(outputs(state, mesh_lib.put_whole(mesh, batch)))

@@ -93,7 +93,6 @@ class Run:
         train_step, predict = preflight.programs(self.experiment, self.mesh, *inputs)
         self.train_step = processes.compiled_by_all(train_step, "the training step")
         self.predict = evaluation.predictions(predict, self.mesh)
-        self._sampler = evaluation.Sampler(self.experiment, self.predict)
         self._copies = replication.Watch(self.experiment, self.mesh)
         metrics = self._evaluation.check(stored, self.config.checkpoint)
         # Of its own: the manager's is that of its saves in the background.
@@ -280,7 +279,7 @@ class Run:
 
     def _sample(self, made: int, state: state_lib.TrainState, *, last: bool = False) -> str:
         with self.clock.phase(clock_lib.EVALUATION):
-            row, text = self._sampler(made, state)
+            row, text = evaluation.sample(self.experiment, self.predict, made, state)
         if row["samples"]:
             self._log.write_samples(row)
             if not last:

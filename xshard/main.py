@@ -243,12 +243,15 @@ def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
 
 def run() -> int:
     """Parses the flags and runs; returns the exit code."""
-    streams.last()
     logging.set_verbosity(logging.WARNING)
+    return cli.run(_run, has_debug_flag=True)
+
+
+def _run() -> int:
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")
         return notice.DONE
-    return cli.run(lambda: main(cli.parse(_CONFIG), _CONFIG.value), has_debug_flag=True)
+    return main(cli.parse(_CONFIG), _CONFIG.value)
 
 
 def _command() -> str:

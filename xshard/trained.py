@@ -79,7 +79,7 @@ def _predictor(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: state_lib.TrainState
 ) -> Callable[[Mapping[str, Any]], Any]:
     jitted = preflight.jitted_predict(experiment, mesh)
-    predict = evaluation.predictor(jitted, mesh, state)
+    predict = functools.partial(evaluation.predictions(jitted, mesh), state)
 
     def checked(batch: Mapping[str, Any]) -> Any:
         traced = jitted.trace(state, mesh_lib.put_whole(mesh, batch))

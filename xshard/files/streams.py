@@ -15,11 +15,7 @@ class Lasting:
     """
 
     def __init__(self, stream: TextIO):
-        """Takes over a stream.
-
-        Args:
-          stream: the stream.
-        """
+        """Takes over a stream."""
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(OSError, ValueError):
                 stream.reconfigure(errors="backslashreplace")

@@ -67,7 +67,7 @@ class Follower:
         self._older = lambda: state_lib.abstract_state(*args, whole=True, all_slots=True)
         self._storage = storage.Storage(experiment, mesh)
         self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
-        processes.check_equal("the data", {"evaluation": self._evaluation.summary})
+        processes.check_equal_data({"evaluation": self._evaluation.summary})
         self._evaluation.check(storage.as_stored(experiment, mesh, target), config.checkpoint)
         self._run = workdir.Workdir(directory)
         self._own = workdir.Workdir(self._run.path / FOLDER)

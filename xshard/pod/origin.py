@@ -53,8 +53,8 @@ def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
     Raises:
       UserError: if the processes have other data than one another.
     """
-    facts = {"training": lambda: training, "evaluation": lambda: evaluation}
-    processes.check_equal("the data", facts)
+    summaries = {"training": lambda: training, "evaluation": lambda: evaluation}
+    processes.check_equal_data(summaries)
     file = getattr(sys.modules.get(module), "__file__", None)
     git_commit = ""
     if file:

@@ -164,17 +164,16 @@ def from_first(what: str, action: Callable[[], Any]) -> Any:
     return answer["value"]
 
 
-def check_equal(what: str, facts: Mapping[str, Callable[[], str]]) -> None:
-    """Raises ValueError, on all processes, unless all say the same.
+def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
+    """Raises UserError, on all processes, unless all have the same data.
 
     Args:
-      what: what is compared, for the message.
-      facts: functions by name, each of which returns a short fact; not called where there is but one process.
+      summaries: functions by name, each of which summarizes data; not called where there is but one process.
     """
     if jax.process_count() == 1:
         return
-    meet = Exchange(f"comparing {what}", _COMPARE_SECONDS)
-    own = {name: fact() for name, fact in facts.items()}
+    meet = Exchange("comparing the data", _COMPARE_SECONDS)
+    own = {name: summarize() for name, summarize in summaries.items()}
     first, *others = map(json.loads, meet(json.dumps(own)))
     for name, value in first.items():
         differing = []
@@ -183,7 +182,7 @@ def check_equal(what: str, facts: Mapping[str, Callable[[], str]]) -> None:
                 differing.append(f"process {i}: {other[name]}")
         if differing:
             raise errors.UserError(
-                f"{what}: {name} differs between the processes, which would not train one model. Process 0: "
+                f"the data: {name} differs between the processes, which would not train one model. Process 0: "
                 f"{value}; {'; '.join(differing)}. Give all hosts the same files."
             )
 
