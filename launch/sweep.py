@@ -133,10 +133,8 @@ def _differences(job: engine.Job) -> str:
     there.pop(workdir.IDENTITY, None)
     old, new = config_lib.flatten(there), config_lib.flatten(asked)
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    texts = [f"{key}: {old.get(key)!r} for {new.get(key)!r}" for key in changed[:_SHOWN]]
-    if len(changed) > _SHOWN:
-        texts.append(f"and {len(changed) - _SHOWN} more")
-    return "; ".join(texts)
+    texts = [f"{key}: {old.get(key)!r} for {new.get(key)!r}" for key in changed]
+    return show.listed(texts, _SHOWN, "; ")
 
 
 def read_runs(directory: pathlib.Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from xshard.metrics import show
 
 
 def test_rows_come_some_steps_later_and_all_of_them():
-    deferred = deferred_lib.Deferred(in_flight=2)
+    deferred = deferred_lib.Deferred()
     rows = []
     for step in range(1, 6):
         rows.append(

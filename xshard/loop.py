@@ -170,7 +170,7 @@ class Run:
         self._failure = checkpoints.agree(lambda: self.workdir.failure(goes_on))
         # 2. Rows after the checkpoint are dropped: their steps will be made again.
         kept = self.config, self.experiment, self.mesh, self.batches, self.clock, self.terminal
-        self._log = self._held.enter_context(log_lib.begin(self.workdir, start, *kept))
+        self._log = self._held.enter_context(log_lib.Log(self.workdir, start, *kept))
         self.checkpoints.check_rows(begin, self._log)
         return begin
 

@@ -20,7 +20,7 @@ from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.learners import state as learner_state
-from xshard.metrics import deferred
+from xshard.metrics import show
 from xshard.optimizers import inspection, phases
 from xshard.pod import notice
 from xshard.run import nonfinite
@@ -353,19 +353,25 @@ def test_skipping_adds_no_state():
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
 
-def watch(policy="warn", patience=100, in_flight=0):
+def watch(policy="warn", patience=100):
     config = types.SimpleNamespace(on_nonfinite=policy, max_skips_in_a_row=patience)
     the_mesh, said = mesh.make_mesh(devices=jax.devices()[:1]), []
     params = {"m": {"w": 0, "b": 0}}
     learners = {"": learner_state.LearnerState(params, {}, {}, 0)}
-    return nonfinite.Watch(config, the_mesh, learners, said.append, in_flight=in_flight), said
+    return nonfinite.Watch(config, the_mesh, learners, said.append), said
+
+
+def push_one(watching, number, verdict):
+    loss = math.inf if verdict == nonfinite.TROUBLE else 1.0
+    observed = (jnp.int32(verdict), jnp.float32(loss), jnp.array([False, True]))
+    watching.push(number, {"": learner_state.Observed(*observed)})
 
 
 def push(watching, verdicts, first=1):
+    """Pushes steps, and has each looked at before the next."""
     for number, verdict in enumerate(verdicts, first):
-        loss = math.inf if verdict == nonfinite.TROUBLE else 1.0
-        observed = (jnp.int32(verdict), jnp.float32(loss), jnp.array([False, True]))
-        watching.push(number, {"": learner_state.Observed(*observed)})
+        push_one(watching, number, verdict)
+        watching.flush()
 
 
 F, S, T = nonfinite.FINE, nonfinite.STUCK, nonfinite.TROUBLE
@@ -391,12 +397,14 @@ def test_stretches_without_end_are_not_said_without_end():
 
 
 def test_a_step_is_looked_at_when_later_ones_have_been_dispatched():
-    watching, _ = watch("stop", in_flight=deferred.IN_FLIGHT)
-    push(watching, [T, F])
+    watching, _ = watch("stop")
+    push_one(watching, 1, T)
+    push_one(watching, 2, F)
     with pytest.raises(nonfinite.NonfiniteError, match="^step 1: "):
-        push(watching, [F], 3)
-    watching, _ = watch("stop", in_flight=deferred.IN_FLIGHT)
-    push(watching, [F, T])
+        push_one(watching, 3, F)
+    watching, _ = watch("stop")
+    push_one(watching, 1, F)
+    push_one(watching, 2, T)
     with pytest.raises(nonfinite.NonfiniteError, match="^step 2: "):
         watching.flush()
 
@@ -409,7 +417,7 @@ def test_skips_in_a_row_are_counted_anew_after_one_that_helped():
 
 
 def test_of_many_gradients_the_first_are_named():
-    assert nonfinite.listed([str(i) for i in range(10)]) == "0, 1, 2, 3, 4, 5, 6, 7, and 2 more"
+    assert show.listed([str(i) for i in range(10)]) == "0, 1, 2, 3, 4, 5, 6, 7, and 2 more"
 
 
 def test_network_state_of_a_step_that_is_skipped(tmp_path):

@@ -32,8 +32,6 @@ TYPES = (
     "complex64", "complex128",
 )  # fmt: skip
 CRC_BYTES = 4
-# As many leaves a message names.
-_SHOWN = 5
 _SMALL_FACTORS = 7
 
 CheckpointError = store_lib.CheckpointError
@@ -282,14 +280,6 @@ def key_data(leaf: Any) -> tuple[Any, str | None]:
 
     # Traced, since JAX tells the implementation of an array only, not of a shape.
     return jax.eval_shape(traced, leaf), impls[0]
-
-
-def listed(problems: list[str]) -> str:
-    """The first of the problems, and how many more there are, for a message."""
-    text = "; ".join(problems[:_SHOWN])
-    if len(problems) > _SHOWN:
-        text += f"; and {len(problems) - _SHOWN} more"
-    return text
 
 
 def _check_type(name: str, leaf: Any) -> None:

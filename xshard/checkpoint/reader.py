@@ -12,9 +12,12 @@ from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import parts as parts_lib
 from xshard.checkpoint import source
+from xshard.metrics import show
 
 # Arrays are put on devices in groups, since a call for each of thousands takes longer than reading them.
 _PLACED_AT_ONCE = 64
+# As many arrays a message names.
+_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +135,7 @@ def read(
     described = {path: arrays_lib.describe(leaf) for path, leaf in wanted.items()}
     unread = _unread(stored, described, may_hold)
     if unread:
-        say(f"{attempt} holds what is not used here: {arrays_lib.listed(sorted(unread))}")
+        say(f"{attempt} holds what is not used here: {show.listed(sorted(unread), _SHOWN, '; ')}")
     _check_same(attempt, stored, described, unread)
     leaves = []
     for path, leaf in wanted.items():
@@ -251,7 +254,7 @@ def _check_same(
             problems.append(f"'{path}' is {stored[path]} in it, {wanted[path]} here")
     if problems:
         raise format_lib.CheckpointError(
-            f"{attempt} is of another model or optimizer: {arrays_lib.listed(problems)}. "
+            f"{attempt} is of another model or optimizer: {show.listed(problems, _SHOWN, '; ')}. "
             "Restore it with the config it was saved with, begin anew in another directory, or take a "
             "part of it with --init_from."
         )

@@ -17,6 +17,7 @@ from xshard.checkpoint import reader
 from xshard.checkpoint import source as source_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import tensors
+from xshard.metrics import show
 
 # Of each network, those of several beginning with a name: 'generator/params/mlp/w'. The rules have slots that are
 # named for parameters.
@@ -150,7 +151,7 @@ def _requests(source: Source, leaves: dict[str, Any]) -> tuple[_Stored, dict[str
     if problems:
         raise format_lib.CheckpointError(
             f"{stored.where} does not have what --init_select='{source.select}' selects: "
-            f"{arrays_lib.listed(problems)}. Narrow it, as in --init_select='^params/(?!head)', or say what is called "
+            f"{show.listed(problems, _SHOWN, '; ')}. Narrow it, as in --init_select='^params/(?!head)', or say what is called "
             "otherwise there, as in --init_rename=params/old=params/new."
         )
     requests = {}

@@ -108,7 +108,7 @@ class TrainBatches:
         self._passes = passes
 
     def rehearsal(self) -> Callable[[Callable[..., Any]], None] | None:
-        """What has the iterator act with a function that predicts, and takes it back; None where it does not act."""
+        """A function that has the iterator act, given one that predicts, and takes it back; None where it does not act."""
 
         def rehearse(predict: Callable[..., Any]) -> None:
             with self._taken_back():

@@ -1,1 +1,1 @@
-"""What is trained: a network with its rule, its state, and what of that differs between replicas."""
+"""A network with its rule, its state, and what of that differs between replicas."""

@@ -1,6 +1,6 @@
-"""What a learner leaves in a program that is not to be run, but looked into: see `xshard.stored.held`.
+"""The place of an update in a program that is not to be run, but looked into: see `xshard.stored.held`.
 
-In the place of an update, which is the framework's, it says what the update is given and what it returns.
+There it says what the update, which is the framework's, is given and what it returns.
 """
 
 from collections.abc import Callable

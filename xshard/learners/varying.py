@@ -1,4 +1,4 @@
-"""Which results of a step differ between replicas, or between groups, found in its program before it runs.
+"""Finds the results of a step that differ between replicas, or between groups, in its program before it runs.
 
 What a replica computes differs from what the others do if it depends on its part of the batch, on its keys or on
 its number, and has not been through a collective that makes one value of all of theirs. Groups differ by their states, too.

@@ -14,7 +14,7 @@ from xshard.optimizers import trees
 
 
 class Run(NamedTuple):
-    """What a learner is told by the run that it is in: see `run_on`."""
+    """The run that a learner is called within: see `run_on`."""
 
     mesh: jax.sharding.Mesh
     sharding_rules: mesh_lib.Rules
@@ -81,7 +81,7 @@ def with_gathered(params: Any, whole: Mapping[str, jax.Array]) -> Iterator[None]
 
 
 def gathered(params: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """What has been gathered of these very parameters, by path; what was made of them has not."""
+    """The arrays that have been gathered of these very parameters, by path; not of what was made of them."""
     found = {}
     for path, (shard, whole) in _GATHERED.get().items():
         if params.get(path) is shard:

@@ -19,8 +19,7 @@ class Deferred:
     XLA's CPU collectives deadlock when many steps compete for few threads.
     """
 
-    def __init__(self, in_flight: int = IN_FLIGHT):
-        self._in_flight = in_flight
+    def __init__(self) -> None:
         self._pending: collections.deque[tuple[int, Mapping[str, jax.Array], bool]] = (
             collections.deque()
         )
@@ -31,7 +30,7 @@ class Deferred:
             for value in metrics.values():
                 value.copy_to_host_async()
         self._pending.append((step, metrics, keep))
-        return self._pop(self._in_flight)
+        return self._pop(IN_FLIGHT)
 
     def flush(self) -> Iterator[rows.Row]:
         """Waits for all steps in flight; returns their rows."""

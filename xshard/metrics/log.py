@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -30,47 +30,55 @@ class Log:
 
     def __init__(
         self,
-        writers: Sequence[writers_lib.Writer],
+        directory: workdir.Workdir,
         start: int,
         config: ml_collections.ConfigDict,
+        experiment: experiment_lib.Experiment,
         mesh: jax.sharding.Mesh,
+        batches: batches_lib.TrainBatches,
         clock: clock_lib.Clock,
         terminal: terminal_lib.Terminal,
-        *,
-        samples: writers_lib.JsonLines | None = None,
-        rows: int = 0,
-        epoch_examples: int | None = None,
-        flops_per_step: Callable[[], int | None] = lambda: None,
-        peak: float | None = None,
     ):
-        """Begins.
+        """Begins, with the writers of the config on process 0.
 
         Args:
-          writers: where rows go; none where that is another process's.
+          directory: the work directory; rows of steps after the first are dropped.
           start: the step that the run goes on from.
           config: the run's config.
+          experiment: the run's experiment.
           mesh: the run's mesh.
+          batches: the run's.
           clock: this process's.
           terminal: where the run shows how it goes.
-          samples: the file of samples, where the writers are.
-          rows: how many rows the writers have of earlier parts of the run.
-          epoch_examples: the number of examples of an epoch, if that is known.
-          flops_per_step: counts the model's floating-point operations in a step, of all groups together; None if that is
-            not known. It is called for each row, the first of which comes when the devices have steps to make.
-          peak: how many such operations all devices together can do in a second, if that is known.
+
+        Attributes:
+          rows: how many rows the writers have, those of earlier parts of the run among them.
+          newest: a metric of the step that was dispatched last; None before the first.
         """
-        self._writers = writers
-        self._samples = samples
-        self.rows = rows
-        self._every = config.log_every_steps
-        self._last = config.steps
+        self._writers: list[writers_lib.Writer] = []
+        self._samples: writers_lib.JsonLines | None = None
+        if jax.process_index() == 0:
+            part = writers_lib.Part(
+                directory.path,
+                start,
+                identity.plain(config),
+                rows=lambda: writers_lib.read(directory.metrics),
+                samples=lambda: writers_lib.read(directory.samples),
+            )
+            self._samples = writers_lib.JsonLines(directory.samples, start)
+            self._writers = writers_lib.open_all(config.writers, part)
+        self.rows = writers_lib.count(self._writers)
+        self._config = config
         self._start = start
         self._mesh = mesh
         self._clock = clock
         self._terminal = terminal
-        self._count_flops, self._peak = flops_per_step, peak
-        self._examples = config.batch_size * mesh_lib.num_groups(mesh)
-        self._batch_size, self._epoch_examples = config.batch_size, epoch_examples
+        # Counted for the first row, which comes when the devices have steps to make.
+        self._flops = functools.cache(
+            lambda: flops_lib.if_known(experiment, mesh, batches.shapes(), terminal.say)
+        )
+        self._peak = flops_lib.peak(mesh, jmp.get_policy(config.precision).compute_dtype)
+        self._epoch_examples = batches.epoch_examples
         self._deferred = deferred.Deferred()
         # The last row, to say what has happened since.
         self._before: rows_lib.Row = {"step": start}
@@ -95,7 +103,7 @@ class Log:
             # The first call has compiled, which says nothing of the steps to come.
             self._clock.started()
             self._terminal.start(self._start)
-        keep = step % self._every == 0 or step == self._last
+        keep = step % self._config.log_every_steps == 0 or step == self._config.steps
         if keep:
             # The host can read only what is on its own devices.
             values = mesh_lib.replicate(self._mesh, values)
@@ -153,7 +161,8 @@ class Log:
                 row[name.removesuffix("global_step") + "skipped"] = skipped.tolist()
             if self._epoch_examples is not None:
                 # Under this name the experiment may log what it calls so itself.
-                row.setdefault("epoch", steps * self._batch_size / self._epoch_examples)
+                examples = steps * self._config.batch_size
+                row.setdefault("epoch", examples / self._epoch_examples)
             seconds = self._clock.seconds()
             rate = self._rate(steps, seconds)
             self._send(row | self._performance(rate, seconds))
@@ -176,8 +185,9 @@ class Log:
         return (step - last_step) / max(paced - last_paced, 1e-9)
 
     def _performance(self, rate: float, seconds: Mapping[str, float]) -> rows_lib.Row:
-        row = {"steps_per_second": rate, "examples_per_second": rate * self._examples}
-        flops = self._count_flops()
+        examples = self._config.batch_size * mesh_lib.num_groups(self._mesh)
+        row = {"steps_per_second": rate, "examples_per_second": rate * examples}
+        flops = self._flops()
         if flops is not None:
             row["flops_per_second"] = rate * flops
             if self._peak is not None:
@@ -191,57 +201,6 @@ class Log:
         performance = {f"perf/{name}": float(f"{value:.6g}") for name, value in row.items()}
         performance["perf/time"] = _now()
         return performance
-
-
-def begin(
-    directory: workdir.Workdir,
-    start: int,
-    config: ml_collections.ConfigDict,
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    batches: batches_lib.TrainBatches,
-    clock: clock_lib.Clock,
-    terminal: terminal_lib.Terminal,
-) -> Log:
-    """The log of a part of a run, with the writers of the config on process 0.
-
-    Args:
-      directory: the work directory; rows of steps after the first are dropped.
-      start: the step that the run goes on from.
-      config: the run's config.
-      experiment: the run's experiment.
-      mesh: the run's mesh.
-      batches: the run's.
-      clock: this process's.
-      terminal: where the run shows how it goes.
-    """
-    writers: list[writers_lib.Writer] = []
-    samples = None
-    if jax.process_index() == 0:
-        part = writers_lib.Part(
-            directory.path,
-            start,
-            identity.plain(config),
-            rows=lambda: writers_lib.read(directory.metrics),
-            samples=lambda: writers_lib.read(directory.samples),
-        )
-        samples = writers_lib.JsonLines(directory.samples, start)
-        writers = writers_lib.open_all(config.writers, part)
-    dtype = jmp.get_policy(config.precision).compute_dtype
-    count = functools.partial(flops_lib.if_known, experiment, mesh, batches.shapes(), terminal.say)
-    return Log(
-        writers,
-        start,
-        config,
-        mesh,
-        clock,
-        terminal,
-        samples=samples,
-        rows=writers_lib.count(writers),
-        epoch_examples=batches.epoch_examples,
-        flops_per_step=functools.cache(count),
-        peak=flops_lib.peak(mesh, dtype),
-    )
 
 
 def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]:

@@ -73,6 +73,14 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
     return [*lines[:half], f"... {left_out} more; --verbose shows all", *lines[-half:]]
 
 
+def listed(texts: Sequence[str], most: int = 8, link: str = ", ") -> str:
+    """Texts in one; of more than `most` the first, and how many more there are."""
+    shown = list(texts[:most])
+    if len(texts) > most:
+        shown.append(f"and {len(texts) - most} more")
+    return link.join(shown)
+
+
 def printable(text: str) -> str:
     """A text that may come from a file, without what no terminal and no page can show."""
     return text.encode("utf-8", "replace").decode().translate(_UNPRINTABLE)

@@ -1,1 +1,1 @@
-"""What the program does besides training: judging the checkpoints of a run, and tracing some of its steps."""
+"""The modes of the program besides training: judging the checkpoints of a run, and tracing some of its steps."""

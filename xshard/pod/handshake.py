@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xshard.files import jsonfile
+from xshard.metrics import show
 from xshard.pod import places
 
 # The environment's variable in which the launcher hands the token to the processes of a launch.
@@ -141,16 +142,9 @@ def mismatch(own: Hello, other: Hello, present: Hello | None) -> MismatchError |
     begin = f"{other.name} has other code or another config"
     end = "give all hosts the same."
     return MismatchError(
-        f"{begin} ({_first(values)}): {end}",
-        f"{begin} ({_first(names)}): {end} {own.name} prints the values.",
+        f"{begin} ({show.listed(values, _SHOWN, '; ')}): {end}",
+        f"{begin} ({show.listed(names, _SHOWN, '; ')}): {end} {own.name} prints the values.",
     )
-
-
-def _first(differences: list[str]) -> str:
-    shown = differences[:_SHOWN]
-    if len(differences) > _SHOWN:
-        shown.append(f"and {len(differences) - _SHOWN} more")
-    return "; ".join(shown)
 
 
 def _plain(text: str) -> str:

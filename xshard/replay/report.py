@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from xshard import logical
 from xshard import mesh as mesh_lib
+from xshard.metrics import show
 from xshard.replay import anatomy, past
-from xshard.run import nonfinite
 
 
 def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool:
@@ -89,7 +89,7 @@ def _finding(run: past.Past, step: past.Step, found: anatomy.Finding) -> str:
     lines += _examples(run, step, found)
     if nan is not None:
         lines += [f"of which {nan.primitive} makes nan:", *_where(nan)]
-    lines.append(f"  reaches      {nonfinite.listed(found.results)}")
+    lines.append(f"  reaches      {show.listed(found.results)}")
     if found.cure:
         lines.append(f"  cure         {found.cure}")
     return "\n".join(lines)
@@ -123,7 +123,7 @@ def _replicas(run: past.Past, replicas: Sequence[int]) -> str:
         if groups > 1:
             text += f", in group {group}"
         texts.append(text)
-    return nonfinite.listed(texts)
+    return show.listed(texts)
 
 
 def _examples(run: past.Past, step: past.Step, found: anatomy.Finding) -> list[str]:
@@ -135,9 +135,9 @@ def _examples(run: past.Past, step: past.Step, found: anatomy.Finding) -> list[s
     for rows in found.rows:
         numbers = run.examples(step.number, step.batch, rows)
         # A row counts from the first of its own group's.
-        text = f"row {nonfinite.listed([str(row % size) for row in rows])} of the batch"
+        text = f"row {show.listed([str(row % size) for row in rows])} of the batch"
         if numbers:
-            text = f"{nonfinite.listed(list(map(str, numbers)))} ({text})"
+            text = f"{show.listed(list(map(str, numbers)))} ({text})"
         if len(rows) > 1:
             text += ", together"
         lines.append(f"  examples     {text}")

@@ -23,9 +23,8 @@ import jax
 
 from xshard import cli, errors
 from xshard.files import jsonfile
-from xshard.metrics import writers
+from xshard.metrics import show, writers
 from xshard.replay import alike, past
-from xshard.run import nonfinite
 from xshard.stored import fingerprint
 
 # A checkpoint comes after each third of the steps.
@@ -258,7 +257,7 @@ def _examples(directory: pathlib.Path, step: int) -> str:
     (made,) = run.steps(range(step, step + 1))
     rows = range(len(next(iter(made.batch.values()))))
     numbers = run.examples(step, made.batch, list(rows))
-    return f" than that of examples {nonfinite.listed(list(map(str, numbers)))}" if numbers else ""
+    return f" than that of examples {show.listed(list(map(str, numbers)))}" if numbers else ""
 
 
 def _on(place: Elsewhere, command: Sequence[str]) -> list[str]:

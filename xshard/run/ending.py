@@ -84,6 +84,6 @@ def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
 
 
 def each_process() -> str:
-    """What is to be added to a command for people, where there are several processes."""
+    """Words to be added to a command for people, where there are several processes."""
     count = jax.process_count()
     return f", by each of {count} processes" if count > 1 else ""

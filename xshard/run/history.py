@@ -1,7 +1,7 @@
 """The roll-backs of a run, in a file of its work directory, and what follows from them: which of its data it is past."""
 
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -35,29 +35,33 @@ class RollBack(NamedTuple):
     given_up: list[str]
     update_scale: float = 1.0
 
+    @property
+    def passed(self) -> int:
+        """The number of batches that are passed."""
+        return self.last_batch - self.first_batch + 1
+
     def __str__(self) -> str:
-        passed = f"past batches {self.first_batch} to {self.last_batch} of the data"
-        on = passed if count(self) else "with the same data"
+        on = "with the same data"
+        if self.passed:
+            on = f"past batches {self.first_batch} to {self.last_batch} of the data"
         lowered = f", with updates times {self.update_scale:g}" if self.update_scale < 1 else ""
         return f"{self.why}; went back to step {self.restored}, and on from there {on}{lowered}"
 
 
 def _is_roll_back(value: Any) -> bool:
-    if not isinstance(value, dict) or {"update_scale": 1.0, **value}.keys() != set(
-        RollBack._fields
-    ):
+    if not isinstance(value, dict):
         return False
+    # What older versions have written has no scale.
+    value = {"update_scale": 1.0, **value}
+    if value.keys() != set(RollBack._fields):
+        return False
+    scale, folders = value["update_scale"], value["given_up"]
+    if type(scale) is not float or not 0 < scale <= 1 or not isinstance(folders, list):
+        return False
+    texts = [value["why"], *folders]
     numbers = [value[name] for name in ("step", "restored", "first_batch", "last_batch")]
-    folders = value["given_up"]
-    if not isinstance(folders, list) or not all(
-        isinstance(x, str) for x in (value["why"], *folders)
-    ):
-        return False
-    # What older versions have written has none.
-    scale = value.get("update_scale", 1.0)
-    if type(scale) is not float or not 0 < scale <= 1:
-        return False
-    return all(type(x) is int and jsonfile.is_number(x) and x >= 0 for x in numbers)
+    are_counts = all(type(x) is int and jsonfile.is_number(x) and x >= 0 for x in numbers)
+    return are_counts and all(isinstance(x, str) for x in texts)
 
 
 def read(path: pathlib.Path) -> list[RollBack]:
@@ -73,17 +77,18 @@ def read(path: pathlib.Path) -> list[RollBack]:
 
 def passes(entries: list[RollBack]) -> dict[int, int]:
     """The numbers of batches that are passed, by the step before which they are."""
-    return {step + 1: count(entry) for step, entry in standing(entries).items()}
+    return {step + 1: entry.passed for step, entry in standing(entries).items()}
 
 
 def standing(entries: list[RollBack]) -> dict[int, RollBack]:
     """Those behind which a run has not gone back since, by the step that each goes back to."""
-    found: dict[int, RollBack] = {}
-    for new in filter(count, entries):
-        # What comes after the step that it goes back to is made anew.
-        found = {at: entry for at, entry in found.items() if at < new.restored}
-        found[new.restored] = new
-    return found
+    by_step: dict[int, RollBack] = {}
+    for new in entries:
+        if new.passed:
+            # What comes after the step that it goes back to is made anew.
+            by_step = {step: entry for step, entry in by_step.items() if step < new.restored}
+            by_step[new.restored] = new
+    return by_step
 
 
 def backed_off(
@@ -100,29 +105,24 @@ def backed_off(
     if entry is None:
         return state
 
-    def lowered(x: jax.Array) -> jax.Array:
+    def lowered(path: Any, x: jax.Array) -> jax.Array:
+        if not back_off.is_scale(path[-1].key):
+            return x
         whole = np.full(x.shape, entry.update_scale, x.dtype)
         return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
 
     def of_learner(_: str, learner: LearnerState) -> LearnerState:
-        opt_state = {
-            module: {
-                name: lowered(x) if back_off.is_scale(name) else x for name, x in arrays.items()
-            }
-            for module, arrays in learner.opt_state.items()
-        }
+        opt_state = jax.tree_util.tree_map_with_path(lowered, learner.opt_state)
         return learner.replace(opt_state=opt_state)
 
     return state_lib.map_learners(of_learner, state)
 
 
-def scales(target: state_lib.TrainState) -> Iterator[bool]:
-    """Yields, of each state of a rule, whether it is a factor of updates."""
-    for learner in state_lib.learners(target).values():
-        for arrays in learner.opt_state.values():
-            yield from map(back_off.is_scale, arrays)
-
-
-def count(entry: RollBack) -> int:
-    """The number of batches that are passed."""
-    return entry.last_batch - entry.first_batch + 1
+def has_scale(target: state_lib.TrainState) -> bool:
+    """Returns whether a state of a rule is a factor of updates."""
+    return any(
+        back_off.is_scale(name)
+        for learner in state_lib.learners(target).values()
+        for arrays in learner.opt_state.values()
+        for name in arrays
+    )

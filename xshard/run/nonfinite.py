@@ -26,7 +26,7 @@ _LOOK_AT = (
 )
 # A run whose last steps are STUCK, so many of them, has not ended well, whatever it tolerates before its end.
 _STUCK_AT_THE_END = 10
-_STRETCHES, _PATHS = 10, 8
+_STRETCHES = 10
 
 
 class NonfiniteError(Exception):
@@ -60,8 +60,6 @@ class Watch:
         learners: Mapping[str, learner_lib.LearnerState],
         say: Callable[[str], None],
         known: Mapping[str, Any] | None = None,
-        *,
-        in_flight: int = deferred.IN_FLIGHT,
     ):
         """Begins.
 
@@ -71,7 +69,6 @@ class Watch:
           learners: the states of the learners by name, of which only the parameters' paths count.
           say: takes what is said of steps after which the run goes on.
           known: what `get_state` has returned, of a run that goes on, if it was saved.
-          in_flight: how many steps may be looked at later.
         """
         self._policy = config.on_nonfinite
         self._patience = config.max_skips_in_a_row
@@ -84,7 +81,6 @@ class Watch:
         # In the order of `Observed.gradients`.
         self._paths = {name: list(trees.leaves_by_path(x.params)) for name, x in learners.items()}
         self._say = say
-        self._in_flight = in_flight
         self._pending: collections.deque[tuple[int, Observed]] = collections.deque()
         # Of each learner in each group the number of its last steps in a row that were stuck, and the verdict of its
         # last step.
@@ -108,18 +104,16 @@ class Watch:
         Raises:
           NonfiniteError: if the run is not to go on.
         """
-        # What is replicated already is left as it is: all but the verdicts of groups on other processes.
+        names = ("verdict", "loss") if self._jumps.factor else ("verdict",)
         taken = {}
-        for name, x in observed.items():
-            verdict = mesh_lib.replicate(self._mesh, x.verdict)
-            verdict.copy_to_host_async()
-            taken[name] = x._replace(verdict=verdict)
-            if self._jumps.factor:
-                loss = mesh_lib.replicate(self._mesh, x.loss)
-                loss.copy_to_host_async()
-                taken[name] = taken[name]._replace(loss=loss)
+        for learner, x in observed.items():
+            # What is replicated already is left as it is: all but the verdicts of groups on other processes.
+            fields = {name: mesh_lib.replicate(self._mesh, getattr(x, name)) for name in names}
+            for array in fields.values():
+                array.copy_to_host_async()
+            taken[learner] = x._replace(**fields)
         self._pending.append((step, taken))
-        self._look(self._in_flight)
+        self._look(deferred.IN_FLIGHT)
 
     def flush(self) -> None:
         """Looks at all steps that have been taken; NonfiniteError as for `push`."""
@@ -133,28 +127,35 @@ class Watch:
         """Returns why the last steps were none that a run should end with; empty if they were."""
         if np.any(self._last == TROUBLE):
             return self._describe()
-        if np.max(self._stuck, initial=0) >= min(_STUCK_AT_THE_END, self._patience):
-            return self._skipped(int(np.max(self._stuck, initial=0)))
+        if self._most_stuck() >= min(_STUCK_AT_THE_END, self._patience):
+            return self._skipped()
         return ""
+
+    def _most_stuck(self) -> int:
+        return int(np.max(self._stuck, initial=0))
 
     def _look(self, remain: int) -> None:
         while len(self._pending) > remain:
             step, observed = self._pending.popleft()
-            each = [np.asarray(observed[name].verdict).reshape(-1) for name in self._paths]
-            verdicts = np.reshape(each, self._last.shape)
+            verdicts = self._of_all(observed, "verdict")
             # Nothing changes between two steps that were fine.
             if self._last.any() or verdicts.any():
                 self._judge(step, verdicts, observed)
             if self._jumps.factor:
                 self._compare(step, observed)
 
+    def _of_all(self, observed: Observed, field: str) -> np.ndarray:
+        """A field of what is observed, of all learners and groups: of shape (learners, groups)."""
+        each = [np.asarray(getattr(observed[name], field)).reshape(-1) for name in self._paths]
+        return np.reshape(each, self._last.shape)
+
     def _judge(self, step: int, verdicts: np.ndarray, observed: Observed) -> None:
         self._last = verdicts
         self._stuck = np.where(verdicts == STUCK, self._stuck + 1, 0)
         if verdicts.any():
             self._bad = step, verdicts, observed
-        if np.max(self._stuck, initial=0) >= self._patience:
-            raise NonfiniteError(self._skipped(int(np.max(self._stuck, initial=0))), step)
+        if self._most_stuck() >= self._patience:
+            raise NonfiniteError(self._skipped(), step)
         if np.any(verdicts == TROUBLE):
             if self._policy in (config_lib.STOP, config_lib.ROLL_BACK):
                 raise NonfiniteError(self._describe(), step)
@@ -164,8 +165,7 @@ class Watch:
 
     def _compare(self, step: int, observed: Observed) -> None:
         """Raises NonfiniteError if a loss has jumped."""
-        each = [np.asarray(observed[name].loss, np.float64).reshape(-1) for name in self._paths]
-        losses = np.reshape(each, self._last.shape)
+        losses = self._of_all(observed, "loss").astype(np.float64)
         medians = self._jumps.add(losses)
         descriptions = []
         for learner, group in np.argwhere(np.isfinite(medians)):
@@ -199,8 +199,8 @@ class Watch:
         if self._stretches <= _STRETCHES:
             self._say(f"step {step}: finite again, as it was before step {begin}")
 
-    def _skipped(self, count: int) -> str:
-        skipped = f"{count} steps in a row were skipped, and no loss scale is left to be lowered"
+    def _skipped(self) -> str:
+        skipped = f"{self._most_stuck()} steps in a row were skipped, and no loss scale is left to be lowered"
         # A run that goes on at its last step has seen none of them.
         return f"{skipped}; the last, {self._describe()}" if self._bad else skipped
 
@@ -223,27 +223,19 @@ class Watch:
 
 def _describe_update(loss: Any, bad: np.ndarray, paths: Sequence[str]) -> str:
     numbers = f"the loss is {show.number(float(loss))}"
-    found = [paths[index] for index in np.flatnonzero(bad).tolist()]
-    if not found:
+    nonfinite = [paths[index] for index in np.flatnonzero(bad).tolist()]
+    if not nonfinite:
         return numbers
     link = "but" if np.isfinite(loss) else "and"
-    count = f"{len(found)} of {len(paths)} gradients"
-    return f"{numbers}, {link} {count} are not finite: {listed(found)}"
+    count = f"{len(nonfinite)} of {len(paths)} gradients"
+    return f"{numbers}, {link} {count} are not finite: {show.listed(nonfinite)}"
 
 
 def of_state(step: int, paths: Sequence[str]) -> str:
     """Says that a step has left a state that is not finite."""
-    return f"step {step}: what it leaves is not finite: {listed(paths)}"
+    return f"step {step}: what it leaves is not finite: {show.listed(paths)}"
 
 
 def message(why: str) -> str:
     """The error of a run that has not ended finite, for the reason given, with what a person may do."""
     return f"error: {why}. {_LOOK_AT}"
-
-
-def listed(paths: Sequence[str]) -> str:
-    """Some names; of many the first, and how many more there are."""
-    names = list(paths[:_PATHS])
-    if len(paths) > _PATHS:
-        names.append(f"and {len(paths) - _PATHS} more")
-    return ", ".join(names)

@@ -58,25 +58,12 @@ class Watch:
     All processes see the same numbers of a step, after the same number of later ones, so that all decide alike.
     """
 
-    def __init__(
-        self,
-        experiment: experiment_lib.Experiment,
-        mesh: jax.sharding.Mesh,
-        *,
-        in_flight: int = deferred.IN_FLIGHT,
-    ):
-        """Begins.
-
-        Args:
-          experiment: the run's.
-          mesh: the run's.
-          in_flight: how many steps may be looked at later.
-        """
+    def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
+        """Begins, for a run's experiment on its mesh."""
         self._experiment = experiment
         self._mesh = mesh
         self._replicas = logical.of_config(experiment.config, mesh)
         self._every = experiment.config.fingerprint_every_steps
-        self._in_flight = in_flight
         self._pending: collections.deque[tuple[int, fingerprint.Fingerprints]] = collections.deque()
         self._newest: state_lib.TrainState | None = None
         self._program = jax.jit(fingerprint.program(experiment, mesh))
@@ -113,7 +100,7 @@ class Watch:
             parted.copy_to_host_async()
             self._pending.append((step - 1, begun._replace(parted=parted)))
             logged = begun.logged()
-        self._look(step - self._in_flight)
+        self._look(step - deferred.IN_FLIGHT)
         return logged
 
     def flush(self) -> None:
@@ -195,8 +182,10 @@ class Watch:
         program = jax.jit(fingerprint.program(self._experiment, self._mesh, each=True))
         compiled = processes.compiled_by_all(program, "the fingerprint of each array")
         names = list(self._parted(state, compiled(state).table, each=True))
+        if not names:
+            return "what"
         more = f" and {len(names) - _PATHS} more" if len(names) > _PATHS else ""
-        return f"{', '.join(map(repr, names[:_PATHS]))}{more}, which" if names else "what"
+        return f"{', '.join(map(repr, names[:_PATHS]))}{more}, which"
 
     def _parted(
         self, state: state_lib.TrainState, table: Any, *, each: bool = False

@@ -9,8 +9,8 @@ from xshard import checkpoint, errors
 from xshard import state as state_lib
 from xshard.files import disk, workdir
 from xshard.files import identity as identity_lib
+from xshard.metrics import show
 from xshard.pod import processes
-from xshard.run import nonfinite
 from xshard.stored import replicas
 
 
@@ -185,6 +185,6 @@ def check_finite(manager: checkpoint.Manager, step: int) -> None:
             f"{'; '.join(commands)}."
         )
     raise errors.UserError(
-        f"The checkpoint of step {step} in {store} is not finite ({nonfinite.listed(bad)}), and the run could "
+        f"The checkpoint of step {step} in {store} is not finite ({show.listed(bad)}), and the run could "
         f"only fail again. {way} --config.on_nonfinite=warn goes on as it is."
     )

@@ -159,7 +159,7 @@ class RollBacks:
             raise reason(f"{why}; there is no checkpoint to go back to", step)
         # Batches that were passed before are as much behind the run as those that it has used.
         used = lambda end: (
-            end + sum(history.count(x) for at, x in self._standing.items() if at < end)
+            end + sum(entry.passed for at, entry in self._standing.items() if at < end)
         )
         given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
         last = used(step if is_past else restored)
@@ -228,7 +228,7 @@ def _check(
             "on_nonfinite='roll_back' goes past batches without making steps of them, and those of train_batches come "
             "of acting on the model (acts_every_steps): set on_nonfinite to 'stop', 'skip' or 'warn'."
         )
-    elif options.learning_rate_factor < 1 and not any(history.scales(target)):
+    elif options.learning_rate_factor < 1 and not history.has_scale(target):
         raise errors.UserError(
             f"roll_back.learning_rate_factor={options.learning_rate_factor} lowers the updates of rules made by "
             "OptaxOptimizer(..., backs_off=True), and this experiment has none: make one so, or set the factor to 1."

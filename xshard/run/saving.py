@@ -268,7 +268,7 @@ class Checkpoints:
             f"step {saved.step}: saved {size} in {saved.seconds:.2g} s, in {self.manager.store}"
         )
         if saved.nonfinite:
-            message += f"; NOT FINITE: {nonfinite.listed(saved.nonfinite)}"
+            message += f"; NOT FINITE: {show.listed(saved.nonfinite)}"
         self._notify(message)
 
     def _note_reached(self, step: int, folder: str) -> None:

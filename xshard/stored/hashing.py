@@ -41,7 +41,7 @@ def words(x: Any, numpy: Any) -> Any:
 
 
 def keys(number: Any, path: str, numpy: Any) -> Any:
-    """What the words of an array are mixed with: their numbers in the whole array, uint32, and its path."""
+    """The words' numbers in the whole array, uint32, and its path in one, with which the words are mixed."""
     salt = zlib.crc32(path.encode())
     return number * numpy.uint32(_PLACE) + numpy.uint32(salt)
 

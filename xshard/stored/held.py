@@ -1,4 +1,4 @@
-"""What an experiment's methods do with parameters of which a replica holds its shard, found in their programs.
+"""Finds, in the programs of an experiment's methods, what these do with parameters of which a replica holds its shard.
 
 With `reduction.shard_params` they see shards where they would see whole parameters. `Learner.apply` gathers what its
 network asks for, and `Learner.update` knows of it. Arithmetic element by element is right on shards, such as that of a
@@ -62,7 +62,7 @@ def call(
 
 
 def _layouts_of(state: state_lib.TrainState) -> dict[str, layouts.Layout]:
-    """How what replicas hold shards of lies, by its path in the experiment's state: parameters, and copies of such."""
+    """The layouts of parameters in shards, and of copies of such, by path in the experiment's state."""
     found: dict[str, layouts.Layout] = {}
     layout: layouts.Layout | None
     learners = state_lib.learners(state)
@@ -153,7 +153,7 @@ class _Uses:
         return var.aval.shape == layout.shard_shape and self._is_uniform(var)
 
     def _inputs(self) -> list[varying.Axes]:
-        """What is noted of the arguments: the state, and what differs between the replicas."""
+        """The notes on the arguments: the state, and what differs between the replicas."""
         state, *others = self._args
         node = experiment_lib.is_own
         inputs = []

@@ -40,7 +40,7 @@ def gathered(
     shapes: state_lib.TrainState,
     local: state_lib.TrainState,
 ) -> state_lib.TrainState:
-    """What a logical replica holds of a state, with the arrays of its rules whole; what is not used of it costs nothing.
+    """A logical replica's part of a state, with the arrays of its rules whole; what is not used of it costs nothing.
 
     Args:
       experiment: the experiment.
