@@ -198,7 +198,7 @@ def _unknown_key(path: str) -> str | None:
         return None
     for argument in sys.argv[1:]:
         match = re.match(r"--config\.([^=]+)", argument)
-        if match is None or _has(keys, match[1]):
+        if match is None or any(f"{key}.".startswith(f"{match[1]}.") for key in keys):
             continue
         text = f"--config.{match[1]}: {path} has no such key;"
         near = difflib.get_close_matches(match[1], keys, cutoff=0.4)
@@ -206,8 +206,3 @@ def _unknown_key(path: str) -> str | None:
             return f"{text} did you mean {' or '.join(near)}?"
         return f"{text} it has {', '.join(keys)}."
     return None
-
-
-def _has(keys: Sequence[str], name: str) -> bool:
-    """Returns whether there is a key of this name, or below it."""
-    return any(key == name or key.startswith(f"{name}.") for key in keys)

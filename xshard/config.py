@@ -42,7 +42,7 @@ def check(config: ml_collections.ConfigDict) -> None:
             f"The config lacks {', '.join(missing)}: begin with `xshard.config.default()`, which has every key."
         )
     for key in KEYS:
-        if key.name in values:
+        if key.name in values and key.check is not None:
             key.check(key.name, values[key.name])
 
 
@@ -79,11 +79,6 @@ def with_defaults(flat: dict[str, Any]) -> dict[str, Any]:
     """Returns the values by path, with what a config may do without at its default."""
     optional = {key.name: key.default for key in KEYS if _is_optional(key.name)}
     return {**optional, **flat}
-
-
-def _anything(name: str, value: Any) -> None:
-    """Leaves the check to what reads the key."""
-    del name, value
 
 
 def _must_be(is_good: Callable[[Any], bool], rule: str) -> Callable[[str, Any], None]:
@@ -137,14 +132,14 @@ class Key(NamedTuple):
       name: its path, such as 'checkpoint.keep_last'.
       default: its value where a config does not say.
       meaning: for people.
-      check: raises UserError, given the name and a value that makes no sense.
+      check: raises UserError, given the name and a value that makes no sense; None leaves that to what reads the key.
       may_change: whether a run may go on with another value; if not, it would be another run.
     """
 
     name: str
     default: Any
     meaning: str
-    check: Callable[[str, Any], None] = _anything
+    check: Callable[[str, Any], None] | None = None
     may_change: bool = False
 
 

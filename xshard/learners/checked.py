@@ -9,9 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xshard.learners import within
+from xshard.learners import varying, within
 from xshard.learners.state import LearnerState, Outcome
 from xshard.optimizers import gathering, trees
+
+# By these names the program shows arrays that are to be whole, parameters that are to be shards, and what is a replica's own.
+USED_AS_WHOLE, USED_AS_SHARDS, REPLICAS_OWN = "used_as_whole", "used_as_shards", "replicas_own"
 
 
 def update(
@@ -30,46 +33,11 @@ def update(
     """
     shards = gathering.held(state.params, state.rules.held)
     whole = gathering.not_held(state.params, state.rules.held)
-    used_as_whole((whole, state.net_state, state.opt_state, state.global_step, lossed))
+    used = whole, state.net_state, state.opt_state, state.global_step, lossed
+    varying.marked(USED_AS_WHOLE, used)
     with within.run_only():
         _, outcome = jax.eval_shape(made)
     outcome = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outcome)
-    rows = replicas_own(outcome.aux, batch)
-    new = state.replace(params=trees.replace(state.params, used_as_shards(shards)))
-    return new, outcome._replace(aux=rows)
-
-
-# By these names the program shows them.
-
-
-def used_as_whole(tree: Any) -> None:
-    """Says that each array is to be whole."""
-
-    def used_as_whole(tree: Any) -> Any:
-        return tree
-
-    jax.jit(used_as_whole)(tree)
-
-
-def used_as_shards(tree: Any) -> Any:
-    """The same tree, said to be of parameters in shards."""
-
-    def used_as_shards(tree: Any) -> Any:
-        return tree
-
-    return jax.jit(used_as_shards)(tree)
-
-
-def replicas_own(tree: Any, given: Any) -> Any:
-    """The same tree, said to be a replica's own.
-
-    Args:
-      tree: arrays.
-      given: what it is of.
-    """
-
-    def replicas_own(tree: Any, given: Any) -> Any:
-        del given
-        return tree
-
-    return jax.jit(replicas_own)(tree, given)
+    rows = varying.marked(REPLICAS_OWN, outcome.aux, batch)
+    shards = varying.marked(USED_AS_SHARDS, shards)
+    return state.replace(params=trees.replace(state.params, shards)), outcome._replace(aux=rows)

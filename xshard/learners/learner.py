@@ -271,7 +271,10 @@ class Learner:
         shares, squares = inspection.norms(done)
         scheduled |= inspection.hyperparameters(opt, state.params)
         new_scales = inspection.loss_scales(opt)
-        agreed = self._logged(scheduled, metrics)
+        where = f"The rule of {contract.described(self._make_rule)}"
+        # Under a name that the loss logs stays what the loss says.
+        names = sorted(scheduled.keys() - metrics.keys())
+        agreed = {name: contract.scalar(where, name, scheduled[name]) for name in names}
         if new_scales:
             agreed["loss_scale"] = new_scales[0]
         lowered = jnp.asarray(False)
@@ -324,12 +327,6 @@ class Learner:
             net_state, metrics = jax.tree.map(_mean_over_parts, (net_state, metrics))
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
         return value, net_state, metrics, aux, grads
-
-    def _logged(self, scheduled: dict[str, Any], metrics: dict[str, Any]) -> dict[str, Any]:
-        """The values of schedules as scalars, but for those whose names the loss logs, which stay the loss's."""
-        where = f"The rule of {contract.described(self._make_rule)}"
-        names = scheduled.keys() - metrics.keys()
-        return {name: contract.scalar(where, name, scheduled[name]) for name in sorted(names)}
 
 
 def mean_over_replicas(tree: Any) -> Any:

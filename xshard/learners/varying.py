@@ -31,6 +31,27 @@ _EQUAL = "equal_on_replicas"
 Special = Callable[[Any, list[Axes]], list[Axes] | None]
 
 
+class _Mark:
+    """A function that returns its first argument, and by whose name a program shows where it was called."""
+
+    def __init__(self, name: str):
+        self.__name__ = name
+
+    def __call__(self, tree: Any, given: Any) -> Any:
+        return tree
+
+
+def marked(name: str, tree: Any, given: Any = ()) -> Any:
+    """The same tree, as the result of a call that a program shows by a name.
+
+    Args:
+      name: the name.
+      tree: arrays.
+      given: further arrays that the call is shown to be given.
+    """
+    return jax.jit(_Mark(name))(tree, given)
+
+
 def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
     """The same tree, said to be equal on all replicas of a group where that cannot be seen in the program.
 
@@ -41,13 +62,7 @@ def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
       tree: arrays.
       given: arrays on which it depends: where these differ between replicas, so does the tree.
     """
-
-    # By this name the program shows it.
-    def equal_on_replicas(tree: Any, given: Any) -> Any:
-        del given
-        return tree
-
-    return jax.jit(equal_on_replicas)(tree, given)
+    return marked(_EQUAL, tree, given)
 
 
 def mapped_outputs(jaxpr: core.Jaxpr) -> tuple[list[Axes], list[Axes]]:

@@ -4,7 +4,7 @@ A trace computes nothing. What is traced by its jitted function is kept by JAX f
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,9 @@ from xshard.data import batches
 from xshard.learners import varying
 from xshard.optimizers import trees
 from xshard.stored import replicas as stored
+
+# Calls a function that predicts.
+_Ask = Callable[[Callable[..., Any]], Any]
 
 
 def train_batches(
@@ -35,7 +38,7 @@ def programs(
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
     batch: Mapping[str, jax.ShapeDtypeStruct],
-    act: Callable[[Callable[..., Any]], None] | None = None,
+    act: _Ask | None = None,
 ) -> tuple[Any, Any]:
     """The training step and the prediction, jitted and traced; the prediction, if a batch for it is known.
 
@@ -53,8 +56,8 @@ def programs(
     _check_equal(experiment, mesh, state, train_step.trace(state, batch).jaxpr)
     predict = jitted_predict(experiment, mesh)
     trace = lambda batch: predict.trace(state, _shapes(mesh, batch))
-    traced = _of_samples(experiment, trace) + _of_acting(experiment, act, trace)
-    for program in traced or _of_example(experiment, mesh, predict, state, batch):
+    traced = [of for ask in _asking(experiment, act) for of in _of_first(ask, trace)]
+    for program in traced or _of_example(experiment, mesh, batch, trace):
         _check_prediction(experiment, mesh, program)
         stored.check_unread(experiment.predict, program.jaxpr, state, mesh)
     return train_step, predict
@@ -101,10 +104,10 @@ def _check_equal(
 
     Of what is kept as equal a checkpoint has one copy, and the replicas would go on with that.
     """
-    found, declared = varying.mapped_outputs(jaxpr.jaxpr)
+    differing, declared = varying.mapped_outputs(jaxpr.jaxpr)
     several = _several(mesh)
-    paths = jax.tree_util.tree_leaves_with_path(state)
-    for (path, leaf), own, axes in zip(paths, declared, found, strict=False):
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), own, axes in zip(leaves, declared, differing, strict=False):
         if (axes - own) & several:
             raise errors.UserError(_differs(experiment, state, path, leaf))
 
@@ -144,39 +147,29 @@ class _PredictedError(BaseException):
 
 def samples_batch(experiment: experiment_lib.Experiment) -> Mapping[str, Any] | None:
     """The first batch that `experiment.samples` asks a prediction of; None if it asks none."""
-    return next(iter(_of_samples(experiment, lambda batch: batch)), None)
+    for ask in _asking(experiment, None):
+        for batch in _of_first(ask, lambda batch: batch):
+            return batch
+    return None
 
 
-def _of_samples(
-    experiment: experiment_lib.Experiment, use: Callable[[Mapping[str, Any]], Any]
-) -> list[Any]:
-    """The result of `use` for the first batch that `experiment.samples` asks about, if it asks."""
-    if type(experiment).samples is experiment_lib.Experiment.samples:
-        return []
-    where, key = contract.described(experiment.samples), experiment_lib.samples_key(experiment)
-    return _of_first(lambda predict: samples.named(where, experiment.samples(predict, key)), use)
-
-
-def _of_acting(
-    experiment: experiment_lib.Experiment,
-    act: Callable[[Callable[..., Any]], None] | None,
-    use: Callable[[Mapping[str, Any]], Any],
-) -> list[Any]:
-    """The result of `use` for the first batch that the training data asks about, if it acts."""
+def _asking(experiment: experiment_lib.Experiment, act: _Ask | None) -> Iterator[_Ask]:
+    """Yields what asks for predictions, as the run has it do: the experiment for samples, and training data that acts."""
+    if type(experiment).samples is not experiment_lib.Experiment.samples:
+        where, key = contract.described(experiment.samples), experiment_lib.samples_key(experiment)
+        yield lambda predict: samples.named(where, experiment.samples(predict, key))
     if act is None:
-        return []
+        return
     if type(experiment).predict is experiment_lib.Experiment.predict:
         raise errors.UserError(
             f"What {contract.described(experiment.train_batches)} returned acts on the model (acts_every_steps), and "
             f"{type(experiment).__name__} makes no predictions: define predict(state, batch), or leave "
             "acts_every_steps out."
         )
-    return _of_first(act, use)
+    yield act
 
 
-def _of_first(
-    ask: Callable[[Callable[..., Any]], Any], use: Callable[[Mapping[str, Any]], Any]
-) -> list[Any]:
+def _of_first(ask: _Ask, use: Callable[[Mapping[str, Any]], Any]) -> list[Any]:
     """Runs what asks for predictions up to its first one, of whose batch it has the result of `use`."""
     results: list[Any] = []
 
@@ -193,9 +186,8 @@ def _of_first(
 def _of_example(
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
-    predict: Any,
-    state: state_lib.TrainState,
     batch: Mapping[str, jax.ShapeDtypeStruct],
+    trace: Callable[[Mapping[str, Any]], Any],
 ) -> list[Any]:
     """The prediction, traced with a replica's part of a training batch; none if it takes another."""
     if type(experiment).predict is experiment_lib.Experiment.predict:
@@ -204,7 +196,7 @@ def _of_example(
     part = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     # The run itself makes no prediction. What it lacks for one is said by the first that is asked for.
     with contextlib.suppress(Exception):
-        return [predict.trace(state, _shapes(mesh, part))]
+        return [trace(part)]
     return []
 
 
@@ -222,22 +214,21 @@ def _check_prediction(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, traced: Any
 ) -> None:
     """Sees that a prediction is equal on all devices, of which one is asked."""
-    found, _ = varying.mapped_outputs(traced.jaxpr.jaxpr)
-    for (path, leaf), axes in zip(
-        jax.tree_util.tree_leaves_with_path(traced.out_info), found, strict=True
-    ):
-        differing = axes & _several(mesh)
-        if not differing:
+    differing, _ = varying.mapped_outputs(traced.jaxpr.jaxpr)
+    leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
+    for (path, leaf), axes in zip(leaves, differing, strict=True):
+        if not axes & _several(mesh):
             continue
         name = trees.path_name(path) or "outputs"
-        by_group = mesh_lib.GROUP in differing
+        among = "replicas"
+        fix = (
+            "It depends on the replica's number, or on what is a replica's own: make it equal with a collective, "
+            "such as jax.lax.pmean(x, ('slice', 'replica'))."
+        )
+        if mesh_lib.GROUP in axes & _several(mesh):
+            among = "groups"
+            fix = "Return that of all groups together, as of jax.lax.all_gather(outputs, 'group')."
         raise errors.UserError(
             f"{contract.described(experiment.predict)} returns {name!r}, {leaf.dtype} of shape {leaf.shape}, which differs "
-            f"between the {'groups' if by_group else 'replicas'}; a prediction is one, equal on all devices. "
-            + (
-                "Return that of all groups together, as of jax.lax.all_gather(outputs, 'group')."
-                if by_group
-                else "It depends on the replica's number, or on what is a replica's own: make it equal with a collective, "
-                "such as jax.lax.pmean(x, ('slice', 'replica'))."
-            )
+            f"between the {among}; a prediction is one, equal on all devices. {fix}"
         )

@@ -16,7 +16,7 @@ from xshard import contract, errors, supervised
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.learners import varying, within
+from xshard.learners import checked, varying, within
 from xshard.learners.state import held_like, is_learner
 from xshard.optimizers import gathering, layouts, primitives, trees
 
@@ -134,14 +134,14 @@ class _Uses:
         inputs = [*(_other(x.aval) for x in constants), *self._inputs()]
         results = varying.outputs(jaxpr, inputs, self._of_equation)
         for name, var, noted in zip(sorted(made), jaxpr.outvars, results, strict=True):
-            of_state = steps and name.startswith("0/")
-            layout = self._found.get(name.removeprefix("0/")) if of_state else None
-            if layout is None:
-                self._check_whole(noted)
-            elif not self._is_kept(var, noted, layout):
-                self._check_whole(noted)
+            index, _, path = name.partition("/")
+            layout = self._found.get(path) if steps and index == "0" else None
+            if layout is not None and self._is_kept(var, noted, layout):
+                continue
+            self._check_whole(noted)
+            if layout is not None:
                 raise errors.UserError(
-                    f"{self._where} leaves as {name.removeprefix('0/')!r} in the state what is not made of parameters in "
+                    f"{self._where} leaves as {path!r} in the state what is not made of parameters in "
                     f"shards, where each replica holds its shard of a whole of shape {layout.shape}. Make it of parameters "
                     f"element by element, as a moving average is; {_OTHERWISE}."
                 )
@@ -169,11 +169,11 @@ class _Uses:
         name, called = eqn.primitive.name, eqn.params.get("name")
         if called == gathering.GATHERED:
             return [_other(x.aval) for x in eqn.outvars]
-        if called == "replicas_own":
+        if called == checked.REPLICAS_OWN:
             return [varying.ALL | _other(x.aval) for x in eqn.outvars]
-        if called == "used_as_whole":
+        if called == checked.USED_AS_WHOLE:
             self._check_whole(*inputs)
-        if called == "used_as_shards":
+        if called == checked.USED_AS_SHARDS:
             self._check_shards(*inputs)
             return inputs
         if name in ("cond", "while") and _gathers(eqn):

@@ -14,9 +14,6 @@ from xshard.learners.state import LearnerState
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import moving_average, trees
 
-# Stands for what is not sharded.
-_WHOLE = layouts_lib.layout("", (), 1)
-
 
 def as_stored(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, whole: state_lib.TrainState
@@ -94,19 +91,16 @@ class Storage:
         if name not in self._layouts:
             self._layouts[name] = state_lib.layouts_of(self._experiment, self._mesh, state)
         layouts = self._layouts[name]
-        is_due = lambda layout, x: (
-            layout.flat and (x.shape[-len(layout.shape) :] == layout.shape) != whole
-        )
-        due = {
-            module: {
-                name: x
-                for name, x in arrays.items()
-                if is_due(layouts[module].get(name, _WHOLE), x)
-            }
-            for module, arrays in state.opt_state.items()
-            if module in layouts
-        }
-        if not any(due.values()):
+        due: dict[str, dict[str, jax.Array]] = {}
+        for module, arrays in state.opt_state.items():
+            for slot, x in arrays.items():
+                layout = layouts.get(module, {}).get(slot)
+                if layout is None or not layout.flat:
+                    continue
+                is_whole = x.shape[-len(layout.shape) :] == layout.shape
+                if is_whole != whole:
+                    due.setdefault(module, {})[slot] = x
+        if not due:
             return state
         key = name, whole
         if key not in self._jitted:
@@ -117,13 +111,10 @@ class Storage:
             specs = state_lib.opt_specs(*args, whole=whole)
             places = jax.tree.map(lambda spec: mesh_lib.sharding(self._mesh, *spec), specs)
             self._jitted[key] = jax.jit(reshape, out_shardings=places)
-        done = self._jitted[key](due)
-        return state.replace(
-            opt_state={
-                module: {**arrays, **done.get(module, {})}
-                for module, arrays in state.opt_state.items()
-            }
-        )
+        opt_state = dict(state.opt_state)
+        for module, arrays in self._jitted[key](due).items():
+            opt_state[module] = {**opt_state[module], **arrays}
+        return state.replace(opt_state=opt_state)
 
 
 def _begin_averages(state: LearnerState, before: LearnerState) -> LearnerState:
