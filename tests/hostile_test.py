@@ -213,7 +213,7 @@ def look(directory):
         user_error(lambda: workdir.Workdir(directory).check_origin(workdir.Origin("a", "b", "c")))
         best = user_error(lambda: follow._read_best(directory / "eval/best.json"))
         assert best is None or all(isinstance(step, int) for step in best["pinned"])
-        judged = follow._rows(directory / "eval/metrics.jsonl")
+        judged = writers.read_steps(directory / "eval/metrics.jsonl")
         assert all(isinstance(row["step"], int) for row in judged)
         follow._judged(directory / "eval/metrics.jsonl", "eval/accuracy", [10])
 

@@ -14,8 +14,8 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.files import jsonfile, workdir
-from xshard.run import preflight, saving
-from xshard.stored import replicas, storage
+from xshard.run import preflight, reading
+from xshard.stored import replicas
 
 
 class Trained(NamedTuple):
@@ -65,13 +65,8 @@ def load(place: str | pathlib.Path, devices: Sequence[jax.Device] | None = None)
     config = config_of(run)
     mesh = _mesh(config, directory, devices)
     experiment = experiment_lib.load(config.experiment)(config)
-    args = (experiment, mesh, config.seed, experiment_lib.example(experiment))
-    target = state_lib.abstract_state(*args, whole=True)
-    older = lambda: state_lib.abstract_state(*args, whole=True, all_slots=True)
-    checkpoints = saving.manager(config, str(run.checkpoints))
-    fitted = functools.partial(replicas.fit, target, mesh)
-    restored = checkpoints.restore(fitted, number, may_hold=older)
-    state = storage.Storage(experiment, mesh).from_whole(restored.state)
+    example = experiment_lib.example(experiment)
+    state = reading.Reader(experiment, mesh, example, run).restore(number).state
     return Trained(experiment, state, _predictor(experiment, mesh, state))
 
 

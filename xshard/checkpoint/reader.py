@@ -87,10 +87,21 @@ def restore(
     say: Callable[[str], None],
     may_hold: Callable[[], Any] | None = None,
 ) -> Restored:
-    """Reads a checkpoint of a run; as `read`, which says what the arguments are.
+    """Reads a checkpoint of a run into the structure, types and shardings of `target`.
+
+    Args:
+      attempt: a checkpoint that counts.
+      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a function that makes one of the
+        stored shapes by path.
+      owner: the run; None: whoever's it is.
+      budget_bytes: how much may be read at a time, beyond the arrays themselves.
+      say: takes messages on progress.
+      may_hold: makes a tree such as `target`, of all that the checkpoint may hold: what of it is not in the
+        target is not read. It is called only if there is more than in the target.
 
     Raises:
-      CheckpointError: if it is another run's than `owner`.
+      DamagedError: if something is not what was written.
+      CheckpointError: if it is another run's than `owner`, or has another structure, shape or type than the target.
     """
     commit, meta = source.read_both(attempt)
     of_run = commit.get(format_lib.OWNER)
@@ -99,35 +110,6 @@ def restore(
             f"{attempt} is of run {of_run['id']}, and this is run {owner.id}: move it away, or give another "
             "checkpoint.directory."
         )
-    state = read(attempt, target, meta, budget_bytes, say, may_hold)
-    is_whole = arrays_lib.flatten(state).keys() == source.array_metas(meta).keys()
-    return Restored(state, meta["metadata"], meta["data"], attempt.step, attempt.folder, is_whole)
-
-
-def read(
-    attempt: format_lib.Attempt,
-    target: Any,
-    meta: dict[str, Any],
-    budget_bytes: int,
-    say: Callable[[str], None],
-    may_hold: Callable[[], Any] | None = None,
-) -> Any:
-    """Reads a checkpoint into the structure, types and shardings of `target`.
-
-    Args:
-      attempt: a checkpoint that counts.
-      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a function that makes one of the
-        stored shapes by path.
-      meta: its description.
-      budget_bytes: how much may be read at a time, beyond the arrays themselves.
-      say: takes messages on progress.
-      may_hold: makes a tree such as `target`, of all that the checkpoint may hold: what of it is not in the
-        target is not read. It is called only if there is more than in the target.
-
-    Raises:
-      DamagedError: if something is not what was written.
-      CheckpointError: if the checkpoint has another structure, shape or type than the target.
-    """
     stored = source.array_metas(meta)
     if callable(target):
         target = target({path: stored[path].shape for path in stored})
@@ -141,7 +123,9 @@ def read(
     for path, leaf in wanted.items():
         leaves.append(Leaf(path, stored[path], stored[path].shape, leaf.sharding))
     values = read_leaves(attempt, leaves, budget_bytes, say)
-    return jax.tree.unflatten(jax.tree.structure(target), values)
+    state = jax.tree.unflatten(jax.tree.structure(target), values)
+    is_whole = wanted.keys() == stored.keys()
+    return Restored(state, meta["metadata"], meta["data"], attempt.step, attempt.folder, is_whole)
 
 
 def read_leaves(

@@ -27,10 +27,6 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _LARGEST
 
 
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= _LAST_SECOND
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -39,12 +35,8 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-def _are_checksums(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value.values()))
-
-
-def _are_metrics(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(jsonfile.is_number, value.values()))
+def _is_mapping_of(is_good: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_good, value.values()))
 
 
 def _are_counts(value: Any) -> bool:
@@ -61,14 +53,16 @@ def _is_shape(value: Any) -> bool:
 _COUNT = _Field("an integer of at least 0", _is_count)
 _TEXT = _Field("a text", _is_text)
 _OBJECT = _Field("an object", lambda value: isinstance(value, dict))
-_METRICS = _Field("an object of numbers", _are_metrics)
+_METRICS = _Field("an object of numbers", lambda value: _is_mapping_of(jsonfile.is_number, value))
 _SHAPE = _Field("a shape", _is_shape)
 _COMMIT = {
     "step": _COUNT,
     "attempt": _TEXT,
     "bytes": _COUNT,
-    "time": _Field("a time", _is_time),
-    "sha256": _Field("an object of texts", _are_checksums),
+    "time": _Field(
+        "a time", lambda value: type(value) in (int, float) and 0 <= value <= _LAST_SECOND
+    ),
+    "sha256": _Field("an object of texts", lambda value: _is_mapping_of(_is_text, value)),
     "metrics": _METRICS,
 }
 _META = {

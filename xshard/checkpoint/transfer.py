@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -166,7 +165,7 @@ def _open(source: Source, leaves: Iterable[str]) -> _Stored:
     where: Any
     if source.place.endswith(tensors.SUFFIX):
         file = tensors.File(source.place)
-        where, read = source.place, functools.partial(_read_file, file)
+        where, read = source.place, lambda leaves, _: [_read_leaf(file, leaf) for leaf in leaves]
         metas = {
             name: arrays_lib.ArrayMeta(shape, file.dtypes[name], shape)
             for name, shape in file.shapes.items()
@@ -176,30 +175,18 @@ def _open(source: Source, leaves: Iterable[str]) -> _Stored:
     else:
         where = find(source.place)
         metas = source_lib.read_array_metas(where)
-        groups, read = _count(metas), functools.partial(_read_checkpoint, where)
+        groups = _count(metas)
+        read = lambda leaves, say: reader.read_leaves(where, leaves, _BUDGET_BYTES, say)
     names = _renamed(source, where, metas, leaves)
     return _Stored(where, names, {path: metas[name] for path, name in names.items()}, groups, read)
 
 
-def _read_checkpoint(
-    attempt: format_lib.Attempt, leaves: list[reader.Leaf], say: Callable[[str], None]
-) -> list[jax.Array]:
-    return reader.read_leaves(attempt, leaves, _BUDGET_BYTES, say)
+def _read_leaf(file: tensors.File, leaf: reader.Leaf) -> jax.Array:
+    def part(index: Any) -> Any:
+        box = arrays_lib.box_index(leaf.stored_box(index))
+        return leaf.wanted(file.read(leaf.path, box), index)
 
-
-def _read_file(
-    file: tensors.File, leaves: list[reader.Leaf], say: Callable[[str], None]
-) -> list[jax.Array]:
-    del say
-
-    def read(leaf: reader.Leaf) -> jax.Array:
-        def part(index: Any) -> Any:
-            box = tuple(slice(*ends) for ends in leaf.stored_box(index))
-            return leaf.wanted(file.read(leaf.path, box), index)
-
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
-
-    return [read(leaf) for leaf in leaves]
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
 
 def _renamed(

@@ -63,20 +63,14 @@ def model(
 
 def plan(start: int, steps: int, store: Any, end: str = "") -> str:
     """Says from where, in a store, a run goes on, and which steps are to be made; none if it has ended, for `end`."""
-    steps_to_make = _plan(start, steps, end)
-    if start:
-        return f"resumed from the checkpoint of step {start} in {store}\n{steps_to_make}"
-    return steps_to_make
-
-
-def _plan(start: int, steps: int, end: str) -> str:
+    text = f"all {steps} steps have been made"
     if end:
-        return f"nothing to train: the run has ended at step {start}: {end}"
-    if start < steps:
-        return f"training from step {start} to {steps}; the first step compiles"
-    if start > steps:
-        return f"nothing to train: steps={steps}, and {start} have been made"
-    return f"all {steps} steps have been made"
+        text = f"nothing to train: the run has ended at step {start}: {end}"
+    elif start < steps:
+        text = f"training from step {start} to {steps}; the first step compiles"
+    elif start > steps:
+        text = f"nothing to train: steps={steps}, and {start} have been made"
+    return f"resumed from the checkpoint of step {start} in {store}\n{text}" if start else text
 
 
 def results(values: Mapping[str, Any]) -> str:

@@ -74,14 +74,7 @@ class Part:
 
     def everything(self) -> Iterator[Row]:
         """The rows of both kinds in the order of their steps; none that was edited so that it has no step."""
-        rows, samples = (
-            (
-                row
-                for row in source()
-                if type(row.get("step")) is int and jsonfile.is_number(row["step"])
-            )
-            for source in (self.history, self.samples)
-        )
+        rows, samples = _with_step(self.history()), _with_step(self.samples())
         return heapq.merge(rows, samples, key=lambda row: row["step"])
 
 
@@ -219,11 +212,22 @@ def read(path: pathlib.Path) -> Iterator[Row]:
     return (row for _, row in jsonfile.read_lines(path) if row is not None)
 
 
+def read_steps(path: pathlib.Path) -> Iterator[Row]:
+    """The rows of a file, as `read`, without those that were edited so that they have no step."""
+    return _with_step(read(path))
+
+
+def _with_step(rows: Iterable[Row]) -> Iterator[Row]:
+    for row in rows:
+        if type(row.get("step")) is int and jsonfile.is_number(row["step"]):
+            yield row
+
+
 def of_training(path: pathlib.Path) -> dict[int, Row]:
     """The rows of training by step, without what differs between runs of the same bits."""
     rows = {}
-    for row in read(path):
-        if type(row.get("step")) is int and rows_lib.is_of_training(row):
+    for row in read_steps(path):
+        if rows_lib.is_of_training(row):
             rows[row["step"]] = rows_lib.reproducible(row)
     return dict(sorted(rows.items()))
 
@@ -236,9 +240,9 @@ def count(writers: Sequence[Writer]) -> int:
 def evaluations(path: pathlib.Path, last: int) -> Iterator[Row]:
     """The evaluations until a step, from a file of JSON lines: 'step', and their numbers by name."""
     prefix = "eval/"
-    for row in read(path):
+    for row in read_steps(path):
         names = [name for name in row if name.startswith(prefix)]
-        if names and type(row.get("step")) is int and row["step"] <= last:
+        if names and row["step"] <= last:
             values = {name.removeprefix(prefix): _not_null(row[name]) for name in names}
             yield {"step": row["step"], **values}
 
@@ -260,14 +264,6 @@ def _not_null(value: Any) -> Any:
     return value
 
 
-def _jsonl(part: Part) -> Writer:
-    return JsonLines(part.directory / "metrics.jsonl", part.step)
-
-
-def _csv(part: Part) -> Writer:
-    return Csv(part.directory / "metrics.csv", part.rows)
-
-
 def _tensorboard(part: Part) -> Writer:
     # Half a second of imports, for those who want it.
     from xshard.metrics import event_files
@@ -282,8 +278,8 @@ def _wandb(part: Part) -> Writer:
 
 
 KNOWN: dict[str, Callable[[Part], Writer]] = {
-    "jsonl": _jsonl,
-    "csv": _csv,
+    "jsonl": lambda part: JsonLines(part.directory / "metrics.jsonl", part.step),
+    "csv": lambda part: Csv(part.directory / "metrics.csv", part.rows),
     "tensorboard": _tensorboard,
     "wandb": _wandb,
 }

@@ -6,10 +6,9 @@ config keeps best checkpoints, those that this job finds are pinned, so that the
 """
 
 import contextlib
-import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,15 +17,13 @@ import ml_collections
 from xshard import checkpoint, errors, evaluation
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
 from xshard.files import disk, jsonfile, workdir
 from xshard.files import identity as identity_lib
 from xshard.metrics import log, terminal, writers
-from xshard.metrics import rows as rows_lib
 from xshard.pod import notice, processes
 from xshard.pod import watch as watch_lib
-from xshard.run import saving
-from xshard.stored import replicas, storage
+from xshard.run import reading, saving
+from xshard.stored import storage
 
 FOLDER = "eval"
 # How often to look for a new checkpoint: on a disk, and where each look costs money.
@@ -61,17 +58,15 @@ class Follower:
         self._config = config
         mesh = experiment_lib.mesh_of(config)
         experiment = experiment_lib.load(config.experiment)(config)
-        args = (experiment, mesh, config.seed, experiment_lib.example(experiment))
-        target = state_lib.abstract_state(*args, whole=True)
-        self._target = functools.partial(replicas.fit, target, mesh)
-        self._older = lambda: state_lib.abstract_state(*args, whole=True, all_slots=True)
-        self._storage = storage.Storage(experiment, mesh)
-        self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
-        processes.check_equal_data({"evaluation": self._evaluation.summary})
-        self._evaluation.check(storage.as_stored(experiment, mesh, target), config.checkpoint)
         self._run = workdir.Workdir(directory)
         self._own = workdir.Workdir(self._run.path / FOLDER)
-        self._checkpoints = saving.manager(config, str(self._run.checkpoints))
+        example = experiment_lib.example(experiment)
+        self._reader = reading.Reader(experiment, mesh, example, self._run)
+        self._checkpoints = self._reader.manager
+        self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
+        processes.check_equal_data({"evaluation": self._evaluation.summary})
+        stored = storage.as_stored(experiment, mesh, self._reader.target)
+        self._evaluation.check(stored, config.checkpoint)
         self._watch = watch
         self._sleep = sleep
         self._terminal = terminal.Terminal(config.steps, show)
@@ -155,7 +150,7 @@ class Follower:
         self._check_owner()
         rows = self._own.metrics
         # The last whole row is of the last step that was judged.
-        self._judged = max((row["step"] for row in _rows(rows)), default=-1)
+        self._judged = max((row["step"] for row in writers.read_steps(rows)), default=-1)
         config = identity_lib.plain(self._config)
         part = writers.Part(self._own.path, self._judged, config, lambda: writers.read(rows))
         self._writers = writers.open_all(self._config.writers, part)
@@ -177,7 +172,7 @@ class Follower:
 
     def _judge(self, step: int) -> None:
         try:
-            restored = self._checkpoints.restore(self._target, step, may_hold=self._older)
+            state = self._reader.restore(step).state
         except checkpoint.CheckpointError as e:
             if step in self._checkpoints.agree(self._checkpoints.all_steps):
                 raise
@@ -187,7 +182,6 @@ class Follower:
             if self._best is not None:
                 self._best.release()
             return
-        state = self._storage.from_whole(restored.state)
         self._evaluation.check(state, self._config.checkpoint)
         values = self._evaluation(state, self._go_on)
         if values is None:
@@ -331,7 +325,7 @@ def _is_best(best: Any, pinned: Any) -> bool:
 def _judged(path: pathlib.Path, name: str, saved: list[int]) -> dict[int, float]:
     """The values of a metric in rows of these steps, but for those that are not finite: rows have no such."""
     values = {}
-    for row in _rows(path):
+    for row in writers.read_steps(path):
         if name in row:
             values[row["step"]] = row[name]
     known = {}
@@ -341,10 +335,3 @@ def _judged(path: pathlib.Path, name: str, saved: list[int]) -> dict[int, float]
         if step in saved and numbers and all(map(jsonfile.is_number, numbers)):
             known[step] = saving.number(value)
     return known
-
-
-def _rows(path: pathlib.Path) -> Iterator[rows_lib.Row]:
-    """The rows of a file; a line that is none is left out."""
-    for _, row in jsonfile.read_lines(path):
-        if row is not None and type(row.get("step")) is int:
-            yield row

@@ -4,8 +4,8 @@ JAX's own start ends a process from C++ when a peer does not come, whatever the 
 first, at the address where JAX's coordinator will be, and what does not fit is said.
 """
 
-import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 from jax._src import clusters
@@ -13,8 +13,7 @@ from jax._src import clusters
 from xshard.pod import meeting, places, signals
 
 
-@dataclasses.dataclass(frozen=True)
-class Timeouts:
+class Timeouts(NamedTuple):
     """The times that processes wait for one another, in seconds.
 
     Attributes:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import socket
-from types import TracebackType
 
 from xshard.pod import notice
 
@@ -75,12 +74,7 @@ class Heard:
             self._previous[number] = signal.signal(number, lambda *_: None)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, handler)

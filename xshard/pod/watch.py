@@ -298,7 +298,7 @@ class Watch:
     def _fail_all(self, message: str) -> None:
         processes.bounded(lambda: self._board.append("failed", message), _LEAVE_SECONDS)
 
-    def _leave(self, code: int, message: str = "") -> NoReturn:
+    def _leave(self, code: int, message: str) -> NoReturn:
         """Leaves; process 0 last, since with it goes the board that the others read."""
         if message:
             self._say(message)

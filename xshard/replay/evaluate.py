@@ -4,7 +4,6 @@ The program that runs is the step's own, equation by equation, on all replicas a
 in half precision is rounded to it each time, where XLA may keep more digits from one equation to the next.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -196,7 +195,10 @@ class _Look:
         platforms = eqn.params.get("branches_platforms")
         if platforms:
             # Of `lax.platform_dependent`: what is for another platform cannot be compiled for this one.
-            outputs, seen = _by_platform(platforms, branches)(*inputs[1:])
+            named: dict[str, Callable[..., Any]] = {}
+            for names, of_platforms in zip(platforms, branches, strict=True):
+                named |= dict.fromkeys(names or ["default"], of_platforms)
+            outputs, seen = lax.platform_dependent(*inputs[1:], **named)
         else:
             outputs, seen = lax.switch(inputs[0], branches, *inputs[1:])
         self._next = begins[-1]
@@ -215,16 +217,6 @@ class _Look:
         padded = [*rounds[: program_lib.DEPTH], *[jnp.int32(0)] * (program_lib.DEPTH - len(rounds))]
         times = jnp.broadcast_to(jnp.stack(padded), (len(values), program_lib.DEPTH))
         return jnp.stack([_magnitude(x) for x in values]), times
-
-
-def _by_platform(
-    platforms: Sequence[Sequence[str] | None], branches: Sequence[Callable[..., Any]]
-) -> Callable[..., Any]:
-    """The branch for the platform that runs, of which each is for some of them, or for all others."""
-    named: dict[str, Callable[..., Any]] = {}
-    for names, branch in zip(platforms, branches, strict=True):
-        named |= dict.fromkeys(names or ["default"], branch)
-    return functools.partial(lax.platform_dependent, **named)
 
 
 def _bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -16,8 +16,7 @@ from xshard.files import jsonfile, workdir
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
 from xshard.pod import origin
-from xshard.run import history, preflight, resuming, saving
-from xshard.stored import storage
+from xshard.run import history, preflight, reading, resuming
 
 
 class Step(NamedTuple):
@@ -108,11 +107,10 @@ class Past:
         before, skipped = 0, dict[str, Any]()
         for step, row in self.rows.items():
             counts = _skipped(row)
-            if counts != {
-                name: skipped.get(name, np.zeros_like(x).tolist()) for name, x in counts.items()
-            }:
-                return range(before + 1, step + 1)
-            if not all(map(_is_finite, row.values())):
+            has_skipped = any(
+                x != skipped.get(name, np.zeros_like(x).tolist()) for name, x in counts.items()
+            )
+            if has_skipped or not all(map(_is_finite, row.values())):
                 return range(before + 1, step + 1)
             before, skipped = step, counts
         stopped = re.match(r"step (\d+):", self._why)
@@ -158,20 +156,18 @@ class Past:
 
     def _begin(self, last: int) -> state_lib.TrainState:
         """The state of the newest checkpoint until a step, or the first one."""
-        args = (self.experiment, self.mesh, self.config.seed, self._batches.example)
-        target = state_lib.abstract_state(*args, whole=True)
-        older = lambda: state_lib.abstract_state(*args, whole=True, all_slots=True)
-        manager = saving.manager(self.config, str(self._workdir.checkpoints))
-        for step in reversed([step for step in manager.all_steps() if step <= last]):
+        example = self._batches.example
+        reader = reading.Reader(self.experiment, self.mesh, example, self._workdir)
+        for step in reversed([step for step in reader.manager.all_steps() if step <= last]):
             try:
-                resuming.check_replicas(manager, target, step)
-                restored = manager.restore(target, step, may_hold=older)
+                resuming.check_replicas(reader.manager, reader.target, step)
+                restored = reader.restore(step)
             except checkpoint.CheckpointError:
                 # Damaged, or deleted meanwhile: an earlier one does as well.
                 continue
             self._batches.restore(restored.data)
-            return storage.Storage(self.experiment, self.mesh).from_whole(restored.state)
-        return state_lib.init(*args)
+            return restored.state
+        return state_lib.init(self.experiment, self.mesh, self.config.seed, example)
 
     def difference(self, step: Step) -> Difference | None:
         """The first number of a step's row that is another than was logged; None if all are as they were, or none was."""
@@ -192,23 +188,19 @@ class Past:
         numbers = data.order(examples, self.config.seed, mesh_lib.num_groups(self.mesh))
         # Batches that the run has passed over count, too.
         before = step - 1 + sum(count for at, count in self._passes.items() if at <= step)
-        each = np.arange(len(next(iter(batch.values()))))
-        groups, places = np.divmod(each, size)
-        order = np.array(
-            [
-                int(numbers(int(g), np.array([before * size + r]))[0])
-                for g, r in zip(groups, places, strict=True)
-            ]
+        # With rows that fill places after those of all groups.
+        groups, places = np.divmod(np.arange(len(next(iter(batch.values())))), size)
+        positions = before * size + places
+        order = np.concatenate(
+            [numbers(group, positions[groups == group]) for group in np.unique(groups).tolist()]
         )
         # An iterator of the experiment's own may have another order, or change what it reads.
         taken = data.take(examples, order)
-        alike = [
-            np.mean(
-                [_same(x, y) for x, y in zip(taken[name], np.asarray(batch[name]), strict=True)]
-            )
-            for name in taken.keys() & batch.keys()
-        ]
-        return order[rows].tolist() if max(alike, default=0) > 0.5 else []
+        for name in taken.keys() & batch.keys():
+            pairs = zip(taken[name], np.asarray(batch[name]), strict=True)
+            if np.mean([_same(x, y) for x, y in pairs]) > 0.5:
+                return order[rows].tolist()
+        return []
 
 
 def is_as_it_should_be(row: rows_lib.Row) -> bool:
