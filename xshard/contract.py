@@ -247,16 +247,16 @@ def network_state(network: Callable[..., Any], old: Any, new: Any) -> None:
     where = described(network)
     for module, arrays in new.items():
         for name, array in arrays.items():
-            made = old.get(module, {}).get(name)
-            if made is None:
+            initial = old.get(module, {}).get(name)
+            if initial is None:
                 raise errors.UserError(
                     f"{where} sets the state {name!r} of {module!r}, which it has not made when it was first called, "
                     "with is_training=True: make it there, too, with hk.get_state(..., init=...)."
                 )
-            if array.shape != made.shape:
+            if array.shape != initial.shape:
                 raise errors.UserError(
                     f"{where} sets the state {name!r} of {module!r} to shape {array.shape}; on one example it was "
-                    f"made with {made.shape}. Network state has one shape, whatever the batch: what belongs to an "
+                    f"made with {initial.shape}. Network state has one shape, whatever the batch: what belongs to an "
                     "example cannot be kept in it. Keep a mean over the batch, or take it from the data."
                 )
 

@@ -119,25 +119,25 @@ class Run:
         self._make_up_for(begin, start)
         if not begin.folder and self.roll_backs.is_ready:
             self._save(start, state, evaluation_due=False)
-        for made in range(start + 1, (start if self._is_over() else self.config.steps) + 1):
-            log.write_ahead(self.roll_backs.row(made))
-            state = self.roll_backs.backed_off(made, state)
+        for step in range(start + 1, (start if self._is_over() else self.config.steps) + 1):
+            log.write_ahead(self.roll_backs.row(step))
+            state = self.roll_backs.backed_off(step, state)
             with self.clock.waiting(log.newest):
-                batch = self.batches.of_step(made, self.predict, state)
+                batch = self.batches.of_step(step, self.predict, state)
             state, values, observed, begun = self.train_step(state, batch)
-            self._made = made
-            log.push(made, {**values, **self._copies.push(made, begun, state)})
-            self._finite.push(made, observed)
-            self.doing(status.TRAINING, step=made)
+            self._made = step
+            log.push(step, {**values, **self._copies.push(step, begun, state)})
+            self._finite.push(step, observed)
+            self.doing(status.TRAINING, step=step)
             self._poll()
-            if self._stop is None and due.evaluation(made):
-                self._evaluate(made, state)
-            if due.samples(made) and not self._is_over():
-                self._sample(made, state)
+            if self._stop is None and due.evaluation(step):
+                self._evaluate(step, state)
+            if due.samples(step) and not self._is_over():
+                self._sample(step, state)
             if self._first and by_clock.has_passed():
                 self._ask_for_save()
-            if self._is_over() or self._save_now or due.save(made):
-                self._save(made, state, evaluation_due=due.evaluation(made))
+            if self._is_over() or self._save_now or due.save(step):
+                self._save(step, state, evaluation_due=due.evaluation(step))
             if self._is_over():
                 break
             self.checkpoints.check()
@@ -188,11 +188,11 @@ class Run:
     def _make_up_for(self, begin: resuming.Begin, start: int) -> None:
         """Makes the evaluation and the samples that are due at the first state, unless their rows have been written."""
         if start and not begin.evaluated:
-            found = self.checkpoints.late_evaluation(start)
-            if found is None:
+            metrics = self.checkpoints.late_evaluation(start)
+            if metrics is None:
                 self._evaluate(start, begin.state)
             else:
-                self._evaluated = start, found
+                self._evaluated = start, metrics
             if self._stop is None:
                 self.checkpoints.evaluated_late(start, self._evaluated[1], self._log)
         is_due = start and due_lib.Due.of(self.config).samples(start) and not self._is_over()
@@ -207,14 +207,14 @@ class Run:
 
     def evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
         """The means over all evaluation examples, of several groups lists; None if the run is told to stop meanwhile."""
-        made = int(state.step)
-        if self._evaluated[0] != made:
+        step = int(state.step)
+        if self._evaluated[0] != step:
             self.doing(status.EVALUATING)
             with self.clock.phase(clock_lib.EVALUATION):
                 values = self._evaluation(state, self._goes_on)
             if values is None:
                 return None
-            self._evaluated = made, values
+            self._evaluated = step, values
         return self._evaluated[1]
 
     def _goes_on(self) -> bool:
@@ -277,21 +277,21 @@ class Run:
         self.terminal.close()
         ending.fail(self._made, why, self.checkpoints.kept(), self.workdir)
 
-    def _sample(self, made: int, state: state_lib.TrainState, *, last: bool = False) -> str:
+    def _sample(self, step: int, state: state_lib.TrainState, *, last: bool = False) -> str:
         with self.clock.phase(clock_lib.EVALUATION):
-            row, text = evaluation.sample(self.experiment, self.predict, made, state)
+            row, text = evaluation.sample(self.experiment, self.predict, step, state)
         if row["samples"]:
             self._log.write_samples(row)
             if not last:
-                self.terminal.say(f"step {made}  samples:\n{text}")
+                self.terminal.say(f"step {step}  samples:\n{text}")
         return text
 
-    def _evaluate(self, made: int, state: state_lib.TrainState) -> None:
+    def _evaluate(self, step: int, state: state_lib.TrainState) -> None:
         self._flush()
         values = self.evaluate(state)
         if values is not None:
-            self._log.write_evaluation(made, values)
-            self._evaluations.add(made, values)
+            self._log.write_evaluation(step, values)
+            self._evaluations.add(step, values)
 
     def _ask_for_save(self) -> None:
         """Has all processes save by the clock of the first, at a step that they agree on."""
@@ -300,17 +300,17 @@ class Run:
         elif self._watch is not None:
             self._watch.ask(notice_lib.BY_CLOCK)
 
-    def _save(self, made: int, state: state_lib.TrainState, *, evaluation_due: bool) -> None:
+    def _save(self, step: int, state: state_lib.TrainState, *, evaluation_due: bool) -> None:
         # What has been logged when a checkpoint counts is what resuming keeps.
         self._flush()
         self._save_now = False
-        is_evaluated = self._evaluated[0] == made
+        is_evaluated = self._evaluated[0] == step
         values = self._evaluated[1] if is_evaluated else {}
         noted: dict[str, Any] = {"evaluated": is_evaluated or not evaluation_due}
         noted["watched"] = self._finite.get_state()
         with self.clock.phase(clock_lib.CHECKPOINT):
             noted["fingerprint"] = self._copies.of_state(state)
-            self.checkpoints.save(made, state, values, noted, self._log)
+            self.checkpoints.save(step, state, values, noted, self._log)
 
 
 def run(

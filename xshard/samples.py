@@ -173,14 +173,14 @@ def text(samples: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def is_row(found: Mapping[str, Any]) -> bool:
+def is_row(row: Mapping[str, Any]) -> bool:
     """Returns whether a row is one of samples, and none of numbers."""
-    return isinstance(found.get("samples"), dict)
+    return isinstance(row.get("samples"), dict)
 
 
-def items(found: Mapping[str, Any]) -> dict[str, Item]:
+def items(row: Mapping[str, Any]) -> dict[str, Item]:
     """The items of a row that may have been edited by hand; what is no item is left out."""
-    samples = found.get("samples")
+    samples = row.get("samples")
     if not isinstance(samples, dict):
         return {}
     return {name: x for name, x in samples.items() if isinstance(x, dict) and _is_item(x)}

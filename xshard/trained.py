@@ -101,17 +101,17 @@ def _mesh(
 
 def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
     """The config that a run was started with."""
-    found = jsonfile.read_if_exists(run.config)
-    if found is None:
+    config = jsonfile.read_if_exists(run.config)
+    if config is None:
         raise errors.UserError(f"There is no run in {run.path}: it has no config.json.")
-    found.pop(workdir.IDENTITY, None)
-    flat = config_lib.flatten(found)
+    config.pop(workdir.IDENTITY, None)
+    flat = config_lib.flatten(config)
     for name, value in config_lib.with_defaults(flat).items():
         if name not in flat:
             # A config of an older version lacks it.
             *folders, key = name.split(".")
-            folder = found
-            for part in folders:
-                folder = folder.setdefault(part, {})
+            folder = config
+            for key_of_folder in folders:
+                folder = folder.setdefault(key_of_folder, {})
             folder[key] = value
-    return ml_collections.ConfigDict(found)
+    return ml_collections.ConfigDict(config)

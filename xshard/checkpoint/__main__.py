@@ -310,11 +310,11 @@ def _is_scale(path: str, array: arrays_lib.ArrayMeta) -> bool:
 
 def _damage(attempt: format_lib.Attempt) -> str:
     try:
-        found = hashing.of_arrays(_read_all(attempt))
+        digest = hashing.of_arrays(_read_all(attempt))
         saved = source_lib.read_meta(attempt)["metadata"].get("fingerprint")
         known = hashing.total(saved.values()) if isinstance(saved, dict) else None
-        if known not in (None, found):
-            return f"the fingerprint of its arrays is {found}, and on the devices it was {known}"
+        if known not in (None, digest):
+            return f"the fingerprint of its arrays is {digest}, and on the devices it was {known}"
         source_lib.added_metrics(attempt)
     except source_lib.UnreadableError:
         # Which is no damage: what could not be read may be whole.

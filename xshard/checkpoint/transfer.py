@@ -194,21 +194,21 @@ def _renamed(
 ) -> dict[str, str]:
     """The name there of each array by its path here."""
     names: dict[str, str] = {}
-    made: dict[tuple[str, str], list[str]] = {pair: [] for pair in source.rename}
+    renamed: dict[tuple[str, str], list[str]] = {pair: [] for pair in source.rename}
     for name in stored:
         path = name
         for pair in source.rename:
             old, new = pair
             if not old or f"{name}/".startswith(f"{old}/"):
                 path = "/".join(filter(None, [new, name[len(old) :].strip("/")]))
-                made[pair].append(path)
+                renamed[pair].append(path)
                 break
         if path in names:
             raise format_lib.CheckpointError(
                 f"--init_rename makes '{path}' of both '{names[path]}' and '{name}' in {where}: rename one of them."
             )
         names[path] = name
-    for (old, new), paths in made.items():
+    for (old, new), paths in renamed.items():
         if not paths:
             raise format_lib.CheckpointError(
                 f"--init_rename={old}={new}: no path in {where} begins with '{old}'{_near(old, stored)}."

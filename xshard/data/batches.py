@@ -73,8 +73,7 @@ class TrainBatches:
 
     def summary(self) -> str:
         """Returns a summary of the data, to be compared between processes; empty if the iterator has none."""
-        said = getattr(self._iterator, "summary", lambda: "")()
-        return str(said)
+        return str(getattr(self._iterator, "summary", str)())
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes, types and shardings of a batch."""

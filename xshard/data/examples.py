@@ -167,11 +167,11 @@ def order(
 
     def numbers(group: int, positions: np.ndarray) -> np.ndarray:
         epochs, offsets = np.divmod(positions, size)
-        found = np.empty_like(positions)
+        chosen = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = of_epoch(group, int(epoch))[offsets[here]] + in_epochs * epoch * size
-        return found
+            chosen[here] = of_epoch(group, int(epoch))[offsets[here]] + in_epochs * epoch * size
+        return chosen
 
     return numbers
 
@@ -190,7 +190,7 @@ def take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
 def stack(examples: Sequence[Arrays]) -> dict[str, np.ndarray]:
     """Single examples as a batch; UserError if they differ in names or shapes."""
     try:
-        return {name: np.stack([one[name] for one in examples]) for name in examples[0]}
+        return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
     except (KeyError, ValueError, TypeError) as e:
         raise errors.UserError(
             f"Examples cannot be stacked ({e}): each must be a mapping of the same names to arrays of the "
@@ -247,10 +247,10 @@ def splits(examples: Examples | Mapping[str, Examples]) -> dict[str, Examples]:
     ([''], ['easy', 'test'])
     """
     is_split = lambda x: isinstance(x, Mapping) or (not hasattr(x, "shape") and _is_source(x))
-    found: Any = examples
-    if isinstance(found, Mapping) and found and all(map(is_split, found.values())):
-        return {str(name): split for name, split in found.items()}
-    return {"": found}
+    either: Any = examples
+    if isinstance(either, Mapping) and either and all(map(is_split, either.values())):
+        return {str(name): split for name, split in either.items()}
+    return {"": either}
 
 
 def _is_source(x: Any) -> bool:

@@ -55,17 +55,17 @@ def export(
         _with_unread, predict, {k: x for k, x in shapes.items() if k not in read}
     )
     shapes = {name: shapes[name] for name in read}
-    given: tuple[Any, ...] = ()
+    first: tuple[Any, ...] = ()
     function: Any = functools.partial(predict, {})
     if arguments:
         function = predict
-        given = ({path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arguments.items()},)
+        first = ({path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arguments.items()},)
     if batch_size is not None:
-        exported = _lower(function, (*given, _of_rows(shapes, batch_size)))
+        exported = _lower(function, (*first, _of_rows(shapes, batch_size)))
     else:
         (any_number,) = jax_export.symbolic_shape("batch")
         try:
-            exported = _lower(function, (*given, _of_rows(shapes, any_number)))
+            exported = _lower(function, (*first, _of_rows(shapes, any_number)))
         except Exception as e:
             raise errors.UserError(
                 f"{contract.described(experiment.predict)} cannot be exported for batches of any size: {cli.summary(e)} "

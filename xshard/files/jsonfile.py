@@ -114,11 +114,11 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
     """The lines, of those that are too long only the last part, which is no JSON."""
     # What stands before the end of a line that is too long: with it no line is JSON.
     prefix = b""
-    while part := file.readline(LINE_BYTES):
-        if len(part) == LINE_BYTES and not part.endswith(b"\n"):
+    while piece := file.readline(LINE_BYTES):
+        if len(piece) == LINE_BYTES and not piece.endswith(b"\n"):
             prefix = b"\0"
         else:
-            yield prefix + part
+            yield prefix + piece
             prefix = b""
     if prefix:
         yield prefix

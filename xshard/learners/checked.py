@@ -18,7 +18,10 @@ USED_AS_WHOLE, USED_AS_SHARDS, REPLICAS_OWN = "used_as_whole", "used_as_shards",
 
 
 def update(
-    state: LearnerState, lossed: Any, batch: Any, made: Callable[[], tuple[LearnerState, Outcome]]
+    state: LearnerState,
+    lossed: Any,
+    batch: Any,
+    updated: Callable[[], tuple[LearnerState, Outcome]],
 ) -> tuple[LearnerState, Outcome]:
     """Stands for an update.
 
@@ -26,7 +29,7 @@ def update(
       state: before it.
       lossed: what the loss has returned.
       batch: the replica's part of the batch.
-      made: the update itself, of which only shapes are asked.
+      updated: the update itself, of which only shapes are asked.
 
     Returns:
       The state as it was, and an outcome of zeros.
@@ -36,7 +39,7 @@ def update(
     used = whole, state.net_state, state.opt_state, state.global_step, lossed
     varying.marked(USED_AS_WHOLE, used)
     with within.run_only():
-        _, outcome = jax.eval_shape(made)
+        _, outcome = jax.eval_shape(updated)
     outcome = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outcome)
     rows = varying.marked(REPLICAS_OWN, outcome.aux, batch)
     shards = varying.marked(USED_AS_SHARDS, shards)

@@ -171,28 +171,29 @@ class Learner:
             part = jax.tree.map(lambda x: x[: len(x) // self._micro_batches], batch)
             return checked.update(state, self._call(state, loss, part, key), batch, updated)
         with contract.loss_errors(loss):
-            made, opt_state = self._rules.apply({}, state.opt_state, key, state, loss, batch)
+            update, opt_state = self._rules.apply({}, state.opt_state, key, state, loss, batch)
         # By the rule, which has reduced their gradients, if they were so before; on one replica without a collective.
-        equal = {"params": made.params, "opt_state": opt_state, "global_step": made.global_step}
+        equal = {"params": update.params, "opt_state": opt_state, "global_step": update.global_step}
         before = gathering.not_held(state.params, state.rules.held), state.global_step
         equal = varying.equal_on_replicas(equal, given=before)
         applied = equal["global_step"] != state.global_step
         # All in one collective.
-        net_state, metrics, shares, bad = mean_over_replicas(
-            (made.net_state, made.metrics, made.shares, made.nonfinite if made.shares else None)
+        bad = update.nonfinite
+        net_state, metrics, shares, all_bad = mean_over_replicas(
+            (update.net_state, update.metrics, update.shares, bad if update.shares else None)
         )
-        bad = bad if made.shares else made.nonfinite
-        observed = state_lib.observe(applied, made.lowered, metrics["loss"], bad > 0)
+        bad = all_bad if update.shares else bad
+        observed = state_lib.observe(applied, update.lowered, metrics["loss"], bad > 0)
         select = lambda new, old: jnp.where(applied, new, old)
         net_state = jax.tree.map(select, net_state, state.net_state)
-        metrics |= {name: _norm(x, shares.get(name)) for name, x in made.squares.items()}
+        metrics |= {name: _norm(x, shares.get(name)) for name, x in update.squares.items()}
         metrics |= {
-            **made.agreed,
+            **update.agreed,
             "skipped": jnp.int32(~applied),
             "global_step": equal["global_step"],
         }
         state = state.replace(**equal, net_state=net_state)
-        return state, state_lib.Outcome(metrics, observed, *made.aux)
+        return state, state_lib.Outcome(metrics, observed, *update.aux)
 
     def averages(self, state: state_lib.LearnerState) -> Any:
         """The averages of the parameters that a `MovingAverageOptimizer` keeps, as a tree of their structure.

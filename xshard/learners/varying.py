@@ -93,17 +93,17 @@ def outputs(
       inputs: those along which its inputs do.
       special: is asked first of each equation, and may note what is no axis, too.
     """
-    found: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
-    read = lambda x: _NONE if isinstance(x, core.Literal) else found.get(x, _NONE)
+    axes: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
+    read = lambda x: _NONE if isinstance(x, core.Literal) else axes.get(x, _NONE)
     for eqn in jaxpr.eqns:
         read_axes = [read(x) for x in eqn.invars]
-        made = of_equation(eqn, read_axes, special)
-        found.update(zip(eqn.outvars, made, strict=True))
+        results = of_equation(eqn, read_axes, special)
+        axes.update(zip(eqn.outvars, results, strict=True))
         if eqn.effects:
             # What is written into an array that can change is read from it later.
             for x in eqn.invars:
                 if not isinstance(x, core.Literal) and "Ref" in type(x.aval).__name__:
-                    found[x] = read(x).union(*read_axes)
+                    axes[x] = read(x).union(*read_axes)
     return [read(x) for x in jaxpr.outvars]
 
 
@@ -138,9 +138,9 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
         x for x in jax.tree.leaves(dict(params)) if isinstance(x, core.ClosedJaxpr | core.Jaxpr)
     ]
     if len(inner) == 1 and len(opened(inner[0]).invars) == len(inputs):
-        made = outputs(opened(inner[0]), inputs, special)
-        if len(made) == len(eqn.outvars):
-            return made
+        results = outputs(opened(inner[0]), inputs, special)
+        if len(results) == len(eqn.outvars):
+            return results
     # What has functions of another kind differs with any of its inputs, or with a replica's number within; and what
     # is sent in another way, as by ppermute, differs however equal it was.
     within = [outputs_of_any(opened(x)) for x in inner]
@@ -179,10 +179,10 @@ def _of_scan(params: Any, inputs: list[Axes], special: Special | None) -> list[A
     fixed, carry = inputs[:consts], inputs[consts : consts + carries]
     scanned = inputs[consts + carries :]
     while True:
-        made = outputs(body, [*fixed, *carry, *scanned], special)
-        joined = [old | new for old, new in zip(carry, made[:carries], strict=True)]
+        results = outputs(body, [*fixed, *carry, *scanned], special)
+        joined = [old | new for old, new in zip(carry, results[:carries], strict=True)]
         if joined == carry:
-            return [*carry, *made[carries:]]
+            return [*carry, *results[carries:]]
         carry = joined
 
 
@@ -194,8 +194,8 @@ def _of_while(params: Any, inputs: list[Axes], special: Special | None) -> list[
     while True:
         # How often it goes round decides all that it makes.
         rounds = _NONE.union(*outputs(condition, [*cond_consts, *carry], special))
-        made = outputs(body, [*body_consts, *carry], special)
-        joined = [old | new | rounds for old, new in zip(carry, made, strict=True)]
+        results = outputs(body, [*body_consts, *carry], special)
+        joined = [old | new | rounds for old, new in zip(carry, results, strict=True)]
         if joined == carry:
             return carry
         carry = joined
@@ -204,4 +204,4 @@ def _of_while(params: Any, inputs: list[Axes], special: Special | None) -> list[
 def _of_cond(params: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
     which, *operands = inputs
     branches = [outputs(opened(branch), operands, special) for branch in params["branches"]]
-    return [which.union(*made) for made in zip(*branches, strict=True)]
+    return [which.union(*results) for results in zip(*branches, strict=True)]

@@ -82,11 +82,11 @@ def with_gathered(params: Any, whole: Mapping[str, jax.Array]) -> Iterator[None]
 
 def gathered(params: Mapping[str, Any]) -> dict[str, jax.Array]:
     """The arrays that have been gathered of these very parameters, by path; not of what was made of them."""
-    found = {}
+    arrays = {}
     for path, (shard, whole) in _GATHERED.get().items():
         if params.get(path) is shard:
-            found[path] = whole
-    return found
+            arrays[path] = whole
+    return arrays
 
 
 def looked_into() -> contextlib.AbstractContextManager[None]:

@@ -60,9 +60,9 @@ def forward(
     """
     parts = experiment.config.micro_batches
     # The network computes a part of the batch at a time.
-    part = {}
+    micro_batch = {}
     for name, x in batch.items():
-        part[name] = jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
+        micro_batch[name] = jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
     key = jax.random.key(0)
     rules = experiment.sharding_rules()
     example = _example(batch)
@@ -85,7 +85,7 @@ def forward(
         out_specs=split,
         check_vma=False,
     )
-    return parts * of(mapped, state, part)
+    return parts * of(mapped, state, micro_batch)
 
 
 def step(

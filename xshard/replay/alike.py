@@ -21,7 +21,7 @@ _BUDGET_BYTES = 1 << 30
 
 
 class Comparison(NamedTuple):
-    """What differs first between two runs.
+    """The first difference between two runs.
 
     Attributes:
       row: the first number of a row; None if none differs.
@@ -99,19 +99,21 @@ def _first_array(
     first: pathlib.Path, second: pathlib.Path, tolerance: float
 ) -> tuple[str, int, float]:
     """The first array of the last checkpoints that differs, or none; how many there are; and how far they are apart."""
-    ends = [(saved := checkpoints(directory))[max(saved)] for directory in (first, second)]
+    saved = [checkpoints(directory) for directory in (first, second)]
+    ends = [attempts[max(attempts)] for attempts in saved]
     metas = [source.read_array_metas(end) for end in ends]
     differing = sorted(metas[0].keys() ^ metas[1].keys())
     paths = sorted(metas[0].keys() & metas[1].keys())
-    arrays = [
-        parts.read_arrays(end, {path: meta[path] for path in paths}, _BUDGET_BYTES)
-        for end, meta in zip(ends, metas, strict=True)
-    ]
+    arrays = []
+    for end, meta in zip(ends, metas, strict=True):
+        of_both = {path: meta[path] for path in paths}
+        arrays.append(parts.read_arrays(end, of_both, _BUDGET_BYTES))
     largest = 0.0
     for (path, x), (_, y) in zip(*arrays, strict=True):
-        gap = _gap(x, y)
-        near = max(tolerance, 2 * float(jnp.finfo(x.dtype).eps)) if 0 < gap < np.inf else 0.0
-        if gap > (near if tolerance else 0.0):
+        gap, allowed = _gap(x, y), 0.0
+        if tolerance and 0 < gap < np.inf:
+            allowed = max(tolerance, 2 * float(jnp.finfo(x.dtype).eps))
+        if gap > allowed:
             differing.append(path)
         else:
             largest = max(largest, gap)
@@ -138,22 +140,19 @@ def _without_near(
         for name, x in row.items():
             numbers = [y for y in (x if isinstance(x, list) else [x]) if isinstance(y, float)]
             largest[name] = max([largest.get(name, 0.0), *map(abs, numbers)])
-    after = lambda row: row["step"] > restored
-    # The state that is restored is of the same bits; on other devices the next one is not.
-    cut = lambda row: {
-        name: x
-        for name, x in row.items()
-        if row["step"] <= restored + 1 or not name.startswith(fingerprint.PREFIX)
-    }
-    near = [
-        {
-            name: _near(here.get(name), x, tolerance, largest.get(name, 0.0))
-            for name, x in row.items()
-        }
-        if after(row)
-        else row
-        for here, row in zip(first, second, strict=False)
-    ]
+    near = []
+    for here, there in zip(first, second, strict=False):
+        if there["step"] > restored:
+            there = {
+                name: _near(here.get(name), x, tolerance, largest.get(name, 0.0))
+                for name, x in there.items()
+            }
+        near.append(there)
+
+    def cut(row: writers.Row) -> writers.Row:
+        # The state that is restored is of the same bits; on other devices the next one is not.
+        return row if row["step"] <= restored + 1 else rows_lib.numbers(row)
+
     return [*map(cut, first)], [*map(cut, near), *second[len(first) :]]
 
 

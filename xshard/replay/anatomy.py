@@ -83,16 +83,16 @@ class Anatomy:
 
     def find(self) -> Finding | None:
         """Finds what is first not finite; None if all that reaches a result is finite, evaluated value by value."""
-        found = cause_lib.find(self.program, self.looks, self._run.mesh)
-        if found is None:
+        cause = cause_lib.find(self.program, self.looks, self._run.mesh)
+        if cause is None:
             return None
-        first = self._operation(found.value, found.replicas)
+        first = self._operation(cause.value, cause.replicas)
         nan = None
-        if found.nan is not None and found.nan != found.value:
-            nan = self._operation(found.nan, range(len(self.looks.largest)))
-        rows = self._blame(found)
-        cure, exponent = ("", None) if first.input else self._cure(found)
-        return Finding(first, nan, found.replicas, rows, found.results, cure, exponent)
+        if cause.nan is not None and cause.nan != cause.value:
+            nan = self._operation(cause.nan, range(len(self.looks.largest)))
+        rows = self._blame(cause)
+        cure, exponent = ("", None) if first.input else self._cure(cause)
+        return Finding(first, nan, cause.replicas, rows, cause.results, cure, exponent)
 
     def _operation(self, number: int, replicas: Sequence[int]) -> Operation:
         value = self.program.values[number]
@@ -111,13 +111,13 @@ class Anatomy:
             "nan" if np.isnan(largest).any() else "inf",
         )
 
-    def _blame(self, found: cause_lib.Cause) -> list[list[int]] | None:
+    def _blame(self, cause: cause_lib.Cause) -> list[list[int]] | None:
         """The rows of the batch that do it, by leaving others out; None if it is so whatever they are."""
         host = {name: np.asarray(x) for name, x in self._step.batch.items()}
         replicas = len(self.looks.largest)
         size = len(next(iter(host.values()))) // replicas
         parts = self._run.config.micro_batches
-        mine = [np.arange(size) + size * replica for replica in found.replicas]
+        mine = [np.arange(size) + size * replica for replica in cause.replicas]
         rows = np.concatenate(mine)
 
         def is_bad(source: np.ndarray) -> bool:
@@ -127,7 +127,7 @@ class Anatomy:
                 x[rows] = host[name][source]
                 changed[name] = jax.device_put(x, self._step.batch[name].sharding)
             looks = self._evaluate(self._step.state, changed)
-            return any(looks.bad(replica, found.value) for replica in found.replicas)
+            return any(looks.bad(replica, cause.value) for replica in cause.replicas)
 
         tried = rows[np.unique(np.linspace(0, len(rows) - 1, _TRIED).astype(int))]
         harmless = next((row for row in tried if not is_bad(np.full_like(rows, row))), None)
@@ -136,11 +136,11 @@ class Anatomy:
         only = lambda kept: is_bad(np.where(np.isin(rows, kept), rows, harmless))
         return cause_lib.blame_examples(only, [x for m in mine for x in np.split(m, parts)])
 
-    def _cure(self, found: cause_lib.Cause) -> tuple[str, int | None]:
+    def _cure(self, cause: cause_lib.Cause) -> tuple[str, int | None]:
         """The cure that makes it finite: a lower loss scale, a wider type, or neither."""
         scale = max((float(jnp.max(x)) for x in _scales(self._step.state)), default=1.0)
         if scale > 1:
-            text, exponent = self._cure_by_scale(found, scale)
+            text, exponent = self._cure_by_scale(cause, scale)
             if exponent is not None:
                 return text, exponent
         else:
@@ -148,9 +148,9 @@ class Anatomy:
         policy = jmp.get_policy(self._run.config.precision)
         if jnp.dtype(policy.compute_dtype).itemsize > 2:
             return text, None
-        return "; ".join(filter(None, (text, self._in_float32(found, policy)))), None
+        return "; ".join(filter(None, (text, self._in_float32(cause, policy)))), None
 
-    def _cure_by_scale(self, found: cause_lib.Cause, scale: float) -> tuple[str, int | None]:
+    def _cure_by_scale(self, cause: cause_lib.Cause, scale: float) -> tuple[str, int | None]:
         def looks_at(exponent: int) -> evaluate.Looks | None:
             state = _scaled(self._step.state, 2.0**-exponent)
             looks = self._evaluate(state, self._step.batch)
@@ -167,17 +167,17 @@ class Anatomy:
         looks = looks_at(high)
         finite = show.number(scale / 2**high)
         text = f"the loss scale {show.number(scale)} is 2^{high} too high: at {finite} the step is finite"
-        dtype = self.program.values[found.value].dtype
+        dtype = self.program.values[cause.value].dtype
         if looks is not None and jnp.issubdtype(dtype, jnp.floating):
-            magnitude = float(looks.largest[found.replicas, found.value].max()) * 2**high
+            magnitude = float(looks.largest[cause.replicas, cause.value].max()) * 2**high
             text += f"; what overflows is {magnitude:.3g}, and {dtype} holds {float(jnp.finfo(dtype).max):.6g}"
         return text, high
 
-    def _in_float32(self, found: cause_lib.Cause, policy: jmp.Policy) -> str:
+    def _in_float32(self, cause: cause_lib.Cause, policy: jmp.Policy) -> str:
         """The outcome of the same step in float32."""
         config = ml_collections.ConfigDict(self._run.config)
         parameters = jnp.dtype(policy.param_dtype).name
-        config.precision = f"params={parameters},compute=float32,output=float32"
+        config.update(precision=f"params={parameters},compute=float32,output=float32")
         experiment = type(self._run.experiment)(config)
         state, batch = self._step.state, self._step.batch
         traced = preflight.one_program(experiment, self._run.mesh).trace(state, batch)
@@ -185,11 +185,11 @@ class Anatomy:
         looks = evaluate.evaluator(program, self._run.mesh)(state, batch)
         if cause_lib.find(program, looks, self._run.mesh) is not None:
             return "not finite in float32 either: the precision is not why"
-        value = self.program.values[found.value]
+        value = self.program.values[cause.value]
         alike = [n for n, x in enumerate(program.values) if _place(x) == _place(value)]
         text = "in float32 the step is finite"
         if alike and jnp.issubdtype(value.dtype, jnp.floating):
-            magnitude = float(looks.largest[np.ix_(found.replicas, alike)].max())
+            magnitude = float(looks.largest[np.ix_(cause.replicas, alike)].max())
             text += f", and this value is {magnitude:.3g}: {value.dtype} holds {float(jnp.finfo(value.dtype).max):.6g}"
         return text
 

@@ -83,17 +83,18 @@ def parting(first: Run, second: Run) -> Parting:
     alike, by_fingerprints = 0, False
     for step in steps:
         here, there = first.rows[step], second.rows[step]
-        differing = [name for name in here if name in there and here[name] != there[name]]
-        prefix = fingerprint.PREFIX
-        by_fingerprints |= any(name.startswith(prefix) and name in there for name in here)
-        states = [
-            text
-            for name in differing
-            if name.startswith(prefix)
-            for text in _of_groups(name.removeprefix(prefix), here[name], there[name])
-        ]
-        values = [name for name in differing if not name.startswith(prefix)]
-        if differing:
+        states, values = [], []
+        for name in (name for name in here if name in there):
+            is_fingerprint = name.startswith(fingerprint.PREFIX)
+            by_fingerprints |= is_fingerprint
+            if here[name] == there[name]:
+                continue
+            if is_fingerprint:
+                kind = name.removeprefix(fingerprint.PREFIX)
+                states += _of_groups(kind, here[name], there[name])
+            else:
+                values.append(name)
+        if states or values:
             return Parting(alike, step, states, values, by_fingerprints)
         alike = step
     return Parting(alike, None, [], [], by_fingerprints)
@@ -111,41 +112,43 @@ def differences(first: Run, second: Run) -> list[dict[str, Any]]:
 
 def report(first: Run, second: Run) -> tuple[str, bool]:
     """Says for people where two runs part, and in what they differ; and whether they are alike."""
-    found = parting(first, second)
-    lines = [described(found)]
+    parted = parting(first, second)
+    lines = [described(parted)]
     rows = differences(first, second)
     if rows:
         lines += ["", "What differs between the runs:", show.table(rows)]
     else:
         lines += ["", "Their configs and origins are the same."]
-    return "\n".join(lines), found.step is None
+    return "\n".join(lines), parted.step is None
 
 
-def described(found: Parting) -> str:
+def described(parted: Parting) -> str:
     """Says for people, in one line, where two runs part, or that they do not."""
-    if found.step is None:
-        what = "fingerprints and values" if found.by_fingerprints else "logged values"
-        return f"The runs are alike: the {what} of all steps that both have logged, to step {found.alike}."
-    until = f"alike to the row of step {found.alike}" if found.alike else "not alike in any row"
-    if not found.by_fingerprints:
+    if parted.step is None:
+        what = "fingerprints and values" if parted.by_fingerprints else "logged values"
+        return f"The runs are alike: the {what} of all steps that both have logged, to step {parted.alike}."
+    until = f"alike to the row of step {parted.alike}" if parted.alike else "not alike in any row"
+    if not parted.by_fingerprints:
         return (
-            f"The runs part at step {found.step} at the latest ({until}), in {_listed(found.values)}; their rows "
+            f"The runs part at step {parted.step} at the latest ({until}), in {_listed(parted.values)}; their rows "
             "have no fingerprints (fingerprint_every_steps), so that it may have been before."
         )
-    if not found.states:
+    if not parted.states:
         return (
-            f"The runs part in step {found.step} ({until}): it began with the same state, and made other values of "
-            f"{_listed(found.values)}. So its batch, its keys, its program or the devices differ."
+            f"The runs part in step {parted.step} ({until}): it began with the same state, and made other values of "
+            f"{_listed(parted.values)}. So its batch, its keys, its program or the devices differ."
         )
-    if found.step == 1:
-        return f"The runs part before step 1: their first states differ in {_listed(found.states)}."
-    begin = found.alike or 1
+    if parted.step == 1:
+        return (
+            f"The runs part before step 1: their first states differ in {_listed(parted.states)}."
+        )
+    begin = parted.alike or 1
     where = (
-        f"in step {begin}" if begin == found.step - 1 else f"in steps {begin} to {found.step - 1}"
+        f"in step {begin}" if begin == parted.step - 1 else f"in steps {begin} to {parted.step - 1}"
     )
     return (
-        f"The runs part {where} ({until}): the state that step {found.step} begins with differs in "
-        f"{_listed(found.states)}. A smaller log_every_steps tells it more exactly."
+        f"The runs part {where} ({until}): the state that step {parted.step} begins with differs in "
+        f"{_listed(parted.states)}. A smaller log_every_steps tells it more exactly."
     )
 
 

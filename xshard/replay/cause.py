@@ -68,8 +68,8 @@ def find(
     nans = [value for r, value in origins if np.isnan(looks.largest[r, value])]
     deeper = graph.origins(origins, only_nan=False)
     # A constant of the program, such as a mask's, is no event: what makes nan of it is.
-    made = [node for node in deeper if not _is_constant(program, node[1])]
-    first = min((value for _, value in made or origins), default=0)
+    computed = [node for node in deeper if not _is_constant(program, node[1])]
+    first = min((value for _, value in computed or origins), default=0)
     where = sorted({r for r, value in [*deeper, *origins] if value == first})
     return Cause(first, where, min(nans, default=None), list(dict.fromkeys(ends.values())))
 
@@ -177,19 +177,19 @@ def blame_examples(
     Returns:
       The rows of each cause: of several that do it together, all of them.
     """
-    found: list[list[int]] = []
+    blamed: list[list[int]] = []
     left = [np.asarray(rows) for rows in reversed(parts)]
-    while left and len(found) < most:
+    while left and len(blamed) < most:
         rows = left.pop()
         if not is_bad(rows):
             continue
         halves = [half for half in np.array_split(rows, 2) if len(half)]
         if len(rows) == 1:
-            found.append(rows.tolist())
+            blamed.append(rows.tolist())
             continue
         bad = [half for half in halves if is_bad(half)]
         # Together they do what neither half does.
         if not bad:
-            found.append(rows.tolist())
+            blamed.append(rows.tolist())
         left += reversed(bad)
-    return [sorted(rows) for rows in found]
+    return [sorted(rows) for rows in blamed]

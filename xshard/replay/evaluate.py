@@ -221,8 +221,8 @@ class _Look:
 
 def _bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
-        made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(made) if eqn.primitive.multiple_results else [made]
+        outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def _rounded(x: Any) -> Any:

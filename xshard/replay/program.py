@@ -8,7 +8,7 @@ one round, once.
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -75,8 +75,7 @@ class Value:
         return not self.loops and all(e.primitive.name in INLINED for e in self.place[:-1])
 
 
-@dataclasses.dataclass
-class Block:
+class Block(NamedTuple):
     """A function of the program, laid out.
 
     Attributes:
@@ -91,9 +90,9 @@ class Block:
     jaxpr: core.Jaxpr
     consts: Sequence[Any]
     inputs: bool
-    parts: list[list["Block"]] = dataclasses.field(default_factory=list)
-    size: int = 0
-    looked_at: int = 0
+    parts: list[list["Block"]]
+    size: int
+    looked_at: int
 
 
 class Program:
@@ -161,8 +160,8 @@ class Program:
     ) -> tuple[Block, list[int | None]]:
         """A function, and the numbers of its results; without `inputs`, with inputs that have numbers of their own."""
         jaxpr, consts = varying.opened(function), getattr(function, "consts", ())
-        begin = len(self.values)
-        block = Block(jaxpr, consts, inputs is None)
+        begin, parts = len(self.values), []
+        has_inputs = inputs is None
         if inputs is None:
             inputs = [self._add((), loops, (), x.aval) for x in jaxpr.invars]
         numbers: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -171,10 +170,10 @@ class Program:
             blocks, outputs = self._lay_out_equation(
                 eqn, [read(x) for x in eqn.invars], place, loops
             )
-            block.parts.append(blocks)
+            parts.append(blocks)
             numbers.update(zip(eqn.outvars, outputs, strict=True))
-        block.size = len(self.values) - begin
-        block.looked_at = sum(is_looked_at(value) for value in self.values[begin:])
+        own = self.values[begin:]
+        block = Block(jaxpr, consts, has_inputs, parts, len(own), sum(map(is_looked_at, own)))
         return block, [read(x) for x in jaxpr.outvars]
 
     def _lay_out_equation(
@@ -204,8 +203,8 @@ class Program:
                 blocks.append(block)
                 branches.append(outputs)
             sources = zip(*branches, strict=True)
-            made = zip(eqn.outvars, sources, strict=True)
-            return blocks, [self._add(place, loops, of, x.aval) for x, of in made]
+            outcomes = zip(eqn.outvars, sources, strict=True)
+            return blocks, [self._add(place, loops, of, x.aval) for x, of in outcomes]
         else:
             return [], [self._add(place, loops, inputs, x.aval) for x in eqn.outvars]
         of_loop = zip(eqn.outvars, outputs, strict=True)

@@ -31,34 +31,34 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
     if step is not None:
         run.check(step)
     suspects = run.suspects() if step is None else range(step, step + 1)
-    different, compared, made = None, 0, None
-    for made in run.steps(suspects):
-        compared += made.number in run.rows
-        different = different or run.difference(made)
+    different, compared, again = None, 0, None
+    for again in run.steps(suspects):
+        compared += again.number in run.rows
+        different = different or run.difference(again)
         # Asked for by its number, it is the only one.
-        if made.number in suspects and not past.is_as_it_should_be(made.row):
+        if again.number in suspects and not past.is_as_it_should_be(again.row):
             break
-    assert made is not None
+    assert again is not None
     begin = f"the checkpoint of step {run.first_step}" if run.first_step else "the first state"
-    say(f"step {made.number}, made again from {begin}")
+    say(f"step {again.number}, made again from {begin}")
     say(_compared(run, different, compared))
-    say(describe(run, made))
+    say(describe(run, again))
     return different is None
 
 
 def describe(run: past.Past, step: past.Step) -> str:
     """A step that was made again, taken apart."""
     taken_apart = anatomy.Anatomy(run, step)
-    found = taken_apart.find()
+    finding = taken_apart.find()
     is_well = past.is_as_it_should_be(step.row)
-    if found is None and not is_well:
+    if finding is None and not is_well:
         return (
             "The step is not finite, or is skipped, and no value of it is not finite when they are looked at one by one: it "
             "is so at the edge of what a type holds, as XLA puts operations together."
         )
-    if found is None:
+    if finding is None:
         return f"All that reaches a result of the step is finite.\n{taken_apart.table()}"
-    text = _finding(run, step, found)
+    text = _finding(run, step, finding)
     if is_well:
         text += "\nAs XLA has put operations together, all that the step logs was finite."
     return text
@@ -79,19 +79,19 @@ def _compared(run: past.Past, different: past.Difference | None, compared: int) 
     return f"{text}; commit, libraries, devices and XLA's flags are those that the run says it had"
 
 
-def _finding(run: past.Past, step: past.Step, found: anatomy.Finding) -> str:
-    first, nan = found.first, found.nan
+def _finding(run: past.Past, step: past.Step, finding: anatomy.Finding) -> str:
+    first, nan = finding.first, finding.nan
     if first.input:
         lines = [f"not finite before the step is made: {first.input} is {first.gives}"]
     else:
         lines = [f"first not finite: {first.primitive} gives {first.gives}", *_where(first)]
-    lines.append(f"  on           {_replicas(run, found.replicas)}")
-    lines += _examples(run, step, found)
+    lines.append(f"  on           {_replicas(run, finding.replicas)}")
+    lines += _examples(run, step, finding)
     if nan is not None:
         lines += [f"of which {nan.primitive} makes nan:", *_where(nan)]
-    lines.append(f"  reaches      {show.listed(found.results)}")
-    if found.cure:
-        lines.append(f"  cure         {found.cure}")
+    lines.append(f"  reaches      {show.listed(finding.results)}")
+    if finding.cure:
+        lines.append(f"  cure         {finding.cure}")
     return "\n".join(lines)
 
 
@@ -126,13 +126,13 @@ def _replicas(run: past.Past, replicas: Sequence[int]) -> str:
     return show.listed(texts)
 
 
-def _examples(run: past.Past, step: past.Step, found: anatomy.Finding) -> list[str]:
-    if found.rows is None:
+def _examples(run: past.Past, step: past.Step, finding: anatomy.Finding) -> list[str]:
+    if finding.rows is None:
         return ["  examples     whichever they are"]
     size, parts = run.config.batch_size, run.config.micro_batches
-    part = size // mesh_lib.num_replicas(run.mesh) // parts
+    rows_each = size // mesh_lib.num_replicas(run.mesh) // parts
     lines = []
-    for rows in found.rows:
+    for rows in finding.rows:
         numbers = run.examples(step.number, step.batch, rows)
         # A row counts from the first of its own group's.
         text = f"row {show.listed([str(row % size) for row in rows])} of the batch"
@@ -142,6 +142,6 @@ def _examples(run: past.Past, step: past.Step, found: anatomy.Finding) -> list[s
             text += ", together"
         lines.append(f"  examples     {text}")
         if parts > 1:
-            which = sorted({row // part % parts for row in rows})
+            which = sorted({row // rows_each % parts for row in rows})
             lines.append(f"  micro-batch  {', '.join(map(str, which))} of {parts}")
     return lines

@@ -218,10 +218,10 @@ class _Runs:
         if column.startswith("eval/") or (compared.row is None and not compared.array):
             return f"the evaluation: {only} the same state is judged in another way; is there an attribute that changes?"
         first, restored = (_batches(whole, range(i, step + 1)) for i in (1, saved + 1))
-        for made, batch in restored.items():
-            if batch != first[made]:
+        for number, batch in restored.items():
+            if batch != first[number]:
                 return (
-                    f"the data: {only} the batch of step {made} is another{_examples(whole, made)}; does get_state of the "
+                    f"the data: {only} the batch of step {number} is another{_examples(whole, number)}; does get_state of the "
                     "iterator return all that decides what comes next?"
                 )
         return (
@@ -254,9 +254,9 @@ def _batches(directory: pathlib.Path, steps: range) -> dict[int, dict[str, str]]
 def _examples(directory: pathlib.Path, step: int) -> str:
     """Says which examples a step is made of in the order of the seed; empty if that is not the run's."""
     run = past.Past(str(directory))
-    (made,) = run.steps(range(step, step + 1))
-    rows = range(len(next(iter(made.batch.values()))))
-    numbers = run.examples(step, made.batch, list(rows))
+    (again,) = run.steps(range(step, step + 1))
+    rows = range(len(next(iter(again.batch.values()))))
+    numbers = run.examples(step, again.batch, list(rows))
     return f" than that of examples {show.listed(list(map(str, numbers)))}" if numbers else ""
 
 

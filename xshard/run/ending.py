@@ -29,8 +29,13 @@ def results(
     """
     counts = {name: x.global_step for name, x in state_lib.learners(state).items()}
     numbers = jax.tree.map(rows.to_number, mesh_lib.replicate(mesh, counts))
-    made = {"step": step, "global_step": numbers.get("", numbers), "eval": metrics, "samples": ""}
-    return made | ({"ended": end} if end else {})
+    content = {
+        "step": step,
+        "global_step": numbers.get("", numbers),
+        "eval": metrics,
+        "samples": "",
+    }
+    return content | ({"ended": end} if end else {})
 
 
 def announce(

@@ -113,10 +113,10 @@ class Watch:
         self._newest = state
         if self._compiling is not None:
             self._compiling.join()
-        found = mesh_lib.replicate(self._mesh, self._fingerprints(state))
-        self._pending.append((int(state.step), found))
+        fingerprints = mesh_lib.replicate(self._mesh, self._fingerprints(state))
+        self._pending.append((int(state.step), fingerprints))
         self.flush()
-        return {kind: hashing.text(value) for kind, value in found.values.items()}
+        return {kind: hashing.text(value) for kind, value in fingerprints.values.items()}
 
     def begin(self, state: state_lib.TrainState, saved: dict[str, Any] | None, store: str) -> None:
         """Compares the fingerprints of a restored state with those that it had when it was saved, on whatever devices.
@@ -135,11 +135,11 @@ class Watch:
         if saved is None:
             self._compile_ahead(state)
             return
-        found, where = self.of_state(state), f"{store} {int(state.step)}"
+        now, where = self.of_state(state), f"{store} {int(state.step)}"
         texts = [
-            f"{_KINDS[kind]} ({fingerprint.PREFIX}{kind} is {found.get(kind)}, and was {saved.get(kind)})"
+            f"{_KINDS[kind]} ({fingerprint.PREFIX}{kind} is {now.get(kind)}, and was {saved.get(kind)})"
             for kind in fingerprint.KINDS
-            if found.get(kind) != saved.get(kind)
+            if now.get(kind) != saved.get(kind)
         ]
         if texts:
             raise errors.UserError(
@@ -161,15 +161,15 @@ class Watch:
 
     def _look(self, last: int) -> None:
         while self._pending and self._pending[0][0] <= last:
-            step, found = self._pending.popleft()
-            if np.any(np.asarray(found.parted)):
-                raise PartedError(self._describe(step, found), step)
+            step, fingerprints = self._pending.popleft()
+            if np.any(np.asarray(fingerprints.parted)):
+                raise PartedError(self._describe(step, fingerprints), step)
 
-    def _describe(self, step: int, found: fingerprint.Fingerprints) -> str:
+    def _describe(self, step: int, fingerprints: fingerprint.Fingerprints) -> str:
         """Says what has parted, and where; on all processes alike."""
         state = self._newest
         assert state is not None
-        parted = self._parted(state, found.table)
+        parted = self._parted(state, fingerprints.table)
         listed = "; ".join(f"{name}: {text}" for name, texts in parted.items() for text in texts)
         return (
             f"After step {step} the replicas hold different bits of {self._paths(state)} "

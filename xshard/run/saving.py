@@ -200,7 +200,7 @@ class Checkpoints:
 
     def save(
         self,
-        made: int,
+        step: int,
         state: state_lib.TrainState,
         metrics: Mapping[str, Any],
         noted: Mapping[str, Any],
@@ -209,22 +209,22 @@ class Checkpoints:
         """Begins to save, unless it has; returns when the state may be donated.
 
         Args:
-          made: the number of steps made.
+          step: the number of steps made.
           state: the state after them.
           metrics: those of the evaluation of this state, if there was one.
           noted: 'evaluated', whether the evaluation that is due at this step has been made, if there is one; and
             'watched', what the watch over the steps knows, as JSON can hold it; and 'fingerprint', of the state.
           log: the rows until now, which are on the disk before the checkpoint counts.
         """
-        if made == self._last:
+        if step == self._last:
             return
-        self._last = made
+        self._last = step
         with self._tolerated():
             self.manager.save(
-                made,
+                step,
                 self.storage.to_whole(state),
                 {**self._metadata, **noted, _ROWS: log.rows},
-                data=self._batches.position(made),
+                data=self._batches.position(step),
                 metrics=_numbers(metrics),
                 # What has been logged until then is on the disk before the checkpoint says that it is.
                 before_commit=log.sync,

@@ -111,8 +111,8 @@ def program(
 
     def fingerprints(state: state_lib.TrainState) -> Fingerprints:
         def local(state_of_replica: state_lib.TrainState) -> Fingerprints:
-            found = of_replica(experiment, mesh, state, state_of_replica, each=each)
-            return jax.tree.map(lambda x: x[None], found) if grouped else found
+            of_group = of_replica(experiment, mesh, state, state_of_replica, each=each)
+            return jax.tree.map(lambda x: x[None], of_group) if grouped else of_group
 
         specs = state_lib.specs(experiment, mesh, state, manual=True)
         per_group = jax.P(mesh_lib.GROUP) if grouped else jax.P()
@@ -147,13 +147,13 @@ def of_replica(
     if mesh_lib.num_groups(mesh) > 1:
         shared = len(jax.tree.leaves((state.step, state.rng)))
         leaves = [x if i < shared else x[0] for i, x in enumerate(leaves)]
-    found = _cells(places)
+    cells = _cells(places)
     # Outside of the branch, where logical replicas know their numbers.
     along = {axes for place in places for axes in place.axes if axes}
     shards = {axes: lax.axis_index(axes).astype(jnp.uint32) for axes in sorted(along)}
 
     def of_own() -> jax.Array:
-        sums = {cell: jnp.zeros(2, jnp.uint32) for cell in found}
+        sums = {cell: jnp.zeros(2, jnp.uint32) for cell in cells}
         small = collections.defaultdict(list)
         for place, x in zip(places, leaves, strict=True):
             words = hashing.words(x, jnp)
@@ -168,9 +168,9 @@ def of_replica(
     if is_due is True:
         own = of_own()
     else:
-        own = lax.cond(is_due, of_own, lambda: jnp.zeros((len(found), 2), jnp.uint32))
+        own = lax.cond(is_due, of_own, lambda: jnp.zeros((len(cells), 2), jnp.uint32))
     table = _exchange(mesh, own)
-    values, parted = _combine(found, table)
+    values, parted = _combine(cells, table)
     return Fingerprints(values, parted, table)
 
 
@@ -278,11 +278,11 @@ def _exchange(mesh: jax.sharding.Mesh, own: jax.Array) -> jax.Array:
     return (low | high << 16).reshape(*shape, *own.shape)
 
 
-def _combine(found: Sequence[Cell], table: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+def _combine(cells: Sequence[Cell], table: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
     """The fingerprint of each kind, and whether copies differ."""
     values: dict[str, jax.Array] = {}
     parted = jnp.asarray(False)
-    for index, cell in enumerate(found):
+    for index, cell in enumerate(cells):
         of_cell = table[:, :, index]
         once = tuple(slice(None) if axis in cell.own else 0 for axis in mesh_lib.REPLICAS)
         kept = tuple(slice(None) if axis in cell.own else slice(1) for axis in mesh_lib.REPLICAS)

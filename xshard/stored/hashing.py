@@ -70,22 +70,22 @@ def text(value: Any) -> Any:
 
 def of_arrays(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
     """The fingerprint of whole arrays on the host with their paths: the sum of those of all kinds, as `text`."""
-    found = np.zeros(2, np.uint32)
+    sums = np.zeros(2, np.uint32)
     for path, x in arrays:
         of_array = words(x, np).reshape(-1)
         for begin in range(0, of_array.size, _BLOCK):
             block = of_array[begin : begin + _BLOCK]
             number = np.arange(begin, begin + block.size, dtype=np.uint64).astype(np.uint32)
             lanes = mixed(block, keys(number, path, np), np)
-            found += np.array([np.sum(lane, dtype=np.uint32) for lane in lanes])
-    return text(found)
+            sums += np.array([np.sum(lane, dtype=np.uint32) for lane in lanes])
+    return text(sums)
 
 
 def total(values: Iterable[Any]) -> str | None:
     """The sum of fingerprints, as `of_arrays` has it; None if one is none, or is of several groups."""
-    found = np.zeros(2, np.uint32)
+    sums = np.zeros(2, np.uint32)
     for value in values:
         if not isinstance(value, str) or not _TEXT.fullmatch(value):
             return None
-        found += np.array([int(value[:8], 16), int(value[8:], 16)], np.uint32)
-    return text(found)
+        sums += np.array([int(value[:8], 16), int(value[8:], 16)], np.uint32)
+    return text(sums)

@@ -63,31 +63,31 @@ def call(
 
 def _layouts_of(state: state_lib.TrainState) -> dict[str, layouts.Layout]:
     """The layouts of parameters in shards, and of copies of such, by path in the experiment's state."""
-    found: dict[str, layouts.Layout] = {}
+    held: dict[str, layouts.Layout] = {}
     layout: layouts.Layout | None
     learners = state_lib.learners(state)
     for name, learner in learners.items():
         for path, layout in learner.rules.held.items():
             if layout.held:
-                found[f"{name}/params/{path}".removeprefix("/")] = layout
+                held[f"{name}/params/{path}".removeprefix("/")] = layout
     copied = held_like(learners.values())
     node = lambda x: is_learner(x) or experiment_lib.is_own(x)
     for place, x in jax.tree_util.tree_leaves_with_path(state.experiment, is_leaf=node):
         path = trees.path_name(place)
         layout = None if node(x) else copied(path, x)
         if layout is not None:
-            found[path] = layout
-    return found
+            held[path] = layout
+    return held
 
 
 @contextlib.contextmanager
-def _explained(found: Mapping[str, layouts.Layout]) -> Iterator[None]:
+def _explained(held: Mapping[str, layouts.Layout]) -> Iterator[None]:
     """Says of an error of shapes whose they may be."""
     try:
         yield
     except (TypeError, ValueError) as e:
-        if found and not isinstance(e, errors.UserError):
-            path, layout = next(iter(found.items()))
+        if held and not isinstance(e, errors.UserError):
+            path, layout = next(iter(held.items()))
             e.add_note(
                 f"With reduction.shard_params=True this method sees a replica's shards of parameters, such as of {path!r}, of "
                 f"shape {layout.shape}, that of {layout.shard_shape}. So are copies in the state that are named as they are."
@@ -99,17 +99,17 @@ class _Uses:
     """The program of a method, as the values that are shards go through it."""
 
     def __init__(
-        self, method: Callable[..., Any], found: Mapping[str, layouts.Layout], args: tuple[Any, ...]
+        self, method: Callable[..., Any], held: Mapping[str, layouts.Layout], args: tuple[Any, ...]
     ):
         """Traces it.
 
         Args:
           method: the method.
-          found: how what there are shards of lies, by path.
+          held: how what there are shards of lies, by path.
           args: the method's.
         """
         self._where = contract.described(method)
-        self._found = found
+        self._held = held
         self._method = method
         self._args = args
         # Of which all elements are equal.
@@ -125,17 +125,17 @@ class _Uses:
         """
 
         def leaves(*args: Any) -> dict[str, Any]:
-            made = jax.tree_util.tree_leaves_with_path(self._method(*args))
-            return {trees.path_name(path): x for path, x in made if isinstance(x, jax.Array)}
+            results = jax.tree_util.tree_leaves_with_path(self._method(*args))
+            return {trees.path_name(path): x for path, x in results if isinstance(x, jax.Array)}
 
-        closed, made = jax.make_jaxpr(leaves, return_shape=True)(*self._args)
+        closed, shapes = jax.make_jaxpr(leaves, return_shape=True)(*self._args)
         constants, jaxpr = closed.jaxpr.constvars, closed.jaxpr
         jaxpr = jaxpr.replace(constvars=[], invars=[*constants, *jaxpr.invars])
         inputs = [*(_other(x.aval) for x in constants), *self._inputs()]
         results = varying.outputs(jaxpr, inputs, self._of_equation)
-        for name, var, noted in zip(sorted(made), jaxpr.outvars, results, strict=True):
+        for name, var, noted in zip(sorted(shapes), jaxpr.outvars, results, strict=True):
             index, _, path = name.partition("/")
-            layout = self._found.get(path) if steps and index == "0" else None
+            layout = self._held.get(path) if steps and index == "0" else None
             if layout is not None and self._is_kept(var, noted, layout):
                 continue
             self._check_whole(noted)
@@ -162,7 +162,7 @@ class _Uses:
             if node(x):
                 inputs += [varying.ALL | _other(leaf) for leaf in jax.tree.leaves(x)]
             else:
-                inputs.append(frozenset([_SHARD + path]) if path in self._found else _other(x))
+                inputs.append(frozenset([_SHARD + path]) if path in self._held else _other(x))
         return inputs + [varying.ALL | _other(leaf) for leaf in jax.tree.leaves(others)]
 
     def _of_equation(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
@@ -186,38 +186,38 @@ class _Uses:
     def _of_primitive(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
         name, noted = eqn.primitive.name, _NONE.union(*inputs)
         paths, axes = _paths(noted), [x & varying.ALL for x in inputs]
-        made = varying.of_equation(eqn, axes)
+        results = varying.of_equation(eqn, axes)
         if not paths:
             repeats = name in primitives.ELEMENTWISE or name == "broadcast_in_dim"
             if repeats and all(map(self._is_uniform, eqn.invars)):
                 self._uniform.update(eqn.outvars)
-                return made
-            return [x | _other(var.aval) for x, var in zip(made, eqn.outvars, strict=True)]
+                return results
+            return [x | _other(var.aval) for x, var in zip(results, eqn.outvars, strict=True)]
         if name in primitives.ELEMENTWISE and self._fits(eqn, inputs):
             return [noted]
         for path in paths:
             self._mixed_by.setdefault(path, eqn)
         if eqn.effects:
             self._check_whole(noted)
-        return [x.union(_MIXED + path for path in paths) for x in made]
+        return [x.union(_MIXED + path for path in paths) for x in results]
 
     def _fits(self, eqn: Any, inputs: list[varying.Axes]) -> bool:
         """Returns whether shards that lie alike are taken element by element, and beside them single values."""
-        found = []
+        shards = []
         for atom, noted in zip(eqn.invars, inputs, strict=True):
             layout = self._layout(noted)
             if layout is not None and atom.aval.shape == layout.shard_shape:
-                found.append(layout)
+                shards.append(layout)
             elif _paths(noted) or not self._is_uniform(atom):
                 return False
-        return all(layout == found[0] for layout in found)
+        return all(layout == shards[0] for layout in shards)
 
     def _layout(self, noted: varying.Axes) -> layouts.Layout | None:
         """The layout of what is made of shards element by element; None if it is not, or not of them alone."""
-        found = [self._found[path] for path in _paths(noted)]
+        shards = [self._held[path] for path in _paths(noted)]
         if _OTHER in noted or any(x.startswith(_MIXED) for x in noted):
             return None
-        return found[0] if found and all(layout == found[0] for layout in found) else None
+        return shards[0] if shards and all(layout == shards[0] for layout in shards) else None
 
     def _is_uniform(self, atom: Any) -> bool:
         """Returns whether all elements of a value are known to be equal."""
