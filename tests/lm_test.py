@@ -348,7 +348,7 @@ def test_it_learns(folder):
     train_step = jax.jit(step.make_train_step(made, mesh))
     for _ in range(40):
         state, metrics = train_step(state, next(train))
-    (batch,) = batches.eval_batches(made.eval_data(), mesh, 16)
+    (batch,) = batches.EvalBatches(made.eval_data(), mesh, 16)
     sums = jax.jit(step.make_eval_step(made, mesh))(state, batch)
     held_out = float(sums["bits_per_byte"] / sums["count"])
     # 8 bits at the start, and 4 by the letters' frequencies: all text is one sentence.

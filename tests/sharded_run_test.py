@@ -232,7 +232,7 @@ def compiled(which, **changes):
         train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=16, seed=0)
         batch = next(train)
     else:
-        batch = next(batches.eval_batches(examples, the_mesh, 8))
+        batch = next(iter(batches.EvalBatches(examples, the_mesh, 8)))
     make = {"train": step.make_train_step, "eval": step.make_eval_step}[which]
     found = collectives.of(jax.jit(make(experiment, the_mesh)).lower(state, batch).compile())
     return the_mesh, found

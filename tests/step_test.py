@@ -326,7 +326,7 @@ def test_evaluation_counts_each_example_once_and_makes_an_ensemble():
     state, _ = run(experiment, the_mesh, 2)
     evaluate = jax.jit(step.make_eval_step(experiment, the_mesh))
     examples = experiment.eval_data()
-    sums = [evaluate(state, b) for b in batches.eval_batches(examples, the_mesh, 8)]
+    sums = [evaluate(state, b) for b in batches.EvalBatches(examples, the_mesh, 8)]
     total = jax.tree.map(lambda *xs: np.sum([np.asarray(x) for x in xs], axis=0), *sums)
     np.testing.assert_array_equal(total["count"], [10, 10])
     w, b = (np.asarray(state.experiment.params["linear"][name]) for name in ("w", "b"))
@@ -351,7 +351,7 @@ def test_evaluation_of_averages(changes):
     experiment, the_mesh = make(toy.Averaged, **changes)
     state, _ = run(experiment, the_mesh, 3)
     evaluate = jax.jit(step.make_eval_step(experiment, the_mesh))
-    batch = next(batches.eval_batches(experiment.eval_data(), the_mesh, 8))
+    batch = next(iter(batches.EvalBatches(experiment.eval_data(), the_mesh, 8)))
     sums = jax.device_get(evaluate(state, batch))
     whole = storage.Storage(experiment, the_mesh).to_whole(state)
     averages = whole.experiment.opt_state["MovingAverageOptimizer"]
@@ -375,7 +375,7 @@ def test_a_run_without_averages_has_none():
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
     with within.run_on(the_mesh), pytest.raises(errors.UserError, match="keeps no averages"):
         experiment.learner.averages(state.experiment)
-    batch = next(batches.eval_batches(experiment.eval_data(), the_mesh, 8))
+    batch = next(iter(batches.EvalBatches(experiment.eval_data(), the_mesh, 8)))
     assert jax.eval_shape(step.make_eval_step(experiment, the_mesh), state, batch).keys() == {
         "error",
         "count",

@@ -14,7 +14,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.pod import processes
-from xshard.stored import replicas
+from xshard.stored import replicas as stored
 
 # The names of the sums of averaged parameters, and of all groups together, begin so.
 _ENSEMBLE = "ensemble/"
@@ -41,12 +41,13 @@ class Evaluation:
         self._summarize = experiment.summarize
         self._where = contract.described(experiment.summarize)
         self._splits = experiment_lib.checked_eval_data(experiment)
-        self._mesh = mesh
-        self._batch_size = batch_size
-        self._replicas = logical.of_config(experiment.config, mesh)
-        for examples in self._splits.values():
-            self._batches(examples)
-        self._jitted = _jitted(experiment, mesh, self._replicas)
+        replicas = logical.of_config(experiment.config, mesh)
+        self._batches = {
+            split: batches.EvalBatches(examples, mesh, batch_size, replicas)
+            for split, examples in self._splits.items()
+        }
+        self._on = mesh if replicas is None else replicas.mesh
+        self._jitted = _jitted(experiment, mesh, replicas)
         self._step = processes.compiled_by_all(self._jitted, "the evaluation")
 
     def summary(self) -> str:
@@ -72,11 +73,9 @@ class Evaluation:
           UserError: if the experiment's methods do not fit, or nothing is called so.
         """
         totals = {}
-        for split, examples in self._splits.items():
-            shapes = batches.eval_shapes(examples, self._mesh, self._batch_size, self._replicas)
-            traced = self._jitted.trace(state, shapes, np.int32(0))
-            on = self._mesh if self._replicas is None else self._replicas.mesh
-            replicas.check_unread(self._eval_step, traced.jaxpr, state, on)
+        for split, of_split in self._batches.items():
+            traced = self._jitted.trace(state, of_split.shapes(), np.int32(0))
+            stored.check_unread(self._eval_step, traced.jaxpr, state, self._on)
             sums = traced.out_info
             totals[split] = {name: np.zeros(x.shape) for name, x in sums.items()}
             totals[split]["count"] = np.ones(sums["count"].shape)
@@ -111,9 +110,9 @@ class Evaluation:
           The values by name; None if `go_on` said no.
         """
         results: dict[str, Any] = {}
-        for split, examples in self._splits.items():
+        for split, of_split in self._batches.items():
             totals: dict[str, np.ndarray] = {}
-            for number, batch in enumerate(self._batches(examples)):
+            for number, batch in enumerate(of_split):
                 sums = jax.device_get(self._step(state, batch, np.int32(number)))
                 for name, value in sums.items():
                     totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
@@ -144,9 +143,6 @@ class Evaluation:
 
     def _summary(self, sums: dict[str, np.ndarray], count: Any) -> dict[str, float]:
         return contract.summary(self._where, self._summarize(sums, float(count)))
-
-    def _batches(self, examples: data.Examples) -> Any:
-        return batches.eval_batches(examples, self._mesh, self._batch_size, self._replicas)
 
 
 def _jitted(

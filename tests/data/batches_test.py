@@ -249,7 +249,7 @@ def test_an_iterator_that_cannot_act():
 def test_evaluation_takes_each_example_once():
     for the_mesh in (mesh.make_mesh(), mesh.make_mesh(GROUPS)):
         seen = []
-        for batch in batches.eval_batches(DATA, the_mesh, 16):
+        for batch in batches.EvalBatches(DATA, the_mesh, 16):
             assert batch["x"].shape == (16,)
             seen += np.asarray(batch["x"])[np.asarray(batch["_mask"])].tolist()
         assert seen == list(range(20))
@@ -276,4 +276,4 @@ def test_batch_sizes_that_do_not_fit(kwargs, match):
 
 def test_an_evaluation_batch_that_does_not_fit():
     with pytest.raises(ValueError, match="eval_batch_size=9 .* replicas = 8; the nearest: 8 or 16"):
-        batches.eval_batches(DATA, mesh.make_mesh(), 9)
+        batches.EvalBatches(DATA, mesh.make_mesh(), 9)

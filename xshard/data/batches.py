@@ -198,34 +198,47 @@ class TrainBatches:
             ) from e
 
 
-def eval_batches(
-    examples: data.Examples,
-    mesh: jax.sharding.Mesh,
-    batch_size: int,
-    replicas: logical.Replicas | None = None,
-) -> Iterator[dict[str, jax.Array]]:
+class EvalBatches:
     """All examples once, in order, along ('slice', 'replica') and equal for all groups.
 
     The last batch is filled up; '_mask' is False where a row is no example.
-
-    Raises:
-      ValueError: if the replicas do not divide the batch.
     """
-    parts = replicas.count if replicas else mesh_lib.num_replicas(mesh)
-    check_batch_size("eval_batch_size", batch_size, parts, f"replicas = {parts}")
-    return _eval_batches(examples, _eval_rows(mesh, batch_size, replicas))
 
+    def __init__(
+        self,
+        examples: data.Examples,
+        mesh: jax.sharding.Mesh,
+        batch_size: int,
+        replicas: logical.Replicas | None = None,
+    ):
+        """Checks the size.
 
-def eval_shapes(
-    examples: data.Examples,
-    mesh: jax.sharding.Mesh,
-    batch_size: int,
-    replicas: logical.Replicas | None = None,
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes, types and shardings of what `eval_batches` gives."""
-    sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
-    example = {**data.take(examples, np.arange(1)), "_mask": np.ones(1, bool)}
-    return shapes(example, _eval_rows(mesh, batch_size, replicas).count, sharding)
+        Args:
+          examples: the examples.
+          mesh: the run's mesh.
+          batch_size: the examples of a batch.
+          replicas: the logical replicas on it, if there are any.
+
+        Raises:
+          ValueError: if the replicas do not divide the batch.
+        """
+        parts = replicas.count if replicas else mesh_lib.num_replicas(mesh)
+        check_batch_size("eval_batch_size", batch_size, parts, f"replicas = {parts}")
+        self._examples = examples
+        self._sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS)
+        self._rows = rows_lib.Rows(batch_size, self._sharding, replicas)
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes, types and shardings of a batch."""
+        example = {**data.take(self._examples, np.arange(1)), "_mask": np.ones(1, bool)}
+        return shapes(example, self._rows.count, self._sharding)
+
+    def __iter__(self) -> Iterator[dict[str, jax.Array]]:
+        size = data.num_examples(self._examples)
+        for start in range(0, size, self._rows.batch_size):
+            mine = start + self._rows.mine
+            batch = data.take(self._examples, np.minimum(mine, size - 1))
+            yield self._rows.lay({**batch, "_mask": mine < size})
 
 
 def train_shapes(
@@ -268,20 +281,6 @@ def check_batch_size(key: str, value: int, parts: int, what: str) -> None:
             f"{key}={value} must be a positive multiple of {what}; the nearest: "
             f"{' or '.join(map(str, near))}."
         )
-
-
-def _eval_rows(
-    mesh: jax.sharding.Mesh, batch_size: int, replicas: logical.Replicas | None
-) -> rows_lib.Rows:
-    return rows_lib.Rows(batch_size, mesh_lib.sharding(mesh, mesh_lib.REPLICAS), replicas)
-
-
-def _eval_batches(examples: data.Examples, rows: rows_lib.Rows) -> Iterator[dict[str, jax.Array]]:
-    size = data.num_examples(examples)
-    for start in range(0, size, rows.batch_size):
-        mine = start + rows.mine
-        batch = {**data.take(examples, np.minimum(mine, size - 1)), "_mask": mine < size}
-        yield rows.lay(batch)
 
 
 def _check_acts(iterator: Any, every: Any) -> None:
