@@ -52,10 +52,11 @@ class Evaluation:
 
     def summary(self) -> str:
         """Returns a summary of the data, to be compared between processes."""
-        return "; ".join(
-            f"{name}: {data.summary(examples)}" if name else data.summary(examples)
-            for name, examples in self._splits.items()
-        )
+        texts = []
+        for name, examples in self._splits.items():
+            prefix = f"{name}: " if name else ""
+            texts.append(prefix + data.summary(examples))
+        return "; ".join(texts)
 
     def check(
         self, state: state_lib.TrainState, options: ml_collections.ConfigDict

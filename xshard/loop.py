@@ -211,24 +211,20 @@ class Run:
         if self._evaluated[0] != step:
             self.doing(status.EVALUATING)
             with self.clock.phase(clock_lib.EVALUATION):
-                values = self._evaluation(state, self._goes_on)
+                values = self._evaluation(state, self._poll)
             if values is None:
                 return None
             self._evaluated = step, values
         return self._evaluated[1]
 
-    def _goes_on(self) -> bool:
-        """Returns whether nothing has stopped the run by now."""
-        self._poll()
-        return self._stop is None
-
-    def _poll(self) -> None:
-        """Hears what all processes are to do; at the same points on all of them."""
+    def _poll(self) -> bool:
+        """Hears what all processes are to do, at the same points on all of them; returns whether to go on."""
         notice = None if self._watch is None else self._watch.poll()
         if notice is not None and notice.kind == notice_lib.STOP:
             self._stop = notice
         elif notice is not None:
             self._save_now = True
+        return self._stop is None
 
     def doing(self, what: str, **more: int) -> None:
         """Says what the run is doing, to whoever watches it."""

@@ -178,11 +178,8 @@ class TrainBatches:
         return batch
 
     def _check_iterator(self) -> None:
-        lacking = [
-            name
-            for name in ("__next__", "get_state", "set_state")
-            if not callable(getattr(self._iterator, name, None))
-        ]
+        methods = ("__next__", "get_state", "set_state")
+        lacking = [x for x in methods if not callable(getattr(self._iterator, x, None))]
         if lacking:
             raise errors.UserError(
                 f"train_batches returned {type(self._iterator).__name__}, which has no {', '.join(lacking)}; an "
@@ -257,14 +254,11 @@ def shapes(
     example: data.Arrays, rows: int, sharding: jax.sharding.Sharding
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes, types and shardings of so many rows like those of an example, on devices."""
-    return {
-        name: jax.ShapeDtypeStruct(
-            (rows, *array.shape[1:]),
-            jax.dtypes.canonicalize_dtype(array.dtype),
-            sharding=sharding,
-        )
-        for name, array in example.items()
-    }
+    described = {}
+    for name, array in example.items():
+        shape, dtype = (rows, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype)
+        described[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return described
 
 
 def check_train_batch(batch_size: int, mesh: mesh_lib.AnyMesh, micro_batches: int) -> None:

@@ -13,6 +13,8 @@ from xshard.replay import program as program_lib
 # A value on a replica.
 _Node = tuple[int, int]
 _AXES = ("axes", "axis_name")
+# So many causes are looked for.
+_MOST_CAUSES = 4
 # What these give is among what they are given.
 _CHOOSE = frozenset(
     (
@@ -146,11 +148,9 @@ class _Graph:
         if not over:
             return [replica]
         shape = tuple(self._axes.values())
-        place = np.unravel_index(replica, shape)
-        fixed = [i for i, name in enumerate(self._axes) if name not in over]
-        others = np.array(np.unravel_index(np.arange(np.prod(shape)), shape))
-        same = np.all([others[i] == place[i] for i in fixed], axis=0) if fixed else slice(None)
-        return np.arange(np.prod(shape))[same].tolist()
+        places = zip(self._axes, np.unravel_index(replica, shape), strict=True)
+        along = tuple(slice(None) if name in over else place for name, place in places)
+        return np.arange(np.prod(shape)).reshape(shape)[along].ravel().tolist()
 
 
 def _collective_axes(equation: Any) -> list[str]:
@@ -164,7 +164,7 @@ def _collective_axes(equation: Any) -> list[str]:
 
 
 def blame_examples(
-    is_bad: Callable[[np.ndarray], bool], parts: Sequence[np.ndarray], most: int = 4
+    is_bad: Callable[[np.ndarray], bool], parts: Sequence[np.ndarray]
 ) -> list[list[int]]:
     """Finds the examples for which something is not finite, by leaving others out.
 
@@ -172,14 +172,13 @@ def blame_examples(
       is_bad: whether it is so where only these rows are as they were, and each other one is a copy of one that does
         no harm.
       parts: the rows, by replica and micro-batch.
-      most: how many causes are looked for.
 
     Returns:
       The rows of each cause: of several that do it together, all of them.
     """
     blamed: list[list[int]] = []
     left = [np.asarray(rows) for rows in reversed(parts)]
-    while left and len(blamed) < most:
+    while left and len(blamed) < _MOST_CAUSES:
         rows = left.pop()
         if not is_bad(rows):
             continue

@@ -78,6 +78,10 @@ def evaluator(program: program_lib.Program, mesh: jax.sharding.Mesh) -> Callable
 
 # Of the values of a function: the largest magnitudes, and the rounds.
 _Seen = tuple[jax.Array, jax.Array]
+# The results of an equation, and what was seen of its values.
+_Evaluated = tuple[list[Any], list[_Seen]]
+# The rounds of the loops around an equation, outermost first.
+_Rounds = tuple[Any, ...]
 
 
 class _Look:
@@ -89,7 +93,7 @@ class _Look:
         self._next = 0
 
     def run(
-        self, block: program_lib.Block, inputs: Sequence[Any], rounds: tuple[Any, ...]
+        self, block: program_lib.Block, inputs: Sequence[Any], rounds: _Rounds
     ) -> tuple[list[Any], _Seen]:
         """Evaluates a function: its results, and what was seen of the values that have numbers in it."""
         begin = self._next
@@ -109,8 +113,8 @@ class _Look:
         eqn: Any,
         blocks: Sequence[program_lib.Block],
         inputs: list[Any],
-        rounds: tuple[Any, ...],
-    ) -> tuple[list[Any], list[_Seen]]:
+        rounds: _Rounds,
+    ) -> _Evaluated:
         name = eqn.primitive.name
         if name in program_lib.INLINED:
             outputs, seen = self.run(blocks[0], inputs, rounds)
@@ -128,8 +132,8 @@ class _Look:
         return outputs, [*parts, self._see(outputs, rounds)]
 
     def _scan(
-        self, eqn: Any, block: program_lib.Block, inputs: list[Any], rounds: tuple[Any, ...]
-    ) -> tuple[list[Any], list[_Seen]]:
+        self, eqn: Any, block: program_lib.Block, inputs: list[Any], rounds: _Rounds
+    ) -> _Evaluated:
         params = eqn.params
         consts, carries = params["num_consts"], params["num_carry"]
         fixed, begin = inputs[:consts], inputs[consts : consts + carries]
@@ -153,8 +157,8 @@ class _Look:
         return [*carried, *stacked], [seen]
 
     def _while(
-        self, eqn: Any, block: program_lib.Block, inputs: list[Any], rounds: tuple[Any, ...]
-    ) -> tuple[list[Any], list[_Seen]]:
+        self, eqn: Any, block: program_lib.Block, inputs: list[Any], rounds: _Rounds
+    ) -> _Evaluated:
         params = eqn.params
         skip, consts = params["cond_nconsts"], params["body_nconsts"]
         asked, fixed, begin = inputs[:skip], inputs[skip : skip + consts], inputs[skip + consts :]
@@ -177,8 +181,8 @@ class _Look:
         eqn: Any,
         blocks: Sequence[program_lib.Block],
         inputs: list[Any],
-        rounds: tuple[Any, ...],
-    ) -> tuple[list[Any], list[_Seen]]:
+        rounds: _Rounds,
+    ) -> _Evaluated:
         begins = np.cumsum([self._next, *(block.size for block in blocks)]).tolist()
 
         def branch(index: int) -> Callable[..., Any]:
@@ -204,7 +208,7 @@ class _Look:
         self._next = begins[-1]
         return outputs, [seen]
 
-    def _see(self, values: Sequence[Any], rounds: tuple[Any, ...]) -> _Seen:
+    def _see(self, values: Sequence[Any], rounds: _Rounds) -> _Seen:
         """Looks at values, which have the next numbers."""
         for x in values:
             if self._next in self._gradients:

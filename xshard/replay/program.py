@@ -42,6 +42,9 @@ _MOVES = frozenset(
 )
 # Loops within loops within loops: what lies deeper is told by its outer ones.
 DEPTH = 4
+# An equation, after those that it is in; and the loops that these are.
+_Place = tuple[Any, ...]
+_Loops = tuple[int, ...]
 # What a run reads of a step, by field of `Stepped`.
 _RESULTS = {"state": "the state {}", "metrics": "what is logged as {}"}
 
@@ -58,9 +61,9 @@ class Value:
       dtype: its type.
     """
 
-    place: tuple[Any, ...]
+    place: _Place
     sources: list[int]
-    loops: tuple[int, ...]
+    loops: _Loops
     shape: tuple[int, ...]
     dtype: Any
 
@@ -144,7 +147,7 @@ class Program:
                 self.results[_named(path[1:], _RESULTS[path[0].name])] = number
         self._forward = self._find_forward()
 
-    def _add(self, place: tuple[Any, ...], loops: tuple[int, ...], sources: Any, aval: Any) -> int:
+    def _add(self, place: _Place, loops: _Loops, sources: Any, aval: Any) -> int:
         known = [x for x in sources if x is not None]
         self.values.append(
             Value(place, known, loops, getattr(aval, "shape", ()), getattr(aval, "dtype", None))
@@ -155,8 +158,8 @@ class Program:
         self,
         function: Any,
         inputs: Sequence[int | None] | None,
-        place: tuple[Any, ...],
-        loops: tuple[int, ...],
+        place: _Place,
+        loops: _Loops,
     ) -> tuple[Block, list[int | None]]:
         """A function, and the numbers of its results; without `inputs`, with inputs that have numbers of their own."""
         jaxpr, consts = varying.opened(function), getattr(function, "consts", ())
@@ -177,7 +180,7 @@ class Program:
         return block, [read(x) for x in jaxpr.outvars]
 
     def _lay_out_equation(
-        self, eqn: Any, inputs: list[int | None], place: tuple[Any, ...], loops: tuple[int, ...]
+        self, eqn: Any, inputs: list[int | None], place: _Place, loops: _Loops
     ) -> tuple[list[Block], list[int | None]]:
         name, place = eqn.primitive.name, (*place, eqn)
         if name in _MOVES:
@@ -216,8 +219,8 @@ class Program:
         inputs: list[int | None],
         consts: int,
         carries: int,
-        place: tuple[Any, ...],
-        loops: tuple[int, ...],
+        place: _Place,
+        loops: _Loops,
     ) -> tuple[Block, list[int | None]]:
         self._loops += 1
         begin = len(self.values)

@@ -65,12 +65,10 @@ def describe(run: past.Past, step: past.Step) -> str:
 
 
 def _compared(run: past.Past, different: past.Difference | None, compared: int) -> str:
+    if not compared:
+        return "no row to compare with"
     if different is None:
-        return (
-            f"{compared} rows compared: reproduced, bit for bit"
-            if compared
-            else "no row to compare with"
-        )
+        return f"{compared} rows compared: reproduced, bit for bit"
     text = f"not reproduced: step {different.step}, column {different.column}, logged {different.logged}, now {different.now}"
     if run.changes:
         return f"{text}; changed since: {'; '.join(run.changes)}"

@@ -136,11 +136,11 @@ class Watch:
             self._compile_ahead(state)
             return
         now, where = self.of_state(state), f"{store} {int(state.step)}"
-        texts = [
-            f"{_KINDS[kind]} ({fingerprint.PREFIX}{kind} is {now.get(kind)}, and was {saved.get(kind)})"
-            for kind in fingerprint.KINDS
-            if now.get(kind) != saved.get(kind)
-        ]
+        texts = []
+        for kind, words in _KINDS.items():
+            here, there = now.get(kind), saved.get(kind)
+            if here != there:
+                texts.append(f"{words} ({fingerprint.PREFIX}{kind} is {here}, and was {there})")
         if texts:
             raise errors.UserError(
                 f"The checkpoint of step {int(state.step)} has come back as another state than was saved: {'; '.join(texts)}. "

@@ -157,15 +157,11 @@ class RollBacks:
         restored = self._manager.agree(lambda: choose(step))
         if restored is None:
             raise reason(f"{why}; there is no checkpoint to go back to", step)
-        # Batches that were passed before are as much behind the run as those that it has used.
-        used = lambda end: (
-            end + sum(entry.passed for at, entry in self._standing.items() if at < end)
-        )
         given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
-        last = used(step if is_past else restored)
+        last = self._used(step if is_past else restored)
         scale = self._all[-1].update_scale if self._all else 1.0
         scale *= self._factor if is_past else 1.0
-        new = history.RollBack(step, why, restored, used(restored) + 1, last, given_up, scale)
+        new = history.RollBack(step, why, restored, self._used(restored) + 1, last, given_up, scale)
         values = [entry._asdict() for entry in (*self._all, new)]
         self._manager.agree(lambda: jsonfile.write(self._path, values))
         self._say(f"{new} (roll-back {len(values)} of at most {self._limit})")
@@ -186,6 +182,10 @@ class RollBacks:
             "last_batch": entry.last_batch,
         }
         return {"step": step, **{f"roll_back/{name}": value for name, value in values.items()}}
+
+    def _used(self, step: int) -> int:
+        """The number of batches behind the run after a step: used, or passed before."""
+        return step + sum(entry.passed for at, entry in self._standing.items() if at < step)
 
     def _story(self) -> str:
         times = f"{len(self._all)} time{'s' if len(self._all) > 1 else ''}"

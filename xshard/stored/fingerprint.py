@@ -283,10 +283,9 @@ def _combine(cells: Sequence[Cell], table: jax.Array) -> tuple[dict[str, jax.Arr
     values: dict[str, jax.Array] = {}
     parted = jnp.asarray(False)
     for index, cell in enumerate(cells):
-        of_cell = table[:, :, index]
-        once = tuple(slice(None) if axis in cell.own else 0 for axis in mesh_lib.REPLICAS)
-        kept = tuple(slice(None) if axis in cell.own else slice(1) for axis in mesh_lib.REPLICAS)
-        parted |= jnp.any(of_cell != of_cell[kept])
-        value = jnp.sum(of_cell[once].reshape(-1, 2), axis=0, dtype=jnp.uint32)
+        copies = table[:, :, index]
+        once = tuple(slice(None) if axis in cell.own else slice(1) for axis in mesh_lib.REPLICAS)
+        parted |= jnp.any(copies != copies[once])
+        value = jnp.sum(copies[once].reshape(-1, 2), axis=0, dtype=jnp.uint32)
         values[cell.name] = values.get(cell.name, jnp.zeros(2, jnp.uint32)) + value
     return values, parted

@@ -95,13 +95,12 @@ def has_others(state: state_lib.TrainState, mesh: jax.sharding.Mesh) -> bool:
 def _own(state: state_lib.TrainState) -> dict[str, Any]:
     """The arrays that are a replica's own, by path."""
     is_leaf = lambda x: isinstance(x, experiment_lib.PerReplica)
-    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_leaf)
-    return {
-        trees.path_name((*path, *below)): leaf
-        for path, node in nodes
-        if is_leaf(node)
-        for below, leaf in jax.tree_util.tree_leaves_with_path(node)
-    }
+    own = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_leaf):
+        if is_leaf(node):
+            for below, leaf in jax.tree_util.tree_leaves_with_path(node):
+                own[trees.path_name((*path, *below))] = leaf
+    return own
 
 
 def _count(leaf: Any, mesh: mesh_lib.AnyMesh) -> int:
