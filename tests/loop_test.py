@@ -18,7 +18,7 @@ import pytest
 
 from tests import pace, programs, rows, toy
 from tests.optimizers import harness
-from xshard import checkpoint, loop
+from xshard import checkpoint, evaluation, loop
 from xshard.files import workdir
 from xshard.metrics import clock
 from xshard.modes import follow
@@ -163,7 +163,8 @@ def test_what_is_traced_before_a_run_is_not_traced_again(tmp_path, groups):
     before = Counting.traced.copy()
     assert before["evaluate"] and before["loss"]
     state, *_ = run.train_step(state, next(run.batches))
-    assert run._evaluation(state) and run._sampler(1, state)
+    assert run._evaluation(state)
+    assert evaluation.sample(run.experiment, run.predict, 1, state)
     assert Counting.traced == before
 
 
