@@ -65,21 +65,25 @@ class Run:
         self.workdir = workdir.Workdir(directory)
         self._first = jax.process_index() == 0  # The directory is its: others need not even see it.
         self._run = resuming.identify(config, self.workdir, set_aside)
-        data = self.batches.summary(), self._evaluation.summary()
-        self.origin = origin_lib.origin(type(self.experiment).__module__, *data)
+        module = type(self.experiment).__module__
+        self.origin = origin_lib.origin(module, self.batches.summary(), self._evaluation.summary())
         self.changes = [*self._run.changes]
         if self._first and not self._run.sets_aside:
-            is_exact = logical.is_exact(config)
-            self.changes += self.workdir.check_origin(self.origin, exact=is_exact)
+            exact = logical.is_exact(config)
+            self.changes += self.workdir.check_origin(self.origin, exact=exact)
         self._watch, self._init = watch, init
         self._init_args = self.experiment, self.mesh, config.seed, self.batches.example
         self._target = state_lib.abstract_state(*self._init_args, whole=True)
         stored = storage.Storage(self.experiment, self.mesh)
-        kept = self.batches, stored, self.terminal.say, self.origin
-        self.checkpoints = saving.Checkpoints(config, self.workdir, self._run, *kept)
+        say = self.terminal.say
+        self.checkpoints = saving.Checkpoints(
+            config, self.workdir, self._run, self.batches, stored, say, self.origin
+        )
         self.checkpoints.check_begin(self._target, init)
-        told = self.checkpoints.manager, self.batches, self._target, self.terminal.say, self.doing
-        self.roll_backs = roll_backs.RollBacks(config, self.workdir, *told)
+        manager = self.checkpoints.manager
+        self.roll_backs = roll_backs.RollBacks(
+            config, self.workdir, manager, self.batches, self._target, say, self.doing
+        )
         self._check_programs()
         self._held = contextlib.ExitStack()  # Open from the first step to the results.
         self._stop: notice_lib.Notice | None = None
@@ -162,15 +166,15 @@ class Run:
         self._finite = nonfinite.Watch(self.config, self.mesh, learners, say, begin.watched)
         self._evaluations.begin(lambda: writers.evaluations(self.workdir.metrics, start))
         if self._made < 0:
-            model = self.config, self.mesh, state_lib.params(begin.state)
-            say(overview.begin(*model, self.changes, whole=self.terminal.verbose))
+            params, whole = state_lib.params(begin.state), self.terminal.verbose
+            say(overview.begin(self.config, self.mesh, params, self.changes, whole=whole))
         say(overview.plan(start, self.config.steps, checkpoints.store, self._evaluations.end))
         self._made = start
         goes_on = start < self.config.steps and not self._is_over()
         self._failure = checkpoints.agree(lambda: self.workdir.failure(goes_on))
         # 2. Rows after the checkpoint are dropped: their steps will be made again.
-        kept = self.config, self.experiment, self.mesh, self.batches, self.clock, self.terminal
-        self._log = self._held.enter_context(log_lib.Log(self.workdir, start, *kept))
+        run = self.experiment, self.mesh, self.batches, self.clock, self.terminal
+        self._log = self._held.enter_context(log_lib.Log(self.workdir, start, *run))
         self.checkpoints.check_rows(begin, self._log)
         return begin
 
@@ -236,8 +240,9 @@ class Run:
         """Makes the directories this run's meanwhile, and waits for the last save at the end."""
         with contextlib.ExitStack() as held:
             if self._first:
-                whose = self._run.identity, self.origin, self._run.sets_aside
-                held.enter_context(self.workdir.opened(self.config, *whose))
+                run = self._run
+                opened = self.workdir.opened(self.config, run.identity, self.origin, run.sets_aside)
+                held.enter_context(opened)
             held.enter_context(cache.kept(self.workdir.path, self.terminal.say))
             held.enter_context(self.checkpoints.opened())
             if self._watch is not None:
@@ -302,10 +307,12 @@ class Run:
         self._save_now = False
         is_evaluated = self._evaluated[0] == step
         values = self._evaluated[1] if is_evaluated else {}
-        noted: dict[str, Any] = {"evaluated": is_evaluated or not evaluation_due}
-        noted["watched"] = self._finite.get_state()
         with self.clock.phase(clock_lib.CHECKPOINT):
-            noted["fingerprint"] = self._copies.of_state(state)
+            noted = {
+                "evaluated": is_evaluated or not evaluation_due,
+                "watched": self._finite.get_state(),
+                "fingerprint": self._copies.of_state(state),
+            }
             self.checkpoints.save(step, state, values, noted, self._log)
 
 

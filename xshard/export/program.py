@@ -45,20 +45,29 @@ def export(
       arguments: the arrays by path that are its first argument, if there are any; the others are within it.
     """
     experiment = trained.experiment
-    shapes = _batch(trained) if batch is None else _shapes_of(batch)
-    predict = functools.partial(_predict, trained, jax.device_get(_plain(whole(trained))))
-    rows = batch_size or max(x.shape[0] for x in shapes.values())
+    if batch is None:
+        batch = preflight.samples_batch(experiment) or experiment_lib.example(experiment)
+    shapes = _shapes_of(batch)
+    # The run's key stays on the run's devices: no prediction sees it.
+    state = whole(trained)
+    state = jax.device_get(state_lib.TrainState(state.step, state.experiment, jnp.int32(0)))
     _check_own(trained, shapes)
+    rows = batch_size or max(x.shape[0] for x in shapes.values())
+    predict = functools.partial(_predict, trained, state)
     read = _read(predict, _of_rows(shapes, rows), experiment)
-    # What a network looks at, and its outputs do not depend on, is zeros within the program.
-    predict = functools.partial(
-        _with_unread, predict, {k: x for k, x in shapes.items() if k not in read}
-    )
+    unread = {name: x for name, x in shapes.items() if name not in read}
+
+    def with_unread(arguments: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
+        # What a network looks at, and its outputs do not depend on, is zeros within the program.
+        rows = next(iter(batch.values())).shape[0]
+        zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in _of_rows(unread, rows).items()}
+        return predict(arguments, {**zeros, **batch})
+
     shapes = {name: shapes[name] for name in read}
+    function: Any = functools.partial(with_unread, {})
     first: tuple[Any, ...] = ()
-    function: Any = functools.partial(predict, {})
     if arguments:
-        function = predict
+        function = with_unread
         first = ({path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arguments.items()},)
     if batch_size is not None:
         exported = _lower(function, (*first, _of_rows(shapes, batch_size)))
@@ -71,24 +80,9 @@ def export(
                 f"{contract.described(experiment.predict)} cannot be exported for batches of any size: {cli.summary(e)} "
                 "Give the number of rows: --batch_size=1, or batch_size=1."
             ) from e
-    names = [
-        f"{name} {x.dtype}[{','.join(map(str, x.shape))}]" for name, x in exported_batch(exported)
-    ]
-    return exported, names
-
-
-def _with_unread(
-    predict: Callable[..., Any], unread: _Shapes, arguments: Any, batch: Mapping[str, Any]
-) -> Any:
-    rows = next(iter(batch.values())).shape[0]
-    zeros = {name: jnp.zeros((rows, *x.shape[1:]), x.dtype) for name, x in unread.items()}
-    return predict(arguments, {**zeros, **batch})
-
-
-def exported_batch(exported: jax_export.Exported) -> list[tuple[str, Any]]:
-    """The arrays of a batch that an exported prediction takes, by name."""
     args, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    return list(args[-1].items())
+    names = [f"{name} {x.dtype}[{','.join(map(str, x.shape))}]" for name, x in args[-1].items()]
+    return exported, names
 
 
 def _predict(
@@ -119,18 +113,6 @@ def _predict_one(
     state = jax.tree.map(own, state, is_leaf=experiment_lib.is_own)
     with within.run_on(mesh, experiment.sharding_rules(), whole=True):
         return experiment.predict(state, batch)
-
-
-def _plain(state: state_lib.TrainState) -> state_lib.TrainState:
-    """The state without the run's key, which no prediction sees, and which stays on the run's devices."""
-    return state_lib.TrainState(state.step, state.experiment, jnp.int32(0))
-
-
-def _batch(trained: trained_lib.Trained) -> _Shapes:
-    """The shapes of a batch that the experiment predicts for."""
-    experiment = trained.experiment
-    shapes = preflight.samples_batch(experiment)
-    return _shapes_of(shapes or experiment_lib.example(experiment))
 
 
 def _shapes_of(batch: Mapping[str, Any]) -> _Shapes:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jmp
-import ml_collections
 import numpy as np
 
 from xshard import experiment as experiment_lib
@@ -32,7 +31,6 @@ class Log:
         self,
         directory: workdir.Workdir,
         start: int,
-        config: ml_collections.ConfigDict,
         experiment: experiment_lib.Experiment,
         mesh: jax.sharding.Mesh,
         batches: batches_lib.TrainBatches,
@@ -44,8 +42,7 @@ class Log:
         Args:
           directory: the work directory; rows of steps after the first are dropped.
           start: the step that the run goes on from.
-          config: the run's config.
-          experiment: the run's experiment.
+          experiment: the run's experiment, with its config.
           mesh: the run's mesh.
           batches: the run's.
           clock: this process's.
@@ -55,6 +52,7 @@ class Log:
           rows: how many rows the writers have, those of earlier parts of the run among them.
           newest: a metric of the step that was dispatched last; None before the first.
         """
+        config = experiment.config
         self._writers: list[writers_lib.Writer] = []
         self._samples: writers_lib.JsonLines | None = None
         if jax.process_index() == 0:
