@@ -62,20 +62,27 @@ class Run:
         self.experiment = experiment_lib.load(config.experiment)(config)
         self.batches = preflight.train_batches(self.experiment, self.mesh)
         self._evaluation = evaluation.Evaluation(self.experiment, self.mesh, config.eval_batch_size)
-        self.workdir = workdir.Workdir(directory)
+        self.workdir, self._watch = workdir.Workdir(directory), watch
+        self._open(init, set_aside)
+        self._check_programs()
+        self._held = contextlib.ExitStack()  # Open from the first step to the results.
+        self._stop: notice_lib.Notice | None = None
+        self._save_now, self.step = False, -1
+        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
+
+    def _open(self, init: checkpoint.Source | None, set_aside: str) -> None:
+        """Finds out which run it is, and sees that it can begin, or go on from its checkpoints."""
+        config, self._init = self.config, init
         self._first = jax.process_index() == 0  # The directory is its: others need not even see it.
         self._run = resuming.identify(config, self.workdir, set_aside)
         module = type(self.experiment).__module__
         self.origin = origin_lib.origin(module, self.batches.summary(), self._evaluation.summary())
         self.changes = [*self._run.changes]
         if self._first and not self._run.sets_aside:
-            exact = logical.is_exact(config)
-            self.changes += self.workdir.check_origin(self.origin, exact=exact)
-        self._watch, self._init = watch, init
+            self.changes += self.workdir.check_origin(self.origin, exact=logical.is_exact(config))
         self._init_args = self.experiment, self.mesh, config.seed, self.batches.example
         self._target = state_lib.abstract_state(*self._init_args, whole=True)
-        stored = storage.Storage(self.experiment, self.mesh)
-        say = self.terminal.say
+        say, stored = self.terminal.say, storage.Storage(self.experiment, self.mesh)
         self.checkpoints = saving.Checkpoints(
             config, self.workdir, self._run, self.batches, stored, say, self.origin
         )
@@ -84,11 +91,6 @@ class Run:
         self.roll_backs = roll_backs.RollBacks(
             config, self.workdir, manager, self.batches, self._target, say, self.doing
         )
-        self._check_programs()
-        self._held = contextlib.ExitStack()  # Open from the first step to the results.
-        self._stop: notice_lib.Notice | None = None
-        self._save_now, self._made = False, -1
-        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
 
     def _check_programs(self) -> None:
         """Traces all that the run will run."""
@@ -115,7 +117,7 @@ class Run:
           NonfiniteError: of `nonfinite` or of `checkpoint`, if the run ends with what is not finite.
         """
         begin = self._begin()
-        state, start, log = begin.state, self._made, self._log
+        state, start, log = begin.state, self.step, self._log
         due = due_lib.Due.of(self.config)
         by_clock = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
         self.doing("compiling", step=start, steps=self.config.steps)
@@ -129,7 +131,7 @@ class Run:
             with self.clock.waiting(log.newest):
                 batch = self.batches.of_step(step, self.predict, state)
             state, values, observed, begun = self.train_step(state, batch)
-            self._made = step
+            self.step = step
             log.push(step, {**values, **self._copies.push(step, begun, state)})
             self._finite.push(step, observed)
             self.doing(status.TRAINING, step=step)
@@ -165,11 +167,11 @@ class Run:
         learners = state_lib.learners(self._target)
         self._finite = nonfinite.Watch(self.config, self.mesh, learners, say, begin.watched)
         self._evaluations.begin(lambda: writers.evaluations(self.workdir.metrics, start))
-        if self._made < 0:
+        if self.step < 0:
             params, whole = state_lib.params(begin.state), self.terminal.verbose
             say(overview.begin(self.config, self.mesh, params, self.changes, whole=whole))
         say(overview.plan(start, self.config.steps, checkpoints.store, self._evaluations.end))
-        self._made = start
+        self.step = start
         goes_on = start < self.config.steps and not self._is_over()
         self._failure = checkpoints.agree(lambda: self.workdir.failure(goes_on))
         # 2. Rows after the checkpoint are dropped: their steps will be made again.
@@ -240,9 +242,8 @@ class Run:
         """Makes the directories this run's meanwhile, and waits for the last save at the end."""
         with contextlib.ExitStack() as held:
             if self._first:
-                run = self._run
-                opened = self.workdir.opened(self.config, run.identity, self.origin, run.sets_aside)
-                held.enter_context(opened)
+                identity, aside = self._run.identity, self._run.sets_aside
+                held.enter_context(self.workdir.opened(self.config, identity, self.origin, aside))
             held.enter_context(cache.kept(self.workdir.path, self.terminal.say))
             held.enter_context(self.checkpoints.opened())
             if self._watch is not None:
@@ -257,14 +258,14 @@ class Run:
         if stop is None:
             # While the last checkpoint is written.
             values = self.evaluate(state)
-            results = ending.results(self.mesh, self._made, state, values, self._evaluations.end)
+            results = ending.results(self.mesh, self.step, state, values, self._evaluations.end)
         self.doing("saving")
         if self._stop is None:
             self.checkpoints.wait()
-            why = self.checkpoints.nonfinite(self._made) or self._finite.at_end() or self._failure
+            why = self.checkpoints.nonfinite(self.step) or self._finite.at_end() or self._failure
             results |= {"finite": not why, "why": why}
             try:
-                results["samples"] = "" if why else self._sample(self._made, state, last=True)
+                results["samples"] = "" if why else self._sample(self.step, state, last=True)
             finally:
                 # Of which samples are the least.
                 if self._first:
@@ -272,11 +273,6 @@ class Run:
         with self.roll_backs.left_undecided(is_stopped=self._stop is not None):
             self.checkpoints.wait()
         return state, self._stop, results
-
-    def fail(self, why: str) -> None:
-        """Ends a run of which a step was not finite: says so, in the results too."""
-        self.terminal.close()
-        ending.fail(self._made, why, self.checkpoints.kept(), self.workdir)
 
     def _sample(self, step: int, state: state_lib.TrainState, *, last: bool = False) -> str:
         with self.clock.phase(clock_lib.EVALUATION):
@@ -344,7 +340,8 @@ def run(
         try:
             state, stop, results = current.roll_backs.repeated(current.complete)
         except (nonfinite.NonfiniteError, checkpoint.NonfiniteError) as e:
-            current.fail(str(e))
+            current.terminal.close()
+            ending.fail(current.step, str(e), current.checkpoints.kept(), current.workdir)
             return notice_lib.NONFINITE
     saved = current.checkpoints.manager.store
     if stop is not None:

@@ -67,8 +67,7 @@ def export(
     function: Any = functools.partial(with_unread, {})
     first: tuple[Any, ...] = ()
     if arguments:
-        function = with_unread
-        first = ({path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arguments.items()},)
+        function, first = with_unread, (_shapes_of(arguments),)
     if batch_size is not None:
         exported = _lower(function, (*first, _of_rows(shapes, batch_size)))
     else:
