@@ -1,6 +1,5 @@
 """The division of chunks among processes: each is written once, and each process writes about as many bytes."""
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -10,8 +9,7 @@ import numpy as np
 from xshard.checkpoint import arrays as arrays_lib
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A chunk that this process writes, and where it has it.
 
     Attributes:
@@ -32,8 +30,7 @@ class Piece:
 Chunk = tuple[Piece, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """A plan of how a tree is written.
 
     Attributes:

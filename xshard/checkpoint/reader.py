@@ -1,6 +1,5 @@
 """Reads a checkpoint into a tree of arrays on devices, of each only what this process's devices hold."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,8 +19,7 @@ _PLACED_AT_ONCE = 64
 _SHOWN = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """An array to be read onto devices.
 
     Attributes:

@@ -3,12 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from xshard.checkpoint import store as store_lib
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """A checkpoint, as far as keeping it goes.
 
     Attributes:

@@ -1,6 +1,5 @@
 """Takes a part of another run's checkpoint, or of a file: its parameters, or what a pattern selects."""
 
-import dataclasses
 import difflib
 import os
 import re
@@ -30,8 +29,7 @@ _BUDGET_BYTES = 1 << 30
 _SHOWN = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """The part of another checkpoint, or of a file, that is taken.
 
     Where the checkpoint has a model for each group and the state has one model, `group` says which; where
@@ -156,7 +154,7 @@ def _requests(source: Source, leaves: dict[str, Any]) -> tuple[_Stored, dict[str
     requests = {}
     for path in fitting:
         leaf = _request(path, stored.metas[path], leaves[path], groups)
-        requests[path] = dataclasses.replace(leaf, path=stored.names[path])
+        requests[path] = leaf._replace(path=stored.names[path])
     return stored, requests
 
 
@@ -249,8 +247,7 @@ def find(source: str) -> format_lib.Attempt:
     return there[-1]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Groups:
+class _Groups(NamedTuple):
     """The groups of the checkpoint and of the state, 0 for a leaf without, and the one to take."""
 
     stored: int

@@ -1,7 +1,6 @@
 """Writers of a run's rows: what one is, which are known, and the two that write plain files."""
 
 import csv
-import dataclasses
 import heapq
 import importlib
 import importlib.util
@@ -11,7 +10,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 from xshard import errors
 from xshard.files import disk, jsonfile
@@ -50,8 +49,7 @@ class Writer(Protocol):
         """Ends; also after one of the methods has raised."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A part of a run: from one start of the program to its end.
 
     Attributes:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,8 +49,7 @@ class Line:
     is_member: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """Curves over steps; on one axis all that there is of one metric."""
 
     name: str
