@@ -35,11 +35,15 @@ class Heard:
         self._wake.send(bytes([number]))
 
 
+# Of processes to which no signal comes.
+SILENCE = Heard()
+
+
 @contextlib.contextmanager
 def processes():
     """Starts processes, each a thread: what it hears is the hosts, or the error."""
 
-    def attend(place, facts=FACTS, token=TOKEN, seconds=harness.FOREVER, heard=None):
+    def attend(place, facts=FACTS, token=TOKEN, seconds=harness.FOREVER, heard=SILENCE):
         try:
             return meeting.meet(place, seconds, facts, token, heard)
         except (places.StartError, places.StoppedError) as e:

@@ -27,8 +27,8 @@ def meet(
     at: places.Place,
     seconds: float,
     facts: Mapping[str, str],
-    token: str = "",
-    heard: signals.Heard | None = None,
+    token: str,
+    heard: signals.Heard,
 ) -> list[str]:
     """Meets the other processes.
 
@@ -37,7 +37,7 @@ def meet(
       seconds: until all have come.
       facts: what must be equal on all processes, such as the config; short texts.
       token: of the launch; empty if there is none.
-      heard: the signals, of which one ends the meeting for all; None if nobody asks.
+      heard: the signals, of which one ends the meeting for all.
 
     Returns:
       The host name of each process.
@@ -56,9 +56,7 @@ def meet(
 class _Guest:
     """The part of the other processes in the meeting."""
 
-    def __init__(
-        self, at: places.Place, own: handshake.Hello, token: str, heard: signals.Heard | None
-    ):
+    def __init__(self, at: places.Place, own: handshake.Hello, token: str, heard: signals.Heard):
         self._at = at
         self._own = own
         self._token = token
@@ -103,9 +101,6 @@ class _Guest:
 
     def _pause(self) -> None:
         """Waits a moment; StoppedError if a signal comes."""
-        if self._heard is None:
-            time.sleep(_RETRY_SECONDS)
-            return
         select.select([self._heard], [], [], _RETRY_SECONDS)
         for number in self._heard.read():
             raise places.stopped(self._own.name, number)
@@ -136,8 +131,7 @@ class _Guest:
         """The hosts; StoppedError if a signal comes first."""
         loop = asyncio.get_running_loop()
         talk = asyncio.create_task(self._talk())
-        if self._heard is not None:
-            loop.add_reader(self._heard.fileno(), self._hear_signals, talk)
+        loop.add_reader(self._heard.fileno(), self._hear_signals, talk)
         try:
             async with asyncio.timeout(seconds):
                 return await talk
@@ -146,12 +140,11 @@ class _Guest:
                 raise
             raise await self._say_goodbye(self._signal) from None
         finally:
-            if self._heard is not None:
-                loop.remove_reader(self._heard.fileno())
+            loop.remove_reader(self._heard.fileno())
 
     def _hear_signals(self, talk: asyncio.Task[list[str]]) -> None:
         """Ends the talk if a signal has come; where it has ended already, the signal is the run's to read."""
-        if self._heard is None or talk.done():
+        if talk.done():
             return
         for number in self._heard.read():
             self._signal = number

@@ -75,16 +75,14 @@ class _Guest:
 class Host:
     """Process 0's part in the meeting."""
 
-    def __init__(
-        self, at: places.Place, own: handshake.Hello, token: str, heard: signals.Heard | None
-    ):
+    def __init__(self, at: places.Place, own: handshake.Hello, token: str, heard: signals.Heard):
         """Prepares.
 
         Args:
           at: the place of process 0.
           own: the facts of process 0.
           token: of the launch; empty if there is none.
-          heard: the signals, of which one ends the meeting; None if nobody asks.
+          heard: the signals, of which one ends the meeting.
         """
         self._at = at
         self._own = own
@@ -136,8 +134,7 @@ class Host:
         server = places.listen(self._at)
         server.setblocking(False)
         loop.add_reader(server.fileno(), self._accept, server)
-        if self._heard is not None:
-            loop.add_reader(self._heard.fileno(), self._news.set)
+        loop.add_reader(self._heard.fileno(), self._news.set)
         try:
             async with asyncio.timeout(seconds):
                 while True:
@@ -152,8 +149,7 @@ class Host:
             raise self._mismatch or places.StartError(self._who_is_missing()) from None
         finally:
             # Signals that come from here on are the run's to read, and JAX's coordinator takes the port over.
-            if self._heard is not None:
-                loop.remove_reader(self._heard.fileno())
+            loop.remove_reader(self._heard.fileno())
             loop.remove_reader(server.fileno())
             server.close()
 
@@ -164,9 +160,8 @@ class Host:
 
     def _check(self) -> None:
         """Raises what ends the meeting, if anything has come that does."""
-        if self._heard is not None:
-            for number in self._heard.read():
-                raise places.stopped(self._own.name, number)
+        for number in self._heard.read():
+            raise places.stopped(self._own.name, number)
         if self._failure is not None:
             raise self._failure
 

@@ -91,8 +91,8 @@ def join(
     at: places.Place,
     timeouts: Timeouts,
     facts: Mapping[str, str],
-    token: str = "",
-    heard: signals.Heard | None = None,
+    token: str,
+    heard: signals.Heard,
 ) -> list[str]:
     """Meets the other processes and connects JAX; before the first use of a device.
 
@@ -101,7 +101,7 @@ def join(
       timeouts: how long to wait.
       facts: what must be equal on all processes, such as the config; short texts.
       token: of the launch, which all of its processes have; empty if they were started by hand.
-      heard: the signals, of which one ends the meeting for all; None if nobody asks.
+      heard: the signals, of which one ends the meeting for all.
 
     Returns:
       The host name of each process.
