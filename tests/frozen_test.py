@@ -8,7 +8,6 @@ import xshard
 from tests import rows, toy
 from tests.optimizers import harness
 from xshard import checkpoint, errors, loop
-from xshard import state as state_lib
 
 HALVES, PAIRS = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3))
 HALF = {"precision": "params=float32,compute=float16,output=float32"}
@@ -33,7 +32,7 @@ def config(**changes):
 def test_what_is_frozen_has_no_slots_and_stays_bit_by_bit(tmp_path, changes):
     made = config(**changes)
     run = loop.Run(made, str(tmp_path / "run"))
-    first = state_lib.init(*run._init_args).experiment.params
+    first = run.checkpoints.states.init().experiment.params
     for steps in (2, 4):
         assert loop.run(config(**{**changes, "steps": steps}), str(tmp_path / "run"), "") == 0
     state = rows.final_state(tmp_path / "run", made)

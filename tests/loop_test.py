@@ -351,7 +351,7 @@ def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
         (first.experiment.params, first.experiment.net_state),
     )
     harness.assert_equal(
-        state.experiment.opt_state, loop.state_lib.init(*run._init_args).experiment.opt_state
+        state.experiment.opt_state, run.checkpoints.states.init().experiment.opt_state
     )
     assert "initialised 4 arrays from" in capsys.readouterr().out
     # Averages begin where the parameters that were taken are, however the update is cut.
@@ -363,7 +363,7 @@ def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
     source = checkpoint.Source(str(tmp_path / "wide"))
     begun = loop.Run(averaged, str(tmp_path / "averaged"), source)
     state = begun.resume_or_init().state
-    whole = begun.checkpoints.storage.to_whole(state)
+    whole = begun.checkpoints.states.storage.to_whole(state)
     for path, param in trees.leaves_by_path(whole.experiment.params).items():
         np.testing.assert_array_equal(
             whole.experiment.opt_state["MovingAverageOptimizer"][f"average/{path}"], param

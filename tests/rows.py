@@ -5,7 +5,7 @@ import json
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.pod import notice
-from xshard.run import preflight, saving
+from xshard.run import preflight, states
 
 
 class Killed(BaseException):
@@ -58,4 +58,4 @@ def final_state(directory, config):
     mesh = experiment_lib.mesh_of(config)
     example = preflight.train_batches(experiment, mesh).example
     target = state_lib.abstract_state(experiment, mesh, config.seed, example, whole=True)
-    return saving.manager(config, str(directory / "checkpoints")).restore(target).state
+    return states.manager(config, str(directory / "checkpoints")).restore(target).state

@@ -33,7 +33,7 @@ def train(directory, **changes):
     run = loop.Run(config(**changes), str(directory))
     with run.opened():
         state, _ = run.train()
-    return run, state, run.checkpoints.storage.to_whole(state)
+    return run, state, run.checkpoints.states.storage.to_whole(state)
 
 
 # 16 hidden units: every array but the last bias has a dimension that 8, 4 or 2 divide; with 20 there are
@@ -116,7 +116,7 @@ def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden, kind, made
     ):
         again = loop.Run(config(**of_kind, **changes), str(tmp_path))
         restored = again.resume_or_init().state
-        harness.assert_equal(again.checkpoints.storage.to_whole(restored), whole)
+        harness.assert_equal(again.checkpoints.states.storage.to_whole(restored), whole)
     harness.assert_equal(run.resume_or_init().state, state)
 
 
@@ -198,14 +198,17 @@ def test_int8_without_slices_is_refused_before_anything_is_written(tmp_path):
 
 def test_a_state_is_reshaped_by_one_program(tmp_path):
     run, state, whole = train(tmp_path, shard_update=True, hidden=20)
-    run.checkpoints.storage.from_whole(whole)
+    run.checkpoints.states.storage.from_whole(whole)
     count = harness.compile_count()
     for _ in range(3):
         harness.assert_equal(
-            run.checkpoints.storage.from_whole(run.checkpoints.storage.to_whole(state)), state
+            run.checkpoints.states.storage.from_whole(
+                run.checkpoints.states.storage.to_whole(state)
+            ),
+            state,
         )
     assert harness.compile_count() == count
-    assert run.checkpoints.storage.from_whole(state) is state
+    assert run.checkpoints.states.storage.from_whole(state) is state
 
 
 def test_slices_that_the_rule_does_not_reduce_over_are_refused(tmp_path):

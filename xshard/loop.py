@@ -80,14 +80,12 @@ class Run:
         self.changes = [*self._run.changes]
         if self._first and not self._run.sets_aside:
             self.changes += self.workdir.check_origin(self.origin, exact=logical.is_exact(config))
-        self._init_args = self.experiment, self.mesh, config.seed, self.batches.example
-        self._target = state_lib.abstract_state(*self._init_args, whole=True)
-        say, stored = self.terminal.say, storage.Storage(self.experiment, self.mesh)
+        run, say = self._run, self.terminal.say
         self.checkpoints = saving.Checkpoints(
-            config, self.workdir, self._run, self.batches, stored, say, self.origin
+            self.experiment, self.mesh, self.workdir, run, self.batches, say, self.origin
         )
-        self.checkpoints.check_begin(self._target, init)
-        manager = self.checkpoints.manager
+        self.checkpoints.check_begin(init)
+        manager, self._target = self.checkpoints.manager, self.checkpoints.states.target
         self.roll_backs = roll_backs.RollBacks(
             config, self.workdir, manager, self.batches, self._target, say, self.doing
         )
@@ -207,9 +205,7 @@ class Run:
 
     def resume_or_init(self) -> resuming.Begin:
         """The newest checkpoint's state or a new one."""
-        init = lambda: state_lib.init(*self._init_args)
-        older = lambda: state_lib.abstract_state(*self._init_args, whole=True, all_slots=True)
-        return self.checkpoints.resume_or_init(self._target, init, self._init, older)
+        return self.checkpoints.resume_or_init(self._init)
 
     def evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
         """The means over all evaluation examples, of several groups lists; None if the run is told to stop meanwhile."""

@@ -14,7 +14,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.files import jsonfile, workdir
-from xshard.run import preflight, reading
+from xshard.run import preflight, states
 from xshard.stored import replicas
 
 
@@ -66,7 +66,7 @@ def load(place: str | pathlib.Path, devices: Sequence[jax.Device] | None = None)
     mesh = _mesh(config, directory, devices)
     experiment = experiment_lib.load(config.experiment)(config)
     example = experiment_lib.example(experiment)
-    state = reading.Reader(experiment, mesh, example, run).restore(number).state
+    state = states.States(experiment, mesh, example, run).restore(number, fits=True).state
     return Trained(experiment, state, _predictor(experiment, mesh, state))
 
 

@@ -22,7 +22,7 @@ from xshard.files import identity as identity_lib
 from xshard.metrics import log, terminal, writers
 from xshard.pod import notice, processes
 from xshard.pod import watch as watch_lib
-from xshard.run import reading, saving
+from xshard.run import saving, states
 from xshard.stored import storage
 
 FOLDER = "eval"
@@ -61,11 +61,11 @@ class Follower:
         self._run = workdir.Workdir(directory)
         self._own = workdir.Workdir(self._run.path / FOLDER)
         example = experiment_lib.example(experiment)
-        self._reader = reading.Reader(experiment, mesh, example, self._run)
-        self._checkpoints = self._reader.manager
+        self._states = states.States(experiment, mesh, example, self._run)
+        self._checkpoints = self._states.manager
         self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
         processes.check_equal_data({"evaluation": self._evaluation.summary})
-        stored = storage.as_stored(experiment, mesh, self._reader.target)
+        stored = storage.as_stored(experiment, mesh, self._states.target)
         self._evaluation.check(stored, config.checkpoint)
         self._watch = watch
         self._sleep = sleep
@@ -155,7 +155,7 @@ class Follower:
         part = writers.Part(self._own.path, self._judged, config, lambda: writers.read(rows))
         self._writers = writers.open_all(self._config.writers, part)
         path = self._own.path / "best.json"
-        keep = saving.keep(self._config.checkpoint)
+        keep = states.keep(self._config.checkpoint)
         # Also where no best ones are kept any more, to leave those of before to the run's rules.
         if keep.best or disk.exists(path):
             self._best = _Best(path, keep, self._checkpoints, rows)
@@ -172,7 +172,7 @@ class Follower:
 
     def _judge(self, step: int) -> None:
         try:
-            state = self._reader.restore(step).state
+            state = self._states.restore(step, fits=True).state
         except checkpoint.CheckpointError as e:
             if step in self._checkpoints.agree(self._checkpoints.all_steps):
                 raise

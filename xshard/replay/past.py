@@ -16,7 +16,7 @@ from xshard.files import jsonfile, workdir
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
 from xshard.pod import origin
-from xshard.run import history, preflight, reading, resuming
+from xshard.run import history, preflight, resuming, states
 
 
 class Step(NamedTuple):
@@ -157,17 +157,17 @@ class Past:
     def _begin(self, last: int) -> state_lib.TrainState:
         """The state of the newest checkpoint until a step, or the first one."""
         example = self._batches.example
-        reader = reading.Reader(self.experiment, self.mesh, example, self._workdir)
-        for step in reversed([step for step in reader.manager.all_steps() if step <= last]):
+        saved = states.States(self.experiment, self.mesh, example, self._workdir)
+        for step in reversed([step for step in saved.manager.all_steps() if step <= last]):
             try:
-                resuming.check_replicas(reader.manager, reader.target, step)
-                restored = reader.restore(step)
+                resuming.check_replicas(saved.manager, saved.target, step)
+                restored = saved.restore(step)
             except checkpoint.CheckpointError:
                 # Damaged, or deleted meanwhile: an earlier one does as well.
                 continue
             self._batches.restore(restored.data)
             return restored.state
-        return state_lib.init(self.experiment, self.mesh, self.config.seed, example)
+        return saved.init()
 
     def difference(self, step: Step) -> Difference | None:
         """The first number of a step's row that is another than was logged; None if all are as they were, or none was."""

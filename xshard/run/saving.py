@@ -1,26 +1,22 @@
 """The seam between the loop and its checkpoints: what a run saves and goes on from."""
 
 import contextlib
-import dataclasses
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 
 from xshard import checkpoint, errors
-from xshard import config as config_lib
+from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches as batches_lib
 from xshard.files import identity as identity_lib
 from xshard.files import workdir
 from xshard.metrics import log as log_lib
 from xshard.metrics import show, writers
-from xshard.run import nonfinite, resuming
-from xshard.stored import storage as storage_lib
+from xshard.run import nonfinite, resuming, states
 
 # In a checkpoint's metadata: how many rows the run had logged until then.
 _ROWS = "rows"
@@ -31,52 +27,56 @@ class Checkpoints:
 
     def __init__(
         self,
-        config: ml_collections.ConfigDict,
+        experiment: experiment_lib.Experiment,
+        mesh: jax.sharding.Mesh,
         directory: workdir.Workdir,
         run: resuming.Run,
         batches: batches_lib.TrainBatches,
-        storage: storage_lib.Storage,
         notify: Callable[[str], None],
         origin: workdir.Origin,
     ):
         """Opens them; nothing is written.
 
         Args:
-          config: the run's config.
+          experiment: the run's experiment.
+          mesh: the run's mesh.
           directory: the run's, in which it is noted how far it has come; process 0's counts.
           run: which run it is.
           batches: whose position is saved.
-          storage: what takes a state to the shapes of a checkpoint.
           notify: takes a line on each checkpoint that counts, from another thread.
           origin: of the run; process 0's counts.
 
         Raises:
           ValueError: if a value of the config does not make sense.
         """
-        options = config.checkpoint
+        config = experiment.config
+        plain = identity_lib.plain(config)
         self._metadata = {
             "experiment": config.experiment,
-            "config": identity_lib.plain(config),
+            "config": plain,
             "origin": origin._asdict(),
         }
         self._batches = batches
-        self.storage = storage
-        self._go_on = options.on_failure == "go_on"
-        self._must_be_finite = _must_be_finite(config)
+        self._go_on = config.checkpoint.on_failure == "go_on"
+        self._must_be_finite = states.must_be_finite(config)
         self._last: int | None = None
         self._notify = notify
         self._directory = directory
         self._run = run
         host = f"{directory.path} on {socket.gethostname()}"
-        owner = checkpoint.Owner(*run.identity, host, identity_lib.plain(config))
-        self.manager = manager(config, str(directory.checkpoints), owner, self._note_saved)
+        owner = checkpoint.Owner(*run.identity, host, plain)
+        self.states = states.States(
+            experiment, mesh, batches.example, directory, owner, self._note_saved
+        )
+        self.manager = self.states.manager
 
-    def check_begin(self, target: state_lib.TrainState, source: checkpoint.Source | None) -> None:
+    def check_begin(self, source: checkpoint.Source | None) -> None:
         """Sees whether the run can go on, or a new one begin with what `source` says.
 
         Raises:
           ValueError: if it cannot.
         """
+        target = self.states.target
         # Or two arrays of one name were found when the first checkpoint is written.
         checkpoint.flatten(target)
         latest = None
@@ -88,20 +88,11 @@ class Checkpoints:
         if source is not None and latest is None:
             checkpoint.check_init(source, target)
 
-    def resume_or_init(
-        self,
-        target: state_lib.TrainState,
-        init: Callable[[], state_lib.TrainState],
-        source: checkpoint.Source | None,
-        may_hold: Callable[[], state_lib.TrainState],
-    ) -> resuming.Begin:
+    def resume_or_init(self, source: checkpoint.Source | None) -> resuming.Begin:
         """The newest checkpoint's state; a new one if the run has come to none yet.
 
         Args:
-          target: shapes, types and shardings of the state, as a checkpoint has it.
-          init: makes a new state.
           source: what a new run begins with, if not with a new state alone.
-          may_hold: makes a target with what else a checkpoint may hold.
 
         Raises:
           ValueError: if what is there does not fit, or if a checkpoint that the run has come to is not there.
@@ -111,16 +102,19 @@ class Checkpoints:
         latest = self.manager.agreed_latest_step()
         reached = self.manager.agree(lambda: self._check_reached(latest))
         if latest is None:
-            return resuming.Begin(init() if source is None else self._init_from(source, init()))
+            state = self.states.init()
+            return resuming.Begin(state if source is None else self._init_from(source, state))
         if source is not None:
-            _say(f"--init_from={source.place} is for a new run; this one goes on from its own")
+            states.say(
+                f"--init_from={source.place} is for a new run; this one goes on from its own"
+            )
         if self._must_be_finite:
             resuming.check_finite(self.manager, latest)
-        restored = self.manager.restore(target, may_hold=may_hold)
+        restored = self.states.restore()
         if self._must_be_finite and restored.step != latest:
             resuming.check_finite(self.manager, restored.step)
         if reached is not None and restored.step < reached:
-            _say(
+            states.say(
                 f"goes back from step {reached} to {restored.step}: later ones are damaged, or deleted"
             )
         self._batches.restore(restored.data)
@@ -128,12 +122,13 @@ class Checkpoints:
         if not evaluated:
             # The evaluation may have been made since, by a run that went on from here.
             evaluated = bool(self.manager.agree(lambda: self.manager.metrics(restored.step)))
-        state = self.storage.from_whole(restored.state)
         names = (_ROWS, "watched", "fingerprint")
         rows, watched, fingerprints = (restored.metadata.get(name) for name in names)
         if not restored.is_whole:
             fingerprints = None
-        return resuming.Begin(state, evaluated, rows, restored.folder, watched, fingerprints)
+        return resuming.Begin(
+            restored.state, evaluated, rows, restored.folder, watched, fingerprints
+        )
 
     def _check_reached(self, latest: int | None) -> int | None:
         return resuming.check_reached(self.manager, self._directory, self._run, latest)
@@ -183,9 +178,10 @@ class Checkpoints:
         self, source: checkpoint.Source, state: state_lib.TrainState
     ) -> state_lib.TrainState:
         # What is taken has a checkpoint's shapes.
-        whole = self.storage.to_whole(state)
+        storage = self.states.storage
+        whole = storage.to_whole(state)
         taken = checkpoint.init_from(source, whole)
-        return self.storage.from_whole(self.storage.begin_averages(taken, whole))
+        return storage.from_whole(storage.begin_averages(taken, whole))
 
     def evaluated_late(self, step: int, metrics: Mapping[str, Any], log: log_lib.Log) -> None:
         """Takes the metrics of an evaluation that came after its step was saved.
@@ -222,7 +218,7 @@ class Checkpoints:
         with self._tolerated():
             self.manager.save(
                 step,
-                self.storage.to_whole(state),
+                self.states.storage.to_whole(state),
                 {**self._metadata, **noted, _ROWS: log.rows},
                 data=self._batches.position(step),
                 metrics=_numbers(metrics),
@@ -262,7 +258,7 @@ class Checkpoints:
         try:
             self._note_reached(saved.step, saved.folder)
         except (errors.UserError, OSError) as e:
-            _say(f"step {saved.step} is saved, but: {e}")
+            states.say(f"step {saved.step} is saved, but: {e}")
         size = show.scaled(saved.nbytes, "B")
         message = (
             f"step {saved.step}: saved {size} in {saved.seconds:.2g} s, in {self.manager.store}"
@@ -283,54 +279,7 @@ class Checkpoints:
             if not self._go_on or isinstance(e, checkpoint.NonfiniteError):
                 raise
             self._last = None
-            _say(f"NOT SAVED: {e} Training goes on, as checkpoint.on_failure=go_on says.")
-
-
-def manager(
-    config: ml_collections.ConfigDict,
-    default: str,
-    owner: checkpoint.Owner | None = None,
-    committed: Callable[[checkpoint.Committed], None] = lambda committed: None,
-) -> checkpoint.Manager:
-    """Opens the checkpoints of a run; nothing is written.
-
-    Args:
-      config: the run's config.
-      default: where they are if `checkpoint.directory` is empty.
-      owner: the run that writes them; None for one who reads.
-      committed: called on process 0, from another thread, when a checkpoint counts.
-
-    Raises:
-      ValueError: if a value of the config does not make sense.
-    """
-    options, rules = config.checkpoint, keep(config.checkpoint)
-    if config.on_nonfinite == config_lib.ROLL_BACK:
-        rules = dataclasses.replace(rules, newest_of=options.every_steps)
-    return checkpoint.Manager(
-        options.directory or default,
-        rules,
-        budget_bytes=int(options.budget_gb * 1e9),
-        finite=checkpoint.PARAMS,
-        refuse_nonfinite=_must_be_finite(config),
-        owner=owner,
-        say=_say,
-        committed=committed,
-    )
-
-
-def _must_be_finite(config: ml_collections.ConfigDict) -> bool:
-    return config.on_nonfinite != config_lib.WARN
-
-
-def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:
-    """Returns the rules by which checkpoints are kept, as `config.checkpoint` says."""
-    return checkpoint.Keep(
-        options.keep_last,
-        options.keep_every_steps,
-        options.keep_best,
-        options.best_metric,
-        options.best_mode,
-    )
+            states.say(f"NOT SAVED: {e} Training goes on, as checkpoint.on_failure=go_on says.")
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -340,10 +289,3 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def number(value: Any) -> float:
     """One number for a metric; of several groups their mean."""
     return float(np.mean(jax.device_get(value)))
-
-
-def _say(message: str) -> None:
-    # Not among what the run prints of itself: it comes from another thread, at any time. That it cannot be
-    # printed says nothing of what is saved.
-    with contextlib.suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)
