@@ -19,8 +19,8 @@ OPEN = contextlib.ExitStack()
 class Heard:
     """Stands in for the signals of a process, which only a main thread can take."""
 
-    def __init__(self):
-        self._end, self._wake = map(OPEN.enter_context, socket.socketpair())
+    def __init__(self, opened=OPEN):
+        self._end, self._wake = map(opened.enter_context, socket.socketpair())
         self._end.setblocking(False)
 
     def fileno(self):
@@ -35,8 +35,8 @@ class Heard:
         self._wake.send(bytes([number]))
 
 
-# Of processes to which no signal comes.
-SILENCE = Heard()
+# Of processes to which no signal comes, whatever a test closes.
+SILENCE = Heard(contextlib.ExitStack())
 
 
 @contextlib.contextmanager

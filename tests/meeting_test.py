@@ -88,7 +88,8 @@ def test_jax_listens_where_the_processes_have_met(monkeypatch, address, bound):
     monkeypatch.setattr(
         rendezvous.jax.distributed, "initialize", lambda *args, **kwargs: given.update(kwargs)
     )
-    rendezvous.join(places.Place(address, 2, 0), rendezvous.Timeouts(), FACTS)
+    place = places.Place(address, 2, 0)
+    rendezvous.join(place, rendezvous.Timeouts(), FACTS, "", Heard())
     assert given["coordinator_bind_address"] == bound
 
 

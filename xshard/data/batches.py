@@ -251,13 +251,25 @@ def train_shapes(
 
 
 def shapes(
-    example: data.Arrays, rows: int, sharding: jax.sharding.Sharding
+    example: Mapping[str, Any], rows: Any, sharding: jax.sharding.Sharding | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes, types and shardings of so many rows like those of an example, on devices."""
+    """The shapes, types and shardings of so many rows like those of an example."""
     described = {}
     for name, array in example.items():
         shape, dtype = (rows, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype)
         described[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return described
+
+
+def shapes_of(
+    batch: Mapping[str, Any], sharding: jax.sharding.Sharding | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes, types and shardings of a batch of arrays, or of what NumPy makes arrays of."""
+    described = {}
+    for name, x in batch.items():
+        dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+        described[name] = jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
     return described
 
 

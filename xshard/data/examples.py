@@ -154,9 +154,7 @@ def iterate(examples: Examples, part: Part) -> BatchIterator:
     return _Iterator(iter(batches), examples)
 
 
-def order(
-    examples: Examples, seed: int, groups: int = 1
-) -> Callable[[int, np.ndarray], np.ndarray]:
+def order(examples: Examples, seed: int, groups: int) -> Callable[[int, np.ndarray], np.ndarray]:
     """The function of a group and positions in its endless order to the numbers of the examples there."""
     import grain  # It takes half a second.
 

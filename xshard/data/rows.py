@@ -15,7 +15,7 @@ class Rows:
         self,
         batch_size: int,
         sharding: jax.sharding.NamedSharding,
-        replicas: logical.Replicas | None = None,
+        replicas: logical.Replicas | None,
         groups: int = 1,
     ):
         """Finds who holds which.

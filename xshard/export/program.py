@@ -14,6 +14,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import trained as trained_lib
+from xshard.data import batches
 from xshard.learners import varying, within
 from xshard.run import preflight
 from xshard.stored import replicas, storage
@@ -47,33 +48,35 @@ def export(
     experiment = trained.experiment
     if batch is None:
         batch = preflight.samples_batch(experiment) or experiment_lib.example(experiment)
-    shapes = _shapes_of(batch)
+    shapes = batches.shapes_of(batch)
     # The run's key stays on the run's devices: no prediction sees it.
     state = whole(trained)
     state = jax.device_get(state_lib.TrainState(state.step, state.experiment, jnp.int32(0)))
     _check_own(trained, shapes)
     rows = batch_size or max(x.shape[0] for x in shapes.values())
     predict = functools.partial(_predict, trained, state)
-    read = _read(predict, _of_rows(shapes, rows), experiment)
+    read = _read(predict, batches.shapes(shapes, rows), experiment)
     unread = {name: x for name, x in shapes.items() if name not in read}
 
     def with_unread(arguments: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
         # What a network looks at, and its outputs do not depend on, is zeros within the program.
         rows = next(iter(batch.values())).shape[0]
-        zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in _of_rows(unread, rows).items()}
+        zeros = {
+            name: jnp.zeros(x.shape, x.dtype) for name, x in batches.shapes(unread, rows).items()
+        }
         return predict(arguments, {**zeros, **batch})
 
     shapes = {name: shapes[name] for name in read}
     function: Any = functools.partial(with_unread, {})
     first: tuple[Any, ...] = ()
     if arguments:
-        function, first = with_unread, (_shapes_of(arguments),)
+        function, first = with_unread, (batches.shapes_of(arguments),)
     if batch_size is not None:
-        exported = _lower(function, (*first, _of_rows(shapes, batch_size)))
+        exported = _lower(function, (*first, batches.shapes(shapes, batch_size)))
     else:
         (any_number,) = jax_export.symbolic_shape("batch")
         try:
-            exported = _lower(function, (*first, _of_rows(shapes, any_number)))
+            exported = _lower(function, (*first, batches.shapes(shapes, any_number)))
         except Exception as e:
             raise errors.UserError(
                 f"{contract.described(experiment.predict)} cannot be exported for batches of any size: {cli.summary(e)} "
@@ -112,18 +115,6 @@ def _predict_one(
     state = jax.tree.map(own, state, is_leaf=experiment_lib.is_own)
     with within.run_on(mesh, experiment.sharding_rules(), whole=True):
         return experiment.predict(state, batch)
-
-
-def _shapes_of(batch: Mapping[str, Any]) -> _Shapes:
-    shapes = {}
-    for name, x in batch.items():
-        dtype = jax.dtypes.canonicalize_dtype(getattr(x, "dtype", None) or np.asarray(x).dtype)
-        shapes[name] = jax.ShapeDtypeStruct(np.shape(x), dtype)
-    return shapes
-
-
-def _of_rows(shapes: _Shapes, rows: Any) -> _Shapes:
-    return {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in shapes.items()}
 
 
 def _check_own(trained: trained_lib.Trained, shapes: _Shapes) -> None:

@@ -21,6 +21,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import step as step_lib
+from xshard.data import batches
 from xshard.learners import within
 from xshard.metrics import chips
 
@@ -60,9 +61,8 @@ def forward(
     """
     parts = experiment.config.micro_batches
     # The network computes a part of the batch at a time.
-    micro_batch = {}
-    for name, x in batch.items():
-        micro_batch[name] = jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
+    rows = next(iter(batch.values())).shape[0]
+    micro_batch = batches.shapes(batch, rows // parts)
     key = jax.random.key(0)
     rules = experiment.sharding_rules()
     example = _example(batch)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core
 
 from xshard import contract, errors, logical, samples, step
@@ -55,7 +54,8 @@ def programs(
     train_step = jitted_step(experiment, mesh)
     _check_equal(experiment, mesh, state, train_step.trace(state, batch).jaxpr)
     predict = jitted_predict(experiment, mesh)
-    trace = lambda batch: predict.trace(state, _shapes(mesh, batch))
+    whole = mesh_lib.sharding(mesh)
+    trace = lambda batch: predict.trace(state, batches.shapes_of(batch, whole))
     traced = [of for ask in _asking(experiment, act) for of in _of_first(ask, trace)]
     for program in traced or _of_example(experiment, mesh, batch, trace):
         _check_prediction(experiment, mesh, program)
@@ -193,21 +193,10 @@ def _of_example(
     if type(experiment).predict is experiment_lib.Experiment.predict:
         return []
     rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
-    part = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     # The run itself makes no prediction. What it lacks for one is said by the first that is asked for.
     with contextlib.suppress(Exception):
-        return [trace(part)]
+        return [trace(batches.shapes(batch, rows))]
     return []
-
-
-def _shapes(mesh: jax.sharding.Mesh, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a batch that is whole on all devices."""
-    shapes = {}
-    for name, x in batch.items():
-        dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-        shapes[name] = jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=mesh_lib.sharding(mesh))
-    return shapes
 
 
 def _check_prediction(
