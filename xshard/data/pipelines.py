@@ -128,12 +128,11 @@ class Streams:
 
     def join_states(self, states: Sequence[Any]) -> dict[str, Any]:
         """Returns one state of those of all processes."""
+        streams: dict[str, Any] = {}
         for state in states:
             self._check(state)
-        return {
-            **states[0],
-            "streams": {k: x for state in states for k, x in state["streams"].items()},
-        }
+            streams |= state["streams"]
+        return {**states[0], "streams": streams}
 
     def set_state(self, state: Any) -> None:
         """Goes to where `get_state` was called, on whichever processes.

@@ -144,13 +144,13 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     # What has functions of another kind differs with any of its inputs, or with a replica's number within; and what
     # is sent in another way, as by ppermute, differs however equal it was.
     within = [outputs_of_any(opened(x)) for x in inner]
-    sent = [ALL.intersection(_names(params.get(key))) for key in ("axis_name", "axes")]
+    sent = [ALL.intersection(named_axes(params.get(key))) for key in ("axis_name", "axes")]
     axes = _NONE.union(*inputs, *within, *sent)
     return [axes for _ in eqn.outvars]
 
 
-def _names(axes: Any) -> list[str]:
-    """The axes that a collective is over; of others than collectives those are numbers."""
+def named_axes(axes: Any) -> list[str]:
+    """The axes that a collective is over, from its parameter; of others than collectives those are numbers."""
     return [x for x in (axes if isinstance(axes, tuple | list) else [axes]) if isinstance(x, str)]
 
 
@@ -165,8 +165,7 @@ def opened(jaxpr: Any) -> core.Jaxpr:
 
 
 def _of_collective(params: Any, key: str, inputs: list[Axes], count: int) -> list[Axes]:
-    axes = params[key]
-    over = frozenset(axes if isinstance(axes, tuple | list) else [axes])
+    over = frozenset(named_axes(params[key]))
     # Groups of some replicas make them equal within a group only.
     whole = params.get("axis_index_groups") is None
     left = [x - over if whole else x for x in inputs]

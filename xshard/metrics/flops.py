@@ -9,7 +9,7 @@ https://arxiv.org/abs/2204.02311.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -150,7 +150,7 @@ def _of_equation(eqn: Any) -> int:
     name, params = eqn.primitive.name, eqn.params
     if name in _COUNTED:
         return _COUNTED[name](eqn)
-    inner = [_of_jaxpr(jaxpr) for jaxpr in _jaxprs(list(params.values()))]
+    inner = [_of_jaxpr(jaxpr) for jaxpr in core.jaxprs_in_params(params)]
     if not any(inner):
         return 0
     if name == "cond":
@@ -174,17 +174,6 @@ def _times(name: str, params: Mapping[str, Any]) -> int:
     if name == "pallas_call":
         return math.prod(int(size) for size in params["grid_mapping"].grid)
     return 1
-
-
-def _jaxprs(value: Any) -> Iterator[core.Jaxpr]:
-    """The functions that a parameter of an equation holds."""
-    if isinstance(value, core.ClosedJaxpr):
-        yield value.jaxpr
-    elif isinstance(value, core.Jaxpr):
-        yield value
-    elif isinstance(value, tuple | list):
-        for element in value:
-            yield from _jaxprs(element)
 
 
 def _products(eqn: Any, contracted: Sequence[int]) -> int:

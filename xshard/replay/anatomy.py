@@ -139,12 +139,11 @@ class Anatomy:
     def _cure(self, cause: cause_lib.Cause) -> tuple[str, int | None]:
         """The cure that makes it finite: a lower loss scale, a wider type, or neither."""
         scale = max((float(jnp.max(x)) for x in _scales(self._step.state)), default=1.0)
+        text = ""
         if scale > 1:
             text, exponent = self._cure_by_scale(cause, scale)
             if exponent is not None:
                 return text, exponent
-        else:
-            text = ""
         policy = jmp.get_policy(self._run.config.precision)
         if jnp.dtype(policy.compute_dtype).itemsize > 2:
             return text, None

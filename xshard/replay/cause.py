@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from xshard import mesh as mesh_lib
+from xshard.learners import varying
 from xshard.replay import evaluate
 from xshard.replay import program as program_lib
 
@@ -156,11 +157,7 @@ class _Graph:
 def _collective_axes(equation: Any) -> list[str]:
     if equation is None or equation.primitive.name == "axis_index":
         return []
-    names: list[Any] = []
-    for key in _AXES:
-        axes = equation.params.get(key, ())
-        names += axes if isinstance(axes, tuple | list) else [axes]
-    return [name for name in names if isinstance(name, str)]
+    return [name for key in _AXES for name in varying.named_axes(equation.params.get(key))]
 
 
 def blame_examples(
