@@ -169,7 +169,7 @@ class Engine:
         )
 
 
-def one(jobs: Sequence[Job], engine: str) -> Job:
+def only_job(jobs: Sequence[Job], engine: str) -> Job:
     """The only job; LaunchError if there are several, as of a sweep."""
     if len(jobs) != 1:
         raise LaunchError(f"--sweep runs with --engine=local or slurm, not with {engine}.")

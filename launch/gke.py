@@ -52,7 +52,7 @@ class Gke(engine.Engine):
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
         """Writes the JobSet and has kubectl create it."""
-        job = engine.one(jobs, "gke")
+        job = engine.only_job(jobs, "gke")
         if job.processes != 1 or job.cpu_devices:
             raise engine.LaunchError(
                 "--num_processes and --cpu_devices are not for gke: --tpu says how many hosts there are."

@@ -20,7 +20,7 @@ class Mpi(engine.Engine):
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
         """Runs the job in the foreground; mpirun ends all processes when one fails."""
-        job = engine.one(jobs, "mpi")
+        job = engine.only_job(jobs, "mpi")
         options = [part for option in self.options for part in shlex.split(option)]
         # By its name, since a command line can be read by others.
         token = ["-x", handshake.VARIABLE]

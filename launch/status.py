@@ -94,18 +94,18 @@ def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
 def _compare(directories: Sequence[str], as_json: bool) -> int:
     """Says whether two runs are alike so far, as `xshard.bisect`; 0 if they are, else 1."""
     runs = [bisecting.read(directory) for directory in directories]
-    found = bisecting.parting(*runs)
+    parting = bisecting.parting(*runs)
     logged = [max(run.rows) for run in runs]
     if as_json:
-        print(jsonfile.dumps({**found._asdict(), "logged": logged}, indent=2))
+        print(jsonfile.dumps({**parting._asdict(), "logged": logged}, indent=2))
     else:
-        print(bisecting.described(found))
+        print(bisecting.described(parting))
         if logged[0] != logged[1]:
             ends = [
                 f"{name} to step {step}" for name, step in zip(directories, logged, strict=True)
             ]
             print(f"They have logged: {', '.join(ends)}.")
-    return 0 if found.step is None else 1
+    return 0 if parting.step is None else 1
 
 
 def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
         for supervisor in supervisors:
             supervisor.signal(number)
 
-    def one(job: engine.Job) -> int:
+    def supervise(job: engine.Job) -> int:
         if stopped:
             return notice.PREEMPTED
         job.workdir.mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,9 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
         return code
 
     with local.passed_on(pass_on), concurrent.futures.ThreadPoolExecutor(parallel) as pool:
-        codes = dict(zip((job.workdir.name for job in todo), pool.map(one, todo), strict=True))
+        codes = dict(
+            zip((job.workdir.name for job in todo), pool.map(supervise, todo), strict=True)
+        )
     table = rows(all_jobs[0].workdir.parent)
     for row in table:
         if codes.get(row["run"]):

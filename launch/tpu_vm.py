@@ -29,7 +29,7 @@ class TpuVm(engine.Engine):
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
         """Starts the command on all hosts; it goes on when the connection ends."""
-        job = engine.one(jobs, "tpu_vm")
+        job = engine.only_job(jobs, "tpu_vm")
         if job.processes != 1 or job.cpu_devices:
             raise engine.LaunchError(
                 "--num_processes and --cpu_devices are not for tpu_vm: there is one process a host, and JAX "

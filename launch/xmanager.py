@@ -38,7 +38,7 @@ class XManager(engine.Engine):
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
         """Writes the script into the work directory, and has XManager run it."""
-        job = engine.one(jobs, "xmanager")
+        job = engine.only_job(jobs, "xmanager")
         if job.processes != 1:
             raise engine.LaunchError(
                 "--engine=xmanager runs one process; --num_processes must be 1."

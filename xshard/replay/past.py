@@ -142,17 +142,17 @@ class Past:
         """
         state = self._begin(keep.start - 1)
         self.first_step = int(state.step)
-        for made in range(self.first_step + 1, keep.stop):
-            state = history.backed_off(self._roll_backs, made, state)
-            batch = self._batches.of_step(made, self._predict, state)
-            before = jax.tree.map(lambda x: x.copy(), state) if made in keep else state
+        for number in range(self.first_step + 1, keep.stop):
+            state = history.backed_off(self._roll_backs, number, state)
+            batch = self._batches.of_step(number, self._predict, state)
+            before = jax.tree.map(lambda x: x.copy(), state) if number in keep else state
             stepped = self.step_program(state, batch)
             state, values = stepped.state, stepped.metrics
             if stepped.begun is not None:
                 values = {**values, **stepped.begun.logged()}
             whole = mesh_lib.replicate(self.mesh, values)
             row = {name: rows_lib.to_number(value) for name, value in whole.items()}
-            yield Step(made, before, batch, row)
+            yield Step(number, before, batch, row)
 
     def _begin(self, last: int) -> state_lib.TrainState:
         """The state of the newest checkpoint until a step, or the first one."""
