@@ -38,7 +38,7 @@ def update(
     whole = gathering.not_held(state.params, state.rules.held)
     used = whole, state.net_state, state.opt_state, state.global_step, lossed
     varying.marked(USED_AS_WHOLE, used)
-    with within.run_only():
+    with within.looked_into(False):
         _, outcome = jax.eval_shape(updated)
     outcome = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outcome)
     rows = varying.marked(REPLICAS_OWN, outcome.aux, batch)

@@ -89,14 +89,9 @@ def gathered(params: Mapping[str, Any]) -> dict[str, jax.Array]:
     return arrays
 
 
-def looked_into() -> contextlib.AbstractContextManager[None]:
-    """Says to learners that what is traced is not to be run, but looked into: see `xshard.stored.held`."""
-    return _LOOKED_INTO(True)
-
-
-def run_only() -> contextlib.AbstractContextManager[None]:
-    """Takes that back."""
-    return _LOOKED_INTO(False)
+def looked_into(is_so: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Says to learners whether what is traced is not to be run, but looked into: see `xshard.stored.held`."""
+    return _LOOKED_INTO(is_so)
 
 
 def is_looked_into() -> bool:
