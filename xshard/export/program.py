@@ -61,9 +61,7 @@ def export(
     def with_unread(arguments: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
         # What a network looks at, and its outputs do not depend on, is zeros within the program.
         rows = next(iter(batch.values())).shape[0]
-        zeros = {
-            name: jnp.zeros(x.shape, x.dtype) for name, x in batches.shapes(unread, rows).items()
-        }
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batches.shapes(unread, rows))
         return predict(arguments, {**zeros, **batch})
 
     shapes = {name: shapes[name] for name in read}
@@ -71,17 +69,16 @@ def export(
     first: tuple[Any, ...] = ()
     if arguments:
         function, first = with_unread, (batches.shapes_of(arguments),)
-    if batch_size is not None:
-        exported = _lower(function, (*first, batches.shapes(shapes, batch_size)))
-    else:
-        (any_number,) = jax_export.symbolic_shape("batch")
-        try:
-            exported = _lower(function, (*first, batches.shapes(shapes, any_number)))
-        except Exception as e:
-            raise errors.UserError(
-                f"{contract.described(experiment.predict)} cannot be exported for batches of any size: {cli.summary(e)} "
-                "Give the number of rows: --batch_size=1, or batch_size=1."
-            ) from e
+    (any_number,) = jax_export.symbolic_shape("batch")
+    try:
+        exported = _lower(function, (*first, batches.shapes(shapes, batch_size or any_number)))
+    except Exception as e:
+        if batch_size is not None:
+            raise
+        raise errors.UserError(
+            f"{contract.described(experiment.predict)} cannot be exported for batches of any size: {cli.summary(e)} "
+            "Give the number of rows: --batch_size=1, or batch_size=1."
+        ) from e
     args, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     names = [f"{name} {x.dtype}[{','.join(map(str, x.shape))}]" for name, x in args[-1].items()]
     return exported, names

@@ -85,7 +85,7 @@ class Block(NamedTuple):
       jaxpr: the function.
       consts: the values of its constants.
       inputs: whether its inputs have numbers of their own, which come first.
-      parts: for each equation the functions that it holds.
+      parts: for each equation the functions that it holds, each a `Block`.
       size: how many values have numbers in it.
       looked_at: how many of them are floating-point numbers.
     """
@@ -93,7 +93,7 @@ class Block(NamedTuple):
     jaxpr: core.Jaxpr
     consts: Sequence[Any]
     inputs: bool
-    parts: list[list["Block"]]
+    parts: list[list[Any]]
     size: int
     looked_at: int
 
