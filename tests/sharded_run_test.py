@@ -50,6 +50,7 @@ SHAPES = [
     HELD,
     {**HELD, "slices": 2},
     {**HELD, "experiment": "tests.toy.Kept", "kept": "linear_0"},
+    {**HELD, "experiment": "tests.toy.Divided", "group_assignment": PAIRS, "model_parallel": 2},
 ]
 
 
@@ -113,6 +114,7 @@ def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden, kind, made
         {"shard_update": True, "group_assignment": ((0, 1),), "model_parallel": 4},
         {"shard_params": True},
         {"shard_params": True, "slices": 2},
+        {"shard_params": True, "group_assignment": ((0, 1),), "model_parallel": 4},
     ):
         again = loop.Run(config(**of_kind, **changes), str(tmp_path))
         restored = again.resume_or_init().state

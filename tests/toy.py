@@ -62,6 +62,17 @@ class Wide(Toy):
         return hk.nets.MLP([self.config.hidden, 1], name="mlp")(x)[:, 0]
 
 
+class Divided(Wide):
+    """With its hidden layer along the model axis."""
+
+    def sharding_rules(self):
+        return (
+            ("/linear_0/w$", jax.P(None, "model")),
+            ("/linear_0/b$", jax.P("model")),
+            ("/linear_1/w$", jax.P("model", None)),
+        )
+
+
 class Poisoned(Wide):
     """With NaN in one example of the batches of some steps; in float32, with a loss scale or without."""
 

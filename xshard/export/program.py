@@ -14,7 +14,8 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import trained as trained_lib
-from xshard.learners import varying, within
+from xshard.learners import within
+from xshard.optimizers import varying
 from xshard.run import preflight
 from xshard.stored import replicas, storage
 
