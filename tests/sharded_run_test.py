@@ -40,6 +40,7 @@ def train(directory, **changes):
 # none for 8, and the arrays are flattened and filled up.
 # With so many all but the last bias are held in shards.
 HELD = {"shard_params": True, "hidden": 1024}
+DIVIDED = {"shard_params": True, "hidden": 128, "model_parallel": 2}
 SHAPES = [
     {},
     {"hidden": 20},
@@ -50,7 +51,8 @@ SHAPES = [
     HELD,
     {**HELD, "slices": 2},
     {**HELD, "experiment": "tests.toy.Kept", "kept": "linear_0"},
-    {**HELD, "experiment": "tests.toy.Divided", "group_assignment": PAIRS, "model_parallel": 2},
+    {**DIVIDED, "experiment": "tests.toy.Divided", "group_assignment": PAIRS},
+    {**DIVIDED, "experiment": "tests.turns.Divided", "overflow_above": 2.0},
 ]
 
 

@@ -63,13 +63,18 @@ class Wide(Toy):
 
 
 class Divided(Wide):
-    """With its hidden layer along the model axis."""
+    """With a square layer along the model axis."""
+
+    def forward(self, batch, *, is_training):
+        del is_training
+        sizes = [self.config.hidden, self.config.hidden, 1]
+        return hk.nets.MLP(sizes, name="mlp")(batch["x"])[:, 0]
 
     def sharding_rules(self):
         return (
-            ("/linear_0/w$", jax.P(None, "model")),
-            ("/linear_0/b$", jax.P("model")),
-            ("/linear_1/w$", jax.P("model", None)),
+            ("/linear_1/w$", jax.P(None, "model")),
+            ("/linear_1/b$", jax.P("model")),
+            ("/linear_2/w$", jax.P("model", None)),
         )
 
 
