@@ -42,17 +42,6 @@ class Network(toy.Wide):
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
-class Divided(Network):
-    """With the weights of each layer along the model axis, too."""
-
-    def sharding_rules(self):
-        return (
-            ("/linear_0/w$", jax.P(None, None, "model")),
-            ("/linear_0/b$", jax.P(None, "model")),
-            ("/linear_1/w$", jax.P(None, "model", None)),
-        )
-
-
 class Shaken(Network):
     """With the loss of halved parameters beside that of the parameters."""
 
@@ -82,6 +71,17 @@ class ByRows(Network):
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
+class Divided(ByRows):
+    """With the weights of each layer along the model axis, too."""
+
+    def sharding_rules(self):
+        return (
+            ("/linear_0/w$", jax.P(None, None, "model")),
+            ("/linear_0/b$", jax.P(None, "model")),
+            ("/linear_1/w$", jax.P(None, "model", None)),
+        )
+
+
 def block(x):
     # Eight replicas hold the weights in shards, and the biases whole.
     w = hk.get_parameter("scale", (), init=jnp.ones)
@@ -93,9 +93,9 @@ def partly(x):
     return x + jnp.tanh(hk.Linear(WIDTH, name="narrow")(wide))
 
 
-def stacked(layer):
+def stacked(layer, count=8):
     # As many layers as replicas, which could be cut, too.
-    return lambda x: hk.layer_stack(8, name="layers")(layer)(x)
+    return lambda x: hk.layer_stack(count, name="layers")(layer)(x)
 
 
 def recurrent(x):
@@ -135,6 +135,7 @@ def many(x):
 KINDS = {
     "block": block,
     "stack": stacked(block),
+    "few layers": stacked(block, 3),
     "remat": lambda x: stacked(hk.remat(block))(x),
     "partly": stacked(partly),
     "recurrent": recurrent,
@@ -192,11 +193,12 @@ def on_host(experiment, the_mesh, state):
 
 
 SHAPES = [
-    *({"kind": kind} for kind in KINDS if kind != "penalty"),
+    *({"kind": kind} for kind in KINDS if kind not in ("penalty", "few layers")),
     {"kind": "stack", "micro_batches": 2, "group_assignment": HALVES},
     {"kind": "block", "slices": 2},
     {"kind": "block", "overflow_above": 2.0},
     {"kind": "stack", "cls": ByRows},
+    {"kind": "few layers", "cls": ByRows, "slices": 2},
     {"kind": "stack", "cls": Divided, "model_parallel": 2, "group_assignment": ((0, 1), (2, 3))},
     {"kind": "remat", "cls": Divided, "model_parallel": 2, "micro_batches": 2, "slices": 2},
     {"kind": "remat", "cls": Shaken, "micro_batches": 2, "gather_once": True, "slices": 2},
@@ -287,6 +289,20 @@ def test_what_lies_along_the_model_axis_is_gathered_over_replicas_alone():
     # Forward and backward half of each layer's two arrays; of the rest each array once, and once in the update.
     half = 4 * WIDTH * 2 * WIDTH // 2
     assert 2 * 2 * 8 * half <= gathers["bytes"] < 2.2 * 2 * 8 * half
+
+
+def test_each_replica_computes_the_matrices_of_its_layers():
+    flops, kinds = [], []
+    for held in (True, False):
+        experiment, the_mesh = make("stack", held, ByRows)
+        state, train = begin(experiment, the_mesh)
+        lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, next(train))
+        compiled = lowered.compile()
+        flops.append(compiled.cost_analysis()["flops"])
+        kinds.append(collections.Counter(one.kind for one in collectives.of(compiled)))
+    assert flops[0] < flops[1] / 4
+    # Shards for layers, and back.
+    assert kinds[0]["all-to-all"] == 2 and kinds[1]["all-to-all"] == 0
 
 
 def test_what_is_gathered_once_is_so_for_all_micro_batches():
