@@ -10,7 +10,7 @@ import pytest
 
 import tests
 from tests import programs
-from xshard.checkpoint import agreement
+from xshard.checkpoint import source
 
 os.environ.setdefault("XLA_FLAGS", tests.XLA_FLAGS)
 jax.config.update("jax_num_cpu_devices", 8)
@@ -19,7 +19,7 @@ hk.config.set(check_jax_usage=True)
 # Traces make many objects, and to look for cycles among them took a sixth of the time.
 gc.set_threshold(200_000, 50, 100)
 # What a test has damaged stays so, however long one waits before it is read again.
-agreement._READ_AGAIN_SECONDS = (0.0, 0.0)
+source.READ_AGAIN_SECONDS = (0.0, 0.0)
 
 # What a process ignores, as under nohup or in a shell's background, all that it starts ignores, too, and a test
 # would wait for ever for the end of what it has sent a signal. What has a handler is given back by exec.

@@ -15,7 +15,7 @@ from tests import toy
 from xshard import errors, evaluation, mesh, step
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.learners import varying
+from xshard.optimizers import varying
 from xshard.run import preflight
 
 G, R, S = frozenset(["group"]), frozenset(["replica"]), frozenset(["slice"])

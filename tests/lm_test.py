@@ -317,8 +317,9 @@ def alone(folder):
         return one_step(small(folder, precision=FLOAT32), jax.devices()[:1])[:2]
 
 
-def test_the_model_axis_computes_the_same(folder, alone):
-    changes = {"precision": FLOAT32, "model_parallel": 2, "reduction.shard_update": True}
+@pytest.mark.parametrize("sharded", ["shard_update", "shard_params"])
+def test_the_model_axis_computes_the_same(folder, alone, sharded):
+    changes = {"precision": FLOAT32, "model_parallel": 2, f"reduction.{sharded}": True}
     loss, grads, rows = one_step(small(folder, **changes), jax.devices()[:4])
     # Sums in another order, in float32.
     assert loss == pytest.approx(alone[0], rel=1e-5)

@@ -40,6 +40,7 @@ def train(directory, **changes):
 # none for 8, and the arrays are flattened and filled up.
 # With so many all but the last bias are held in shards.
 HELD = {"shard_params": True, "hidden": 1024}
+DIVIDED = {"shard_params": True, "hidden": 128, "model_parallel": 2}
 SHAPES = [
     {},
     {"hidden": 20},
@@ -50,6 +51,8 @@ SHAPES = [
     HELD,
     {**HELD, "slices": 2},
     {**HELD, "experiment": "tests.toy.Kept", "kept": "linear_0"},
+    {**DIVIDED, "experiment": "tests.toy.Divided", "group_assignment": PAIRS},
+    {**DIVIDED, "experiment": "tests.turns.Divided", "overflow_above": 2.0},
 ]
 
 
@@ -113,6 +116,7 @@ def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden, kind, made
         {"shard_update": True, "group_assignment": ((0, 1),), "model_parallel": 4},
         {"shard_params": True},
         {"shard_params": True, "slices": 2},
+        {"shard_params": True, "group_assignment": ((0, 1),), "model_parallel": 4},
     ):
         again = loop.Run(config(**of_kind, **changes), str(tmp_path))
         restored = again.resume_or_init().state

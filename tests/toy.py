@@ -62,6 +62,22 @@ class Wide(Toy):
         return hk.nets.MLP([self.config.hidden, 1], name="mlp")(x)[:, 0]
 
 
+class Divided(Wide):
+    """With a square layer along the model axis."""
+
+    def forward(self, batch, *, is_training):
+        del is_training
+        sizes = [self.config.hidden, self.config.hidden, 1]
+        return hk.nets.MLP(sizes, name="mlp")(batch["x"])[:, 0]
+
+    def sharding_rules(self):
+        return (
+            ("/linear_1/w$", jax.P(None, "model")),
+            ("/linear_1/b$", jax.P("model")),
+            ("/linear_2/w$", jax.P("model", None)),
+        )
+
+
 class Poisoned(Wide):
     """With NaN in one example of the batches of some steps; in float32, with a loss scale or without."""
 

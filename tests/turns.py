@@ -92,3 +92,14 @@ class Turns(xshard.Experiment):
 
     def _guessed(self, guess, batch):
         return self.guess.apply(guess, None, batch["x"], is_training=False)[0]
+
+
+class Divided(Turns):
+    """With a square layer along the model axis, and its average."""
+
+    def _guess(self, x, *, is_training):
+        wide = jnp.tanh(hk.Linear(self.config.hidden, name="wide")(x))
+        return super()._guess(wide, is_training=is_training)
+
+    def sharding_rules(self):
+        return (("hidden/w$", jax.P(None, "model")), ("outputs/w$", jax.P("model", None)))

@@ -6,7 +6,6 @@ from xshard.errors import UserError
 from xshard.experiment import Experiment, PerExample, PerReplica
 from xshard.learners.learner import Learner
 from xshard.learners.state import LearnerState
-from xshard.learners.varying import equal_on_replicas
 from xshard.mesh import make_mesh
 from xshard.optimizers.base import Optimizer, OptimizerWrapper
 from xshard.optimizers.cross_shard import CrossShardOptimizer, Reduction
@@ -20,6 +19,7 @@ from xshard.optimizers.loss_scale import (
 )
 from xshard.optimizers.moving_average import MovingAverageOptimizer
 from xshard.optimizers.optax import OptaxOptimizer
+from xshard.optimizers.varying import equal_on_replicas
 from xshard.samples import Histogram, Image
 from xshard.state import TrainState, abstract_state, init
 from xshard.step import make_eval_step, make_train_step

@@ -108,9 +108,8 @@ def abstract_state(
       whole: as checkpoints have it: `Storage.to_whole`.
       all_slots: with slots for what is not trained, which checkpoints had once.
     """
-    args = experiment, mesh, seed, example
-    build = functools.partial(_build, *args, whole=whole, all_slots=all_slots)
-    shapes = jax.eval_shape(build)
+    how = {"whole": whole, "all_slots": all_slots}
+    shapes = jax.eval_shape(lambda: _build(experiment, mesh, seed, example, **how))
     return placed(shapes, shardings_of(experiment, mesh, shapes, whole=whole))
 
 
@@ -277,19 +276,17 @@ def specs(
     whole: bool = False,
 ) -> TrainState:
     """The axes that each leaf lies along: `manual`, without those that XLA sees to; `whole`, with the rules' state whole."""
-    rules = experiment.sharding_rules()
-    group = mesh_lib.group_axes(mesh)
+    group, rules = mesh_lib.group_axes(mesh), experiment.sharding_rules()
     place = functools.partial(_tree_specs, mesh, () if manual else rules)
-    held = functools.partial(gathering.specs, manual=manual)
     of_rules = functools.partial(opt_specs, experiment, mesh, manual=manual, whole=whole)
-
     copied = held_like(learners(state).values())
 
     def of(path: Any, x: Any) -> Any:
         if is_learner(x):
             layouts = layouts_of(experiment, mesh, x)
+            held = gathering.specs(x.rules.held, group, manual=manual)
             return x.replace(
-                params=trees.replace(place(x.params), held(x.rules.held, group)),
+                params=trees.replace(place(x.params), held),
                 net_state=place(x.net_state, slots=True),
                 opt_state=of_rules(layouts, x.opt_state),
                 global_step=jax.P(*group),
@@ -298,8 +295,11 @@ def specs(
             counts = isinstance(x, experiment_lib.PerReplica)
             own = functools.partial(logical.own_spec, experiment.config, mesh, counts)
             return jax.tree.map(own, x)
-        layout = copied(trees.path_name(path), x)
-        return jax.P(*group, *layout.spec(mesh_lib.REPLICA)) if layout else place(x, slots=True)
+        name = trees.path_name(path)
+        layout = copied(name, x)
+        if layout is None:
+            return place({name: x}, slots=True)[name]
+        return jax.P(*group, *layout.spec(mesh_lib.REPLICA, manual=manual))
 
     leaf = lambda x: is_learner(x) or experiment_lib.is_own(x)
     inner = jax.tree_util.tree_map_with_path(of, state.experiment, is_leaf=leaf)

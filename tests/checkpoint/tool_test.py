@@ -104,6 +104,28 @@ def test_verify_reads_every_byte(directory, capsys):
     assert run(capsys, "verify", directory, 1)[0] == 0
 
 
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_what_one_read_does_not_find_is_not_missing(directory, capsys, monkeypatch, command):
+    arguments = [command, directory, *([2] if command == "show" else [])]
+    read, reads, missed = store.Store.read, [], None
+
+    def miss_one(self, name):
+        reads.append(name)
+        return None if len(reads) == missed else read(self, name)
+
+    monkeypatch.setattr(store.Store, "read", miss_one)
+
+    def rows():
+        reads.clear()
+        code, found = run(capsys, *arguments)
+        return code, [{**row, "age": ""} for row in found]
+
+    undisturbed = rows()
+    assert undisturbed[0] == 0 and reads
+    for missed in range(1, len(reads) + 1):
+        assert rows() == undisturbed, missed
+
+
 def test_diff(directory, capsys):
     _, rows = run(capsys, "diff", directory, 1, 2)
     assert {row["path"]: row["largest difference"] for row in rows} == {

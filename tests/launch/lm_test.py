@@ -47,16 +47,19 @@ def finish(process):
     return output
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_killed_and_started_again_it_ends_in_the_same_bits_and_text(tmp_path, count):
+SHARDED = ("--config.reduction.shard_params=True", "--config.model_parallel=2")
+
+
+@pytest.mark.parametrize("count, options", [(1, ()), (2, SHARDED)])
+def test_killed_and_started_again_it_ends_in_the_same_bits_and_text(tmp_path, count, options):
     shape = {"count": count, "devices": 4 // count}
-    output = finish(start(tmp_path / "whole", **shape))
+    output = finish(start(tmp_path / "whole", *options, **shape))
     text = json.loads((tmp_path / "whole/results.json").read_text())["samples"]
     assert "--- 'def '" in text and "samples:" in output
     # Of a step that is saved, the save before has come to its end.
     step = random.Random().choice(range(15, 30, 5))
     with pace.slow(tmp_path / "slow", step) as variables:
-        process = start(tmp_path / "killed", **shape, **variables)
+        process = start(tmp_path / "killed", *options, **shape, **variables)
         harness.read_until(process, f"step {step:>2}/30")
         pid = random.choice(harness.status(tmp_path / "killed"))["pid"]
         os.kill(pid, signal.SIGKILL)

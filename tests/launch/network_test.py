@@ -2,14 +2,11 @@
 
 import contextlib
 import json
-import os
-import shutil
 import signal
-import subprocess
 
 import pytest
 
-from tests.launch import harness
+from tests.launch import harness, network
 
 COUNT = 3
 # No longer than needed, as it passes; and long enough for those who are there to be heard.
@@ -19,72 +16,12 @@ OPTIONS = ["--config.log_every_steps=20", "--config.eval_every_steps=100000",
            "--coordinator_address=h0:8476", "--config.steps=1000000"]  # fmt: skip
 
 
-class Hosts:
-    """Network namespaces on one bridge; host i is hI at 10.77.0.(I+1)."""
-
-    def __init__(self, stack, folder):
-        self._tag = f"x{os.getpid() % 10000}"
-        self._hosts = folder / "hosts"
-        lines = ["127.0.0.1 localhost", *(f"10.77.0.{i + 1} h{i}" for i in range(COUNT))]
-        self._hosts.write_text("\n".join(lines) + "\n")
-        self._switch = self._namespace(stack, f"{self._tag}sw")
-        self._ip(self._switch, "link add br0 type bridge")
-        self._ip(self._switch, "link set br0 up")
-        for i in range(COUNT):
-            host = self._namespace(stack, f"{self._tag}h{i}")
-            self._ip(self._switch, f"link add v{i} type veth peer name eth0 netns {host}")
-            self._ip(self._switch, f"link set v{i} master br0 up")
-            self._ip(host, f"addr add 10.77.0.{i + 1}/24 dev eth0")
-            self._ip(host, "link set eth0 up")
-            self._ip(host, "link set lo up")
-
-    def start(self, index, *command):
-        """Starts a command on a host: its network, its name, its hosts file."""
-        # gloo listens at the address that the host's own name has.
-        inside = f'hostname h{index}; mount --bind {self._hosts} /etc/hosts; exec "$@"'
-        network = f"--net=/var/run/netns/{self._tag}h{index}"
-        return subprocess.Popen(
-            [
-                "nsenter",
-                network,
-                "unshare",
-                "--uts",
-                "--mount",
-                "bash",
-                "-c",
-                inside,
-                "--",
-                *command,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=harness.environment(PYTHONUNBUFFERED="1"),
-        )
-
-    def cut(self, index):
-        self._ip(self._switch, f"link set v{index} down")
-
-    def join(self, index):
-        self._ip(self._switch, f"link set v{index} up")
-
-    def _namespace(self, stack, name):
-        subprocess.run(["ip", "netns", "add", name], check=True)
-        stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-        return name
-
-    def _ip(self, namespace, arguments):
-        subprocess.run(["ip", "-n", namespace, *arguments.split()], check=True)
-
-
 @pytest.fixture
 def hosts(tmp_path):
-    allowed = os.geteuid() == 0 and shutil.which("ip") and subprocess.run(
-        ["unshare", "--net", "true"], stderr=subprocess.DEVNULL).returncode == 0  # fmt: skip
-    if not allowed:
-        pytest.skip("needs root, network namespaces, and Debian's iproute2")
+    if not network.is_allowed():
+        pytest.skip(network.NEEDED)
     with contextlib.ExitStack() as stack:
-        yield Hosts(stack, tmp_path)
+        yield network.Hosts(stack, tmp_path, COUNT)
 
 
 @contextlib.contextmanager

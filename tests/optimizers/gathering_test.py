@@ -71,6 +71,17 @@ class ByRows(Network):
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
+class Divided(ByRows):
+    """With the weights of each layer along the model axis, too."""
+
+    def sharding_rules(self):
+        return (
+            ("/linear_0/w$", jax.P(None, None, "model")),
+            ("/linear_0/b$", jax.P(None, "model")),
+            ("/linear_1/w$", jax.P(None, "model", None)),
+        )
+
+
 def block(x):
     # Eight replicas hold the weights in shards, and the biases whole.
     w = hk.get_parameter("scale", (), init=jnp.ones)
@@ -82,9 +93,9 @@ def partly(x):
     return x + jnp.tanh(hk.Linear(WIDTH, name="narrow")(wide))
 
 
-def stacked(layer):
+def stacked(layer, count=8):
     # As many layers as replicas, which could be cut, too.
-    return lambda x: hk.layer_stack(8, name="layers")(layer)(x)
+    return lambda x: hk.layer_stack(count, name="layers")(layer)(x)
 
 
 def recurrent(x):
@@ -124,6 +135,7 @@ def many(x):
 KINDS = {
     "block": block,
     "stack": stacked(block),
+    "few layers": stacked(block, 3),
     "remat": lambda x: stacked(hk.remat(block))(x),
     "partly": stacked(partly),
     "recurrent": recurrent,
@@ -181,11 +193,14 @@ def on_host(experiment, the_mesh, state):
 
 
 SHAPES = [
-    *({"kind": kind} for kind in KINDS if kind != "penalty"),
+    *({"kind": kind} for kind in KINDS if kind not in ("penalty", "few layers")),
     {"kind": "stack", "micro_batches": 2, "group_assignment": HALVES},
     {"kind": "block", "slices": 2},
     {"kind": "block", "overflow_above": 2.0},
     {"kind": "stack", "cls": ByRows},
+    {"kind": "few layers", "cls": ByRows, "slices": 2},
+    {"kind": "stack", "cls": Divided, "model_parallel": 2, "group_assignment": ((0, 1), (2, 3))},
+    {"kind": "remat", "cls": Divided, "model_parallel": 2, "micro_batches": 2, "slices": 2},
     {"kind": "remat", "cls": Shaken, "micro_batches": 2, "gather_once": True, "slices": 2},
 ]
 
@@ -223,6 +238,16 @@ def test_parameters_and_slots_take_an_nth_of_the_memory():
     assert bytes_a_device(held.params) == bytes_a_device(whole.params) - weights * 7 // 8
 
 
+def test_a_parameter_lies_along_the_model_axis_and_in_shards():
+    changes = {"cls": Divided, "model_parallel": 2}
+    held, whole = (begin(*make("stack", held, **changes))[0].experiment for held in (True, False))
+    weights = held.params["layers/mlp/~/linear_0"]["w"]
+    assert weights.sharding.spec == jax.P(None, "replica", "model")
+    saved = bytes_a_device(whole.params) - bytes_a_device(held.params)
+    # Of two stacks of weights, halved by the model axis, four replicas hold a quarter each.
+    assert saved >= 2 * 4 * 8 * WIDTH * 2 * WIDTH / 2 * 3 / 4
+
+
 def sent(kind, **changes):
     """The step in float16, lowered, and how often it does each kind of collective in each type."""
     half = "params=float32,compute=float16,output=float32"
@@ -252,6 +277,32 @@ def test_a_layer_at_a_time_is_gathered_and_again_in_the_backward_pass(kind):
     assert found["reduce-scatter", ("f32",)] >= 2 * 8
     # What hk.remat computes again still is, and nothing else but what is gathered.
     assert lowered.as_text().count("stablehlo.tanh") == {"stack": 1, "remat": 2, "partly": 3}[kind]
+
+
+def test_what_lies_along_the_model_axis_is_gathered_over_replicas_alone():
+    experiment, the_mesh = make("stack", cls=Divided, model_parallel=2)
+    state, train = begin(experiment, the_mesh)
+    lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, next(train))
+    rows = collectives.rows(the_mesh, collectives.of(lowered.compile()))
+    assert {row["kind"] for row in rows if "model" in row["over"]} == {"all-reduce"}
+    (gathers,) = [row for row in rows if row["kind"] == "all-gather"]
+    # Forward and backward half of each layer's two arrays; of the rest each array once, and once in the update.
+    half = 4 * WIDTH * 2 * WIDTH // 2
+    assert 2 * 2 * 8 * half <= gathers["bytes"] < 2.2 * 2 * 8 * half
+
+
+def test_each_replica_computes_the_matrices_of_its_layers():
+    flops, kinds = [], []
+    for held in (True, False):
+        experiment, the_mesh = make("stack", held, ByRows)
+        state, train = begin(experiment, the_mesh)
+        lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, next(train))
+        compiled = lowered.compile()
+        flops.append(compiled.cost_analysis()["flops"])
+        kinds.append(collections.Counter(one.kind for one in collectives.of(compiled)))
+    assert flops[0] < flops[1] / 4
+    # Shards for layers, and back.
+    assert kinds[0]["all-to-all"] == 2 and kinds[1]["all-to-all"] == 0
 
 
 def test_what_is_gathered_once_is_so_for_all_micro_batches():
@@ -331,7 +382,6 @@ class AppliesItself(Network):
         ({"cls": Penalised}, r"uses 'params/mlp/~/linear_0/w' as if it were whole, by reduce_sum \(\S*gathering_test.py:\d+\)"),
         ({"cls": AppliesItself}, "cannot be used with Own, whose apply_gradients is its own"),
         ({"cls": ClipsInRule}, "clips_own cannot be used with shard_params=True: its .* takes a replica's own"),
-        ({"model_parallel": 2}, "cannot be used with model_parallel=2"),
         ({"kind": "penalty"}, "uses the parameter 'penalised/w' without asking hk.get_parameter"),
     ],
     ids=str,

@@ -71,7 +71,7 @@ def list_steps(store: store_lib.Store) -> Rows:
 def show(store: store_lib.Store, step: int) -> Rows:
     """A row for each array, and one for each item of metadata."""
     attempt = format_lib.find(store, step)
-    meta = source_lib.read_meta(attempt)
+    commit, meta = source_lib.settled(lambda: source_lib.read_both(attempt))
     arrays = source_lib.array_metas(meta)
     scales = {name: array for name, array in arrays.items() if _is_scale(name, array)}
     values = dict(parts.read_arrays(attempt, scales, _BUDGET_BYTES))
@@ -81,7 +81,7 @@ def show(store: store_lib.Store, step: int) -> Rows:
         kind = array.key_impl or array.dtype
         rows.append(_item(name, value, kind, list(array.shape), array.sharding))
     extra = {"step": meta["step"], **meta["metadata"], "data": meta["data"], **meta["written_with"]}
-    nonfinite = source_lib.read_commit(attempt).get(format_lib.NONFINITE)
+    nonfinite = commit.get(format_lib.NONFINITE)
     if nonfinite:
         extra["not finite"] = nonfinite
     return rows + [_item(name, value) for name, value in extra.items()]
@@ -309,19 +309,24 @@ def _is_scale(path: str, array: arrays_lib.ArrayMeta) -> bool:
 
 
 def _damage(attempt: format_lib.Attempt) -> str:
-    try:
+    """What is damaged in a checkpoint, each time that it is read; empty if nothing is."""
+
+    def read() -> str:
         digest = hashing.of_arrays(_read_all(attempt))
         saved = source_lib.read_meta(attempt)["metadata"].get("fingerprint")
         known = hashing.total(saved.values()) if isinstance(saved, dict) else None
         if known not in (None, digest):
             return f"the fingerprint of its arrays is {digest}, and on the devices it was {known}"
         source_lib.added_metrics(attempt)
+        return ""
+
+    try:
+        return source_lib.settled(read)
     except source_lib.UnreadableError:
         # Which is no damage: what could not be read may be whole.
         raise
     except format_lib.CheckpointError as e:
         return str(e)
-    return ""
 
 
 def _best(entry: catalog.Entry) -> str:

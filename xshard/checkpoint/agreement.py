@@ -16,8 +16,6 @@ _T = TypeVar("_T")
 LAG_SECONDS = 65.0
 _LOOK_AGAIN_SECONDS = 1.0
 _SAY_SECONDS = 3.0
-# After a read that fails, or gives other bytes than were written: a disk on a network may do better the next time.
-_READ_AGAIN_SECONDS = (0.2, 1.0)
 _FIX = "Is the same disk mounted on all hosts, and the same path given? Nothing was changed."
 
 
@@ -113,7 +111,7 @@ class Agreement:
           CheckpointError: on all processes, for an error that is no damage, and does not pass.
         """
         damage = ""
-        for wait_seconds in (*_READ_AGAIN_SECONDS, None):
+        for wait_seconds in (*source.READ_AGAIN_SECONDS, None):
             content, answer = None, {}
             try:
                 content = read_once()

@@ -108,7 +108,7 @@ def _entry(
 def _commit(attempt: format_lib.Attempt) -> dict[str, Any] | None:
     """Reads a commit; nothing if it is damaged, None if it has been deleted since it was listed."""
     try:
-        return source.read_commit(attempt)
+        return source.settled(lambda: source.read_commit(attempt))
     except source.DamagedError:
         is_gone = attempt.store.read(attempt.prefix + format_lib.COMMIT) is None
         return None if is_gone else {}
@@ -119,7 +119,7 @@ def _newest_meta(attempts: list[format_lib.Attempt]) -> dict[str, Any]:
     if not attempts:
         return {}
     try:
-        return source.read_meta(attempts[-1])
+        return source.settled(lambda: source.read_meta(attempts[-1]))
     except source.DamagedError:
         return {}
 

@@ -1,12 +1,17 @@
 """Reads what a checkpoint says of itself, and names what is damaged."""
 
 import contextlib
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import schema
+
+# After a read that fails, or gives other bytes than were written: a disk on a network, or a store, may do better the next time.
+READ_AGAIN_SECONDS = (0.2, 1.0)
+_T = TypeVar("_T")
 
 
 class DamagedError(format_lib.CheckpointError):
@@ -15,6 +20,16 @@ class DamagedError(format_lib.CheckpointError):
 
 class UnreadableError(format_lib.CheckpointError):
     """A checkpoint that the disk or the service does not give; it may be whole."""
+
+
+def settled(read: Callable[[], _T]) -> _T:
+    """What a read returns; DamagedError for what comes out wrong each time that it is read."""
+    for seconds in READ_AGAIN_SECONDS:
+        try:
+            return read()
+        except DamagedError:
+            time.sleep(seconds)
+    return read()
 
 
 def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
@@ -49,7 +64,7 @@ def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
         raise DamagedError(f"{attempt}/{format_lib.COMMIT} is another checkpoint's.")
     # The state is whole without them: what is damaged there is as good as absent.
     with contextlib.suppress(DamagedError):
-        commit["metrics"] |= added_metrics(attempt)
+        commit["metrics"] |= settled(lambda: added_metrics(attempt))
     return commit
 
 

@@ -15,7 +15,8 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import trained as trained_lib
 from xshard.data import batches
-from xshard.learners import varying, within
+from xshard.learners import within
+from xshard.optimizers import varying
 from xshard.run import preflight
 from xshard.stored import replicas, storage
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xshard.learners import varying, within
+from xshard.learners import within
 from xshard.learners.state import LearnerState, Outcome
-from xshard.optimizers import gathering, trees
+from xshard.optimizers import gathering, trees, varying
 
 # By these names the program shows arrays that are to be whole, parameters that are to be shards, and what is a replica's own.
 USED_AS_WHOLE, USED_AS_SHARDS, REPLICAS_OWN = "used_as_whole", "used_as_shards", "replicas_own"

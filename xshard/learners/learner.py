@@ -18,9 +18,10 @@ from jax import lax
 from xshard import config as config_lib
 from xshard import contract, errors
 from xshard import mesh as mesh_lib
-from xshard.learners import checked, varying, within
+from xshard.learners import checked, within
 from xshard.learners import state as state_lib
 from xshard.optimizers import base, gathering, gradients, inspection, layouts, moving_average, trees
+from xshard.optimizers.varying import equal_on_replicas
 
 # A function of a learner's state, a batch and a key: see `Learner.update`.
 Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
@@ -175,7 +176,7 @@ class Learner:
         # By the rule, which has reduced their gradients, if they were so before; on one replica without a collective.
         equal = {"params": update.params, "opt_state": opt_state, "global_step": update.global_step}
         before = gathering.not_held(state.params, state.rules.held), state.global_step
-        equal = varying.equal_on_replicas(equal, given=before)
+        equal = equal_on_replicas(equal, given=before)
         applied = equal["global_step"] != state.global_step
         # All in one collective.
         bad = update.nonfinite
@@ -187,11 +188,8 @@ class Learner:
         select = lambda new, old: jnp.where(applied, new, old)
         net_state = jax.tree.map(select, net_state, state.net_state)
         metrics |= {name: _norm(x, shares.get(name)) for name, x in update.squares.items()}
-        metrics |= {
-            **update.agreed,
-            "skipped": jnp.int32(~applied),
-            "global_step": equal["global_step"],
-        }
+        metrics |= update.agreed
+        metrics |= {"skipped": jnp.int32(~applied), "global_step": equal["global_step"]}
         state = state.replace(**equal, net_state=net_state)
         return state, state_lib.Outcome(metrics, observed, *update.aux)
 

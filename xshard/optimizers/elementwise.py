@@ -2,8 +2,9 @@
 
 The update rules are traced on whole arrays, so that they see their shapes, sizes and numbers of dimensions.
 What they do element by element is then done on shards; a reduction, such as the norm in LAMB or the sums of
-rows in Adafactor, becomes one over all replicas; and for what mixes elements otherwise, such as the matrix
-products in Muon, an array is gathered, and from there on computed whole on each replica, until it meets a shard.
+rows in Adafactor, becomes one over all replicas. What mixes the elements of each layer of a stack, such as the matrix
+products in Muon, each replica does for some layers, for which replicas exchange their shards, until these meet a shard.
+For what mixes elements otherwise an array is gathered, and from there on computed whole on each replica.
 """
 
 import contextvars
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from xshard.optimizers import layers as layers_lib
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import primitives, shards, values
 
@@ -108,6 +110,8 @@ class _Evaluator:
         self._totals: dict[values.Partial, Any] = {}
         # The whole arrays of the shards that have been gathered: each is once, and is not cut again.
         self._gathered: dict[values.Shard, jax.Array] = {}
+        # The layers of the shards that have been exchanged for these.
+        self._layers: dict[values.Shard, jax.Array] = {}
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr; an operand that it returns untouched is the same object."""
@@ -126,7 +130,7 @@ class _Evaluator:
         value = self._total(value)
         if isinstance(value, values.Shard):
             return value
-        return _whole(value, shape)
+        return values.whole(self._gather(value, shape), shape)
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
@@ -134,7 +138,7 @@ class _Evaluator:
             # The operands of a function are not touched: what it does with them decides.
             return self._call(eqn, eqn.params[primitives.CALLS[name]], operands)
         # Any other use of a reduction needs its result, for which the replicas must meet.
-        if _joins(eqn, operands):
+        if values.joins(eqn, operands):
             return [values.join(*operands)]
         operands = [self._total(value) for value in operands]
         if eqn.primitive is _CALL:
@@ -151,25 +155,56 @@ class _Evaluator:
             return operands
         sharded = [value for value in operands if isinstance(value, values.Shard)]
         if not sharded:
-            return _on_whole(eqn, operands)
+            return self._on_layers(eqn, operands) or self._on_whole(eqn, operands)
         if name == "optimization_barrier":
-            arrays = _bind(eqn, *[values.raw(value) for value in operands])
+            arrays = primitives.bind(eqn, *map(values.raw, operands))
             return [values.like(value, x) for value, x in zip(operands, arrays, strict=True)]
         if name == "cond":
             return self._cond(eqn, operands)
         if name in primitives.ELEMENTWISE:
             shapes = [atom.aval.shape for atom in eqn.invars]
-            return [
-                self._elementwise(functools.partial(_bind, eqn), operands, shapes, eqn.outvars[0])
-            ]
+            function = functools.partial(primitives.bind, eqn)
+            return [self._elementwise(function, operands, shapes, eqn.outvars[0])]
         if primitives.keeps_the_order(eqn):
             return sharded
         if eqn.effects:
             raise self._refusal(eqn, sharded[0])
-        if _reduces_shards(eqn, sharded):
+        if values.reduces_shards(eqn, sharded):
             return [self._reduction(eqn, sharded)]
+        return self._on_layers(eqn, operands) or self._on_whole(eqn, operands)
+
+    def _on_whole(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         shapes = [atom.aval.shape for atom in eqn.invars]
-        return _on_whole(eqn, [self._gather(*pair) for pair in zip(operands, shapes, strict=True)])
+        return values.on_whole(
+            eqn, [self._gather(*pair) for pair in zip(operands, shapes, strict=True)]
+        )
+
+    def _on_layers(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        """The results of an equation on this replica's layers; none if it has none, or they are mixed."""
+        shapes = [atom.aval.shape for atom in eqn.invars]
+        try:
+            operands = [self._layers_of(*pair) for pair in zip(operands, shapes, strict=True)]
+            has_layers = any(isinstance(value, values.Layers) for value in operands)
+            return layers_lib.equation(eqn, operands) if has_layers else ()
+        except layers_lib.MixedError:
+            return ()
+
+    def _layers_of(self, value: Any, shape: tuple[int, ...]) -> Any:
+        """This replica's layers of an array that a `Shard` is of; anything else as it is.
+
+        Raises:
+          MixedError: if it has no dimension of layers.
+        """
+        if not isinstance(value, values.Shard):
+            return value
+        layout = value.layout
+        has_layers = len(layout.shape) > 2 and not layout.flat and shape[:1] == layout.shape[:1]
+        if not (self._partition.by_layers and has_layers) or layout.copies:
+            raise layers_lib.MixedError
+        if value not in self._layers:
+            self._layers[value] = self._partition.to_layers(layout, value.array)
+        layers = self._layers[value]
+        return values.Layers(layers.reshape(len(layers), *shape[1:]))
 
     def _elementwise(
         self, f: Callable[..., Any], operands: list[Any], shapes: Sequence[Any], out: Any
@@ -185,10 +220,12 @@ class _Evaluator:
                 own = [self._own(*pair, out.aval.shape, layout) for pair in pairs]
                 return values.Shard(f(*own), layout)
         # Where shards are of arrays that are sharded differently, too, all are made whole.
-        return f(*[_whole(self._gather(*pair), pair[1]) for pair in pairs])
+        return f(*[values.whole(self._gather(*pair), pair[1]) for pair in pairs])
 
     def _gather(self, value: Any, shape: tuple[int, ...]) -> Any:
-        """The whole array of a shape that a `Shard` is of; anything else as it is."""
+        """The whole array of a shape that a `Shard` or `Layers` are of; anything else as it is."""
+        if isinstance(value, values.Layers):
+            return self._partition.all_layers(value.array, shape[0])
         if not isinstance(value, values.Shard):
             return value
         if value not in self._gathered:
@@ -207,7 +244,10 @@ class _Evaluator:
             kind = {"max": "or", "min": "and"}.get(kind, kind)
         if primitives.reduces_all(eqn):
             return self._reduce(kind, first)
-        own, dims = _bind(eqn, first.array), eqn.params["axes"]
+        dims = eqn.params["axes"]
+        if primitives.reduces_layers(eqn):
+            dims = tuple(range(1, len(first.layout.shape)))
+        own = primitives.bind(eqn, first.array, axes=dims)
         if first.layout.dim in dims:
             return self._partition.across(kind, own)
         return self._partition.gather(first.layout.without(dims), own)
@@ -229,6 +269,11 @@ class _Evaluator:
         """This replica's shard of a value that stands for an array of a shape, as large as the result's; a scalar stays one."""
         if isinstance(value, values.Shard):
             return value.array
+        if isinstance(value, values.Layers):
+            if out[0] == layout.shape[0] and not layout.flat:
+                layers = value.array.reshape(len(value.array), *layout.shape[1:])
+                return self._partition.from_layers(layout, layers)
+            value = self._gather(value, shape)
         if not shape:
             return value
         if jnp.ndim(value) == 0:
@@ -286,50 +331,3 @@ class _Evaluator:
             f"{shard.layout.shape}, of which each replica would hold a shard, and does more than return a value of it. "
             "Leave it out of the rule, or take shard_update=False."
         )
-
-
-def _joins(eqn: Any, operands: list[Any]) -> bool:
-    """Returns whether an equation joins a reduction with another of its kind, or with a scalar."""
-    partials = [value for value in operands if isinstance(value, values.Partial)]
-    if not partials or eqn.outvars[0].aval.shape:
-        return False
-    return all(values.JOINED_BY[partial.kind] == eqn.primitive.name for partial in partials)
-
-
-def _reduces_shards(eqn: Any, sharded: list[values.Shard]) -> bool:
-    """Returns whether each replica can reduce its shard, and what they then exchange is small."""
-    layout = sharded[0].layout
-    if primitives.contracts_all(eqn):
-        return len(sharded) == 2 and layout == sharded[1].layout
-    if not primitives.reduces(eqn):
-        return False
-    # What is flattened, or has been given another shape, has other rows.
-    in_place = not layout.flat and eqn.invars[0].aval.shape == layout.shape
-    return primitives.reduces_all(eqn) or in_place
-
-
-def _on_whole(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    """The result where there is no shard among the operands."""
-    name = eqn.primitive.name
-    if all(jnp.ndim(value) == 0 for value in operands):
-        if name == "broadcast_in_dim":
-            return operands
-        if name in primitives.ELEMENTWISE:
-            return [_bind(eqn, *operands)]
-    shapes = [atom.aval.shape for atom in eqn.invars]
-    results = _bind(eqn, *[_whole(*pair) for pair in zip(operands, shapes, strict=True)])
-    return results if eqn.primitive.multiple_results else [results]
-
-
-def _whole(value: Any, shape: tuple[int, ...]) -> jax.Array:
-    """The array of a shape that a value stands for."""
-    array = value if isinstance(value, jax.Array) else jnp.asarray(value)
-    return array if array.shape == shape else jnp.broadcast_to(array, shape)
-
-
-def _bind(eqn: Any, *arrays: Any) -> Any:
-    params = eqn.params
-    if eqn.primitive.name == "convert_element_type":
-        # Its sharding is one of whole arrays.
-        params = {**params, "sharding": None}
-    return eqn.primitive.bind(*arrays, **params)

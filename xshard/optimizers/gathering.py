@@ -21,14 +21,11 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from xshard import errors, mesh
-from xshard.optimizers import again, shards, trees
+from xshard.optimizers import again, shards, trees, varying
 from xshard.optimizers import layouts as layouts_lib
 
 # The elements that a shard has at least, a row of a TPU's memory: to gather fewer costs more than it saves.
 _SMALLEST = 128
-
-# The name by which a program shows a gather.
-GATHERED = "gathered_parameter"
 
 _BY_HAND = (
     "A network is differentiated with respect to its parameters outside of Learner.update; with shard_params=True what comes "
@@ -36,9 +33,8 @@ _BY_HAND = (
     "reduction.shard_params to False."
 )
 
-# Numbers of parameters, each with whether it has come into a loop, or into a branch, since.
-_Sources = frozenset[tuple[int, bool]]
-_NONE: _Sources = frozenset()
+# Begins what is noted of a value that is made of a shard; and of one that has come into a loop or a branch since.
+_SHARD, _WITHIN = "shard:", "within:"
 
 
 def noting(network: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
@@ -116,8 +112,7 @@ def gathered(
 ) -> dict[str, jax.Array]:
     """The whole of each of the parameters of which there is a shard, by path, with the arguments of `applied`."""
     gather = functools.partial(_gather, _partition(on, layouts), dtype, "float32", False)
-    shares = held(params, layouts)
-    return {path: gather(layouts[path].shape, layouts[path].dim, x) for path, x in shares.items()}
+    return {path: gather(layouts[path], x) for path, x in held(params, layouts).items()}
 
 
 def applied(
@@ -150,8 +145,7 @@ def applied(
         def run(early: Sequence[str], params: Any) -> Any:
             leaves, first = trees.leaves_by_path(params), {}
             for path in sorted({*early, *ready}):
-                layout = layouts[path]
-                first[path] = gather(layout.shape, layout.dim, leaves[path], ready.get(path))
+                first[path] = gather(layouts[path], leaves[path], ready.get(path))
             return asking(trees.replace(params, first), *args, **kwargs)
 
         return _gathered_again(run, params, layouts)
@@ -175,7 +169,10 @@ def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Ca
     def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
         value, whole = next_getter(value), tuple(context.original_shape)
         dim = _sharded_along(value.shape, whole, partition.count)
-        return value if dim is None else gather(whole, dim, value)
+        if dim is None:
+            return value
+        along = _lies_along(partition.layouts, context.full_name, whole)
+        return gather(layouts_lib.Layout("", whole, partition.count, dim, along=along), value)
 
     return getter
 
@@ -221,18 +218,30 @@ def _sharded_along(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -
     return None
 
 
+def _lies_along(layouts: layouts_lib.Layouts, name: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """The mesh axes that a parameter lies along besides, by its name in a network and its shape.
+
+    In a scan over layers a module knows the end of its path alone. Where that fits parameters which lie along
+    different axes none is returned, and XLA makes the array whole along these, too, before it is gathered.
+    """
+    places = set()
+    for path, layout in layouts.items():
+        layers = len(layout.shape) - len(shape)
+        if name in trees.endings(path) and layout.shape[layers:] == shape:
+            places.add(layout.along[layers:])
+    return places.pop() if len(places) == 1 else ()
+
+
 def _gather(
     partition: shards.Partition,
     dtype: Any,
     reduce_dtype: str,
     by_hand: bool,
-    shape: tuple[int, ...],
-    dim: int | None,
+    layout: layouts_lib.Layout,
     shard: jax.Array,
     ready: jax.Array | None = None,
 ) -> jax.Array:
-    """The whole array of a shape, of which there is a shard; its gradient is the shard of the sum over the replicas."""
-    layout = layouts_lib.Layout("", shape, partition.count, dim)
+    """The whole of an array of which there is a shard; its gradient is the shard of the sum over the replicas."""
     sent = dtype if jnp.issubdtype(shard.dtype, jnp.floating) else shard.dtype
 
     # By this name, `GATHERED`, the program shows it.
@@ -272,13 +281,9 @@ class _Followed:
           layouts: of the parameters.
         """
         self.early: set[str] = set()
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        self._paths = [trees.path_name(path) for path, _ in leaves]
         shares = held(params, layouts)
-        self._given = [
-            frozenset([(number, False)]) if path in shares else _NONE
-            for number, path in enumerate(self._paths)
-        ]
+        paths = trees.present(params)
+        self._inputs = [frozenset([_SHARD + path] if path in shares else []) for path in paths]
 
     def through(self, jaxpr: core.Jaxpr) -> None:
         """Follows them through the network's program, whose arguments are the parameters.
@@ -286,61 +291,41 @@ class _Followed:
         Raises:
           UserError: if a shard is used in another way than to be gathered.
         """
-        for number, _ in _NONE.union(*self._in(jaxpr, self._given)):
-            raise errors.UserError(
-                f"The network uses the parameter {self._paths[number]!r} without asking hk.get_parameter for it, such as by "
-                "params_dict(); with shard_params=True each replica holds a shard of it, and what a module asks Haiku for "
-                "is gathered. Ask for it, or set shard_params=False."
-            )
+        for noted in varying.outputs(jaxpr, self._inputs, self._of_equation):
+            for path in _paths(noted):
+                raise errors.UserError(
+                    f"The network uses the parameter {path!r} without asking hk.get_parameter for it, such as by "
+                    "params_dict(); with shard_params=True each replica holds a shard of it, and what a module asks Haiku for "
+                    "is gathered. Ask for it, or set shard_params=False."
+                )
 
-    def _in(self, jaxpr: core.Jaxpr, inputs: Sequence[_Sources]) -> list[_Sources]:
-        """The shards that each result of a program is, or is made of, by those that its inputs are."""
-        found: dict[Any, _Sources] = dict(zip(jaxpr.invars, inputs, strict=True))
-        read = lambda x: _NONE if isinstance(x, core.Literal) else found.get(x, _NONE)
-        for eqn in jaxpr.eqns:
-            made = self._of_equation(eqn, [read(x) for x in eqn.invars])
-            found.update(dict.fromkeys(eqn.outvars, made))
-        return [read(x) for x in jaxpr.outvars]
-
-    def _of_equation(self, eqn: Any, inputs: list[_Sources]) -> _Sources:
-        name, params = eqn.primitive.name, eqn.params
-        if params.get("name") == GATHERED:
-            self.early |= {self._paths[number] for number, inner in inputs[0] if inner}
-            return _NONE
-        if name == "scan":
-            # What is scanned over is of a layer; what is not is asked for again in each round.
-            fixed = params["num_consts"] + params["num_carry"]
-            inputs = [*map(_within, inputs[:fixed]), *inputs[fixed:]]
-        elif name in ("cond", "while"):
-            inputs = [*map(_within, inputs)]
-        programs = _programs(eqn, inputs)
-        # Of a branch also what decides for it.
-        made = inputs[:1] if name == "cond" else [] if programs else inputs
-        for program, given in programs:
-            made = made + self._in(program, given)
-        return _NONE.union(*made)
+    def _of_equation(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
+        if eqn.params.get("name") == varying.GATHERED:
+            self.early.update(_paths(inputs[0], _WITHIN))
+            return [frozenset() for _ in eqn.outvars]
+        entering = _entering(eqn, inputs)
+        # Once they are marked an equation is like any other.
+        if entering == inputs:
+            return None
+        return varying.of_equation(eqn, entering, self._of_equation)
 
 
-def _within(sources: _Sources) -> _Sources:
-    return frozenset((number, True) for number, _ in sources)
-
-
-def _programs(eqn: Any, inputs: list[_Sources]) -> list[tuple[core.Jaxpr, list[_Sources]]]:
-    """The programs within an equation, each with what is known of its inputs."""
+def _entering(eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes]:
+    """The inputs of an equation, marked if they go into a branch, or into a loop not as a layer of it."""
     name, params = eqn.primitive.name, eqn.params
-    if name == "cond":
-        return [(_opened(branch), inputs[1:]) for branch in params["branches"]]
-    if name == "while":
-        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-        carry = inputs[of_cond + of_body :]
-        return [
-            (_opened(params["cond_jaxpr"]), inputs[:of_cond] + carry),
-            (_opened(params["body_jaxpr"]), inputs[of_cond : of_cond + of_body] + carry),
-        ]
-    leaves = jax.tree.leaves(dict(params))
-    inner = [_opened(x) for x in leaves if isinstance(x, core.ClosedJaxpr | core.Jaxpr)]
-    return [(x, inputs) for x in inner if len(inner) == 1 and len(x.invars) == len(inputs)]
+    if name in ("cond", "while"):
+        return [_within(noted) for noted in inputs]
+    if name == "scan":
+        # What is scanned over is of a layer; what is not is asked for again in each round.
+        fixed = params["num_consts"] + params["num_carry"]
+        return [*(_within(noted) for noted in inputs[:fixed]), *inputs[fixed:]]
+    return inputs
 
 
-def _opened(jaxpr: Any) -> core.Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+def _within(noted: varying.Axes) -> varying.Axes:
+    return noted.union(_WITHIN + path for path in _paths(noted))
+
+
+def _paths(noted: varying.Axes, kind: str = _SHARD) -> list[str]:
+    """The parameters of which a value is noted to be of a kind."""
+    return sorted(x.removeprefix(kind) for x in noted if x.startswith(kind))

@@ -76,9 +76,7 @@ def check_shards_params(opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: 
       clips: whether a replica's own gradients are acted on before they are summed.
     """
     why = ""
-    if mesh.shape[mesh_lib.MODEL] > 1:
-        why = f"model_parallel={mesh.shape[mesh_lib.MODEL]}: parameters lie along one axis. Set model_parallel to 1"
-    elif clips:
+    if clips:
         why = (
             "clip_gradients: no replica has gradients of its own, as what comes back from a network is summed. Clip the sum "
             "in the rule, as optax.clip_by_global_norm does"

@@ -26,6 +26,20 @@ CALLS = {
 }
 
 
+def bind(eqn: Any, *arrays: Any, **changed: Any) -> Any:
+    """Does with arrays what an equation does, with some of its parameters changed."""
+    params = {**eqn.params, **changed}
+    if eqn.primitive.name == "convert_element_type":
+        # Its sharding is one of whole arrays.
+        params["sharding"] = None
+    return eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
+
+
+def reduces_layers(eqn: Any) -> bool:
+    """Returns whether it is a reduction of all dimensions but the first."""
+    return reduces(eqn) and sorted(eqn.params["axes"]) == list(range(1, eqn.invars[0].aval.ndim))
+
+
 def reduces_all(eqn: Any) -> bool:
     """Returns whether it is a reduction of all elements; the dimensions it leaves are of size 1."""
     aval = eqn.invars[0].aval

@@ -82,6 +82,11 @@ class Partition:
             places[list(group)] = np.arange(self.count, dtype=np.int32)
         return jnp.asarray(places)[number]
 
+    @property
+    def by_layers(self) -> bool:
+        """Whether replicas can exchange shards for whole layers. Logical ones, which no mesh maps, know gathers alone."""
+        return self._axis["axis_name"] in jax.sharding.get_abstract_mesh().manual_axes
+
     def _in_steps(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
         """The arguments of the collective of each step: replicas whose places differ in one digit of these."""
         if not sizes and isinstance(sizes, Sequence):
@@ -143,6 +148,27 @@ class Partition:
             gather = functools.partial(lax.all_gather, axis=layout.dim, tiled=True, **step)
             x = _in_place(gather, layout)(x)
         return layout.whole(x).astype(shard.dtype)
+
+    def to_layers(self, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
+        """This replica's layers of an array, whole, of what each has a shard of; padded to as many on each."""
+        if layout.dim == 0:
+            return shard
+        missing = -layout.shape[0] % self.count
+        x = jnp.pad(shard, [(0, missing), *[(0, 0)] * (shard.ndim - 1)])
+        ends = {"split_axis": 0, "concat_axis": layout.dim, "tiled": True}
+        return _in_place(functools.partial(lax.all_to_all, **ends, **self._axis), layout)(x)
+
+    def from_layers(self, layout: layouts_lib.Layout, layers: jax.Array) -> jax.Array:
+        """The inverse of `to_layers`."""
+        if layout.dim == 0:
+            return layers
+        ends = {"split_axis": layout.dim, "concat_axis": 0, "tiled": True}
+        x = _in_place(functools.partial(lax.all_to_all, **ends, **self._axis), layout)(layers)
+        return x[: layout.shape[0]]
+
+    def all_layers(self, layers: jax.Array, count: int) -> jax.Array:
+        """The whole array of so many layers, of those that each replica has."""
+        return lax.all_gather(layers, axis=0, tiled=True, **self._axis)[:count]
 
     def reduce_own(self, kind: str, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
         """A reduction of the elements of an array that this replica has, a scalar; `across` is then that of all.
@@ -223,6 +249,24 @@ class Rehearsal(Partition):
         size = layout.size * shard.dtype.itemsize
         self.gathered[layout.path] = self.gathered.get(layout.path, 0) + size
         return jnp.zeros(layout.shape, shard.dtype)
+
+    @property
+    def by_layers(self) -> bool:
+        """True."""
+        return True
+
+    def to_layers(self, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
+        """An array of the shape of these layers."""
+        layers = -(-layout.shape[0] // self.count)
+        return jnp.zeros((layers, *layout.shape[1:]), shard.dtype)
+
+    def from_layers(self, layout: layouts_lib.Layout, layers: jax.Array) -> jax.Array:
+        """An array of the shape of a shard."""
+        return jnp.zeros(layout.shard_shape, layers.dtype)
+
+    def all_layers(self, layers: jax.Array, count: int) -> jax.Array:
+        """An array of the whole's shape."""
+        return jnp.zeros((count, *layers.shape[1:]), layers.dtype)
 
     def across(self, kind: str, x: jax.Array) -> jax.Array:
         """That of one replica."""

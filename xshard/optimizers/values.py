@@ -1,11 +1,13 @@
 """Stand-ins for arrays while a function is evaluated on shards."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from xshard.optimizers import layouts
+from xshard.optimizers import layouts, primitives
 
 # The primitive that joins two reductions of a kind before they are put together, and its function.
 JOINED_BY = {"sum": "add", "and": "and", "or": "or"}
@@ -46,6 +48,13 @@ class Partial:
         return _JOIN[self.kind](reduced, self.rest)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layers:
+    """The layers of an array that this replica has whole, with what they are padded with: its leading dimension is of layers."""
+
+    array: Any
+
+
 def join(left: Any, right: Any) -> Partial:
     """Joins a `Partial` with another of its kind, or with a number that all replicas have."""
     if not isinstance(left, Partial):
@@ -69,3 +78,46 @@ def raw(value: Any) -> Any:
 def like(value: Any, x: Any) -> Any:
     """`x` as a `Shard` of the same array if `value` is one."""
     return Shard(x, value.layout) if isinstance(value, Shard) else x
+
+
+def joins(eqn: Any, operands: list[Any]) -> bool:
+    """Returns whether an equation joins a reduction with another of its kind, or with a scalar."""
+    partials = [value for value in operands if isinstance(value, Partial)]
+    if not partials or eqn.outvars[0].aval.shape:
+        return False
+    return all(JOINED_BY[partial.kind] == eqn.primitive.name for partial in partials)
+
+
+def reduces_shards(eqn: Any, sharded: list[Shard]) -> bool:
+    """Returns whether each replica can reduce its shard, and what they then exchange is small."""
+    layout = sharded[0].layout
+    if primitives.contracts_all(eqn):
+        return len(sharded) == 2 and layout == sharded[1].layout
+    if not primitives.reduces(eqn):
+        return False
+    # What is flattened, or has been given another shape, has other rows; but the same layers.
+    shape = eqn.invars[0].aval.shape
+    in_place = shape == layout.shape or (
+        primitives.reduces_layers(eqn) and shape[0] == layout.shape[0]
+    )
+    return primitives.reduces_all(eqn) or (in_place and not layout.flat)
+
+
+def whole(value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """The array of a shape that a value stands for."""
+    array = value if isinstance(value, jax.Array) else jnp.asarray(value)
+    return array if array.shape == shape else jnp.broadcast_to(array, shape)
+
+
+def on_whole(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation of whole arrays, and of single values in the place of arrays of equal elements."""
+    name = eqn.primitive.name
+    if all(jnp.ndim(value) == 0 for value in operands):
+        if name == "broadcast_in_dim":
+            return list(operands)
+        if name in primitives.ELEMENTWISE:
+            return [primitives.bind(eqn, *operands)]
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    arrays = [whole(*pair) for pair in zip(operands, shapes, strict=True)]
+    results = primitives.bind(eqn, *arrays)
+    return list(results) if eqn.primitive.multiple_results else [results]

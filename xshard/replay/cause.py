@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from xshard import mesh as mesh_lib
-from xshard.learners import varying
+from xshard.optimizers import varying
 from xshard.replay import evaluate
 from xshard.replay import program as program_lib
 

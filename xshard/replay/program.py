@@ -14,8 +14,7 @@ import jax
 from jax.extend import core
 
 from xshard import errors
-from xshard.learners import varying
-from xshard.optimizers import inspection, trees
+from xshard.optimizers import inspection, trees, varying
 
 # Equations that are their bodies, and the parameter which holds those.
 INLINED = {

@@ -15,8 +15,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.learners import varying
-from xshard.optimizers import trees
+from xshard.optimizers import trees, varying
 from xshard.stored import replicas as stored
 
 # Calls a function that predicts.

@@ -18,10 +18,9 @@ from jax import lax
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.learners import varying
 from xshard.learners.state import LearnerState, is_learner
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import trees
+from xshard.optimizers import trees, varying
 from xshard.stored import hashing
 
 # The kinds of arrays of which each has a fingerprint, over all learners.

@@ -16,9 +16,9 @@ from xshard import contract, errors, supervised
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.learners import checked, varying, within
+from xshard.learners import checked, within
 from xshard.learners.state import held_like, is_learner
-from xshard.optimizers import gathering, layouts, primitives, trees
+from xshard.optimizers import layouts, primitives, trees, varying
 
 _NONE: varying.Axes = frozenset()
 # Noted of a value beside the axes that it differs along: that it is a shard of a parameter, or made of such otherwise than
@@ -167,7 +167,7 @@ class _Uses:
 
     def _of_equation(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
         name, called = eqn.primitive.name, eqn.params.get("name")
-        if called == gathering.GATHERED:
+        if called == varying.GATHERED:
             return [_other(x.aval) for x in eqn.outvars]
         if called == checked.REPLICAS_OWN:
             return [varying.ALL | _other(x.aval) for x in eqn.outvars]
@@ -283,7 +283,7 @@ def _other(x: Any) -> varying.Axes:
 
 def _gathers(eqn: Any) -> bool:
     """Returns whether an equation gathers a parameter, or holds a program that does."""
-    if eqn.params.get("name") == gathering.GATHERED:
+    if eqn.params.get("name") == varying.GATHERED:
         return True
     return any(_gathers(x) for jaxpr in core.jaxprs_in_params(eqn.params) for x in jaxpr.eqns)
 

@@ -14,8 +14,7 @@ from xshard import contract, errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.learners import varying
-from xshard.optimizers import trees
+from xshard.optimizers import trees, varying
 
 Shapes = Mapping[str, Sequence[int]]
 # Stands, where the results of a program are asked what they differ by, for what is a replica's own.

@@ -11,7 +11,6 @@ import jax
 from jax.extend import core
 
 from xshard import mesh as mesh_lib
-from xshard.optimizers import gathering
 
 # Of the axes that something differs along.
 Axes = frozenset[str]
@@ -27,6 +26,8 @@ _EQUALISING = {
     "all_gather_invariant": "axis_name",
 }
 _EQUAL = "equal_on_replicas"
+# The name of the function that gathers a parameter in shards, as a program shows it.
+GATHERED = "gathered_parameter"
 # What the results of an equation differ by, given what its inputs do; None: it is like any other.
 Special = Callable[[Any, list[Axes]], list[Axes] | None]
 
@@ -128,7 +129,7 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
         # What is no axis, and asked for beside them, is not made equal.
         others = [x - ALL for x in inputs]
         return [_NONE.union(*given, *others) for _ in eqn.outvars]
-    if params.get("name") == gathering.GATHERED:
+    if params.get("name") == GATHERED:
         # In steps, among some replicas each, which all have met in the end.
         return [_NONE.union(*inputs) - {mesh_lib.REPLICA} for _ in eqn.outvars]
     if "callback" in name:

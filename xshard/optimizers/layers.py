@@ -1,0 +1,177 @@
+"""What a rule does with each layer of a stack by itself, on the layers that a replica has.
+
+An array of a stack of layers, as `hk.layer_stack` makes it, has a leading dimension of layers. Where each replica has some
+whole layers, a function that does not mix layers is evaluated on these alone, such as the matrix products in Muon.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from xshard.optimizers import primitives, values
+from xshard.optimizers.values import Layers
+
+# Primitives of matrices, whose other dimensions are of matrices side by side.
+_OF_MATRICES = {"cholesky", "eigh", "householder_product", "lu", "qr", "svd", "triangular_solve"}
+
+
+class MixedError(Exception):
+    """An equation takes several layers together, or is none that is known not to."""
+
+
+def run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """The results of a program of whole stacks.
+
+    Args:
+      jaxpr: the program.
+      consts: of the program.
+      args: `Layers` in the place of each array of all layers; other arrays as they are.
+
+    Returns:
+      `Layers` for what is made of such.
+
+    Raises:
+      MixedError: if it mixes layers.
+    """
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
+    for eqn in jaxpr.eqns:
+        results = equation(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [_whole(read(atom), atom) for atom in jaxpr.outvars]
+
+
+def equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation; operands and results as for `run`."""
+    name = eqn.primitive.name
+    is_layers = [isinstance(x, Layers) for x in operands]
+    if name in primitives.CALLS:
+        function = eqn.params[primitives.CALLS[name]]
+        return run(_opened(function), getattr(function, "consts", ()), operands)
+    if not any(is_layers):
+        return values.on_whole(eqn, operands)
+    if name == "scan":
+        return _scan(eqn, operands, is_layers)
+    if name == "cond":
+        return _cond(eqn, operands, is_layers)
+    changed = _changed(eqn, is_layers, next(x for x in operands if isinstance(x, Layers)))
+    if name in primitives.ELEMENTWISE:
+        operands = _alike(eqn, operands)
+    return [Layers(x) for x in _bind(eqn, [_raw(x) for x in operands], **changed)]
+
+
+def _changed(eqn: Any, is_layers: Sequence[bool], here: Layers) -> dict[str, Any]:
+    """The parameters of an equation of whole stacks that are others for the layers of a replica."""
+    name, params = eqn.primitive.name, eqn.params
+    count, own = eqn.invars[is_layers.index(True)].aval.shape[0], len(here.array)
+    keeps = False
+    changed: dict[str, Any] = {}
+    if name in primitives.ELEMENTWISE:
+        keeps = True
+    elif name == "transpose":
+        keeps = params["permutation"][0] == 0
+    elif name == "reshape":
+        keeps = params["dimensions"] is None and params["new_sizes"][0] == count
+        changed = {"new_sizes": (own, *params["new_sizes"][1:])}
+    elif name == "broadcast_in_dim":
+        keeps = params["broadcast_dimensions"][:1] == (0,) and params["shape"][0] == count
+        changed = {"shape": (own, *params["shape"][1:])}
+    elif name == "squeeze":
+        keeps = 0 not in params["dimensions"]
+    elif name in primitives.REDUCTIONS:
+        keeps = 0 not in params["axes"]
+    elif name == "dot_general":
+        keeps = _keeps_products(params["dimension_numbers"], is_layers)
+    elif name in _OF_MATRICES:
+        keeps = all(is_layers) and all(atom.aval.ndim > 2 for atom in eqn.invars)
+    if not keeps:
+        raise MixedError
+    return changed
+
+
+def _keeps_products(dimension_numbers: Any, is_layers: Sequence[bool]) -> bool:
+    """Returns whether the products are of each layer, and the result's first dimension is that of layers."""
+    (left, _), (of_left, of_right) = dimension_numbers
+    if all(is_layers):
+        return of_left[:1] == of_right[:1] == (0,)
+    return bool(is_layers[0] and not of_left and 0 not in left)
+
+
+def _alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The operands of an elementwise equation; numbers that stand for a whole stack of one value, as large as the others."""
+    shape = next(x.array.shape for x in operands if isinstance(x, Layers))
+    alike = []
+    for x, atom in zip(operands, eqn.invars, strict=True):
+        if isinstance(x, Layers) or not atom.aval.shape:
+            alike.append(x)
+        elif jnp.ndim(x) == 0:
+            alike.append(jnp.broadcast_to(x, shape))
+        else:
+            raise MixedError
+    return alike
+
+
+def _scan(eqn: Any, operands: Sequence[Any], is_layers: Sequence[bool]) -> list[Any]:
+    fixed = eqn.params["num_consts"]
+    carries = fixed + eqn.params["num_carry"]
+    arrays = [_raw(_whole(x, atom)) for x, atom in zip(operands, eqn.invars, strict=True)]
+    inputs = [*arrays[:carries], *(x[0] for x in arrays[carries:])]
+    program, made = _on_layers(eqn.params["jaxpr"], is_layers, inputs)
+    carried, in_each_round = made[: carries - fixed], made[carries - fixed :]
+    # What it scans over, or makes in each round, has another first dimension.
+    if carried != is_layers[fixed:carries] or any(is_layers[carries:]) or any(in_each_round):
+        raise MixedError
+    return _marked(_bind(eqn, arrays, jaxpr=program), made)
+
+
+def _cond(eqn: Any, operands: Sequence[Any], is_layers: Sequence[bool]) -> list[Any]:
+    arrays = [_raw(_whole(x, atom)) for x, atom in zip(operands, eqn.invars, strict=True)]
+    programs, made = zip(
+        *(_on_layers(branch, is_layers[1:], arrays[1:]) for branch in eqn.params["branches"]),
+        strict=True,
+    )
+    if is_layers[0] or any(other != made[0] for other in made):
+        raise MixedError
+    return _marked(_bind(eqn, arrays, branches=programs), made[0])
+
+
+def _on_layers(
+    closed: core.ClosedJaxpr, is_layers: Sequence[bool], arrays: Sequence[Any]
+) -> tuple[core.ClosedJaxpr, list[bool]]:
+    """A program of whole stacks as one of the layers that arrays have, and which of its results are of these."""
+    made: list[bool] = []
+
+    def call(*inputs: Any) -> list[Any]:
+        results = run(closed.jaxpr, closed.consts, _marked(inputs, is_layers))
+        made[:] = [isinstance(x, Layers) for x in results]
+        return [_raw(x) for x in results]
+
+    shapes = []
+    for x, aval in zip(arrays, closed.in_avals, strict=True):
+        shapes.append(jax.ShapeDtypeStruct(jnp.shape(x), aval.dtype, weak_type=aval.weak_type))
+    return jax.make_jaxpr(call)(*shapes), made
+
+
+def _bind(eqn: Any, arrays: Sequence[Any], **changed: Any) -> list[Any]:
+    results = primitives.bind(eqn, *arrays, **changed)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _marked(arrays: Sequence[Any], is_layers: Sequence[bool]) -> list[Any]:
+    return [Layers(x) if of_layers else x for x, of_layers in zip(arrays, is_layers, strict=True)]
+
+
+def _whole(x: Any, atom: Any) -> Any:
+    """`Layers` as they are, or the whole array that a value stands for."""
+    return x if isinstance(x, Layers) else values.whole(x, atom.aval.shape)
+
+
+def _raw(x: Any) -> Any:
+    return x.array if isinstance(x, Layers) else x
+
+
+def _opened(jaxpr: Any) -> core.Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
