@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu python -m benchmarks.exact [--rounds=11] [--steps=5] [--devices=8] [--replicas=8]
 
 The model is that of `benchmarks.step`, of two sizes. With fewer devices than replicas a device computes those
-that it holds one after the other.
+that it holds one after the other, as float sums of as many micro-batches do: these are a third peer then.
 """
 
 from collections.abc import Iterator
@@ -28,6 +28,9 @@ def compare() -> Iterator[measure.Row]:
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
     of_replicas = {"logical_replicas": _REPLICAS.value}
     peers = {"float": {}, "float of as many replicas": of_replicas}
+    held = _REPLICAS.value // _DEVICES.value
+    if held > 1:
+        peers["float of as many micro-batches"] = {"micro_batches": held}
     exact = {**of_replicas, "reduction.arithmetic": "exact"}
     for name, size in _SIZES.items():
         sides = {

@@ -175,8 +175,10 @@ class Parts:
         """The results of an exchange, of what a device's replicas bring: those that all have, and the shards of each."""
         # Without the dimension of places, of which there is one on a device.
         held = [[x[0] for x in of_round] for of_round in brought]
-        is_one = jnp.concatenate(numbers) < self._replicas.count
         exchange, replicas = self.split.exchanges[at], self._replicas
+        # Where there is a replica at each place, nothing is read of it.
+        is_full = replicas.places == replicas.count
+        is_one = None if is_full else jnp.concatenate(numbers) < replicas.count
         how = replicas.count, replicas.limbs, replicas.gather_steps
         made = sums.combine(exchange.kinds, held, is_one, *how)
         equal, shards = Results(), [Results() for _ in brought]

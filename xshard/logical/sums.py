@@ -25,7 +25,7 @@ _BITS = 30
 def combine(
     kinds: Sequence[split.Kind],
     brought: Sequence[Sequence[jax.Array]],
-    is_one: jax.Array,
+    is_one: jax.Array | None,
     count: int,
     limbs: int,
     gather_steps: Sequence[Any] = (None,),
@@ -35,7 +35,7 @@ def combine(
     Args:
       kinds: of each array how it is exchanged.
       brought: for each place on the device the arrays that the replica at it brings.
-      is_one: for each place whether there is a replica at it.
+      is_one: for each place whether there is a replica at it; None: at each.
       count: the replicas of a group.
       limbs: the integers by which a floating-point number is added up, so that the order does not show; 0: none.
       gather_steps: as `Replicas.gather_steps`.
@@ -146,7 +146,9 @@ def _added(held: Sequence[jax.Array]) -> jax.Array:
 
 def _largest(held: Sequence[jax.Array]) -> jax.Array:
     """The largest magnitudes, or NaN, of the elements at each place of arrays."""
-    return functools.reduce(jnp.maximum, map(jnp.abs, held))
+    # Of positive floats the integers with the same bits have the same order, and those of NaN are above all.
+    bits = [lax.bitcast_convert_type(jnp.abs(x), jnp.int32) for x in held]
+    return lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
 
 
 def _exponent(x: jax.Array, least: int) -> jax.Array:
@@ -160,7 +162,7 @@ def _power(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def _extreme(kind: str, held: Sequence[jax.Array], is_one: jax.Array) -> jax.Array:
+def _extreme(kind: str, held: Sequence[jax.Array], is_one: jax.Array | None) -> jax.Array:
     """The maximum or minimum over all replicas."""
     is_whole = jnp.issubdtype(held[0].dtype, jnp.integer)
     if kind == split.MIN:
@@ -170,6 +172,8 @@ def _extreme(kind: str, held: Sequence[jax.Array], is_one: jax.Array) -> jax.Arr
     return lax.pmax(functools.reduce(jnp.maximum, _where(is_one, held, least)), mesh_lib.REPLICAS)
 
 
-def _where(is_one: jax.Array, held: Sequence[jax.Array], other: Any = 0) -> list[jax.Array]:
+def _where(is_one: jax.Array | None, held: Sequence[jax.Array], other: Any = 0) -> list[jax.Array]:
     """The arrays of replicas, with another value at the places where there is none."""
+    if is_one is None:
+        return list(held)
     return [jnp.where(is_one[i], x, jnp.asarray(other, x.dtype)) for i, x in enumerate(held)]
