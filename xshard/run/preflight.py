@@ -72,10 +72,10 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
         mapped = step.on_replicas(experiment, replicas.mesh)
         what = contract.described(experiment.train_step)
         return logical.Program(what, mapped, replicas, donate_argnums=0)
+    watched_step = step.make_watched_step(experiment, mesh)
     on_tpus = mesh.devices.flat[0].platform == "tpu"
     options = _WHILE_COMPUTING if on_tpus and experiment.config.reduction.shard_params else None
-    mapped = step.make_watched_step(experiment, mesh)
-    return jax.jit(mapped, donate_argnums=0, compiler_options=options)
+    return jax.jit(watched_step, donate_argnums=0, compiler_options=options)
 
 
 def one_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
