@@ -20,6 +20,11 @@ from xshard.stored import replicas as stored
 
 # Calls a function that predicts.
 _Ask = Callable[[Callable[..., Any]], Any]
+# What a TPU gathers goes on while it computes. On v5e the compiler decides so by itself, on v5p and v6e it does not.
+_WHILE_COMPUTING = {
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+}
 
 
 def train_batches(
@@ -69,7 +74,10 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
         mapped = step.on_replicas(experiment, replicas.mesh)
         what = contract.described(experiment.train_step)
         return logical.Program(what, mapped, replicas, donate_argnums=0)
-    return jax.jit(step.make_watched_step(experiment, mesh), donate_argnums=0)
+    watched_step = step.make_watched_step(experiment, mesh)
+    on_tpus = mesh.devices.flat[0].platform == "tpu"
+    options = _WHILE_COMPUTING if on_tpus and experiment.config.reduction.shard_params else None
+    return jax.jit(watched_step, donate_argnums=0, compiler_options=options)
 
 
 def one_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
