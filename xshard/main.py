@@ -118,7 +118,7 @@ def main(argv: Sequence[str], config: Any) -> int:
         )
     if _QUIET.value and _VERBOSE.value:
         raise errors.UserError("--quiet and --verbose exclude each other; give one of them.")
-    _set_up_cpu(config)
+    origin_lib.set_up_cpu(config, _CPU_DEVICES.value)
     # Haiku then refuses what would leak tracers into its state.
     hk.config.set(check_jax_usage=True)
     if _MODE.value != "train" and _INIT_FROM.value is not None:
@@ -136,15 +136,6 @@ def main(argv: Sequence[str], config: Any) -> int:
     signals.ignore()
     jax.distributed.shutdown()
     return code
-
-
-def _set_up_cpu(config: Any) -> None:
-    """Has JAX make the devices that the flags say, if it computes on the CPU."""
-    if _CPU_DEVICES.value:
-        jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
-    if config.get("logical_replicas") and origin_lib.cores() == 1:
-        # XLA computes some sums in another order where it has one thread; the number of several does not show.
-        os.environ.setdefault("NPROC", "2")
 
 
 def _run_on_place(config: Any, run_directory: str, timeouts: rendezvous.Timeouts) -> int:

@@ -8,11 +8,13 @@ import platform
 import subprocess
 import sys
 import zlib
+from typing import Any
 
 import jax
 import ml_collections
 
 from xshard import config as config_lib
+from xshard import logical
 from xshard.files import identity as identity_lib
 from xshard.files import workdir
 from xshard.pod import processes
@@ -20,6 +22,7 @@ from xshard.pod import processes
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
 # The environment variables that change what XLA makes of a program.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_INSTRUCTIONS, _X86 = "xla_cpu_max_isa", ("x86_64", "AMD64")
 # A repository on a slow disk is not waited for.
 _GIT_SECONDS = 10.0
 
@@ -81,6 +84,25 @@ def _instructions() -> int:
         return 0
     features = [line for line in lines if line.startswith(("flags", "Features"))]
     return zlib.crc32(" ".join(sorted(features[0].split())).encode()) if features else 0
+
+
+def set_up_cpu(config: Any, devices: int = 0) -> None:
+    """Has JAX compute on CPUs as a run needs it; to be called before JAX has any devices.
+
+    Args:
+      config: the run's, or a dictionary as it.
+      devices: the virtual devices that the CPU is split into; 0: JAX decides.
+    """
+    if devices:
+        jax.config.update("jax_num_cpu_devices", devices)
+    if config.get("logical_replicas") and cores() == 1:
+        # XLA computes some sums in another order where it has one thread; the number of several does not show.
+        os.environ.setdefault("NPROC", "2")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if logical.is_exact(config) and _INSTRUCTIONS not in flags and platform.machine() in _X86:
+        # Later ones multiply, add and round once. Which operations LLVM joins so depends on what else is in a program, and that on
+        # the number of devices.
+        os.environ["XLA_FLAGS"] = f"{flags} --{_INSTRUCTIONS}=AVX".strip()
 
 
 def cores() -> int | None:

@@ -15,12 +15,11 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-
-import jax
+from typing import Any
 
 from xshard import cli, errors
 from xshard.files import jsonfile, workdir
-from xshard.pod import notice
+from xshard.pod import notice, origin
 
 NOT_REPRODUCED = 4
 _OF_VERIFY = ("verify_resume", "verify_devices", "verify_processes", "verify_tolerance")
@@ -86,10 +85,11 @@ def _main(argv: Sequence[str]) -> int:
     if options.cpu_devices < 0:
         raise errors.UserError(f"--cpu_devices={options.cpu_devices} must be at least 1.")
     devices = options.cpu_devices
-    if not devices and options.verify_resume is None:
-        devices = _devices_of(options.run)
-    if devices:
-        jax.config.update("jax_num_cpu_devices", devices)
+    config: dict[str, Any] = {}
+    if options.verify_resume is None:
+        devices = devices or _devices_of(options.run)
+        config = jsonfile.read_if_exists(workdir.Workdir(options.run).config) or {}
+    origin.set_up_cpu(config, devices)
     # Here: what they import asks for devices.
     from xshard.replay import report, verify
 
@@ -106,8 +106,8 @@ def _main(argv: Sequence[str]) -> int:
 
 def _devices_of(directory: str) -> int:
     """The number of devices that a run had, of whichever kind; 0 if it is not known."""
-    origin = jsonfile.read_if_exists(workdir.Workdir(directory).origin) or {}
-    match = re.match(r"(\d+) ", str(origin.get("devices", "")))
+    content = jsonfile.read_if_exists(workdir.Workdir(directory).origin) or {}
+    match = re.match(r"(\d+) ", str(content.get("devices", "")))
     return int(match[1]) if match else 0
 
 
