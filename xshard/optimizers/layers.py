@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from xshard.optimizers import primitives, values
+from xshard.optimizers import primitives, values, varying
 from xshard.optimizers.values import Layers
 
 # Primitives of matrices, whose other dimensions are of matrices side by side.
@@ -50,7 +50,7 @@ def equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     is_layers = [isinstance(x, Layers) for x in operands]
     if name in primitives.CALLS:
         function = eqn.params[primitives.CALLS[name]]
-        return run(_opened(function), getattr(function, "consts", ()), operands)
+        return run(varying.opened(function), getattr(function, "consts", ()), operands)
     if not any(is_layers):
         return values.on_whole(eqn, operands)
     if name == "scan":
@@ -171,7 +171,3 @@ def _whole(x: Any, atom: Any) -> Any:
 
 def _raw(x: Any) -> Any:
     return x.array if isinstance(x, Layers) else x
-
-
-def _opened(jaxpr: Any) -> core.Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
