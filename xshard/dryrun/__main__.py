@@ -29,7 +29,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.dryrun import described, estimate, plan, summary
-from xshard.files import jsonfile, streams
+from xshard.files import jsonfile
 from xshard.learners.state import is_learner
 from xshard.metrics import chips
 from xshard.pod import notice
@@ -253,16 +253,19 @@ def main(argv: Sequence[str]) -> int:
 
 def run() -> int:
     """Parses the flags and runs; an error of the user's becomes one message."""
-    streams.last()
     logging.set_verbosity(logging.WARNING)
-    if "--help" in sys.argv[1:]:
-        print(f"{__doc__}\n{_FLAGS.module_help(sys.modules[__name__])}")
-        return notice.DONE
-    code = cli.run(lambda: main(cli.parse(_CONFIG, _FLAGS)), has_debug_flag=True)
+    code = cli.run(_run, has_debug_flag=True)
     if code == notice.INTERRUPTED:
         # The compiler is still at work in its thread, and is not waited for.
         os._exit(code)
     return code
+
+
+def _run() -> int:
+    if "--help" in sys.argv[1:]:
+        print(f"{__doc__}\n{_FLAGS.module_help(sys.modules[__name__])}")
+        return notice.DONE
+    return main(cli.parse(_CONFIG, _FLAGS))
 
 
 if __name__ == "__main__":
