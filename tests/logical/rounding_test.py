@@ -1,13 +1,14 @@
 """On CPUs a run with exact sums rounds each operation by itself, whatever else is in its programs."""
 
 import json
-import os
 import pathlib
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from tests.checkpoint import harness
 
 PROGRAM = """
 import json, sys
@@ -28,8 +29,8 @@ EXACT = {"logical_replicas": 2, "reduction": {"arithmetic": "exact"}}
 
 def rounded_otherwise(config, flags=""):
     """The numbers of devices, and of sums that are not those of rounded products."""
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", PROGRAM, json.dumps(config)]
+    environment = harness.environment(XLA_FLAGS=flags)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return tuple(map(int, done.stdout.split()))

@@ -1,10 +1,15 @@
 """All of optax's rules: an update with exact sums is the same on any number of devices."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tests
+from tests.checkpoint import harness as processes
 from tests.optimizers import harness, table
 from xshard import logical
 from xshard import mesh as mesh_lib
@@ -23,21 +28,25 @@ def make_step(name):
     )
 
 
-def trajectory(devices, name):
-    """Parameters and state of a rule after each of some steps on so many devices."""
+def trajectory(devices, names):
+    """Parameters and state of rules in one program, after each of some steps on so many devices."""
     mesh = mesh_lib.make_mesh(devices=jax.devices()[:devices])
     replicas = logical.Replicas(_COUNT, mesh, limbs=1)
-    transformed = make_step(name)
+    transformed = {name: make_step(name) for name in names}
 
     def step(held, x):
-        (_, params, _), state = transformed.apply({}, held[1], None, held[0], x)
-        return params, state
+        new = {}
+        for name, (params, state) in held.items():
+            (_, params, _), state = transformed[name].apply({}, state, None, params, x)
+            new[name] = params, state
+        return new
 
     mapped = logical.Mapped(step, (jax.P(), _ROWS), jax.P())
     program = logical.Program("step", lambda *_: mapped, replicas)
     params, batch = harness.params(), harness.batch()
-    held = params, transformed.init(jax.random.key(0), params, batch)[1]
-    held, states = jax.device_put(held, mesh_lib.sharding(mesh)), []
+    init = lambda name: transformed[name].init(jax.random.key(0), params, batch)[1]
+    held, states = {name: (params, init(name)) for name in names}, []
+    held = jax.device_put(held, mesh_lib.sharding(mesh))
     for number in range(_STEPS):
         # The last rows are at places without a replica.
         rows = np.full((replicas.rows(len(batch)), batch.shape[1]), np.nan, np.float32)
@@ -49,8 +58,40 @@ def trajectory(devices, name):
 
 @pytest.mark.parametrize("name", table.NAMES)
 def test_an_update_does_not_depend_on_the_devices(name):
-    alone = trajectory(1, name)
+    alone = trajectory(1, [name])
     # Of three the last has none of the four replicas.
-    harness.assert_equal(trajectory(3, name), alone)
-    changed = jax.tree.map(lambda x, y: bool(jnp.any(x != y)), alone[-1][0], harness.params())
+    harness.assert_equal(trajectory(3, [name]), alone)
+    new, old = alone[-1][name][0], harness.params()
+    changed = jax.tree.map(lambda x, y: bool(jnp.any(x != y)), new, old)
     assert all(jax.tree.leaves(changed))
+
+
+def compare():
+    """Prints which of some rules in one program end otherwise on three devices than on one."""
+    names = [name for name in table.NAMES[::7] if name != "noisy_sgd"]
+    alone, among_three = trajectory(1, names)[-1], trajectory(3, names)[-1]
+    for name in names:
+        pairs = zip(jax.tree.leaves(alone[name]), jax.tree.leaves(among_three[name]), strict=True)
+        if any(np.asarray(x).tobytes() != np.asarray(y).tobytes() for x, y in pairs):
+            print(name)
+
+
+# As a run does.
+_PROGRAM = """
+from xshard.pod import origin
+
+origin.set_up_cpu({"logical_replicas": 4, "reduction": {"arithmetic": "exact"}}, 3)
+
+from tests.logical import rules_test
+
+rules_test.compare()
+"""
+
+
+def test_nor_do_many_in_one_program():
+    # Where products and sums may be joined one of them does, compiled with these flags.
+    environment = processes.environment(XLA_FLAGS=tests.XLA_FLAGS)
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
