@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from xshard.optimizers import dependence
+from xshard.optimizers import dependence, primitives
 
 
 def is_in(jaxpr: core.Jaxpr) -> bool:
@@ -20,15 +20,13 @@ def is_in(jaxpr: core.Jaxpr) -> bool:
 
 def run(program: core.ClosedJaxpr, *args: Any) -> list[Any]:
     """The results of a program, of which what is computed again stays so within another `jax.checkpoint`."""
-    jaxpr = program.jaxpr
-    found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
-    read = lambda x: x.val if isinstance(x, core.Literal) else found[x]
-    for eqn in jaxpr.eqns:
+
+    def of_equation(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
         # The names that profiles show.
         with jax.named_scope(str(eqn.source_info.name_stack)):
-            results = _results(eqn, [read(x) for x in eqn.invars])
-        found.update(zip(eqn.outvars, results, strict=True))
-    return [read(x) for x in jaxpr.outvars]
+            return _results(eqn, inputs)
+
+    return primitives.evaluate(program.jaxpr, program.consts, args, of_equation)
 
 
 def _holds(eqn: Any) -> bool:
@@ -48,8 +46,7 @@ def _results(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
         ]
         params = {**params, "jaxpr": jax.make_jaxpr(lambda *xs: run(body, *xs))(*shapes)}
         return eqn.primitive.bind(*inputs, **params)
-    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
-    return results if eqn.primitive.multiple_results else [results]
+    return primitives.bind(eqn, *inputs)
 
 
 def _computed_again(params: Any) -> Any:

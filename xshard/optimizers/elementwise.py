@@ -8,7 +8,6 @@ For what mixes elements otherwise an array is gathered, and from there on comput
 """
 
 import contextvars
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,16 +113,8 @@ class _Evaluator:
         self._layers: dict[values.Shard, jax.Array] = {}
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The results of a jaxpr; an operand that it returns untouched is the same object."""
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            results = self._equation(eqn, [read(atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        """The results of a jaxpr, as `primitives.evaluate` has it."""
+        return primitives.evaluate(jaxpr, consts, args, self._equation)
 
     def array(self, value: Any, shape: tuple[int, ...]) -> Any:
         """A `Shard`, or the whole array of a shape that anything else stands for."""
@@ -163,7 +154,7 @@ class _Evaluator:
             return self._cond(eqn, operands)
         if name in primitives.ELEMENTWISE:
             shapes = [atom.aval.shape for atom in eqn.invars]
-            function = functools.partial(primitives.bind, eqn)
+            function = lambda *arrays: primitives.bind(eqn, *arrays)[0]
             return [self._elementwise(function, operands, shapes, eqn.outvars[0])]
         if primitives.keeps_the_order(eqn):
             return sharded
@@ -247,7 +238,7 @@ class _Evaluator:
         dims = eqn.params["axes"]
         if primitives.reduces_layers(eqn):
             dims = tuple(range(1, len(first.layout.shape)))
-        own = primitives.bind(eqn, first.array, axes=dims)
+        (own,) = primitives.bind(eqn, first.array, axes=dims)
         if first.layout.dim in dims:
             return self._partition.across(kind, own)
         return self._partition.gather(first.layout.without(dims), own)

@@ -36,12 +36,8 @@ def run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
     Raises:
       MixedError: if it mixes layers.
     """
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
-    for eqn in jaxpr.eqns:
-        results = equation(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [_whole(read(atom), atom) for atom in jaxpr.outvars]
+    results = primitives.evaluate(jaxpr, consts, args, equation)
+    return list(map(_whole, results, jaxpr.outvars))
 
 
 def equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -60,7 +56,7 @@ def equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     changed = _changed(eqn, is_layers, next(x for x in operands if isinstance(x, Layers)))
     if name in primitives.ELEMENTWISE:
         operands = _alike(eqn, operands)
-    return [Layers(x) for x in _bind(eqn, [_raw(x) for x in operands], **changed)]
+    return list(map(Layers, primitives.bind(eqn, *map(_raw, operands), **changed)))
 
 
 def _changed(eqn: Any, is_layers: Sequence[bool], here: Layers) -> dict[str, Any]:
@@ -117,47 +113,44 @@ def _alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 def _scan(eqn: Any, operands: Sequence[Any], is_layers: Sequence[bool]) -> list[Any]:
     fixed = eqn.params["num_consts"]
     carries = fixed + eqn.params["num_carry"]
-    arrays = [_raw(_whole(x, atom)) for x, atom in zip(operands, eqn.invars, strict=True)]
-    inputs = [*arrays[:carries], *(x[0] for x in arrays[carries:])]
-    program, made = _on_layers(eqn.params["jaxpr"], is_layers, inputs)
+    program, made = _on_layers(eqn.params["jaxpr"], operands)
     carried, in_each_round = made[: carries - fixed], made[carries - fixed :]
     # What it scans over, or makes in each round, has another first dimension.
     if carried != is_layers[fixed:carries] or any(is_layers[carries:]) or any(in_each_round):
         raise MixedError
-    return _marked(_bind(eqn, arrays, jaxpr=program), made)
+    return _marked(primitives.bind(eqn, *_arrays(eqn, operands), jaxpr=program), made)
 
 
 def _cond(eqn: Any, operands: Sequence[Any], is_layers: Sequence[bool]) -> list[Any]:
-    arrays = [_raw(_whole(x, atom)) for x, atom in zip(operands, eqn.invars, strict=True)]
-    programs, made = zip(
-        *(_on_layers(branch, is_layers[1:], arrays[1:]) for branch in eqn.params["branches"]),
-        strict=True,
-    )
-    if is_layers[0] or any(other != made[0] for other in made):
+    on_layers = [_on_layers(branch, operands[1:]) for branch in eqn.params["branches"]]
+    programs, (made, *others) = zip(*on_layers, strict=True)
+    if is_layers[0] or any(other != made for other in others):
         raise MixedError
-    return _marked(_bind(eqn, arrays, branches=programs), made[0])
+    return _marked(primitives.bind(eqn, *_arrays(eqn, operands), branches=programs), made)
 
 
 def _on_layers(
-    closed: core.ClosedJaxpr, is_layers: Sequence[bool], arrays: Sequence[Any]
+    closed: core.ClosedJaxpr, operands: Sequence[Any]
 ) -> tuple[core.ClosedJaxpr, list[bool]]:
-    """A program of whole stacks as one of the layers that arrays have, and which of its results are of these."""
+    """A program of whole stacks as one of the layers of its operands, and which of its results are of these."""
+    is_layers = [isinstance(x, Layers) for x in operands]
     made: list[bool] = []
 
     def call(*inputs: Any) -> list[Any]:
         results = run(closed.jaxpr, closed.consts, _marked(inputs, is_layers))
         made[:] = [isinstance(x, Layers) for x in results]
-        return [_raw(x) for x in results]
+        return list(map(_raw, results))
 
     shapes = []
-    for x, aval in zip(arrays, closed.in_avals, strict=True):
-        shapes.append(jax.ShapeDtypeStruct(jnp.shape(x), aval.dtype, weak_type=aval.weak_type))
+    for x, aval in zip(operands, closed.in_avals, strict=True):
+        shape = (len(x.array), *aval.shape[1:]) if isinstance(x, Layers) else aval.shape
+        shapes.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
     return jax.make_jaxpr(call)(*shapes), made
 
 
-def _bind(eqn: Any, arrays: Sequence[Any], **changed: Any) -> list[Any]:
-    results = primitives.bind(eqn, *arrays, **changed)
-    return list(results) if eqn.primitive.multiple_results else [results]
+def _arrays(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The arrays of layers, or whole ones, of the operands of an equation."""
+    return [_raw(_whole(x, atom)) for x, atom in zip(operands, eqn.invars, strict=True)]
 
 
 def _marked(arrays: Sequence[Any], is_layers: Sequence[bool]) -> list[Any]:

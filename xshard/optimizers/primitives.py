@@ -1,8 +1,10 @@
-"""What JAX's primitives do to the places of an array's elements."""
+"""What JAX's primitives do to the places of an array's elements, and programs evaluated equation by equation."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend import core
 
 # Primitives that make each element of their result from the elements at its place.
 ELEMENTWISE = {
@@ -26,13 +28,32 @@ CALLS = {
 }
 
 
-def bind(eqn: Any, *arrays: Any, **changed: Any) -> Any:
-    """Does with arrays what an equation does, with some of its parameters changed."""
+def evaluate(
+    jaxpr: core.Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    of_equation: Callable[[Any, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """The results of a program, those of each equation being `of_equation(eqn, operands)`.
+
+    An operand that it returns untouched is the same object.
+    """
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
+    for eqn in jaxpr.eqns:
+        results = of_equation(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def bind(eqn: Any, *arrays: Any, **changed: Any) -> list[Any]:
+    """The results of an equation of arrays, with some of its parameters changed."""
     params = {**eqn.params, **changed}
     if eqn.primitive.name == "convert_element_type":
         # Its sharding is one of whole arrays.
         params["sharding"] = None
-    return eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
+    results = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def reduces_layers(eqn: Any) -> bool:

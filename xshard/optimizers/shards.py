@@ -155,16 +155,18 @@ class Partition:
             return shard
         missing = -layout.shape[0] % self.count
         x = jnp.pad(shard, [(0, missing), *[(0, 0)] * (shard.ndim - 1)])
-        ends = {"split_axis": 0, "concat_axis": layout.dim, "tiled": True}
-        return _in_place(functools.partial(lax.all_to_all, **ends, **self._axis), layout)(x)
+        return self._exchange(layout, x, split_axis=0, concat_axis=layout.dim)
 
     def from_layers(self, layout: layouts_lib.Layout, layers: jax.Array) -> jax.Array:
         """The inverse of `to_layers`."""
         if layout.dim == 0:
             return layers
-        ends = {"split_axis": layout.dim, "concat_axis": 0, "tiled": True}
-        x = _in_place(functools.partial(lax.all_to_all, **ends, **self._axis), layout)(layers)
+        x = self._exchange(layout, layers, split_axis=layout.dim, concat_axis=0)
         return x[: layout.shape[0]]
+
+    def _exchange(self, layout: layouts_lib.Layout, x: jax.Array, **ends: Any) -> jax.Array:
+        exchange = functools.partial(lax.all_to_all, tiled=True, **ends, **self._axis)
+        return _in_place(exchange, layout)(x)
 
     def all_layers(self, layers: jax.Array, count: int) -> jax.Array:
         """The whole array of so many layers, of those that each replica has."""

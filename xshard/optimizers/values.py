@@ -116,8 +116,6 @@ def on_whole(eqn: Any, operands: Sequence[Any]) -> list[Any]:
         if name == "broadcast_in_dim":
             return list(operands)
         if name in primitives.ELEMENTWISE:
-            return [primitives.bind(eqn, *operands)]
+            return primitives.bind(eqn, *operands)
     shapes = [atom.aval.shape for atom in eqn.invars]
-    arrays = [whole(*pair) for pair in zip(operands, shapes, strict=True)]
-    results = primitives.bind(eqn, *arrays)
-    return list(results) if eqn.primitive.multiple_results else [results]
+    return primitives.bind(eqn, *map(whole, operands, shapes))
