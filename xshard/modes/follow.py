@@ -156,7 +156,7 @@ class Follower:
         self._writers = writers.open_all(self._config.writers, part)
         path = self._own.path / "best.json"
         keep = states.keep(self._config.checkpoint)
-        # An old best.json is opened even if the config keeps no best checkpoints any more, so that its pins are removed.
+        # An old best.json is opened even if the config no longer keeps best checkpoints, so that its pins are removed.
         if keep.best or disk.exists(path):
             self._best = _Best(path, keep, self._checkpoints, rows)
 
@@ -187,7 +187,7 @@ class Follower:
         if values is None:
             return
         self._judged = step
-        # best.json is written before the row: after a kill in between, the step is evaluated again, since it has no row.
+        # best.json is written before the row. After a kill in between, the step has no row and is evaluated again.
         if self._best is not None:
             self._best.judged(step, values)
         row, text = log.evaluation(step, values)
@@ -300,7 +300,7 @@ def run(
 
 
 def _read_best(path: pathlib.Path) -> dict[str, Any]:
-    """Reads best.json, with empty lists if the file does not exist; raises UserError if this job cannot have written it."""
+    """Reads best.json, with empty lists if there is no file; raises UserError if this job cannot have written it."""
     content: dict[str, Any] = {"metric": None, "mode": None, "best": [], "pinned": []}
     content |= jsonfile.read_if_exists(path) or {}
     if not _is_best(content["best"], content["pinned"]):

@@ -125,7 +125,7 @@ def check_reached(
             _check_is_new(manager, directory, run)
         return None
     # An earlier checkpoint is acceptable only if the newest one is known to be damaged, deleted by hand, or given up by
-    # a roll-back. If it is missing for no known reason, perhaps a disk is not mounted, and steps would be lost silently.
+    # a roll-back. If it is missing for no known reason, perhaps a disk is not mounted; resuming would lose steps.
     if latest is not None and (latest >= reached.step or manager.is_given_up(reached.folder)):
         return reached.step
     store = manager.store
