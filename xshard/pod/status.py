@@ -33,7 +33,7 @@ class Status:
         self._rate = clock.Rate(_RATE_ROWS)
 
     def doing(self, what: str, **more: Any) -> None:
-        """Sets the phase of the process and other fields: `step`, `steps`, and `seconds` as in `xshard.metrics.clock`."""
+        """Sets the phase, and other fields: `step`, `steps`, and `seconds` as `xshard.metrics.clock` has them."""
         row = self._row
         if row["first"] is None:
             more["first"] = more.get("step")
