@@ -70,9 +70,7 @@ _TPU = flags.DEFINE_string(
 _DIRECTORY = flags.DEFINE_string("directory", "xshard", "tpu_vm: the code's folder on the hosts.")
 _IMAGE = flags.DEFINE_string("image", None, "gke: the container image, with the code in it.")
 _SLICES = flags.DEFINE_integer("slices", 1, "gke: the number of slices.", 1)
-_NAMESPACE = flags.DEFINE_string(
-    "namespace", None, "gke: the namespace; by default kubectl's own."
-)
+_NAMESPACE = flags.DEFINE_string("namespace", None, "gke: the namespace; by default kubectl's own.")
 _TARGET = flags.DEFINE_string(
     "target", "//experiments/digits", "xmanager: the Bazel target of the program."
 )
