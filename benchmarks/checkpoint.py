@@ -179,6 +179,7 @@ def child(task: str, side: str, count: int, directory: pathlib.Path) -> dict[str
 
 
 def _timed_saves(peer: Any, state: Any) -> dict[str, float]:
+    # Pending writes of earlier work would compete with the save.
     os.sync()
     before = _memory("VmRSS", reset=True)
     begin = time.perf_counter()
@@ -197,6 +198,7 @@ def _timed_saves(peer: Any, state: Any) -> dict[str, float]:
 
 
 def _drop_cache(directory: pathlib.Path) -> None:
+    # The kernel drops only clean pages.
     os.sync()
     for path in directory.rglob("*"):
         if path.is_file():
@@ -208,6 +210,7 @@ def _drop_cache(directory: pathlib.Path) -> None:
 def _memory(key: str, reset: bool = False) -> float:
     """Returns this process's memory in MB, after resetting its peak if `reset`."""
     if reset:
+        # 5 resets the peak, VmHWM, to the current memory.
         pathlib.Path("/proc/self/clear_refs").write_text("5")
     status = pathlib.Path("/proc/self/status").read_text()
     return int(status.split(f"{key}:")[1].split()[0]) / 1e3

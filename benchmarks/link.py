@@ -90,6 +90,7 @@ def turn(hosts: network.Hosts, scratch: pathlib.Path, reduction: dict[str, bool]
     """Returns the bytes that a host sends per additional step, and the seconds of a step."""
     keys = [f"--config.reduction.{key}={value}" for key, value in reduction.items()]
     sent, seconds = [], []
+    # The difference of two runs cancels the bytes that a run sends besides its steps, such as at its start.
     for steps in (_STEPS.value, 2 * _STEPS.value):
         with tempfile.TemporaryDirectory(dir=scratch) as directory:
             before = hosts.bytes_sent(0)

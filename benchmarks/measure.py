@@ -42,6 +42,7 @@ def ratio(
     at_most: float | None = None,
 ) -> Row:
     """Returns the row of a ratio: in each round, the value of our side divided by the peer's."""
+    # Ratios within a round, because a machine that is slow for a while slows both sides of the round.
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return Row(what, against, *_spread(ratios), at_most=at_most)
 

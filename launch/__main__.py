@@ -103,6 +103,7 @@ def make_engine(name: str) -> engine.Engine:
 def main(argv: Sequence[str]) -> int:
     """Executes the command line; returns the exit code."""
     before, command = split(argv)
+    # Allows flags after words, as in `kill NAME --engine=slurm`.
     flags.FLAGS.set_gnu_getopt(True)
     try:
         words = flags.FLAGS(before)[1:]
@@ -120,9 +121,11 @@ def main(argv: Sequence[str]) -> int:
     jobs = sweep.jobs(job, points) or [job]
     if job.least:
         elastic.check(jobs)
+    # The plan comes before the claim, so that a sweep that the engine refuses claims no directory.
     plan = chosen.launch(jobs)
     if points and not _DRY_RUN.value:
         sweep.claim(job.workdir, points, jobs)
+    # On this machine the launcher supervises the processes itself instead of running the plan.
     if not isinstance(chosen, local.Local) or _DRY_RUN.value:
         return _do(plan)
     return sweep.run(jobs, chosen, _PARALLEL.value) if points else local.run(job, chosen)

@@ -39,8 +39,8 @@ def parse(text: str) -> Hosts:
         if 1 <= hosts.least <= hosts.most:
             return hosts
     raise engine.LaunchError(
-        f"--elastic={text} must be MIN:MAX, two whole numbers of which 1 <= MIN <= MAX, as in --elastic=2:4: the "
-        "fewest hosts that the run may go on with, and those that it starts on."
+        f"--elastic={text} must be MIN:MAX, two whole numbers with 1 <= MIN <= MAX, as in --elastic=2:4: the "
+        "fewest hosts on which the run may go on, and the number on which it starts."
     )
 
 

@@ -106,6 +106,7 @@ class Plan:
             _write(path, content, 0o666)
         with contextlib.ExitStack() as stack:
             for path, content in self.private.items():
+                # An existing file would keep its mode, and others could read the token.
                 path.unlink(missing_ok=True)
                 stack.callback(path.unlink, missing_ok=True)
                 _write(path, content.replace(TOKEN, token), 0o600)

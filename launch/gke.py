@@ -163,7 +163,7 @@ class Gke(engine.Engine):
         chips = math.prod(map(int, sizes))
         if chips > host_chips and chips % host_chips:
             raise engine.LaunchError(
-                f"--tpu={self.tpu} has {chips} chips, which hosts of {host_chips} do not divide."
+                f"--tpu={self.tpu} has {chips} chips, which must be a multiple of the {host_chips} of a host."
             )
         selector = {
             "cloud.google.com/gke-tpu-accelerator": accelerator,

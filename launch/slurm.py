@@ -85,12 +85,13 @@ class Slurm(engine.Engine):
             if not re.fullmatch(r"--[a-z-]+(=[^\s\"'\\#]+)?", line):
                 raise engine.LaunchError(
                     f"{line!r} cannot be an option of sbatch in a script: it must be --name=value without "
-                    "spaces, quotes and '#'. A work directory without them, or --sbatch=--name=value, mends it."
+                    "spaces, quotes and '#'. Give a work directory without them, or --sbatch=--name=value."
                 )
         return _SCRIPT.format(
             options="\n".join(f"#SBATCH {line}" for line in ("--requeue", *lines, *self.options)),
             directory=shlex.quote(os.getcwd()),
             choice=_choice(jobs),
+            # An elastic job runs one process on each node that it got, which may be fewer after a requeue.
             hosts='--ntasks="$SLURM_NNODES" ' if jobs[0].least else "",
             log='"$log"',
             token=handshake.VARIABLE,

@@ -82,10 +82,11 @@ def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
     config = jsonfile.read_if_exists(directory / "config.json")
     if config is None:
         return None
+    # The checkpoints may be outside of the work directory.
     elsewhere = config_lib.flatten(config).get("checkpoint.directory")
     if not isinstance(elsewhere, str):
         raise engine.LaunchError(
-            f"{directory / 'config.json'} is no run's config: its checkpoint.directory is {elsewhere!r}, no text."
+            f"{directory / 'config.json'} is not a run's config: its checkpoint.directory is {elsewhere!r}, not text."
         )
     store = store_lib.Store(elsewhere or directory / "checkpoints")
     newest = max(format_lib.committed(store), key=lambda attempt: attempt.step, default=None)
@@ -116,6 +117,7 @@ def _compare(directories: Sequence[str], as_json: bool) -> int:
 def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:
     age = time.time() - process["time"]
     step, steps, rate = process["step"], process["steps"], process["rate"]
+    # A process that has ended writes no more, so its silence is no sign of trouble.
     is_going_on = not process["doing"].startswith(status_lib.ENDS)
     is_silent = is_going_on and age > status_lib.SILENT_SECONDS
     left = None

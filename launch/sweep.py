@@ -266,7 +266,7 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     path = directory / POINTS_FILE
     points = jsonfile.read(path, list)
     if not all(isinstance(point, dict) for point in points):
-        raise engine.LaunchError(f"{path} is no sweep's: a point is to be an object.")
+        raise engine.LaunchError(f"{path} is not a sweep's file: each point must be an object.")
     runs = read_runs(directory)
     return [
         _row(directory / f"{index:03}", point, runs.get(f"{index:03}"))

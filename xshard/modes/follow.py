@@ -146,7 +146,7 @@ class Follower:
     def _begin(self) -> None:
         """Opens the run's directory, and continues after the last step that this job evaluated."""
         for change in self._run.check(self._config):
-            self._say(f"other than in the run: {change}")
+            self._say(f"differs from the run: {change}")
         self._check_owner()
         rows = self._own.metrics
         # A row is written after its step is evaluated, so the last complete row names the last evaluated step.
@@ -305,7 +305,7 @@ def _read_best(path: pathlib.Path) -> dict[str, Any]:
     content |= jsonfile.read_if_exists(path) or {}
     if not _is_best(content["best"], content["pinned"]):
         raise errors.UserError(
-            f"{path} is not what this job writes; delete it, and the best are chosen again."
+            f"{path} was not written by this job; delete it, and the best checkpoints are chosen again."
         )
     return content
 

@@ -223,6 +223,7 @@ class Seals:
     def read(self, line: bytes) -> dict[str, Any]:
         """Returns the message in the other side's next line; raises MalformedError if its seal is wrong."""
         seal, body = line[:_SEAL_CHARACTERS], line[_SEAL_CHARACTERS + 1 :]
+        # In constant time, so that a forger learns nothing from how long a rejection takes.
         if not hmac.compare_digest(seal, self._seal(self._other, self._read, body)):
             raise MalformedError("seal")
         self._read += 1

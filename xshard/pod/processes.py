@@ -226,6 +226,7 @@ def bounded(action: Callable[[], Any], seconds: float) -> Any:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             returned[0] = action()
 
+    # A daemon thread, because one that hangs must not keep the process from ending.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)

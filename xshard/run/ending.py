@@ -29,6 +29,7 @@ def results(
       metrics: the metrics of the state's evaluation.
       end: the reason that a callback gave for ending the run; empty if no callback ended it.
     """
+    # The counts of other groups may be on other processes, so they are gathered.
     counts = {name: x.global_step for name, x in state_lib.learners(state).items()}
     numbers = jax.tree.map(rows.to_number, mesh_lib.replicate(mesh, counts))
     content = {

@@ -71,8 +71,8 @@ def read(path: pathlib.Path) -> list[RollBack]:
     if all(map(_is_roll_back, values)):
         return [RollBack(**value) for value in values]
     raise errors.UserError(
-        f"{path} is not what a run has written: the run's roll-backs are to be in it, by which it knows which "
-        "of its data it is past. Give the file back, or give a new --workdir."
+        f"{path} is not what a run has written: it must hold the run's roll-backs, which determine the batches that "
+        "the run skips. Restore the file, or give a new --workdir."
     )
 
 
@@ -113,6 +113,7 @@ def backed_off(
     def lowered(path: Any, x: jax.Array) -> jax.Array:
         if not back_off.is_scale(path[-1].key):
             return x
+        # Each process creates its own shards, because the array may extend over devices of other processes.
         whole = np.full(x.shape, entry.update_scale, x.dtype)
         return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
 

@@ -39,6 +39,7 @@ class Jumps:
             medians = np.median(self._last, axis=0)
             jumped = (medians > 0) & (losses > self.factor * medians) & np.isfinite(losses)
             limits = np.where(jumped, medians, np.nan)
+        # A single NaN would make every median NaN for as long as it stays in the window.
         if np.isfinite(losses).all():
             self._last.append(losses)
         return limits

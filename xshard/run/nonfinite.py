@@ -21,8 +21,8 @@ from xshard.optimizers import trees
 from xshard.run import jumps
 
 _LOOK_AT = (
-    "Look at the learning rate, at NaN and infinities in the data, and at what in the loss divides by 0 or takes "
-    "a logarithm or a square root of it; docs/half_precision.md has more."
+    "Look at the learning rate, at NaN and infinities in the data, and at divisions by 0 and logarithms and square "
+    "roots of 0 in the loss; docs/half_precision.md has more."
 )
 # A run that ends with this many STUCK steps in a row did not end well, even if max_skips_in_a_row tolerates more.
 _STUCK_AT_THE_END = 10

@@ -92,8 +92,8 @@ def one_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
     if replicas is not None and replicas.count != mesh_lib.num_replicas(mesh):
         devices = replicas.count * mesh_lib.num_groups(mesh)
         raise errors.UserError(
-            f"The config has logical_replicas={replicas.count}, and here are {mesh_lib.num_replicas(mesh)} devices for each "
-            f"group. To look into a step takes one for each replica: on CPUs by --cpu_devices={devices}."
+            f"The config has logical_replicas={replicas.count}, and there are {mesh_lib.num_replicas(mesh)} devices for each "
+            f"group. To inspect a step, each replica needs its own device: on CPUs, give --cpu_devices={devices}."
         )
     return jax.jit(step.make_watched_step(experiment, mesh))
 
@@ -116,6 +116,7 @@ def _check_equal(
     differing, declared = varying.mapped_outputs(jaxpr.jaxpr)
     several = _several(mesh)
     leaves = jax.tree_util.tree_leaves_with_path(state)
+    # The step's outputs begin with the state. A checkpoint holds none of the outputs after it.
     for (path, leaf), own, axes in zip(leaves, declared, differing, strict=False):
         if (axes - own) & several:
             raise errors.UserError(_differs(experiment, state, path, leaf))

@@ -97,6 +97,7 @@ class Watch:
         logged = {}
         if begun is not None and step % self._every == 0:
             parted = mesh_lib.replicate(self._mesh, begun.parted)
+            # The copy runs beside later steps, so that reading it some steps later does not wait for the device.
             parted.copy_to_host_async()
             self._pending.append((step - 1, begun._replace(parted=parted)))
             logged = begun.logged()
@@ -111,6 +112,7 @@ class Watch:
     def of_state(self, state: state_lib.TrainState) -> dict[str, Any]:
         """Checks a state, and returns its fingerprints by kind, as text; raises PartedError as `push` does."""
         self._newest = state
+        # Waits for the compilation in the background, so that the program is not compiled twice.
         if self._compiling is not None:
             self._compiling.join()
         fingerprints = mesh_lib.replicate(self._mesh, self._fingerprints(state))
@@ -144,14 +146,15 @@ class Watch:
         if texts:
             raise errors.UserError(
                 f"The checkpoint of step {int(state.step)} has come back as another state than was saved: {'; '.join(texts)}. "
-                "A state comes back to the bits, on any devices, and nothing was trained or written. See what 'python -m "
-                f"xshard.checkpoint verify {where}' says. If it is damaged there, 'python -m xshard.checkpoint rm {where}', and "
-                "the run goes on from the one before; if it is whole, suspect this machine's memory or a device, and start again "
-                "on another."
+                "A restored state must have the bits of the saved one, on any devices. Nothing was trained or written. Run "
+                f"'python -m xshard.checkpoint verify {where}'. If it finds damage, run 'python -m xshard.checkpoint rm {where}': "
+                "the run then goes on from the checkpoint before. If it finds none, suspect this machine's memory or a device, "
+                "and start again on another machine."
             )
 
     def _compile_ahead(self, state: state_lib.TrainState) -> None:
         """Compiles the fingerprint program, which the first save calls, in a thread while steps run."""
+        # The thread gets shapes instead of arrays, because the next step donates the state.
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         shapes = jax.tree.map(shape, state)
         # JAX caches the compiled program, so the first call finds it.
@@ -231,6 +234,7 @@ def _minority(
     counts = collections.Counter(held.values())
     most, count = counts.most_common(1)[0]
     of_group = f" of group {group}" if mesh_lib.num_groups(mesh) > 1 else ""
+    # Without a majority there is no telling which copy is right.
     if 2 * count <= len(held):
         yield f"{len(held)} replicas{of_group} hold {len(counts)} different copies, none of them most"
         return

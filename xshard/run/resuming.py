@@ -132,8 +132,8 @@ def check_reached(
     newest = "no checkpoint is" if latest is None else f"step {latest} is the newest"
     moved = "" if reached.checkpoints == str(store) else f" It was in {reached.checkpoints}."
     raise errors.UserError(
-        f"This run has come to step {reached.step}, and {newest} in {store}.{moved} Nothing was changed. Bring "
-        f"{reached.folder} back, as by mounting its disk; {_or_begin_again(directory)}"
+        f"This run has come to step {reached.step}, and {newest} in {store}.{moved} Nothing was changed. Make "
+        f"{reached.folder} available again, for example by mounting its disk; {_or_begin_again(directory)}"
     )
 
 
@@ -166,8 +166,8 @@ def check_replicas(manager: checkpoint.Manager, target: state_lib.TrainState, st
 def _or_begin_again(directory: workdir.Workdir) -> str:
     run = directory.id_to_set_aside()
     return (
-        f"or --restart_from_scratch={run} puts all of this run away, into "
-        f"{directory.path}/{workdir.SET_ASIDE}/{run}, and begins a new one."
+        f"or give --restart_from_scratch={run}, which moves all of this run to "
+        f"{directory.path}/{workdir.SET_ASIDE}/{run} and begins a new one."
     )
 
 

@@ -132,7 +132,7 @@ class RollBacks:
         except checkpoint.NonfiniteError as e:
             if not (is_stopped and nonfinite.NonfiniteError in self._reasons):
                 raise
-            self._say(f"not saved: {e}; to go on is from the checkpoint before")
+            self._say(f"not saved: {e}; the run goes on from the checkpoint before")
 
     def add(self, step: int, why: str, reason: type[Any] = nonfinite.NonfiniteError) -> None:
         """Decides on a roll-back and records it on the disk; the next attempt carries it out.
@@ -163,9 +163,11 @@ class RollBacks:
             raise reason(f"{why}; there is no checkpoint to go back to", step)
         given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
         last = self._used(step if is_past else restored)
+        # The factor accumulates over roll-backs. Parted replicas are no sign of too large updates, so they keep it.
         scale = self._all[-1].update_scale if self._all else 1.0
         scale *= self._factor if is_past else 1.0
         new = history.RollBack(step, why, restored, self._used(restored) + 1, last, given_up, scale)
+        # Nothing has been changed yet: a kill before this write leaves no trace, and one after it is completed.
         values = [entry._asdict() for entry in (*self._all, new)]
         self._manager.agree(lambda: jsonfile.write(self._path, values))
         self._say(f"{new} (roll-back {len(values)} of at most {self._limit})")

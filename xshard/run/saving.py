@@ -146,8 +146,8 @@ class Checkpoints:
             return
         if log.rows < begin.rows:
             self._notify(
-                f"{self._directory.metrics} holds {log.rows} of the {begin.rows} rows that were logged until then; "
-                "the other files are made of what is there."
+                f"{self._directory.metrics} holds {log.rows} of the {begin.rows} rows that were logged before this "
+                "checkpoint; the other metrics files are made of these."
             )
 
     def late_evaluation(self, step: int) -> dict[str, Any] | None:
@@ -279,6 +279,7 @@ class Checkpoints:
         except checkpoint.CheckpointError as e:
             if not self._go_on or isinstance(e, checkpoint.NonfiniteError):
                 raise
+            # The step is not saved, so `save` may try it again.
             self._last = None
             states.say(f"NOT SAVED: {e} Training goes on, as checkpoint.on_failure=go_on says.")
 
