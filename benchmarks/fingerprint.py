@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.fingerprint [--rounds=21] [--steps=40] [--devices=1] [--size="1 ms"]
 
-The model is that of `benchmarks.step` with AdamW's two slots for each parameter, which is much state for few examples.
+The model is a perceptron with AdamW's two slots for each parameter, which is much state for few examples.
 If a step takes longer for the same amount of state, the relative cost is smaller.
 """
 

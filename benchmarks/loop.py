@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.loop [--rounds=7] [--steps=1500]
 
-The loop is that of a run of `python -m xshard.main`: with a watch for signals, a log, hooks, and checkpoints in the
+The loop is the one that `python -m xshard.main` runs: with a watch for signals, a log, hooks, and checkpoints in the
 background. The bare loops make the same batches and log nothing. One waits for each step; the other keeps two in
 flight, as the loop does. The first steps are not timed.
 """

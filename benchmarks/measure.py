@@ -85,7 +85,7 @@ def emit(rows: Iterable[Row], as_json: bool) -> None:
 
 
 def parse(output: str) -> list[Row]:
-    """Returns the rows of a part from its output, the last line of which is JSON."""
+    """Returns the rows of a part from its output, which ends with a line of JSON."""
     return [Row(**row) for row in json.loads(output.splitlines()[-1])]
 
 

@@ -1,4 +1,4 @@
-"""The models that are timed: perceptrons of two sizes, and an experiment with such a perceptron."""
+"""The models that are timed: perceptrons of two sizes, and an experiment that trains one."""
 
 import functools
 import time

@@ -3,7 +3,7 @@
     python -m benchmarks.pod --trials=20 --seed=0 --processes=4 --counts=2,4,8
 
 A trial trains the toy experiment with `python -m launch`, and at a random instant sends SIGTERM or SIGKILL to a random
-process. The launcher starts the pod again. Its end must equal, bit by bit, that of an undisturbed run. The measured
+process. The launcher starts the pod again. Its final state must equal an undisturbed run's, bit by bit. The measured
 time is from the signal to the end of the pod: after SIGTERM, until the last process has left with its state saved.
 """
 

@@ -1,4 +1,4 @@
-"""Measures the time from the command to the first step, against that of the imports every program needs.
+"""Measures the time from the command to the first step, against the time of the imports that every program needs.
 
     JAX_PLATFORMS=cpu python -m benchmarks.start [--rounds=5]
 

@@ -3,7 +3,7 @@
     python -m benchmarks.trajectory [--schedules=200] [--seed=0]
 
 Each schedule is 2 to 6 starts of the toy experiment, in float16 with steps that the loss scale skips. Its arrays, rows
-and results must equal, bit by bit, those of an undisturbed run on one device. Exit code 1: a schedule differed.
+and results must equal an undisturbed run's on one device, bit by bit. Exit code 1: a schedule differed.
 """
 
 import functools

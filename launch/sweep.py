@@ -102,7 +102,7 @@ def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[e
             runs[name] = there
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # The sweep's file comes last: once it exists, runs without a record are taken for the sweep's own.
+        # The sweep's file is written last: once it exists, a run without a record is treated as the sweep's own.
         disk.replace(directory / RUNS_FILE, json.dumps(runs, indent=1).encode())
         disk.replace(path, content.encode())
     except OSError as e:

@@ -11,9 +11,9 @@ from xshard.pod import processes
 class Agreement:
     """Delivers notices to the training, which polls for them, at the same poll number on every process.
 
-    A second thread exchanges messages with the other processes while the training goes on. When something is asked for,
-    each process posts the number of its next poll, and the training waits there. All processes act at the largest of
-    these numbers, which is the earliest poll that every process can still reach.
+    A second thread exchanges messages with the other processes while the training goes on. When a process asks for
+    something, each process posts the number of its next poll, and its training waits there. All processes act at the
+    largest of these numbers, which is the earliest poll that every process can still reach.
     """
 
     def __init__(self, board: processes.Board):

@@ -29,7 +29,7 @@ class LostError(OSError):
 
 
 class Exchange:
-    """A series of meetings, in each of which every process receives a text from every other process.
+    """A series of meetings. In each meeting every process receives a text from every other process.
 
     All processes must create their series in the same order, and meet equally often in each. A process on which
     something failed must report that at the meeting instead of skipping it, or the others would wait for it.
@@ -172,7 +172,7 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
     """Raises UserError, on all processes, unless all have the same data.
 
     Args:
-      summaries: functions by name, each of which returns a summary of data; with one process they are not called.
+      summaries: functions by name that return summaries of data; with one process they are not called.
     """
     if jax.process_count() == 1:
         return

@@ -24,8 +24,8 @@ _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 def to_hear() -> list[signal.Signals]:
     """Returns the signals that stop this program.
 
-    Left out are signals that the program was started to ignore, as nohup does with SIGHUP, and signals with a handler
-    in C, such as that of `faulthandler.register`. SIGINT and SIGTERM are never left out.
+    It leaves out signals that the program was started to ignore, as nohup does with SIGHUP, and signals with a handler
+    in C, which `faulthandler.register` sets. It never leaves out SIGINT and SIGTERM.
     """
     numbers = []
     for number in CODES:

@@ -81,7 +81,7 @@ class Watch:
         self._leaving = threading.Lock()
         self._interrupts = 0
         self._numbers: set[signal.Signals] = set()
-        # Restores the signal handlers when the context ends.
+        # Restores the handlers of signals and of aborts when the context ends.
         self._taken = contextlib.ExitStack()
 
     def __enter__(self) -> "Watch":

@@ -30,11 +30,11 @@ class Due(NamedTuple):
         return cls(config.steps, *every, options.keep_best > 0, config.samples_every_steps)
 
     def evaluation(self, step: int) -> bool:
-        """Returns whether the state after a step is to be evaluated."""
+        """Returns whether an evaluation is due after a step."""
         return step == self.last or step % self.evaluation_every == 0
 
     def save(self, step: int) -> bool:
-        """Returns whether the state after a step is to be saved."""
+        """Returns whether a save is due after a step."""
         if self.saves_evaluated and self.evaluation(step):
             return True
         return step == self.last or step % self.save_every == 0

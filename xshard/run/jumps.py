@@ -1,4 +1,4 @@
-"""Detection of losses that jump far above those of the steps before."""
+"""Detection of losses that jump far above the losses of the steps before."""
 
 import collections
 from collections.abc import Sequence

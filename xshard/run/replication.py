@@ -1,8 +1,8 @@
 """Checks by fingerprints that the replicas of a group hold the same bits of all state that must be equal on them.
 
 No analysis of the program can prove this for state that a learner or `xshard.equal_on_replicas` declares as equal, and
-none can prove that a device computes correctly. A checkpoint holds one copy of such state. Replicas that have parted
-therefore train a model that no checkpoint can resume.
+none can prove that a device computes correctly. A checkpoint holds one copy of such state, so a resumed run would not
+continue what replicas that have parted were training.
 """
 
 import collections
@@ -197,7 +197,7 @@ class Watch:
         cells = fingerprint.cells(self._experiment, self._mesh, state, each=each)
         held = np.asarray(mesh_lib.replicate(self._mesh, table))
         if self._replicas is not None and held.shape[-4:-2] != self._mesh.devices.shape[1:3]:
-            # The step computed this table for logical replicas; the cells below are those of devices.
+            # The step computed this table for logical replicas; this converts it to a table of devices.
             held = self._replicas.of_devices(held.reshape(-1, *held.shape[-4:]))
         held = held.reshape(*self._mesh.devices.shape[:3], len(cells), 2)
         parted: dict[str, list[str]] = {}

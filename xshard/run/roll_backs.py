@@ -4,7 +4,7 @@ If replicas parted, the data was not at fault. The run goes back to the newest c
 makes the same steps again with the same data. In every checkpoint the replicas were equal when it was saved.
 
 If numbers were not finite or jumped, the run goes back to the newest scheduled checkpoint and skips data: it draws the
-batches from there to that of the step in trouble without using them. The steps after the checkpoint use the batches
+batches from the checkpoint up to the step in trouble without using them. The steps after the checkpoint use the batches
 that follow. The outcome depends only on the schedule and on the step in trouble. A run that was stopped or killed
 before, and therefore has additional checkpoints, goes back to the same one.
 
@@ -138,7 +138,7 @@ class RollBacks:
         """Decides on a roll-back and records it on the disk; the next attempt carries it out.
 
         Args:
-          step: the step in trouble, the batch of which is the last that is skipped.
+          step: the step in trouble; its batch is the last that is skipped.
           why: what was wrong with the step, for the user.
           reason: NonfiniteError, or PartedError, for which no data is skipped.
 

@@ -42,7 +42,7 @@ class Checkpoints:
           mesh: the run's mesh.
           directory: the run's work directory, in which process 0 records the newest saved step.
           run: the run that writes them.
-          batches: the training batches, the position of which is saved.
+          batches: the training batches; each checkpoint holds their position.
           notify: called with a line about each committed checkpoint, from another thread.
           origin: the origin of the run; process 0's is saved.
 
@@ -178,7 +178,7 @@ class Checkpoints:
     def _init_from(
         self, source: checkpoint.Source, state: state_lib.TrainState
     ) -> state_lib.TrainState:
-        # The source's arrays have the whole shapes of a checkpoint, not those of shards.
+        # The source's arrays have the whole shapes of a checkpoint; this state's arrays may be in shards.
         storage = self.states.storage
         whole = storage.to_whole(state)
         taken = checkpoint.init_from(source, whole)
@@ -211,7 +211,7 @@ class Checkpoints:
           metrics: the metrics of this state's evaluation; empty if there was none.
           noted: metadata as JSON values: 'evaluated', whether the evaluation that is due at this step has been made;
             'watched', the state of the watch over the steps; and 'fingerprint', the fingerprints of the state.
-          log: the run's log, the rows of which reach the disk before the checkpoint is committed.
+          log: the run's log; its rows reach the disk before the checkpoint is committed.
         """
         if step == self._last:
             return
