@@ -57,9 +57,9 @@ def stopped(who: str, number: signal.Signals) -> StoppedError:
 def interface(address: str) -> str:
     """Returns the IP address at which process 0 listens for connections to HOST:PORT; empty for all addresses.
 
-    Process 0 listens at all addresses in two cases. The host may not be an address of this machine: a Kubernetes service
-    has its own. Or its name may resolve to loopback on this machine only: Debian gives a machine's own name 127.0.1.1,
-    which other machines cannot use.
+    Process 0 listens at all addresses in two cases. The host may not be an address of this machine: a Kubernetes
+    service has its own. Or its name may resolve to loopback on this machine only: Debian gives a machine's own name
+    127.0.1.1, which other machines cannot use.
     """
     host = address.rpartition(":")[0].strip("[]")
     try:
