@@ -1,1 +1,1 @@
-"""What the README quotes, measured side by side with peers."""
+"""Benchmarks: the figures that the README quotes, measured side by side with peers."""

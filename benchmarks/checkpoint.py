@@ -1,11 +1,11 @@
-"""What a checkpoint costs, against orbax and against bare writes, each in a fresh process.
+"""Measures the cost of a checkpoint against orbax and against bare writes, each in a fresh process.
 
     JAX_PLATFORMS=cpu python -m benchmarks.checkpoint [--rounds=5] [--megabytes=1024] [--arrays=24,2000]
 
-Saved with fsync; merge, description and COMMIT (orbax: its metadata and finalization) included. Restored with
-a cold page cache, onto the device. `waits` is how long the caller of a second save is held up; `copies`,
-how long NumPy takes to copy the same arrays; `memory`, the peak of the process beyond what it had before.
-Needs orbax-checkpoint, for the comparison only.
+A save includes fsync, the merge, the description and COMMIT; for orbax, its metadata and finalization. A restore starts
+with a cold page cache, and ends when the arrays are on the device. `waits` is how long a second save blocks its caller.
+`copies` is how long NumPy takes to copy the same arrays. `memory` is the peak of the process above its earlier memory.
+The comparison, and nothing else, needs orbax-checkpoint.
 """
 
 import concurrent.futures
@@ -43,7 +43,7 @@ _BUDGET = flags.DEFINE_integer("budget_megabytes", 4096, "xshard's budget of hos
 
 
 def make_state(count: int, megabytes: int) -> dict[str, jax.Array]:
-    """Noise, as trained parameters are to a compressor."""
+    """Returns arrays of noise, which compress as poorly as trained parameters."""
     size = (megabytes << 20) // 4 // count
     noise = np.random.default_rng(0).standard_normal(size, np.float32)
     state = {f"layer_{i:04d}/w": jnp.asarray(noise + i) for i in range(count)}
@@ -51,7 +51,7 @@ def make_state(count: int, megabytes: int) -> dict[str, jax.Array]:
 
 
 class Xshard:
-    """This project's."""
+    """xshard's checkpoint manager."""
 
     def __init__(self, directory: pathlib.Path):
         self._manager = checkpoint.Manager(
@@ -64,7 +64,7 @@ class Xshard:
         return self._manager.wait
 
     def restore(self, target: Any) -> Any:
-        """The newest."""
+        """Returns the newest state."""
         return self._manager.restore(target).state
 
 
@@ -78,7 +78,7 @@ class Orbax:
         self._checkpointer: Any = self.make(ocp)
 
     def make(self, ocp: Any) -> Any:
-        """The checkpointer."""
+        """Returns the checkpointer."""
         return ocp.StandardCheckpointer()
 
     def save(self, step: int, state: Any) -> Callable[[], None]:
@@ -87,7 +87,7 @@ class Orbax:
         return self._checkpointer.wait_until_finished
 
     def restore(self, target: Any) -> Any:
-        """The newest."""
+        """Returns the state of step 0."""
         return self._checkpointer.restore(self._directory / "0", target)
 
 
@@ -95,12 +95,12 @@ class OrbaxUncompressed(Orbax):
     """Orbax's AsyncCheckpointer without compression."""
 
     def make(self, ocp: Any) -> Any:
-        """The checkpointer."""
+        """Returns the checkpointer."""
         self._ocp = ocp
         return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
     def restore(self, target: Any) -> Any:
-        """The newest."""
+        """Returns the state of step 0."""
         arguments = self._ocp.checkpoint_utils.construct_restore_args(target)
         return self._checkpointer.restore(
             self._directory / "0", item=target, restore_args=arguments
@@ -108,13 +108,13 @@ class OrbaxUncompressed(Orbax):
 
 
 class Raw:
-    """One file an array, written by 8 threads, each with fsync."""
+    """One file per array, written by 8 threads with an fsync for each file."""
 
     def __init__(self, directory: pathlib.Path):
         self._directory = directory
 
     def save(self, step: int, state: Any) -> Callable[[], None]:
-        """Saves."""
+        """Saves; the returned function has nothing left to wait for."""
         folder = self._directory / str(step)
         folder.mkdir(parents=True)
 
@@ -129,7 +129,7 @@ class Raw:
         return lambda: None
 
     def restore(self, target: Any) -> Any:
-        """The newest."""
+        """Returns the state of step 0."""
 
         def read(item: tuple[str, Any]) -> jax.Array:
             name, like = item
@@ -144,7 +144,8 @@ _ORBAX, _RAW = "orbax StandardCheckpointer", "raw fsync by 8 threads"
 SIDES: dict[str, Any] = {
     "xshard": Xshard, _ORBAX: Orbax, "orbax uncompressed": OrbaxUncompressed, _RAW: Raw,
 }  # fmt: skip
-# At most so much of a peer's time, for a number of arrays; of a gigabyte, since what is smaller is fixed costs.
+# The targets: the largest ratio to a peer's time, by number of arrays. They hold for a gigabyte, because fixed costs
+# dominate smaller states.
 TARGETS = {
     ("save", _ORBAX, 24): 1 / 2.3, ("save", _ORBAX, 2000): 1 / 2.3,
     ("save", _RAW, 24): 1.4, ("save", _RAW, 2000): 1.4,
@@ -178,6 +179,7 @@ def child(task: str, side: str, count: int, directory: pathlib.Path) -> dict[str
 
 
 def _timed_saves(peer: Any, state: Any) -> dict[str, float]:
+    # Pending writes of earlier work would compete with the save.
     os.sync()
     before = _memory("VmRSS", reset=True)
     begin = time.perf_counter()
@@ -196,6 +198,7 @@ def _timed_saves(peer: Any, state: Any) -> dict[str, float]:
 
 
 def _drop_cache(directory: pathlib.Path) -> None:
+    # The kernel drops only clean pages.
     os.sync()
     for path in directory.rglob("*"):
         if path.is_file():
@@ -205,16 +208,17 @@ def _drop_cache(directory: pathlib.Path) -> None:
 
 
 def _memory(key: str, reset: bool = False) -> float:
-    """This process's memory in MB."""
+    """Returns this process's memory in MB, after resetting its peak if `reset`."""
     if reset:
+        # 5 resets the peak, VmHWM, to the current memory.
         pathlib.Path("/proc/self/clear_refs").write_text("5")
     status = pathlib.Path("/proc/self/status").read_text()
     return int(status.split(f"{key}:")[1].split()[0]) / 1e3
 
 
 def compare(count: int, directory: pathlib.Path) -> Iterator[measure.Row]:
-    """The rows of one number of arrays."""
-    # Of "orbax" alone other packages have parts too.
+    """Yields the rows of one number of arrays."""
+    # "orbax" is a namespace package that other distributions share, so its presence alone proves nothing.
     found = importlib.util.find_spec("orbax") and importlib.util.find_spec("orbax.checkpoint")
     tried = [side for side in SIDES if found or "orbax" not in side]
 
@@ -257,7 +261,7 @@ def _start_child(task: str, side: str, count: int, folder: pathlib.Path) -> dict
 
 
 def main(argv: list[str]) -> None:
-    """Compares, or is one of the processes compared."""
+    """Prints the rows; with --child, measures one side in this process."""
     del argv
     if _CHILD.value:
         task, side, count = _CHILD.value.split(",")

@@ -1,12 +1,12 @@
-"""Kills pods while they save, and loses an object store's replies: the long form of what the tests do.
+"""Kills pods while they save, and injects faults into an object store: the long form of the tests.
 
     python -m benchmarks.checkpoint_torture --trials=500 --seed=0 [--stores=disk,gcs,s3]
     python -m benchmarks.checkpoint_torture --trials=0 --saves=500
 
 A trial is a pod of 1 to 4 real JAX processes that saves one step after the other, on a disk, on S3 (moto) or on a
-stand-in for GCS, until one of its processes is killed with SIGKILL at a random instant, and then the others.
-Whatever counts as a checkpoint afterwards is read whole and compared bit by bit, and the next trial goes on
-from there. `--saves` saves so many times on the stand-in for each kind of fault, at 30 % of all requests.
+stand-in for GCS. At a random instant one of its processes is killed with SIGKILL, and then the others. Every committed
+checkpoint is then read in full and compared bit by bit, and the next trial continues from there. `--saves` is the
+number of saves to the stand-in for each kind of fault, which affects 30 % of all requests.
 """
 
 import pathlib
@@ -25,7 +25,7 @@ _SHARE = 0.3
 
 
 def main(argv: list[str]) -> None:
-    """Runs the trials."""
+    """Runs the saves and the trials; the exit code is 1 if a trial left a bad checkpoint."""
     del argv
     with tempfile.TemporaryDirectory() as folder:
         scratch = pathlib.Path(folder)

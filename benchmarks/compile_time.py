@@ -1,9 +1,9 @@
-"""How long the step takes to trace, lower and compile as the leaves grow, by the rules and by hand.
+"""Measures the time to trace, lower and compile a step by the number of parameter arrays, with the rules and by hand.
 
     JAX_PLATFORMS=cpu python -m benchmarks.compile_time [--leaves=10,30,100,300,1000] [--rounds=3]
 
-The model is a perceptron with a weight and a bias a layer, eight wide: nothing to compute, much to compile.
-Both steps scale losses dynamically and reduce over the devices, as in benchmarks/sides.py.
+The model is a perceptron of width 8 with a weight and a bias per layer: little to compute, much to compile. All steps
+have a dynamic loss scale and reduce over the devices, as in benchmarks/sides.py.
 """
 
 import functools
@@ -19,13 +19,13 @@ from benchmarks import measure, models, sides
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each side is timed.", 1)
 _LEAVES = flags.DEFINE_list("leaves", ["10", "30", "100", "300", "1000"], "Of the parameters.")
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
-# XLA for CPUs fuses the selections of all leaves with one another.
+# On CPUs XLA fuses the selections of all leaves with one another, which takes too long for more leaves than this.
 _MOST_FOR_WHERE = 100
 _TOO_SLOW = "by hand with jnp.where 300 leaves compile for two minutes on a CPU, and more for many times that"
 
 
 def timed(side: str, size: models.Size) -> tuple[float, float]:
-    """The seconds to trace and lower, and those to compile."""
+    """Returns the seconds to trace and lower a step, and the seconds to compile it."""
     loss, params = models.make(size, jnp.float32)
     init, local = sides.SIDES[side](loss)
     state = jax.eval_shape(lambda: init(params()))
@@ -38,7 +38,7 @@ def timed(side: str, size: models.Size) -> tuple[float, float]:
 
 
 def compare(leaves: int, rounds: int) -> Iterator[measure.Row]:
-    """The rows of one number of leaves."""
+    """Yields the rows of one number of leaves."""
     size = models.Size(width=8, layers=leaves // 2 - 1, batch=1)
     peers = {"hand": "by hand, lax.cond", "hand, where": "by hand, jnp.where"}
     measured = ["rules", *(peer for peer in peers if peer == "hand" or leaves <= _MOST_FOR_WHERE)]
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
     """Prints the rows."""
     del argv
     counts = [int(leaves) for leaves in _LEAVES.value]
-    # What is imported and traced once in a process is not the first one's to pay.
+    # Warms up, so that imports and traces that happen once per process do not count for the first number of leaves.
     list(compare(4, 1))
     rows = [row for leaves in counts for row in compare(leaves, _ROUNDS.value)]
     measure.emit(rows, _JSON.value)

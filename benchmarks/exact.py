@@ -1,9 +1,9 @@
-"""What exact sums over logical replicas cost a step, beside float sums in one program.
+"""Measures the cost per step of exact sums over logical replicas, against float sums in one program.
 
     JAX_PLATFORMS=cpu python -m benchmarks.exact [--rounds=11] [--steps=5] [--devices=8] [--replicas=8]
 
-The model is that of `benchmarks.step`, of two sizes. With fewer devices than replicas a device computes those
-that it holds one after the other, as float sums of as many micro-batches do: these are a third peer then.
+The model is a perceptron of two sizes. With fewer devices than replicas, a device computes its replicas one after the
+other. Float sums of as many micro-batches do the same, and are then a third peer.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _SIZES = {"20 ms": models.Size(512, 4, 512), "200 ms": models.Size(1024, 4, 2048
 
 
 def compare() -> Iterator[measure.Row]:
-    """The rows."""
+    """Yields the rows."""
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
     of_replicas = {"logical_replicas": _REPLICAS.value}
     peers = {"float": {}, "float of as many replicas": of_replicas}

@@ -1,13 +1,15 @@
-"""Makes each file operation of a run fail once, kills it before each, and cuts the disk's power: the long form of tests/faults.
+"""Makes each file operation of a run fail once, and ends the run before each one: the long form of tests/faults.
 
     python -m benchmarks.faults [--where=disk,power,gcs,s3] [--results=FOLDER] [--jobs=2]
 
-A short run, its resuming, its last start, an evaluation job, and the tool's `ls` and `verify` are tried with each of
-their calls on files, or requests to a stand-in for GCS or S3 (moto), failing once; and are ended before each call
-that changes something, by SIGKILL and by a loss of power (root and a loop device are needed). What is there
-afterwards is judged: the same bits and rows, or one message that names what failed, everything as it was, and the
-same bits and rows when the command is given again. What has been tried is kept in the folder of results: the same
-command goes on. Exit code 1: a point was bad.
+The commands are a short run, its resuming, its last start, an evaluation job, and the checkpoint tool's `ls` and
+`verify`. Each of their file operations, and each request to a stand-in for GCS or S3 (moto), fails once. Each command is
+also ended before every operation that changes something, by SIGKILL and by a loss of power. The loss of power needs
+root and a loop device.
+
+A point is good in two cases: the result has the same bits and rows as without the fault; or one message names the
+failure, nothing has changed, and the same command given again produces the same bits and rows. The folder of results
+records the points that were tried, so that the same command continues. Exit code 1: a point was bad.
 """
 
 import os
@@ -26,7 +28,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "The seed of what is drawn.")
 
 
 def main(argv: list[str]) -> int:
-    """Tries all points of each, and prints a table."""
+    """Tries all points of each kind of fault, and prints a table; returns the exit code."""
     del argv
     folder = pathlib.Path(_RESULTS.value)
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 
 def missing(where: str) -> str:
-    """What there would have to be to try something, in words; empty if it is there."""
+    """Returns the requirements for a kind of fault that are missing on this machine, in words; empty if none."""
     if where not in ("disk", "power"):
         return ""
     if not shim.compiler():

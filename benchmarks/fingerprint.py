@@ -1,9 +1,9 @@
-"""What fingerprints of the state cost a step: with one in each step, with one in each tenth, and with none.
+"""Measures the cost per step of fingerprints of the state: in every step, in every tenth step, and without any.
 
     JAX_PLATFORMS=cpu python -m benchmarks.fingerprint [--rounds=21] [--steps=40] [--devices=1] [--size="1 ms"]
 
-The model is that of `benchmarks.step` with AdamW's two slots for each parameter, which is much state for its few
-examples: where a step takes longer for as much state, the part is smaller.
+The model is a perceptron with AdamW's two slots for each parameter, which is much state for few examples.
+If a step takes longer for the same amount of state, the relative cost is smaller.
 """
 
 from collections.abc import Iterator
@@ -24,17 +24,17 @@ _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
 
 class Wide(models.Wide):
-    """With as many inputs as the first layer has units."""
+    """The perceptron with as many inputs as the first layer has units."""
 
     def forward(self, batch: Any, *, is_training: bool) -> jax.Array:
-        """The outputs."""
+        """Returns the outputs of the perceptron."""
         width = self.config.width
         x = jax.numpy.tile(batch["x"], (1, width // 3 + 1))[:, :width]
         return super().forward({"x": x}, is_training=is_training)
 
 
 def compare() -> Iterator[measure.Row]:
-    """The rows."""
+    """Yields the rows."""
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
     key = "fingerprint_every_steps"
     names = {0: "none", 1: "each step", 10: "each 10 steps"}

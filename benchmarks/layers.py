@@ -1,4 +1,4 @@
-"""Eight layers of 2048 x 2048 in bfloat16, AdamW and a dynamic loss scale: what the dry run is measured with.
+"""The experiment of the dry run's benchmark: eight layers of 2048 x 2048 in bfloat16, AdamW, a dynamic loss scale.
 
 python -m xshard.dryrun --config=benchmarks/layers.py --topology=v5e:16x16
 python -m xshard.dryrun --config=benchmarks/layers.py --topology=v5e:16x16 --config.reduction.shard_update=True
@@ -17,18 +17,18 @@ from configs import digits
 
 
 class Layers(xshard.Supervised):
-    """Layers without biases, as wide as they are deep; the data is made up."""
+    """Square layers without biases, with made-up data."""
 
     def train_data(self):
-        """A few rows, of which a dry run takes the shape."""
+        """Returns a few rows; a dry run uses only their shape."""
         return {"x": np.ones((8, self.config.width), np.float32)}
 
     def eval_data(self):
-        """The same."""
+        """Returns the training data."""
         return self.train_data()
 
     def forward(self, batch, *, is_training):
-        """Outputs of the width."""
+        """Returns the outputs of the last layer."""
         del is_training
         x = batch["x"]
         for i in range(self.config.layers):
@@ -36,25 +36,25 @@ class Layers(xshard.Supervised):
         return x
 
     def loss(self, outputs, batch):
-        """The mean square."""
+        """Returns the mean square of the outputs, and no metrics."""
         del batch
         return jnp.mean(outputs**2), {}
 
     def optimizer(self):
-        """AdamW, with a dynamic loss scale if the config has it."""
+        """Returns AdamW, with a dynamic loss scale if the config asks for one."""
         opt: Any = xshard.OptaxOptimizer(optax.adamw(1e-3), name="adamw")
         opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
         scale = self.config.loss_scale
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic") if scale else opt
 
     def evaluate(self, outputs, batch):
-        """The square of each row."""
+        """Returns the mean square of each row."""
         del batch
         return {"loss": jnp.mean(outputs**2, axis=-1)}
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The config of digits, but for the network."""
+    """Returns the config of digits, changed for this network."""
     config = digits.get_config()
     config.experiment = "benchmarks.layers.Layers"
     config.precision = "params=float32,compute=bfloat16,output=float32"

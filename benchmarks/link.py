@@ -1,11 +1,11 @@
-"""What a step sends and takes where a slow link joins two processes: replicated, and in shards.
+"""Measures the bytes that a step sends and the time that it takes over a slow link: replicated, and in shards.
 
     python -m benchmarks.link [--rate=1gbit] [--rounds=3] [--width=512]
 
-Each process is a host in a network namespace of its own, with one device; what a host sends is shaped by tc (root and
-Debian's iproute2 are needed). The model is `configs/lm_tiny.py`. Of two runs that differ in their number of steps
-the difference is what further steps have sent, with all that packets and the pod itself need besides; it is beside the
-count of the compiled step's collectives.
+Two processes with one device each run as hosts, each in its own network namespace. tc limits the rate at which a host
+sends, which needs root and Debian's iproute2. The model is `configs/lm_tiny.py`. The bytes of a step are the difference
+between two runs with different numbers of steps. They include the overhead of packets and of the pod itself, and are
+compared with the count from the compiled step's collectives.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
 
 
 def compare() -> Iterator[measure.Row]:
-    """The rows."""
+    """Yields the rows."""
     jax.config.update("jax_num_cpu_devices", 2)
     counted = {name: count(reduction) for name, reduction in _SIDES.items()}
     with contextlib.ExitStack() as stack:
@@ -75,7 +75,7 @@ def compare() -> Iterator[measure.Row]:
 
 
 def count(reduction: dict[str, bool]) -> int:
-    """The bytes that a device of two sends in a step, by the compiled program."""
+    """Returns the bytes that each of two devices sends in a step, counted in the compiled program."""
     config = lm_tiny.get_config()
     config.model.width = _WIDTH.value
     config.reduction.update(reduction)
@@ -87,9 +87,10 @@ def count(reduction: dict[str, bool]) -> int:
 
 
 def turn(hosts: network.Hosts, scratch: pathlib.Path, reduction: dict[str, bool]) -> dict[str, Any]:
-    """The bytes that a host sends in a step more, and a step's seconds."""
+    """Returns the bytes that a host sends per additional step, and the seconds of a step."""
     keys = [f"--config.reduction.{key}={value}" for key, value in reduction.items()]
     sent, seconds = [], []
+    # The difference of two runs cancels the bytes that a run sends besides its steps, such as at its start.
     for steps in (_STEPS.value, 2 * _STEPS.value):
         with tempfile.TemporaryDirectory(dir=scratch) as directory:
             before = hosts.bytes_sent(0)
@@ -102,7 +103,7 @@ def turn(hosts: network.Hosts, scratch: pathlib.Path, reduction: dict[str, bool]
 
 
 def train(hosts: network.Hosts, directory: str, options: list[str]) -> None:
-    """Runs a pod of the two hosts to its end."""
+    """Runs a pod on the two hosts to its end."""
     command = [
         sys.executable, "-m", "xshard.main", "--config=configs/lm_tiny.py", f"--workdir={directory}",
         "--cpu_devices=1", "--num_processes=2", "--coordinator_address=h0:8476",

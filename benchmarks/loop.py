@@ -1,10 +1,10 @@
-"""What the training loop costs, against a bare `for` over the same jitted step.
+"""Measures the cost of the training loop against a bare `for` over the same jitted step.
 
     JAX_PLATFORMS=cpu python -m benchmarks.loop [--rounds=7] [--steps=1500]
 
-The loop is a run's own, as `python -m xshard.main` makes it: with a watch that hears signals, with a log, with
-hooks and with checkpoints in the background. The bare loops make the same batches and keep no numbers; one waits
-for each step, the other keeps two in flight, as the loop does. None of the times has the first steps in it.
+The loop is the one that `python -m xshard.main` runs: with a watch for signals, a log, hooks, and checkpoints in the
+background. The bare loops make the same batches and log nothing. One waits for each step; the other keeps two in
+flight, as the loop does. The first steps are not timed.
 """
 
 import collections
@@ -30,37 +30,37 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "How often each side is timed.", 1)
 _STEPS = flags.DEFINE_integer("steps", 1500, "Of a turn.", 200)
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
-# Compiling and the first steps after it are not timed.
+# Compilation and this many first steps are not timed.
 _UNTIMED = 50
 
 
 class Clock(watch.Watch):
-    """A run's watch, which also notes when the timed steps begin."""
+    """A run's watch that also records when the timed steps begin."""
 
     begin = 0.0
 
     def doing(self, what: str, **more: int) -> None:
-        """As `Watch.doing`."""
+        """Sets the status as `Watch.doing` does, and starts the clock at the first timed step."""
         if what == "training" and more["step"] == _UNTIMED:
             self.begin = time.perf_counter()
         super().doing(what, **more)
 
 
 def make_config() -> Any:
-    """A run of steps of about a millisecond, with a row each hundred and a checkpoint each 500."""
+    """Returns the config of a run with steps of about 1 ms, a row every 100 steps and a checkpoint every 500."""
     config, size = toy.get_config(), models.sizes()["1 ms"]
     config.experiment = "benchmarks.models.Wide"
     config.update({"width": size.width, "layers": size.layers, "examples": 100 * size.batch})
     config.update({"batch_size": size.batch, "steps": _UNTIMED + _STEPS.value})
     config.update({"log_every_steps": 100, "eval_every_steps": 10**6})
-    # As by default.
+    # The default of runs, which the toy's config changes.
     config.fingerprint_every_steps = 10
     config.checkpoint.every_steps = 500
     return config
 
 
 def of_the_loop(config: Any) -> float:
-    """The seconds of one of the loop's steps."""
+    """Returns the seconds per step of the loop."""
     with tempfile.TemporaryDirectory() as directory, Clock(directory) as clock:
         run = loop.Run(config, directory, watch=clock)
         with contextlib.redirect_stdout(io.StringIO()), run.opened():
@@ -68,23 +68,23 @@ def of_the_loop(config: Any) -> float:
             jax.block_until_ready(state)
             seconds = time.perf_counter() - clock.begin
     if stop is not None:
-        # The watch takes signals, and has the run save and return.
+        # The watch takes Ctrl-C, so that the run saves and returns; this raises it again.
         raise KeyboardInterrupt
     return seconds / _STEPS.value
 
 
 class Bare:
-    """The same step and batches, in a `for`."""
+    """The same step and batches in a bare `for`."""
 
     def __init__(self, config: Any):
-        """Compiles."""
+        """Prepares the step and the batches of a run."""
         with tempfile.TemporaryDirectory() as directory:
             self._run = loop.Run(config, str(pathlib.Path(directory) / "unused"))
         made = step.make_train_step(self._run.experiment, self._run.mesh)
         self._step = jax.jit(made, donate_argnums=0)
 
     def seconds(self, in_flight: int) -> float:
-        """Those of a step, when so many may be in flight once one has been dispatched."""
+        """Returns the seconds per step, if after each dispatch at most `in_flight` steps may be in flight."""
         run = self._run
         state = state_lib.init(run.experiment, run.mesh, 0, run.batches.example)
         pending: collections.deque[Any] = collections.deque()
@@ -101,7 +101,7 @@ class Bare:
 
 
 def compare() -> Iterator[measure.Row]:
-    """The rows."""
+    """Yields the rows."""
     config = make_config()
     bare = Bare(config)
     sides = {

@@ -1,4 +1,4 @@
-"""What the figures were measured on.
+"""Describes the machine on which the figures are measured.
 
 python -m benchmarks.machine
 """
@@ -18,7 +18,7 @@ _PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "jmp", "flax", "orbax-checkpo
 
 
 def describe() -> dict[str, Any]:
-    """The machine, its accelerators and its software; starts JAX's backend."""
+    """Returns a description of the machine, its accelerators and its software; starts JAX's backend."""
     return {
         "CPU": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores",
         "RAM": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB",
@@ -31,7 +31,7 @@ def describe() -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    # Not on all systems; what platform says is less.
+    # Only Linux has this file, and `platform` knows less about the CPU.
     path = pathlib.Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", path.read_text()) if path.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
@@ -50,7 +50,7 @@ def _device(device: Any) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Prints it as one line of JSON."""
+    """Prints the description as one line of JSON."""
     del argv
     print(json.dumps(describe()))
 

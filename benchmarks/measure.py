@@ -1,4 +1,4 @@
-"""Sides timed in turn, and what comes out of it: rows of a table."""
+"""Times several sides in turn, and turns the results into rows of a table."""
 
 import dataclasses
 import json
@@ -11,17 +11,17 @@ from xshard.metrics import show as show_lib
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One thing that was measured, or was to be.
+    """One measurement, or the reason why it is missing.
 
     Attributes:
-      what: the thing, as a phrase.
-      against: the peer whose time this one's was divided by; empty for an absolute figure.
-      median: of the rounds. None if there is none, and `missing` says why.
-      low: where the middle half of the rounds begins.
-      high: where it ends.
+      what: the name of the measurement.
+      against: the peer by whose value this one was divided; empty for an absolute figure.
+      median: the median of the rounds; None if nothing was measured.
+      low: the lower end of the middle half of the rounds.
+      high: the upper end of the middle half of the rounds.
       unit: 'x' for a ratio.
       at_most: the target; None if there is none.
-      missing: why nothing was measured, and how to mend it.
+      missing: why nothing was measured, and the fix; empty if it was.
     """
 
     what: str
@@ -41,18 +41,19 @@ def ratio(
     theirs: Sequence[float],
     at_most: float | None = None,
 ) -> Row:
-    """The row of a thing beside its peer: of each round, one's time over the other's."""
+    """Returns the row of a ratio: in each round, the value of our side divided by the peer's."""
+    # Ratios within a round, because a machine that is slow for a while slows both sides of the round.
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return Row(what, against, *_spread(ratios), at_most=at_most)
 
 
 def figure(what: str, values: Sequence[float], unit: str) -> Row:
-    """The row of an absolute figure, one value a round."""
+    """Returns the row of an absolute figure, from one value per round."""
     return Row(what, "", *_spread(values), unit=unit)
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median and the ends of the middle half."""
+    """Returns the median and the two ends of the middle half."""
     ordered = sorted(values)
     quarter = len(ordered) // 4
     return statistics.median(ordered), ordered[quarter], ordered[-1 - quarter]
@@ -61,10 +62,10 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
 def in_turn(
     sides: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: bool = True
 ) -> dict[str, list[Any]]:
-    """What each side returns in each round; before them is one that does not count, to warm up.
+    """Returns the results of each side in each round. A first round, to warm up, does not count.
 
-    The order changes from round to round, since who comes next finds caches and clocks as the one
-    before has left them.
+    The order of the sides changes from round to round, because each side finds the caches and clock rates as the side
+    before it left them.
     """
     names, results = list(sides), {name: [] for name in sides}
     for number in range(0 if warm_up else 1, rounds + 1):
@@ -78,18 +79,18 @@ def in_turn(
 
 
 def emit(rows: Iterable[Row], as_json: bool) -> None:
-    """Prints what a part has measured: a table, or for `benchmarks.run` one line of JSON."""
+    """Prints the rows of a part: as tables, or as one line of JSON for `benchmarks.run`."""
     rows = list(rows)
     print(json.dumps([dataclasses.asdict(row) for row in rows]) if as_json else show(rows))
 
 
 def parse(output: str) -> list[Row]:
-    """The rows that a part has emitted as JSON, which is the last line of its output."""
+    """Returns the rows of a part from its output, which ends with a line of JSON."""
     return [Row(**row) for row in json.loads(output.splitlines()[-1])]
 
 
 def show(rows: Iterable[Row]) -> str:
-    """The ratios with their targets as one table, the absolute figures, and what was not measured."""
+    """Returns a table of the ratios with their targets, a table of absolute figures, and what was not measured."""
     ratios, figures, missing = [], [], {}
     for row in rows:
         if row.median is None:

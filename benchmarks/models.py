@@ -1,4 +1,4 @@
-"""What is timed: perceptrons of two sizes, and an experiment of the smaller one for the loop."""
+"""The models that are timed: perceptrons of two sizes, and an experiment that trains one."""
 
 import functools
 import time
@@ -17,12 +17,12 @@ from xshard.run import preflight
 
 
 class Size(NamedTuple):
-    """A model and its work.
+    """The size of a model and of its batches.
 
     Attributes:
-      width: of the input and of each layer.
-      layers: how many, before the output's.
-      batch: examples a step, on all devices together.
+      width: the width of the input and of each layer.
+      layers: the number of layers before the output layer.
+      batch: the number of examples per step, on all devices together.
     """
 
     width: int
@@ -30,18 +30,18 @@ class Size(NamedTuple):
     batch: int
 
 
-# By what a step takes: on one or two cores of a CPU, and on a GPU of the Hopper kind.
+# The sizes by the time of a step, on one or two cores of a CPU and on a Hopper GPU.
 _ON_CPU = {"1 ms": Size(128, 4, 128), "20 ms": Size(512, 4, 512)}
 _ON_ACCELERATOR = {"1 ms": Size(2048, 4, 4096), "20 ms": Size(4096, 8, 16384)}
 
 
 def sizes() -> dict[str, Size]:
-    """The models for the devices at hand, by about how long a step takes."""
+    """Returns the models for the available devices, by the approximate time of a step."""
     return _ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR
 
 
 def make(size: Size, dtype: Any) -> tuple[Callable[[Any, jax.Array], jax.Array], Callable[[], Any]]:
-    """The loss as a function of parameters and input, computed in `dtype`; what makes the parameters."""
+    """Returns the loss, a function of parameters and input computed in `dtype`, and the parameters' initializer."""
     network = hk.without_apply_rng(
         hk.transform(lambda x: hk.nets.MLP([size.width] * size.layers + [1])(x)[:, 0])
     )
@@ -54,23 +54,23 @@ def make(size: Size, dtype: Any) -> tuple[Callable[[Any, jax.Array], jax.Array],
 
 
 class Wide(toy.Toy):
-    """The toy with a network whose step takes long enough to be a step, and not only a call."""
+    """The toy experiment with a larger network, so that a step takes longer than the call's overhead."""
 
     def forward(self, batch: Any, *, is_training: bool) -> jax.Array:
-        """The outputs of a perceptron."""
+        """Returns the outputs of a perceptron."""
         del is_training
         return hk.nets.MLP([self.config.width] * self.config.layers + [1])(batch["x"])[:, 0]
 
 
 class RunStep:
-    """The step of a run of a model.
+    """The jitted step of a run, with its state and one batch.
 
     Attributes:
-      first: the seconds of the first step, which compiles it.
+      first: the seconds of the first step, including compilation.
     """
 
     def __init__(self, experiment: type[toy.Toy], size: Size, changes: Mapping[str, Any]):
-        """Compiles, without fingerprints, but for these changes of the config."""
+        """Compiles the step, without fingerprints, and with the given changes of the config."""
         config = toy.get_config()
         config.update({"width": size.width, "layers": size.layers, "examples": 4 * size.batch})
         config.update({"batch_size": size.batch, "fingerprint_every_steps": 0})
@@ -83,7 +83,7 @@ class RunStep:
         self.first = self.seconds(1)
 
     def seconds(self, steps: int) -> float:
-        """Those of a step; the last one is waited for."""
+        """Returns the seconds per step of this many steps, including the wait for the last one."""
         begin = time.perf_counter()
         for _ in range(steps):
             self._state, *rest = self._step(self._state, self._batch)
@@ -92,12 +92,12 @@ class RunStep:
 
 
 def in_turn(sides: Mapping[str, RunStep], steps: int, rounds: int) -> dict[str, list[float]]:
-    """The seconds of a step of each side in each round, of turns of so many steps."""
+    """Returns the seconds per step of each side in each round; a turn has `steps` steps."""
     turns = {title: functools.partial(side.seconds, steps) for title, side in sides.items()}
     return measure.in_turn(turns, rounds)
 
 
 def absolute(sides: Mapping[str, list[float]], what: Callable[[str], str]) -> Iterator[measure.Row]:
-    """The rows of the sides' milliseconds, as `what` names them."""
+    """Yields a row with the milliseconds of each side, named by `what`."""
     for title, values in sides.items():
         yield measure.figure(what(title), [1e3 * value for value in values], "ms")

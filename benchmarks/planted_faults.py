@@ -1,10 +1,10 @@
-"""Puts faults into runs, each of a kind, in a layer, for an example, at random; and has each run's replay name it.
+"""Plants faults of random kinds, in random layers and for random examples, and checks that a replay finds each one.
 
     python -m benchmarks.planted_faults [--count=300] [--examples=3] [--seed=0]
 
-A fault counts as named if the replay says the step, the line, the replica, the example, forward or backward, and whether
-the loss scale, the precision or neither is why. With JAX_COMPILATION_CACHE_DIR a fault is compiled once for its
-examples. Exit code 1: one was not named.
+A fault counts as found if the replay names the step, the line, the replica, the example, forward or backward, and
+whether the cause is the loss scale, the precision or neither. With JAX_COMPILATION_CACHE_DIR a fault is compiled once
+for all of its examples. Exit code 1: a fault was not found.
 """
 
 import collections
@@ -28,7 +28,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "The seed of what is drawn.")
 
 
 def main(argv: list[str]) -> int:
-    """Tries them one after the other, and prints a table by kind."""
+    """Tries the faults one after the other, and prints a table by kind; returns the exit code."""
     del argv
     jax.config.update("jax_num_cpu_devices", 8)
     rng = np.random.default_rng(_SEED.value)

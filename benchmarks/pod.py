@@ -1,10 +1,10 @@
-"""Disturbs pods on this machine, and times their starts: the long form of what tests/launch does.
+"""Disturbs pods on this machine, and times their starts: the long form of tests/launch.
 
     python -m benchmarks.pod --trials=20 --seed=0 --processes=4 --counts=2,4,8
 
-A trial trains the toy experiment by `python -m launch`, and at a random instant sends SIGTERM, or SIGKILL, to one
-process at random. The launcher starts the pod again; the end must be, bit by bit, that of a run that was left alone.
-For SIGTERM the time is counted until the last process has left, its state saved.
+A trial trains the toy experiment with `python -m launch`, and at a random instant sends SIGTERM or SIGKILL to a random
+process. The launcher starts the pod again. Its final state must equal an undisturbed run's, bit by bit. The measured
+time is from the signal to the end of the pod: after SIGTERM, until the last process has left with its state saved.
 """
 
 import os
@@ -31,7 +31,7 @@ _OPTIONS = [f"--config.steps={_STEPS}", "--config.log_every_steps=10", "--config
 
 
 def main(argv: list[str]) -> None:
-    """Runs the trials."""
+    """Times the starts, and runs the trials."""
     del argv
     with tempfile.TemporaryDirectory() as folder:
         scratch = pathlib.Path(folder)
@@ -56,7 +56,7 @@ def start(directory: pathlib.Path, count: int) -> "subprocess.Popen[str]":
 
 
 def startup(directory: pathlib.Path, count: int) -> float:
-    """The seconds from the command to the first step's row."""
+    """Returns the seconds from the command to the first step's row."""
     begin = time.monotonic()
     command = [*harness.TOY, f"--workdir={directory}", "--config.log_every_steps=1"]
     process = harness.launch(f"--num_processes={count}", "--cpu_devices=1", command=command)
@@ -66,7 +66,7 @@ def startup(directory: pathlib.Path, count: int) -> float:
 
 
 def disturb(scratch: pathlib.Path, undisturbed: pathlib.Path, number: signal.Signals) -> None:
-    """The trials of one signal; prints what came out."""
+    """Runs the trials of one signal, and prints their results."""
     choose = random.Random(_SEED.value)
     steps, seconds = [], []
     for trial in range(_TRIALS.value):

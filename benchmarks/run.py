@@ -1,11 +1,11 @@
-"""All that is measured here, as one table: ours beside its peers, the targets, and the machine.
+"""Runs all parts, and prints one table: each measurement beside its peers, the targets, and the machine.
 
     python -m benchmarks.run [--quick] [--only=step,loop] [--json=FILE]
 
-Each part runs in processes of its own, one at a time. Where JAX finds an accelerator they run on it, in half
-precision, and say what memory they took; else (or with JAX_PLATFORMS=cpu) on the CPU, on 1 and on 8 virtual devices.
-What could not be measured is a row that says why. Exit codes: 0; 1 if a part failed; 130 after Ctrl-C, with the rows
-until then.
+Each part runs in its own processes, one at a time. If JAX finds an accelerator, they run on it in half precision, and
+also report their memory. Otherwise, or with JAX_PLATFORMS=cpu, they run on the CPU, with 1 and with 8 virtual devices.
+A measurement that is not possible becomes a row with the reason. Exit codes: 0; 1 if a part failed; 130 after Ctrl-C,
+which prints the rows measured until then.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ Commands = list[list[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Something to be measured.
+    """One part of the benchmarks.
 
     Attributes:
-      commands: what to run, a module and its flags each; given whether it must be quick, and whether there is
-        an accelerator.
-      left_out: what --quick leaves out of it.
+      commands: returns the commands to run, each a module and its flags, given whether to be quick and whether there
+        is an accelerator.
+      left_out: the measurements that --quick leaves out.
     """
 
     commands: Callable[[bool, bool], Commands]
@@ -49,7 +49,7 @@ def _step(quick: bool, accelerator: bool) -> Commands:
     if not accelerator:
         small = ["--size=1 ms"] if quick else []
         return [["step", rounds, "--devices=1"], ["step", rounds, "--devices=8", *small]]
-    # The peak of a process is that of one side if it makes no other steps.
+    # A process has one peak of memory, so each side gets its own process.
     return [
         ["step", f"--precision={precision}", *more]
         for precision in ("float16", "bfloat16")
@@ -114,19 +114,19 @@ _LIMIT_SECONDS = 3600
 
 
 def measured(command: Sequence[str], directory: str) -> list[measure.Row]:
-    """The rows of one command.
+    """Returns the rows of one command.
 
     Raises:
-      RuntimeError: if it fails; what it said is on stderr then.
+      RuntimeError: if the command fails; its stderr is printed then.
     """
     return measure.parse(output_of([*command, "--json"], directory))
 
 
 def output_of(command: Sequence[str], directory: str) -> str:
-    """What one of the benchmarks' modules prints; its temporary files are in `directory`.
+    """Returns the output of one of the benchmarks' modules; its temporary files are in `directory`.
 
     Raises:
-      RuntimeError: if it fails.
+      RuntimeError: if it fails or takes too long.
     """
     name, *arguments = command
     with subprocess.Popen(
@@ -136,7 +136,7 @@ def output_of(command: Sequence[str], directory: str) -> str:
         text=True,
         cwd=_ROOT,
         env={**os.environ, "TMPDIR": directory},
-        # A group of its own, to be ended with all that it has started.
+        # A process group of its own, so that it can be killed together with its children.
         start_new_session=True,
     ) as process:
         try:
@@ -155,7 +155,7 @@ def output_of(command: Sequence[str], directory: str) -> str:
 
 
 def run(names: Sequence[str], quick: bool, accelerator: bool) -> Iterator[measure.Row]:
-    """The rows of the parts, each as soon as its command has ended."""
+    """Yields the rows of the parts, each as soon as its command has ended."""
     for name in names:
         for command in PARTS[name].commands(quick, accelerator):
             begin, shown = time.monotonic(), " ".join(command)
@@ -169,7 +169,7 @@ def run(names: Sequence[str], quick: bool, accelerator: bool) -> Iterator[measur
 
 
 def show(machine: dict[str, Any], rows: Sequence[measure.Row], notes: Sequence[str]) -> str:
-    """The tables, the machine, and what there is to know of this run."""
+    """Returns the text of the tables, the machine, the number of targets met, and the notes."""
     lines = [{"machine": name, "": value} for name, value in machine.items()]
     judged = [row for row in rows if row.at_most is not None and row.median is not None]
     met = sum(row.median <= row.at_most for row in judged)
@@ -189,7 +189,7 @@ def show(machine: dict[str, Any], rows: Sequence[measure.Row], notes: Sequence[s
 
 
 def main(argv: list[str]) -> int:
-    """Runs the parts and prints what they say."""
+    """Runs the parts and prints their rows; returns the exit code."""
     if argv[1:]:
         raise app.UsageError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
     names = _ONLY.value or list(PARTS)
@@ -198,7 +198,7 @@ def main(argv: list[str]) -> int:
     notes = [f"--quick: no {PARTS[name].left_out}" for name in names
              if _QUICK.value and PARTS[name].left_out]  # fmt: skip
     machine: dict[str, Any] = {}
-    # As Ctrl-C: the processes that are measured are to end too.
+    # SIGTERM is handled as Ctrl-C, so that the processes that are being measured end too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory() as directory:

@@ -1,8 +1,9 @@
-"""One training step, by the rules and by hand: AdamW, with the gradients' mean over all devices.
+"""One training step, with xshard's rules and by hand: AdamW, with the mean of the gradients over all devices.
 
-The sides differ in who writes the step, and in the dynamic loss scale: none, by hand, `jmp.DynamicLossScale` and
-flax's `flax.training.dynamic_scale.DynamicScale`, each as its documentation shows. A side is a function of a loss
-that returns two: parameters to the first state; and that and a batch to the next one, on each of the devices.
+The sides differ in who writes the step, and in the dynamic loss scale: none, by hand, `jmp.DynamicLossScale`, or
+`flax.training.dynamic_scale.DynamicScale`, each used as its documentation shows. A side takes a loss and returns two
+functions. The first maps parameters to the first state. The second maps a state and a device's part of a batch to the
+next state and the loss, on each device.
 """
 
 import functools
@@ -21,14 +22,14 @@ Local = Callable[[Any, jax.Array], Any]
 Loss = Callable[[Any, jax.Array], jax.Array]
 Side = tuple[Callable[[Any], Any], Local]
 
-# Slow enough that the widest model, which nobody tunes, stays finite in float16.
+# The learning rate is so low that even the widest model, which is not tuned, stays finite in float16.
 ADAM = optax.adamw(1e-5)
-# Low enough for float16: a step that is skipped is not the work that is to be timed.
+# The scale is low enough for float16, because a skipped step would do less work than the steps to be timed.
 FIRST_SCALE, PERIOD = 2.0**10, 2000
 
 
 def by_rules(loss: Loss, scale: bool) -> Side:
-    """The step by the rules."""
+    """Returns the step with xshard's rules."""
 
     def step(params: Any, x: jax.Array) -> Any:
         opt: Any = xshard.CrossShardOptimizer(ADAM)
@@ -50,7 +51,7 @@ def by_rules(loss: Loss, scale: bool) -> Side:
 
 
 def unscaled_by_hand(loss: Loss) -> Side:
-    """The step as one would write it without a loss scale."""
+    """Returns the step written by hand, without a loss scale."""
 
     def local(state: Any, x: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(state[0], x)
@@ -61,7 +62,7 @@ def unscaled_by_hand(loss: Loss) -> Side:
 
 
 def by_hand(loss: Loss, conditional: bool) -> Side:
-    """The step as one would write it with a dynamic loss scale; a step is skipped by `cond` or by `where`."""
+    """Returns the step written by hand, with a dynamic loss scale that skips a step by `cond` or by `where`."""
 
     def local(state: Any, x: jax.Array) -> Any:
         old, scale, good = state
@@ -82,7 +83,7 @@ def by_hand(loss: Loss, conditional: bool) -> Side:
 
 
 def with_jmp(loss: Loss) -> Side:
-    """The step by hand around jmp's loss scale, in the order of its README."""
+    """Returns the step written by hand around jmp's loss scale, in the order of jmp's README."""
 
     def local(state: Any, x: jax.Array) -> Any:
         old, scale = state
@@ -100,7 +101,7 @@ def with_jmp(loss: Loss) -> Side:
 
 
 def with_flax(loss: Loss) -> Side:
-    """The step by hand around flax's loss scale, as in its examples."""
+    """Returns the step written by hand around flax's loss scale, as in flax's examples."""
     from flax.training import dynamic_scale
 
     def local(state: Any, x: jax.Array) -> Any:
@@ -144,12 +145,12 @@ def _width(params: Any) -> int:
 
 
 def jitted(local: Local) -> Any:
-    """The step on all devices; its state is donated."""
+    """Returns the step jitted for all devices; it donates the state."""
     specs = {"in_specs": (jax.P(), jax.P("replica")), "out_specs": jax.P()}
     mapped = jax.shard_map(local, mesh=mesh(), check_vma=False, **specs)
     return jax.jit(mapped, donate_argnums=0)
 
 
 def mesh() -> jax.sharding.Mesh:
-    """All devices as replicas."""
+    """Returns a mesh with all devices as replicas."""
     return jax.sharding.Mesh(jax.devices(), "replica")

@@ -1,10 +1,10 @@
-"""How long it takes from the command to the first step, beside the imports that nobody is spared.
+"""Measures the time from the command to the first step, against the time of the imports that every program needs.
 
     JAX_PLATFORMS=cpu python -m benchmarks.start [--rounds=5]
 
-Each in a fresh process: `python -c "import jax, haiku, optax"`; and `python -m xshard.main` with
-configs/digits.py, until it says that its first step is made, with the instant before in which it says that all
-is checked and the state is there.
+Each side runs in a fresh process: `python -c "import jax, haiku, optax"`, and `python -m xshard.main` with
+configs/digits.py until it prints its first step. The latter also yields the time until it prints that training begins,
+when everything is checked and the state is created.
 """
 
 import pathlib
@@ -25,7 +25,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def of_a_run() -> list[float]:
-    """Seconds from the command to the end of the checks, and to the first step."""
+    """Returns the seconds from the command to the end of the checks, and to the first step."""
     with tempfile.TemporaryDirectory() as folder:
         return seconds_until(
             ["training from step", "step 1/1"],
@@ -35,10 +35,10 @@ def of_a_run() -> list[float]:
 
 
 def seconds_until(texts: list[str], *arguments: str) -> list[float]:
-    """The seconds from the start of a Python to each line with one of these texts, then it may end.
+    """Returns the seconds from the start of a Python process to the first line with each of the texts, in their order.
 
     Raises:
-      RuntimeError: with what it said, if it ends without.
+      RuntimeError: with the last lines of output, if the process fails or ends without printing all of the texts.
     """
     begin, seconds, lines = time.perf_counter(), [], []
     with subprocess.Popen(
@@ -59,12 +59,12 @@ def seconds_until(texts: list[str], *arguments: str) -> list[float]:
 
 
 def of_imports(modules: str) -> list[float]:
-    """Seconds of a Python with these imports."""
+    """Returns the seconds that a Python process takes for these imports, as a list of one."""
     return seconds_until(["done"], "-c", f"import {modules}; print('done', flush=True)")
 
 
 def compare() -> Iterator[measure.Row]:
-    """The rows."""
+    """Yields the rows."""
     sides = {
         "run": of_a_run,
         "bare": lambda: of_imports("jax, haiku, optax"),

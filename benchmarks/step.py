@@ -1,9 +1,9 @@
-"""What the rules cost, against the same step written by hand, side by side in one process.
+"""Measures the cost of xshard's rules against the same step written by hand, in one process.
 
     JAX_PLATFORMS=cpu python -m benchmarks.step [--devices=8] [--rounds=41] [--size="1 ms"]
 
-The sides are those of benchmarks/sides.py. A CPU computes in half precision slowly, which would hide what the
-rules cost: float32 is for it, --precision=float16 and bfloat16 for accelerators.
+benchmarks/sides.py defines the sides. A CPU computes slowly in half precision, which would hide the cost of the rules.
+Use float32 on a CPU, and --precision=float16 or bfloat16 on accelerators.
 """
 
 import importlib.util
@@ -31,54 +31,54 @@ _MEMORY = flags.DEFINE_enum(
 )  # fmt: skip
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
-# For about so long a side is timed at a time.
+# The approximate time of one side's turn.
 _TURN_SECONDS = 0.05
 _NO_FLAX = "flax is not installed: pip install '.[bench]'"
 
 
 class Side:
-    """A step with its state, compiled and made a few times."""
+    """A step with its state, compiled and executed a few times."""
 
     def __init__(self, name: str, size: models.Size):
-        """Compiles."""
+        """Compiles the step, and chooses the number of steps of a turn."""
         loss, params = models.make(size, _PRECISION.value)
         init, local = sides_lib.SIDES[name](loss)
         everywhere = jax.sharding.NamedSharding(sides_lib.mesh(), jax.P())
-        # Made where it belongs: a copy that is moved there would count as the step's memory.
+        # Created in its final place, because a copy that is moved there would count as the step's memory.
         self._state = jax.jit(lambda: init(params()), out_shardings=everywhere)()
         batch = -(-size.batch // jax.device_count()) * jax.device_count()
         x = jax.random.normal(jax.random.key(1), (batch, size.width))
         self._x = jax.device_put(x, jax.sharding.NamedSharding(sides_lib.mesh(), jax.P("replica")))
-        # By jit itself, which compiles at the first call: jmp's scale cannot be lowered ahead of that.
+        # Compiled by the first call, because jmp's scale cannot be lowered ahead of time.
         self._step = sides_lib.jitted(local)
         self._wait_for_each = jax.default_backend() == "cpu"
         seconds = min(self.steps(1) for _ in range(3))
         self.count = max(3, round(_TURN_SECONDS / seconds))
 
     def steps(self, count: int) -> float:
-        """The seconds of one of so many steps."""
+        """Returns the seconds per step of this many steps."""
         begin = time.perf_counter()
         for _ in range(count):
             self._state, self.loss = self._step(self._state, self._x)
-            # XLA's CPU collectives deadlock with many steps in flight; elsewhere a wait would be timed.
+            # XLA's CPU collectives deadlock with many steps in flight. On other backends a wait would add to the time.
             if self._wait_for_each:
                 jax.block_until_ready(self.loss)
         jax.block_until_ready((self._state, self.loss))
         return (time.perf_counter() - begin) / count
 
     def turn(self) -> float:
-        """As `steps`, after one that finds again what the others have driven out of the caches."""
+        """Returns the seconds per step of a turn, after one step that refills the caches."""
         self.steps(1)
         return self.steps(self.count)
 
 
 def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
-    """The rows of one model."""
+    """Yields the rows of one model."""
     names = [side for side in sides_lib.SIDES if side != "flax" or importlib.util.find_spec("flax")]
     sides = {side: Side(side, size) for side in names}
     rtol = 1e-4 if _PRECISION.value == "float32" else 0.02
     for side in names:
-        # The same work, or the times would say nothing.
+        # The times are comparable only if all sides do the same work.
         np.testing.assert_allclose(
             sides[side].loss, sides["hand, unscaled"].loss, rtol, err_msg=side
         )
@@ -104,7 +104,7 @@ def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
 
 
 def memory(side: str, name: str, size: models.Size) -> measure.Row:
-    """The row of the peak memory of a process that makes steps of one side only."""
+    """Returns the row of the peak memory of this process, which makes steps of one side only."""
     what = f"peak memory a device: {side}{_where(name)}"
     Side(side, size).steps(3)
     stats = [device.memory_stats() or {} for device in jax.local_devices()]

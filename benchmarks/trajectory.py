@@ -1,9 +1,9 @@
-"""Kills runs with exact sums at random, has them go on with other numbers of processes and devices, and compares.
+"""Kills runs with exact sums at random steps, resumes them on other numbers of processes and devices, and compares.
 
     python -m benchmarks.trajectory [--schedules=200] [--seed=0]
 
-Each schedule is 2 to 6 starts of the toy experiment. Its arrays, rows and results must be, bit by bit, those of a run
-on one device that nothing has disturbed; a float16 one with steps that its scale skips. Exit code 1: some were not.
+Each schedule is 2 to 6 starts of the toy experiment, in float16 with steps that the loss scale skips. Its arrays, rows
+and results must equal an undisturbed run's on one device, bit by bit. Exit code 1: a schedule differed.
 """
 
 import functools
@@ -28,7 +28,7 @@ _COMMAND = [
     "--config.overflow_above=1.98",
     "--config.log_every_steps=1",
 ]
-# Processes, and devices of each.
+# The numbers of processes, and of devices per process.
 _SIZES = [
     (1, 1),
     (1, 2),
@@ -46,7 +46,7 @@ _SIZES = [
 
 
 def start(directory: pathlib.Path, processes: int, devices: int) -> functools.partial:
-    """What starts a run."""
+    """Returns the function that starts a run."""
     command = [*_COMMAND, f"--workdir={directory}"]
     if processes == 1:
         return functools.partial(harness.start, [*command, f"--cpu_devices={devices}"])
@@ -55,9 +55,9 @@ def start(directory: pathlib.Path, processes: int, devices: int) -> functools.pa
 
 
 def differs(whole: pathlib.Path, folder: pathlib.Path, draw: random.Random) -> str:
-    """What goes wrong in a schedule; empty if nothing does."""
+    """Runs a random schedule; returns a description of the failure, empty if there is none."""
     directory = folder / "run"
-    # So far apart that no start finds the step made by which it is to be killed.
+    # The steps are at least five apart, so that no start has already passed the step at which it must be killed.
     steps = sorted(draw.sample(range(1, _STEPS - 5, 5), draw.randint(1, 5)))
     sizes = [draw.choice(_SIZES) for _ in [*steps, _STEPS]]
     for step, size in zip(steps, sizes, strict=False):
@@ -72,7 +72,7 @@ def differs(whole: pathlib.Path, folder: pathlib.Path, draw: random.Random) -> s
 
 
 def main(argv: list[str]) -> int:
-    """Runs all schedules."""
+    """Runs all schedules; returns the exit code."""
     del argv
     draw, bad = random.Random(_SEED.value), 0
     with tempfile.TemporaryDirectory() as folder:

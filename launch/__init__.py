@@ -1,1 +1,1 @@
-"""Starts runs: here, on a cluster, on a cloud. `python -m launch --help` shows how."""
+"""Starts runs on this machine, on a cluster or in a cloud. `python -m launch --help` lists the commands and flags."""

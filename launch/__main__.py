@@ -1,14 +1,14 @@
-r"""Starts a run, or looks after those that are started.
+r"""Starts runs, shows what they are doing, and stops them.
 
     python -m launch --engine=local --num_processes=4 --cpu_devices=2 -- \
         python -m xshard.main --config=configs/digits.py --workdir=runs/digits
     python -m launch status runs/digits         what each process of a run is doing
     python -m launch status RUN_A RUN_B         whether two runs are the same so far
-    python -m launch list --engine=slurm        what runs there
-    python -m launch logs NAME --engine=gke     what a job prints
-    python -m launch kill NAME --engine=slurm   stops a job, which saves
+    python -m launch list --engine=slurm        the jobs of an engine
+    python -m launch logs NAME --engine=gke     the output of a job
+    python -m launch kill NAME --engine=slurm   stops a job, which saves its state first
 
---dry_run prints what would be done, and does nothing.
+--dry_run prints the files and commands of a launch, and executes nothing.
 """
 
 import dataclasses
@@ -22,39 +22,39 @@ from launch import elastic, engine, gke, local, mpi, slurm, status, sweep, tpu_v
 from xshard import cli
 
 _ENGINE = flags.DEFINE_enum(
-    "engine", "local", ["local", "slurm", "mpi", "tpu_vm", "gke", "xmanager"], "Where to."
+    "engine", "local", ["local", "slurm", "mpi", "tpu_vm", "gke", "xmanager"], "Where to launch."
 )
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be done, and do nothing.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the files and commands, and execute nothing.")
 _NAME = flags.DEFINE_string("name", None, "The job's name; by default the work directory's.")
 _PROCESSES = flags.DEFINE_integer("num_processes", 1, "The number of processes.", 1)
 _ELASTIC = flags.DEFINE_string(
     "elastic",
     None,
-    "local, slurm: MIN:MAX, in the place of --num_processes: starts on up to MAX hosts, and again on those that are "
-    "left, down to MIN.",
+    "local, slurm: MIN:MAX, instead of --num_processes: start on up to MAX hosts; after losing hosts, start again on "
+    "the remaining ones if there are at least MIN.",
 )
 _CPU_DEVICES = flags.DEFINE_integer(
-    "cpu_devices", 0, "The virtual devices of each process; 0: the devices that there are.", 0
+    "cpu_devices", 0, "The number of virtual CPU devices of each process; 0: the real devices.", 0
 )
 _SWEEP = flags.DEFINE_string(
-    "sweep", None, "A file whose get_sweep() returns a list of overrides: a job for each."
+    "sweep", None, "A file with get_sweep(), which returns a list of overrides: one job for each."
 )
 _PARALLEL = flags.DEFINE_integer("parallel", 1, "How many jobs of a sweep run at a time.", 1)
-_JSON = flags.DEFINE_bool("json", False, "With 'status': for machines.")
+_JSON = flags.DEFINE_bool("json", False, "With 'status': print JSON.")
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
 
 # local
 _MAX_FAILURES = flags.DEFINE_integer(
     "max_failures",
     3,
-    "local, gke: so many failures (local: without a new step), and it gives up.",
+    "local, gke: give up after this many failures (local: in a row, without a new step).",
     1,
 )
 _GRACE = flags.DEFINE_integer(
     "grace_seconds", 120, "How long a run that is told to stop may take to save.", 1
 )
 # slurm, mpi
-_TIME = flags.DEFINE_string("slurm_time", None, "slurm: the time limit, as sbatch has it.")
+_TIME = flags.DEFINE_string("slurm_time", None, "slurm: the time limit, in sbatch's format.")
 _SBATCH = flags.DEFINE_multi_string(
     "sbatch", [], "slurm: an option of sbatch, such as --partition=p."
 )
@@ -62,17 +62,15 @@ _MPIRUN = flags.DEFINE_multi_string(
     "mpirun", [], "mpi: an option of mpirun, as --mpirun='--hostfile hosts'."
 )
 # tpu_vm, gke
-_ZONE = flags.DEFINE_string("zone", None, "tpu_vm: as gcloud has it; by default gcloud's own.")
-_PROJECT = flags.DEFINE_string(
-    "project", None, "tpu_vm: as gcloud has it; by default gcloud's own."
-)
+_ZONE = flags.DEFINE_string("zone", None, "tpu_vm: the zone; by default gcloud's own.")
+_PROJECT = flags.DEFINE_string("project", None, "tpu_vm: the project; by default gcloud's own.")
 _TPU = flags.DEFINE_string(
     "tpu", None, "tpu_vm: the TPU VM's name. gke: type:topology, as v5e:4x4."
 )
 _DIRECTORY = flags.DEFINE_string("directory", "xshard", "tpu_vm: the code's folder on the hosts.")
 _IMAGE = flags.DEFINE_string("image", None, "gke: the container image, with the code in it.")
 _SLICES = flags.DEFINE_integer("slices", 1, "gke: the number of slices.", 1)
-_NAMESPACE = flags.DEFINE_string("namespace", None, "gke: as kubectl has it; by default its own.")
+_NAMESPACE = flags.DEFINE_string("namespace", None, "gke: the namespace; by default kubectl's own.")
 _TARGET = flags.DEFINE_string(
     "target", "//experiments/digits", "xmanager: the Bazel target of the program."
 )
@@ -81,7 +79,7 @@ _VERBS = ("list", "logs", "kill")
 
 
 def make_engine(name: str) -> engine.Engine:
-    """The engine as the flags say."""
+    """Returns the engine of a name, with the options that the flags give."""
     makers: dict[str, Callable[[], engine.Engine]] = {
         "local": lambda: local.Local(_MAX_FAILURES.value, _GRACE.value),
         "slurm": lambda: slurm.Slurm(
@@ -103,8 +101,9 @@ def make_engine(name: str) -> engine.Engine:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Does what the arguments say; returns the exit code."""
+    """Executes the command line; returns the exit code."""
     before, command = split(argv)
+    # Allows flags after words, as in `kill NAME --engine=slurm`.
     flags.FLAGS.set_gnu_getopt(True)
     try:
         words = flags.FLAGS(before)[1:]
@@ -122,16 +121,18 @@ def main(argv: Sequence[str]) -> int:
     jobs = sweep.jobs(job, points) or [job]
     if job.least:
         elastic.check(jobs)
+    # The plan comes before the claim, so that a sweep that the engine refuses claims no directory.
     plan = chosen.launch(jobs)
     if points and not _DRY_RUN.value:
         sweep.claim(job.workdir, points, jobs)
+    # On this machine the launcher supervises the processes itself instead of running the plan.
     if not isinstance(chosen, local.Local) or _DRY_RUN.value:
         return _do(plan)
     return sweep.run(jobs, chosen, _PARALLEL.value) if points else local.run(job, chosen)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The launcher's arguments, and the command after '--'."""
+    """Returns the launcher's own arguments, and the command after '--'."""
     words = list(argv)
     if "--" not in words:
         return words, []
@@ -184,7 +185,7 @@ def _do(plan: engine.Plan) -> int:
 
 
 def run() -> int:
-    """Runs; an error of the user's becomes one message."""
+    """Runs the launcher; prints a user's error as one message. Returns the exit code."""
     logging.set_verbosity(logging.WARNING)
     return cli.run(_run, has_debug_flag=True)
 

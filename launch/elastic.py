@@ -1,4 +1,4 @@
-"""Runs on as many hosts as there are: `--elastic=MIN:MAX`, and what it asks of a run."""
+"""Elastic runs, `--elastic=MIN:MAX`, which continue on fewer hosts, and the checks of their configs."""
 
 import re
 import sys
@@ -20,11 +20,11 @@ _WHY_NOT = {
 
 
 class Hosts(NamedTuple):
-    """How many hosts a run may have.
+    """The range of the number of hosts of a run.
 
     Attributes:
-      least: fewer, and it is not started again.
-      most: on so many it is started.
+      least: the fewest hosts on which the run is started again.
+      most: the number of hosts on which the run is started first.
     """
 
     least: int
@@ -32,20 +32,20 @@ class Hosts(NamedTuple):
 
 
 def parse(text: str) -> Hosts:
-    """The numbers of hosts, from MIN:MAX; LaunchError if it is none."""
-    # No cluster has a million hosts, and Python reads no number of very many digits.
+    """Parses MIN:MAX; raises LaunchError if the text is malformed."""
+    # The digits are limited because no cluster has a million hosts, and Python's int() rejects very long numbers.
     if re.fullmatch("[0-9]{1,6}:[0-9]{1,6}", text):
         hosts = Hosts(*map(int, text.split(":")))
         if 1 <= hosts.least <= hosts.most:
             return hosts
     raise engine.LaunchError(
-        f"--elastic={text} must be MIN:MAX, two whole numbers of which 1 <= MIN <= MAX, as in --elastic=2:4: the "
-        "fewest hosts that the run may go on with, and those that it starts on."
+        f"--elastic={text} must be MIN:MAX, two whole numbers with 1 <= MIN <= MAX, as in --elastic=2:4: the "
+        "fewest hosts on which the run may go on, and the number on which it starts."
     )
 
 
 def check_engine(name: str) -> None:
-    """Raises LaunchError unless an engine can start a run again on other hosts."""
+    """Raises LaunchError unless the engine can start a run again on other hosts."""
     if name not in _ELASTIC:
         raise engine.LaunchError(
             f"--elastic is for --engine={' and '.join(_ELASTIC)}, not for {name}: {_WHY_NOT[name]}. Leave it out."
@@ -53,10 +53,10 @@ def check_engine(name: str) -> None:
 
 
 def check(jobs: Sequence[engine.Job]) -> None:
-    """Sees that what jobs compute does not depend on the number of their hosts; prints what it cannot tell.
+    """Checks that the trajectories of jobs do not depend on the number of hosts; prints a warning if it cannot tell.
 
     Raises:
-      LaunchError: if the config of one has no logical replicas.
+      LaunchError: if a job's config has no logical replicas.
     """
     warnings = {_warning(job) for job in jobs} - {""}
     for warning in sorted(warnings):
@@ -64,7 +64,7 @@ def check(jobs: Sequence[engine.Job]) -> None:
 
 
 def _warning(job: engine.Job) -> str:
-    """What is to be said of a job; empty if nothing is. LaunchError if it is refused."""
+    """Returns the warning about a job, empty if there is none; raises LaunchError if the job is refused."""
     config = sweep.asked_for(job)
     if config is None:
         return (

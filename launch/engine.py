@@ -1,4 +1,4 @@
-"""What a run is to those that start it, and what an engine is."""
+"""The interface between the launcher and its engines: the job to start, the plan of an engine, and the engine."""
 
 import contextlib
 import dataclasses
@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from xshard import errors
 from xshard.pod import handshake
 
-# Stands for the token in a plan, which is made when the plan is run, and shown to nobody.
+# The placeholder for the token in a plan. The token is created when the plan runs, and never printed.
 TOKEN = "TOKEN-OF-THE-LAUNCH"
 _LONGEST_NAME = 40
-# A sweep adds the number of a point.
+# Shorter than the limit, because a sweep appends the number of a point.
 _LONGEST_DERIVED_NAME = 34
 
 
 class LaunchError(errors.UserError):
-    """What was asked for cannot be launched. The message says why, and what to do."""
+    """The requested launch is not possible. The message gives the reason and the fix."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Job:
     """A run to be started.
 
     Attributes:
-      name: of the job, in lower case letters, digits and '-'.
+      name: the job's name, in lower case letters, digits and '-'.
       command: the program and its arguments.
-      processes: how many processes run it together, one a host on a pod.
-      cpu_devices: the virtual devices of each; 0 where the devices are real.
-      least: the fewest processes that it may go on with when hosts are lost; 0: it goes on with `processes` alone.
+      processes: the number of processes that run it together; on a pod, one per host.
+      cpu_devices: the number of virtual devices of each process; 0 to use real devices.
+      least: the fewest processes with which it is started again after hosts are lost; 0 if their number is fixed.
     """
 
     name: str
@@ -45,18 +45,19 @@ class Job:
 
     @property
     def elastic(self) -> str:
-        """The flag that says how many processes it may have."""
+        """The --elastic flag with the job's range of processes."""
         return f"--elastic={self.least}:{self.processes}"
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The command with what all of its processes are given."""
+        """The command with the arguments that all of its processes receive."""
         more = [f"--cpu_devices={self.cpu_devices}"] if self.cpu_devices else []
         return (*self.command, *more)
 
     @property
     def workdir(self) -> pathlib.Path:
-        """The run's work directory, from its command; LaunchError if that names none."""
+        """The run's work directory, from its command; raises LaunchError if the command names none."""
+        # From the end, because the last of several --workdir flags counts.
         for argument in reversed(self.command):
             if argument.startswith("--workdir=") and argument != "--workdir=":
                 return pathlib.Path(argument.partition("=")[2]).absolute()
@@ -65,20 +66,20 @@ class Job:
         )
 
     def with_flags(self, **flags: object) -> "Job":
-        """The same with more arguments, which come last and so count."""
+        """Returns the job with more flags, which come last and therefore override earlier ones."""
         more = (f"--{name}={value}" for name, value in flags.items())
         return dataclasses.replace(self, command=(*self.command, *more))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What an engine would do.
+    """The files and commands with which an engine launches, lists, shows or stops jobs.
 
     Attributes:
-      files: the content of each file that it writes.
-      commands: what it then runs, one after another. They find the launch's token in the environment.
-      private: the content of files that only this user may read, and that last as long as the commands. `TOKEN` in
-        them becomes the launch's.
+      commands: the commands to run, one after another. They receive the launch's token in the environment.
+      files: the content of each file to write before the commands, by path.
+      private: the content of temporary files that only this user may read, by path; they are deleted after the
+        commands. `TOKEN` in them is replaced by the launch's token.
     """
 
     commands: Sequence[Sequence[str]]
@@ -91,19 +92,21 @@ class Plan:
         return "\n".join([*parts, *(shlex.join(command) for command in self.commands)])
 
     def run(self, *, replace: bool = False) -> int:
-        """Does it, up to the first command that fails; its exit code.
+        """Writes the files and runs the commands up to the first that fails; returns the exit code.
 
         Args:
-          replace: whether the last command takes this process's place, and with it its terminal and signals.
+          replace: whether the last command replaces this process, to receive its terminal and signals. A plan with
+            private files never does, because this process has to delete them.
 
         Raises:
-          LaunchError: if a file cannot be written, or a program is not there.
+          LaunchError: if a file cannot be written, or if a program is missing.
         """
         token = make_token()
         for path, content in self.files.items():
             _write(path, content, 0o666)
         with contextlib.ExitStack() as stack:
             for path, content in self.private.items():
+                # An existing file would keep its mode, and others could read the token.
                 path.unlink(missing_ok=True)
                 stack.callback(path.unlink, missing_ok=True)
                 _write(path, content.replace(TOKEN, token), 0o600)
@@ -121,13 +124,13 @@ class Plan:
                     f"{command[0]} is not on PATH; --dry_run shows what it is for."
                 ) from e
             if code:
-                # As a shell has it where a signal has ended the program.
+                # 128 plus the signal's number if a signal ended the program, as in a shell.
                 return code if code > 0 else 128 - code
         return 0
 
 
 def make_token() -> str:
-    """A secret for the processes of one launch, by which they know one another."""
+    """Returns a random secret, by which the processes of one launch recognize one another."""
     return secrets.token_hex(32)
 
 
@@ -142,23 +145,26 @@ def _write(path: pathlib.Path, content: str, mode: int) -> None:
 
 
 class Engine:
-    """Where runs are started. A new engine implements `launch`, and of the rest what there is."""
+    """A system that runs jobs. A new engine implements `launch`, and the other methods as far as the system allows.
+
+    The methods return plans and execute nothing.
+    """
 
     def launch(self, jobs: Sequence[Job]) -> Plan:
-        """Starts jobs, of a sweep several; LaunchError if they do not fit."""
+        """Returns the plan that starts jobs, several for a sweep; raises LaunchError if the engine cannot run them."""
         raise NotImplementedError
 
     def running(self) -> Plan:
-        """Lists what runs there."""
+        """Returns the plan that lists the jobs."""
         return self._nothing("list")
 
     def logs(self, name: str) -> Plan:
-        """Shows what a job prints."""
+        """Returns the plan that shows the output of a job."""
         del name
         return self._nothing("logs")
 
     def kill(self, name: str) -> Plan:
-        """Stops a job, which saves if there is time."""
+        """Returns the plan that stops a job, which saves its state if there is time."""
         del name
         return self._nothing("kill")
 
@@ -170,14 +176,14 @@ class Engine:
 
 
 def only_job(jobs: Sequence[Job], engine: str) -> Job:
-    """The only job; LaunchError if there are several, as of a sweep."""
+    """Returns the only job; raises LaunchError if there are several, as in a sweep."""
     if len(jobs) != 1:
         raise LaunchError(f"--sweep runs with --engine=local or slurm, not with {engine}.")
     return jobs[0]
 
 
 def check_name(name: str) -> str:
-    """The name; LaunchError unless all engines take it."""
+    """Returns the name; raises LaunchError unless every engine accepts it."""
     if len(name) > _LONGEST_NAME or not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name):
         raise LaunchError(
             f"--name={name} must be of at most {_LONGEST_NAME} lower case letters, digits and '-', and begin with a letter."
@@ -186,10 +192,10 @@ def check_name(name: str) -> str:
 
 
 def derived_name(directory: pathlib.Path) -> str:
-    """A name that all engines take, from a work directory's."""
+    """Returns a name that every engine accepts, derived from the name of a work directory."""
     name = re.sub("[^a-z0-9]+", "-", directory.name.lower()).strip("-")
     if not name:
-        # Of other letters than these; two of them are not to have one name.
+        # The directory's name has no usable character. The checksum gives different directories different names.
         name = f"run-{zlib.crc32(os.fsencode(directory.name)):08x}"
     if not name[0].isalpha():
         name = f"run-{name}"

@@ -1,4 +1,4 @@
-"""On Google Kubernetes Engine: a JobSet of TPU slices, by kubectl; JAX detects the pod."""
+"""Launches on Google Kubernetes Engine: a JobSet of TPU slices, created by kubectl; JAX detects the pod."""
 
 import dataclasses
 import math
@@ -22,8 +22,8 @@ _TYPES = {
     "v6e": ("tpu-v6e-slice", 4),
 }
 
-# What a JobSet does at an exit code that is no failure to be counted: what has stopped early, with its state
-# saved, starts again; what is not finite would be so again.
+# The actions of a JobSet at exit codes that do not count as failures. A job that stopped early with its state saved is
+# started again. One that was not finite is not, because it would not be finite again.
 _RULES = (
     ("preempted", notice.PREEMPTED, "RestartJobSetAndIgnoreMaxRestarts"),
     ("nonfinite", notice.NONFINITE, "FailJobSet"),
@@ -32,10 +32,10 @@ _RULES = (
 
 @dataclasses.dataclass(frozen=True)
 class Gke(engine.Engine):
-    """The engine. The cluster and who one is, are kubectl's own matter.
+    """The GKE engine. The cluster and the credentials come from kubectl's configuration.
 
     Attributes:
-      tpu: type and topology of a slice, as 'v5e:4x4'.
+      tpu: the type and topology of a slice, such as 'v5e:4x4'.
       image: the container image, with the code in its working directory.
       slices: the number of slices.
       max_failures: the number of failures after which the job is not started again.
@@ -51,18 +51,18 @@ class Gke(engine.Engine):
     namespace: str | None = None
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
-        """Writes the JobSet and has kubectl create it."""
+        """Returns the plan that writes the JobSet and creates it with kubectl."""
         job = engine.only_job(jobs, "gke")
         if job.processes != 1 or job.cpu_devices:
             raise engine.LaunchError(
                 "--num_processes and --cpu_devices are not for gke: --tpu says how many hosts there are."
             )
-        # Here, not in the work directory, which is the cluster's.
+        # In the current directory, because the work directory is on the cluster's storage.
         path = pathlib.Path(f"{job.name}.jobset.yaml")
         content = yaml.safe_dump(self.job_set(job), sort_keys=False)
         private = pathlib.Path(f"{job.name}.token.yaml")
         commands = [
-            # A job of this name may have left its own.
+            # "apply" instead of "create", because an earlier job of this name may have left its secret.
             [*self._kubectl(), "apply", "-f", str(private)],
             [*self._kubectl(), "create", "-f", str(path)],
         ]
@@ -70,11 +70,11 @@ class Gke(engine.Engine):
         return engine.Plan(commands, {path: content}, {private: secret})
 
     def running(self) -> engine.Plan:
-        """The JobSets."""
+        """Returns the plan that lists the JobSets."""
         return engine.Plan([[*self._kubectl(), "get", "jobsets"]])
 
     def logs(self, name: str) -> engine.Plan:
-        """What process 0 prints: it speaks for all."""
+        """Returns the plan that shows the output of process 0, which reports for all processes."""
         chosen = (
             f"jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/job-index=0,"
             "batch.kubernetes.io/job-completion-index=0"
@@ -82,13 +82,13 @@ class Gke(engine.Engine):
         return engine.Plan([[*self._kubectl(), "logs", "-f", f"--selector={chosen}"]])
 
     def kill(self, name: str) -> engine.Plan:
-        """Deletes the JobSet: its pods get SIGTERM, save within their grace period, and leave."""
+        """Returns the plan that deletes the JobSet; its pods get SIGTERM, and save within their grace period."""
         job = [*self._kubectl(), "delete", "jobset", name]
         secret = [*self._kubectl(), "delete", "secret", _secret_name(name), "--ignore-not-found"]
         return engine.Plan([job, secret])
 
     def job_set(self, job: engine.Job) -> dict[str, Any]:
-        """The JobSet, as of jobset.x-k8s.io/v1alpha2."""
+        """Returns the manifest of the JobSet, in the format of jobset.x-k8s.io/v1alpha2."""
         hosts, selector, chips = self._slice()
         codes = sorted(code for _, code, _ in _RULES)
         rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": codes}}]
@@ -96,7 +96,7 @@ class Gke(engine.Engine):
             "parallelism": hosts,
             "completions": hosts,
             "completionMode": "Indexed",
-            # A pod that has failed has ended all others: the whole job starts again.
+            # No retry of a single pod: a failed pod ends all others, and the JobSet starts the whole job again.
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": rules},
             "template": {"spec": self._pod(job, selector, chips)},
@@ -106,7 +106,7 @@ class Gke(engine.Engine):
             "kind": "JobSet",
             "metadata": {
                 "name": job.name,
-                # A slice is a node pool, and a job has it to itself.
+                # A slice is a node pool, and each job needs one of its own.
                 "annotations": {
                     "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
                 },
@@ -119,7 +119,7 @@ class Gke(engine.Engine):
                             "name": name,
                             "action": action,
                             "onJobFailureReasons": ["PodFailurePolicy"],
-                            # As Kubernetes says it: "... failed with exit code 42 matching FailJob rule ...".
+                            # The message of Kubernetes: "... failed with exit code 42 matching FailJob rule ...".
                             "onJobFailureMessagePatterns": [f"exit code {code} matching"],
                         }
                         for name, code, action in _RULES
@@ -140,7 +140,7 @@ class Gke(engine.Engine):
                 {
                     "name": "xshard",
                     "image": self.image,
-                    # Kubernetes replaces $(NAME) in arguments, and $$ by $; a config's value means itself.
+                    # Kubernetes expands $(NAME) in arguments, and turns $$ into $. Values of a config stay literal.
                     "command": [argument.replace("$", "$$") for argument in job.arguments],
                     "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}, _token(job)],
                     "ports": [{"containerPort": 8471}, {"containerPort": 8080}],
@@ -150,7 +150,7 @@ class Gke(engine.Engine):
         }
 
     def _slice(self) -> tuple[int, dict[str, str], int]:
-        """The hosts of a slice, how its nodes are found, and the chips of a host."""
+        """Returns the number of hosts of a slice, the node selector, and the number of chips of a host."""
         kind, _, topology = (self.tpu or "").partition(":")
         sizes = topology.split("x")
         if kind not in _TYPES or not all(size.isdecimal() and int(size) for size in sizes):
@@ -163,7 +163,7 @@ class Gke(engine.Engine):
         chips = math.prod(map(int, sizes))
         if chips > host_chips and chips % host_chips:
             raise engine.LaunchError(
-                f"--tpu={self.tpu} has {chips} chips, which hosts of {host_chips} do not divide."
+                f"--tpu={self.tpu} has {chips} chips, which must be a multiple of the {host_chips} of a host."
             )
         selector = {
             "cloud.google.com/gke-tpu-accelerator": accelerator,
@@ -180,7 +180,7 @@ def _secret_name(name: str) -> str:
 
 
 def _secret(job: engine.Job) -> dict[str, Any]:
-    """What holds the launch's token: a manifest can be read by more people than a secret."""
+    """Returns the secret with the launch's token, because more people may read a manifest than a secret."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -190,6 +190,6 @@ def _secret(job: engine.Job) -> dict[str, Any]:
 
 
 def _token(job: engine.Job) -> dict[str, Any]:
-    # Without it, if somebody has deleted it, all processes have none, which is one as well.
+    # Optional, because the processes also recognize one another if the secret is deleted and all have an empty token.
     source = {"name": _secret_name(job.name), "key": _TOKEN_KEY, "optional": True}
     return {"name": handshake.VARIABLE, "valueFrom": {"secretKeyRef": source}}

@@ -1,4 +1,4 @@
-"""On this machine: a pod of processes, each with virtual devices, watched and started again when it ends early."""
+"""Launches on this machine: a pod of processes, supervised, and started again when it ends early."""
 
 import collections
 import contextlib
@@ -20,34 +20,34 @@ from xshard.files import streams
 from xshard.pod import handshake, notice, signals, status
 
 _STEP_SECONDS = 0.1
-# A process that hears of another's failure says so and leaves by itself.
+# How long to wait after a failure: the other processes learn of it, report it and leave by themselves.
 _HEAR_SECONDS = 15.0
-# One that is told to leave does so, unless it waits for a peer that was killed.
+# How long to wait after SIGTERM: a process leaves, unless it waits for a peer that was killed.
 _SETTLE_SECONDS = 3.0
-# All that a process has printed is there when it has ended, but for what a child of it keeps open.
+# How long to read on after the processes have ended. A reader ends with its pipe, but a child may keep that open.
 _READ_SECONDS = 15.0
 _MOST_BACKOFF_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Local(engine.Engine):
-    """The engine.
+    """The local engine.
 
     Attributes:
-      max_failures: so many failures in a row without a new step, and it gives up.
-      grace_seconds: how long a pod that is told to stop may take before it is killed.
+      max_failures: the number of failures in a row without a new step after which the launcher gives up.
+      grace_seconds: how long a pod that is told to stop may take to save before it is ended.
     """
 
     max_failures: int = 3
     grace_seconds: float = 120.0
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
-        """The commands of one start, all at once; the port is another each time."""
+        """Returns the commands of one start, which run in parallel. Each start replaces PORT by a free port."""
         return engine.Plan([c for job in jobs for c in commands(job, "PORT")])
 
 
 def commands(job: engine.Job, port: object) -> list[list[str]]:
-    """The command of each process."""
+    """Returns the command of each process."""
     if job.processes == 1:
         return [list(job.arguments)]
     return [
@@ -61,12 +61,12 @@ class Supervisor:
     """Keeps one job's pod running until it is done."""
 
     def __init__(self, job: engine.Job, options: Local, out: IO[str]):
-        """Prepares.
+        """Prepares to run a job; starts nothing.
 
         Args:
           job: the job.
-          options: how patient it is.
-          out: where what the processes print goes, each line after the process's number.
+          options: the limits of failures and of the time to stop.
+          out: the stream for the output of the processes; each line is prefixed with the index of its process.
         """
         self._job = job
         self._elastic = job.elastic
@@ -76,7 +76,7 @@ class Supervisor:
         self._stopped = False
 
     def signal(self, number: int) -> None:
-        """Passes a signal on, and starts the pod no more. For a signal handler or any thread."""
+        """Passes a signal on to the pod, and prevents another start. A signal handler or any thread may call it."""
         self._stopped = True
         self._asked.append(number)
 
@@ -84,8 +84,8 @@ class Supervisor:
         """Runs the job to its end.
 
         Returns:
-          0 when it is done; 3 if it is not finite, which it would be again; 42 or 130 if it was told to stop; else
-          the code of its last failure.
+          0 if the job is done; 3 if it is not finite, since a repetition would end the same way; 42 or 130 if it was
+          told to stop; otherwise the exit code of its last failure.
         """
         failures, best = 0, self._step()
         while True:
@@ -99,12 +99,12 @@ class Supervisor:
             if code == notice.PREEMPTED and (self._job.workdir / notice.STOP_FILE).exists():
                 self._say(f"not started again: {self._job.workdir / notice.STOP_FILE} is there")
                 return code
-            # A failure after new steps is another one. To stop early is one only without any.
+            # A failure after new steps starts a new count. An early stop counts as a failure only if no step was made.
             step = self._step()
             has_progress = step > best
             best = max(best, step)
             if pod.lost and self._job.least:
-                # No failure of the program's, and the number of hosts bounds how often it comes.
+                # The program did not fail, and the number of hosts limits how often this happens, so it is not counted.
                 if not self._goes_on_without(pod):
                     return code
                 failures = 0
@@ -122,7 +122,7 @@ class Supervisor:
                 return code
 
     def _goes_on_without(self, pod: "_Pod") -> bool:
-        """Leaves the hosts that a pod has lost out of the job; whether enough are left."""
+        """Removes the hosts that a pod has lost from the job; returns whether enough are left."""
         left = self._job.processes - pod.lost
         of_all = f"{left} of {self._job.processes} hosts are left"
         if left < self._job.least:
@@ -145,7 +145,7 @@ class Supervisor:
             time.sleep(_STEP_SECONDS)
 
     def _step(self) -> int:
-        """The last step that the run is known to have made."""
+        """Returns the last step in the run's status; 0 if there is no readable status."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             return status.read(self._job.workdir)[0]["step"] or 0
         return 0
@@ -158,8 +158,8 @@ class _Pod:
     """The processes of one start.
 
     Attributes:
-      cause: why it has failed; empty if it has not.
-      lost: how many processes could not be started, or were ended by a SIGKILL that is not this program's.
+      cause: why the pod failed; empty if it did not.
+      lost: how many processes could not be started, or were ended by a SIGKILL that this program did not send.
     """
 
     def __init__(self, job: engine.Job, out: IO[str], grace_seconds: float):
@@ -187,13 +187,13 @@ class _Pod:
             reader.start()
 
     def wait(self, asked: "collections.deque[int]") -> int:
-        """Waits for the end of all; what has ended it.
+        """Waits until all processes have ended; returns the exit code of the pod.
 
         Args:
-          asked: signals to pass on, as they come.
+          asked: the queue of signals to pass on.
         """
         if self.lost:
-            # Without these the others would wait for the start timeout.
+            # The others would wait for the missing processes until the start timeout.
             return self._break_up()
         deadline, is_told = float("inf"), False
         while None in (codes := self._codes()):
@@ -203,36 +203,37 @@ class _Pod:
             failed = [index for index, code in enumerate(codes) if _failed(code)]
             if failed and not self._first:
                 self._first = failed
-                # Without a peer that was killed the others can neither train nor save.
+                # If a process was killed by a signal, the others can neither train nor save without it, so they are
+                # not given time to save.
                 is_told = any((codes[index] or 0) < 0 for index in failed)
                 patience = _SETTLE_SECONDS if is_told else _HEAR_SECONDS
                 deadline = min(deadline, time.monotonic() + patience)
             if time.monotonic() >= deadline:
-                # What did not leave at SIGTERM is killed.
+                # First SIGTERM, then SIGKILL for the processes that did not leave.
                 self._send(signal.SIGKILL if is_told else signal.SIGTERM)
                 is_told, deadline = True, time.monotonic() + _SETTLE_SECONDS
             time.sleep(_STEP_SECONDS)
         for reader in self._readers:
             reader.join(_READ_SECONDS)
-        # As a shell has it where a signal has ended a process.
+        # 128 plus the signal's number if a signal ended a process, as in a shell.
         ends = [128 - code if code < 0 else code for code in codes if code is not None]
         failed = [index for index, code in enumerate(ends) if _failed(code)]
         if not failed:
             return max(ends)
-        # All may have ended since they were last looked at, so that none was seen to be the first.
+        # All may have ended between two polls of this loop, so the first to fail may be unknown.
         first = (self._first or failed)[0]
         self.cause = self._describe(first, ends[first])
         return ends[first]
 
     def _break_up(self) -> int:
-        """Ends a pod that has not all of its processes; the exit code."""
+        """Kills a pod that could not be started in full; returns the exit code."""
         self._send(signal.SIGKILL)
         for process in self._processes:
             process.wait()
         return notice.FAILED
 
     def _codes(self) -> list[int | None]:
-        """The exit code of each process that has ended; counts those that are lost."""
+        """Returns the exit code of each process, None while it runs, and counts the lost processes."""
         codes = [process.poll() for process in self._processes]
         if not self._has_killed:
             self.lost = codes.count(-signal.SIGKILL)
@@ -245,7 +246,7 @@ class _Pod:
         if code > 128:
             with contextlib.suppress(ValueError):
                 how = f"was ended by {signal.Signals(code - 128).name}"
-        # Process 0 says what it has heard of another's failure.
+        # Process 0 also prints the failures that other processes report.
         error = self._errors.get(index) or self._errors.get(0)
         return f"{who} {how}: {error}" if error else f"{who} {how}"
 
@@ -254,7 +255,7 @@ class _Pod:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 if number == signal.SIGKILL:
-                    # Its children, too.
+                    # The process group, to kill the process's children too.
                     os.killpg(process.pid, number)
                 elif process.poll() is None:
                     process.send_signal(number)
@@ -270,7 +271,8 @@ class _Pod:
 
 
 def _free_port() -> int:
-    # Below those that the system gives away: process 0 takes it only when it has imported its libraries.
+    # Below the range from which the system assigns ports. Process 0 binds the port only after it has imported its
+    # libraries, and until then the system must not assign it to another program.
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with contextlib.suppress(OSError), socket.create_server(("", port)):
@@ -280,8 +282,8 @@ def _free_port() -> int:
 def _start(command: Sequence[str], token: str) -> "subprocess.Popen[str]":
     if not shutil.which(command[0]):
         raise engine.LaunchError(f"{command[0]} cannot be started: there is no such program.")
-    # Whatever ends this process, the pod does not train on unwatched. (By a program of util-linux: a function
-    # to be run after a fork is none for a process that has threads.)
+    # If this process ends for any reason, the pod must not go on unsupervised. A program of util-linux sets this up,
+    # because subprocess's preexec_fn is not safe in a process with threads.
     guard = ["setpriv", "--pdeathsig=TERM", "--"] if shutil.which("setpriv") else []
     return subprocess.Popen(
         [*guard, *command],
@@ -289,7 +291,7 @@ def _start(command: Sequence[str], token: str) -> "subprocess.Popen[str]":
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        # Ctrl-C comes to this process, which passes it on.
+        # A terminal sends Ctrl-C to this process only, which passes it on.
         start_new_session=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1", handshake.VARIABLE: token},
     )
@@ -300,7 +302,7 @@ def _failed(code: int | None) -> bool:
 
 
 def run(job: engine.Job, options: Local) -> int:
-    """Runs a job to its end, on this terminal; signals are passed on to it."""
+    """Runs a job to its end on this terminal, and passes signals on to it; returns the exit code."""
     supervisor = Supervisor(job, options, sys.stdout)
     with passed_on(supervisor.signal):
         return supervisor.run()
@@ -308,7 +310,7 @@ def run(job: engine.Job, options: Local) -> int:
 
 @contextlib.contextmanager
 def passed_on(take: Callable[[int], None]) -> Iterator[None]:
-    """Gives the signals that stop a run to `take` meanwhile."""
+    """Passes the signals that stop a run to `take` while the context lasts."""
     previous = {}
     for number in signals.to_hear():
         previous[number] = signal.signal(number, lambda received, _: take(received))

@@ -1,4 +1,4 @@
-"""By Open MPI's mpirun, which JAX detects."""
+"""Launches with Open MPI's mpirun; JAX detects the processes' places."""
 
 import dataclasses
 import shlex
@@ -10,18 +10,18 @@ from xshard.pod import handshake
 
 @dataclasses.dataclass(frozen=True)
 class Mpi(engine.Engine):
-    """The engine.
+    """The Open MPI engine.
 
     Attributes:
-      options: options of mpirun, such as '--hostfile hosts'.
+      options: options for mpirun, such as '--hostfile hosts'.
     """
 
     options: tuple[str, ...] = ()
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
-        """Runs the job in the foreground; mpirun ends all processes when one fails."""
+        """Returns the plan that runs the job in the foreground; mpirun ends all processes when one fails."""
         job = engine.only_job(jobs, "mpi")
         options = [part for option in self.options for part in shlex.split(option)]
-        # By its name, since a command line can be read by others.
+        # Only the variable's name is on the command line, which other users can read.
         token = ["-x", handshake.VARIABLE]
         return engine.Plan([["mpirun", "-n", str(job.processes), *options, *token, *job.arguments]])

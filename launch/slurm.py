@@ -1,4 +1,4 @@
-"""On a Slurm cluster: a batch script that runs the processes by srun, and is requeued when they leave early."""
+"""Launches on a Slurm cluster: a batch script runs the processes with srun, and requeues itself if they stop early."""
 
 import dataclasses
 import os
@@ -14,11 +14,11 @@ _SCRIPT = """\
 #!/bin/bash
 {options}
 cd {directory} || exit 1
-# By which the processes of this start know one another.
+# The token by which the processes of this start recognize one another.
 export {token}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 {choice}srun {hosts}--kill-on-bad-exit=1 --output={log} --open-mode=append -- "${{command[@]}}"
 code=$?
-# 42: stopped early, its state saved. A file STOP says that it is to rest.
+# 42: the run stopped early and saved its state. It is requeued unless a user has created the file STOP.
 if [ "$code" = 42 ] && [ ! -e "$workdir/STOP" ]; then
   scontrol requeue "$SLURM_JOB_ID" && exit 0
 fi
@@ -28,12 +28,12 @@ exit "$code"
 
 @dataclasses.dataclass(frozen=True)
 class Slurm(engine.Engine):
-    """The engine.
+    """The Slurm engine.
 
     Attributes:
-      time: the time limit, as sbatch has it; the cluster's own by default.
-      options: more options of sbatch, such as '--partition=p'.
-      grace_seconds: how long before the time limit the run is told to stop.
+      time: the time limit, in sbatch's format; by default the cluster's own.
+      options: more options for sbatch, such as '--partition=p'.
+      grace_seconds: how many seconds before the time limit the run is told to stop.
       parallel: how many jobs of a sweep run at a time.
     """
 
@@ -43,20 +43,20 @@ class Slurm(engine.Engine):
     parallel: int = 1
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
-        """Writes a script and submits it; several jobs are an array."""
+        """Returns the plan that writes a batch script and submits it; several jobs become a job array."""
         script = self._folder(jobs) / "launch.sbatch"
         return engine.Plan([["sbatch", str(script)]], {script: self._script(jobs)})
 
     def running(self) -> engine.Plan:
-        """The user's jobs."""
+        """Returns the plan that lists the user's jobs."""
         return engine.Plan([["squeue", "--me", "--format=%.12i %.24j %.10T %.10M %.6D %R"]])
 
     def kill(self, name: str) -> engine.Plan:
-        """Asks the processes to save and leave, and keeps the job from being requeued."""
+        """Returns the plan that asks the processes to save and leave, without a requeue."""
         own_jobs = [f"--name={name}", "--me"]
         return engine.Plan(
             [
-                # The signal alone would have the job start again, and one that waits would not hear it.
+                # After the signal alone the job would be requeued, and a pending job would not receive it.
                 ["scontrol", "update", f"JobName={name}", f"UserID={os.getuid()}", "Requeue=0"],
                 ["scancel", *own_jobs, "--state=PENDING"],
                 ["scancel", *own_jobs, "--signal=TERM"],
@@ -73,7 +73,7 @@ class Slurm(engine.Engine):
             **self._size(jobs[0]),
             "signal": f"TERM@{self.grace_seconds}",
             "open-mode": "append",
-            # What the script itself says; the processes have a log each.
+            # The output of the script itself. Each run's processes write to a log in its work directory.
             "output": _literal(folder) + "/slurm-%j.log",
         }
         if self.time:
@@ -85,19 +85,20 @@ class Slurm(engine.Engine):
             if not re.fullmatch(r"--[a-z-]+(=[^\s\"'\\#]+)?", line):
                 raise engine.LaunchError(
                     f"{line!r} cannot be an option of sbatch in a script: it must be --name=value without "
-                    "spaces, quotes and '#'. A work directory without them, or --sbatch=--name=value, mends it."
+                    "spaces, quotes and '#'. Give a work directory without them, or --sbatch=--name=value."
                 )
         return _SCRIPT.format(
             options="\n".join(f"#SBATCH {line}" for line in ("--requeue", *lines, *self.options)),
             directory=shlex.quote(os.getcwd()),
             choice=_choice(jobs),
+            # An elastic job runs one process on each node that it got, which may be fewer after a requeue.
             hosts='--ntasks="$SLURM_NNODES" ' if jobs[0].least else "",
             log='"$log"',
             token=handshake.VARIABLE,
         )
 
     def _size(self, job: engine.Job) -> dict[str, object]:
-        """The options that say how large a job is; LaunchError if it has others that do."""
+        """Returns the options for the size of a job; raises LaunchError if --sbatch sets the size of an elastic job."""
         if not job.least:
             return {"ntasks": job.processes}
         nodes = f"{job.least}-{job.processes}"
@@ -111,7 +112,7 @@ class Slurm(engine.Engine):
 
 
 def _choice(jobs: Sequence[engine.Job]) -> str:
-    """Sets the command and the work directory; of an array's tasks each its own."""
+    """Returns the part of the script that sets the command and the work directory, for each task of an array."""
     if len(jobs) == 1:
         return _assign(jobs[0])
     cases = "".join(f"{index})\n{_assign(job)};;\n" for index, job in enumerate(jobs))
@@ -129,5 +130,5 @@ def _assign(job: engine.Job) -> str:
 
 
 def _literal(path: pathlib.Path) -> str:
-    # Slurm replaces %j and its like in the names of files.
+    # Slurm expands patterns such as %j in file names, and %% stands for a literal %.
     return str(path).replace("%", "%%")

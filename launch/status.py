@@ -1,4 +1,4 @@
-"""What the processes of a run are doing, from what they leave in its work directory."""
+"""The status of a run's processes, read from the files in its work directory."""
 
 import pathlib
 import time
@@ -19,7 +19,12 @@ from xshard.replay import bisecting
 
 
 def show(words: Sequence[str], as_json: bool) -> int:
-    """Prints the status of a run's work directory, or of a sweep's, or whether two runs are alike; returns the exit code."""
+    """Prints the status of a run or of a sweep, or whether two runs are the same so far; returns the exit code.
+
+    Args:
+      words: one work directory, or two to compare their runs.
+      as_json: whether to print JSON.
+    """
     if len(words) == 2:
         return _compare(words, as_json)
     if len(words) != 1:
@@ -62,7 +67,7 @@ def show(words: Sequence[str], as_json: bool) -> int:
 
 
 def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """A row for each process; LaunchError if there is no run."""
+    """Returns a row for each process; raises LaunchError if the directory holds no run."""
     try:
         processes = status_lib.read(directory)
     except errors.UserError as e:
@@ -73,14 +78,15 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
-    """The newest checkpoint's step, its age in seconds, and whether it is finite as far as is known; or None."""
+    """Returns the newest checkpoint's step, its age in seconds, and 'finite', as far as is known; None without one."""
     config = jsonfile.read_if_exists(directory / "config.json")
     if config is None:
         return None
+    # The checkpoints may be outside of the work directory.
     elsewhere = config_lib.flatten(config).get("checkpoint.directory")
     if not isinstance(elsewhere, str):
         raise engine.LaunchError(
-            f"{directory / 'config.json'} is no run's config: its checkpoint.directory is {elsewhere!r}, no text."
+            f"{directory / 'config.json'} is not a run's config: its checkpoint.directory is {elsewhere!r}, not text."
         )
     store = store_lib.Store(elsewhere or directory / "checkpoints")
     newest = max(format_lib.committed(store), key=lambda attempt: attempt.step, default=None)
@@ -92,7 +98,7 @@ def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _compare(directories: Sequence[str], as_json: bool) -> int:
-    """Says whether two runs are alike so far, as `xshard.bisect`; 0 if they are, else 1."""
+    """Prints whether two runs are the same so far, as `xshard.bisect` does; returns 0 if they are, else 1."""
     runs = [bisecting.read(directory) for directory in directories]
     parting = bisecting.parting(*runs)
     logged = [max(run.rows) for run in runs]
@@ -111,6 +117,7 @@ def _compare(directories: Sequence[str], as_json: bool) -> int:
 def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:
     age = time.time() - process["time"]
     step, steps, rate = process["step"], process["steps"], process["rate"]
+    # A process that has ended writes no more, so its silence is no sign of trouble.
     is_going_on = not process["doing"].startswith(status_lib.ENDS)
     is_silent = is_going_on and age > status_lib.SILENT_SECONDS
     left = None
@@ -145,7 +152,7 @@ def _attempt(attempt: attempts.Attempt) -> dict[str, Any]:
 
 
 def _goodput(goodput: attempts.Goodput, count: int) -> str:
-    """Says how much of the time has counted, and where the rest went, most first."""
+    """Describes which share of the time counted, and where the rest went, the largest share first."""
     lost = sorted(goodput.lost.items(), key=lambda item: -item[1])
     rest = ", ".join(f"{name} {share:.1%}" for name, share in lost)
     times = "1 attempt" if count == 1 else f"{count} attempts"

@@ -1,4 +1,4 @@
-"""Sweeps: a job for each point, and one table of what came out."""
+"""Sweeps: one job for each point, and one table of all results."""
 
 import concurrent.futures
 import contextlib
@@ -24,22 +24,22 @@ from xshard.pod import notice, status
 
 Point = Mapping[str, Any]
 POINTS_FILE = "sweep.json"
-# The ID of the run that the sweep has begun in each point's directory, by the directory's name.
+# The ID of the run that the sweep started in each point's directory, by the directory's name.
 RUNS_FILE = "sweep_runs.json"
-# Stands for the ID of a run that was begun by a version that gave it none; it is not noted.
+# Stands for the ID of a run that an older version, without IDs, started. It is never recorded in RUNS_FILE.
 _OLDER = "of an older version"
-# Of what differs in a config so much is shown.
+# At most this many differences of a config are shown.
 _SHOWN = 3
 
 
 def read(path: pathlib.Path) -> list[Point]:
-    """The points of a sweep.
+    """Returns the points of a sweep.
 
     Args:
-      path: a file whose `get_sweep()` returns a list of points: {'optimizer.learning_rate': 0.1}.
+      path: a Python file with `get_sweep()`, which returns a list of points such as {'optimizer.learning_rate': 0.1}.
 
     Raises:
-      LaunchError: if the file is none.
+      LaunchError: if the file does not exist, fails, or returns no such list.
     """
     if not path.is_file():
         raise engine.LaunchError(f"--sweep={path}: there is no such file.")
@@ -56,7 +56,7 @@ def read(path: pathlib.Path) -> list[Point]:
 
 
 def jobs(job: engine.Job, points: Sequence[Point]) -> list[engine.Job]:
-    """A job for each point, in a work directory of its own below the job's."""
+    """Returns a job for each point, with its own work directory below the given job's."""
     jobs_of_points = []
     for index, point in enumerate(points):
         overrides = {f"config.{key}": _text(value) for key, value in point.items()}
@@ -67,14 +67,14 @@ def jobs(job: engine.Job, points: Sequence[Point]) -> list[engine.Job]:
 
 
 def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[engine.Job]) -> None:
-    """Makes a directory this sweep's, and notes which run is in each point's directory.
+    """Claims a directory for this sweep, and records which run is in each point's directory.
 
-    A run that the sweep did not begin, such as one that somebody has begun again by --restart_from_scratch, is taken
-    for the point's if its config is what is asked for; that is printed.
+    A run that the sweep did not start is adopted if its config is the requested one, and a line reports that. An
+    example is a run that a user started anew with --restart_from_scratch.
 
     Raises:
-      LaunchError: if the directory is another sweep's, whose results it would mix with; or if a run in it is not the
-        one that the sweep began there, and has another config than is asked for.
+      LaunchError: if the directory belongs to another sweep, because the results would mix; or if a point's directory
+        holds a run that the sweep did not start, with another config than the requested one.
     """
     path = directory / POINTS_FILE
     content = json.dumps(points, indent=1, default=str)
@@ -92,9 +92,9 @@ def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[e
         try:
             there = run_in(job.workdir)
         except errors.UserError:
-            # The run itself says what is wrong.
+            # The run itself reports the error when it starts.
             continue
-        # What a sweep that is there already has not noted it has begun: its launcher ended before its runs.
+        # In an existing sweep, a run without a record was started by the sweep: its launcher ended before the run did.
         begun = runs.pop(name, "" if old is None else there)
         if there != begun:
             texts.append(_taken(job, there, begun))
@@ -102,7 +102,7 @@ def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[e
             runs[name] = there
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # A run that was there before is told from the sweep's own by the sweep's file, which is not there yet.
+        # The sweep's file is written last: once it exists, a run without a record is treated as the sweep's own.
         disk.replace(directory / RUNS_FILE, json.dumps(runs, indent=1).encode())
         disk.replace(path, content.encode())
     except OSError as e:
@@ -112,7 +112,11 @@ def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[e
 
 
 def _taken(job: engine.Job, there: str, begun: str) -> str:
-    """The words for a point whose directory has another run than was begun in it; LaunchError if it is not taken."""
+    """Returns the line about a directory that holds another run than the recorded one.
+
+    Raises:
+      LaunchError: if the run cannot be adopted.
+    """
     its_own = f"it began run {begun}" if begun else "it was there before"
     if not there:
         return f"{job.name}: run {begun}, which this sweep began, is not there any more; it begins again"
@@ -126,7 +130,7 @@ def _taken(job: engine.Job, there: str, begun: str) -> str:
 
 
 def _differences(job: engine.Job) -> str:
-    """What of the config in a job's work directory is not as the job asks for it; empty if all is."""
+    """Returns the differences between the config in a job's work directory and the requested one; empty if none."""
     there, asked = jsonfile.read(job.workdir / "config.json"), asked_for(job)
     if asked is None:
         return "it cannot be told which one is asked for"
@@ -138,12 +142,12 @@ def _differences(job: engine.Job) -> str:
 
 
 def read_runs(directory: pathlib.Path) -> dict[str, Any]:
-    """The ID of the run that a sweep has begun in each point's directory, as far as it has noted them."""
+    """Returns the recorded IDs of the runs that a sweep started, by the name of the point's directory."""
     return jsonfile.read_if_exists(directory / RUNS_FILE) or {}
 
 
 def run_in(directory: pathlib.Path) -> str:
-    """The ID of the run in a work directory; empty if there is none. UserError if it cannot be told."""
+    """Returns the ID of the run in a work directory, empty if there is none; raises UserError if it is unreadable."""
     identity = workdir.Workdir(directory).identity()
     if identity is not None:
         return identity.id
@@ -151,10 +155,17 @@ def run_in(directory: pathlib.Path) -> str:
 
 
 def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> int:
-    """Runs them here, some at a time, and prints the table. Those that have ended as they are asked for are not run again.
+    """Runs the jobs of a sweep on this machine, and prints the table.
+
+    Jobs that have already ended with the requested config are not run again.
+
+    Args:
+      all_jobs: the jobs.
+      options: the options of the supervisors.
+      parallel: how many jobs run at a time.
 
     Returns:
-      0 if all are done; else the code of the first that is not.
+      0 if all jobs are done; else the exit code of the first that is not.
     """
     todo = [job for job in all_jobs if not has_ended(job)]
     failed = [job.name for job in all_jobs if job not in todo and workdir.not_finite(job.workdir)]
@@ -204,9 +215,9 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
 
 
 def _note(job: engine.Job) -> None:
-    """Notes which run a job has begun, or gone on with."""
+    """Records the run that a job has started or resumed."""
     directory = job.workdir.parent
-    # Where it cannot be noted now, as on a full disk, the next start of the sweep does.
+    # If it cannot be recorded now, as on a full disk, the next start of the sweep records it.
     with contextlib.suppress(errors.UserError):
         there = run_in(job.workdir)
         if there not in ("", _OLDER):
@@ -215,17 +226,18 @@ def _note(job: engine.Job) -> None:
 
 
 def has_ended(job: engine.Job) -> bool:
-    """Whether a job's run has come to its end, with the very config that is asked for now."""
+    """Returns whether a job's run has reached its end, with exactly the config that is requested now."""
     names = (workdir.RESULTS, "config.json", workdir.REACHED)
     try:
         results, config, reached = (jsonfile.read_if_exists(job.workdir / name) for name in names)
     except errors.UserError:
-        # The run itself says what is wrong.
+        # The run itself reports the error when it starts.
         return False
     if results is None or config is None:
         return False
     identity = config.pop(workdir.IDENTITY, None)
-    # Results of another run, or without the checkpoint that they are of, are none of this one's.
+    # Results count only if this run wrote them, and if its newest checkpoint is of the same step, unless it ended not
+    # finite.
     of_this_run = identity is None or results.get("run") == identity.get("id")
     is_saved = reached is None or reached.get("step") == results.get("step")
     is_over = is_saved or not results.get("finite", True)
@@ -233,7 +245,7 @@ def has_ended(job: engine.Job) -> bool:
 
 
 def asked_for(job: engine.Job) -> dict[str, Any] | None:
-    """The config of a job, as JSON can hold it; None if it cannot be told, as of a program of another kind."""
+    """Returns the config of a job as JSON values; None if it cannot be read, as for a program without --config."""
     arguments = list(job.arguments)
     values = flags.FlagValues()
     holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
@@ -241,20 +253,20 @@ def asked_for(job: engine.Job) -> dict[str, Any] | None:
         values(arguments, known_only=True)
         return identity_lib.plain(holder.value)
     except Exception:
-        # The job itself says what is wrong with it.
+        # The job itself reports the error when it starts.
         return None
 
 
 def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """A row for each point: its overrides, what its run is doing, and its results as far as there are any.
+    """Returns a row for each point: its overrides, the status of its run, and its results if there are any.
 
     Raises:
-      LaunchError: if the directory is no sweep's.
+      LaunchError: if the directory holds no sweep.
     """
     path = directory / POINTS_FILE
     points = jsonfile.read(path, list)
     if not all(isinstance(point, dict) for point in points):
-        raise engine.LaunchError(f"{path} is no sweep's: a point is to be an object.")
+        raise engine.LaunchError(f"{path} is not a sweep's file: each point must be an object.")
     runs = read_runs(directory)
     return [
         _row(directory / f"{index:03}", point, runs.get(f"{index:03}"))
@@ -268,10 +280,10 @@ def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
         results = jsonfile.read_if_exists(directory / workdir.RESULTS) or {}
         processes = status.read_if_exists(directory)
     except errors.UserError as e:
-        # The other points' rows are as good as without this one's.
+        # An unreadable point must not hide the rows of the others.
         return {"run": directory.name, **point, "doing": f"not known: {e}", "step": ""}
     if begun is not None and there != begun:
-        # Whatever its results are, they are not of what the sweep began.
+        # The results in the directory are of another run than the sweep started, so they are not shown.
         has = f"run {there}" if there else "no run"
         doing = f"not known: it holds {has}, and the sweep began run {begun}"
         return {"run": directory.name, **point, "doing": doing, "step": ""}

@@ -1,4 +1,4 @@
-"""On the hosts of a TPU VM, by gcloud; JAX detects the pod."""
+"""Launches on the hosts of a TPU VM with gcloud; JAX detects the pod."""
 
 import dataclasses
 import pathlib
@@ -13,13 +13,13 @@ _GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 
 @dataclasses.dataclass(frozen=True)
 class TpuVm(engine.Engine):
-    """The engine. Who one is, is gcloud's own matter.
+    """The TPU VM engine. The credentials come from gcloud's configuration.
 
     Attributes:
       tpu: the TPU VM's name.
-      directory: the code's folder on each host, with an environment in .venv as run.sh makes it.
-      zone: its zone; by default gcloud's own.
-      project: its project; by default gcloud's own.
+      directory: the code's folder on each host; its .venv, which run.sh creates, is activated if it exists.
+      zone: the TPU VM's zone; by default gcloud's own.
+      project: the TPU VM's project; by default gcloud's own.
     """
 
     tpu: str | None
@@ -28,7 +28,7 @@ class TpuVm(engine.Engine):
     project: str | None = None
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
-        """Starts the command on all hosts; it goes on when the connection ends."""
+        """Returns the plan that starts the command on all hosts, where it outlives the connection."""
         job = engine.only_job(jobs, "tpu_vm")
         if job.processes != 1 or job.cpu_devices:
             raise engine.LaunchError(
@@ -36,7 +36,8 @@ class TpuVm(engine.Engine):
                 "finds its chips."
             )
         log, pid, token = f"{job.name}.log", f"{job.name}.pid", f"{job.name}.token"
-        # A session of its own, so that kill reaches it and the end of ssh does not.
+        # setsid and nohup detach the program, so that the end of the ssh connection does not stop it. The file with its
+        # process ID is for `kill`.
         remote = (
             f"cd {shlex.quote(self.directory)} && "
             f"if [ -e {pid} ] && kill -0 $(cat {pid}) 2>/dev/null; then "
@@ -45,23 +46,24 @@ class TpuVm(engine.Engine):
             f"export {handshake.VARIABLE}=$(cat ~/{token}) && rm -f ~/{token} && "
             f"{{ setsid nohup {shlex.join(job.arguments)} >>{log} 2>&1 </dev/null & echo $! >{pid}; }}"
         )
-        # A file, since a command line can be read by others; in the home, whose path needs no quoting.
+        # The token travels in a file, because other users can read command lines. The file is in the home directory,
+        # where its path needs no quoting.
         start = self._ssh("all", remote)
         send = [*_GCLOUD, "scp", token, f"{self.tpu}:{token}", "--worker=all", *self._where()]
         return engine.Plan([send, start], private={pathlib.Path(token): engine.TOKEN})
 
     def running(self) -> engine.Plan:
-        """The TPU VMs."""
+        """Returns the plan that lists the TPU VMs."""
         return engine.Plan([[*_GCLOUD, "list", *self._where()]])
 
     def logs(self, name: str) -> engine.Plan:
-        """What process 0's host has logged, and what comes."""
+        """Returns the plan that shows the log of process 0's host, and follows it."""
         return engine.Plan(
             [self._ssh("0", f"tail -n 100 -f {shlex.quote(self.directory)}/{name}.log")]
         )
 
     def kill(self, name: str) -> engine.Plan:
-        """SIGTERM to all: they agree on a step, save and leave."""
+        """Returns the plan that sends SIGTERM to all processes, which agree on a step, save and leave."""
         remote = f"cd {shlex.quote(self.directory)} && kill -TERM $(cat {name}.pid)"
         return engine.Plan([self._ssh("all", remote)])
 

@@ -1,4 +1,4 @@
-"""By XManager: a launch script over the Bazel target of the program."""
+"""Launches with XManager: writes a launch script that runs the program's Bazel target."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 @dataclasses.dataclass(frozen=True)
 class XManager(engine.Engine):
-    """The engine, of one process: it has nobody to meet, and needs no token.
+    """The XManager engine. It runs one process, which meets no others and needs no token.
 
     Attributes:
       target: the Bazel target of the program.
@@ -37,7 +37,7 @@ class XManager(engine.Engine):
     target: str = "//experiments/digits"
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
-        """Writes the script into the work directory, and has XManager run it."""
+        """Returns the plan that writes the script into the work directory and runs it with XManager."""
         job = engine.only_job(jobs, "xmanager")
         if job.processes != 1:
             raise engine.LaunchError(

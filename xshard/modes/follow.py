@@ -1,8 +1,8 @@
-"""A job that judges a run's checkpoints as they come, beside the run or after it: `--mode=eval`.
+"""A job that evaluates a run's checkpoints as they appear, during the run or after it: `--mode=eval`.
 
-It only reads the run's directory. What it writes is in the folder `eval` of it: a row for each checkpoint in
-metrics.jsonl, and where else `config.writers` has rows go; and best.json, which names the best ones. Where the
-config keeps best checkpoints, those that this job finds are pinned, so that the run does not delete them.
+The job writes to the folder `eval` of the run's work directory, and only reads the rest. It logs a row for each
+checkpoint to metrics.jsonl and to the other `config.writers`, and lists the best checkpoints in best.json. If the
+config keeps best checkpoints, the job pins those that it ranks best, so that the run does not delete them.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from xshard.run import saving, states
 from xshard.stored import storage
 
 FOLDER = "eval"
-# How often to look for a new checkpoint: on a disk, and where each look costs money.
+# How often to look for a new checkpoint: on a disk, and in remote storage, where each look costs money.
 _POLL_SECONDS, _REMOTE_POLL_SECONDS = 1.0, 10.0
 
 
 class Follower:
-    """Judges the checkpoints of a run. With several processes, all of them make one."""
+    """Evaluates the checkpoints of a run. With several processes, each of them creates one."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class Follower:
         sleep: Callable[[float], None] = time.sleep,
         show: terminal.Show = terminal.Show.NORMAL,
     ):
-        """Makes what judges; the run need not be there yet.
+        """Prepares the evaluation; the run need not exist yet.
 
         Args:
-          config: the run's config; what may change between two parts of a run may differ.
+          config: the run's config; it may differ in the values that may change when a run is resumed.
           directory: the run's work directory.
-          watch: what may stop the job.
-          sleep: waits for so many seconds.
-          show: how much is printed.
+          watch: the watch that may stop the job; None if nothing does.
+          sleep: waits for a number of seconds.
+          show: how much the job prints.
 
         Raises:
           ValueError: with the key, its value and the fix, if something does not fit.
@@ -77,12 +77,12 @@ class Follower:
         self._best: _Best | None = None
 
     def last_step(self) -> int:
-        """The last step that has been judged, -1 if there is none; every process calls it alike."""
+        """Returns the last step that was evaluated, -1 if there is none. All processes must call it."""
         return self._checkpoints.agree(lambda: self._judged)
 
     def follow(self) -> notice.Notice | None:
-        """Judges checkpoints, the oldest first, until the run's last; or what has stopped the job."""
-        # The files are process 0's: the others need not even see them.
+        """Evaluates checkpoints, the oldest first, up to the run's last; returns the notice that stopped it, if any."""
+        # Only process 0 uses the files; the other processes need not even have access to them.
         first = jax.process_index() == 0
         with self._own.opened(self._config) if first else contextlib.nullcontext():
             try:
@@ -105,7 +105,7 @@ class Follower:
                 self._sleep(_REMOTE_POLL_SECONDS)
 
     def _is_over(self) -> bool:
-        """Returns whether there will be no more: the last step has been evaluated, or the run has ended before it."""
+        """Returns whether no more checkpoints will appear: the last step was evaluated, or the run ended earlier."""
         why = workdir.not_finite(self._run.path)
         if why:
             self._say(f"the run has ended, since it is not finite: {why}")
@@ -130,7 +130,7 @@ class Follower:
         return self._stop is None
 
     def _next_step(self) -> int | None:
-        """The oldest step that is to be judged; held, so that it is not deleted meanwhile."""
+        """Returns the oldest step to be evaluated, pinned so that the run cannot delete it; None if there is none."""
         if self._writers is None:
             if not disk.exists(self._run.config):
                 self._say(f"waiting for a run in {self._run.path}: it has no config.json yet")
@@ -144,19 +144,19 @@ class Follower:
         return None
 
     def _begin(self) -> None:
-        """Finds the run in its directory, and goes on where this job was."""
+        """Opens the run's directory, and continues after the last step that this job evaluated."""
         for change in self._run.check(self._config):
-            self._say(f"other than in the run: {change}")
+            self._say(f"differs from the run: {change}")
         self._check_owner()
         rows = self._own.metrics
-        # The last whole row is of the last step that was judged.
+        # A row is written after its step is evaluated, so the last complete row names the last evaluated step.
         self._judged = max((row["step"] for row in writers.read_steps(rows)), default=-1)
         config = identity_lib.plain(self._config)
         part = writers.Part(self._own.path, self._judged, config, lambda: writers.read(rows))
         self._writers = writers.open_all(self._config.writers, part)
         path = self._own.path / "best.json"
         keep = states.keep(self._config.checkpoint)
-        # Also where no best ones are kept any more, to leave those of before to the run's rules.
+        # An old best.json is opened even if the config no longer keeps best checkpoints, so that its pins are removed.
         if keep.best or disk.exists(path):
             self._best = _Best(path, keep, self._checkpoints, rows)
 
@@ -176,7 +176,7 @@ class Follower:
         except checkpoint.CheckpointError as e:
             if step in self._checkpoints.agree(self._checkpoints.all_steps):
                 raise
-            # Damaged, or deleted while it was read.
+            # The checkpoint is damaged, or was deleted while it was read. Neither must stop the job.
             self._say(f"step {step} is left out: {e}")
             self._judged = step
             if self._best is not None:
@@ -187,7 +187,7 @@ class Follower:
         if values is None:
             return
         self._judged = step
-        # Before the row, after which nobody judges it again.
+        # best.json is written before the row. After a kill in between, the step has no row and is evaluated again.
         if self._best is not None:
             self._best.judged(step, values)
         row, text = log.evaluation(step, values)
@@ -202,7 +202,7 @@ class Follower:
 
 
 class _Best:
-    """The best checkpoints, which survive a restart of the job and the rules of the run."""
+    """The best checkpoints, recorded in best.json and pinned so that the run keeps them."""
 
     def __init__(
         self,
@@ -216,13 +216,13 @@ class _Best:
         self._manager = manager
         before = _read_best(path)
         self._pinned = set(before["pinned"])
-        # The metric of each of the best steps.
+        # The values of the metric, by best step.
         self._values: dict[int, float] = {}
         if (before["metric"], before["mode"]) == (keep.metric, keep.mode):
             for entry in before["best"]:
                 self._values[entry["step"]] = entry["value"]
         elif keep.best:
-            # By another metric than before: of what has been judged, and is there.
+            # The metric or the mode changed. The checkpoints that were evaluated and still exist are ranked anew.
             self._rank(_judged(rows, f"eval/{keep.metric}", manager.all_steps()))
             for step in list(self._values):
                 if not self.hold(step):
@@ -231,13 +231,13 @@ class _Best:
         self.release()
 
     def hold(self, step: int) -> bool:
-        """Pins a step while it is judged; False if it is there no more."""
-        # Noted first: a pin that nobody remembers would stay for ever.
+        """Pins a step during its evaluation; returns False if its checkpoint no longer exists."""
+        # The pin is recorded before it is set. Otherwise a kill in between would leave a pin that nothing removes.
         is_pinned = step in self._pinned
         self._pinned.add(step)
         self._write()
         try:
-            # A pin that somebody else has made is not this job's to take away.
+            # `pin` returns False if the checkpoint was pinned already. The job must not remove a pin of the user.
             is_own = self._manager.pin(step) or is_pinned
         except checkpoint.CheckpointError:
             self._check_gone(step)
@@ -247,12 +247,12 @@ class _Best:
         return step in self._manager.all_steps()
 
     def _check_gone(self, step: int) -> None:
-        """Raises the error that is being handled, unless it is that the step is there no more."""
+        """Re-raises the exception that is being handled, unless the cause is that the checkpoint no longer exists."""
         if step in self._manager.all_steps():
             raise
 
     def judged(self, step: int, values: dict[str, Any]) -> None:
-        """Keeps the best, and leaves the others to the run's rules."""
+        """Ranks an evaluated step, and unpins the checkpoints that are not among the best."""
         if self._keep.best:
             self._rank({**self._values, step: saving.number(values[self._keep.metric])})
         self.release()
@@ -262,7 +262,7 @@ class _Best:
         self._values = {step: values[step] for step in self._keep.best_steps(saved)}
 
     def release(self) -> None:
-        """Leaves what is not among the best to the run's rules."""
+        """Unpins all checkpoints that are not among the best, so that the run may delete them."""
         for step in self._pinned - self._values.keys():
             try:
                 self._manager.unpin(step)
@@ -288,7 +288,7 @@ def run(
     watch: watch_lib.Watch | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
-    """Follows a run to its end, or until the job is told to stop; returns the exit code."""
+    """Evaluates the checkpoints of a run to its end, or until the job is told to stop; returns the exit code."""
     follower = Follower(config, directory, watch, show=show)
     stop = follower.follow()
     own = workdir.Workdir(directory).path / FOLDER
@@ -300,12 +300,12 @@ def run(
 
 
 def _read_best(path: pathlib.Path) -> dict[str, Any]:
-    """Reads a best.json, of no checkpoints if there is none; raises UserError if it is not what this job writes."""
+    """Reads best.json, with empty lists if there is no file; raises UserError if this job cannot have written it."""
     content: dict[str, Any] = {"metric": None, "mode": None, "best": [], "pinned": []}
     content |= jsonfile.read_if_exists(path) or {}
     if not _is_best(content["best"], content["pinned"]):
         raise errors.UserError(
-            f"{path} is not what this job writes; delete it, and the best are chosen again."
+            f"{path} was not written by this job; delete it, and the best checkpoints are chosen again."
         )
     return content
 
@@ -318,19 +318,19 @@ def _is_best(best: Any, pinned: Any) -> bool:
         if not isinstance(entry, dict) or not jsonfile.is_number(entry.get("value")):
             return False
         steps.append(entry.get("step"))
-    # Not isinstance: True is an int to Python.
+    # Not isinstance, because a bool is an int too.
     return all(type(step) is int for step in steps)
 
 
 def _judged(path: pathlib.Path, name: str, saved: list[int]) -> dict[int, float]:
-    """The values of a metric in rows of these steps, but for those that are not finite: rows have no such."""
+    """Returns the finite values of a metric in the rows of the saved steps, by step."""
     values = {}
     for row in writers.read_steps(path):
         if name in row:
             values[row["step"]] = row[name]
     known = {}
     for step, value in values.items():
-        # Of several groups it is a list.
+        # With several groups the value is a list, one entry for each group.
         numbers = value if isinstance(value, list) else [value]
         if step in saved and numbers and all(map(jsonfile.is_number, numbers)):
             known[step] = saving.number(value)

@@ -1,4 +1,4 @@
-"""Traces chosen steps of a run, for xprof and Perfetto: `--mode=profile`."""
+"""Profiles chosen steps of a run, for xprof and Perfetto: `--mode=profile`."""
 
 import jax
 import ml_collections
@@ -18,20 +18,20 @@ def run(
     watch: watch_lib.Watch | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
-    """Goes on from the newest checkpoint, or begins, and traces some steps; nothing else is written.
+    """Resumes from the newest checkpoint, or starts anew, and profiles some steps; writes only the trace.
 
     Args:
       config: the run's config.
-      directory: its work directory, in which the folder `profile` is made.
-      steps: as '10:13', the steps after the start that are traced, the last one not; the first compiles.
-      watch: what may stop it.
-      show: how much is printed.
+      directory: the run's work directory, in which the folder `profile` is created.
+      steps: the profiled steps as FIRST:END, counted from the start, without END; for example '10:13'. Step 0 compiles.
+      watch: the watch that may stop the job; None if nothing does.
+      show: how much the job prints.
 
     Returns:
       The exit code.
 
     Raises:
-      ValueError: if there are no such steps, or something does not fit.
+      ValueError: if `steps` is not a valid range, or something does not fit.
     """
     first, last = _range(steps)
     current = loop.Run(config, directory, watch=watch, show=show)
@@ -44,13 +44,13 @@ def run(
     values = None
     for number in range(last):
         if number == first:
-            # The trace begins with its first step, not in the middle of those before.
+            # Waits for the earlier steps, so that the trace contains only the chosen ones.
             jax.block_until_ready((state, values))
             jax.profiler.start_trace(str(traces))
         with jax.profiler.StepTraceAnnotation("train", step_num=start + number):
             batch = current.batches.of_step(start + number + 1, current.predict, state)
             state, values, *_ = current.train_step(state, batch)
-        # As the loop does: some steps in flight, and not many.
+        # Keeps few steps in flight, as the training loop does, so that the trace resembles a run.
         if number % 2:
             jax.block_until_ready(values)
         if watch is not None:

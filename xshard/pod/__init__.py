@@ -1,1 +1,1 @@
-"""Several processes: find one another, agree, watch, stop."""
+"""Runs in several processes: how they find one another, agree on notices, watch one another, and stop."""

@@ -1,4 +1,4 @@
-"""Agreement of all processes on what to do, and on the point at which all of them can."""
+"""Agreement of all processes on a notice, and on the poll at which all of them act on it."""
 
 import json
 import threading
@@ -9,9 +9,11 @@ from xshard.pod import processes
 
 
 class Agreement:
-    """Notices for the training, which polls; each process's at the same of its polls.
+    """Delivers notices to the training, which polls for them, at the same poll number on every process.
 
-    A thread beside the training talks with the other processes.
+    A second thread exchanges messages with the other processes while the training goes on. When a process asks for
+    something, each process posts the number of its next poll, and its training waits there. All processes act at the
+    largest of these numbers, which is the earliest poll that every process can still reach.
     """
 
     def __init__(self, board: processes.Board):
@@ -20,10 +22,10 @@ class Agreement:
         self._changed = threading.Condition()
         self._polls = 0
         self._asked: notice_lib.Notice | None = None
-        # The poll before which the training waits, while the others are asked for theirs.
+        # The poll at which the training waits until the processes have agreed; None if no round is open.
         self._posted: int | None = None
         self._decided: dict[int, notice_lib.Notice] = {}
-        # The talking thread's own.
+        # Only the talking thread uses these.
         self._round = 0
         self._text = ""
         self.is_stopping = False
@@ -31,7 +33,7 @@ class Agreement:
     # For the training.
 
     def poll(self) -> notice_lib.Notice | None:
-        """Returns what is to be done now, if anything."""
+        """Returns the notice to act on at this poll, if any."""
         with self._changed:
             self._polls += 1
             while self._posted is not None and self._polls >= self._posted:
@@ -41,38 +43,37 @@ class Agreement:
     # For anyone.
 
     def ask(self, notice: notice_lib.Notice) -> None:
-        """Asks all processes for something, at the next point that all can still reach."""
+        """Asks all processes to act on a notice, at the next poll that all can still reach."""
         with self._changed:
             if self._asked is None or notice.kind == notice_lib.STOP:
                 self._asked = notice
         self._nudge.set()
 
     def nudge(self) -> None:
-        """Ends a wait."""
+        """Wakes the thread that is in `wait`."""
         self._nudge.set()
 
     # For the thread that talks.
 
     def wait(self, seconds: float) -> None:
-        """Waits until something is asked for here, at most so long."""
+        """Waits until something is asked for on this process, at most the given number of seconds."""
         self._nudge.wait(seconds)
         self._nudge.clear()
 
     def is_due(self) -> bool:
-        """Returns whether something is asked for, here or elsewhere."""
+        """Returns whether a notice is pending, on this process or another."""
         if self._asked is not None or self._posted is not None:
             return True
         return bool(self._board.read(f"round {self._round}"))
 
     def gather(self, meanwhile: Callable[[], None]) -> tuple[notice_lib.Notice, int]:
-        """Returns what is asked for, and the last of the next points at which all can still act.
+        """Returns the notice that all processes agree on, and the number of the poll at which they act on it.
 
         Args:
-          meanwhile: is called while the other processes have not answered.
+          meanwhile: called repeatedly until all other processes have answered.
         """
         with self._changed:
-            # What has been posted stands: this may be the second try, after an outage, and the others may have
-            # read the first.
+            # After an outage this is called again. The other processes may have read the first post, so it stands.
             if self._posted is None:
                 self._posted = self._polls + 1
                 self._text = json.dumps([self._posted, self._asked])
@@ -85,16 +86,16 @@ class Agreement:
             if asked is not None:
                 notices.append(notice_lib.Notice(*asked))
         self._round += 1
-        # A stop goes before a save, which it includes; the first process goes before the others.
+        # A stop takes precedence over a save, because it saves too. Among equals the lowest process index wins.
         notices.sort(key=lambda notice: notice.kind != notice_lib.STOP)
         if notices[0].kind == notice_lib.STOP:
             self.is_stopping = True
         return notices[0], max(points)
 
     def settle(self, notice: notice_lib.Notice, point: int) -> None:
-        """Lets the training go on to the point, where it is given the notice."""
+        """Releases the training, and delivers the notice at the agreed poll."""
         with self._changed:
-            # A save that was decided after a stop, for the same point, does not undo it.
+            # A save that is agreed on after a stop, for the same poll, must not replace the stop.
             if notice.kind == notice_lib.STOP or point not in self._decided:
                 self._decided[point] = notice
             self._posted = None

@@ -1,7 +1,7 @@
-"""The attempts of a run, that is the starts of its program: what their time went into, and what of it has counted.
+"""The attempts of a run, one for each start of its program: how they spent their time, and how much of it counted.
 
-Rows of steps that are made again are dropped, and a process that is killed says nothing more. So each start keeps what
-the process before has said last of itself.
+The metrics cannot tell: rows of repeated steps are dropped, and a killed process writes nothing more. Each start
+therefore preserves the last status that the process before it wrote.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from xshard.pod import status
 
 FILE = "attempts.jsonl"
 AGAIN, OTHER, DOWN = "made again", "other", "not running"
-# What the time of an attempt goes into, in the order in which it is shown.
+# The parts into which the time of an attempt is divided, in the order in which they are shown.
 PARTS = (
     clock.TRAINING,
     AGAIN,
@@ -30,14 +30,16 @@ PARTS = (
 
 
 class Attempt(NamedTuple):
-    """One attempt, as process 0 has seen it.
+    """One attempt, as process 0 recorded it.
 
     Attributes:
-      begun: when it began, in seconds since 1970; `ended`: when it was last heard of.
-      first: the step that it went on from; None if it did not come so far. `step`: the last one that it made.
-      end: how it ended, or what it was doing when it was last heard of.
-      seconds: of each of `PARTS`; steps that a later attempt has made again are not 'training'.
-      down: the seconds until the next attempt began; 0 if this one was done, or is the last.
+      begun: when it began, in seconds since 1970.
+      ended: when it last wrote its status, in seconds since 1970.
+      first: the step that it started from; None if it did not get that far.
+      step: the last step that it made; None if it made none.
+      end: how it ended, or its last known phase.
+      seconds: the seconds spent in each of `PARTS`; steps that a later attempt repeated are not 'training'.
+      down: the seconds until the next attempt began; 0 if this one was done or is the last.
     """
 
     begun: float
@@ -50,11 +52,11 @@ class Attempt(NamedTuple):
 
 
 class Goodput(NamedTuple):
-    """The share of the time of all attempts that went into steps that count, and the rest.
+    """The share of the time of all attempts that went into steps that count, and the shares of the rest.
 
     Attributes:
-      seconds: from the begin of the first attempt to what was last heard; without the time after one that was done.
-      share: of `seconds`, what went into training steps that count.
+      seconds: the time from the start of the first attempt to the last status, without the time after a completed one.
+      share: the share of `seconds` that went into training steps that count.
       lost: the shares of the other `PARTS`, and of the time in which nothing ran.
     """
 
@@ -64,11 +66,11 @@ class Goodput(NamedTuple):
 
 
 def keep(directory: pathlib.Path) -> None:
-    """Keeps what process 0 of the attempt before has said last; to be called before another one says something.
+    """Preserves the last status of the previous attempt. It must be called before this attempt writes its own.
 
-    What cannot be read or written here is left out: it is no reason for a run to end.
+    Errors of reading and writing are ignored, because missing statistics are no reason to end a run.
     """
-    # Nor is the file made for nothing.
+    # Without a previous attempt no file is created.
     with contextlib.suppress(OSError, ValueError):
         if rows := _rows(directory):
             lines = [json.dumps(row) + "\n" for row in rows]
@@ -76,13 +78,13 @@ def keep(directory: pathlib.Path) -> None:
 
 
 def read(directory: pathlib.Path) -> list[Attempt]:
-    """The attempts of a run, the last one too; none of a run of a version that kept none.
+    """Returns the attempts of a run, including the last; empty if an older version, which recorded none, ran it.
 
     Raises:
       UserError: if a file of the run is damaged.
     """
     attempts = []
-    # Whatever a later attempt begins from, no step after it has counted.
+    # Goes backwards in time: if a later attempt started from a step, no earlier work beyond that step counted.
     counted = None
     after = None
     for row in reversed(_rows(directory)):
@@ -94,7 +96,7 @@ def read(directory: pathlib.Path) -> list[Attempt]:
 
 
 def goodput(attempts: Sequence[Attempt]) -> Goodput | None:
-    """Returns what the time of some attempts went into; None of none."""
+    """Returns how some attempts spent their time; None if they spent none."""
     spent = dict.fromkeys((*PARTS, DOWN), 0.0)
     for attempt in attempts:
         for name, seconds in (*attempt.seconds.items(), (DOWN, attempt.down)):
@@ -108,11 +110,11 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput | None:
 
 
 def _attempt(row: Mapping[str, Any], counted: int | None, after: float | None) -> Attempt:
-    """One attempt.
+    """Builds an attempt from its last status.
 
     Args:
-      row: what its process has said last.
-      counted: the last of its steps that may count; None: all.
+      row: the last status of the attempt's process 0.
+      counted: the last step that may count; None if all may.
       after: when the next attempt began; None if there is none.
     """
     ended = max(row["time"], row["begun"])
@@ -123,7 +125,7 @@ def _attempt(row: Mapping[str, Any], counted: int | None, after: float | None) -
         seconds[AGAIN] = (1 - useful) * seconds[clock.TRAINING]
         seconds[clock.TRAINING] *= useful
     rest = max(0.0, ended - row["begun"] - sum(seconds.values()))
-    # One that is killed while it starts has not come to say how long that took.
+    # An attempt that was killed before its first step reported no start time, so the rest of its time was the start.
     seconds[OTHER if row["trained"] else clock.START] += rest
     is_done = row["doing"].startswith(status.DONE)
     down = 0.0 if after is None or is_done else max(0.0, after - ended)
@@ -135,7 +137,7 @@ def _attempt(row: Mapping[str, Any], counted: int | None, after: float | None) -
 
 
 def _rows(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """The last words of all attempts, that of the last one from its status; without lines that are damaged."""
+    """Returns the last status of each attempt, without damaged lines. The newest is read from the status file."""
     lines = [row for _, row in jsonfile.read_lines(directory / FILE)]
     kept = [row for row in lines if row is not None and "begun" in row and status.is_row(row)]
     last = (status.read_if_exists(directory) or [{}])[0]

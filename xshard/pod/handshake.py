@@ -1,7 +1,7 @@
 """The messages of processes that meet: sealed with the token of their launch, and bounded in size, depth and types.
 
-Each side says a nonce. From then on each line has a seal, which only who knows the token can make: the token
-itself is never sent. Process 0 seals first, so that no other program is told of a config.
+Each side sends a nonce. Every later line carries a seal, an HMAC that only a process with the token can compute; the
+token itself is never sent. Process 0 seals first, so that a process sends its config to no other program.
 """
 
 import asyncio
@@ -17,9 +17,10 @@ from xshard.files import jsonfile
 from xshard.metrics import show
 from xshard.pod import places
 
-# The environment's variable in which the launcher hands the token to the processes of a launch.
+# The environment variable in which the launcher passes the token to the processes of a launch.
 VARIABLE = "XSHARD_LAUNCH_TOKEN"
-# In bytes: of a line of who knows the token, which may hold a config and a checksum of each file; of anybody's.
+# The longest lines, in bytes. LONGEST is for a side that has shown the token: its line may hold a config and a checksum
+# for each file. BRIEF is for anyone else.
 LONGEST = 1 << 20
 BRIEF = 1 << 10
 HOST, GUEST = "host", "guest"
@@ -29,32 +30,32 @@ _MOST_PROCESSES = 1 << 20
 _MOST_PID = 1 << 32
 _LONGEST_HOST = 255
 _LONGEST_NAME = 4096
-# A longer value of a config is told from others by its checksum.
+# A longer value of a config is cut, and compared by its checksum.
 _LONGEST_VALUE = 1024
 _KEPT_OF_LONG = 512
-# What differs is listed up to here: other code differs in many files.
+# At most this many differences are listed, because different code may differ in many files.
 _SHOWN = 5
 _SHOWN_CHARACTERS = 300
 
 
 class MalformedError(Exception):
-    """A message that no process of this launch sends."""
+    """A message that no process of this launch can have sent."""
 
 
 class GoneError(Exception):
-    """The other side has closed the connection, or cannot be reached."""
+    """The other side closed the connection, or cannot be reached."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The facts that a process gives of itself.
+    """The description that a process sends of itself.
 
     Attributes:
-      index: its number.
-      count: the number of processes, as it was told.
-      host: its host.
-      pid: its process ID there.
-      facts: what must be equal on all processes.
+      index: the process's index.
+      count: the number of processes that it was started with.
+      host: the name of its host.
+      pid: its process ID on that host.
+      facts: names and values that must be equal on all processes.
     """
 
     index: int
@@ -65,12 +66,12 @@ class Hello:
 
     @property
     def name(self) -> str:
-        """The process, for people."""
+        """The process, as messages name it."""
         return f"process {self.index} on {self.host}"
 
 
 def read_hello(message: Mapping[str, Any]) -> Hello:
-    """Parses a guest's hello; raises MalformedError if it is not what any process would say."""
+    """Parses a guest's hello; raises MalformedError if no process can have sent it."""
     count = _integer(message, "count", 2, _MOST_PROCESSES)
     index = _integer(message, "index", 1, count - 1)
     pid = _integer(message, "pid", 0, _MOST_PID)
@@ -87,7 +88,7 @@ def read_hello(message: Mapping[str, Any]) -> Hello:
 
 
 def shortened(facts: Mapping[str, str]) -> dict[str, str]:
-    """The facts with long values cut, each with the checksum of the whole."""
+    """Returns the facts with long values cut; a cut value ends with the checksum of the whole value."""
     return {name: _short(value) for name, value in facts.items()}
 
 
@@ -99,10 +100,10 @@ def _short(value: str) -> str:
 
 
 class MismatchError(places.StartError):
-    """A process has come that does not fit. The message says in full what differs.
+    """A process that connected does not fit the others. The message names all differences, with values.
 
     Attributes:
-      brief: the same, without any value of a config.
+      brief: the message without any value of a config.
     """
 
     def __init__(self, full: str, brief: str = ""):
@@ -111,12 +112,12 @@ class MismatchError(places.StartError):
 
 
 def mismatch(own: Hello, other: Hello, present: Hello | None) -> MismatchError | None:
-    """Finds what is wrong with a process that has come, if anything.
+    """Returns the error for a process that does not fit; None if it fits.
 
     Args:
       own: the hello of process 0.
-      other: the hello of the process that has come.
-      present: the hello of a process with the same number that has come already; None if there is none.
+      other: the hello of the process that connected.
+      present: the hello of an earlier process with the same index; None if there is none.
     """
     if other.count != own.count:
         return MismatchError(
@@ -148,7 +149,7 @@ def mismatch(own: Hello, other: Hello, present: Hello | None) -> MismatchError |
 
 
 def _plain(text: str) -> str:
-    """A text as a terminal may show it, whoever has sent it."""
+    """Returns a text that is safe to print on a terminal, whoever sent it: cut, and with escapes."""
     if len(text) > _SHOWN_CHARACTERS:
         text = f"{text[:_SHOWN_CHARACTERS]}..."
     if text.isprintable():
@@ -158,14 +159,14 @@ def _plain(text: str) -> str:
 
 def _integer(message: Mapping[str, Any], name: str, least: int, most: int) -> int:
     value = message.get(name)
-    # True is an int to Python.
+    # Not isinstance, because a bool is an int too.
     if type(value) is not int or not least <= value <= most:
         raise MalformedError(name)
     return value
 
 
 def text(message: Mapping[str, Any], name: str, longest: int = BRIEF) -> str:
-    """A text of a message that may be printed; MalformedError if there is none."""
+    """Returns a printable text field of a message; raises MalformedError if it is missing or invalid."""
     value = message.get(name)
     if not isinstance(value, str) or len(value) > longest or not value.isprintable():
         raise MalformedError(name)
@@ -173,33 +174,34 @@ def text(message: Mapping[str, Any], name: str, longest: int = BRIEF) -> str:
 
 
 def nonce() -> str:
-    """A number that was never used before."""
+    """Returns a random number, as hex digits, that is used for one connection only."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 def nonce_line(value: str) -> bytes:
-    """The line that says a nonce, without a seal."""
+    """Returns the line that sends a nonce, without a seal."""
     return _dump({"nonce": value}) + b"\n"
 
 
 def read_nonce(line: bytes) -> str:
-    """The other side's nonce; MalformedError if the line is none."""
+    """Returns the other side's nonce; raises MalformedError if the line holds none."""
     return text(_load(line), "nonce", 2 * _NONCE_BYTES)
 
 
 class Seals:
-    """The lines of one side of one connection.
+    """Seals the lines of one side of a connection, and checks the seals of the other side.
 
-    A seal covers both nonces, who speaks, and the line's place: no line counts twice, or elsewhere.
+    A seal covers both nonces, the sender's role and the line's number. A line that is replayed, reordered, reflected or
+    copied from another connection therefore has a wrong seal.
     """
 
     def __init__(self, token: str, own: str, nonces: str):
-        """Begins.
+        """Prepares the seals of a connection.
 
         Args:
-          token: of the launch; empty for processes that were started by hand.
-          own: `HOST` or `GUEST`.
-          nonces: the guest's, and the host's.
+          token: the token of the launch; empty for processes that were started by hand.
+          own: the role of this side, `HOST` or `GUEST`.
+          nonces: the guest's nonce and the host's, separated by a space.
         """
         key = token.encode(errors="surrogateescape")
         self._key = hmac.digest(key, nonces.encode(), "sha256")
@@ -207,20 +209,21 @@ class Seals:
         self._other = HOST
         if own == HOST:
             self._other = GUEST
-        # Counts of lines, which are their places.
+        # The numbers of lines so far, which number the next lines.
         self._said = 0
         self._read = 0
 
     def line(self, message: Mapping[str, Any]) -> bytes:
-        """The next line that this side says."""
+        """Returns the next line that this side sends, with its seal."""
         body = _dump(message)
         seal = self._seal(self._own, self._said, body)
         self._said += 1
         return seal + b" " + body + b"\n"
 
     def read(self, line: bytes) -> dict[str, Any]:
-        """The message of the next line of the other side; MalformedError unless its seal is right."""
+        """Returns the message in the other side's next line; raises MalformedError if its seal is wrong."""
         seal, body = line[:_SEAL_CHARACTERS], line[_SEAL_CHARACTERS + 1 :]
+        # In constant time, so that a forger learns nothing from how long a rejection takes.
         if not hmac.compare_digest(seal, self._seal(self._other, self._read, body)):
             raise MalformedError("seal")
         self._read += 1
@@ -232,7 +235,7 @@ class Seals:
 
 
 async def read_line(reader: asyncio.StreamReader, longest: int) -> bytes:
-    """Receives the next line, without its end.
+    """Receives the next line, without the newline.
 
     Raises:
       GoneError: if the connection ends first.
@@ -243,7 +246,7 @@ async def read_line(reader: asyncio.StreamReader, longest: int) -> bytes:
         try:
             line += await reader.readuntil(b"\n")
         except asyncio.LimitOverrunError as e:
-            # The line is longer than what the reader holds; this takes what it holds.
+            # The line is longer than the reader's buffer. This takes the buffered part, and the loop goes on.
             line += await reader.readexactly(e.consumed)
         except (asyncio.IncompleteReadError, OSError) as e:
             raise GoneError from e

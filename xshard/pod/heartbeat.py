@@ -1,4 +1,4 @@
-"""Signs of life: who is silent, and for how long; and whether a run that is alive comes on."""
+"""Detection of processes that are silent, and of a run that is alive but makes no progress."""
 
 import json
 from collections.abc import Mapping
@@ -7,36 +7,38 @@ from xshard.pod import rendezvous, status
 
 
 class Heartbeat:
-    """Counts ticks of silence: they do not pass while something keeps Python from running.
+    """Measures silence in ticks of the calling thread instead of by the clock.
+
+    While this process's Python interpreter is blocked, no ticks pass, so it does not mistake the others for silent.
 
     Attributes:
       lost: the processes that have been silent for too long.
     """
 
     def __init__(self, count: int, timeouts: rendezvous.Timeouts, tick_seconds: float):
-        """Begins to count.
+        """Starts to count.
 
         Args:
           count: the number of processes.
-          timeouts: how long one may be silent, while it starts and later.
-          tick_seconds: the time from one call to the next.
+          timeouts: how long a process may be silent, while it starts and later.
+          tick_seconds: the time from one call of `hear` to the next.
         """
         self._timeouts = timeouts
         self._tick = tick_seconds
         self._rows = dict.fromkeys(range(count), "")
-        # How often nothing new has been heard of each one in a row.
+        # For each process, the number of ticks in a row without a new row.
         self._silent_ticks = dict.fromkeys(range(count), 0)
         self._unanswered = 0
         self.lost: set[int] = set()
 
     def hear(self, rows: Mapping[int, str]) -> float:
-        """Returns for how many seconds those that are lost have been silent; 0: none is.
+        """Returns for how many seconds the lost processes have been silent; 0 if no process is lost.
 
         Args:
-          rows: the last row that each process has written of itself.
+          rows: the last status that each process has written.
         """
         is_over = False
-        # Process 0, which asks, is never silent.
+        # Process 0 makes this call, so it is never silent.
         silence = {0: 0.0}
         for index, before in self._rows.items():
             row = rows.get(index, "")
@@ -50,23 +52,24 @@ class Heartbeat:
             is_over = is_over or silence[index] > self._limit(row)
         if not is_over:
             return 0.0
-        # What cuts off one may cut off others, of whom a tick more was heard.
+        # One cause may cut off several processes, but not in the same tick. All that were silent for more than half of
+        # the longest time are lost.
         longest = max(silence.values())
         self.lost = {i for i, seconds in silence.items() if seconds > longest / 2}
         return longest
 
     def _limit(self, row: str) -> float:
-        """The seconds that one may be silent which has written this row last."""
+        """Returns for how many seconds a process may be silent after it wrote this row."""
         if not row or json.loads(row)["doing"] == status.STARTING:
             return self._timeouts.start
         return self._timeouts.heartbeat
 
     def answered(self) -> None:
-        """Notes that the process that coordinates has answered."""
+        """Notes that the coordinator, process 0, has answered."""
         self._unanswered = 0
 
     def unanswered(self) -> float:
-        """Returns for how many seconds it has not, if that is too long; else 0."""
+        """Returns for how many seconds the coordinator has not answered, if that is too long; else 0."""
         self._unanswered += 1
         silent = self._unanswered * self._tick
         if silent > self._timeouts.heartbeat:
@@ -75,30 +78,30 @@ class Heartbeat:
 
 
 class Progress:
-    """Counts ticks without progress, as `Heartbeat` does; of this process, whose devices may stand still.
+    """Measures the time without progress of this process, in ticks as `Heartbeat` does.
 
-    Threads of the host go on when a device, or a collective between devices, does not: a process may be alive for
-    ever without coming to the end of a step.
+    If a device or a collective hangs, the threads of the host go on. The process then stays alive forever without
+    finishing a step.
     """
 
     def __init__(self, seconds: float, tick_seconds: float):
-        """Begins to count.
+        """Starts to count.
 
         Args:
-          seconds: how long it may not come on while it trains or evaluates; 0: for ever.
+          seconds: how long the process may train or evaluate without progress; 0 for no limit.
           tick_seconds: the time from one call of `stalled` to the next.
         """
         self._limit, self._tick = seconds, tick_seconds
         self._ticks = 0
 
     def made(self) -> None:
-        """Notes that the run has come on; from any thread."""
+        """Notes progress; may be called from any thread."""
         self._ticks = 0
 
     def stalled(self, doing: str) -> float:
-        """Returns for how many seconds it has not come on, if that is too long for what it does; else 0."""
+        """Returns for how many seconds there was no progress, if that exceeds the limit in this phase; else 0."""
         self._ticks += 1
         silent = self._ticks * self._tick
-        # What else a run does has bounds of its own, or, as compiling, none that are known.
+        # The other phases have their own time limits, or no known bound, as compilation.
         is_bounded = doing in (status.TRAINING, status.EVALUATING)
         return silent if self._limit and is_bounded and silent > self._limit else 0.0

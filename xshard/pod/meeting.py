@@ -1,4 +1,4 @@
-"""The meeting of a run's processes, at the address of process 0: the others come, and are told."""
+"""The meeting of a run's processes before they start: all connect to process 0, which compares and answers them."""
 
 import asyncio
 import dataclasses
@@ -11,16 +11,16 @@ from collections.abc import Mapping
 
 from xshard.pod import handshake, places, reception, signals
 
-# How long an answer may take beside what it waits for.
+# How long an answer may take, in addition to the time that process 0 waits for the others.
 _ANSWER_SECONDS = 5.0
-# How long what answers wrongly is tried again: it may be a run that has not quite ended.
+# How long to retry after a wrong answer: the port may belong to an earlier run that is about to end.
 _PATIENCE_SECONDS = 10.0
 _RETRY_SECONDS = 0.2
 _LONGEST_TEXT = 1 << 14
 
 
 class _RefusedError(Exception):
-    """An answer by something that is not process 0 of this run, or not now. The message says what it did."""
+    """An answer by something that is not process 0 of this run, or not yet. The message describes the answer."""
 
 
 def meet(
@@ -34,17 +34,17 @@ def meet(
 
     Args:
       at: this process's place.
-      seconds: until all have come.
-      facts: what must be equal on all processes, such as the config; short texts.
-      token: of the launch; empty if there is none.
-      heard: the signals, of which one ends the meeting for all.
+      seconds: how long to wait until all processes have connected.
+      facts: names and short texts that must be equal on all processes, such as the config.
+      token: the token of the launch; empty if there is none.
+      heard: the signals; any of them ends the meeting for all processes.
 
     Returns:
       The host name of each process.
 
     Raises:
-      StartError: if some process does not come in time, or does not fit; on all processes that came.
-      StoppedError: if a signal has come to one of them; on all processes that came.
+      StartError: on all processes that connected, if one does not connect in time or does not fit.
+      StoppedError: on all processes that connected, if one of them receives a signal.
     """
     host, short = socket.gethostname(), handshake.shortened(facts)
     own = handshake.Hello(at.index, at.count, host, os.getpid(), short)
@@ -54,7 +54,7 @@ def meet(
 
 
 class _Guest:
-    """The part of the other processes in the meeting."""
+    """The part that each process other than 0 plays in the meeting."""
 
     def __init__(self, at: places.Place, own: handshake.Hello, token: str, heard: signals.Heard):
         self._at = at
@@ -65,7 +65,7 @@ class _Guest:
         self._is_welcome = False
 
     def attend(self, seconds: float) -> list[str]:
-        """Goes to process 0 until it is taken in; the hosts that it is told."""
+        """Connects to process 0 until it is accepted; returns the host names that process 0 sends."""
         deadline = time.monotonic() + seconds
         patient_until = float("inf")
         while True:
@@ -75,7 +75,7 @@ class _Guest:
                 except _RefusedError as e:
                     refusal = str(e)
             now = time.monotonic()
-            # The patience is from the first refusal on.
+            # The time for retries starts with the first refusal.
             patient_until = min(patient_until, now + _PATIENCE_SECONDS)
             if now >= min(patient_until, deadline):
                 raise places.StartError(
@@ -100,19 +100,19 @@ class _Guest:
             self._pause()
 
     def _pause(self) -> None:
-        """Waits a moment; StoppedError if a signal comes."""
+        """Waits before the next try; raises StoppedError if a signal comes."""
         select.select([self._heard], [], [], _RETRY_SECONDS)
         for number in self._heard.read():
             raise places.stopped(self._own.name, number)
 
     async def _visit(self, connection: socket.socket, seconds: float) -> list[str]:
-        """The hosts that process 0 tells; _RefusedError where another try may do better."""
+        """Returns the host names that process 0 sends; raises _RefusedError if another try may succeed."""
         places.keep_alive(connection)
         self._reader, self._writer = await asyncio.open_connection(
             sock=connection, limit=handshake.LONGEST
         )
         try:
-            # Process 0 ends the meeting at its own deadline, which may have begun just now.
+            # Process 0 ends the meeting at its own deadline, and it may have started to wait only now.
             return await self._talk_or_stop(seconds + _ANSWER_SECONDS)
         except (OSError, handshake.GoneError, handshake.MalformedError) as e:
             if self._is_welcome:
@@ -124,11 +124,11 @@ class _Guest:
                 "either it has ended (see what it printed), or that port is another program's."
             ) from e
         finally:
-            # Whatever has not been sent by now is of no use to process 0.
+            # Process 0 does not need data that is still unsent, so the connection is closed without waiting.
             self._writer.transport.abort()
 
     async def _talk_or_stop(self, seconds: float) -> list[str]:
-        """The hosts; StoppedError if a signal comes first."""
+        """Returns the host names; raises StoppedError if a signal comes first."""
         loop = asyncio.get_running_loop()
         talk = asyncio.create_task(self._talk())
         loop.add_reader(self._heard.fileno(), self._hear_signals, talk)
@@ -143,12 +143,12 @@ class _Guest:
             loop.remove_reader(self._heard.fileno())
 
     def _hear_signals(self, talk: asyncio.Task[list[str]]) -> None:
-        """Ends the talk if a signal has come; where it has ended already, the signal is the run's to read."""
+        """Ends the talk if a signal has come. If the talk is over already, the signal is left for the run to read."""
         if talk.done():
             return
         for number in self._heard.read():
             self._signal = number
-            # This wakes `_talk_or_stop`, which takes leave.
+            # This wakes `_talk_or_stop`, which tells process 0.
             talk.cancel()
 
     async def _talk(self) -> list[str]:
@@ -164,7 +164,7 @@ class _Guest:
                 f"it has another token of a launch ({handshake.VARIABLE}). Start all processes by one launch, "
                 "or all by hand; or that port is another run's."
             ) from e
-        # From here on it is known to be of this launch, and may see a config. The empty line shows it the same.
+        # Process 0 has shown the token, so it may see this process's config. The empty line shows it the token in turn.
         self._writer.write(self._seals.line({}) + self._hello())
         answer = self._seals.read(await self._line())
         if answer.get("welcome") is True:
@@ -186,7 +186,7 @@ class _Guest:
         return await handshake.read_line(self._reader, handshake.LONGEST)
 
     def _take(self, answer: Mapping[str, object]) -> list[str]:
-        """The hosts of an answer; raises what else it says."""
+        """Returns the host names of an answer; raises the stop or the error that it reports instead."""
         if "stopped" in answer:
             code = answer.get("code")
             if not isinstance(code, int) or code not in signals.CODES.values():
@@ -200,9 +200,12 @@ class _Guest:
         return [handshake.text({"host": host}, "host") for host in hosts]
 
     async def _say_goodbye(self, number: signal.Signals) -> places.StoppedError:
-        """Has process 0 stop all, if it counts on this process; returns the end that it tells of, or else the own."""
+        """Asks process 0 to stop all processes, if it has accepted this one; returns the error to raise.
+
+        The error is the one that process 0 answers with, or this process's own if no answer comes.
+        """
         own = places.stopped(self._own.name, number)
-        # Without a welcome process 0 waits for this process no longer than for any other.
+        # Process 0 has not accepted this process yet, and reports it as missing if it does not come again.
         if not self._is_welcome:
             return own
         try:

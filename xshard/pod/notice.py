@@ -1,23 +1,23 @@
-"""Notices that a run is given while it trains, and the exit codes that say how it has ended."""
+"""Notices that a run receives while it trains, and the exit codes that report how it ended."""
 
 from typing import NamedTuple
 
-# 42 and 130 have saved; 42 asks to be started again, 130 comes of a person's Ctrl-C. 3 would come again: the
-# same steps are not finite the next time.
+# With 42 and 130 the state is saved. 42 asks to be started again; 130 follows a user's Ctrl-C. After 3 a restart does
+# not help, because the same steps would not be finite again.
 DONE, FAILED, NONFINITE, PREEMPTED, INTERRUPTED = 0, 1, 3, 42, 130
-# What is said of a process that ends with a code; of all others that they have stopped.
+# The status of a process that ended with a code. With any other code it is 'stopped'.
 ENDS = {DONE: "done", NONFINITE: "failed: not finite"}
 SAVE, STOP = "save", "stop"
-# In the work directory, made by a person: the run saves and rests until it is removed.
+# A user creates this file in the work directory: the run saves and stops, and does not train until it is removed.
 STOP_FILE = "STOP"
 
 
 class Notice(NamedTuple):
-    """An action that all processes take at the same point.
+    """An action that all processes take at the same step.
 
     Attributes:
-      kind: 'save' or 'stop', which saves too.
-      why: for people.
+      kind: 'save', or 'stop', which saves too.
+      why: the reason, for the user.
       code: the exit code of a stop.
     """
 

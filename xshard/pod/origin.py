@@ -1,4 +1,4 @@
-"""The code of a run: what must be equal on all of its processes, and the commit that it is of."""
+"""The code and the machine of a run: the facts that must be equal on all processes, and the origin that it records."""
 
 import importlib.metadata
 import importlib.util
@@ -20,41 +20,41 @@ from xshard.files import workdir
 from xshard.pod import processes
 
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
-# The environment variables that change what XLA makes of a program.
+# The environment variables that change how XLA compiles a program.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _INSTRUCTIONS, _X86 = "xla_cpu_max_isa", ("x86_64", "AMD64")
-# A repository on a slow disk is not waited for.
+# A repository on a slow disk must not delay the start of a run for longer.
 _GIT_SECONDS = 10.0
 
 
 def of(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
-    """Names and short texts of what must be equal.
+    """Returns the names and short texts of all facts that must be equal on all processes.
 
     Args:
       config: the run's config.
-      cpu_devices: as the flag says.
+      cpu_devices: the value of --cpu_devices.
     """
     facts = {"version of Python": platform.python_version(), "--cpu_devices": str(cpu_devices)}
     for key, value in config_lib.flatten(identity_lib.plain(config)).items():
         facts[f"config.{key}"] = repr(value)
     for library in _LIBRARIES:
         facts[f"version of {library}"] = importlib.metadata.version(library)
-    # An experiment is 'package.module.Class'.
+    # The experiment is named as 'package.module.Class', and only its package is compared.
     experiment = str(config.get("experiment", ""))
     package = experiment.rpartition(".")[0].rpartition(".")[0]
     return facts | _files("xshard") | _files(package)
 
 
 def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
-    """Returns the origin of a run, beside its config. All processes call it.
+    """Returns the origin of a run: its data, code, libraries and devices. All processes must call it.
 
     Args:
-      module: the experiment's.
+      module: the name of the experiment's module.
       training: a summary of the training data.
-      evaluation: one of the evaluation data.
+      evaluation: a summary of the evaluation data.
 
     Raises:
-      UserError: if the processes have other data than one another.
+      UserError: if the data differs between processes.
     """
     summaries = {"training": lambda: training, "evaluation": lambda: evaluation}
     processes.check_equal_data(summaries)
@@ -67,7 +67,7 @@ def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
     kinds = "/".join(sorted({device.device_kind for device in all_devices}))
     devices = f"{len(all_devices)} {kinds} on {jax.process_count()} process(es)"
     if jax.default_backend() == "cpu":
-        # XLA divides an operation among them, and with it the order of a sum.
+        # XLA divides an operation among the cores, so their number changes the order of sums.
         devices += f", {cores()} core(s)"
         kinds = f"{kinds} {platform.machine()} {_instructions():08x}"
     flags = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
@@ -77,7 +77,7 @@ def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
 
 
 def _instructions() -> int:
-    """A checksum of the instructions that a CPU has, by which XLA orders sums; 0 where the system does not say."""
+    """Returns a checksum of the CPU's instruction sets, on which XLA's order of sums depends; 0 if they are unknown."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -87,50 +87,51 @@ def _instructions() -> int:
 
 
 def set_up_cpu(config: Any, devices: int = 0) -> None:
-    """Has JAX compute on CPUs as a run needs it; to be called before JAX has any devices.
+    """Sets up JAX's CPU backend for a run; it must be called before JAX creates its devices.
 
     Args:
-      config: the run's, or a dictionary as it.
-      devices: the virtual devices that the CPU is split into; 0: JAX decides.
+      config: the run's config, or a dictionary with the same keys.
+      devices: the number of virtual devices that the CPU is split into; 0 leaves it to JAX.
     """
     if devices:
         jax.config.update("jax_num_cpu_devices", devices)
     if config.get("logical_replicas") and cores() == 1:
-        # XLA computes some sums in another order where it has one thread; the number of several does not show.
+        # With one thread XLA computes some sums in another order than with several. How many several are is irrelevant.
         os.environ.setdefault("NPROC", "2")
     flags = os.environ.get("XLA_FLAGS", "")
     if logical.is_exact(config) and _INSTRUCTIONS not in flags and platform.machine() in _X86:
-        # Later ones multiply, add and round once. Which operations LLVM joins so depends on what else is in a program, and that on
-        # the number of devices.
+        # Instruction sets after AVX have a fused multiply-add, which rounds once. Which operations LLVM fuses depends
+        # on the rest of the program, and the program depends on the number of devices.
         os.environ["XLA_FLAGS"] = f"{flags} --{_INSTRUCTIONS}=AVX".strip()
 
 
 def cores() -> int | None:
-    """The number of cores that this process may use."""
-    # Not all systems say which these are.
+    """Returns the number of cores that this process may use; None if it is unknown."""
+    # Not every system has CPU affinity.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
 
 
 def commit(file: str) -> str:
-    """The git commit that a source file is of, with '-dirty' if what is there differs; empty if it is in none.
+    """Returns the git commit of a source file's repository; empty if the file is in no repository.
 
-    Nothing fails for want of git, or of its leave to read the repository.
+    It ends with '-dirty' if tracked files differ from the commit, or if git does not track the file. A missing git, or
+    one that may not read the repository, is no error.
     """
     folder, name = os.path.split(os.path.abspath(file))
     described = _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     if not described or described.endswith("-dirty"):
         return described
-    # What git does not track does not make a tree dirty.
+    # `git describe` ignores untracked files, but an untracked experiment is not in the commit.
     if not _git(folder, "ls-files", "--", name):
         return f"{described}-dirty"
     return described
 
 
 def _git(folder: str, *arguments: str) -> str:
-    """Returns what git prints on one line; empty if it cannot say."""
-    # A container's user is often another one than who owns the repository.
+    """Returns the output of a git command, stripped; empty if the command fails."""
+    # Git refuses repositories of other users, and a container often runs as another user than the owner.
     command = ["git", "-c", "safe.directory=*", "-C", folder, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
@@ -142,7 +143,10 @@ def _git(folder: str, *arguments: str) -> str:
 
 
 def _files(package: str) -> dict[str, str]:
-    """The checksum of each source file of a package; of none if it cannot be found, which shows later."""
+    """Returns the checksum of each source file of a package; empty if there is no such package.
+
+    The import of the experiment reports a missing package later.
+    """
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

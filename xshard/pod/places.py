@@ -1,4 +1,4 @@
-"""The place of a process among those of its run, and where process 0 listens for the others."""
+"""The place of a process in its run, and the socket at which process 0 listens for the others."""
 
 import contextlib
 import dataclasses
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from xshard import errors
 from xshard.pod import signals
 
-# The first question after 10 s of silence, then one every 5 s; after 4 without an answer the connection ends.
+# The first probe after 10 s of silence, then one every 5 s; after 4 probes without an answer the connection ends.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 class StartError(errors.UserError):
-    """The processes cannot begin together. The message says which one it is, and what to do."""
+    """The processes cannot start together. The message names the process at fault, and what to do."""
 
 
 class StoppedError(Exception):
-    """A signal has come to one of the processes, which stops all. The message says which.
+    """A process received a signal, which stops all of them. The message names the signal and the process.
 
     Attributes:
       code: the exit code.
@@ -33,13 +33,13 @@ class StoppedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a process among those of its run.
+    """The place of a process in its run.
 
     Attributes:
-      address: host and port of process 0.
+      address: the host and port of process 0.
       count: the number of processes.
-      index: this process's number, from 0.
-      devices: the numbers of the host's devices that are this process's; None: all.
+      index: this process's index, from 0.
+      devices: the indices of the host's devices that this process uses; None for all.
     """
 
     address: str
@@ -49,16 +49,17 @@ class Place:
 
 
 def stopped(who: str, number: signal.Signals) -> StoppedError:
-    """The end by a signal to a process."""
+    """Returns the error for a signal that a process received."""
     message = f"{number.name} on {who}: stopped before the run began; nothing was trained."
     return StoppedError(message, signals.CODES[number])
 
 
 def interface(address: str) -> str:
-    """The address of this machine that process 0 listens at for who comes to HOST:PORT; empty: all of them.
+    """Returns the IP address at which process 0 listens for connections to HOST:PORT; empty for all addresses.
 
-    All of them where the host is none of this machine's addresses, as a service's on Kubernetes; and where its
-    name leads to loopback here, which it may only here: Debian gives a machine's own name 127.0.1.1.
+    Process 0 listens at all addresses in two cases. The host may not be an address of this machine: a Kubernetes
+    service has its own. Or its name may resolve to loopback on this machine only: Debian gives a machine's own name
+    127.0.1.1, which other machines cannot use.
     """
     host = address.rpartition(":")[0].strip("[]")
     try:
@@ -70,7 +71,7 @@ def interface(address: str) -> str:
         ip = str(own[0])
         if ipaddress.ip_address(ip).is_loopback and not may_be_loopback:
             continue
-        # Only an address of this machine's own can be bound.
+        # Only an address of this machine can be bound, so the attempt shows whether it is one.
         with contextlib.suppress(OSError), socket.socket(family) as trial:
             trial.bind(own)
             return ip
@@ -86,10 +87,10 @@ def _is_number(host: str) -> bool:
 
 
 def listen(at: Place) -> socket.socket:
-    """The socket of process 0; StartError if it cannot be had."""
+    """Returns the listening socket of process 0; raises StartError if it cannot be opened."""
     port = int(at.address.rpartition(":")[2])
     ip = interface(at.address)
-    # All interfaces are those of both versions of IP, where the system has both.
+    # To listen at all addresses means IPv4 and IPv6, if the system has both.
     is_both = not ip and socket.has_dualstack_ipv6()
     family = socket.AF_INET
     if is_both or ":" in ip:
@@ -107,11 +108,11 @@ def listen(at: Place) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Has a connection end when the other side's host, or the network, is gone: in half a minute."""
-    # A connection that has ended already shows at the next read.
+    """Makes a connection end within half a minute after the other side's host or the network is gone."""
+    # If the connection has ended already, the next read reports it.
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
-            # Not each system has all of them.
+            # Not every system has all of these options.
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

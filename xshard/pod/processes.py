@@ -1,4 +1,7 @@
-"""Agreement of the processes of a run: on the host, so that any thread may, and with a deadline."""
+"""Communication between the processes of a run: on the host, from any thread, and with a deadline.
+
+It uses the key-value store of JAX's coordinator, in process 0, instead of collectives on the devices.
+"""
 
 import contextlib
 import itertools
@@ -15,29 +18,29 @@ from xshard import errors
 
 _SERIES = itertools.count()
 _POLL_SECONDS = 0.05
-# Beyond all compiling: whether a peer is still there, the watch finds out.
+# Longer than any compilation takes. The watch, not this limit, detects a peer that is gone.
 _COMPILE_SECONDS = 7200.0
-# Beyond all reading of data before a run.
+# Longer than any reading of data before a run takes.
 _COMPARE_SECONDS = 3600.0
 
 
 class LostError(OSError):
-    """Some process is gone, or did not come in time. The message says which."""
+    """A process is gone, or did not reach a meeting in time. The message names it."""
 
 
 class Exchange:
-    """A series of meetings at which every process learns what every other has to say.
+    """A series of meetings. In each meeting every process receives a text from every other process.
 
-    All processes make their series in the same order, and meet equally often in each: what went wrong in
-    one of them is said at the meeting, not by staying away.
+    All processes must create their series in the same order, and meet equally often in each. A process on which
+    something failed must report that at the meeting instead of skipping it, or the others would wait for it.
     """
 
     def __init__(self, what: str, seconds: float):
-        """Begins a series.
+        """Creates a series.
 
         Args:
-          what: what the processes meet for, for the message.
-          seconds: how long they wait for one another.
+          what: the purpose of the meetings, for the error message.
+          seconds: how long the processes wait for one another.
         """
         self.index = jax.process_index()
         self.count = jax.process_count()
@@ -47,16 +50,16 @@ class Exchange:
         self._meeting = 0
 
     def __call__(self, value: str = "") -> list[str]:
-        """Meets.
+        """Meets the other processes once.
 
         Args:
-          value: what this process has to say; short, since each process receives all of them.
+          value: this process's text; short, since each process receives all of them.
 
         Returns:
-          What each has said, in the order of their indices.
+          The text of each process, by process index.
 
         Raises:
-          LostError: if some process did not come, or the one that coordinates cannot be reached.
+          LostError: if a process does not come in time, or if the coordinator cannot be reached.
         """
         if self.count == 1:
             return [value]
@@ -71,7 +74,7 @@ class Exchange:
         except jax.errors.JaxRuntimeError as e:
             raise LostError(self._missing(client, name, e)) from e
         if self.index == 0 and self._meeting:
-            # Whoever has come to this meeting has read the values of the one before.
+            # A process that reached this meeting has read the values of the previous one, so they can be deleted.
             client.key_value_delete(f"xshard/{self._series}/{self._meeting - 1}/")
         self._meeting += 1
         return [values[i] for i in range(self.count)]
@@ -90,9 +93,10 @@ class Exchange:
 
 
 class Board:
-    """A board on which processes write for one another, at any time; raises JaxRuntimeError if it is out of reach.
+    """A board on which processes leave texts for one another at any time.
 
-    Process 0's process holds it. With one process there is no other to write for.
+    Process 0 holds the board. Its methods raise JaxRuntimeError if process 0 cannot be reached. With one process the
+    board stays empty.
     """
 
     def __init__(self, index: int, count: int):
@@ -101,32 +105,32 @@ class Board:
         self._client = _client() if count > 1 else None
 
     def write(self, topic: str, text: str) -> None:
-        """Writes this process's text on a topic, in the place of what it wrote there before."""
+        """Writes this process's text on a topic, and replaces its earlier one."""
         if self._client is not None:
             self._client.key_value_set(f"board/{topic}/{self._index}", text, allow_overwrite=True)
 
     def read(self, topic: str) -> dict[int, str]:
-        """The texts on a topic, by process."""
+        """Returns the texts on a topic, by process index, or by position if they were appended."""
         if self._client is None:
             return {}
         return _values(self._client, f"board/{topic}")
 
     def append(self, topic: str, text: str) -> None:
-        """Adds a text to those of any process."""
+        """Appends a text to a topic that is shared by all processes."""
         if self._client is not None:
             place = self._client.key_value_increment(f"board/{topic} count", 1)
             self._client.key_value_set(f"board/{topic}/{place}", text)
 
     def gather(self, topic: str, text: str, meanwhile: Callable[[], None]) -> list[str]:
-        """Writes on a topic and waits until all have.
+        """Writes on a topic, and waits until all processes have written on it.
 
         Args:
           topic: the topic.
           text: this process's text.
-          meanwhile: called again and again; raises, or ends the process, if it need not be waited for.
+          meanwhile: called repeatedly during the wait; raises, or ends the process, to give up the wait.
 
         Returns:
-          The texts in the order of the processes.
+          The texts, by process index.
         """
         if self._client is None:
             return [text]
@@ -140,14 +144,14 @@ class Board:
 
 
 def from_first(what: str, action: Callable[[], Any]) -> Any:
-    """Returns, on all processes, what process 0's action returns, as JSON can hold it.
+    """Runs an action on process 0, and returns its result, which must be a JSON value, on all processes.
 
     Args:
-      what: what they meet for, for the message if one does not come.
-      action: called on process 0.
+      what: the purpose of the meeting, for the error message if a process does not come.
+      action: called on process 0 only.
 
     Raises:
-      UserError: on all processes, if the action raises one.
+      UserError: on all processes, if the action raises UserError.
     """
     if jax.process_count() == 1:
         return action()
@@ -168,7 +172,7 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
     """Raises UserError, on all processes, unless all have the same data.
 
     Args:
-      summaries: functions by name, each of which summarizes data; not called where there is but one process.
+      summaries: functions by name that return summaries of data; with one process they are not called.
     """
     if jax.process_count() == 1:
         return
@@ -188,14 +192,14 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
 
 
 def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
-    """A jitted function that no process runs before all have compiled it.
+    """Returns a jitted function that no process runs before all processes have compiled it.
 
-    They may be far apart: where one finds its program in a cache, or has other work to do. But gloo, by which
-    CPUs reduce, waits 30 s for a peer in a collective, and then fails.
+    The processes may finish compiling at very different times, for example if one of them finds the program in a cache.
+    In a collective, gloo, which CPUs use, waits only 30 s for a peer before it fails.
 
     Args:
-      function: of `jax.jit`; called with arguments of the same shapes on all processes.
-      what: what it is, for the message if one does not come.
+      function: a result of `jax.jit`; all processes must call it with arguments of the same shapes.
+      what: the name of the function, for the error message if a process does not come.
     """
     if jax.process_count() == 1:
         return function
@@ -205,7 +209,7 @@ def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         nonlocal met
         if not met:
-            # JAX keeps it for the call.
+            # JAX caches the compiled program, so the call below finds it.
             function.lower(*args).compile()
             meet()
             met = True
@@ -215,13 +219,14 @@ def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
 
 
 def bounded(action: Callable[[], Any], seconds: float) -> Any:
-    """Runs what may hang when a peer is gone; what it returns, or None if it has not in time."""
+    """Runs an action that may hang if a peer is gone; returns its result, or None if it fails or takes too long."""
     returned: list[Any] = [None]
 
     def run() -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             returned[0] = action()
 
+    # A daemon thread, because one that hangs must not keep the process from ending.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -229,15 +234,15 @@ def bounded(action: Callable[[], Any], seconds: float) -> Any:
 
 
 def _client() -> Any:
-    # Private in JAX, but the only thing of it that works beside a computation on the devices.
+    # Private in JAX, but the only means of communication that works while the devices compute.
     return distributed.global_state.client
 
 
 def _values(client: Any, name: str) -> dict[int, str]:
-    """The values below a name, by process."""
+    """Returns the values below a name, by the number at the end of their keys."""
     values = {}
     for key, value in client.key_value_dir_get(f"{name}/"):
         index = int(key.rpartition("/")[2])
-        # JAX takes no empty value: a space stands for it.
+        # JAX rejects empty values, so a space stands for the empty text.
         values[index] = value.removeprefix(" ")
     return values

@@ -1,7 +1,7 @@
-"""Process 0's part in the meeting of a run's processes: it hears each one out, and tells all who has come.
+"""Process 0's part in the meeting of a run's processes: it checks each one that connects, and answers all of them.
 
-It hears all at a time, none for long, and believes nobody: what does not know the token of the launch, or does
-not keep to the protocol, is dropped and ends nothing.
+It serves all connections at the same time, each with a time limit. A connection that does not have the token of the
+launch, or that breaks the protocol, is dropped, and does not end the meeting.
 """
 
 import asyncio
@@ -12,18 +12,18 @@ from typing import Any, NoReturn
 
 from xshard.pod import handshake, places, signals
 
-# How long a guest may take to say who it is; and an answer to be read.
+# How long a guest may take to identify itself, and how long the guests may take to read the final answer.
 _ANSWER_SECONDS = 5.0
-# How long the right processes may still take to come when a wrong one has.
+# How long process 0 still waits for the right processes after a wrong one has connected.
 _PATIENCE_SECONDS = 10.0
-# So long what has come over the network by now may take to be read.
+# How long to wait so that data that has already arrived is read.
 _SETTLE_SECONDS = 0.01
-# So many guests at a time may be without a name.
+# The largest number of connections at a time that have not identified themselves.
 _MOST_STRANGERS = 512
 
 
 class _Guest:
-    """One who has come to process 0, from the first byte on."""
+    """A connection to process 0, from the first byte on."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, token: str
@@ -37,7 +37,7 @@ class _Guest:
         self._token = token
 
     async def greet(self) -> handshake.Hello:
-        """Hears who it is; MalformedError unless it knows the token and speaks the protocol."""
+        """Returns the guest's hello; raises MalformedError unless it has the token and keeps to the protocol."""
         line = await handshake.read_line(self._reader, handshake.BRIEF)
         its_nonce = handshake.read_nonce(line)
         self.has_spoken = True
@@ -45,26 +45,26 @@ class _Guest:
         self._seals = handshake.Seals(self._token, handshake.HOST, f"{its_nonce} {own_nonce}")
         self._writer.write(handshake.nonce_line(own_nonce))
         self.say({"process": 0})
-        # An empty line, whose seal is all that it is for: only who knows the token may say more than that.
+        # The guest first sends an empty sealed line. Longer lines are accepted only after it has shown the token.
         self._seals.read(await handshake.read_line(self._reader, handshake.BRIEF))
         self.is_known = True
         return handshake.read_hello(await self.read())
 
     async def read(self) -> dict[str, Any]:
-        """The next message of who knows the token; MalformedError if it is none."""
+        """Returns the next message of a guest that has shown the token; raises MalformedError if it is invalid."""
         return self._seals.read(await handshake.read_line(self._reader, handshake.LONGEST))
 
     def seat(self, hello: handshake.Hello) -> None:
-        """Takes it for the process that it says it is."""
+        """Accepts the guest as the process that its hello names."""
         self.say({"welcome": True})
         self.hello = hello
 
     def say(self, message: Mapping[str, object]) -> None:
-        """Says something, as soon as the guest takes it."""
+        """Sends a message, without waiting until the guest has received it."""
         self._writer.write(self._seals.line(message))
 
     def dismiss(self) -> None:
-        """Closes the connection when what has been said is sent."""
+        """Closes the connection after all messages are sent."""
         self._writer.close()
 
     async def dismissed(self) -> None:
@@ -76,40 +76,40 @@ class Host:
     """Process 0's part in the meeting."""
 
     def __init__(self, at: places.Place, own: handshake.Hello, token: str, heard: signals.Heard):
-        """Prepares.
+        """Prepares the meeting; does not listen yet.
 
         Args:
           at: the place of process 0.
-          own: the facts of process 0.
-          token: of the launch; empty if there is none.
-          heard: the signals, of which one ends the meeting.
+          own: the hello of process 0.
+          token: the token of the launch; empty if there is none.
+          heard: the signals; any of them ends the meeting.
         """
         self._at = at
         self._own = own
         self._token = token
         self._heard = heard
-        # Those who have not said who they are, the first to come first.
+        # The connections that have not identified themselves, in the order of their arrival.
         self._strangers: list[_Guest] = []
         self._seated: dict[int, _Guest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Set when somebody has come, or what may end the meeting.
+        # Set when a guest is accepted, or when something happens that may end the meeting.
         self._news = asyncio.Event()
         self._failure: Exception | None = None
-        # What is wrong with the first wrong guest, for when the right one does not come.
+        # The error of the first guest that does not fit. It is raised if the right one does not come in time.
         self._mismatch: handshake.MismatchError | None = None
         self._turned_away = 0
         self._last_turned_away = ""
         self._last_to_leave = ""
 
     async def attend(self, seconds: float) -> list[str]:
-        """Meets the others; the host of each process.
+        """Meets the other processes; returns the host name of each process.
 
         Args:
-          seconds: until all have come.
+          seconds: how long to wait until all processes have connected.
 
         Raises:
-          StartError: if not all have come in time, or if some of them do not fit.
-          StoppedError: if a signal has come to one of them.
+          StartError: if a process does not connect in time, or does not fit.
+          StoppedError: if one of the processes receives a signal.
         """
         try:
             hosts = await self._gather(seconds)
@@ -123,13 +123,13 @@ class Host:
         return hosts
 
     def _for_guests(self, e: places.StartError) -> str:
-        """Returns what guests are told: of the values of a config only those that have shown a token."""
+        """Returns the message that guests receive: with values of a config only if they have shown a token."""
         if isinstance(e, handshake.MismatchError) and not self._token:
             return e.brief
         return str(e)
 
     async def _gather(self, seconds: float) -> list[str]:
-        """Serves all who come until all are there; returns their hosts."""
+        """Serves all connections until every process is accepted; returns their host names."""
         loop = asyncio.get_running_loop()
         server = places.listen(self._at)
         server.setblocking(False)
@@ -139,7 +139,7 @@ class Host:
             async with asyncio.timeout(seconds):
                 while True:
                     await self._news.wait()
-                    # The last to come may have come after another one's end, which is then yet to be read.
+                    # Before the last guest came, an accepted one may have ended, and its end is not read yet.
                     await asyncio.sleep(_SETTLE_SECONDS)
                     self._news.clear()
                     self._check()
@@ -148,18 +148,18 @@ class Host:
         except TimeoutError:
             raise self._mismatch or places.StartError(self._who_is_missing()) from None
         finally:
-            # Signals that come from here on are the run's to read, and JAX's coordinator takes the port over.
+            # From here on the run reads the signals, and JAX's coordinator listens at the port.
             loop.remove_reader(self._heard.fileno())
             loop.remove_reader(server.fileno())
             server.close()
 
     def _end(self, failure: Exception) -> None:
-        """Has `_gather` raise it, whose timeout no other task may touch."""
+        """Makes `_gather` raise the failure; a task other than `_gather`'s must not touch its timeout."""
         self._failure = failure
         self._news.set()
 
     def _check(self) -> None:
-        """Raises what ends the meeting, if anything has come that does."""
+        """Raises the error that ends the meeting, if there is one."""
         for number in self._heard.read():
             raise places.stopped(self._own.name, number)
         if self._failure is not None:
@@ -174,23 +174,23 @@ class Host:
         return hosts
 
     def _accept(self, server: socket.socket) -> None:
-        """Takes one who comes. Not asyncio's own server: where no file can be opened that fills the log."""
+        """Accepts a connection. Asyncio's own server is not used: it fills the log when no file can be opened."""
         try:
             connection, address = server.accept()
         except OSError:
-            # It has left already; or too many files are open, and the first to come must go.
+            # The peer has left already, or too many files are open, and the oldest stranger must make room.
             if self._strangers:
                 self._strangers.pop(0).dismiss()
             return
         connection.setblocking(False)
         places.keep_alive(connection)
         task = asyncio.create_task(self._serve(connection, str(address[0])))
-        # The loop itself does not keep a task.
+        # The event loop keeps only weak references to tasks.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, connection: socket.socket, peer: str) -> None:
-        """Hears one guest, from the first byte to its end."""
+        """Serves one connection, from the first byte to its end."""
         reader, writer = await asyncio.open_connection(sock=connection, limit=handshake.BRIEF)
         guest = _Guest(reader, writer, peer, self._token)
         self._strangers.append(guest)
@@ -207,9 +207,9 @@ class Host:
             guest.dismiss()
 
     def _take(self, guest: _Guest, hello: handshake.Hello) -> None:
-        """Gives a guest the place that it names; GoneError if it does not fit, of which it is told."""
+        """Accepts a guest; if it does not fit, tells it so and raises GoneError."""
         if guest not in self._strangers:
-            # It has had to make room for others.
+            # It was dropped to make room for others.
             raise handshake.GoneError
         present = None
         if hello.index in self._seated:
@@ -228,7 +228,7 @@ class Host:
         self._news.set()
 
     async def _hear(self, guest: _Guest) -> NoReturn:
-        """Hears a guest that is seated, which says something only if a signal has come to it."""
+        """Listens to an accepted guest, which sends a message only if it receives a signal."""
         while True:
             name = handshake.text(await guest.read(), "leaving")
             numbers = {number.name: number for number in signals.CODES}
@@ -248,7 +248,7 @@ class Host:
             self._last_to_leave = f"{guest.hello.name} (pid {guest.hello.pid})"
 
     async def _answer(self, answer: Mapping[str, object]) -> None:
-        """Tells all who are there, as far as they listen, and sends the others away."""
+        """Sends the answer to all accepted guests, and closes all connections."""
         seated = list(self._seated.values())
         for guest in seated:
             guest.say(answer)

@@ -1,7 +1,7 @@
-"""The place of a process among those of its run, and their start: they meet before JAX connects them.
+"""Determines the place of a process in its run, and starts the processes: they meet before JAX connects them.
 
-JAX's own start ends a process from C++ when a peer does not come, whatever the reason. So the processes meet
-first, at the address where JAX's coordinator will be, and what does not fit is said.
+If a peer does not come, JAX's own start ends a process from C++, whatever the reason. The processes therefore meet
+first, at the address of JAX's future coordinator, and report what does not fit.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ class Timeouts(NamedTuple):
     """The times that processes wait for one another, in seconds.
 
     Attributes:
-      start: until all have come.
-      heartbeat: until a process that is not heard of counts as lost. A shorter outage is survived.
-      shutdown: until all have left.
-      step: until a process that trains or evaluates, and does not come on, ends the run; 0: for ever.
+      start: the time until all processes have connected.
+      heartbeat: the time after which a silent process is treated as lost; a run survives a shorter outage.
+      shutdown: the time until all processes have reached the end of the run.
+      step: the time without progress in training or evaluation after which a process ends the run; 0 for no limit.
     """
 
     start: int = 300
@@ -32,19 +32,21 @@ class Timeouts(NamedTuple):
 def place(
     address: str | None, count: int | None, index: int | None, seconds: int = 300
 ) -> places.Place | None:
-    """Finds this process's place: as said, else as JAX detects it (Slurm, Open MPI, GKE, GCE).
+    """Returns this process's place: from the arguments, or else as JAX detects it (Slurm, Open MPI, GKE, GCE).
+
+    `address`, `count` and `index` are given together or not at all, except that a count of 1 may stand alone.
 
     Args:
-      address: host:port of process 0; all three are given, or none. A count of 1 may stand alone.
+      address: the address of process 0, as host:port.
       count: the number of processes.
-      index: this process's number.
-      seconds: how long what JAX asks of a cloud may take.
+      index: this process's index.
+      seconds: how long JAX's requests to a cloud's metadata may take.
 
     Returns:
       The place, or None for a run of one process.
 
     Raises:
-      StartError: if what is said does not make sense, or JAX cannot find out.
+      StartError: if the arguments are invalid, or if JAX detects a cluster but not this process's place in it.
     """
     if address is None and count == 1 and index in (None, 0):
         return None
@@ -73,7 +75,7 @@ def place(
 
 def _detect(seconds: int) -> places.Place | None:
     try:
-        # Nothing is said of the address, the count, the index, the devices and the method of detection.
+        # The five Nones leave the address, count, index, devices and method of detection to JAX.
         address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, None, seconds
         )
@@ -94,24 +96,24 @@ def join(
     token: str,
     heard: signals.Heard,
 ) -> list[str]:
-    """Meets the other processes and connects JAX; before the first use of a device.
+    """Meets the other processes and connects JAX. It must be called before the first use of a device.
 
     Args:
       at: this process's place.
       timeouts: how long to wait.
-      facts: what must be equal on all processes, such as the config; short texts.
-      token: of the launch, which all of its processes have; empty if they were started by hand.
-      heard: the signals, of which one ends the meeting for all.
+      facts: names and short texts that must be equal on all processes, such as the config.
+      token: the token of the launch, which all of its processes have; empty if they were started by hand.
+      heard: the signals; any of them ends the meeting for all processes.
 
     Returns:
       The host name of each process.
 
     Raises:
-      StartError: if some process does not come in time, or does not fit; on all processes that came.
-      StoppedError: if a signal has come to one of them; on all processes that came.
+      StartError: on all processes that connected, if one does not connect in time or does not fit.
+      StoppedError: on all processes that connected, if one of them receives a signal.
     """
     hosts = meeting.meet(at, timeouts.start, facts, token, heard)
-    # SIGTERM is xshard's own to handle: JAX would take it, and act only where its own function is polled.
+    # xshard handles SIGTERM itself. JAX's handler would replace that, and acts only if JAX's own function is polled.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         at.address,
@@ -120,8 +122,8 @@ def join(
         at.devices,
         cluster_detection_method="deactivate",
         initialization_timeout=timeouts.start,
-        # xshard notices first, and says who it is. This is for when it cannot. JAX counts seconds, and
-        # xshard ticks, which pass slowly on a machine that has other work to do.
+        # xshard normally detects a lost process first, and names it; JAX's timeout is for when it cannot. It is much
+        # longer because JAX counts seconds, while xshard counts ticks, which pass slowly on a busy machine.
         heartbeat_timeout_seconds=10 * timeouts.heartbeat + 60,
         shutdown_timeout_seconds=timeouts.shutdown,
         coordinator_bind_address=_bind_address(at.address),
@@ -130,7 +132,7 @@ def join(
 
 
 def _bind_address(address: str) -> str | None:
-    """Returns where JAX's coordinator listens: as process 0 did in the meeting; None has JAX listen everywhere."""
+    """Returns where JAX's coordinator listens, which is where process 0 did in the meeting; None for all addresses."""
     ip = places.interface(address)
     if not ip:
         return None

@@ -1,4 +1,4 @@
-"""The signals that stop a run with its state saved, and how they are heard while Python stands still."""
+"""The signals that stop a run with its state saved, and how they are received while Python's handlers cannot run."""
 
 import contextlib
 import os
@@ -7,8 +7,8 @@ import socket
 
 from xshard.pod import notice
 
-# Each with the exit code of what it has stopped. Schedulers send SIGUSR1 and SIGUSR2 ahead of a time limit, a
-# terminal that goes away sends SIGHUP, and the soft limit of CPU time SIGXCPU, again with each further second.
+# The exit code of a run that each signal stops. Schedulers send SIGUSR1 and SIGUSR2 ahead of a time limit, a terminal
+# that closes sends SIGHUP, and the soft limit of CPU time sends SIGXCPU, repeated every second.
 CODES = {
     signal.SIGINT: notice.INTERRUPTED,
     signal.SIGTERM: notice.PREEMPTED,
@@ -17,18 +17,19 @@ CODES = {
     signal.SIGUSR2: notice.PREEMPTED,
     signal.SIGXCPU: notice.PREEMPTED,
 }
-# A shell has what it starts in the background ignore SIGINT, which a launcher then sends all the same.
+# A shell makes its background programs ignore SIGINT, but a launcher in the background still sends it to a run.
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 
 
 def to_hear() -> list[signal.Signals]:
-    """The signals that stop this program: not those that it was started to ignore, as nohup does with SIGHUP.
+    """Returns the signals that stop this program.
 
-    Nor those that C has a handler for, such as the one of `faulthandler.register`.
+    It leaves out signals that the program was started to ignore, as nohup does with SIGHUP, and signals with a handler
+    in C, which `faulthandler.register` sets. It never leaves out SIGINT and SIGTERM.
     """
     numbers = []
     for number in CODES:
-        # Python knows a handler of C's as None.
+        # Python returns None for a handler that was set in C.
         is_left_alone = signal.getsignal(number) in (signal.SIG_IGN, None)
         if number in _ALWAYS or not is_left_alone:
             numbers.append(number)
@@ -36,14 +37,14 @@ def to_hear() -> list[signal.Signals]:
 
 
 def leave_at_once() -> None:
-    """Has the signals end this program, which has nothing to save yet; Ctrl-C is Python's own to handle."""
+    """Makes the signals end this program at once, since it has nothing to save yet; Python itself handles Ctrl-C."""
     for number in to_hear():
         if number != signal.SIGINT:
             signal.signal(number, _leave)
 
 
 def ignore() -> None:
-    """Ignores the signals: for a program that has done all, and whose exit code is decided."""
+    """Ignores the signals from here on; for a program that has finished its work and decided its exit code."""
     for number in to_hear():
         signal.signal(number, signal.SIG_IGN)
 
@@ -57,10 +58,10 @@ def _leave(number: int, frame: object) -> None:
 
 
 class Heard:
-    """Takes the signals meanwhile. A context, for the main thread.
+    """A context in which signals are collected; only the main thread may enter it.
 
-    What comes is kept until it is read, by any thread. The handler in C writes it to a socket at once, also
-    while Python's own handlers cannot run: in a long compilation.
+    A signal is kept until any thread reads it. Python's handler in C writes it to a socket at once, even while handlers
+    in Python cannot run, as in a long compilation.
     """
 
     def __enter__(self) -> "Heard":
@@ -70,7 +71,7 @@ class Heard:
         self._previous_fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._previous = {}
         for number in to_hear():
-            # Only what has a handler of Python's is written to the socket; the handler itself has nothing to do.
+            # A signal is written to the socket only if it has a Python handler; the handler itself does nothing.
             self._previous[number] = signal.signal(number, lambda *_: None)
         return self
 
@@ -87,15 +88,15 @@ class Heard:
 
     def wake(self) -> None:
         """Makes the descriptor readable, without a signal."""
-        # One that is full is readable already.
+        # If the buffer is full, the descriptor is readable already.
         with contextlib.suppress(BlockingIOError):
             self._wake.send(b"\0")
 
     def read(self) -> list[signal.Signals]:
-        """The signals that have come since the last time, in their order."""
+        """Returns the signals that have come since the last call, in their order."""
         try:
             numbers = self._end.recv(64)
         except BlockingIOError:
             return []
-        # Python writes those of other handlers, too.
+        # Python also writes the numbers of signals with other Python handlers.
         return [signal.Signals(number) for number in numbers if number in CODES]

@@ -1,4 +1,4 @@
-"""The status of processes, for whoever asks from outside of the run."""
+"""The status of a run's processes, in a file that other programs can read."""
 
 import contextlib
 import os
@@ -13,10 +13,10 @@ from xshard.metrics import clock
 
 FILE = "status.json"
 STARTING, TRAINING, EVALUATING = "starting", "training", "evaluating"
-# What the last word of a process begins with.
+# The last status of a process that ended by itself begins with one of these.
 DONE = "done"
 ENDS = (DONE, "stopped", "failed")
-# A process says what it is doing twice a second.
+# A process writes its status twice a second, so after this time without one it is not running.
 SILENT_SECONDS = 10.0
 _RATE_ROWS = 60
 
@@ -27,13 +27,13 @@ class Status:
     def __init__(self, host: str):
         self._host = host
         self._row: dict[str, Any] = {"doing": STARTING, "step": None, "steps": None}
-        # For `xshard.pod.attempts`.
+        # `xshard.pod.attempts` reads these fields.
         begun = time.time() - clock.age()
         self._row |= {"begun": begun, "first": None, "trained": 0, "seconds": {}}
         self._rate = clock.Rate(_RATE_ROWS)
 
     def doing(self, what: str, **more: Any) -> None:
-        """Takes what it is doing, and where it is: `step`, `steps`, and `seconds` as `xshard.metrics.clock` has them."""
+        """Sets the phase, and other fields: `step`, `steps`, and `seconds` as `xshard.metrics.clock` has them."""
         row = self._row
         if row["first"] is None:
             more["first"] = more.get("step")
@@ -42,13 +42,13 @@ class Status:
         row.update(doing=what, **more)
 
     def now(self) -> tuple[str, int | None]:
-        """Returns what it is doing, and the step that it has begun last."""
+        """Returns the phase, and the step that the process began last."""
         row = self._row
         return row["doing"], row["step"]
 
     def row(self) -> dict[str, Any]:
-        """Returns what it is doing; 'rate' is of the last rows, in steps a second, 'time' that of the epoch."""
-        # A copy, since another thread may say meanwhile what it does.
+        """Returns the status; 'rate' is in steps per second over the last rows, 'time' in seconds since 1970."""
+        # A copy, because another thread may change the status meanwhile.
         row = dict(self._row)
         if row["step"] is not None:
             self._rate.add(time.monotonic(), row["step"])
@@ -57,10 +57,10 @@ class Status:
 
 
 def read(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of all processes, that of process 0 first.
+    """Returns the status of all processes, process 0 first.
 
     Raises:
-      UserError: if there is no such file, or it is not what a run writes.
+      UserError: if there is no status file, or if a run cannot have written it.
     """
     path = directory / FILE
     rows = jsonfile.read(path, list)
@@ -70,14 +70,14 @@ def read(directory: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def read_if_exists(directory: pathlib.Path) -> list[dict[str, Any]] | None:
-    """The rows of all processes, as `read`; None if there is no file."""
+    """Returns the status of all processes as `read` does; None if there is no file."""
     if not disk.exists(directory / FILE):
         return None
     return read(directory)
 
 
 def is_row(row: Any) -> bool:
-    """Returns whether a JSON value is what a process writes of itself; one of an earlier version has no 'begun'."""
+    """Returns whether a JSON value is a valid status of a process; one of an earlier version has no 'begun'."""
     if not isinstance(row, dict):
         return False
     for name in ("doing", "host"):
@@ -91,15 +91,15 @@ def is_row(row: Any) -> bool:
         if not isinstance(row.get("seconds"), dict):
             return False
         numbers += [row["begun"], row.get("trained"), *row["seconds"].values()]
-        # Steps are counted from the first on.
+        # A process that trained knows the step it started from.
         if row["trained"] and (row.get("first") is None or row.get("step") is None):
             return False
     return all(map(jsonfile.is_number, numbers))
 
 
 def write(directory: pathlib.Path, rows: Sequence[Any]) -> None:
-    """Writes the rows of all processes, if there is such a directory and room in it."""
-    # A full disk is not what a run should end of here.
+    """Writes the status of all processes, if the directory exists."""
+    # A full disk must not end a run because of its status.
     with contextlib.suppress(OSError):
         if directory.is_dir():
             content = jsonfile.dumps(list(rows)).encode()

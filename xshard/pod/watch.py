@@ -1,7 +1,7 @@
-"""Messages between the processes of a run: stop, save, I am here, I have failed.
+"""Messages between the processes of a run: stop, save, heartbeat and failure.
 
-A thread beside the training does the talking, on the host, so that it goes on while a step is computed or
-compiled, and while a peer that is gone keeps a step from ever ending.
+A thread on the host exchanges them beside the training. It goes on while a step is computed or compiled, and while a
+step never ends because a peer is gone.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from xshard.pod import agreement, attempts, ends, heartbeat, processes, rendezvo
 from xshard.pod import notice as notice_lib
 
 _TICK_SECONDS = 0.5
-# How long a process that leaves waits to see that the others have heard why.
+# How long a process that leaves waits for the others to read the reason.
 _LEAVE_SECONDS = 5.0
 _GO_ON = "The last checkpoint counts; the same command goes on from it."
 _TIMEOUTS = rendezvous.Timeouts()
 
 
 class _EndedError(Exception):
-    """The context has ended."""
+    """The context was left, so the talking thread ends."""
 
 
 class Watch:
-    """One process's part in watching over a run. A context, for the main thread: it takes the signals."""
+    """One process's watch over a run. It is a context for the main thread, because it takes the signals."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class Watch:
         console: TextIO | None = None,
         heard: signals.Heard | None = None,
     ):
-        """Prepares.
+        """Prepares the watch; it starts when the context is entered.
 
         Args:
           directory: the work directory; it need not exist.
-          hosts: the host of each process; by default of one process, this one.
-          stop_after_seconds: after so long the run is to stop; 0: never.
-          timeouts: how long a process may be silent before it counts as lost; while it starts, which may
-            mean to read much data, that is the start timeout.
-          console: where errors are said beside stderr.
-          heard: the signals, where they have been taken already; by default the context takes them.
+          hosts: the host name of each process; by default this process is the only one.
+          stop_after_seconds: the time after which the run stops; 0 for never.
+          timeouts: how long a process may be silent before it is treated as lost. While a process starts, which may
+            include reading much data, the start timeout holds.
+          console: a stream that errors are written to, in addition to stderr.
+          heard: the signals, if they are already collected; by default the context collects them.
         """
         self._directory = pathlib.Path(directory)
         self._hosts = list(hosts) or [socket.gethostname()]
@@ -66,7 +66,6 @@ class Watch:
         self._timeouts = timeouts
         self._stop_at = time.monotonic() + stop_after_seconds if stop_after_seconds else None
         self._console = console
-        # Signals that have been taken already; else the context takes them.
         self._heard = heard
         self._board = processes.Board(self._index, len(self._hosts))
         self._end = processes.Exchange("the end of the run", timeouts.shutdown)
@@ -76,13 +75,13 @@ class Watch:
         self._heartbeat = heartbeat.Heartbeat(len(self._hosts), timeouts, _TICK_SECONDS)
         self._progress = heartbeat.Progress(timeouts.step, _TICK_SECONDS)
         self._status = status.Status(self._hosts[self._index])
-        # When the next talk with the other processes is due.
+        # When the next exchange with the other processes is due.
         self._due = 0.0
-        # Held by the thread that ends this process, so that no other gives another reason.
+        # Held by the thread that ends this process, so that no other thread reports a second reason.
         self._leaving = threading.Lock()
         self._interrupts = 0
         self._numbers: set[signal.Signals] = set()
-        # What the context has taken, and gives back.
+        # Restores the handlers of signals and of aborts when the context ends.
         self._taken = contextlib.ExitStack()
 
     def __enter__(self) -> "Watch":
@@ -105,27 +104,27 @@ class Watch:
         self._taken.close()
 
     def poll(self) -> notice_lib.Notice | None:
-        """Returns what is to be done now, if anything: the same on all processes, which poll at the same points."""
+        """Returns the notice to act on now, if any: the same on all processes, which poll at the same steps."""
         self._progress.made()
         return self._agreement.poll()
 
     def ask(self, notice: notice_lib.Notice) -> None:
-        """Asks all processes for something, at the next point that all can still reach."""
+        """Asks all processes to act on a notice, at the next poll that all can still reach."""
         self._agreement.ask(notice)
 
     def doing(self, what: str, **more: Any) -> None:
-        """Says what this process is doing, as `Status.doing`."""
+        """Sets the status of this process, as `Status.doing` does, and counts as progress."""
         self._progress.made()
         self._status.doing(what, **more)
 
     def publish(self) -> None:
-        """Writes from here on what the processes are doing into the directory, which is this run's now."""
+        """Starts to write the status of the processes into the directory, once it belongs to this run."""
         if self._index == 0:
             attempts.keep(self._directory)
         self._published = True
 
     def end(self, what: str) -> None:
-        """Meets all processes for the last time; ValueError if one of them does not come."""
+        """Meets all processes for the last time; raises UserError if one of them does not come."""
         self.doing(what)
         self._tell()
         try:
@@ -135,7 +134,7 @@ class Watch:
         self._write_status()
 
     def await_cause(self) -> None:
-        """Waits for what may be the cause of an error here: another's failure, which ends this process too."""
+        """Waits, after an error, for a report that another process failed first; that ends this process too."""
         self._ended.wait(self._timeouts.heartbeat + 2)
 
     def fail(self, message: str) -> NoReturn:
@@ -144,14 +143,14 @@ class Watch:
         own = f"{self._name(self._index)}: {message}"
         with self._leaving:
             self._fail_all(own)
-            # Another process may have failed before, and this one by it.
+            # Another process may have failed earlier, and caused the failure here.
             first = processes.bounded(self._first_failure, _LEAVE_SECONDS) or own
             message = ""
             if first != own:
                 message = f"the first error: {first}"
             self._leave(notice_lib.FAILED, message)
 
-    # The thread that hears signals, and that no network can hold up.
+    # The thread that handles signals. It never waits for the network.
 
     def _hear_signals(self) -> None:
         while not self._ended.is_set():
@@ -173,7 +172,7 @@ class Watch:
             self._stop(f"SIGINT{where}", notice_lib.INTERRUPTED)
             self._say("SIGINT: saving after this step; once more leaves at once.")
         elif number not in self._numbers and not self._agreement.is_stopping:
-            # Some come again and again: SIGTERM to all of a job's hosts, SIGXCPU with each second.
+            # Some signals come repeatedly: SIGTERM to every host of a job, SIGXCPU every second.
             self._numbers.add(number)
             self._stop(f"{number.name}{where}")
             self._say(f"{number.name}: saving after this step.")
@@ -202,12 +201,12 @@ class Watch:
             f"{self._timeouts.step})"
         )
         self._say(f"error: {self._name(self._index)}: {message}. {_GO_ON} What each thread is at:")
-        # The file may be none that the system knows.
+        # stderr may be replaced by an object without a file descriptor, which faulthandler needs.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             faulthandler.dump_traceback(sys.stderr)
         self.fail(message)
 
-    # The thread that talks.
+    # The thread that talks to the other processes.
 
     def _talk(self) -> None:
         while not self._ended.is_set():
@@ -220,10 +219,10 @@ class Watch:
             except _EndedError:
                 return
             except jax.errors.JaxRuntimeError:
-                # Out of reach for now; for how long, the other thread watches.
+                # Process 0 cannot be reached now. The other thread checks for how long.
                 continue
             except Exception as e:
-                # Without this thread the run could neither be stopped nor hear of a failure.
+                # Without this thread the run could neither be stopped nor learn of a failure elsewhere.
                 traceback.print_exc()
                 self.fail(f"the watch over the run has failed: {type(e).__name__}: {e}")
 
@@ -234,14 +233,14 @@ class Watch:
             self._stop("the time of --stop_after has passed")
             return
         file = self._directory / notice_lib.STOP_FILE
-        # Where a shared disk does not answer for a moment, the next look counts.
+        # If a shared disk does not answer for a moment, the next look finds the file.
         if os.path.exists(file):
             self._stop(f"there is a file {file}")
 
     def _hear(self) -> None:
-        """Speaks, and hears; not more often than it is due."""
+        """Writes this process's status and reads the others', at most once per tick."""
         if self._ended.is_set():
-            # Whoever asks for something after the last point has nobody left to agree with.
+            # A request after the last poll finds no process left to agree with, so its wait must end here.
             raise _EndedError
         if time.monotonic() < self._due:
             return
@@ -285,7 +284,7 @@ class Watch:
     # Leaving.
 
     def _before_abort(self) -> None:
-        # JAX aborts with its client locked: where the board answers, the abort is of something else.
+        # JAX aborts with its client locked. If the board answers, the abort has another cause.
         if processes.bounded(lambda: self._board.read("failed"), ends.SHORT_SECONDS) is not None:
             return
         who = "another process"
@@ -299,12 +298,12 @@ class Watch:
         processes.bounded(lambda: self._board.append("failed", message), _LEAVE_SECONDS)
 
     def _leave(self, code: int, message: str) -> NoReturn:
-        """Leaves; process 0 last, since with it goes the board that the others read."""
+        """Ends this process; process 0 leaves last, because the others read its board."""
         if message:
             self._say(message)
         patience = _LEAVE_SECONDS
         if self._index == 0:
-            # JAX aborts whom process 0 leaves behind.
+            # JAX aborts the processes that are left when process 0 ends.
             patience = self._timeouts.heartbeat
         processes.bounded(self._say_goodbye, patience)
         processes.bounded(self._write_status, _LEAVE_SECONDS)
@@ -323,7 +322,7 @@ class Watch:
         if self._index == 0 and self._published:
             texts = self._board.read("alive")
             rows = [json.loads(texts[index]) for index in sorted(texts)]
-            # The board of one process stays empty.
+            # With a single process the board stays empty.
             status.write(self._directory, rows or [self._status.row()])
 
     def _name(self, index: int) -> str:
@@ -331,8 +330,8 @@ class Watch:
 
     def _say(self, message: str) -> None:
         for stream in (sys.stderr, self._console):
-            # Python has None for a stream that was closed at the start.
+            # A standard stream that was closed when Python started is None.
             if stream is not None:
-                # The terminal may be gone, which must not keep a run from saving.
+                # The terminal may be gone. An error of printing must not keep a run from saving.
                 with contextlib.suppress(OSError, ValueError):
                     print(message, file=stream, flush=True)

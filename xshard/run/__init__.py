@@ -1,1 +1,1 @@
-"""A run around its steps: what is checked before them, how it begins, is saved and goes on."""
+"""The parts of a run around its steps: checks before the first step, saving, resuming, roll-backs, and the end."""

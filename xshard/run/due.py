@@ -1,4 +1,4 @@
-"""The steps at which a run evaluates, saves and shows samples."""
+"""The schedule of a run: the steps after which it evaluates, saves and shows samples."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ import ml_collections
 
 
 class Due(NamedTuple):
-    """The steps at which a run evaluates and saves.
+    """The steps at which a run evaluates, saves and shows samples.
 
     Attributes:
-      last: the last step, at which it does both.
-      evaluation_every: so many steps lie between evaluations.
-      save_every: the same of saves.
-      saves_evaluated: whether each state that is evaluated is saved, too, since one of them may be the best.
-      samples_every: so many steps lie between samples; 0: there are some after the last step alone.
+      last: the last step, after which the run both evaluates and saves.
+      evaluation_every: the number of steps from one evaluation to the next.
+      save_every: the number of steps from one save to the next.
+      saves_evaluated: whether each evaluated state is also saved, because any of them may be the best.
+      samples_every: the number of steps from one set of samples to the next; 0 for samples after the last step only.
     """
 
     last: int
@@ -24,21 +24,22 @@ class Due(NamedTuple):
 
     @classmethod
     def of(cls, config: ml_collections.ConfigDict) -> "Due":
-        """Those of a run's config."""
+        """Returns the schedule that a run's config describes."""
         options = config.checkpoint
         every = config.eval_every_steps, options.every_steps
         return cls(config.steps, *every, options.keep_best > 0, config.samples_every_steps)
 
     def evaluation(self, step: int) -> bool:
-        """Returns whether the state after a step is to be evaluated."""
+        """Returns whether an evaluation is due after a step."""
         return step == self.last or step % self.evaluation_every == 0
 
     def save(self, step: int) -> bool:
-        """Returns whether it is to be saved."""
+        """Returns whether a save is due after a step."""
         if self.saves_evaluated and self.evaluation(step):
             return True
         return step == self.last or step % self.save_every == 0
 
     def samples(self, step: int) -> bool:
-        """Returns whether the state after a step, which is not the last, is to show samples."""
+        """Returns whether samples are due after a step before the last one."""
+        # The samples of the last step belong to the run's results, whatever the schedule.
         return step < self.last and self.samples_every > 0 and step % self.samples_every == 0

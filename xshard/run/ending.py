@@ -1,4 +1,4 @@
-"""The end of a run that nothing has stopped: its results, and what is said of them."""
+"""The end of a run: its results, and the lines that it prints last."""
 
 import sys
 from collections.abc import Mapping
@@ -18,15 +18,18 @@ from xshard.run import nonfinite
 def results(
     mesh: jax.sharding.Mesh, step: int, state: state_lib.TrainState, metrics: Any, end: str
 ) -> dict[str, Any]:
-    """The results of a run, without samples yet; 'global_step' is that of each learner by name, if there are several.
+    """Returns the results of a run, with the samples still empty.
+
+    'global_step' is a number, or a dict from learner names to numbers if there are several learners.
 
     Args:
       mesh: the run's mesh.
       step: the number of steps made.
-      state: the state after them.
-      metrics: those of its evaluation.
-      end: why a callback has ended the run; empty if none has.
+      state: the state after the last of these steps.
+      metrics: the metrics of the state's evaluation.
+      end: the reason that a callback gave for ending the run; empty if no callback ended it.
     """
+    # The counts of other groups may be on other processes, so they are gathered.
     counts = {name: x.global_step for name, x in state_lib.learners(state).items()}
     numbers = jax.tree.map(rows.to_number, mesh_lib.replicate(mesh, counts))
     content = {
@@ -41,17 +44,17 @@ def results(
 def announce(
     values: Mapping[str, Any], directory: workdir.Workdir, store: Any, steps: int, command: str
 ) -> int:
-    """Prints how a run has ended.
+    """Prints the results of a run, where its files are, and the command that trains further.
 
     Args:
-      values: as they are in results.json.
-      directory: the run's.
+      values: the content of results.json.
+      directory: the run's work directory.
       store: where its checkpoints are.
-      steps: the number of steps that were asked for.
-      command: what the user can run to go on.
+      steps: the number of steps that the config asked for.
+      command: the command line that resumes the run.
 
     Returns:
-      The exit code: 0, or 3 if the run is not finite.
+      The exit code: 0, or 3 if the run did not end finite.
     """
     print(overview.results(values))
     print(f"  in {directory.results}; metrics of the run in {directory.metrics}")
@@ -59,7 +62,7 @@ def announce(
     if not values["finite"]:
         print(nonfinite.message(values["why"]), file=sys.stderr, flush=True)
         return notice.NONFINITE
-    # What a callback has ended it would end again.
+    # A callback that ended this run would end the resumed one too, so no command is printed.
     if "ended" not in values:
         more = cli.with_flag(command, "config.steps", 2 * max(steps, values["step"]))
         print(f"to train on{each_process()}: {more}")
@@ -67,20 +70,20 @@ def announce(
 
 
 def stopped(stop: notice.Notice, step: int, store: Any, command: str) -> int:
-    """Prints that a run was told to stop after a step, and how it goes on; the exit code."""
+    """Prints why and at which step a run stopped, and the command that resumes it; returns the exit code."""
     print(f"{stop.why}: stopped at step {step}, state saved in {store}")
     print(f"to go on{each_process()}: {command}")
     return stop.code
 
 
 def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
-    """Says, in the results too, that a run has ended at a step that was not finite.
+    """Reports, on stderr and in results.json, that a run ended at a step that was not finite.
 
     Args:
       step: the number of steps made.
-      why: what was not finite.
-      kept: the newest checkpoint of finite parameters, for people.
-      directory: the run's; process 0 writes there.
+      why: a description of what was not finite.
+      kept: a sentence that names the newest checkpoint of finite parameters.
+      directory: the run's work directory, where process 0 writes the results.
     """
     content = {"step": step, "eval": {}, "samples": "", "finite": False, "why": why}
     if jax.process_index() == 0:
@@ -89,6 +92,6 @@ def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
 
 
 def each_process() -> str:
-    """Words to be added to a command for people, where there are several processes."""
+    """Returns the words that say that every process must run a command; empty for a single process."""
     count = jax.process_count()
     return f", by each of {count} processes" if count > 1 else ""

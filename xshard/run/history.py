@@ -1,4 +1,4 @@
-"""The roll-backs of a run, in a file of its work directory, and what follows from them: which of its data it is past."""
+"""The roll-backs of a run, as recorded in a file of its work directory, and the batches that they skip."""
 
 import pathlib
 from collections.abc import Mapping
@@ -15,16 +15,17 @@ from xshard.optimizers import back_off
 
 
 class RollBack(NamedTuple):
-    """One that has been decided on.
+    """A roll-back that the run has decided on.
 
     Attributes:
       step: the step in trouble.
-      why: what was wrong with it.
+      why: what was wrong with that step.
       restored: the step of the checkpoint that the run goes back to.
-      first_batch: the first of the batches that are passed, as the run's data gives them, from 1.
-      last_batch: the last of them: that of the step in trouble; the one before the first if none is passed.
-      given_up: the checkpoints after the restored one, which count no more.
-      update_scale: the factor of updates from there on, where rules have one.
+      first_batch: the number of the first skipped batch, in the order of the run's data, counted from 1.
+      last_batch: the number of the last skipped batch, which is the batch of the step in trouble; `first_batch - 1` if
+        no batch is skipped.
+      given_up: the folders of the checkpoints after the restored one, which no longer count.
+      update_scale: the factor that multiplies updates from there on, in rules that have such a factor.
     """
 
     step: int
@@ -37,7 +38,7 @@ class RollBack(NamedTuple):
 
     @property
     def passed(self) -> int:
-        """The number of batches that are passed."""
+        """The number of batches that are skipped."""
         return self.last_batch - self.first_batch + 1
 
     def __str__(self) -> str:
@@ -51,7 +52,7 @@ class RollBack(NamedTuple):
 def _is_roll_back(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    # What older versions have written has no scale.
+    # Files of older versions have no scale.
     value = {"update_scale": 1.0, **value}
     if value.keys() != set(RollBack._fields):
         return False
@@ -65,27 +66,31 @@ def _is_roll_back(value: Any) -> bool:
 
 
 def read(path: pathlib.Path) -> list[RollBack]:
-    """Those of a run, from its file; UserError if the file is not what a run has written."""
+    """Returns the recorded roll-backs of a run; raises UserError if a run cannot have written the file."""
     values = jsonfile.read_if_exists(path, list) or []
     if all(map(_is_roll_back, values)):
         return [RollBack(**value) for value in values]
     raise errors.UserError(
-        f"{path} is not what a run has written: the run's roll-backs are to be in it, by which it knows which "
-        "of its data it is past. Give the file back, or give a new --workdir."
+        f"{path} is not what a run has written: it must hold the run's roll-backs, which determine the batches that "
+        "the run skips. Restore the file, or give a new --workdir."
     )
 
 
 def passes(entries: list[RollBack]) -> dict[int, int]:
-    """The numbers of batches that are passed, by the step before which they are."""
+    """Returns the number of batches to skip, by the step before which they are skipped."""
     return {step + 1: entry.passed for step, entry in standing(entries).items()}
 
 
 def standing(entries: list[RollBack]) -> dict[int, RollBack]:
-    """Those behind which a run has not gone back since, by the step that each goes back to."""
+    """Returns the roll-backs with skipped batches that are still in effect, by the step that each goes back to.
+
+    A later roll-back that skips batches replaces those to its own or a later step, because it makes these steps again.
+    A later roll-back that skips none leaves them in effect: it repeats the same steps with the same data.
+    """
     by_step: dict[int, RollBack] = {}
     for new in entries:
         if new.passed:
-            # What comes after the step that it goes back to is made anew.
+            # The steps after `new.restored` are made again, without the earlier skips.
             by_step = {step: entry for step, entry in by_step.items() if step < new.restored}
             by_step[new.restored] = new
     return by_step
@@ -94,12 +99,12 @@ def standing(entries: list[RollBack]) -> dict[int, RollBack]:
 def backed_off(
     entries: Mapping[int, RollBack], step: int, state: state_lib.TrainState
 ) -> state_lib.TrainState:
-    """The state that a step is given, with the factor of updates that the run has from there on.
+    """Returns the state for a step, with the update factor lowered if the run rolled back to the step before.
 
     Args:
-      entries: as `standing` returns them.
-      step: the step that is about to be made.
-      state: the state that the step before has left.
+      entries: the roll-backs that `standing` returns.
+      step: the number of the step that is about to be made.
+      state: the state after the previous step.
     """
     entry = entries.get(step - 1)
     if entry is None:
@@ -108,6 +113,7 @@ def backed_off(
     def lowered(path: Any, x: jax.Array) -> jax.Array:
         if not back_off.is_scale(path[-1].key):
             return x
+        # Each process creates its own shards, because the array may extend over devices of other processes.
         whole = np.full(x.shape, entry.update_scale, x.dtype)
         return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
 
@@ -119,7 +125,7 @@ def backed_off(
 
 
 def has_scale(target: state_lib.TrainState) -> bool:
-    """Returns whether a state of a rule is a factor of updates."""
+    """Returns whether the optimizer state of any learner has an update factor that a roll-back can lower."""
     return any(
         back_off.is_scale(name)
         for learner in state_lib.learners(target).values()

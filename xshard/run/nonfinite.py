@@ -1,7 +1,7 @@
-"""Steps of a run that are not finite: what ends the run, and what is said of them.
+"""Detection of steps that are not finite: when they end the run, and how they are reported.
 
-A step is in trouble when it was applied and its loss or a gradient was not finite. A step that a dynamic loss
-scale skips, to lower the scale, is not: that is how such a scale finds its level.
+A step is in trouble when its update was applied although its loss or a gradient was not finite. A step that a
+dynamic loss scale skips in order to lower the scale is not in trouble: the scale finds its level by such skips.
 """
 
 import collections
@@ -21,21 +21,22 @@ from xshard.optimizers import trees
 from xshard.run import jumps
 
 _LOOK_AT = (
-    "Look at the learning rate, at NaN and infinities in the data, and at what in the loss divides by 0 or takes "
-    "a logarithm or a square root of it; docs/half_precision.md has more."
+    "Look at the learning rate, at NaN and infinities in the data, and at divisions by 0 and logarithms and square "
+    "roots of 0 in the loss; docs/half_precision.md has more."
 )
-# A run whose last steps are STUCK, so many of them, has not ended well, whatever it tolerates before its end.
+# A run that ends with this many STUCK steps in a row did not end well, even if max_skips_in_a_row tolerates more.
 _STUCK_AT_THE_END = 10
+# A run that warns reports this many stretches of bad steps. Later ones are silent, so that the log stays readable.
 _STRETCHES = 10
 
 
 class NonfiniteError(Exception):
-    """A step after which a run does not go on as it is. The message says which, and what was wrong with it.
+    """A step that ends the run or makes it roll back. The message names the step and what was wrong with it.
 
-    Whatever finds such a step raises it, on all processes after the same step: a run whose config says so rolls back.
+    It is raised on all processes after the same step. A run with on_nonfinite='roll_back' catches it and rolls back.
 
     Attributes:
-      step: the step.
+      step: the step in trouble.
     """
 
     def __init__(self, message: str, step: int):
@@ -43,14 +44,14 @@ class NonfiniteError(Exception):
         self.step = step
 
 
-# Of each learner by name; with several groups each array has a leading dimension of groups.
+# The observations of each learner, by name. With several groups each array has a leading dimension of groups.
 Observed = Mapping[str, learner_lib.Observed]
 
 
 class Watch:
-    """Sees to it that a run's steps are finite, without holding the steps up: it looks at each a little later.
+    """Checks that a run's steps are finite. It looks at each step some steps later, so that the device never waits.
 
-    All processes see the same numbers of a step, after the same number of later ones, so that all decide alike.
+    All processes see the same numbers of a step at the same later step, so they all make the same decision.
     """
 
     def __init__(
@@ -61,53 +62,53 @@ class Watch:
         say: Callable[[str], None],
         known: Mapping[str, Any] | None = None,
     ):
-        """Begins.
+        """Prepares a watch for a new run or a resumed one.
 
         Args:
           config: the run's config.
           mesh: the run's mesh.
-          learners: the states of the learners by name, of which only the parameters' paths count.
-          say: takes what is said of steps after which the run goes on.
-          known: what `get_state` has returned, of a run that goes on, if it was saved.
+          learners: the states of the learners by name; only the paths of their parameters are used.
+          say: called with a line about bad steps after which the run goes on.
+          known: the value of `get_state` that was saved with the checkpoint; None for a new run, or if none was saved.
         """
         self._policy = config.on_nonfinite
         self._patience = config.max_skips_in_a_row
-        # Without roll-backs a jump of the loss is no reason to do anything.
+        # A jump of the loss only ever causes a roll-back, so no other policy looks for jumps.
         factor, steps = 0.0, 1
         if self._policy == config_lib.ROLL_BACK:
             factor, steps = config.roll_back.loss_factor, config.roll_back.loss_steps
         self._jumps = jumps.Jumps(factor, steps)
         self._mesh = mesh
-        # In the order of `Observed.gradients`.
+        # The paths have the order of `Observed.gradients`.
         self._paths = {name: list(trees.leaves_by_path(x.params)) for name, x in learners.items()}
         self._say = say
         self._pending: collections.deque[tuple[int, Observed]] = collections.deque()
-        # Of each learner in each group the number of its last steps in a row that were stuck, and the verdict of its
-        # last step.
+        # For each learner in each group: how many of its last steps in a row were stuck, and its last verdict.
         size = len(learners), mesh_lib.num_groups(mesh)
         self._stuck = np.zeros(size, np.int64)
         self._last = np.full(size, FINE)
         if known is not None:
             self._stuck = np.reshape(np.asarray(known["stuck"], np.int64), size)
-            # As the last step must have been where a stretch of them goes on.
+            # The last verdicts are not saved. A count above 0 means that the last step was stuck.
             self._last = np.where(self._stuck > 0, STUCK, FINE)
             self._jumps.set_state(known["losses"])
-        # The first step of the stretch in trouble that goes on now, and the number of stretches.
+        # The first step of the current stretch of steps in trouble, and the number of stretches so far.
         self._begin: int | None = None
         self._stretches = 0
-        # The last step that was not as it should be. Its arrays stay on the devices until they are asked for.
+        # The last bad step. Its arrays stay on the devices, and are copied only if a message needs them.
         self._bad: tuple[int, np.ndarray, Observed] | None = None
 
     def push(self, step: int, observed: Observed) -> None:
-        """Takes what a step says of itself, and looks at an earlier one.
+        """Takes the observations of a step, and judges the earlier steps that are due.
 
         Raises:
-          NonfiniteError: if the run is not to go on.
+          NonfiniteError: if the run must stop or roll back.
         """
         names = ("verdict", "loss") if self._jumps.factor else ("verdict",)
         taken = {}
         for learner, x in observed.items():
-            # What is replicated already is left as it is: all but the verdicts of groups on other processes.
+            # Only arrays with several groups are gathered, since other processes hold some groups' values. The others
+            # are replicated already, and `replicate` returns them unchanged.
             fields = {name: mesh_lib.replicate(self._mesh, getattr(x, name)) for name in names}
             for array in fields.values():
                 array.copy_to_host_async()
@@ -116,15 +117,15 @@ class Watch:
         self._look(deferred.IN_FLIGHT)
 
     def flush(self) -> None:
-        """Looks at all steps that have been taken; NonfiniteError as for `push`."""
+        """Judges all pending steps; raises NonfiniteError as `push` does."""
         self._look(0)
 
     def get_state(self) -> dict[str, Any]:
-        """The state of the watch, of all steps that it has looked at, as JSON can hold it, for a run that goes on."""
+        """Returns the state of the watch after all judged steps, as JSON values, for a run that resumes."""
         return {"stuck": self._stuck.tolist(), "losses": self._jumps.get_state()}
 
     def at_end(self) -> str:
-        """Returns why the last steps were none that a run should end with; empty if they were."""
+        """Returns why the run did not end well, judged by its last steps; empty if it did."""
         if np.any(self._last == TROUBLE):
             return self._describe()
         if self._most_stuck() >= min(_STUCK_AT_THE_END, self._patience):
@@ -138,14 +139,14 @@ class Watch:
         while len(self._pending) > remain:
             step, observed = self._pending.popleft()
             verdicts = self._of_all(observed, "verdict")
-            # Nothing changes between two steps that were fine.
+            # A fine step after a fine step changes no counter, so it needs no judgment.
             if self._last.any() or verdicts.any():
                 self._judge(step, verdicts, observed)
             if self._jumps.factor:
                 self._compare(step, observed)
 
     def _of_all(self, observed: Observed, field: str) -> np.ndarray:
-        """A field of what is observed, of all learners and groups: of shape (learners, groups)."""
+        """Returns one observed field of all learners and groups, with shape (learners, groups)."""
         each = [np.asarray(getattr(observed[name], field)).reshape(-1) for name in self._paths]
         return np.reshape(each, self._last.shape)
 
@@ -177,7 +178,7 @@ class Watch:
             raise NonfiniteError(f"step {step}: {'; '.join(descriptions)}", step)
 
     def _whose(self, learner: int, group: int) -> str:
-        """Says, before a description, of which learner and group it is, where there are several."""
+        """Returns a prefix that names the learner and the group, each only if there are several."""
         name, groups = list(self._paths)[learner], self._last.shape[1]
         of_learner = f"of {name} " if name else ""
         return of_learner + (f"in group {group} of {groups} " if groups > 1 else "")
@@ -201,11 +202,11 @@ class Watch:
 
     def _skipped(self) -> str:
         skipped = f"{self._most_stuck()} steps in a row were skipped, and no loss scale is left to be lowered"
-        # A run that goes on at its last step has seen none of them.
+        # A run that was resumed at its last step knows the count from the checkpoint, but saw none of the steps.
         return f"{skipped}; the last, {self._describe()}" if self._bad else skipped
 
     def _describe(self) -> str:
-        """The last step that was not as it should be, whose numbers come to the host now; on all processes alike."""
+        """Describes the last bad step. It gathers the step's numbers, so all processes must call it."""
         if self._bad is None:
             return ""
         step, verdicts, observed = self._bad
@@ -232,10 +233,10 @@ def _describe_update(loss: Any, bad: np.ndarray, paths: Sequence[str]) -> str:
 
 
 def of_state(step: int, paths: Sequence[str]) -> str:
-    """Says that a step has left a state that is not finite."""
+    """Describes a state that is not finite after a step, by the paths of its arrays."""
     return f"step {step}: what it leaves is not finite: {show.listed(paths)}"
 
 
 def message(why: str) -> str:
-    """The error of a run that has not ended finite, for the reason given, with what a person may do."""
+    """Returns the error message of a run that did not end finite, with the reason and advice."""
     return f"error: {why}. {_LOOK_AT}"

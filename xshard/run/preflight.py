@@ -1,6 +1,6 @@
-"""Traces before a run begins what it will trace later: a mistake is named while nothing is lost.
+"""Traces a run's programs before the run begins, so that a mistake is reported while nothing is lost.
 
-A trace computes nothing. What is traced by its jitted function is kept by JAX for its first call.
+A trace computes nothing on the devices. JAX caches the trace of a jitted function for the function's first call.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from xshard.stored import replicas as stored
 
 # Calls a function that predicts.
 _Ask = Callable[[Callable[..., Any]], Any]
-# What a TPU gathers goes on while it computes. On v5e the compiler decides so by itself, on v5p and v6e it does not.
+# Lets a TPU compute while an all-gather is in flight. The compiler does so by itself on v5e, but not on v5p and v6e.
 _WHILE_COMPUTING = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -30,7 +30,7 @@ _WHILE_COMPUTING = {
 def train_batches(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> batches.TrainBatches:
-    """The batches of a run, as its config says; raises UserError as `xshard.data.batches.TrainBatches`."""
+    """Returns the training batches that a run's config describes; raises UserError as `batches.TrainBatches` does."""
     sizes = {key: experiment.config[key] for key in ("batch_size", "seed", "micro_batches")}
     replicas = logical.of_config(experiment.config, mesh)
     return batches.TrainBatches(experiment.train_batches, mesh, replicas, **sizes)
@@ -43,17 +43,19 @@ def programs(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     act: _Ask | None = None,
 ) -> tuple[Any, Any]:
-    """The training step and the prediction, jitted and traced; the prediction, if a batch for it is known.
+    """Returns the jitted training step and prediction, after tracing and checking them.
+
+    The prediction is traced only if a batch for it is known.
 
     Args:
       experiment: the experiment.
       mesh: the run's mesh.
-      state: the shapes of the run's state, as a step takes it.
-      batch: the shapes of a batch, of all groups.
-      act: has the training data act, with a function that predicts; None where it does not.
+      state: the shapes of the run's state, in the form that a step takes.
+      batch: the shapes of a batch for all groups.
+      act: lets the training data act, given a function that predicts; None if the data does not act on the model.
 
     Raises:
-      UserError: if a method of the experiment does not fit, or if what it leaves or returns as equal differs.
+      UserError: if a method of the experiment does not fit, or if a value that must be equal on all replicas differs.
     """
     train_step = jitted_step(experiment, mesh)
     _check_equal(experiment, mesh, state, train_step.trace(state, batch).jaxpr)
@@ -68,7 +70,7 @@ def programs(
 
 
 def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
-    """The training step of a run, `step.make_watched_step`, jitted; it donates the state."""
+    """Returns the training step of a run, `step.make_watched_step`, jitted; it donates the state."""
     replicas = logical.of_config(experiment.config, mesh)
     if replicas is not None:
         mapped = step.on_replicas(experiment, replicas.mesh)
@@ -81,23 +83,23 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
 
 
 def one_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
-    """The training step as one program with a replica on each device, jitted, to be looked into.
+    """Returns the training step as one jitted program with one replica on each device, for inspection.
 
     Raises:
-      UserError: if there are other numbers of devices than the config has logical replicas.
+      UserError: if the number of devices for each group differs from the config's number of logical replicas.
     """
     replicas = logical.of_config(experiment.config, mesh)
     if replicas is not None and replicas.count != mesh_lib.num_replicas(mesh):
         devices = replicas.count * mesh_lib.num_groups(mesh)
         raise errors.UserError(
-            f"The config has logical_replicas={replicas.count}, and here are {mesh_lib.num_replicas(mesh)} devices for each "
-            f"group. To look into a step takes one for each replica: on CPUs by --cpu_devices={devices}."
+            f"The config has logical_replicas={replicas.count}, and there are {mesh_lib.num_replicas(mesh)} devices for each "
+            f"group. To inspect a step, each replica needs its own device: on CPUs, give --cpu_devices={devices}."
         )
     return jax.jit(step.make_watched_step(experiment, mesh))
 
 
 def jitted_predict(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
-    """The prediction, `step.make_predict`, jitted; its outputs are replicated, so that each process has all of them."""
+    """Returns the prediction, `step.make_predict`, jitted; its outputs are replicated, so each process has them all."""
     return jax.jit(step.make_predict(experiment, mesh), out_shardings=mesh_lib.sharding(mesh))
 
 
@@ -107,20 +109,24 @@ def _check_equal(
     state: state_lib.TrainState,
     jaxpr: core.ClosedJaxpr,
 ) -> None:
-    """Sees that what the step leaves of the state is equal on all replicas, where it is not a replica's own.
+    """Raises UserError if the step may leave state that differs between replicas without being declared as such.
 
-    Of what is kept as equal a checkpoint has one copy, and the replicas would go on with that.
+    A checkpoint holds one copy of undeclared state. After a resume all replicas would continue from that copy.
     """
     differing, declared = varying.mapped_outputs(jaxpr.jaxpr)
     several = _several(mesh)
     leaves = jax.tree_util.tree_leaves_with_path(state)
+    # The step's outputs begin with the state. A checkpoint holds none of the outputs after it.
     for (path, leaf), own, axes in zip(leaves, declared, differing, strict=False):
         if (axes - own) & several:
             raise errors.UserError(_differs(experiment, state, path, leaf))
 
 
 def _several(mesh: jax.sharding.Mesh) -> varying.Axes:
-    """The axes along which there is more than one; what would differ on more replicas is refused on one, too."""
+    """Returns the mesh axes along which state could differ: those with a size above 1.
+
+    With a single replica the replica axis counts too, so that one replica refuses the programs that several refuse.
+    """
     several = {axis for axis in varying.ALL if mesh.shape[axis] > 1}
     return frozenset(several if several & {*mesh_lib.REPLICAS} else several | {mesh_lib.REPLICA})
 
@@ -149,11 +155,14 @@ def _differs(
 
 
 class _PredictedError(BaseException):
-    """Ends what would need a trained network; no error, and none that may be caught as one."""
+    """Ends the user's code at its first prediction, which needs a trained network.
+
+    It derives from BaseException, so that an `except Exception` in the user's code does not catch it.
+    """
 
 
 def samples_batch(experiment: experiment_lib.Experiment) -> Mapping[str, Any] | None:
-    """The first batch that `experiment.samples` asks a prediction of; None if it asks none."""
+    """Returns the first batch for which `experiment.samples` asks a prediction; None if it asks for none."""
     for ask in _asking(experiment, None):
         for batch in _of_first(ask, lambda batch: batch):
             return batch
@@ -161,7 +170,7 @@ def samples_batch(experiment: experiment_lib.Experiment) -> Mapping[str, Any] | 
 
 
 def _asking(experiment: experiment_lib.Experiment, act: _Ask | None) -> Iterator[_Ask]:
-    """Yields what asks for predictions, as the run has it do: the experiment for samples, and training data that acts."""
+    """Yields the functions that ask for predictions in a run: the experiment's samples, and training data that acts."""
     if type(experiment).samples is not experiment_lib.Experiment.samples:
         where, key = contract.described(experiment.samples), experiment_lib.samples_key(experiment)
         yield lambda predict: samples.named(where, experiment.samples(predict, key))
@@ -177,11 +186,14 @@ def _asking(experiment: experiment_lib.Experiment, act: _Ask | None) -> Iterator
 
 
 def _of_first(ask: _Ask, use: Callable[[Mapping[str, Any]], Any]) -> list[Any]:
-    """Runs what asks for predictions up to its first one, of whose batch it has the result of `use`."""
+    """Runs `ask` up to its first prediction, and returns the result of `use` on that prediction's batch.
+
+    The list is empty if `ask` asks for no prediction.
+    """
     results: list[Any] = []
 
     def predict(batch: Mapping[str, Any]) -> Any:
-        # Where it is asked: an error shows who has asked.
+        # `use` runs inside the user's call, so that the traceback of an error shows the line that asked.
         results.append(use(batch))
         raise _PredictedError
 
@@ -196,11 +208,11 @@ def _of_example(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     trace: Callable[[Mapping[str, Any]], Any],
 ) -> list[Any]:
-    """The prediction, traced with a replica's part of a training batch; none if it takes another."""
+    """Returns the prediction, traced with a replica's part of a training batch; empty if that batch does not fit it."""
     if type(experiment).predict is experiment_lib.Experiment.predict:
         return []
     rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
-    # The run itself makes no prediction. What it lacks for one is said by the first that is asked for.
+    # The run itself makes no prediction, so an error is no reason to refuse it. The first prediction reports the error.
     with contextlib.suppress(Exception):
         return [trace(batches.shapes(batch, rows))]
     return []
@@ -209,7 +221,7 @@ def _of_example(
 def _check_prediction(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, traced: Any
 ) -> None:
-    """Sees that a prediction is equal on all devices, of which one is asked."""
+    """Raises UserError if a prediction may differ between devices, because only one device's copy is read."""
     differing, _ = varying.mapped_outputs(traced.jaxpr.jaxpr)
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
     for (path, leaf), axes in zip(leaves, differing, strict=True):

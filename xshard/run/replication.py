@@ -1,8 +1,8 @@
-"""Sees to it that the replicas of a group hold the same bits of what is equal on all of them, by their fingerprints.
+"""Checks by fingerprints that the replicas of a group hold the same bits of all state that must be equal on them.
 
-That a step leaves equal what is declared to be so, by a learner or by `xshard.equal_on_replicas`, no program shows; nor
-that a device computes what it should. Of such a state a checkpoint has one copy, and replicas that have parted train
-something that no run goes on with.
+No analysis of the program can prove this for state that a learner or `xshard.equal_on_replicas` declares as equal, and
+none can prove that a device computes correctly. A checkpoint holds one copy of such state, so a resumed run would not
+continue what replicas that have parted were training.
 """
 
 import collections
@@ -37,13 +37,13 @@ _KINDS = {
 
 
 class PartedError(errors.UserError):
-    """The replicas of a group hold different copies of what is equal on all of them.
+    """The replicas of a group hold different copies of state that must be equal on all of them.
 
-    It is raised on all processes after the same step: a run whose config says so rolls back.
+    It is raised on all processes after the same step. A run with on_parted='roll_back' catches it and rolls back.
 
     Attributes:
-      what: which arrays, and where, without the advice.
-      step: the last step that the state with them comes after.
+      what: the message without the advice: the arrays that differ, and the replicas.
+      step: the step after which the state differed.
     """
 
     def __init__(self, what: str, step: int):
@@ -53,13 +53,13 @@ class PartedError(errors.UserError):
 
 
 class Watch:
-    """Compares what the replicas hold, without holding the steps up: it looks at each step a little later.
+    """Compares the copies of the replicas. It looks at each step some steps later, so that the device never waits.
 
-    All processes see the same numbers of a step, after the same number of later ones, so that all decide alike.
+    All processes see the same numbers of a step at the same later step, so they all make the same decision.
     """
 
     def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
-        """Begins, for a run's experiment on its mesh."""
+        """Prepares the fingerprint program of a run's experiment on its mesh."""
         self._experiment = experiment
         self._mesh = mesh
         self._replicas = logical.of_config(experiment.config, mesh)
@@ -73,30 +73,31 @@ class Watch:
         self._compiling: threading.Thread | None = None
 
     def forget(self) -> None:
-        """Lets go of all states so far, whose steps will be made again."""
+        """Drops all pending fingerprints and states, because a roll-back makes their steps again."""
         self._pending.clear()
         self._newest = None
 
     def push(
         self, step: int, begun: fingerprint.Fingerprints | None, state: state_lib.TrainState
     ) -> dict[str, Any]:
-        """Takes the fingerprints of the state that a step began with, and looks at earlier ones.
+        """Takes the fingerprints of the state that a step began with, and checks the earlier ones that are due.
 
         Args:
           step: the number of the step.
-          begun: the fingerprints; None where steps make none.
-          state: the state that the step has left.
+          begun: the fingerprints of the state before the step; None if the step computes none.
+          state: the state after the step.
 
         Returns:
-          What the step logs of them: two uint32 by each name.
+          The fingerprints that the step logs: two uint32 for each name. Empty if this step logs none.
 
         Raises:
-          PartedError: if replicas hold different bits, on all processes.
+          PartedError: on all processes, if replicas hold different bits.
         """
         self._newest = state
         logged = {}
         if begun is not None and step % self._every == 0:
             parted = mesh_lib.replicate(self._mesh, begun.parted)
+            # The copy runs beside later steps, so that reading it some steps later does not wait for the device.
             parted.copy_to_host_async()
             self._pending.append((step - 1, begun._replace(parted=parted)))
             logged = begun.logged()
@@ -104,13 +105,14 @@ class Watch:
         return logged
 
     def flush(self) -> None:
-        """Looks at all that has been taken; PartedError as for `push`."""
+        """Checks all pending fingerprints; raises PartedError as `push` does."""
         if self._pending:
             self._look(self._pending[-1][0])
 
     def of_state(self, state: state_lib.TrainState) -> dict[str, Any]:
-        """The fingerprints of a state by kind, as text, once it has been looked at; PartedError as for `push`."""
+        """Checks a state, and returns its fingerprints by kind, as text; raises PartedError as `push` does."""
         self._newest = state
+        # Waits for the compilation in the background, so that the program is not compiled twice.
         if self._compiling is not None:
             self._compiling.join()
         fingerprints = mesh_lib.replicate(self._mesh, self._fingerprints(state))
@@ -119,18 +121,18 @@ class Watch:
         return {kind: hashing.text(value) for kind, value in fingerprints.values.items()}
 
     def begin(self, state: state_lib.TrainState, saved: dict[str, Any] | None, store: str) -> None:
-        """Compares the fingerprints of a restored state with those that it had when it was saved, on whatever devices.
+        """Compares the fingerprints of a restored state with those saved with it, on any number of devices.
 
-        What makes them is compiled for it. Where there is nothing to compare it is compiled meanwhile, for the first save.
+        Without saved fingerprints it compiles the fingerprint program in the background, for the first save.
 
         Args:
           state: the state that the run begins with.
-          saved: its fingerprints by kind, as `of_state` returned them; None if they are not known.
-          store: where its checkpoint is.
+          saved: the state's fingerprints by kind, as `of_state` returned them; None if they are not known.
+          store: where the checkpoint is.
 
         Raises:
-          PartedError: as for `push`.
-          UserError: on all processes, if they differ.
+          PartedError: if replicas hold different bits, as in `push`.
+          UserError: on all processes, if the fingerprints differ from the saved ones.
         """
         if saved is None:
             self._compile_ahead(state)
@@ -144,17 +146,18 @@ class Watch:
         if texts:
             raise errors.UserError(
                 f"The checkpoint of step {int(state.step)} has come back as another state than was saved: {'; '.join(texts)}. "
-                "A state comes back to the bits, on any devices, and nothing was trained or written. See what 'python -m "
-                f"xshard.checkpoint verify {where}' says. If it is damaged there, 'python -m xshard.checkpoint rm {where}', and "
-                "the run goes on from the one before; if it is whole, suspect this machine's memory or a device, and start again "
-                "on another."
+                "A restored state must have the bits of the saved one, on any devices. Nothing was trained or written. Run "
+                f"'python -m xshard.checkpoint verify {where}'. If it finds damage, run 'python -m xshard.checkpoint rm {where}': "
+                "the run then goes on from the checkpoint before. If it finds none, suspect this machine's memory or a device, "
+                "and start again on another machine."
             )
 
     def _compile_ahead(self, state: state_lib.TrainState) -> None:
-        """Begins to compile what the first save calls, beside the step."""
+        """Compiles the fingerprint program, which the first save calls, in a thread while steps run."""
+        # The thread gets shapes instead of arrays, because the next step donates the state.
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         shapes = jax.tree.map(shape, state)
-        # JAX keeps it for the call.
+        # JAX caches the compiled program, so the first call finds it.
         compile_it = lambda: self._program.lower(shapes).compile()
         self._compiling = threading.Thread(target=compile_it, name="fingerprint of the state")
         self._compiling.start()
@@ -166,7 +169,7 @@ class Watch:
                 raise PartedError(self._describe(step, fingerprints), step)
 
     def _describe(self, step: int, fingerprints: fingerprint.Fingerprints) -> str:
-        """Says what has parted, and where; on all processes alike."""
+        """Describes which arrays differ, and on which replicas. It is collective: all processes must call it."""
         state = self._newest
         assert state is not None
         parted = self._parted(state, fingerprints.table)
@@ -178,7 +181,7 @@ class Watch:
         )
 
     def _paths(self, state: state_lib.TrainState) -> str:
-        """The arrays that differ in the newest state: by then a step may have made them equal again."""
+        """Names the arrays that differ in the newest state; a later step may have made them equal again."""
         program = jax.jit(fingerprint.program(self._experiment, self._mesh, each=True))
         compiled = processes.compiled_by_all(program, "the fingerprint of each array")
         names = list(self._parted(state, compiled(state).table, each=True))
@@ -190,11 +193,11 @@ class Watch:
     def _parted(
         self, state: state_lib.TrainState, table: Any, *, each: bool = False
     ) -> dict[str, list[str]]:
-        """The arrays that have parted, by name, and where."""
+        """Returns the names of the arrays that differ, each with descriptions of the replicas concerned."""
         cells = fingerprint.cells(self._experiment, self._mesh, state, each=each)
         held = np.asarray(mesh_lib.replicate(self._mesh, table))
         if self._replicas is not None and held.shape[-4:-2] != self._mesh.devices.shape[1:3]:
-            # As the step has found it, of logical replicas.
+            # The step computed this table for logical replicas; this converts it to a table of devices.
             held = self._replicas.of_devices(held.reshape(-1, *held.shape[-4:]))
         held = held.reshape(*self._mesh.devices.shape[:3], len(cells), 2)
         parted: dict[str, list[str]] = {}
@@ -206,11 +209,11 @@ class Watch:
 
 
 def _partings(mesh: jax.sharding.Mesh, cell: fingerprint.Cell, held: np.ndarray) -> Iterator[str]:
-    """Says of each set of replicas that are to hold the same which of them do not.
+    """Yields, for each set of replicas that must hold equal copies, a description of those that differ.
 
     Args:
-      mesh: of the run.
-      cell: what they hold.
+      mesh: the run's mesh.
+      cell: the part of the state that the fingerprints are of.
       held: the fingerprints, uint32 of shape (groups, slices, replicas, 2).
     """
     groups, slices, replicas = held.shape[:3]
@@ -227,10 +230,11 @@ def _partings(mesh: jax.sharding.Mesh, cell: fingerprint.Cell, held: np.ndarray)
 def _minority(
     mesh: jax.sharding.Mesh, group: int, held: dict[tuple[int, ...], tuple[int, ...]]
 ) -> Iterator[str]:
-    """Says which of some replicas of a group hold another fingerprint than most of them."""
+    """Yields a description of each replica whose fingerprint differs from the majority's, if there is a majority."""
     counts = collections.Counter(held.values())
     most, count = counts.most_common(1)[0]
     of_group = f" of group {group}" if mesh_lib.num_groups(mesh) > 1 else ""
+    # Without a majority there is no telling which copy is right.
     if 2 * count <= len(held):
         yield f"{len(held)} replicas{of_group} hold {len(counts)} different copies, none of them most"
         return

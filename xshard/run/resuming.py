@@ -1,4 +1,4 @@
-"""Decides which run goes on in a work directory, and whether it may, from what is there. Nothing is changed."""
+"""Decides which run resumes in a work directory, and whether it may. It only reads, and changes nothing."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,13 +15,13 @@ from xshard.stored import replicas
 
 
 class Run(NamedTuple):
-    """The run that goes on, on all processes alike.
+    """The run that starts or resumes; equal on all processes.
 
     Attributes:
-      identity: what tells it from all others.
-      changes: what has changed since it was started, one text each.
-      sets_aside: the ID of the run in the work directory, if it is put away first; else empty.
-      is_older: whether the one that is there was begun by a version that kept no identity.
+      identity: the identity that tells this run from all others.
+      changes: one text for each change since the run was started.
+      sets_aside: the ID of the run in the work directory, if it must be moved away first; else empty.
+      is_older: whether an older version, which recorded no identity, began the run in the directory.
     """
 
     identity: identity_lib.Identity
@@ -31,15 +31,15 @@ class Run(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """The state that a run begins with, or goes on from.
+    """The state that a new run begins with, or that a resumed run continues from.
 
     Attributes:
       state: the state.
-      evaluated: whether the evaluation that was due at its step has been made.
-      rows: how many rows the run had logged until then; None if that is not known.
-      folder: the checkpoint's; empty of a new run.
-      watched: what the watch over its steps knew then, as `nonfinite.Watch.get_state` has it.
-      fingerprints: those that the state had when it was saved, by kind; None if they are not known.
+      evaluated: whether the evaluation that was due at the state's step has been made.
+      rows: the number of rows that the run had logged when the state was saved; None if that is not known.
+      folder: the checkpoint's folder; empty for a new run.
+      watched: the saved value of `nonfinite.Watch.get_state`; None if there is none.
+      fingerprints: the fingerprints of the state when it was saved, by kind; None if they are not known.
     """
 
     state: state_lib.TrainState
@@ -53,17 +53,18 @@ class Begin(NamedTuple):
 def identify(
     config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str = ""
 ) -> Run:
-    """Finds out which run it is. All processes call it; what process 0 sees counts.
+    """Identifies the run to start or resume. All processes call it, and process 0's view of the files decides.
 
     Args:
       config: the run's config.
-      directory: its work directory.
-      set_aside: the ID of a run that is put away if it is the one that is there.
+      directory: the run's work directory.
+      set_aside: the ID of a run that is moved away if it is the run in the directory.
 
     Raises:
-      UserError: if the directory or the checkpoints are another run's, or a change would make it another.
+      UserError: if the directory or the checkpoints belong to another run, or if a changed value would make this
+        another run.
     """
-    # As JSON has it, in which tuples are lists.
+    # The result arrives as JSON, which turns the named tuple into a list.
     identity, *others = processes.from_first(
         "which run it is", lambda: _identify(config, directory, set_aside)
     )
@@ -80,7 +81,7 @@ def _identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set
             )
         return Run(new, sets_aside=set_aside)
     changes = directory.check(config)
-    # The run of the work directory, and that of the checkpoints, which may be elsewhere.
+    # The checkpoints may be elsewhere, so the work directory and the checkpoints each name their run.
     own = directory.identity()
     owner = checkpoint.read_owner(store)
     is_older = own is None and disk.exists(directory.config)
@@ -107,36 +108,37 @@ def _identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set
 def check_reached(
     manager: checkpoint.Manager, directory: workdir.Workdir, run: Run, latest: int | None
 ) -> int | None:
-    """The step that a run has come to, if it is known; on process 0.
+    """Returns the newest step that the run has saved, if the work directory records it; called on process 0.
 
     Args:
-      manager: its checkpoints.
-      directory: its work directory.
-      run: which run it is.
-      latest: the step of the newest checkpoint, if there is one.
+      manager: the run's checkpoints.
+      directory: the run's work directory.
+      run: the run.
+      latest: the step of the newest checkpoint; None if there is none.
 
     Raises:
-      UserError: if that is not the newest that there was.
+      UserError: if the newest checkpoint that the run saved is missing.
     """
     reached = directory.reached()
     if reached is None:
         if latest is None:
             _check_is_new(manager, directory, run)
         return None
-    # From an earlier one it goes on only if the newest is known to be deleted by hand, or damaged.
+    # An earlier checkpoint is acceptable only if the newest one is known to be damaged, deleted by hand, or given up by
+    # a roll-back. If it is missing for no known reason, perhaps a disk is not mounted; resuming would lose steps.
     if latest is not None and (latest >= reached.step or manager.is_given_up(reached.folder)):
         return reached.step
     store = manager.store
     newest = "no checkpoint is" if latest is None else f"step {latest} is the newest"
     moved = "" if reached.checkpoints == str(store) else f" It was in {reached.checkpoints}."
     raise errors.UserError(
-        f"This run has come to step {reached.step}, and {newest} in {store}.{moved} Nothing was changed. Bring "
-        f"{reached.folder} back, as by mounting its disk; {_or_begin_again(directory)}"
+        f"This run has come to step {reached.step}, and {newest} in {store}.{moved} Nothing was changed. Make "
+        f"{reached.folder} available again, for example by mounting its disk; {_or_begin_again(directory)}"
     )
 
 
 def _check_is_new(manager: checkpoint.Manager, directory: workdir.Workdir, run: Run) -> None:
-    """Raises UserError if a run that has no checkpoint has been further, as far as can be told."""
+    """Raises UserError if a run without checkpoints shows signs of earlier progress."""
     damaged = manager.damaged_steps()
     if damaged:
         raise errors.UserError(
@@ -152,11 +154,11 @@ def _check_is_new(manager: checkpoint.Manager, directory: workdir.Workdir, run: 
 
 
 def check_replicas(manager: checkpoint.Manager, target: state_lib.TrainState, step: int) -> None:
-    """Raises UserError, on process 0, if a step has what is a replica's own, of another number of them."""
+    """Raises UserError, on process 0, if a checkpoint holds per-replica state of another number of replicas."""
     try:
         stored = manager.shapes(step)
     except checkpoint.CheckpointError:
-        # What is damaged is named when it is read, and an older one is taken.
+        # The restore reports a damaged checkpoint, and takes an older one.
         return
     replicas.check_count(target, target.step.sharding.mesh, stored)
 
@@ -164,13 +166,13 @@ def check_replicas(manager: checkpoint.Manager, target: state_lib.TrainState, st
 def _or_begin_again(directory: workdir.Workdir) -> str:
     run = directory.id_to_set_aside()
     return (
-        f"or --restart_from_scratch={run} puts all of this run away, into "
-        f"{directory.path}/{workdir.SET_ASIDE}/{run}, and begins a new one."
+        f"or give --restart_from_scratch={run}, which moves all of this run to "
+        f"{directory.path}/{workdir.SET_ASIDE}/{run} and begins a new one."
     )
 
 
 def check_finite(manager: checkpoint.Manager, step: int) -> None:
-    """Raises UserError, on all processes, if a step is not finite, from which a run could only fail again."""
+    """Raises UserError, on all processes, if a checkpoint is not finite, because the run could only fail again."""
     bad = manager.agree(lambda: manager.nonfinite(step))
     if not bad:
         return

@@ -1,15 +1,15 @@
-"""Roll-backs: what a run does about steps that went wrong, where its config says 'roll_back'.
+"""Roll-backs: the recovery of a run from a bad step, if its config says 'roll_back'.
 
-Where replicas have parted the data was not at fault: it goes back to the newest checkpoint, in which they had not, and makes
-the same steps again. What follows is of the others, at which numbers are not finite or jump.
+If replicas parted, the data was not at fault. The run goes back to the newest checkpoint up to the step in trouble, and
+makes the same steps again with the same data. In every checkpoint the replicas were equal when it was saved.
 
-It goes back to the newest checkpoint of its schedule, and past the data: the batches from there up to that of the
-step in trouble are drawn and not used, and the steps after the checkpoint are made of those that follow. What comes of
-it is a function of the schedule and of the step in trouble alone, so that a run that was stopped or killed before, and
-has other checkpoints too, goes back to the same one.
+If numbers were not finite or jumped, the run goes back to the newest scheduled checkpoint and skips data: it draws the
+batches from the checkpoint up to the step in trouble without using them. The steps after the checkpoint use the batches
+that follow. The outcome depends only on the schedule and on the step in trouble. A run that was stopped or killed
+before, and therefore has additional checkpoints, goes back to the same one.
 
-Each roll-back is in a file of the work directory before anything of it is done. All that is done follows from the
-file, so that a run that was killed meanwhile does the same when it is started again.
+Each roll-back is written to a file of the work directory before any of it is carried out. Everything that the run does
+follows from this file, so a run that is killed in between carries out the same roll-back when it is started again.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class RollBacks:
-    """Those of one run. All processes make one, and call it alike; process 0 reads and writes the file."""
+    """The roll-backs of one run. All processes make the same calls; process 0 reads and writes the file."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class RollBacks:
         say: Callable[[str], None],
         doing: Callable[[str], None],
     ):
-        """Checks the config; nothing is read or written.
+        """Checks the config; reads and writes nothing.
 
         Args:
           config: the run's config.
-          directory: the run's.
-          manager: its checkpoints.
-          batches: the run's, which are told what to pass.
+          directory: the run's work directory.
+          manager: the run's checkpoints.
+          batches: the run's training batches, which are told what to skip.
           target: the shapes of the run's state.
-          say: takes a line on each roll-back.
-          doing: takes what the run is doing.
+          say: called with a line about each roll-back.
+          doing: called with the phase that the run enters, for its status.
 
         Raises:
-          UserError: if the run cannot do what its config says.
+          UserError: if the run cannot roll back as its config says.
         """
         _check(config, batches, target)
         self._limit = config.roll_back.limit
@@ -72,19 +72,21 @@ class RollBacks:
         self._say = say
         self._doing = doing
         self._all: list[history.RollBack] = []
-        # By the step that each goes back to: those behind which the run has not gone back since.
+        # As `history.standing` returns them.
         self._standing: dict[int, history.RollBack] = {}
 
     @property
     def is_ready(self) -> bool:
-        """Returns whether the run goes back for any reason, so that it is to have a checkpoint from its first step on."""
+        """Returns whether the run may roll back for any reason, and so needs a checkpoint before its first step."""
         return bool(self._reasons)
 
     def begin(self) -> None:
-        """Reads them, and does what they say, or ends what a kill has cut short of it; before a checkpoint is read.
+        """Reads the recorded roll-backs and applies them, which completes any that a kill interrupted.
+
+        It must be called before a checkpoint is read, because it gives up the checkpoints after the restored ones.
 
         Raises:
-          UserError: on all processes, if the file is not what a run has written.
+          UserError: on all processes, if a run cannot have written the file.
         """
         values = self._manager.agree(lambda: [list(entry) for entry in history.read(self._path)])
         self._all = [history.RollBack(*value) for value in values]
@@ -94,17 +96,17 @@ class RollBacks:
         self._batches.pass_over(history.passes(self._all))
 
     def repeated(self, attempt: Callable[[], T]) -> T:
-        """Attempts to make a run's steps; once more for each roll-back.
+        """Attempts to make a run's steps, and attempts again after each roll-back.
 
         Args:
-          attempt: begins with `begin`, and goes on from the newest checkpoint.
+          attempt: calls `begin`, restores the newest checkpoint, and makes the run's steps.
 
         Returns:
-          What the last attempt has returned.
+          The result of the attempt that succeeded.
 
         Raises:
-          NonfiniteError: with the story of all, if the run is to go back no more.
-          PartedError: the same.
+          NonfiniteError: with all roll-backs in its message, if the run may not roll back again.
+          PartedError: likewise.
         """
         while True:
             trouble: tuple[Any, ...]
@@ -116,38 +118,40 @@ class RollBacks:
                 trouble = self._looked_at(e.step), str(e)
             except replication.PartedError as e:
                 trouble = e.step, e.what, replication.PartedError
-            # Not while the exception holds the arrays of the attempt.
+            # Outside the `except` clauses, because the exception's traceback keeps the arrays of the attempt alive.
             self.add(*trouble)
 
     @contextlib.contextmanager
     def left_undecided(self, *, is_stopped: bool) -> Iterator[None]:
-        """Has a run that is stopped not go back for a state that is not finite, which it saves for the stop alone.
+        """Tolerates a state that is not finite in the extra save of a run that is being stopped.
 
-        Whoever goes on makes its steps again, and decides as a run that was not stopped.
+        The resumed run makes these steps again, and then decides as a run that was never stopped.
         """
         try:
             yield
         except checkpoint.NonfiniteError as e:
             if not (is_stopped and nonfinite.NonfiniteError in self._reasons):
                 raise
-            self._say(f"not saved: {e}; to go on is from the checkpoint before")
+            self._say(f"not saved: {e}; the run goes on from the checkpoint before")
 
     def add(self, step: int, why: str, reason: type[Any] = nonfinite.NonfiniteError) -> None:
-        """Decides on a roll-back, durably; it is done by the next attempt.
+        """Decides on a roll-back and records it on the disk; the next attempt carries it out.
 
         Args:
-          step: the step in trouble, whose batch is the last that is passed.
-          why: what was wrong with it, for people.
-          reason: NonfiniteError; or PartedError, for which no data is passed.
+          step: the step in trouble; its batch is the last that is skipped.
+          why: what was wrong with the step, for the user.
+          reason: NonfiniteError, or PartedError, for which no data is skipped.
 
         Raises:
-          NonfiniteError: or what `reason` is, if the config allows no more of them, or there is nothing to go back to.
+          NonfiniteError: or the type that `reason` names, if the config does not allow another roll-back for this
+            reason, or if there is no checkpoint to go back to.
         """
         if reason not in self._reasons:
             raise reason(why, step)
         if len(self._all) >= self._limit:
             raise reason(f"{why}{self._story()}", step)
         self._doing("saving")
+        # The checkpoint that is being written may be the one to go back to, or one to give up.
         try:
             self._manager.wait()
         except checkpoint.CheckpointError as e:
@@ -159,19 +163,21 @@ class RollBacks:
             raise reason(f"{why}; there is no checkpoint to go back to", step)
         given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
         last = self._used(step if is_past else restored)
+        # The factor accumulates over roll-backs. Parted replicas are no sign of too large updates, so they keep it.
         scale = self._all[-1].update_scale if self._all else 1.0
         scale *= self._factor if is_past else 1.0
         new = history.RollBack(step, why, restored, self._used(restored) + 1, last, given_up, scale)
+        # Nothing has been changed yet: a kill before this write leaves no trace, and one after it is completed.
         values = [entry._asdict() for entry in (*self._all, new)]
         self._manager.agree(lambda: jsonfile.write(self._path, values))
         self._say(f"{new} (roll-back {len(values)} of at most {self._limit})")
 
     def backed_off(self, step: int, state: state_lib.TrainState) -> state_lib.TrainState:
-        """The state that a step is given; as `backed_off`."""
+        """Returns the state for a step, as `history.backed_off` does."""
         return history.backed_off(self._standing, step, state)
 
     def row(self, step: int) -> rows_lib.Row | None:
-        """The row that says, ahead of that of a step, which batches were passed before it; None if none were."""
+        """Returns the row, logged before a step's own, that names the batches skipped before it; None if none were."""
         entry = self._standing.get(step - 1)
         if entry is None:
             return None
@@ -184,7 +190,7 @@ class RollBacks:
         return {"step": step, **{f"roll_back/{name}": value for name, value in values.items()}}
 
     def _used(self, step: int) -> int:
-        """The number of batches behind the run after a step: used, or passed before."""
+        """Returns the number of batches that the run has drawn after a step, used or skipped."""
         return step + sum(entry.passed for at, entry in self._standing.items() if at < step)
 
     def _story(self) -> str:
@@ -193,20 +199,21 @@ class RollBacks:
         return f". The run has gone back {times}, as often as roll_back.limit says: {before}"
 
     def _looked_at(self, step: int) -> int:
-        """The step of the schedule at which any run sees that a state is not finite, though its loss is.
+        """Returns the scheduled save at which every run detects a state that is not finite, though its loss is.
 
-        One that was told to save in between sees it earlier, and is to do the same.
+        An extra save in between detects it earlier. Rounding up to the schedule gives the same roll-back in both cases.
         """
         return min(-(-step // self._every) * self._every, self._last)
 
     def _choose(self, step: int) -> int | None:
-        # A run that was begun with another policy may have none of the schedule.
+        # A run that was begun with another policy may have no scheduled checkpoint.
         finite = [number for number in self._manager.finite_steps() if number < step]
         scheduled = [number for number in finite if number % self._every == 0]
         return max(scheduled or finite, default=None)
 
     def _choose_equal(self, step: int) -> int | None:
-        # Each was compared before it was saved, and from each the steps are the same.
+        # The replicas were compared before each save, and the steps are the same from every checkpoint, so the newest
+        # one costs the least.
         return max((x for x in self._manager.all_steps() if x <= step), default=None)
 
 

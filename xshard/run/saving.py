@@ -1,4 +1,4 @@
-"""The seam between the loop and its checkpoints: what a run saves and goes on from."""
+"""The interface between the loop and its checkpoints: what a run saves, and what it resumes from."""
 
 import contextlib
 import socket
@@ -18,12 +18,12 @@ from xshard.metrics import log as log_lib
 from xshard.metrics import show, writers
 from xshard.run import nonfinite, resuming, states
 
-# In a checkpoint's metadata: how many rows the run had logged until then.
+# The key of a checkpoint's metadata for the number of rows that the run had logged when it saved.
 _ROWS = "rows"
 
 
 class Checkpoints:
-    """The checkpoints of a run, as its config says."""
+    """The checkpoints of a run, written and kept as its config says."""
 
     def __init__(
         self,
@@ -35,19 +35,19 @@ class Checkpoints:
         notify: Callable[[str], None],
         origin: workdir.Origin,
     ):
-        """Opens them; nothing is written.
+        """Opens the checkpoints; writes nothing.
 
         Args:
           experiment: the run's experiment.
           mesh: the run's mesh.
-          directory: the run's, in which it is noted how far it has come; process 0's counts.
-          run: which run it is.
-          batches: whose position is saved.
-          notify: takes a line on each checkpoint that counts, from another thread.
-          origin: of the run; process 0's counts.
+          directory: the run's work directory, in which process 0 records the newest saved step.
+          run: the run that writes them.
+          batches: the training batches; each checkpoint holds their position.
+          notify: called with a line about each committed checkpoint, from another thread.
+          origin: the origin of the run; process 0's is saved.
 
         Raises:
-          ValueError: if a value of the config does not make sense.
+          ValueError: if a value of the config is invalid.
         """
         config = experiment.config
         plain = identity_lib.plain(config)
@@ -71,13 +71,13 @@ class Checkpoints:
         self.manager = self.states.manager
 
     def check_begin(self, source: checkpoint.Source | None) -> None:
-        """Sees whether the run can go on, or a new one begin with what `source` says.
+        """Checks that the run can resume, or that a new run can begin from `source`.
 
         Raises:
           ValueError: if it cannot.
         """
         target = self.states.target
-        # Or two arrays of one name were found when the first checkpoint is written.
+        # Raises if two arrays share a name. Without this check the first save would be the first to notice.
         checkpoint.flatten(target)
         latest = None
         if not self._run.sets_aside:
@@ -89,15 +89,15 @@ class Checkpoints:
             checkpoint.check_init(source, target)
 
     def resume_or_init(self, source: checkpoint.Source | None) -> resuming.Begin:
-        """The newest checkpoint's state; a new one if the run has come to none yet.
+        """Restores the newest checkpoint, or creates a new state if there is none yet.
 
         Args:
-          source: what a new run begins with, if not with a new state alone.
+          source: the checkpoint that a new run takes arrays from; None for a run that initializes all of its state.
 
         Raises:
-          ValueError: if what is there does not fit, or if a checkpoint that the run has come to is not there.
+          ValueError: if the checkpoint does not fit the run, or if the newest one that the run saved is missing.
         """
-        # A step of before a roll-back is saved again.
+        # After a roll-back the run saves steps that it has saved before.
         self._last = None
         latest = self.manager.agreed_latest_step()
         reached = self.manager.agree(lambda: self._check_reached(latest))
@@ -120,11 +120,12 @@ class Checkpoints:
         self._batches.restore(restored.data)
         evaluated = restored.metadata.get("evaluated", True)
         if not evaluated:
-            # The evaluation may have been made since, by a run that went on from here.
+            # A run that resumed from this checkpoint may have made the evaluation since.
             evaluated = bool(self.manager.agree(lambda: self.manager.metrics(restored.step)))
         names = (_ROWS, "watched", "fingerprint")
         rows, watched, fingerprints = (restored.metadata.get(name) for name in names)
         if not restored.is_whole:
+            # The saved fingerprints cover other arrays than this state has, so they cannot be compared with it.
             fingerprints = None
         return resuming.Begin(
             restored.state, evaluated, rows, restored.folder, watched, fingerprints
@@ -134,37 +135,37 @@ class Checkpoints:
         return resuming.check_reached(self.manager, self._directory, self._run, latest)
 
     def go_on_from(self, begin: resuming.Begin) -> None:
-        """Notes that the run goes on from here, which what has been reached beyond it does not survive."""
+        """Records the restored step as the newest that the run has reached; later steps no longer count."""
         step = int(begin.state.step)
         if begin.folder:
             self.manager.agree(lambda: self._note_reached(step, begin.folder))
 
     def check_rows(self, begin: resuming.Begin, log: log_lib.Log) -> None:
-        """Says, on process 0, how many of the rows that the checkpoint was saved with are not there."""
+        """Reports, on process 0, if rows that were logged before the checkpoint was saved are missing."""
         if begin.rows is None or jax.process_index() != 0:
             return
         if log.rows < begin.rows:
             self._notify(
-                f"{self._directory.metrics} holds {log.rows} of the {begin.rows} rows that were logged until then; "
-                "the other files are made of what is there."
+                f"{self._directory.metrics} holds {log.rows} of the {begin.rows} rows that were logged before this "
+                "checkpoint; the other metrics files are made of these."
             )
 
     def late_evaluation(self, step: int) -> dict[str, Any] | None:
-        """The evaluation of a step that was saved without it, if its row has been written since."""
+        """Returns the evaluation of a step that was saved without one, if its row has been written since, else None."""
         return self.manager.agree(lambda: writers.evaluation(self._directory.metrics, step))
 
     def wait(self) -> None:
-        """Waits for the last save; CheckpointError if it has failed, whatever the config says."""
+        """Waits for the last save; raises CheckpointError if it failed, whatever `checkpoint.on_failure` says."""
         self.manager.wait()
 
     def nonfinite(self, step: int) -> str:
-        """Says which parameters of a saved step are not finite, if any, on all processes alike."""
+        """Describes the parameters of a saved step that are not finite; empty if all are. All processes call it."""
         bad = self.manager.agree(lambda: self.manager.nonfinite(step))
         return nonfinite.of_state(step, bad) if bad else ""
 
     def kept(self) -> str:
-        """The newest checkpoint of finite parameters, for people; on all processes alike."""
-        # One failure is being told already.
+        """Returns a sentence that names the newest checkpoint of finite parameters. All processes call it."""
+        # The run is already failing for another reason, so a failed save must not hide that reason.
         with contextlib.suppress(checkpoint.CheckpointError):
             self.manager.wait()
         newest = self.manager.agree(self.manager.newest_finite_step)
@@ -177,19 +178,19 @@ class Checkpoints:
     def _init_from(
         self, source: checkpoint.Source, state: state_lib.TrainState
     ) -> state_lib.TrainState:
-        # What is taken has a checkpoint's shapes.
+        # The source's arrays have the whole shapes of a checkpoint; this state's arrays may be in shards.
         storage = self.states.storage
         whole = storage.to_whole(state)
         taken = checkpoint.init_from(source, whole)
         return storage.from_whole(storage.begin_averages(taken, whole))
 
     def evaluated_late(self, step: int, metrics: Mapping[str, Any], log: log_lib.Log) -> None:
-        """Takes the metrics of an evaluation that came after its step was saved.
+        """Adds the metrics of an evaluation to the checkpoint of its step, which was saved before.
 
         Args:
           step: the step.
-          metrics: those of the evaluation.
-          log: what has its row, which is on the disk before the checkpoint says that it was made.
+          metrics: the metrics of the evaluation.
+          log: the log that holds their row; it is synced to the disk before the checkpoint records the evaluation.
         """
         with self._tolerated():
             self.manager.add_metrics(step, _numbers(metrics), log.sync)
@@ -202,15 +203,15 @@ class Checkpoints:
         noted: Mapping[str, Any],
         log: log_lib.Log,
     ) -> None:
-        """Begins to save, unless it has; returns when the state may be donated.
+        """Starts to save a step, unless it was saved already; returns when the state may be donated.
 
         Args:
           step: the number of steps made.
-          state: the state after them.
-          metrics: those of the evaluation of this state, if there was one.
-          noted: 'evaluated', whether the evaluation that is due at this step has been made, if there is one; and
-            'watched', what the watch over the steps knows, as JSON can hold it; and 'fingerprint', of the state.
-          log: the rows until now, which are on the disk before the checkpoint counts.
+          state: the state after the last of these steps.
+          metrics: the metrics of this state's evaluation; empty if there was none.
+          noted: metadata as JSON values: 'evaluated', whether the evaluation that is due at this step has been made;
+            'watched', the state of the watch over the steps; and 'fingerprint', the fingerprints of the state.
+          log: the run's log; its rows reach the disk before the checkpoint is committed.
         """
         if step == self._last:
             return
@@ -222,30 +223,30 @@ class Checkpoints:
                 {**self._metadata, **noted, _ROWS: log.rows},
                 data=self._batches.position(step),
                 metrics=_numbers(metrics),
-                # What has been logged until then is on the disk before the checkpoint says that it is.
+                # The checkpoint records the number of rows, so they must be on the disk before it is committed.
                 before_commit=log.sync,
             )
 
     def check(self) -> None:
-        """Says, or raises as the config has it, that the last save has failed."""
+        """Prints or raises, as `checkpoint.on_failure` says, the error of the last save if it failed."""
         with self._tolerated():
             self.manager.check()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Makes them this run's and nobody else's meanwhile, and waits for the last save at the end.
+        """Locks the checkpoints for this process's run, and waits for the last save at the end.
 
         Raises:
-          ValueError: if another run has them, or if the last save has failed, whatever the config says.
+          ValueError: if another run holds the lock, or if the last save failed, whatever `checkpoint.on_failure` says.
         """
         self.manager.acquire()
         try:
             yield
         except KeyboardInterrupt:
-            # Who asks twice does not want to wait.
+            # A user who interrupts a second time does not want to wait for the save.
             raise
         except BaseException:
-            # What is being saved is worth waiting for; what made the run fail is what the user wants to see.
+            # The save is worth waiting for. If it fails too, the user still sees the error that made the run fail.
             with contextlib.suppress(checkpoint.CheckpointError):
                 self.manager.close()
             raise
@@ -253,8 +254,8 @@ class Checkpoints:
         self.manager.close()
 
     def _note_saved(self, saved: checkpoint.Committed) -> None:
-        """Notes and says that a checkpoint counts, on process 0, in the thread that has saved it."""
-        # It counts, whatever comes now.
+        """Records and reports a committed checkpoint, on process 0, in the thread that saved it."""
+        # The checkpoint is committed, so an error here must not make the save fail.
         try:
             self._note_reached(saved.step, saved.folder)
         except (errors.UserError, OSError) as e:
@@ -272,12 +273,13 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _tolerated(self) -> Iterator[None]:
-        """Says, or raises as the config has it, what has made a save fail."""
+        """Prints or raises the error that made a save fail, as `checkpoint.on_failure` says."""
         try:
             yield
         except checkpoint.CheckpointError as e:
             if not self._go_on or isinstance(e, checkpoint.NonfiniteError):
                 raise
+            # The step is not saved, so `save` may try it again.
             self._last = None
             states.say(f"NOT SAVED: {e} Training goes on, as checkpoint.on_failure=go_on says.")
 
@@ -287,5 +289,5 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def number(value: Any) -> float:
-    """One number for a metric; of several groups their mean."""
+    """Returns a metric as one number: the mean over groups if there are several."""
     return float(np.mean(jax.device_get(value)))

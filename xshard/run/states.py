@@ -1,4 +1,4 @@
-"""The states of a run in its checkpoints: which are kept, what they look like, and how they are read."""
+"""The states of a run in its checkpoints: which ones are kept, their shapes, and how they are restored."""
 
 import contextlib
 import dataclasses
@@ -20,12 +20,12 @@ from xshard.stored import storage as storage_lib
 
 
 class States:
-    """The states of a run; each process calls them alike.
+    """The states of a run. All processes make the same calls.
 
     Attributes:
       manager: the checkpoints.
-      target: shapes, types and shardings of a state, as a checkpoint has it.
-      storage: what takes a state to the shapes of a checkpoint, and back.
+      target: the shapes, types and shardings of a state in a checkpoint.
+      storage: converts a state to the shapes of a checkpoint, and back.
     """
 
     def __init__(
@@ -37,18 +37,18 @@ class States:
         owner: checkpoint.Owner | None = None,
         committed: Callable[[checkpoint.Committed], None] = lambda committed: None,
     ):
-        """Opens the checkpoints; nothing is written.
+        """Opens the checkpoints; writes nothing.
 
         Args:
           experiment: the experiment, with the run's config.
-          mesh: where states are to be.
+          mesh: the mesh on which states are placed.
           example: one row of a batch.
-          directory: the run's.
-          owner: the run that writes them; None for one who reads.
-          committed: called on process 0, from another thread, when a checkpoint counts.
+          directory: the run's work directory.
+          owner: the run that writes the checkpoints; None for a reader.
+          committed: called on process 0, from another thread, when a checkpoint is committed.
 
         Raises:
-          ValueError: if a value of the config does not make sense.
+          ValueError: if a value of the config is invalid.
         """
         self._args = experiment, mesh, experiment.config.seed, example
         self.manager = manager(experiment.config, str(directory.checkpoints), owner, committed)
@@ -57,18 +57,18 @@ class States:
         self._mesh = mesh
 
     def init(self) -> state_lib.TrainState:
-        """Makes a new state."""
+        """Creates a new state."""
         return state_lib.init(*self._args)
 
     def restore(self, step: int | None = None, *, fits: bool = False) -> checkpoint.Restored:
-        """Reads a checkpoint, with the state as a step takes it.
+        """Reads a checkpoint, and returns it with the state in the form that a step takes.
 
         Args:
-          step: the step; the newest by default.
-          fits: whether what is a replica's own may be of another number of replicas, as many as the checkpoint has.
+          step: the step to restore; the newest by default.
+          fits: whether per-replica state may have the checkpoint's number of replicas instead of the mesh's.
 
         Raises:
-          CheckpointError: as of `Manager.restore`.
+          CheckpointError: as `Manager.restore` does.
         """
         target = functools.partial(replicas.fit, self.target, self._mesh) if fits else self.target
         older = lambda: state_lib.abstract_state(*self._args, whole=True, all_slots=True)
@@ -82,18 +82,19 @@ def manager(
     owner: checkpoint.Owner | None = None,
     committed: Callable[[checkpoint.Committed], None] = lambda committed: None,
 ) -> checkpoint.Manager:
-    """Opens the checkpoints of a run; nothing is written.
+    """Opens the checkpoints of a run; writes nothing.
 
     Args:
       config: the run's config.
-      default: where they are if `checkpoint.directory` is empty.
-      owner: the run that writes them; None for one who reads.
-      committed: called on process 0, from another thread, when a checkpoint counts.
+      default: the directory of the checkpoints if `checkpoint.directory` is empty.
+      owner: the run that writes the checkpoints; None for a reader.
+      committed: called on process 0, from another thread, when a checkpoint is committed.
 
     Raises:
-      ValueError: if a value of the config does not make sense.
+      ValueError: if a value of the config is invalid.
     """
     options, rules = config.checkpoint, keep(config.checkpoint)
+    # A roll-back needs the newest scheduled checkpoint, which extra saves must not push out.
     if config.on_nonfinite == config_lib.ROLL_BACK:
         rules = dataclasses.replace(rules, newest_of=options.every_steps)
     return checkpoint.Manager(
@@ -109,12 +110,12 @@ def manager(
 
 
 def must_be_finite(config: ml_collections.ConfigDict) -> bool:
-    """Returns whether a checkpoint of parameters that are not finite does not count."""
+    """Returns whether a run refuses checkpoints of parameters that are not finite."""
     return config.on_nonfinite != config_lib.WARN
 
 
 def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:
-    """Returns the rules by which checkpoints are kept, as `config.checkpoint` says."""
+    """Returns the rules of `config.checkpoint` that decide which checkpoints are kept."""
     return checkpoint.Keep(
         options.keep_last,
         options.keep_every_steps,
@@ -125,8 +126,8 @@ def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:
 
 
 def say(message: str) -> None:
-    """Says something of checkpoints on stderr."""
-    # Not among what the run prints of itself: it comes from another thread, at any time. That it cannot be
-    # printed says nothing of what is saved.
+    """Prints a line about checkpoints on stderr."""
+    # The line comes from another thread at any time, so it must not mix with the run's own output on stdout. An error
+    # of printing says nothing about the checkpoint, so it is ignored.
     with contextlib.suppress(OSError, ValueError):
         print(message, file=sys.stderr, flush=True)
