@@ -145,7 +145,7 @@ class Agreement:
     def _check_same_files(self, attempt: format_lib.Attempt, damage: str) -> None:
         """Raises CheckpointError on all processes if they see different files of a damaged checkpoint.
 
-        Then the cause is more likely a mount than damage, and nothing must be marked.
+        In that case a host has mounted another disk, and the checkpoint must not be marked as damaged.
         """
         if self.count == 1:
             return
