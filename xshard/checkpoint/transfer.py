@@ -1,4 +1,4 @@
-"""Initializes a state from another run's checkpoint or a file: from its parameters, or arrays that a pattern selects."""
+"""Initializes a state from another run's checkpoint or a file: from the parameters, or what a pattern selects."""
 
 import difflib
 import os
