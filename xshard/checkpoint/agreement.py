@@ -134,6 +134,7 @@ class Agreement:
                 # Any error must reach the exchange, since the other processes wait there.
                 answer = {"error": store_lib.reason(e)}
             answers = self.gather(answer)
+            # Every process repeats its read if one of them failed, so that all keep making the same exchanges.
             if not any(answers):
                 return content, ""
             damage = _verdict(answers, is_last=wait_seconds is None)

@@ -206,6 +206,7 @@ def claim(store: store_lib.Store, owner: Owner) -> None:
     """Records a run as the owner of a store; raises CheckpointError if another run owns it."""
     other = read_owner(store)
     if other is None:
+        # `create` does not overwrite: if two runs claim the store at the same time, one of them fails.
         store.create(RUN, seal(owner._asdict()))
     elif other.id != owner.id:
         raise CheckpointError(

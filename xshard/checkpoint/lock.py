@@ -81,6 +81,7 @@ class Lease:
         # The new owner, if another process has taken the lease over.
         self._lost = ""
         free = self._free_generation(say)
+        # The write is conditional on the generation: of several processes that found the lease free, one succeeds.
         generation = store.replace(NAME, self._content(), free)
         if generation is None:
             raise _in_use(store, "another process, which came first")
@@ -122,6 +123,7 @@ class Lease:
             return generation
         owner = _owner_of(content)
         say(f"{self._store} is {owner}'s; watching for {WATCH_SECONDS:g} s whether it is alive")
+        # The watch measures elapsed time on this host only, since the clocks of two hosts may differ.
         end = time.monotonic() + WATCH_SECONDS
         while time.monotonic() < end:
             time.sleep(RENEW_SECONDS / 5)

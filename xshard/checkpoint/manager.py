@@ -293,6 +293,7 @@ class Manager:
             restored, damage = self._agreement.read(attempt, read)
             if restored is not None:
                 return restored
+            # All processes have the same verdict here, so all of them go on to the same next checkpoint.
             damages.append(damage)
             logging.error("DAMAGED CHECKPOINT: %s Trying the one before.", damage)
             self._folder.mark_damaged(attempt, damage)

@@ -62,6 +62,7 @@ def read(source: store_lib.Store) -> dict[str, np.ndarray]:
         names = _names(meta)
     except ValueError as e:
         raise store_lib.CheckpointError(f"{source}/{_METADATA} is not orbax's: {e}.") from e
+    # All arrays are opened before one is read, so that their total size is checked before memory is allocated.
     futures = {path: _open(source, name, meta) for path, name in names.items()}
     try:
         opened = {path: future.result() for path, future in futures.items()}
@@ -85,6 +86,7 @@ def _names(meta: dict[str, Any]) -> dict[str, str]:
         if entry["value_metadata"].get("skip_deserialize"):
             continue
         keys = _keys(name, entry.get("key_metadata"))
+        # Orbax joins the keys of a path with dots to the name of the array's folder.
         path, folder = "/".join(keys), ".".join(keys)
         # A forged description must not lead to files outside the checkpoint.
         is_elsewhere = not {"", ".", ".."}.isdisjoint(folder.split("/"))

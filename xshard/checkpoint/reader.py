@@ -110,6 +110,7 @@ def restore(
             "checkpoint.directory."
         )
     stored = source.array_metas(meta)
+    # A target may depend on the stored shapes: `PerReplica` state has one entry for each replica that saved it.
     if callable(target):
         target = target({path: stored[path].shape for path in stored})
     wanted = arrays_lib.flatten(target)

@@ -209,6 +209,7 @@ class Saver:
         reports = self._agreement.gather({**report, "data": request.data})
         errors = _errors(reports)
         nonfinite = _nonfinite(reports)
+        # All processes have the same reports, so all of them raise here, or none.
         if nonfinite and self._refuse_nonfinite and not errors:
             self._agreement.from_first(lambda: folder.remove_failed(attempt))
             listed = ", ".join(nonfinite)

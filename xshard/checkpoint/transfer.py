@@ -113,6 +113,7 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
     stored, requests = _requests(source, leaves)
     values = stored.read(list(requests.values()), say)
     for path, value in zip(requests, values, strict=True):
+        # Typed PRNG keys cannot be converted; `_problem` has checked that their types are equal.
         if requests[path].meta.key_impl is None:
             value = value.astype(leaves[path].dtype)
         leaves[path] = value
@@ -238,6 +239,7 @@ def find(source: str) -> format_lib.Attempt:
     """Returns the checkpoint that 'DIR' or 'DIR@STEP' names; raises CheckpointError if there is none."""
     place, step = split_place(source)
     store = store_lib.Store(place)
+    # The place may be a work directory, which has its checkpoints in a subfolder.
     if store.path is not None and not format_lib.attempts(store):
         store = store_lib.Store(os.path.join(place, "checkpoints"))
     if step is not None:

@@ -51,6 +51,7 @@ class File:
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of an array."""
+        # A scalar has an empty index, and is read whole.
         part = self._file.get_slice(name)
         return np.asarray(part[index] if index else self._file.get_tensor(name))
 
@@ -69,6 +70,7 @@ def write(path: pathlib.Path, arrays: Mapping[str, Any], metadata: Mapping[str, 
     _check_installed()
     from safetensors import numpy as library
 
+    # `ascontiguousarray` turns a scalar into an array of one dimension, so the shape is restored.
     plain = {name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in arrays.items()}
     content = library.save(plain, dict(metadata))
     with disk.writing(path):

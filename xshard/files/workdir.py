@@ -100,6 +100,7 @@ class Workdir:
         Raises:
           ValueError: if the directory belongs to another run, or a change would make it another run.
         """
+        # The directory need not exist, but its nearest existing ancestor must be a directory.
         existing = self.path
         while not disk.exists(existing):
             existing = existing.parent

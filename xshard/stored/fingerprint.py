@@ -234,6 +234,7 @@ def _described(
 
 def _of_small(arrays: Sequence[tuple[str, jax.Array]]) -> jax.Array:
     """Computes the sums over small whole arrays, given as pairs of path and words."""
+    # The keys depend on shapes and paths alone, so NumPy computes them once, as constants of the program.
     numbers = [(np.arange(words.size, dtype=np.uint32), path) for path, words in arrays]
     keys = np.concatenate([hashing.keys(number, path, np) for number, path in numbers])
     return _sums(jnp.concatenate([words for _, words in arrays]), jnp.asarray(keys))
@@ -290,6 +291,7 @@ def _combine(cells: Sequence[Cell], table: jax.Array) -> tuple[dict[str, jax.Arr
     parted = jnp.asarray(False)
     for index, cell in enumerate(cells):
         copies = table[:, :, index]
+        # Along the axes of copies, only the first replica's sums count.
         once = tuple(slice(None) if axis in cell.own else slice(1) for axis in mesh_lib.REPLICAS)
         parted |= jnp.any(copies != copies[once])
         value = jnp.sum(copies[once].reshape(-1, 2), axis=0, dtype=jnp.uint32)

@@ -34,6 +34,7 @@ def words(x: Any, numpy: Any) -> Any:
         x = numpy.stack([x.real, x.imag], axis=-1)
     if x.dtype == numpy.bool_:
         x = x.astype(numpy.uint8)
+    # Types of less than 8 bits, such as int4, are widened to types that can be viewed as unsigned integers.
     of_integers = jnp.issubdtype(x.dtype, jnp.integer)
     if (jnp.iinfo if of_integers else jnp.finfo)(x.dtype).bits < 8:
         x = x.astype(numpy.int8 if of_integers else numpy.float32)
@@ -89,6 +90,7 @@ def of_arrays(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
         of_array = words(x, np).reshape(-1)
         for begin in range(0, of_array.size, _BLOCK):
             block = of_array[begin : begin + _BLOCK]
+            # Positions wrap around at 2**32, as they do in the uint32 arithmetic on devices.
             number = np.arange(begin, begin + block.size, dtype=np.uint64).astype(np.uint32)
             lanes = mixed(block, keys(number, path, np), np)
             sums += np.array([np.sum(lane, dtype=np.uint32) for lane in lanes])

@@ -91,8 +91,9 @@ def _explained(held: Mapping[str, layouts.Layout]) -> Iterator[None]:
         if held and not isinstance(e, errors.UserError):
             path, layout = next(iter(held.items()))
             e.add_note(
-                f"With reduction.shard_params=True this method sees a replica's shards of parameters, such as of {path!r}, of "
-                f"shape {layout.shape}, that of {layout.shard_shape}. So are copies in the state that are named as they are."
+                f"With reduction.shard_params=True this method sees a replica's shards of parameters, such as of {path!r}: the "
+                f"whole has shape {layout.shape}, the shard {layout.shard_shape}. Arrays of the state that have the name and "
+                "the shape of such a parameter are sharded, too."
             )
         raise
 
@@ -143,9 +144,9 @@ class _Uses:
             self._check_whole(noted)
             if layout is not None:
                 raise errors.UserError(
-                    f"{self._where} leaves as {path!r} in the state what is not made of parameters in "
-                    f"shards, where each replica holds its shard of a whole of shape {layout.shape}. Make it of parameters "
-                    f"element by element, as a moving average is; {_OTHERWISE}."
+                    f"{self._where} leaves as {path!r} in the state what is not a shard; with shard_params=True each "
+                    f"replica holds a shard of this array of shape {layout.shape}. Compute it elementwise from parameters, "
+                    f"like a moving average; {_OTHERWISE}."
                 )
 
     def _is_kept(self, var: Any, noted: varying.Axes, layout: layouts.Layout) -> bool:
@@ -169,6 +170,7 @@ class _Uses:
 
     def _of_equation(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
         name, called = eqn.primitive.name, eqn.params.get("name")
+        # A gathered parameter is whole, so the marks of its shard end here.
         if called == varying.GATHERED:
             return [_other(x.aval) for x in eqn.outvars]
         if called == checked.REPLICAS_OWN:
@@ -190,6 +192,7 @@ class _Uses:
         paths, axes = _paths(noted), [x & varying.ALL for x in inputs]
         results = varying.of_equation(eqn, axes)
         if not paths:
+            # No shard is involved: only the axes and the uniformity of the results matter.
             repeats = name in primitives.ELEMENTWISE or name == "broadcast_in_dim"
             if repeats and all(map(self._is_uniform, eqn.invars)):
                 self._uniform.update(eqn.outvars)
@@ -199,6 +202,7 @@ class _Uses:
             return [noted]
         for path in paths:
             self._mixed_by.setdefault(path, eqn)
+        # The uses of a value that an effect writes or sends cannot be followed.
         if eqn.effects:
             self._check_whole(noted)
         return [x.union(_MIXED + path for path in paths) for x in results]
@@ -250,7 +254,8 @@ class _Uses:
             self._check_whole(noted)
             raise errors.UserError(
                 f"{self._where} gives Learner.update parameters that are not made of those in its state; with "
-                f"shard_params=True each replica holds shards of these. Make them of these element by element; {_OTHERWISE}."
+                "shard_params=True each replica holds shards of the parameters. Compute them elementwise from the state's "
+                f"parameters; {_OTHERWISE}."
             )
 
     def _check_alike(self, eqn: Any, inputs: list[varying.Axes]) -> None:
@@ -261,19 +266,20 @@ class _Uses:
         name = eqn.primitive.name
         if name == "while" or inputs[0] - {mesh_lib.GROUP, _OTHER}:
             raise errors.UserError(
-                f"{self._where} applies a network in a {name}{_line(eqn)}; with shard_params=True it gathers parameters, "
-                "for which all replicas must meet, and not all may come there. Apply it before, and choose by jnp.where; take "
-                f"a loop of a fixed number of rounds, as jax.lax.scan is; {_OTHERWISE}."
+                f"{self._where} applies a network in a {name}{_line(eqn)}; with shard_params=True the network gathers "
+                "parameters. All replicas must do so together, and some may not execute this code. Apply the network before, "
+                "and choose by jnp.where; use a loop with a fixed number of iterations, such as jax.lax.scan; "
+                f"{_OTHERWISE}."
             )
 
     def _refuse(self, path: str) -> None:
         eqn = self._mixed_by.get(path)
         by = f", by {eqn.primitive.name}{_line(eqn)}" if eqn is not None else ""
         raise errors.UserError(
-            f"{self._where} uses {path!r} as if it were whole{by}; with shard_params=True each replica holds a shard of it. What "
-            "a network asks Haiku for in Learner.apply is gathered, and what is done element by element, as in a moving average, "
-            "is right on shards. Compute what else is made of parameters in the network, and return it among its outputs; "
-            f"leave it to the rule, as optax.add_decayed_weights for a penalty; {_OTHERWISE}."
+            f"{self._where} uses {path!r} as if it were whole{by}; with shard_params=True each replica holds a shard of it. "
+            "Parameters that a network requests from Haiku in Learner.apply are gathered, and elementwise arithmetic, such as a "
+            "moving average, is correct on shards. Compute anything else in the network, and return it among its outputs; "
+            f"leave it to the rule, such as optax.add_decayed_weights for a penalty; {_OTHERWISE}."
         )
 
 

@@ -33,10 +33,10 @@ def check_count(target: state_lib.TrainState, mesh: jax.sharding.Mesh, stored: S
         count = _shape(leaf, stored.get(path), mesh)[len(mesh_lib.group_axes(mesh))]
         if count != _count(leaf, mesh):
             raise errors.UserError(
-                f"The state {path!r} is a replica's own (xshard.PerReplica): the checkpoint has it of {count} "
-                f"replicas a group, and here are {_count(leaf, mesh)}. It comes back on as many. Go on with as many devices, "
-                "groups and model_parallel as before; or begin another run with --init_from. What belongs to examples is "
-                "xshard.PerExample, which comes back on any number."
+                f"The state {path!r} is a replica's own (xshard.PerReplica): the checkpoint has values of {count} "
+                f"replicas a group, and here are {_count(leaf, mesh)}. A run resumes only with the same number. Use as many "
+                "devices, groups and model_parallel as before; or begin another run with --init_from. State that belongs to "
+                "examples can be marked xshard.PerExample, which is restored on any number of replicas."
             )
 
 
@@ -89,8 +89,8 @@ def check_unread(
         if any(_OWN & axes for axes in varying.outputs(program.jaxpr, inputs)):
             raise errors.UserError(
                 f"{contract.described(method)} reads the state {path!r}, which is a replica's own (xshard.PerReplica): there "
-                f"are values of {_count(leaf, mesh)} replicas a group, and here are {here}. Call it on as many, or do without: "
-                "what is to be evaluated or predicted with is equal on all replicas, as by jax.lax.pmean in the step."
+                f"are values of {_count(leaf, mesh)} replicas a group, and here are {here}. Call it on as many replicas, or read "
+                "state that is equal on all of them, such as a mean by jax.lax.pmean in the step."
             )
 
 

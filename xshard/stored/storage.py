@@ -94,6 +94,7 @@ class Storage:
         if name not in self._layouts:
             self._layouts[name] = state_lib.layouts_of(self._experiment, self._mesh, state)
         layouts = self._layouts[name]
+        # The layouts differ only in flattened slots. `due` collects the slots that are not in the wanted layout yet.
         due: dict[str, dict[str, jax.Array]] = {}
         for module, arrays in state.opt_state.items():
             for slot, x in arrays.items():
