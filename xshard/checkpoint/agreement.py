@@ -1,7 +1,7 @@
 """Agreement of processes on the checkpoints that they see.
 
-A checkpoint that is absent on one host only indicates a disk that is not mounted there. It is an error, and the
-checkpoint is not treated as missing.
+If a single host does not see a checkpoint, a disk is probably not mounted there. This is an error: the checkpoint is
+not treated as missing.
 """
 
 import json
@@ -146,7 +146,7 @@ class Agreement:
     def _check_same_files(self, attempt: format_lib.Attempt, damage: str) -> None:
         """Raises CheckpointError on all processes if they see different files of a damaged checkpoint.
 
-        In that case a host has mounted another disk, and the checkpoint must not be marked as damaged.
+        In that case a host may have mounted another disk, and the checkpoint must not be marked as damaged.
         """
         if self.count == 1:
             return

@@ -76,7 +76,7 @@ class HostCopy:
             yield chunk
 
     def written(self, nbytes: int) -> None:
-        """Returns bytes that have been written to the budget."""
+        """Gives the memory of bytes that have been written back to the budget."""
         self._budget.give(nbytes)
         self._progress.add(nbytes)
 

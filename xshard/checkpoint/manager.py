@@ -21,6 +21,9 @@ class Manager:
 
     Every process of a run creates a manager and makes the same calls in the same order. Methods that return
     a result "as this process sees it" do not communicate.
+
+    A checkpoint "counts", that is it may be restored, from the moment its COMMIT exists. See
+    `xshard/checkpoint/format.py` for the files.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class UnreadableError(format_lib.CheckpointError):
 
 
 def settled(read: Callable[[], _T]) -> _T:
-    """Returns what a read returns, trying again after damage; raises DamagedError if every try finds damage."""
+    """Calls a read, again after damage, and returns its result; raises DamagedError if every try finds damage."""
     for seconds in READ_AGAIN_SECONDS:
         try:
             return read()

@@ -188,7 +188,7 @@ def commit(
 
 
 def remove(attempt: format_lib.Attempt, *, by_hand: bool = False) -> None:
-    """Deletes an attempt. It stops counting first, so an interrupted deletion never leaves a partial checkpoint.
+    """Deletes an attempt. It stops counting first, so that an interrupted deletion leaves nothing to restore.
 
     Args:
       attempt: the attempt.

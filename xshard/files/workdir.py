@@ -34,7 +34,7 @@ from xshard.files import disk, jsonfile
 from xshard.files import identity as identity_lib
 
 RESULTS, REACHED = "results.json", "reached.json"
-# In config.json, beside the config's own keys.
+# The key of the identity in config.json, beside the config's own keys.
 IDENTITY = "_run"
 SET_ASIDE = "set_aside"
 # The entries that stay in place when a run is set aside.

@@ -3,7 +3,7 @@
 With `reduction.shard_params`, a method sees a replica's shard where it otherwise sees the whole parameter. Three uses
 are correct: `Learner.apply` gathers the parameters that its network requests, `Learner.update` handles shards, and
 elementwise arithmetic, such as a moving average, gives the same result on shards. Any other use would compute with a
-part instead of the whole, and is refused. The check analyzes the method's jaxpr before it runs.
+part instead of the whole, and is refused. The check analyzes the method's jaxpr before the first step runs.
 """
 
 import contextlib
