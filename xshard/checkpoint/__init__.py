@@ -1,4 +1,4 @@
-"""Checkpoints of everything that a run needs to go on, on tensorstore."""
+"""Checkpoints of everything that a run needs to resume, stored with tensorstore."""
 
 from xshard.checkpoint.arrays import flatten
 from xshard.checkpoint.catalog import Catalog, Entry, newest_metadata, read_catalog

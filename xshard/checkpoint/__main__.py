@@ -1,21 +1,21 @@
-"""Looks at checkpoints: `python -m xshard.checkpoint ls runs/digits/checkpoints`.
+"""Inspects and manages checkpoints: `python -m xshard.checkpoint ls runs/digits/checkpoints`.
 
 DIR is a folder of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
 
-    ls DIR                   the steps: age, size, whether they count, are finite, pinned, or the best
-    show DIR STEP            the tree: types, shapes, shardings, the loss scale; the run's metadata
+    ls DIR                   lists the steps: age, size, whether they are complete, finite, pinned, or among the best
+    show DIR STEP            prints the tree (types, shapes, shardings, the loss scale) and the run's metadata
     verify DIR [STEP]        reads every byte of one step or of all; exit code 1 if any is damaged
-    diff DIR STEP STEP       the largest difference of each array
-    pin DIR STEP             no rule deletes it any more; unpin takes that back
-    rm DIR STEP              deletes a step, pinned or not; its run may then go on from the step before
-    heal DIR STEP            reads every byte of a step that was marked as damaged, and takes the mark back if it is whole
-    export DIR STEP FILE     writes the arrays to an .npz file; types that NumPy lacks become float32. In a
-                             name, what a file cannot be called is written %XX, as '..' is %2E%2E, and what is
+    diff DIR STEP STEP       prints the largest difference of each array that differs
+    pin DIR STEP             protects a step from the retention rules; unpin removes the protection
+    rm DIR STEP              deletes a step, pinned or not; its run may then resume from the step before
+    heal DIR STEP            reads every byte of a step that is marked as damaged, and removes the mark if it is whole
+    export DIR STEP FILE     writes the arrays to an .npz file; types that NumPy lacks become float32. Characters
+                             that a file name cannot have are written %XX ('..' is %2E%2E), and a name that is
                              too long becomes % and its SHA-256
-    orbax DIR STEP           adds the file by which orbax's StandardCheckpointer opens it
-    import ORBAX DIR         makes a checkpoint, for --init_from, of one of orbax's that has params
+    orbax DIR STEP           adds the file by which orbax's StandardCheckpointer opens the step
+    import ORBAX DIR         converts an orbax checkpoint that has params, for use with --init_from
 
---json prints the same for machines.
+--json prints the same as JSON.
 """
 
 import argparse
@@ -45,15 +45,15 @@ from xshard.stored import hashing
 
 Rows = list[dict[str, Any]]
 _BUDGET_BYTES = 1 << 30
-# As many values of a loss scale are shown: one for each group.
+# A loss scale has one value per group; at most this many values are shown.
 _MOST_SCALES = 1024
-# What no entry of an archive is to have in its name; % begins what stands for such.
+# Characters and names that are unsafe in an archive's entry names. % itself is escaped, since it begins an escape.
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\%\ud800-\udfff]|^\.{1,2}$|^$|\.(?=npy$)")
 _LONGEST_PART, _LONGEST_NAME = 200, 1000
 
 
 def list_steps(store: store_lib.Store) -> Rows:
-    """A row for each attempt."""
+    """Returns a row for each attempt."""
     rows: Rows = []
     for entry in catalog.read_catalog(store).entries:
         row: dict[str, Any] = {"step": entry.step, "state": entry.state, "age": "", "MB": ""}
@@ -69,7 +69,7 @@ def list_steps(store: store_lib.Store) -> Rows:
 
 
 def show(store: store_lib.Store, step: int) -> Rows:
-    """A row for each array, and one for each item of metadata."""
+    """Returns a row for each array, and one for each item of metadata."""
     attempt = format_lib.find(store, step)
     commit, meta = source_lib.settled(lambda: source_lib.read_both(attempt))
     arrays = source_lib.array_metas(meta)
@@ -94,8 +94,8 @@ def _item(
 
 
 def verify(store: store_lib.Store, step: int | None) -> Rows:
-    """A row for each checkpoint, with what is damaged."""
-    # Those that are marked as damaged, too.
+    """Returns a row for each checkpoint, with its damage."""
+    # Checkpoints that are already marked as damaged are read, too.
     chosen = [a for a in format_lib.attempts(store) if format_lib.COMMIT in a.marks]
     if step is not None or not chosen:
         chosen = format_lib.choose(store, format_lib.committed(store), step)[:1]
@@ -103,7 +103,7 @@ def verify(store: store_lib.Store, step: int | None) -> Rows:
 
 
 def diff(store: store_lib.Store, a: int, b: int) -> Rows:
-    """A row for each array that differs."""
+    """Returns a row for each array that differs."""
     first, second = (format_lib.find(store, step) for step in (a, b))
     of_first, of_second = (source_lib.read_array_metas(attempt) for attempt in (first, second))
     rows: Rows = []
@@ -114,7 +114,7 @@ def diff(store: store_lib.Store, a: int, b: int) -> Rows:
             in_both[path] = array
         else:
             rows.append({"path": path, "largest difference": "only in one, or of another shape"})
-    # One array of each at a time, however large they are together.
+    # The arrays are read and compared one by one, so that both checkpoints together may exceed the memory.
     lefts = parts.read_arrays(first, in_both, _BUDGET_BYTES)
     others = {path: of_second[path] for path in in_both}
     rights = parts.read_arrays(second, others, _BUDGET_BYTES)
@@ -125,19 +125,19 @@ def diff(store: store_lib.Store, a: int, b: int) -> Rows:
 
 
 def pin(store: store_lib.Store, step: int) -> Rows:
-    """Keeps a step from every rule."""
+    """Pins a step, so that no retention rule deletes it."""
     format_lib.pin(format_lib.find(store, step))
     return [{"pinned": step}]
 
 
 def unpin(store: store_lib.Store, step: int) -> Rows:
-    """Leaves a step to the rules again."""
+    """Unpins a step, so that the retention rules apply to it again."""
     format_lib.unpin(format_lib.find(store, step))
     return [{"unpinned": step}]
 
 
 def remove(store: store_lib.Store, step: int) -> Rows:
-    """Deletes a step, and what a deletion of it that was cut short has left."""
+    """Deletes a step, and the leftovers of an earlier deletion of it that was interrupted."""
     there = [attempt for attempt in format_lib.attempts(store) if attempt.step == step]
     chosen = [a for a in there if a.counts or format_lib.is_removed(store, a.folder)]
     for attempt in chosen or [format_lib.find(store, step)]:
@@ -146,7 +146,7 @@ def remove(store: store_lib.Store, step: int) -> Rows:
 
 
 def heal(store: store_lib.Store, step: int) -> Rows:
-    """Takes back the marks of damage of a step's checkpoints that are whole."""
+    """Removes the DAMAGED marks from a step's checkpoints that are whole."""
     there = [attempt for attempt in format_lib.attempts(store) if attempt.step == step]
     marked = [a for a in there if {format_lib.COMMIT, format_lib.DAMAGED} <= a.marks]
     if not marked:
@@ -174,7 +174,7 @@ def export(store: store_lib.Store, step: int, file: pathlib.Path) -> Rows:
         try:
             names = _write_npz(out, _read_all(attempt))
         except BaseException:
-            # A part of the arrays is no export.
+            # A file with only some of the arrays must not pass for an export.
             with contextlib.suppress(OSError):
                 file.unlink()
             raise
@@ -187,13 +187,13 @@ def export(store: store_lib.Store, step: int, file: pathlib.Path) -> Rows:
 
 
 def to_orbax(store: store_lib.Store, step: int) -> Rows:
-    """Adds orbax's description."""
+    """Adds the file by which orbax opens a step."""
     attempt = format_lib.find(store, step)
     return [{"orbax": str(attempt), "arrays": orbax.describe(attempt)}]
 
 
 def from_orbax(source: store_lib.Store, store: store_lib.Store) -> Rows:
-    """Makes a checkpoint of step 0 of an orbax checkpoint."""
+    """Converts an orbax checkpoint to a checkpoint of step 0."""
     if format_lib.attempts(store):
         raise format_lib.CheckpointError(f"{store} holds checkpoints already; give another place.")
     arrays = orbax.read(source)
@@ -218,7 +218,7 @@ def _main(argv: Sequence[str]) -> int:
     for key in arguments.keys() & {"store", "source"}:
         store = store_lib.Store(arguments[key])
         is_missing = store.path is not None and not store.path.is_dir()
-        # An import makes the folder that it writes to.
+        # An import creates the folder that it writes to.
         if is_missing and command is not from_orbax:
             raise format_lib.CheckpointError(f"{store} is no directory.")
         arguments[key] = store
@@ -244,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# By a positional's name: its type, and what the help calls it.
+# For each positional argument: its type, and its name in the help.
 _POSITIONALS: dict[str, tuple[Any, str]] = {
     "store": (str, "DIR"),
     "source": (str, "ORBAX"),
@@ -253,7 +253,7 @@ _POSITIONALS: dict[str, tuple[Any, str]] = {
     "b": (int, "b"),
     "file": (pathlib.Path, "FILE"),
 }
-# By name: what runs, and its positionals, of which one with a question mark may be left out.
+# For each command: its function, and its positional arguments; a question mark makes one optional.
 _COMMANDS: dict[str, tuple[Callable[..., Rows], str]] = {
     "ls": (list_steps, "store"),
     "show": (show, "store step"),
@@ -274,21 +274,21 @@ def _read_all(attempt: format_lib.Attempt) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _write_npz(out: IO[bytes], arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, str]:
-    """Writes arrays one by one as `np.load` reads them; returns the name of each there."""
+    """Writes arrays one by one in the format that `np.load` reads; returns each array's name in the archive."""
     names = {}
     with zipfile.ZipFile(out, "w") as archive:
         for path, value in arrays:
             names[path] = _entry_name(path)
             if value.dtype.kind not in "biufc" or not value.dtype.isbuiltin:
                 value = value.astype("f4")
-            # Which arrays are larger than 4 GiB is not known before they are written.
+            # The entry's size is not known when it is opened, and entries of over 4 GiB need zip64.
             with archive.open(f"{names[path]}.npy", "w", force_zip64=True) as entry:
                 np.lib.format.write_array(entry, value)
     return names
 
 
 def _entry_name(path: str) -> str:
-    """A path as the name of an entry of an archive, other paths having other names."""
+    """Converts a path to the name of an archive's entry; different paths get different names."""
     folders = [_UNSAFE.sub(_escaped, folder) or "%" for folder in path.split("/")]
     name = "/".join(folders)
     longest = max(len(folder.encode()) for folder in folders)
@@ -309,7 +309,7 @@ def _is_scale(path: str, array: arrays_lib.ArrayMeta) -> bool:
 
 
 def _damage(attempt: format_lib.Attempt) -> str:
-    """What is damaged in a checkpoint, each time that it is read; empty if nothing is."""
+    """Describes damage that persists when a checkpoint is read again; empty if there is none."""
 
     def read() -> str:
         digest = hashing.of_arrays(_read_all(attempt))
@@ -323,7 +323,7 @@ def _damage(attempt: format_lib.Attempt) -> str:
     try:
         return source_lib.settled(read)
     except source_lib.UnreadableError:
-        # Which is no damage: what could not be read may be whole.
+        # A read error is not damage: the stored bytes may be whole.
         raise
     except format_lib.CheckpointError as e:
         return str(e)
@@ -341,6 +341,6 @@ def _gap(left: np.ndarray, right: np.ndarray) -> float:
 
 
 if __name__ == "__main__":
-    # Quiet when a pager or `head` has seen enough.
+    # Exits silently, without a traceback, when a pager or `head` closes the pipe.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

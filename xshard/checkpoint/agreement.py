@@ -1,4 +1,8 @@
-"""Agreement of processes on what they see of checkpoints: an absence on one host is a disk that is not mounted there."""
+"""Agreement of processes on the checkpoints that they see.
+
+If a single host does not see a checkpoint, a disk is probably not mounted there. This is an error: the checkpoint is
+not treated as missing.
+"""
 
 import json
 import socket
@@ -12,7 +16,7 @@ from xshard.checkpoint import store as store_lib
 from xshard.pod import processes
 
 _T = TypeVar("_T")
-# A host may keep for so long what a folder on a network was like.
+# A host may cache the listing of a folder on a network disk for about this long.
 LAG_SECONDS = 65.0
 _LOOK_AGAIN_SECONDS = 1.0
 _SAY_SECONDS = 3.0
@@ -20,15 +24,15 @@ _FIX = "Is the same disk mounted on all hosts, and the same path given? Nothing 
 
 
 class Agreement:
-    """The processes that share a store. All of them call each method, in the same order."""
+    """The processes that share a store. All processes must call the same methods in the same order."""
 
     def __init__(self, store: store_lib.Store, seconds: float, say: Callable[[str], None]):
-        """Begins.
+        """Creates the agreement; no process waits yet.
 
         Args:
-          store: where the checkpoints are.
+          store: the store of the checkpoints.
           seconds: how long the processes wait for one another.
-          say: takes a message where something takes long.
+          say: called with a message when a wait takes long.
         """
         self._store = store
         self._say = say
@@ -37,14 +41,18 @@ class Agreement:
         self.count = self._exchange.count
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns what each process has given, as JSON can hold it; LostError if one did not come."""
+        """Exchanges a JSON-serializable value; returns those of all processes in order.
+
+        Raises:
+          LostError: if a process did not take part in time.
+        """
         return [json.loads(text) for text in self._exchange(json.dumps(value))]
 
     def from_first(self, action: Callable[[], Any]) -> Any:
-        """Returns, on every process, what process 0's action returns, as JSON can hold it.
+        """Runs an action on process 0 and returns its JSON-serializable result on every process.
 
         Raises:
-          CheckpointError: on all of them, if the action fails.
+          CheckpointError: on all processes, if the action fails.
         """
         answer: dict[str, Any] = {}
         cause = None
@@ -52,7 +60,7 @@ class Agreement:
             try:
                 answer = {"value": action()}
             except Exception as e:
-                # All others wait at the meeting, and hear there what has gone wrong.
+                # The other processes wait in the exchange. They receive the error there, instead of a timeout.
                 answer, cause = {"error": store_lib.reason(e)}, e
         answer = self.gather(answer)[0]
         if "error" in answer:
@@ -60,13 +68,13 @@ class Agreement:
         return answer["value"]
 
     def check_seen(self, folders: list[str]) -> None:
-        """Sees that every process has these checkpoints before it; of no checkpoints, that none has any.
+        """Checks that every process sees the given checkpoints; if none are given, that no process sees any.
 
         Args:
-          folders: their names, equal on all processes.
+          folders: the names of the checkpoints' folders, equal on all processes.
 
         Raises:
-          CheckpointError: on all processes, if it is not so, or if one of them cannot look.
+          CheckpointError: on all processes, if the check fails or a process cannot read the store.
         """
 
         def problem() -> str:
@@ -81,10 +89,10 @@ class Agreement:
         self._wait_until_none(problem)
 
     def check_owner(self, owner: format_lib.Owner) -> None:
-        """Sees that the folder which process 0 has made this run's is the one that every process sees.
+        """Checks that every process sees the folder in which process 0 recorded the run as the owner.
 
         Raises:
-          CheckpointError: on all processes, if it is not.
+          CheckpointError: on all processes, if one of them sees another folder.
         """
 
         def problem() -> str:
@@ -99,16 +107,19 @@ class Agreement:
     def read(
         self, attempt: format_lib.Attempt, read_once: Callable[[], _T]
     ) -> tuple[_T | None, str]:
-        """Returns what each process reads of a checkpoint; or None, and what is damaged in it.
+        """Reads this process's part of a checkpoint, again if it fails; returns it, or None and the damage.
 
-        Damaged is what comes out wrong each time that it is read, where all processes see the same files.
+        A checkpoint is damaged only if it is wrong each time that it is read, and all processes see the same files.
 
         Args:
           attempt: the checkpoint.
           read_once: reads this process's part; raises DamagedError, UnreadableError or another error.
 
+        Returns:
+          The part and an empty text; or, on all processes, None and a description of the damage.
+
         Raises:
-          CheckpointError: on all processes, for an error that is no damage, and does not pass.
+          CheckpointError: on all processes, for an error that is not damage and persists.
         """
         damage = ""
         for wait_seconds in (*source.READ_AGAIN_SECONDS, None):
@@ -120,9 +131,10 @@ class Agreement:
             except source.UnreadableError as e:
                 answer = {"unreadable": str(e)}
             except Exception as e:
-                # Whatever it is, the others wait to hear of it.
+                # Any error must reach the exchange, since the other processes wait there.
                 answer = {"error": store_lib.reason(e)}
             answers = self.gather(answer)
+            # Every process repeats its read if one of them failed, so that all keep making the same exchanges.
             if not any(answers):
                 return content, ""
             damage = _verdict(answers, is_last=wait_seconds is None)
@@ -132,7 +144,10 @@ class Agreement:
         return None, damage
 
     def _check_same_files(self, attempt: format_lib.Attempt, damage: str) -> None:
-        """Raises CheckpointError, on all processes, unless all see the same files of a damaged checkpoint."""
+        """Raises CheckpointError on all processes if they see different files of a damaged checkpoint.
+
+        In that case a host may have mounted another disk, and the checkpoint must not be marked as damaged.
+        """
         if self.count == 1:
             return
         first, *others = self._texts(lambda: _digest(attempt))
@@ -143,14 +158,18 @@ class Agreement:
                 )
 
     def _wait_until_none(self, problem: Callable[[], str]) -> None:
-        """Looks again and again until no process has a problem, as long as a listing may lag behind."""
+        """Polls until no process reports a problem, for as long as a listing may lag behind.
+
+        Raises:
+          CheckpointError: on all processes, if a problem persists.
+        """
         if self.count == 1:
             return
         begin = time.monotonic()
         has_said = False
         while True:
             seconds = time.monotonic() - begin
-            # Process 0's clock counts for all: they stop waiting together.
+            # Process 0's clock decides for all, so that all processes leave the loop in the same round.
             is_over = self.gather(seconds > LAG_SECONDS)[0]
             problems = [f"{host} {text}" for host, text in self._texts(problem) if text]
             if not problems:
@@ -163,7 +182,7 @@ class Agreement:
             time.sleep(_LOOK_AGAIN_SECONDS)
 
     def _texts(self, look: Callable[[], str]) -> list[tuple[str, str]]:
-        """Returns each process's text, after its name; raises CheckpointError on all if one cannot look."""
+        """Returns each process's name and text; raises CheckpointError on all processes if one cannot look."""
         answer = {"name": f"process {self.index} on {socket.gethostname()}"}
         try:
             answer["text"] = look()
@@ -177,16 +196,16 @@ class Agreement:
 
 
 def _digest(attempt: format_lib.Attempt) -> str:
-    """Summarises which files a checkpoint has."""
+    """Summarizes the names of a checkpoint's files."""
     names = attempt.store.names(attempt.prefix)
     return f"{len(names)} files ({format_lib.checksum(json.dumps(names).encode())[:8]})"
 
 
 def _verdict(answers: list[dict[str, str]], *, is_last: bool) -> str:
-    """Names what is damaged, as far as the processes that have read could tell.
+    """Describes the damage that the processes reported.
 
     Raises:
-      CheckpointError: for what is no damage, and does not pass.
+      CheckpointError: for an error that is not damage, or if the checkpoint is still unreadable at the last try.
     """
     error = _joined(answers, "error")
     if error:
@@ -200,6 +219,6 @@ def _verdict(answers: list[dict[str, str]], *, is_last: bool) -> str:
 
 
 def _joined(answers: list[dict[str, str]], kind: str) -> str:
-    """The texts of one kind, each once: several processes may have read the same file."""
+    """Joins the texts of one kind without duplicates, since several processes may have read the same file."""
     texts = [answer[kind] for answer in answers if kind in answer]
     return " ".join(dict.fromkeys(texts))

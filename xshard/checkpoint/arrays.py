@@ -1,6 +1,6 @@
-"""The storage of an array.
+"""The storage of an array in a checkpoint.
 
-Each is a zarr3 array: uncompressed chunks of at most 16 MiB, each followed by its CRC-32C.
+Each array is a zarr3 array of uncompressed chunks of at most 16 MiB. Each chunk is followed by its CRC-32C.
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ import numpy as np
 
 from xshard.checkpoint import store as store_lib
 
-# What is read or written at once. Larger chunks were slower: memory of that size is not reused.
+# The largest chunk. Larger ones were slower in measurements, because memory of that size is not reused.
 CHUNK_BYTES = 16 << 20
-# An array that several processes hold is cut into parts for each of them, but not into smaller ones.
+# An array that several processes hold is cut into chunks for each of them, but not into chunks smaller than this.
 SHARED_CHUNK_BYTES = 8 << 20
-# Smaller chunks are written and read as bytes: to open an array takes half a millisecond, more than to
-# copy them.
+# Chunks smaller than this are written and read as bytes. Opening an array in tensorstore takes half a
+# millisecond, longer than copying such a chunk.
 LARGE_BYTES = 1 << 20
 _CHUNKS_EACH = 4
-# Those that tensorstore's zarr3 knows.
+# The types that tensorstore's zarr3 driver supports.
 TYPES = (
     "bool", "int2", "int4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
     "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz",
@@ -36,7 +36,7 @@ _SMALL_FACTORS = 7
 
 CheckpointError = store_lib.CheckpointError
 Shape = tuple[int, ...]
-# Of a chunk, in the grid of its array.
+# The index of a chunk in the grid of its array.
 Place = tuple[int, ...]
 # The bounds of a part of an array, in each dimension.
 Box = tuple[tuple[int, int], ...]
@@ -47,13 +47,13 @@ class ArrayMeta:
     """An array of the tree as it is stored.
 
     Attributes:
-      shape: its logical shape; of a PRNG key, that of its data.
+      shape: the array's logical shape; for a typed PRNG key, the shape of its data.
       dtype: the name of its type, such as 'bfloat16'.
-      chunk_shape: the shape of its chunks; those at its upper ends are filled up.
-      key_impl: the name of the implementation if it is a typed PRNG key.
-      sharding: how it lay on the devices, for people to read.
-      sums: the CRC-32C of each of `chunks()`, so that no other checkpoint's chunk, nor another array's, passes for
-        it; None in a checkpoint of a version that did not keep them.
+      chunk_shape: the shape of its chunks; chunks at the upper ends are padded.
+      key_impl: the name of the PRNG implementation, if the array is a typed PRNG key.
+      sharding: the partition spec at the time of the save, for people to read.
+      sums: the CRC-32C of each of `chunks()`, by which a chunk of another checkpoint or array is detected; None in a
+        checkpoint of an older version, which did not record them.
     """
 
     shape: Shape
@@ -68,61 +68,61 @@ class ArrayMeta:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The properties that a target must share."""
+        """The properties that a target for a restore must share."""
         return self.shape, self.dtype, self.key_impl
 
     @property
     def itemsize(self) -> int:
-        """The size of a value."""
+        """The size of an element in bytes."""
         return jnp.dtype(self.dtype).itemsize
 
     @property
     def chunk_bytes(self) -> int:
-        """The size of a chunk without its checksum."""
+        """The size of a chunk in bytes, without its checksum."""
         return math.prod(self.chunk_shape) * self.itemsize
 
     @property
     def nbytes(self) -> int:
-        """The size of its values."""
+        """The size of all elements in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def grid(self) -> Shape:
-        """The number of its chunks in each dimension."""
+        """The number of chunks in each dimension."""
         pairs = zip(self.shape, self.chunk_shape, strict=True)
         return tuple(-(-size // part) for size, part in pairs)
 
     @property
     def chunk_count(self) -> int:
-        """The number of its chunks."""
+        """The number of chunks."""
         return math.prod(self.grid)
 
     @property
     def sum_place(self) -> slice:
-        """The place of the checksum in the bytes of a chunk."""
+        """The byte range of the checksum in a stored chunk."""
         return slice(self.chunk_bytes, self.chunk_bytes + CRC_BYTES)
 
     def chunks(self, box: Box | None = None) -> list[Place]:
-        """The places in the grid of the chunks that hold a part of the array; all by default."""
+        """Lists the chunks that hold a part of the array, by their places in the grid; all chunks by default."""
         if box is None:
             box = whole_box(self.shape)
         ranges = []
         for (low, high), size in zip(box, self.chunk_shape, strict=True):
             first = low // size
-            # Of an empty part there are none.
+            # An empty part has no chunks.
             end = -(-high // size) if high > low else first
             ranges.append(range(first, end))
         return list(itertools.product(*ranges))
 
     def box(self, chunk: Place) -> Box:
-        """The part of the array that a chunk holds."""
+        """Returns the part of the array that a chunk holds."""
         box = []
         for i, size, end in zip(chunk, self.chunk_shape, self.shape, strict=True):
             box.append((i * size, min((i + 1) * size, end)))
         return tuple(box)
 
     def sum_of(self, chunk: Place) -> int | None:
-        """The CRC-32C of a chunk, if it is known."""
+        """Returns the recorded CRC-32C of a chunk; None if the checkpoint has none."""
         if self.sums is None:
             return None
         place = 0
@@ -131,15 +131,15 @@ class ArrayMeta:
         return self.sums[place]
 
     def keys(self, path: str) -> list[str]:
-        """The keys of the database that hold the array."""
+        """Lists the keys of the database that hold the array."""
         return [f"{path}/zarr.json", *self.chunk_keys(path)]
 
     def chunk_keys(self, path: str) -> list[str]:
-        """The keys of `chunks()`."""
+        """Lists the keys of `chunks()`, in the same order."""
         return [chunk_key(path, chunk) for chunk in self.chunks()]
 
     def zarr(self) -> dict[str, Any]:
-        """The content of the array's zarr.json."""
+        """Returns the content of the array's zarr.json."""
         grid = {"name": "regular", "configuration": {"chunk_shape": list(self.chunk_shape)}}
         codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
         return {
@@ -154,43 +154,43 @@ class ArrayMeta:
         }
 
 
-# Those of a tree, by their paths.
+# The arrays of a tree, by path.
 ArrayMetas = dict[str, ArrayMeta]
 
 
 def whole_box(shape: Shape) -> Box:
-    """The box that is all of an array."""
+    """Returns the box of a whole array."""
     return tuple((0, size) for size in shape)
 
 
 def box_shape(box: Box) -> Shape:
-    """The shape of what is in a box."""
+    """Returns the shape of a box."""
     return tuple(high - low for low, high in box)
 
 
 def box_index(box: Box) -> tuple[slice, ...]:
-    """The index that takes a box out of an array."""
+    """Converts a box to an index of slices."""
     return tuple(slice(low, high) for low, high in box)
 
 
 def as_box(index: tuple[slice, ...], shape: Shape) -> Box:
-    """The box that an index of slices takes out of an array."""
+    """Converts an index of slices into an array of a shape to a box."""
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
 def is_large(path: str, meta: ArrayMeta) -> bool:
-    """Returns whether tensorstore puts an array's chunks together, which takes the time to open the array."""
-    # It takes a path that begins with a slash, as that of an array that is a whole tree, for another.
+    """Returns whether an array is read and written through tensorstore's zarr3 driver, not as bytes."""
+    # A tree that is a single array has the empty path, and its keys begin with a slash. The driver misreads them.
     return bool(path) and meta.chunk_bytes >= LARGE_BYTES
 
 
 def chunk_key(path: str, chunk: Place) -> str:
-    """The key of a chunk."""
+    """Returns the database key of a chunk."""
     return "/".join([path, "c", *map(str, chunk)])
 
 
 def encode(chunk: np.ndarray, shape: Shape) -> bytes:
-    """A chunk's bytes and their CRC-32C, filled up to a shape with zeros."""
+    """Encodes a chunk, padded with zeros to a shape, as its bytes followed by their CRC-32C."""
     if chunk.shape != shape:
         whole = np.zeros(shape, chunk.dtype)
         whole[tuple(map(slice, chunk.shape))] = chunk
@@ -200,28 +200,28 @@ def encode(chunk: np.ndarray, shape: Shape) -> bytes:
 
 
 def stored_sum(content: bytes) -> int:
-    """The CRC-32C that a chunk's bytes end with."""
+    """Returns the CRC-32C at the end of a stored chunk."""
     (stored,) = struct.unpack("<I", content[-CRC_BYTES:])
     return stored
 
 
 def check_sum(content: bytes, meta: ArrayMeta, chunk: Place) -> None:
-    """Raises ValueError if bytes, or their end, are another chunk's."""
+    """Raises ValueError if a stored chunk, or its last bytes, do not end with the checksum that was recorded."""
     expected = meta.sum_of(chunk)
     if expected is not None and stored_sum(content) != expected:
         raise ValueError("it is another chunk than was written")
 
 
 def decode(content: bytes, meta: ArrayMeta, chunk: Place) -> np.ndarray:
-    """A chunk from its bytes.
+    """Decodes a chunk from its bytes.
 
     Args:
-      content: the bytes.
-      meta: how its array is stored.
-      chunk: its place in the grid.
+      content: the stored bytes, with the checksum.
+      meta: how the array is stored.
+      chunk: the chunk's place in the grid.
 
     Raises:
-      ValueError: if they are not what was written.
+      ValueError: if the bytes are not what was written.
     """
     if len(content) != meta.chunk_bytes + CRC_BYTES:
         raise ValueError(f"{len(content)} bytes instead of {meta.chunk_bytes + CRC_BYTES}")
@@ -233,7 +233,7 @@ def decode(content: bytes, meta: ArrayMeta, chunk: Place) -> np.ndarray:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their paths, which are the names in a checkpoint."""
+    """Returns the leaves of a tree by path, which is their name in a checkpoint."""
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -259,7 +259,7 @@ def describe(leaf: Any, holders: int = 1) -> ArrayMeta:
     block = sharding.shard_shape(shape) if sharding else shape
     limit = CHUNK_BYTES
     if holders > 1:
-        # A few for each, so that one more or less makes no great difference.
+        # Several chunks for each holder divide the work evenly: one more or less makes little difference.
         part = math.prod(block) * dtype.itemsize // (_CHUNKS_EACH * holders)
         limit = min(max(part, SHARED_CHUNK_BYTES), CHUNK_BYTES)
     chunk = _chunk_shape(shape, block, limit // dtype.itemsize)
@@ -267,7 +267,7 @@ def describe(leaf: Any, holders: int = 1) -> ArrayMeta:
 
 
 def key_data(leaf: Any) -> tuple[Any, str | None]:
-    """The data of a typed PRNG key and the name of its implementation; of another array, itself."""
+    """Returns the data of a typed PRNG key and its implementation's name; for any other array, the array and None."""
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf, None
     if isinstance(leaf, jax.Array):
@@ -278,7 +278,7 @@ def key_data(leaf: Any) -> tuple[Any, str | None]:
         impls.append(str(jax.random.key_impl(key)))
         return jax.random.key_data(key)
 
-    # Traced, since JAX tells the implementation of an array only, not of a shape.
+    # The function is traced because `jax.random.key_impl` takes arrays and tracers, not a `jax.ShapeDtypeStruct`.
     return jax.eval_shape(traced, leaf), impls[0]
 
 
@@ -295,10 +295,10 @@ def _check_type(name: str, leaf: Any) -> None:
 
 
 def _chunk_shape(shape: Shape, block: Shape, limit: int) -> Shape:
-    """Parts of a block of at most `limit` values, so that each chunk has one owner."""
+    """Cuts a shard's block into equal chunks of at most `limit` elements, so that no chunk spans two blocks."""
     chunk = [max(size, 1) for size in block]
     while math.prod(chunk) > limit:
-        # The longest dimension that can be cut; none if all are prime numbers of their blocks.
+        # The longest dimension that can still be cut. None can if the chunk has size 1 in every dimension.
         longest, cut = None, 0
         for i, size in enumerate(chunk):
             smaller = _smaller(size, alone=block[i] == shape[i])
@@ -311,8 +311,13 @@ def _chunk_shape(shape: Shape, block: Shape, limit: int) -> Shape:
 
 
 def _smaller(size: int, *, alone: bool) -> int:
-    """The next smaller part: what divides the size, or a half if no other blocks follow."""
-    # A part that does not divide is filled up, which costs a copy.
+    """Returns the next smaller chunk size for a dimension.
+
+    Args:
+      size: the current size of the chunk.
+      alone: whether the block spans the whole dimension. Only then may the size be one that does not divide it.
+    """
+    # A chunk that does not fill its shape is padded, which costs a copy, so small divisors are tried first.
     most = min(size, _SMALL_FACTORS) if alone else size
     for factor in range(2, most + 1):
         if size % factor == 0:
@@ -321,7 +326,7 @@ def _smaller(size: int, *, alone: bool) -> int:
 
 
 def _fill_value(dtype: str) -> Any:
-    """Zero, as zarr writes it for a type."""
+    """Returns zero as zarr's JSON represents it for a type."""
     if dtype == "bool":
         return False
     if jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating):

@@ -1,29 +1,29 @@
-"""Bytes of host memory that a save or a restore may hold at a time, and how far it has come."""
+"""The budget of host memory for a save or a restore, and reports on its progress."""
 
 import threading
 import time
 from collections.abc import Callable
 
-# Between two messages on progress, and before the first.
+# The time between two progress messages, and before the first.
 _EVERY_SECONDS = 10.0
 
 
 class Budget:
-    """A number of bytes that may be taken, and are given back."""
+    """A number of bytes that one thread takes and another gives back."""
 
     def __init__(self, limit: int):
-        """Begins with nothing taken."""
+        """Creates a budget of `limit` bytes, none of which are taken."""
         self._limit = limit
         self._taken = 0
         self._closed = False
         self._changed = threading.Condition()
 
     def fits(self, nbytes: int) -> bool:
-        """Returns whether so many could be taken now. What is larger than the limit fits when it is alone."""
+        """Returns whether `nbytes` can be taken now. More than the limit fits if nothing else is taken."""
         return self._closed or not self._taken or self._taken + nbytes <= self._limit
 
     def take(self, nbytes: int) -> None:
-        """Takes bytes, when they are there."""
+        """Takes bytes, after waiting until they fit."""
         with self._changed:
             self._changed.wait_for(lambda: self.fits(nbytes))
             self._taken += nbytes
@@ -35,14 +35,14 @@ class Budget:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Lets everyone pass, since nobody will give anything back any more."""
+        """Releases every waiting thread, because no more bytes will be given back."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
 class Progress:
-    """Says how far something has come, if it takes long."""
+    """Reports the progress of a task that takes long."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Progress:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Begins.
+        """Starts the clock.
 
         Args:
-          what: what is done, such as 'saving step 400'.
-          total: the bytes of all of it.
-          say: takes the message.
-          clock: the time in seconds.
+          what: the task, such as 'saving step 400'.
+          total: the size of the task in bytes.
+          say: called with each message.
+          clock: returns the time in seconds.
         """
         self._what = what
         self._total = total
@@ -68,7 +68,7 @@ class Progress:
         self._done = 0
 
     def add(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """Adds bytes that are done, and reports the progress if a message is due."""
         self._done += nbytes
         now = self._clock()
         if now - self._last < _EVERY_SECONDS:

@@ -1,4 +1,4 @@
-"""Lists the checkpoints in a folder, from their own words. Reads only, and takes no lock."""
+"""Lists the checkpoints in a folder from their COMMIT files. It only reads, and takes no lock."""
 
 import os
 from typing import Any, NamedTuple
@@ -13,15 +13,15 @@ class Entry(NamedTuple):
 
     Attributes:
       step: its step.
-      state: 'complete'; 'not finite', which is complete but for its parameters, of which some are infinite or NaN;
-        'incomplete', which is being written or was cut off; or 'damaged'.
-      folder: its name in the store.
-      time: when it was committed, in seconds of the epoch; None if it is not complete.
-      nbytes: its size; None if it is not complete.
-      metrics: those of the evaluation that was saved with it.
-      pinned: whether someone has said that it stays.
-      best: its place among those that are kept as the best, from 1; None if it is none of them.
-      best_metric: the name of the metric that they are chosen by; empty if it is none of them.
+      state: 'complete'; 'not finite', which is complete but has parameters that are infinite or NaN; 'incomplete',
+        which is still being written or was interrupted; or 'damaged'.
+      folder: the name of its folder in the store.
+      time: the time of its commit, in seconds since the epoch; None if it is incomplete or damaged.
+      nbytes: its size in bytes; None if it is incomplete or damaged.
+      metrics: the metrics of the evaluation that was saved with it.
+      pinned: whether it is pinned.
+      best: its rank among the checkpoints that are kept as the best, from 1; None if it is not one of them.
+      best_metric: the name of the metric by which the best are chosen; empty if it is not one of them.
     """
 
     step: int
@@ -39,8 +39,8 @@ class Catalog(NamedTuple):
     """The checkpoints in a folder.
 
     Attributes:
-      entries: all attempts, the oldest step first.
-      written_with: versions, processes and devices of the newest that is complete; empty if none is.
+      entries: all attempts, oldest step first.
+      written_with: the versions, processes and devices of the newest complete checkpoint; empty if there is none.
     """
 
     entries: list[Entry]
@@ -48,22 +48,22 @@ class Catalog(NamedTuple):
 
 
 def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
-    """Looks at the checkpoints in a folder, while a run may be writing and deleting there.
+    """Lists the checkpoints in a folder, in which a run may be writing and deleting at the same time.
 
     Args:
       folder: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER; or a store.
 
     Raises:
-      CheckpointError: if it is no place for checkpoints, a path without a folder, or out of reach.
+      CheckpointError: if the folder is not a valid place for checkpoints, does not exist, or cannot be reached.
     """
     store = folder if isinstance(folder, store_lib.Store) else store_lib.Store(folder)
     if store.path is not None and not store.path.is_dir():
         raise format_lib.CheckpointError(f"{store} is no directory.")
-    # What each says of itself; nothing if it does not count, or is damaged.
+    # The content of each attempt's COMMIT; empty if the attempt does not count or is damaged.
     contents: dict[format_lib.Attempt, dict[str, Any]] = {}
     for attempt in format_lib.attempts(store):
         content = _commit(attempt) if attempt.counts else {}
-        # A run that goes on may have deleted it since it was listed.
+        # None: a run deleted the attempt after it was listed.
         if content is not None:
             contents[attempt] = content
     commits = {attempt: content for attempt, content in contents.items() if content}
@@ -74,7 +74,7 @@ def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
 
 
 def newest_metadata(store: store_lib.Store) -> dict[str, Any]:
-    """Returns the metadata of the newest checkpoint; nothing if there is none, or it is damaged."""
+    """Returns the metadata of the newest checkpoint; empty if there is none or it is damaged."""
     return _newest_meta(format_lib.committed(store)).get("metadata", {})
 
 
@@ -106,7 +106,7 @@ def _entry(
 
 
 def _commit(attempt: format_lib.Attempt) -> dict[str, Any] | None:
-    """Reads a commit; nothing if it is damaged, None if it has been deleted since it was listed."""
+    """Reads a COMMIT; returns an empty one if it is damaged, None if it was deleted after the listing."""
     try:
         return source.settled(lambda: source.read_commit(attempt))
     except source.DamagedError:
@@ -115,7 +115,7 @@ def _commit(attempt: format_lib.Attempt) -> dict[str, Any] | None:
 
 
 def _newest_meta(attempts: list[format_lib.Attempt]) -> dict[str, Any]:
-    """Reads the description of the last of some attempts; nothing if there is none, or it is damaged."""
+    """Reads the meta.json of the last of some attempts; returns an empty one if there is none or it is damaged."""
     if not attempts:
         return {}
     try:
@@ -127,7 +127,7 @@ def _newest_meta(attempts: list[format_lib.Attempt]) -> dict[str, Any]:
 def _best(
     commits: dict[format_lib.Attempt, dict[str, Any]], meta: dict[str, Any]
 ) -> dict[format_lib.Attempt, tuple[int, str]]:
-    """The place of each of the best, and the metric's name, by the rule of the newest's config."""
+    """Ranks the best checkpoints by the rule in the newest checkpoint's config; returns each rank and the metric."""
     keep = _rule(meta)
     if keep is None:
         return {}
@@ -142,7 +142,7 @@ def _best(
 
 
 def _rule(meta: dict[str, Any]) -> retention.Keep | None:
-    """The rule for the best checkpoints; None if there is none, or none that can be followed."""
+    """Returns the rule for the best checkpoints; None if the config has none or an invalid one."""
     options: Any = meta
     for key in ("metadata", "config", "checkpoint"):
         options = options.get(key)

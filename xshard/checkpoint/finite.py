@@ -1,4 +1,4 @@
-"""A check that a checkpoint's arrays are finite, by its writers, on their own bytes."""
+"""Checks that a checkpoint's arrays are finite. Each process checks the chunks that it writes."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,19 +8,19 @@ import numpy as np
 
 from xshard.checkpoint import ownership
 
-# So many elements are looked at at a time: what is made of them stays in a processor's cache.
+# The number of elements that are checked at a time, so that intermediate results stay in the processor's cache.
 _LOOKED_AT = 1 << 16
 
 
 def noting_nonfinite(
     chunks: Iterator[ownership.Chunk | None], watched: Callable[[str], Any], nonfinite: set[str]
 ) -> Iterator[ownership.Chunk | None]:
-    """The chunks as they come; the paths of those that are not finite are added to `nonfinite`.
+    """Passes chunks through, and adds the paths of arrays that are not finite to `nonfinite`.
 
     Args:
-      chunks: what a process writes.
-      watched: whether the array of a path is looked at.
-      nonfinite: takes the paths.
+      chunks: the chunks that a process writes; None is passed through.
+      watched: returns whether to check the array of a path.
+      nonfinite: the set to which paths are added.
     """
     for chunk in chunks:
         if chunk is not None:
@@ -32,7 +32,7 @@ def noting_nonfinite(
 
 
 def is_finite(value: np.ndarray) -> bool:
-    """Returns whether all elements are finite; of a type that knows nothing else, True."""
+    """Returns whether all elements are finite; True for types without infinities and NaN, such as integers."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return True
     flat = value.reshape(-1)
@@ -43,8 +43,8 @@ def is_finite(value: np.ndarray) -> bool:
 
 
 def _is_finite_half(part: np.ndarray) -> bool:
-    """Tells by the bits of a type of two bytes, for which NumPy takes ten times as long."""
+    """Checks a two-byte floating-point type by its bits: NumPy's `isfinite` takes ten times as long for these types."""
     info = jnp.finfo(part.dtype)
-    # An exponent of all ones stands for the infinite and NaN.
+    # Infinities and NaN, and no other values, have an exponent of all ones.
     exponent = np.uint16(((1 << info.nexp) - 1) << info.nmant)
     return bool((part.view(np.uint16) & exponent).max() != exponent)

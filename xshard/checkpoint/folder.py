@@ -1,4 +1,4 @@
-"""The checkpoints of one run, as a single process sees them: which count, whose they are, which are deleted."""
+"""The checkpoints of one run as a single process sees them: the ones that count, their owner, and their deletion."""
 
 import contextlib
 import secrets
@@ -14,7 +14,10 @@ from xshard.checkpoint import store as store_lib
 
 
 class Folder:
-    """The checkpoints in a store. What writes there is called on process 0 only; nothing waits for other processes."""
+    """The checkpoints in a store, as one process sees them.
+
+    Call the methods that write on process 0 only. No method waits for other processes.
+    """
 
     def __init__(
         self,
@@ -28,11 +31,11 @@ class Folder:
         """Opens a store; nothing is written.
 
         Args:
-          store: where they are.
-          keep: which are kept.
-          owner: the run; None: whoever's they are.
-          keeps_finite: whether the newest that says that it is finite is kept.
-          say: takes messages.
+          store: the store of the checkpoints.
+          keep: the retention rules.
+          owner: the run that owns the checkpoints; None accepts those of any run.
+          keeps_finite: whether the newest checkpoint that records no nonfinite arrays is always kept.
+          say: called with messages for the user.
         """
         self.store = store
         self.owner = owner
@@ -40,31 +43,32 @@ class Folder:
         self._keeps_finite = keeps_finite
         self._say = say
         self._lock: lock_lib.FileLock | lock_lib.Lease | None = None
-        # Those that this process has found damaged, whether or not they could be marked.
+        # Attempts that this process found damaged, whether or not the store could be marked.
         self._damaged: set[format_lib.Attempt] = set()
-        # What COMMIT says of a checkpoint's arrays, which never changes: to ask an object store takes a request.
+        # The nonfinite paths from COMMIT never change, so they are cached: an object store takes a request for each.
         self._nonfinite: dict[format_lib.Attempt, list[str]] = {}
 
     def committed(self) -> list[format_lib.Attempt]:
-        """The attempts that count, the oldest step first."""
+        """Lists the attempts that count, oldest step first."""
         return [attempt for attempt in format_lib.attempts(self.store) if self._counts(attempt)]
 
     def nonfinite(self, attempt: format_lib.Attempt) -> list[str]:
-        """The paths of arrays that are to be finite and are not; none if nobody has looked."""
+        """Lists the checked arrays that are not finite, by path; empty if the save checked none."""
         if attempt not in self._nonfinite:
             try:
                 commit = source.read_commit(attempt)
             except source.DamagedError as e:
-                # As good as not finite: it is nothing to go on from.
+                # A run must not resume from a damaged checkpoint either, so it is treated as not finite.
                 return [str(e)]
             self._nonfinite[attempt] = commit.get(format_lib.NONFINITE, [])
         return self._nonfinite[attempt]
 
     def acquire(self) -> None:
-        """Makes the folder this run's, if it is not yet.
+        """Locks the store, if this process has not yet, and records the run as its owner.
 
         Raises:
-          CheckpointError: if another process has it, if it holds another run's checkpoints, or cannot be written.
+          CheckpointError: if another process holds the lock, if the store holds another run's checkpoints, or if it
+            cannot be written.
         """
         if self._lock is None:
             self._lock = lock_lib.acquire(self.store, self._say)
@@ -72,21 +76,21 @@ class Folder:
             format_lib.claim(self.store, self.owner)
 
     def check_lock(self) -> None:
-        """Raises CheckpointError if another process has taken the folder meanwhile."""
+        """Raises CheckpointError if another process has taken over the lock."""
         if self._lock is not None:
             self._lock.check()
 
     def release(self) -> None:
-        """Gives the folder back."""
+        """Releases the lock."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
 
     def begin_attempt(self, step: int) -> str:
-        """Makes the folder ready for an attempt to save a step.
+        """Prepares the store for an attempt to save a step.
 
         Returns:
-          What tells the attempt from others of its step; empty if the step has been saved.
+          The nonce of the attempt; empty if the step already has a checkpoint that counts.
         """
         self.acquire()
         attempts = format_lib.attempts(self.store)
@@ -96,14 +100,14 @@ class Folder:
         return secrets.token_hex(4)
 
     def remove_failed(self, attempt: format_lib.Attempt) -> None:
-        """Deletes an attempt that will not count; if that fails, a later save does."""
+        """Deletes an attempt that failed. If the deletion fails, a later save deletes it."""
         try:
             writer.remove(attempt)
         except Exception as e:
             self._say(f"{attempt} does not count, but could not be removed: {store_lib.reason(e)}")
 
     def remove_old(self) -> None:
-        """Deletes the checkpoints that no rule keeps; that this fails is said, and no reason to stop."""
+        """Deletes the checkpoints that no rule keeps. A failure is reported and otherwise ignored."""
         try:
             committed = self.committed()
             kept = self._keep.kept([self._saved(attempt) for attempt in committed])
@@ -114,7 +118,7 @@ class Folder:
             self._say(f"old checkpoints in {self.store} could not be deleted: {e}")
 
     def clean(self) -> None:
-        """Deletes what a run that was killed has left, if the folder is this run's."""
+        """Deletes the leftovers of a run that was killed, if this process holds the lock."""
         if self._lock is None:
             return
         try:
@@ -124,9 +128,12 @@ class Folder:
         self.remove_old()
 
     def mark_damaged(self, attempt: format_lib.Attempt, damage: str) -> None:
-        """Lets a checkpoint count no more: its step is saved again, and it takes no other's place."""
+        """Stops a checkpoint from counting.
+
+        Its step can be saved again, and it no longer takes the place of another checkpoint in the retention rules.
+        """
         self._damaged.add(attempt)
-        # Only the run whose checkpoints they are says so for others, too.
+        # Only the process that holds the lock writes the mark, which other processes see.
         if self._lock is None:
             return
         note = {"damage": damage, "found": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -142,17 +149,17 @@ class Folder:
         for attempt in attempts:
             if format_lib.COMMIT in attempt.marks or attempt.is_link:
                 continue
-            # Asked for by its name, since a listing may lag behind.
+            # COMMIT is read by name before anything is deleted, since a listing may lag behind.
             if self.store.read(attempt.prefix + format_lib.COMMIT) is None:
                 writer.remove(attempt)
 
     def _saved(self, attempt: format_lib.Attempt) -> retention.Saved:
-        """Describes a checkpoint for the rules that keep some."""
+        """Describes a checkpoint for the retention rules."""
         metric = None
         if self._keep.best:
             with contextlib.suppress(source.DamagedError):
                 metric = source.read_commit(attempt)["metrics"].get(self._keep.metric)
-        # What a person has moved elsewhere, and left a link to, is that person's.
+        # A link means that a person moved the checkpoint elsewhere, and only that person may delete it.
         pinned = format_lib.PINNED in attempt.marks or attempt.is_link
         finite = not (self._keeps_finite and self.nonfinite(attempt))
         return retention.Saved(attempt.step, metric, pinned, finite)

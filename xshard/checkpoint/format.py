@@ -1,18 +1,21 @@
-"""The format of a checkpoint.
+"""The on-disk format of a checkpoint.
 
-    step_00001200.3f9a11c2/     a folder for each attempt to save, so that nothing is ever overwritten
-        p0/, p1/, ...           what each process wrote: an OCDBT database each, and sums.json, its chunks' checksums
-        manifest.ocdbt, d/      all processes' databases, merged: its entries refer to p0/, p1/, ...
-        meta.json               the tree: paths, shapes, types; the run's metadata; versions
-        COMMIT                  created last and only if absent: with it the checkpoint counts
-        PINNED, DAMAGED         marks: never deleted by a rule; set aside, with the reason
-        METRICS                 those of an evaluation that was made after the save
-    removed/step_...            a note for each attempt that a person has deleted
-    RUN                         whose checkpoints these are (see `Owner`)
+    step_00001200.3f9a11c2/     one folder per attempt to save a step, so that nothing is ever overwritten
+        p0/, p1/, ...           the output of each process: an OCDBT database, and its chunks' checksums (sums.json)
+        manifest.ocdbt, d/      the merge of all processes' databases; its entries refer to p0/, p1/, ...
+        meta.json               the tree (paths, shapes, types), the run's metadata, and library versions
+        COMMIT                  created last, and only if absent; its existence makes the checkpoint count
+        PINNED                  a mark: no retention rule deletes this checkpoint
+        DAMAGED                 a mark with the reason: the checkpoint no longer counts
+        METRICS                 the metrics of an evaluation that ran after the save
+    removed/step_...            a note for each attempt that a person deleted
+    RUN                         the run that owns these checkpoints (see `Owner`)
 
-Each array of the tree is a zarr3 array under its path (see arrays.py). COMMIT holds its own checksum and
-those of meta.json and of the manifest, the number of keys, and the metrics that the best checkpoint is
-chosen by; and where the parameters have been looked at, the names of those that are not finite.
+An attempt "counts" if it may be restored: it has COMMIT and is not marked DAMAGED.
+
+Each array of the tree is a zarr3 array under its path (see arrays.py). COMMIT holds its own checksum, the
+checksums of meta.json and of the manifest, the number of keys, and the metrics by which the best checkpoint
+is chosen. If the run checks its parameters, COMMIT also lists the paths of arrays that are not finite.
 """
 
 import dataclasses
@@ -31,9 +34,9 @@ VERSION = 2
 COMMIT, META, MANIFEST, SUMS = "COMMIT", "meta.json", "manifest.ocdbt", "sums.json"
 PINNED, DAMAGED, METRICS = "PINNED", "DAMAGED", "METRICS"
 RUN, REMOVED = "RUN", "removed/"
-# In COMMIT, but not in those that older versions have written.
+# Optional keys of COMMIT: older versions did not write them.
 NONFINITE, OWNER = "nonfinite", "run"
-# JSON has no such number: {"not finite": "nan"} stands for it.
+# JSON cannot represent NaN or infinities; they are written as {"not finite": "nan"}.
 _NOT_FINITE = "not finite"
 _MARKS = {COMMIT, PINNED, DAMAGED, METRICS}
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{8})")
@@ -42,13 +45,13 @@ CheckpointError = store_lib.CheckpointError
 
 
 class Owner(NamedTuple):
-    """The run whose checkpoints are in a folder, as it says of itself in RUN.
+    """The run that owns the checkpoints in a folder, as recorded in RUN.
 
     Attributes:
-      id: what tells it from any other run.
-      fingerprint: of all in its config that may not change.
-      workdir: its work directory, and the host where that was.
-      config: its config, as JSON can hold it.
+      id: the run's unique ID.
+      fingerprint: a checksum of the config values that may not change during a run.
+      workdir: the run's work directory and the host it was on.
+      config: the run's config, as JSON-serializable values.
     """
 
     id: str
@@ -59,14 +62,14 @@ class Owner(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """The folder of one attempt to save a step, as it was when it was looked at.
+    """The folder of one attempt to save a step, as it was when the store was listed.
 
     Attributes:
-      store: where it is.
+      store: the store that holds the folder.
       step: the step's number.
-      nonce: what tells it from other attempts.
-      marks: which of COMMIT, PINNED, DAMAGED and METRICS are in it.
-      is_link: whether it is a link that somebody has made by hand: it is read, and never deleted.
+      nonce: a random string that distinguishes attempts to save the same step.
+      marks: which of COMMIT, PINNED, DAMAGED and METRICS exist in the folder.
+      is_link: whether the folder is a symbolic link, which only a person creates. Links are read, never deleted.
     """
 
     store: store_lib.Store
@@ -77,29 +80,29 @@ class Attempt:
 
     @property
     def folder(self) -> str:
-        """Its name in the store."""
+        """The folder's name in the store."""
         return f"step_{self.step:08d}.{self.nonce}"
 
     @property
     def prefix(self) -> str:
-        """The prefix of the names of its objects."""
+        """The prefix of the names of the attempt's objects."""
         return f"{self.folder}/"
 
     @property
     def counts(self) -> bool:
-        """Returns whether it is a checkpoint that may be restored."""
+        """Returns whether the attempt is a checkpoint that may be restored."""
         return COMMIT in self.marks and DAMAGED not in self.marks
 
     def __str__(self) -> str:
         return f"{self.store}/{self.folder}"
 
     def part(self, process: int) -> str:
-        """The prefix of what a process writes."""
+        """The prefix of the objects that a process writes."""
         return f"{self.prefix}p{process}/"
 
 
 def attempts(store: store_lib.Store) -> list[Attempt]:
-    """All attempts in a store, the oldest step first."""
+    """Lists all attempts in a store, oldest step first."""
     listed = []
     for name, folder in store.folders(_NAME).items():
         listed.append(attempt_in(store, name, folder.names & _MARKS, folder.is_link))
@@ -109,30 +112,35 @@ def attempts(store: store_lib.Store) -> list[Attempt]:
 def attempt_in(
     store: store_lib.Store, folder: str, marks: frozenset[str] = frozenset(), is_link: bool = False
 ) -> Attempt:
-    """The attempt whose folder has a name such as 'step_00001200.3f9a11c2'."""
+    """Returns the attempt for a folder name such as 'step_00001200.3f9a11c2'."""
     step, nonce = folder.removeprefix("step_").split(".")
     return Attempt(store, int(step), nonce, marks, is_link)
 
 
 def committed(store: store_lib.Store) -> list[Attempt]:
-    """The attempts that count, the oldest step first."""
+    """Lists the attempts that count, oldest step first."""
     return [attempt for attempt in attempts(store) if attempt.counts]
 
 
 def find(store: store_lib.Store, step: int) -> Attempt:
-    """The checkpoint of a step.
+    """Returns the checkpoint of a step.
 
     Raises:
-      CheckpointError: if there is none that counts.
+      CheckpointError: if no attempt to save the step counts.
     """
     return choose(store, committed(store), step)[0]
 
 
 def choose(store: store_lib.Store, there: list[Attempt], step: int | None) -> list[Attempt]:
-    """Selects, of the attempts that count, those of a step, or all; the newest first.
+    """Selects the attempts of one step, newest first.
+
+    Args:
+      store: the store, for the message.
+      there: the attempts that count, oldest step first.
+      step: the step to select; None selects all attempts.
 
     Raises:
-      CheckpointError: if there is none.
+      CheckpointError: if no attempt is selected.
     """
     chosen = [attempt for attempt in reversed(there) if step in (None, attempt.step)]
     if not chosen:
@@ -143,7 +151,7 @@ def choose(store: store_lib.Store, there: list[Attempt], step: int | None) -> li
 
 
 def pin(attempt: Attempt) -> bool:
-    """Keeps a checkpoint from every rule; False if it was kept so already."""
+    """Pins a checkpoint, so that no retention rule deletes it; returns False if it was already pinned."""
     if PINNED in attempt.marks:
         return False
     attempt.store.create(attempt.prefix + PINNED, b"")
@@ -151,33 +159,33 @@ def pin(attempt: Attempt) -> bool:
 
 
 def unpin(attempt: Attempt) -> None:
-    """Leaves a checkpoint to the rules again."""
+    """Unpins a checkpoint, so that the retention rules apply to it again."""
     attempt.store.delete(attempt.prefix + PINNED)
 
 
 def note_removed(attempt: Attempt) -> None:
-    """Notes that a person deletes a checkpoint: the run it is of may then go on from an earlier one."""
+    """Records that a person deletes a checkpoint, which permits its run to resume from an earlier one."""
     note = {"removed": time.strftime("%Y-%m-%d %H:%M:%S")}
     if attempt.store.read(REMOVED + attempt.folder) is None:
         attempt.store.create(REMOVED + attempt.folder, to_json(note))
 
 
 def is_removed(store: store_lib.Store, folder: str) -> bool:
-    """Returns whether a person has deleted the attempt of this name, or begun to."""
-    # Asked for by its name: what is not listed is no evidence.
+    """Returns whether a person deleted the attempt of this name, or began to."""
+    # The note is read by name because a listing may lag behind.
     return store.read(REMOVED + folder) is not None
 
 
 def is_given_up(store: store_lib.Store, folder: str) -> bool:
-    """Returns whether an attempt of this name is known to be gone: deleted by hand, or damaged."""
+    """Returns whether the attempt of this name is known to be unusable: deleted by hand, or marked as damaged."""
     return is_removed(store, folder) or store.read(f"{folder}/{DAMAGED}") is not None
 
 
 def read_owner(store: store_lib.Store) -> Owner | None:
-    """The run whose checkpoints are in a store; None if it does not say, as none of before did.
+    """Returns the run that owns the checkpoints in a store; None if there is no RUN, as in older versions.
 
     Raises:
-      CheckpointError: if it cannot be read, or is not what was written.
+      CheckpointError: if RUN cannot be read, or its content is not what a run wrote.
     """
     content = store.read(RUN)
     if content is None:
@@ -195,9 +203,10 @@ def read_owner(store: store_lib.Store) -> Owner | None:
 
 
 def claim(store: store_lib.Store, owner: Owner) -> None:
-    """Makes the checkpoints in a store a run's; CheckpointError if they are another's."""
+    """Records a run as the owner of a store; raises CheckpointError if another run owns it."""
     other = read_owner(store)
     if other is None:
+        # `create` does not overwrite: if two runs claim the store at the same time, one of them fails.
         store.create(RUN, seal(owner._asdict()))
     elif other.id != owner.id:
         raise CheckpointError(
@@ -207,35 +216,36 @@ def claim(store: store_lib.Store, owner: Owner) -> None:
 
 
 def add_metrics(attempt: Attempt, metrics: dict[str, float]) -> None:
-    """Gives a checkpoint metrics that it was saved without, in the place of those it has been given before."""
+    """Adds metrics to a checkpoint that was saved without them, replacing any that were added before."""
+    # `create` refuses to overwrite an object that has other content.
     attempt.store.delete(attempt.prefix + METRICS)
     attempt.store.create(attempt.prefix + METRICS, seal(metrics))
 
 
 def checksum(content: bytes) -> str:
-    """The SHA-256 of a file."""
+    """Returns the SHA-256 of a file's content, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def to_json(value: Any) -> bytes:
-    """Readable JSON, the same for the same value."""
+    """Serializes a value to indented JSON with sorted keys, so that equal values have equal bytes."""
     return _dump(_without_nonfinite(value))
 
 
 def from_json(content: bytes) -> dict[str, Any]:
-    """The object that `to_json` has written; ValueError if it is none."""
+    """Parses an object that `to_json` wrote; raises ValueError if the content is not a JSON object."""
     return _with_nonfinite(jsonfile.loads(content))
 
 
 def seal(value: dict[str, Any]) -> bytes:
-    """JSON with a checksum of its own."""
+    """Serializes an object to JSON together with its checksum."""
     return _seal(_without_nonfinite(value))
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-    """Returns the content that was sealed; raises ValueError if it has changed."""
+    """Returns the object that `seal` wrote; raises ValueError if its checksum differs."""
     value = jsonfile.loads(content).get("content")
-    # As it stands there: what was written of old may hold a bare NaN.
+    # The parsed value is sealed again as it is, without `_without_nonfinite`: older versions wrote a bare NaN.
     if not isinstance(value, dict) or content != _seal(value):
         raise ValueError("its checksum differs")
     return _with_nonfinite(value)
@@ -250,7 +260,7 @@ def _dump(value: Any) -> bytes:
 
 
 def _without_nonfinite(value: Any) -> Any:
-    """A value with what stands for each number that is not finite."""
+    """Replaces each number that is not finite with its JSON substitute."""
     if isinstance(value, Mapping):
         return {key: _without_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -261,7 +271,7 @@ def _without_nonfinite(value: Any) -> Any:
 
 
 def _with_nonfinite(value: Any) -> Any:
-    """A value with the numbers that are not finite in the place of what stands for them."""
+    """Replaces each JSON substitute with the number that it stands for."""
     if isinstance(value, list):
         return [_with_nonfinite(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""The copy of a state to the host, which the caller of a save makes while the save's thread writes it."""
+"""The copy of a state to the host: the caller of a save copies, and the thread of the save writes.
+
+The two overlap only if this process's share of the state exceeds the budget of host memory.
+"""
 
 import queue
 import threading
@@ -13,22 +16,22 @@ from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
 
-# What waits until a copy is on the host.
+# Waits until a copy is on the host, and returns it.
 _Finish = Callable[[], np.ndarray]
-# After so long without a chunk, what has been gathered is written: the copy may wait for its bytes.
+# After this long without a chunk, the thread writes what it has collected: the copy may be waiting for that memory.
 _IDLE_SECONDS = 0.05
 
 
 class HostCopy:
-    """Copies of what this process writes, on their way from the caller of a save to its thread."""
+    """A queue of chunks to write, filled by the caller of a save and emptied by the thread of the save."""
 
     def __init__(self, plan: ownership.Plan, budget_bytes: int, progress: budget_lib.Progress):
-        """Begins with nothing copied.
+        """Creates an empty queue.
 
         Args:
-          plan: what this process writes.
-          budget_bytes: how many bytes may be held at a time: those that are copied and not yet written.
-          progress: is told of what is written.
+          plan: the chunks that this process writes.
+          budget_bytes: the most bytes that may be copied but not yet written.
+          progress: receives the number of bytes written.
         """
         self._plan = plan
         self._progress = progress
@@ -37,7 +40,7 @@ class HostCopy:
         self._queue: queue.SimpleQueue[ownership.Chunk | BaseException | None] = queue.SimpleQueue()
 
     def make(self, leaves: dict[str, Any]) -> None:
-        """Copies arrays, so that they may be donated afterwards; waits where the budget is used up.
+        """Copies arrays, which may be donated afterwards. Waits while the budget is used up.
 
         Args:
           leaves: the arrays by path.
@@ -46,19 +49,19 @@ class HostCopy:
             self._copy(leaves)
             self._queue.put(None)
         except BaseException as e:
-            # The thread, and with it all other processes, must hear that no more chunks come.
+            # The thread must stop waiting for chunks, and report the failure to the other processes.
             self._queue.put(e)
             raise
         finally:
             self._may_write.set()
 
     def chunks(self) -> Iterator[ownership.Chunk | None]:
-        """The chunks, for the thread; None where none has come for a while.
+        """Yields the chunks for the thread, and None when no chunk has arrived for a while.
 
         Raises:
-          CheckpointError: if the copy has failed.
+          CheckpointError: if the copy failed.
         """
-        # To write beside the copy would slow down what the caller waits for.
+        # Writing at the same time would slow down the copy, for which the caller waits.
         self._may_write.wait()
         while True:
             try:
@@ -73,12 +76,12 @@ class HostCopy:
             yield chunk
 
     def written(self, nbytes: int) -> None:
-        """Gives bytes that are on the disk back to the budget."""
+        """Gives the memory of bytes that have been written back to the budget."""
         self._budget.give(nbytes)
         self._progress.add(nbytes)
 
     def close(self) -> None:
-        """Lets the caller pass, since nothing more will be written."""
+        """Releases a caller that waits for the budget, because nothing more will be written."""
         self._budget.close()
 
     def _copy(self, leaves: dict[str, Any]) -> None:
@@ -87,7 +90,8 @@ class HostCopy:
         for piece in self._plan.pieces:
             nbytes = self._plan.arrays[piece.path].chunk_bytes
             if copying and not self._budget.fits(nbytes):
-                # Only what is written gives bytes back, and only what has been copied can be written.
+                # Writing begins early, since only written chunks return memory to the budget. Without this the
+                # copy would wait forever.
                 self._hand_over(copying)
                 self._may_write.set()
             self._budget.take(nbytes)
@@ -104,20 +108,20 @@ class HostCopy:
 
 
 def start_copy(shard: Any, piece: ownership.Piece) -> _Finish:
-    """Begins to copy a piece of a shard, and returns what ends it."""
+    """Begins to copy a piece of a shard; returns a function that waits for the copy and returns it."""
     box = tuple(slice(i, i + n) for i, n in zip(piece.start, piece.shape, strict=True))
     if isinstance(shard, np.ndarray):
         return lambda: np.array(shard[box])
     if shard.device.platform == "cpu":
-        # The array's own memory: as long as NumPy looks at it, JAX donates it to nobody.
+        # This is a view of the array's memory. JAX does not donate a buffer while NumPy refers to it.
         return lambda: np.asarray(shard)[box]
     return start_device_copy(shard, piece)
 
 
 def start_device_copy(shard: jax.Array, piece: ownership.Piece) -> _Finish:
-    """Begins to copy a piece of a shard from a device that has memory of its own."""
+    """Begins to copy a piece of a shard from a device with its own memory."""
     if piece.shape != shard.shape:
-        # On the device, so that only what this process writes goes over the bus.
+        # The slice is taken on the device, so that only this process's piece is transferred.
         shard = jax.lax.dynamic_slice(shard, piece.start, piece.shape)
     shard.copy_to_host_async()
     return lambda: np.asarray(shard)

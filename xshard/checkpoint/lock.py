@@ -1,9 +1,9 @@
-"""One run writes a store at a time.
+"""Locks by which only one run writes a store at a time.
 
-On a disk the kernel keeps a lock for as long as the process lives. On an object store there is a lease:
-an object that its owner writes again every few seconds. Who finds one watches whether that goes on; if
-not, its owner is dead, and the lease is taken over. An owner that was only slow notices before its next
-checkpoint would count, since the object is not its own any more.
+On a disk, the kernel holds a file lock for as long as the process lives. On an object store, the lock is a
+lease: an object that its owner rewrites every few seconds. A process that finds a lease watches it. If
+the object does not change, the owner is dead, and the process takes the lease over. If the owner was only
+slow, it detects the loss before its next checkpoint counts, because the object names another owner.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ WATCH_SECONDS = 20.0
 
 
 def acquire(store: store_lib.Store, say: Callable[[str], None]) -> "FileLock | Lease":
-    """Makes a store this process's own.
+    """Locks a store for this process.
 
     Raises:
-      CheckpointError: if another process has it.
+      CheckpointError: if another process holds the lock.
     """
     return FileLock(store) if store.path is not None else Lease(store, say)
 
@@ -37,7 +37,7 @@ class FileLock:
     """The lock of a folder on a disk."""
 
     def __init__(self, store: store_lib.Store):
-        """Takes it; CheckpointError if another process has it."""
+        """Takes the lock; raises CheckpointError if another process holds it."""
         assert store.path is not None
         try:
             store.path.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ class FileLock:
             raise store_lib.CheckpointError(
                 f"{store} cannot be written: {store_lib.reason(e)}."
             ) from e
-        # At the latest when nobody holds this object any more.
+        # Closing the file releases the lock, at the latest when this object is garbage-collected.
         self._close = weakref.finalize(self, os.close, file)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,10 +59,10 @@ class FileLock:
             ) from e
 
     def check(self) -> None:
-        """The kernel lets nobody else have it."""
+        """Does nothing: the kernel does not let another process take the lock."""
 
     def release(self) -> None:
-        """Gives it back."""
+        """Releases the lock."""
         self._close()
 
 
@@ -70,13 +70,18 @@ class Lease:
     """The lease of a folder on an object store."""
 
     def __init__(self, store: store_lib.Store, say: Callable[[str], None]):
-        """Takes it, after it has been watched if there is one."""
+        """Takes the lease. If there already is one, watches it first, for `WATCH_SECONDS`.
+
+        Raises:
+          CheckpointError: if another process renews the lease, or takes it first.
+        """
         self._store = store
         self._owner = f"{platform.node()}/{secrets.token_hex(8)}"
         self._beats = 0
-        # Who has it now, if another process has taken it over.
+        # The new owner, if another process has taken the lease over.
         self._lost = ""
         free = self._free_generation(say)
+        # The write is conditional on the generation: of several processes that found the lease free, one succeeds.
         generation = store.replace(NAME, self._content(), free)
         if generation is None:
             raise _in_use(store, "another process, which came first")
@@ -86,7 +91,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises CheckpointError if another process has taken it over."""
+        """Raises CheckpointError if another process has taken the lease over."""
         if not self._lost:
             _, content = self._store.stat(NAME)
             holder = _owner_of(content) if content else "nobody"
@@ -99,11 +104,11 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Gives it back."""
+        """Ends the renewal and deletes the lease."""
         self._ended.set()
         self._thread.join()
         if not self._lost:
-            # What is not given back is taken over when it has been watched.
+            # If the lease cannot be deleted, the next run watches it and takes it over.
             with contextlib.suppress(store_lib.CheckpointError):
                 self._store.delete(NAME)
 
@@ -112,12 +117,13 @@ class Lease:
         return json.dumps({"owner": self._owner, "beats": self._beats}).encode()
 
     def _free_generation(self, say: Callable[[str], None]) -> bytes:
-        """The generation of the lease when nobody renews it."""
+        """Returns the lease's generation once it is known that no process renews it."""
         generation, content = self._store.stat(NAME)
         if content is None:
             return generation
         owner = _owner_of(content)
         say(f"{self._store} is {owner}'s; watching for {WATCH_SECONDS:g} s whether it is alive")
+        # The watch measures elapsed time on this host only, since the clocks of two hosts may differ.
         end = time.monotonic() + WATCH_SECONDS
         while time.monotonic() < end:
             time.sleep(RENEW_SECONDS / 5)
@@ -133,7 +139,7 @@ class Lease:
             try:
                 renewed = self._store.replace(NAME, self._content(), self._generation)
             except store_lib.CheckpointError:
-                # Out of reach for now; if for too long, another may have it, and `check` sees that.
+                # The store is out of reach. If this lasts, another process may take the lease, which `check` detects.
                 continue
             if renewed is None:
                 self._lost = "another process"
@@ -142,7 +148,7 @@ class Lease:
 
 
 def _owner_of(content: bytes) -> str:
-    """The owner that a lease names."""
+    """Returns the owner that a lease names."""
     return json.loads(content)["owner"]
 
 

@@ -1,4 +1,7 @@
-"""The checkpoints of one run: saved in the background, kept by rules, restored by agreement."""
+"""The checkpoints of one run.
+
+Checkpoints are saved in the background and deleted by retention rules. All processes agree on which one to restore.
+"""
 
 import functools
 import os
@@ -14,7 +17,14 @@ from xshard.checkpoint import store as store_lib
 
 
 class Manager:
-    """The checkpoints in one folder. Every process of a run makes one, and calls it alike."""
+    """The checkpoints in one folder.
+
+    Every process of a run creates a manager and makes the same calls in the same order. Methods that return
+    a result "as this process sees it" do not communicate.
+
+    A checkpoint "counts", that is it may be restored, from the moment its COMMIT exists. See
+    `xshard/checkpoint/format.py` for the files.
+    """
 
     def __init__(
         self,
@@ -33,18 +43,18 @@ class Manager:
 
         Args:
           folder: a path that all processes see, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
-          keep: which checkpoints are kept.
-          budget_bytes: how many bytes of the state may be in host memory at a time, beside the state.
-          finite: a regular expression of paths, such as '^params/': each checkpoint says whether these arrays are
-            finite, and the newest in which they are is never deleted for one in which they are not.
-          refuse_nonfinite: whether one in which they are not does not count.
-          owner: the run; another's checkpoints are refused. None: whoever's they are.
+          keep: the retention rules.
+          budget_bytes: the most bytes of host memory that a save or a restore holds at a time, beyond the state itself.
+          finite: a regular expression of paths, such as '^params/'. Each checkpoint records which of the matching
+            arrays are not finite. The newest checkpoint in which all of them are finite is never deleted.
+          refuse_nonfinite: whether a checkpoint in which a matching array is not finite fails to count.
+          owner: the run, which refuses the checkpoints of other runs; None accepts those of any run.
           deadline_seconds: how long processes wait for one another.
-          say: takes messages on progress.
-          committed: called on process 0, from another thread, when a checkpoint counts.
+          say: called with progress messages.
+          committed: called on process 0, from another thread, once a checkpoint counts.
 
         Raises:
-          CheckpointError: if the folder cannot be one.
+          CheckpointError: if the folder is not a valid place for checkpoints.
         """
         self.store = store_lib.Store(folder)
         self._owner = owner
@@ -65,18 +75,19 @@ class Manager:
         )
 
     def all_steps(self) -> list[int]:
-        """The steps with a checkpoint that counts, in ascending order."""
+        """Lists the steps with a checkpoint that counts, in ascending order, as this process sees them."""
         return sorted({attempt.step for attempt in self._folder.committed()})
 
     def latest_step(self) -> int | None:
-        """The newest step with a checkpoint that counts, or None."""
+        """Returns the newest step with a checkpoint that counts, as this process sees it; None if there is none."""
         return max(self.all_steps(), default=None)
 
     def agreed_latest_step(self) -> int | None:
-        """The newest step, on all processes; None if there is no checkpoint, as all of them see it.
+        """Returns the newest step, the same on all processes; None if no process sees a checkpoint.
 
         Raises:
-          CheckpointError: if some process does not see what process 0 does, as on a host where a disk is missing.
+          CheckpointError: if a process does not see the checkpoints that process 0 sees, for example because a disk
+            is not mounted on its host.
         """
         newest = self.agree(lambda: [a.folder for a in self._folder.committed()[-1:]])
         self._agreement.check_seen(newest)
@@ -85,67 +96,75 @@ class Manager:
         return format_lib.attempt_in(self.store, newest[0]).step
 
     def is_given_up(self, folder: str) -> bool:
-        """Returns whether a checkpoint that was there is known not to count any more: deleted by hand, or damaged."""
+        """Returns whether a checkpoint that once counted is known not to: it was deleted by hand, or is damaged."""
         return format_lib.is_given_up(self.store, folder)
 
     def damaged_steps(self) -> list[int]:
-        """The steps of checkpoints that are marked as damaged, in ascending order."""
+        """Lists the steps of checkpoints that are marked as damaged, in ascending order."""
         attempts = format_lib.attempts(self.store)
         return sorted({a.step for a in attempts if format_lib.DAMAGED in a.marks})
 
     def agree(self, action: Callable[[], Any]) -> Any:
-        """Returns, on all processes, what process 0's action returns, as JSON can hold it.
+        """Runs an action on process 0 and returns its result on all processes.
+
+        Args:
+          action: returns a JSON-serializable value.
 
         Raises:
-          CheckpointError: on all of them, if the action fails.
+          CheckpointError: on all processes, if the action fails.
         """
         return self._agreement.from_first(action)
 
     def pin(self, step: int) -> bool:
-        """Keeps a step from every rule, until `unpin`; False if it was kept so already.
+        """Pins a step, so that no retention rule deletes it until `unpin`; returns False if it was already pinned.
 
         Raises:
-          CheckpointError: if there is no such step.
+          CheckpointError: if the step has no checkpoint that counts.
         """
         return format_lib.pin(format_lib.find(self.store, step))
 
     def unpin(self, step: int) -> None:
-        """Leaves a step to the rules again."""
+        """Unpins a step, so that the retention rules apply to it again."""
         format_lib.unpin(format_lib.find(self.store, step))
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The metrics of a step, as this process sees them; none if it has none, or is there no more."""
+        """Returns the metrics of a step, as this process sees them; empty if the step has none or no longer exists."""
         for attempt in reversed(self._folder.committed()):
             if attempt.step == step:
                 return source.read_commit(attempt)["metrics"]
         return {}
 
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of a step's arrays by path, as this process sees them; CheckpointError if it cannot be read."""
+        """Returns the shapes of a step's arrays by path, as this process sees them.
+
+        Raises:
+          CheckpointError: if the step cannot be read.
+        """
         metas = source.read_array_metas(format_lib.find(self.store, step))
         return {path: meta.shape for path, meta in metas.items()}
 
     def nonfinite(self, step: int) -> list[str]:
-        """The paths in a step of what is to be finite and is not; none if nobody has looked."""
+        """Lists arrays of a step that should be finite and are not, by path; empty if the save did not check."""
         newest, *_ = format_lib.choose(self.store, self._folder.committed(), step)
         return self._folder.nonfinite(newest)
 
     def finite_steps(self) -> list[int]:
-        """The steps in which everything is finite that is to be, as far as it was looked at, in ascending order."""
+        """Lists the steps with no array known to be nonfinite, in ascending order."""
         return [a.step for a in self._folder.committed() if not self._folder.nonfinite(a)]
 
     def newest_finite_step(self) -> int | None:
-        """The newest of `finite_steps`, if there is one."""
+        """Returns the newest of `finite_steps`; None if there is none."""
         return max(self.finite_steps(), default=None)
 
     def folders_after(self, step: int) -> list[str]:
-        """The checkpoints of later steps, as `give_up` takes them."""
+        """Lists the folders of checkpoints of later steps, as `give_up` takes them."""
         return [attempt.folder for attempt in self._folder.committed() if attempt.step > step]
 
     def give_up(self, folders: Sequence[str]) -> None:
-        """Deletes checkpoints of a history that their run has gone back behind, pinned or not; on process 0.
+        """Deletes checkpoints, pinned or not, that the run discarded when it rolled back. Call it on process 0.
 
-        They are noted as deleted by hand are. What is not there any more has been deleted before.
+        Each is recorded like a checkpoint that a person deleted, so that the run may resume from an earlier one.
+        Folders that no longer exist are skipped: an earlier call deleted them.
         """
         for attempt in format_lib.attempts(self.store) if folders else ():
             if attempt.folder in folders and format_lib.COMMIT in attempt.marks:
@@ -157,14 +176,17 @@ class Manager:
         metrics: dict[str, float],
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Gives a step that was saved without metrics those that it is chosen by as the best.
+        """Adds to a step that was saved without metrics the ones by which the best checkpoint is chosen.
 
-        `before` is called first, on process 0.
+        Args:
+          step: the step.
+          metrics: the metrics by name.
+          before: called on process 0 before the metrics are written.
 
         Raises:
-          CheckpointError: on all processes, if there is no such step, or it cannot be written.
+          CheckpointError: on all processes, if the step has no checkpoint, or the metrics cannot be written.
         """
-        # A step that is being saved is not there to be given anything.
+        # The step may be the one whose save is still under way.
         self.wait()
 
         def add() -> None:
@@ -174,15 +196,15 @@ class Manager:
         self.agree(add)
 
     def acquire(self) -> None:
-        """Makes the folder this run's until `close`; a save does so too.
+        """Locks the folder for this run until `close`. A save does so too.
 
         Raises:
-          CheckpointError: if another run has it, if it holds another run's checkpoints, if it cannot be written,
-            or if some process does not see it, as on a host where a disk is missing.
+          CheckpointError: if another run holds the lock, if the folder holds another run's checkpoints, if it cannot
+            be written, or if a process does not see it, for example because a disk is not mounted on its host.
         """
         self.wait()
         self.agree(self._folder.acquire)
-        # What process 0 has written there tells each process whether it sees the same folder.
+        # Process 0 wrote RUN into the folder. A process that cannot read it sees another folder.
         if self._owner is not None:
             self._agreement.check_owner(self._owner)
 
@@ -196,41 +218,45 @@ class Manager:
         metrics: dict[str, float] | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins to save a step, unless it has been, and deletes what need not be kept when it is.
+        """Begins to save a step in the background, unless the step already has a checkpoint that counts.
 
-        Returns when the state has been copied to the host, and may be donated.
+        Returns when the state has been copied to the host and may be donated. The budget permitting, that is before
+        the state is written. When the checkpoint counts, checkpoints that no rule keeps are deleted.
 
         Args:
           step: the step's number.
-          state: a tree of arrays, typed PRNG keys among them; all processes' together.
-          metadata: what JSON can hold, equal on all processes.
-          data: this process's position in the data, as JSON can hold it.
-          metrics: what the best checkpoint is chosen by.
-          before_commit: called on process 0, from another thread, before the checkpoint counts: makes durable what
-            it promises and does not hold. What it raises makes the save fail.
+          state: a tree of arrays, global across all processes. It may contain typed PRNG keys.
+          metadata: JSON-serializable, and equal on all processes.
+          data: this process's position in the data, JSON-serializable.
+          metrics: the metrics by which the best checkpoint can be chosen, by name.
+          before_commit: called on process 0, from another thread, before the checkpoint counts. It makes durable
+            what the checkpoint relies on but does not contain, such as logged rows. If it raises, the save fails.
 
         Raises:
-          CheckpointError: if the state or what is saved with it cannot be saved; or if the save before
-            has failed, while this one is under way all the same.
+          CheckpointError: if the state or its metadata cannot be saved, or if the previous save failed. After a
+            failure of the previous save, this save is under way nevertheless.
         """
         request = saver.Request(step, metadata, data, metrics or {}, before_commit)
         self._saver.start(request, state)
 
     def check(self) -> None:
-        """Raises CheckpointError if the last save has ended and failed. Does not wait."""
+        """Raises CheckpointError if the last save has finished and failed. Does not wait."""
         self._saver.check()
 
     def wait(self) -> None:
-        """Waits for the last save; CheckpointError if it has failed."""
+        """Waits for the last save to finish; raises CheckpointError if it failed."""
         self._saver.wait()
 
     def clean(self) -> None:
-        """Waits for the last save, and deletes what was left by a run that was killed while it deleted."""
+        """Waits for the last save, then deletes the leftovers of attempts that do not count and old checkpoints.
+
+        A run that was killed during a save or a deletion leaves such folders.
+        """
         self.wait()
         self._folder.clean()
 
     def close(self) -> None:
-        """Waits for the last save, and gives the folder back."""
+        """Waits for the last save, then releases the lock on the folder."""
         try:
             self.wait()
         finally:
@@ -243,17 +269,17 @@ class Manager:
         *,
         may_hold: Callable[[], Any] | None = None,
     ) -> reader.Restored:
-        """Reads a checkpoint: on every process its part, of the same one.
+        """Restores a checkpoint. All processes read the same one, and each reads its own shards.
 
         Args:
-          target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a function that makes one of the
-            stored shapes by path.
-          step: the step; the newest by default, or the newest before it that is not damaged.
-          may_hold: makes a tree such as `target`, of all that a checkpoint may hold: what of it is not in
-            the target is left out. Anything else that is not in the target is an error.
+          target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a function from the stored shapes by
+            path to such a tree.
+          step: the step; by default the newest checkpoint that is not damaged.
+          may_hold: returns a tree like `target` with every array that a checkpoint may hold. Arrays of this tree
+            that are not in the target are not read. Any other stored array that is not in the target is an error.
 
         Raises:
-          CheckpointError: if there is none, if all are damaged, or if it does not fit the target.
+          CheckpointError: if there is no checkpoint, if all are damaged, or if the checkpoint does not fit the target.
         """
         self.wait()
         damages = []
@@ -270,6 +296,7 @@ class Manager:
             restored, damage = self._agreement.read(attempt, read)
             if restored is not None:
                 return restored
+            # All processes have the same verdict here, so all of them go on to the same next checkpoint.
             damages.append(damage)
             logging.error("DAMAGED CHECKPOINT: %s Trying the one before.", damage)
             self._folder.mark_damaged(attempt, damage)
@@ -278,13 +305,13 @@ class Manager:
         )
 
     def _candidates(self, step: int | None) -> list[format_lib.Attempt]:
-        """The checkpoints that may be read, the newest first, on all processes."""
+        """Lists the checkpoints that may be read, newest first, the same on all processes."""
 
         def choose() -> list[str]:
             chosen = format_lib.choose(self.store, self._folder.committed(), step)
             return [attempt.folder for attempt in chosen]
 
-        # As process 0 sees them: a listing may differ from one instant to the next.
+        # Process 0 decides for all, since two listings of a store may differ from one instant to the next.
         folders = self.agree(choose)
         self._agreement.check_seen(folders)
         return [format_lib.attempt_in(self.store, folder) for folder in folders]

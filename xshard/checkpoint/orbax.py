@@ -1,4 +1,4 @@
-"""To and from orbax, without it: its checkpoints are tensorstore arrays with a description."""
+"""Conversion to and from orbax's checkpoints, which are tensorstore arrays with a description. Orbax is not needed."""
 
 import json
 import math
@@ -14,14 +14,14 @@ from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile
 
 _METADATA = "_METADATA"
-# Orbax's name for a key of a mapping.
+# Orbax's code for a key of a mapping.
 _DICT_KEY = 2
 
 
 def describe(attempt: format_lib.Attempt) -> int:
     """Adds the file by which `orbax.checkpoint.StandardCheckpointer().restore` opens a checkpoint.
 
-    Orbax sees one mapping of paths to arrays; PRNG keys as their data.
+    Orbax restores one flat mapping of paths to arrays. Typed PRNG keys are restored as their data.
 
     Returns:
       The number of arrays.
@@ -43,13 +43,13 @@ def describe(attempt: format_lib.Attempt) -> int:
 
 
 def read(source: store_lib.Store) -> dict[str, np.ndarray]:
-    """The arrays of an orbax checkpoint by path, such as 'params/mlp/w'.
+    """Reads the arrays of an orbax checkpoint, by path, such as 'params/mlp/w'.
 
     Args:
-      source: the folder that holds _METADATA: of a CheckpointManager, STEP/default.
+      source: the folder that holds _METADATA; for a CheckpointManager's checkpoint, STEP/default.
 
     Raises:
-      CheckpointError: if it is no checkpoint of orbax's, or cannot be read.
+      CheckpointError: if the folder is not an orbax checkpoint, or cannot be read.
     """
     content = source.read(_METADATA)
     if content is None:
@@ -62,6 +62,7 @@ def read(source: store_lib.Store) -> dict[str, np.ndarray]:
         names = _names(meta)
     except ValueError as e:
         raise store_lib.CheckpointError(f"{source}/{_METADATA} is not orbax's: {e}.") from e
+    # All arrays are opened before one is read, so that their total size is checked before memory is allocated.
     futures = {path: _open(source, name, meta) for path, name in names.items()}
     try:
         opened = {path: future.result() for path, future in futures.items()}
@@ -74,7 +75,7 @@ def read(source: store_lib.Store) -> dict[str, np.ndarray]:
 
 
 def _names(meta: dict[str, Any]) -> dict[str, str]:
-    """The name of the folder of each array, by path; ValueError if the description is none."""
+    """Returns the folder name of each array, by path; raises ValueError if the description is invalid."""
     tree = meta.get("tree_metadata")
     if not isinstance(tree, dict) or not tree:
         raise ValueError("its tree_metadata is no object of arrays")
@@ -85,8 +86,9 @@ def _names(meta: dict[str, Any]) -> dict[str, str]:
         if entry["value_metadata"].get("skip_deserialize"):
             continue
         keys = _keys(name, entry.get("key_metadata"))
+        # Orbax joins the keys of a path with dots to the name of the array's folder.
         path, folder = "/".join(keys), ".".join(keys)
-        # The folder is looked for below the checkpoint, and not elsewhere on the disk.
+        # A forged description must not lead to files outside the checkpoint.
         is_elsewhere = not {"", ".", ".."}.isdisjoint(folder.split("/"))
         if is_elsewhere or "\0" in folder:
             raise ValueError(f"its entry {name!r} is called {path!r}, which is no path of an array")
@@ -109,7 +111,7 @@ def _keys(name: str, keys: Any) -> list[str]:
 
 
 def _check_size(source: store_lib.Store, arrays: dict[str, Any]) -> None:
-    """Raises CheckpointError if the arrays are larger than memory, as a damaged description may say."""
+    """Raises CheckpointError if the arrays exceed the machine's memory, as a damaged description may claim."""
     sizes = {}
     for path, array in arrays.items():
         sizes[path] = math.prod(array.shape) * array.dtype.numpy_dtype.itemsize

@@ -1,4 +1,4 @@
-"""The division of chunks among processes: each is written once, and each process writes about as many bytes."""
+"""The division of chunks among processes. Each chunk is written once, and processes write about equally many bytes."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -10,13 +10,13 @@ from xshard.checkpoint import arrays as arrays_lib
 
 
 class Piece(NamedTuple):
-    """A chunk that this process writes, and where it has it.
+    """A chunk that this process writes, and its place in the process's shards.
 
     Attributes:
       path: the array's path.
       chunk: the chunk's place in the array's grid.
-      shard: which of the process's shards of the array holds it.
-      start, shape: which part of the shard it is.
+      shard: the index of the shard that holds the chunk, among this process's shards of the array.
+      start, shape: the chunk's offset in the shard, and its shape.
     """
 
     path: str
@@ -26,17 +26,17 @@ class Piece(NamedTuple):
     shape: arrays_lib.Shape
 
 
-# A piece, and its values.
+# A piece and its values.
 Chunk = tuple[Piece, np.ndarray]
 
 
 class Plan(NamedTuple):
-    """A plan of how a tree is written.
+    """A plan for writing a tree.
 
     Attributes:
       arrays: how each array is stored, by path.
-      pieces: what this process writes, array after array.
-      loads: the bytes that each process writes.
+      pieces: the chunks that this process writes, ordered by array.
+      loads: the number of bytes that each process writes.
     """
 
     arrays: arrays_lib.ArrayMetas
@@ -45,11 +45,11 @@ class Plan(NamedTuple):
 
 
 def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
-    """Shares a tree among processes; each of them finds the same shares by itself.
+    """Divides a tree among processes. Every process computes the same division, without communication.
 
     Args:
-      leaves: the arrays by path. One without a sharding, such as NumPy's, is what every process has.
-      index: this process.
+      leaves: the arrays by path. Every process must hold the whole of an array without a sharding, such as NumPy's.
+      index: the index of this process.
       count: the number of processes.
     """
     arrays: arrays_lib.ArrayMetas = {}
@@ -65,7 +65,7 @@ def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
     loads = [0] * count
     own = []
     for choice in sorted(choices, key=_order):
-        # Of those that have least to write the first, as on every other process.
+        # `min` returns the first of equals, so that every process chooses the same owner.
         owner = min(choice.holders, key=lambda process: loads[process])
         loads[owner] += choice.nbytes
         if owner == index:
@@ -74,7 +74,7 @@ def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
 
 
 class _Choice(NamedTuple):
-    """A chunk, its size, and the processes that hold it, of which one writes it."""
+    """A chunk, its size in bytes, and the processes that hold it, one of which will write it."""
 
     path: str
     chunk: arrays_lib.Place
@@ -83,12 +83,12 @@ class _Choice(NamedTuple):
 
 
 def _order(choice: _Choice) -> tuple[Any, ...]:
-    # What only one process holds first, then the largest: the small ones even out what is left.
+    # Chunks without a choice come first, then the largest ones. The small ones, at the end, even out the loads.
     return len(choice.holders) > 1, -choice.nbytes, choice.path, choice.chunk
 
 
 def _holders(leaf: Any, count: int) -> dict[arrays_lib.Box, list[int]]:
-    """The processes that hold each distinct block, in ascending order."""
+    """Returns the processes that hold each distinct block of an array, in ascending order."""
     data, _ = arrays_lib.key_data(leaf)
     if not isinstance(leaf, jax.Array) or count == 1:
         return {arrays_lib.whole_box(data.shape): list(range(count))}
@@ -100,7 +100,7 @@ def _holders(leaf: Any, count: int) -> dict[arrays_lib.Box, list[int]]:
 
 
 def _block(blocks: Iterable[arrays_lib.Box], box: arrays_lib.Box) -> arrays_lib.Box:
-    """The block that a box lies in; blocks are of one size."""
+    """Returns the block that contains a box; all blocks of an array have the same size."""
     sizes = arrays_lib.box_shape(next(iter(blocks)))
     block = []
     for (low, _), size in zip(box, sizes, strict=True):
@@ -112,7 +112,7 @@ def _block(blocks: Iterable[arrays_lib.Box], box: arrays_lib.Box) -> arrays_lib.
 def _pieces(
     leaves: dict[str, Any], arrays: arrays_lib.ArrayMetas, own: list[_Choice]
 ) -> list[Piece]:
-    """Finds where this process has each of its own chunks, array after array."""
+    """Locates each chunk that this process writes in the process's shards; ordered by array."""
     pieces = []
     blocks: dict[str, dict[arrays_lib.Box, int]] = {}
     for choice in sorted(own):
@@ -128,7 +128,7 @@ def _pieces(
 
 
 def _local_blocks(leaf: Any) -> dict[arrays_lib.Box, int]:
-    """The first of this process's shards that holds each block."""
+    """Returns the index of the first of this process's shards that holds each block."""
     data, _ = arrays_lib.key_data(leaf)
     if not isinstance(data, jax.Array):
         return {arrays_lib.whole_box(np.shape(data)): 0}

@@ -1,4 +1,4 @@
-"""Reads parts of arrays from a checkpoint, and names what is damaged."""
+"""Reads parts of arrays from a checkpoint, and distinguishes damage from errors of the disk."""
 
 import collections
 import math
@@ -16,29 +16,30 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import source
 from xshard.checkpoint import store as store_lib
 
-# What tensorstore says of bytes that are not what was written, or of a file that is not there. All else, and every
-# error of the disk, is an error: the bytes may be there and right.
+# Tensorstore's status codes for content that is not what was written, and for missing files. Any other status and
+# every disk error is not damage: the stored bytes may be correct.
 _DAMAGE = ("DATA_LOSS", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
 _STATUS = re.compile(r"([A-Z_]{6,}):")
 _ERRNO = re.compile(r"os_error_code='(\w+)'")
-# As much is read ahead of what is placed; more was not faster.
+# The most bytes that are read ahead of the part in use. More was not faster in measurements.
 _AHEAD_BYTES = 256 << 20
-# XLA's CPU takes memory of this alignment as it is; what is not, it copies.
+# XLA on CPUs uses host memory of this alignment in place, and copies other memory.
 _ALIGNMENT = 64
+# Allocations of at least this size bypass NumPy; see `_aligned`.
 _MAPPED_BYTES = 4 << 20
-# Chunks that are counted before they are read.
+# The chunks of an array with more chunks than this are counted before the array is read.
 _MANY_CHUNKS = 4096
-# Values smaller than this, checksum and all, are kept with their keys.
+# The database stores values smaller than this, with their checksum, in its nodes next to their keys.
 _INLINE_BYTES = 1024
 
 
 class Part(NamedTuple):
-    """A part of an array, as it is asked for.
+    """A part of an array to read.
 
     Attributes:
       path: the array's path.
-      meta: how it is stored.
-      box: which part it is.
+      meta: how the array is stored.
+      box: the bounds of the part.
     """
 
     path: str
@@ -47,17 +48,17 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of its values."""
+        """The size of the part in bytes."""
         return math.prod(arrays_lib.box_shape(self.box)) * self.meta.itemsize
 
 
 def read_arrays(
     attempt: format_lib.Attempt, arrays: arrays_lib.ArrayMetas, budget_bytes: int
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads arrays into host memory, each with its path; PRNG keys as their data.
+    """Reads arrays into host memory and yields each with its path; typed PRNG keys as their data.
 
     Raises:
-      DamagedError: at the first that is not what was written.
+      DamagedError: at the first array that is not what was written.
     """
     parts = [Part(path, meta, arrays_lib.whole_box(meta.shape)) for path, meta in arrays.items()]
     yield from zip(arrays, read_parts(attempt, parts, budget_bytes), strict=True)
@@ -66,20 +67,20 @@ def read_arrays(
 def read_parts(
     attempt: format_lib.Attempt, parts: Iterable[Part], budget_bytes: int
 ) -> Iterator[np.ndarray]:
-    """Reads parts of arrays in the order they are asked for, many at a time.
+    """Reads parts of arrays, several at a time, and yields them in the order of `parts`.
 
     Args:
       attempt: a checkpoint.
-      parts: what is wanted.
-      budget_bytes: how much is read at a time; what is larger is read alone.
+      parts: the parts to read.
+      budget_bytes: the most bytes that are read at a time; a larger part is read alone.
 
     Raises:
-      DamagedError: at the first that is not what was written.
+      DamagedError: at the first part that is not what was written.
     """
     database = _Database(attempt)
     stored_bytes = _stored_bytes(attempt)
     limit = min(budget_bytes, _AHEAD_BYTES)
-    # What has been begun: each part, its memory, and what waits for its end.
+    # The reads under way: each part, its memory, and a function that waits for the read.
     reading: collections.deque[tuple[Part, np.ndarray, Callable[[], None]]] = collections.deque()
     held = 0
     for part in parts:
@@ -97,7 +98,7 @@ def read_parts(
 def _finish(
     attempt: format_lib.Attempt, part: Part, out: np.ndarray, wait: Callable[[], None]
 ) -> np.ndarray:
-    """Waits until a part has been read; raises DamagedError or UnreadableError, with the array's path."""
+    """Waits until a part has been read; raises DamagedError or UnreadableError with the array's path."""
     try:
         wait()
     except (ValueError, OSError) as e:
@@ -106,12 +107,13 @@ def _finish(
 
 
 def _check_size(attempt: format_lib.Attempt, part: Part, stored_bytes: int) -> None:
-    """Raises DamagedError if an array that seems too large for its checkpoint is not as it is described.
+    """Raises DamagedError if an array seems too large for its checkpoint and its chunks do not match its description.
 
-    That is before memory is taken for it: a description that was forged may claim any size.
+    The check runs before memory is allocated, because a forged description may claim any size.
     """
     meta = part.meta
-    # Smaller chunks are in the nodes of the database, which are compressed.
+    # Smaller chunks are stored in the nodes of the database. The nodes are compressed, so that their size proves
+    # nothing.
     is_outside = meta.chunk_bytes >= _INLINE_BYTES
     seems_large = is_outside and meta.nbytes > stored_bytes
     if not seems_large and meta.chunk_count <= _MANY_CHUNKS:
@@ -123,14 +125,14 @@ def _check_size(attempt: format_lib.Attempt, part: Part, stored_bytes: int) -> N
 
 
 def _check_chunks(attempt: format_lib.Attempt, path: str, meta: arrays_lib.ArrayMeta) -> None:
-    """Counts an array's chunks, and reads the first; ValueError if they are not as described."""
+    """Counts an array's chunks and reads the first; raises ValueError if they do not match the description."""
     database = attempt.store.database(attempt.prefix)
     dimensions = len(meta.shape)
     if dimensions:
         prefix = arrays_lib.chunk_key(path, ()).encode()
-        # From the slash that follows the prefix to the character after it.
+        # The range of keys that begin with the prefix and a slash: "0" is the character after "/".
         keys = database.list(ts.KvStore.KeyRange(prefix + b"/", prefix + b"0")).result()
-        # Another array may have a name that begins with the prefix.
+        # The range also contains the keys of an array whose path begins with the prefix.
         chunk = re.compile(re.escape(prefix) + rb"(/\d+){%d}" % dimensions)
         count = sum(1 for key in keys if chunk.fullmatch(key))
         if count != meta.chunk_count:
@@ -141,27 +143,28 @@ def _check_chunks(attempt: format_lib.Attempt, path: str, meta: arrays_lib.Array
 
 
 class _Database:
-    """The database of an attempt, from which several parts are read at a time."""
+    """The database of an attempt, from which parts are read concurrently."""
 
     def __init__(self, attempt: format_lib.Attempt):
         self._context = store_lib.make_context()
         self._database = attempt.store.database(attempt.prefix, self._context)
-        # The array that was opened last, since its parts follow one another.
+        # Only the last array is kept open: the parts of an array are requested one after another.
         self._path: str | None = None
         self._array: Any = None
 
     def start(self, part: Part, out: np.ndarray) -> Callable[[], None]:
-        """Begins to read a part into memory, and returns what waits for the end."""
+        """Begins to read a part into memory; returns a function that waits for the end."""
         if arrays_lib.is_large(part.path, part.meta):
             return self._start_large(part, out)
         return self._start_small(part, out)
 
     def _start_large(self, part: Part, out: np.ndarray) -> Callable[[], None]:
-        """Lets tensorstore put the chunks together."""
+        """Begins to read a part with tensorstore's zarr3 driver, which assembles the chunks."""
         path, meta, box = part
         sums = []
         if meta.sums is not None:
-            # Tensorstore sees that a chunk has its own checksum, not that it is the one that was written.
+            # Tensorstore verifies each chunk against the checksum stored with it. Whether the chunk is the one
+            # that this checkpoint wrote shows only in a comparison with the recorded checksum.
             for chunk in meta.chunks(box):
                 key = arrays_lib.chunk_key(path, chunk)
                 sums.append((chunk, self._database.read(key, byte_range=meta.sum_place)))
@@ -169,7 +172,7 @@ class _Database:
             self._array = store_lib.open_array(self._database, path, meta.zarr(), self._context)
             self._path = path
         stored = self._array[arrays_lib.box_index(box)][ts.d[:].translate_to[0]]
-        # Into this memory, without a copy between.
+        # Tensorstore reads directly into this memory, without an intermediate copy.
         reading = ts.array(out, context=self._context).write(stored)
 
         def wait() -> None:
@@ -180,7 +183,7 @@ class _Database:
         return wait
 
     def _start_small(self, part: Part, out: np.ndarray) -> Callable[[], None]:
-        """Reads each chunk's bytes, which takes less time than to open an array."""
+        """Begins to read each chunk as bytes, which takes less time than opening the array."""
         path, meta, box = part
         reading = []
         for chunk in meta.chunks(box):
@@ -197,7 +200,7 @@ class _Database:
 
 
 def _error(what: str, e: Exception) -> source.DamagedError | source.UnreadableError:
-    """Tells, of an error in reading, what was written otherwise or is gone from what the disk does not give."""
+    """Classifies a read error as damage (wrong or missing content) or as unreadable (an error of the disk)."""
     text = str(e)
     errno, status = _ERRNO.search(text), _STATUS.match(text)
     if isinstance(e, OSError):
@@ -205,7 +208,7 @@ def _error(what: str, e: Exception) -> source.DamagedError | source.UnreadableEr
     elif errno is not None:
         is_damage = errno[1] == "ENOENT"
     else:
-        # An error without a status is this module's own, of bytes that were read.
+        # An error without a status comes from this package's checks of bytes that were read.
         is_damage = status is None or status[1] in _DAMAGE
     if is_damage:
         return source.DamagedError(f"{what} is not what was written: {store_lib.reason(e)}.")
@@ -213,7 +216,7 @@ def _error(what: str, e: Exception) -> source.DamagedError | source.UnreadableEr
 
 
 def _stored_bytes(attempt: format_lib.Attempt) -> int:
-    """The size of an attempt's files; of objects elsewhere, of which each would take a request, what COMMIT says."""
+    """Returns the size of an attempt's files in bytes; in an object store, the size recorded in COMMIT."""
     try:
         size = attempt.store.size(attempt.prefix)
     except format_lib.CheckpointError as e:
@@ -233,7 +236,7 @@ def _allocate(attempt: format_lib.Attempt, part: Part) -> np.ndarray:
 def _aligned(shape: arrays_lib.Shape, dtype: Any) -> np.ndarray:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes >= _MAPPED_BYTES:
-        # NumPy asks for huge pages for arrays of this size: they took three times as long to get.
+        # NumPy requests huge pages for arrays of this size, and their allocation took three times as long.
         memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
         return memory.view(dtype).reshape(shape)
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
@@ -244,7 +247,7 @@ def _aligned(shape: arrays_lib.Shape, dtype: Any) -> np.ndarray:
 def _copy(
     source: arrays_lib.Box, value: np.ndarray, target: arrays_lib.Box, out: np.ndarray
 ) -> None:
-    """Copies what two boxes of an array have in common."""
+    """Copies the intersection of two boxes of an array, if they intersect."""
     out_index, value_index = [], []
     for (s_low, s_high), (t_low, t_high) in zip(source, target, strict=True):
         low, high = max(s_low, t_low), min(s_high, t_high)

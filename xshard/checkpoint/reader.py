@@ -1,4 +1,4 @@
-"""Reads a checkpoint into a tree of arrays on devices, of each only what this process's devices hold."""
+"""Restores a checkpoint to a tree of arrays on devices. Each process reads only the shards of its own devices."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ from xshard.checkpoint import parts as parts_lib
 from xshard.checkpoint import source
 from xshard.metrics import show
 
-# Arrays are put on devices in groups, since a call for each of thousands takes longer than reading them.
+# Arrays are put on devices in groups of this size. One call for each of thousands takes longer than reading them.
 _PLACED_AT_ONCE = 64
-# As many arrays a message names.
+# The most arrays that a message names.
 _SHOWN = 5
 
 
@@ -25,10 +25,10 @@ class Leaf(NamedTuple):
     Attributes:
       path: its path in the checkpoint.
       meta: how it is stored.
-      shape: the shape that is wanted.
-      sharding: where it belongs.
-      group: which place along the stored array's first dimension is wanted; None: all of it.
-      repeat: whether the stored array is wanted at each place of a first dimension that it lacks.
+      shape: the shape of the array to create.
+      sharding: the sharding of the array to create.
+      group: the index along the stored array's first dimension to select; None reads the whole array.
+      repeat: whether to broadcast the stored array along a new leading dimension.
     """
 
     path: str
@@ -39,7 +39,7 @@ class Leaf(NamedTuple):
     repeat: bool = False
 
     def stored_box(self, index: tuple[slice, ...]) -> arrays_lib.Box:
-        """The part of the stored array that belongs at an index of the wanted one."""
+        """Maps an index of the wanted array to the part of the stored array that provides its values."""
         box = arrays_lib.as_box(index, self.shape)
         if self.repeat:
             box = box[1:]
@@ -48,7 +48,7 @@ class Leaf(NamedTuple):
         return box
 
     def wanted(self, part: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """Cuts what belongs at an index out of the part of the stored array."""
+        """Converts the part of the stored array for an index to the wanted array's dimensions."""
         if self.group is not None:
             part = part[0]
         if self.repeat:
@@ -62,11 +62,11 @@ class Restored(NamedTuple):
 
     Attributes:
       state: the tree of arrays.
-      metadata: the run's own, as it was saved.
-      data: the position in the data of each process that saved it.
-      step: its step.
-      folder: its name in the store.
-      is_whole: whether the state has all arrays that are stored.
+      metadata: the run's metadata, as it was saved.
+      data: the position in the data of each process that saved the checkpoint.
+      step: the checkpoint's step.
+      folder: the name of its folder in the store.
+      is_whole: whether the state contains every stored array.
     """
 
     state: Any
@@ -89,17 +89,18 @@ def restore(
 
     Args:
       attempt: a checkpoint that counts.
-      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a function that makes one of the
-        stored shapes by path.
-      owner: the run; None: whoever's it is.
-      budget_bytes: how much may be read at a time, beyond the arrays themselves.
-      say: takes messages on progress.
-      may_hold: makes a tree such as `target`, of all that the checkpoint may hold: what of it is not in the
-        target is not read. It is called only if there is more than in the target.
+      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a function from the stored shapes by
+        path to such a tree.
+      owner: the run that restores; None accepts a checkpoint of any run.
+      budget_bytes: the most bytes that may be read at a time, beyond the restored arrays themselves.
+      say: called with progress messages.
+      may_hold: returns a tree like `target` with every array that the checkpoint may hold. Arrays of this tree that
+        are not in the target are not read. It is called only if the checkpoint has arrays that the target lacks.
 
     Raises:
-      DamagedError: if something is not what was written.
-      CheckpointError: if it is another run's than `owner`, or has another structure, shape or type than the target.
+      DamagedError: if the checkpoint does not hold what was written.
+      CheckpointError: if the checkpoint belongs to another run, or its structure, shapes or types differ from the
+        target's.
     """
     commit, meta = source.read_both(attempt)
     of_run = commit.get(format_lib.OWNER)
@@ -109,6 +110,7 @@ def restore(
             "checkpoint.directory."
         )
     stored = source.array_metas(meta)
+    # A target may depend on the stored shapes: `PerReplica` state has one entry for each replica that saved it.
     if callable(target):
         target = target({path: stored[path].shape for path in stored})
     wanted = arrays_lib.flatten(target)
@@ -132,10 +134,12 @@ def read_leaves(
     budget_bytes: int,
     say: Callable[[str], None],
 ) -> list[jax.Array]:
-    """Reads arrays onto their devices: of each only what this process's devices hold, and that once.
+    """Reads arrays onto their devices.
+
+    A process reads only the parts that its own devices hold, and reads each of these parts once.
 
     Raises:
-      DamagedError: if something is not what was written.
+      DamagedError: if the checkpoint does not hold what was written.
     """
     parts: list[parts_lib.Part] = []
     readings: list[_Reading] = []
@@ -162,26 +166,26 @@ def read_leaves(
 
 
 class _Reading:
-    """The parts of an array that this process's devices hold, as they are read."""
+    """Collects the parts of one array that this process's devices hold, while they are read."""
 
     def __init__(self, leaf: Leaf):
         self.leaf = leaf
         self._indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         self._device_boxes = {d: leaf.stored_box(index) for d, index in self._indices.items()}
         self.devices = list(self._indices)
-        # Each is read once, on however many devices it belongs.
+        # Duplicates are dropped: a part that several devices hold is read once.
         self.boxes = list(dict.fromkeys(self._device_boxes.values()))
         self.parts: dict[arrays_lib.Box, np.ndarray] = {}
 
     def on_host(self) -> list[np.ndarray]:
-        """Returns what belongs on each of `devices`."""
+        """Returns the values for each of `devices`, in that order."""
         values = []
         for device, box in self._device_boxes.items():
             values.append(self.leaf.wanted(self.parts[box], self._indices[device]))
         return values
 
     def join(self, parts: list[jax.Array]) -> jax.Array:
-        """One array of what is on the devices."""
+        """Combines the arrays of the single devices into one sharded array."""
         leaf = self.leaf
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
         if leaf.meta.key_impl is None:
@@ -190,14 +194,14 @@ class _Reading:
 
 
 def _place(readings: list[_Reading]) -> dict[str, jax.Array]:
-    """Puts arrays on their devices, in one call for all, forgets them on the host, and returns them by path."""
+    """Puts arrays on their devices in one call, frees their host memory, and returns them by path."""
     values = [reading.on_host() for reading in readings]
     devices = [reading.devices for reading in readings]
     placed = jax.device_put(values, devices)
     arrays = {}
     for reading, parts in zip(readings, placed, strict=True):
         arrays[reading.leaf.path] = reading.join(parts)
-    # Until then the host's memory is in use.
+    # The transfers read the host memory until they are complete.
     jax.block_until_ready(list(arrays.values()))
     for reading in readings:
         reading.parts.clear()
@@ -209,7 +213,7 @@ def _unread(
     wanted: arrays_lib.ArrayMetas,
     may_hold: Callable[[], Any] | None,
 ) -> set[str]:
-    """The paths of what is stored and not wanted, and may be so."""
+    """Returns the paths of stored arrays that the target lacks and that `may_hold` allows."""
     more = stored.keys() - wanted.keys()
     if not more or may_hold is None:
         return set()
@@ -226,7 +230,7 @@ def _check_same(
     wanted: arrays_lib.ArrayMetas,
     unread: set[str],
 ) -> None:
-    """Raises CheckpointError if what is read of a checkpoint is not what the target wants."""
+    """Raises CheckpointError if the stored arrays differ from the target's in path, shape or type."""
     missing = sorted(wanted.keys() - stored.keys())
     more = sorted(stored.keys() - wanted.keys() - unread)
     problems = [f"'{path}' is missing in it" for path in missing]

@@ -1,4 +1,4 @@
-"""The rules by which checkpoints are kept."""
+"""The rules that decide which checkpoints are kept."""
 
 import dataclasses
 import math
@@ -9,13 +9,13 @@ from xshard.checkpoint import store as store_lib
 
 
 class Saved(NamedTuple):
-    """A checkpoint, as far as keeping it goes.
+    """The properties of a checkpoint that the rules depend on.
 
     Attributes:
       step: its step.
-      metric: what the best is chosen by; None if it was saved without.
-      pinned: whether someone has said that it stays.
-      finite: whether all in it is finite that is to be, as far as it was looked at.
+      metric: the metric by which the best is chosen; None if it was saved without one.
+      pinned: whether a person has pinned it.
+      finite: whether no checked array is known to be nonfinite.
     """
 
     step: int
@@ -26,15 +26,18 @@ class Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """The rules: what any of them keeps is kept. The newest, the newest that is finite, and pinned ones always are.
+    """The retention rules. A checkpoint is kept if any rule keeps it.
+
+    The newest checkpoint, the newest finite one and pinned ones are always kept.
 
     Attributes:
-      last: how many of the newest.
-      every_steps: those of steps that this divides; 0: none.
-      best: how many of the best by `metric`; 0: none.
-      metric: the name of the metric, as it is in `Manager.save`.
-      mode: 'max' or 'min', whichever is better.
-      newest_of: the newest of steps that this divides, to which a run may go back; 0: none.
+      last: keeps this many of the newest checkpoints.
+      every_steps: keeps the checkpoints of all steps that are multiples of this number; 0: none.
+      best: keeps this many of the best checkpoints by `metric`; 0: none.
+      metric: the name of the metric, as passed to `Manager.save`.
+      mode: 'max' if larger values are better, or 'min'.
+      newest_of: keeps the newest checkpoint whose step is a multiple of this number, to which a run may roll back;
+        0: none.
     """
 
     last: int
@@ -59,11 +62,11 @@ class Keep:
             )
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
-        """The steps that are kept."""
+        """Returns the steps that are kept."""
         steps = sorted(checkpoint.step for checkpoint in saved)
         kept = {*steps[-self.last :], *self.best_steps(saved)}
         finite = [checkpoint.step for checkpoint in saved if checkpoint.finite]
-        # What a run may go on from must not give way to newer ones from which it could only fail again.
+        # A run can only fail again from a nonfinite checkpoint, so newer ones must not replace the last finite one.
         kept.update(sorted(finite)[-1:])
         if self.newest_of:
             kept.update([step for step in steps if step % self.newest_of == 0][-1:])
@@ -74,8 +77,8 @@ class Keep:
         return kept
 
     def best_steps(self, saved: Sequence[Saved]) -> list[int]:
-        """The steps that are kept as the best ones, the best first; of equals the earlier."""
-        # In ascending order the best come first, and of equals the earlier step.
+        """Lists the steps that are kept as the best, best first; among equals, the earlier step wins."""
+        # With this sign, ascending order puts the best first, and the earlier step first among equals.
         sign = -1 if self.mode == "max" else 1
         ranked = []
         for checkpoint in saved:

@@ -1,4 +1,8 @@
-"""Saves in the background, all processes together: the caller waits for the copy to the host only."""
+"""Saves checkpoints in the background, on all processes together.
+
+The caller waits only for the copy to the host. A thread of each process then writes that process's share,
+and process 0 merges the shares and commits the checkpoint.
+"""
 
 import atexit
 import dataclasses
@@ -20,7 +24,7 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import host_copy, ownership, writer
 from xshard.checkpoint import store as store_lib
 
-# What a process says to all others is short.
+# Every process receives the reports of all others, so error texts and lists of paths are cut to these lengths.
 _LONGEST_REASON = 1000
 _MOST_PATHS = 8
 _SAVERS: "weakref.WeakSet[Saver]" = weakref.WeakSet()
@@ -28,15 +32,15 @@ _SAVERS: "weakref.WeakSet[Saver]" = weakref.WeakSet()
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A step to be saved, and what is saved beside its arrays.
+    """A step to be saved, and the data that is saved beside its arrays.
 
     Attributes:
       step: the step's number.
-      metadata: the run's own, as JSON can hold it; equal on all processes.
-      data: this process's position in the data, as JSON can hold it.
-      metrics: what the best checkpoint can be chosen by.
-      before_commit: called on process 0 when all is written; what it raises makes the save fail.
-      begin: when the save was asked for, by the clock that never goes back.
+      metadata: the run's metadata, JSON-serializable and equal on all processes.
+      data: this process's position in the data, JSON-serializable.
+      metrics: the metrics by which the best checkpoint can be chosen.
+      before_commit: called on process 0 when everything but COMMIT is written; if it raises, the save fails.
+      begin: the time of the request, in seconds of the monotonic clock.
     """
 
     step: int
@@ -52,10 +56,10 @@ class Committed(NamedTuple):
 
     Attributes:
       step: its step.
-      folder: its name in the store.
+      folder: the name of its folder in the store.
       nbytes: the size of its arrays, before compression.
-      seconds: from the call to save it until it counted.
-      nonfinite: paths of arrays that are to be finite and are not, not necessarily all.
+      seconds: the time from the call that saves it until it counted.
+      nonfinite: paths of checked arrays that are not finite; the list may be incomplete.
     """
 
     step: int
@@ -66,10 +70,10 @@ class Committed(NamedTuple):
 
 
 class NonfiniteError(store_lib.CheckpointError):
-    """A state that is to be finite and is not: its checkpoint does not count.
+    """An array that must be finite is not, so the checkpoint does not count.
 
     Attributes:
-      step: the step that leaves it.
+      step: the step that produced the state.
     """
 
     def __init__(self, message: str, step: int):
@@ -78,7 +82,7 @@ class NonfiniteError(store_lib.CheckpointError):
 
 
 class Saver:
-    """One save at a time."""
+    """Saves checkpoints, one at a time."""
 
     def __init__(
         self,
@@ -91,15 +95,15 @@ class Saver:
         say: Callable[[str], None],
         committed: Callable[[Committed], None],
     ):
-        """Prepares.
+        """Creates a saver; nothing is written yet.
 
         Args:
-          folder: where to.
+          folder: the folder to save in.
           agreement: the processes that save together.
-          budget_bytes: how much of the state may be in host memory at a time.
-          finite: a regular expression of the paths of what is looked at whether it is finite; empty: nothing.
-          refuse_nonfinite: whether a checkpoint in which that is not finite does not count.
-          say: takes messages on progress.
+          budget_bytes: the most bytes of the state that may be in host memory at a time.
+          finite: a regular expression for the paths of arrays to check for nonfinite values; empty: none.
+          refuse_nonfinite: whether a checkpoint in which a checked array is not finite fails to count.
+          say: called with progress messages.
           committed: called on process 0 when a checkpoint counts, before old ones are deleted.
         """
         self._folder = folder
@@ -115,12 +119,12 @@ class Saver:
         _SAVERS.add(self)
 
     def start(self, request: Request, state: Any) -> None:
-        """Begins to save; returns when the state has been copied, and may be donated.
+        """Begins to save; returns when the state has been copied to the host and may be donated.
 
         Raises:
-          CheckpointError: if the state or what is saved with it cannot be, or if the save before has
-            failed. In that case this one is under way all the same, as it is on all other processes,
-            which may have learnt of the failure earlier.
+          CheckpointError: if the state or its metadata cannot be saved, or if the previous save failed.
+            After a failure of the previous save, this save is under way nevertheless: the other
+            processes take part in it, and may have learned of that failure earlier.
         """
         _check_json(request)
         leaves = arrays_lib.flatten(state)
@@ -138,7 +142,7 @@ class Saver:
             raise failure
 
     def check(self) -> None:
-        """Raises what has made the last save fail, if it is known by now.
+        """Raises the error of the last save if it has finished and failed. Does not wait.
 
         A NonfiniteError is left to `start` and `wait`, which raise it on all processes at the same step.
         """
@@ -148,17 +152,17 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the end of the last save.
+        """Waits for the last save to finish.
 
         Raises:
-          CheckpointError: if it has failed; earlier checkpoints are as they were.
+          CheckpointError: if it failed; earlier checkpoints are unchanged.
         """
         failure = self._join()
         if failure is not None:
             raise failure
 
     def _join(self) -> BaseException | None:
-        """Waits for the last save; returns what has made it fail, once."""
+        """Waits for the last save; returns its error, if any, once only."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -166,7 +170,7 @@ class Saver:
         return failure
 
     def _plan_for(self, leaves: dict[str, Any]) -> ownership.Plan:
-        # The same for every save of a run, and not cheap for thousands of arrays.
+        # The plan is cached: it is the same for every save of a run, and slow to compute for thousands of arrays.
         key = [
             (path, leaf.shape, leaf.dtype, getattr(leaf, "sharding", None))
             for path, leaf in leaves.items()
@@ -177,7 +181,7 @@ class Saver:
         return self._plan[1]
 
     def _run(self, request: Request, plan: ownership.Plan, copy: host_copy.HostCopy) -> None:
-        """Saves, in the thread, and keeps what goes wrong for the caller."""
+        """Saves in the thread, and stores any error for the caller to raise."""
         try:
             self._save(request, plan, copy)
         except NonfiniteError as e:
@@ -189,21 +193,23 @@ class Saver:
             )
             self._failure.__cause__ = e
         finally:
-            # Whoever still copies need not wait any more.
+            # A failed save writes nothing more, so a copy that waits for the budget must be released.
             copy.close()
 
     def _save(self, request: Request, plan: ownership.Plan, copy: host_copy.HostCopy) -> None:
-        """Saves a step: the order of these lines is the order in which things come to be on the disk."""
+        """Saves a step. The order of these calls is the order in which data becomes durable."""
         folder, step = self._folder, request.step
         nonce = self._agreement.from_first(lambda: folder.begin_attempt(step))
         if not nonce:
             return
         attempt = format_lib.Attempt(folder.store, step, nonce)
         report = self._write_own_blocks(attempt, plan, copy)
-        # When the meeting ends all processes have written, or have said why not: nobody stays away.
+        # After this exchange every process has written its part or reported an error. A process whose
+        # write failed takes part, too; otherwise the others would wait for it until the deadline.
         reports = self._agreement.gather({**report, "data": request.data})
         errors = _errors(reports)
         nonfinite = _nonfinite(reports)
+        # All processes have the same reports, so all of them raise here, or none.
         if nonfinite and self._refuse_nonfinite and not errors:
             self._agreement.from_first(lambda: folder.remove_failed(attempt))
             listed = ", ".join(nonfinite)
@@ -227,21 +233,22 @@ class Saver:
             except BaseException:
                 folder.remove_failed(attempt)
                 raise
-            # From here on it counts, whatever comes; so the run notes how far it has come before old ones go.
+            # The checkpoint counts now, whatever fails later. The run records that it reached this step before
+            # older checkpoints are deleted.
             seconds = time.monotonic() - request.begin
             self._committed(Committed(step, attempt.folder, nbytes, seconds, tuple(nonfinite)))
             folder.remove_old()
 
-        # Process 0 completes it; what goes wrong there, all of them raise.
+        # Process 0 completes the checkpoint. All processes raise an error of process 0.
         self._agreement.from_first(complete)
 
     def _write_own_blocks(
         self, attempt: format_lib.Attempt, plan: ownership.Plan, copy: host_copy.HostCopy
     ) -> dict[str, Any]:
-        """Writes what this process owns.
+        """Writes the chunks that this process owns.
 
         Returns:
-          How many keys that were, or what went wrong; and which arrays are not finite.
+          A report for process 0: the number of keys written or the error, and the paths of nonfinite arrays.
         """
         report: dict[str, Any] = {}
         nonfinite: set[str] = set()
@@ -260,7 +267,10 @@ class Saver:
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Before tensorstore, which was imported before this, stops working."""
+    """Waits for all saves before tensorstore shuts down.
+
+    Exit handlers run in reverse order of registration, and tensorstore was imported before this module.
+    """
     for saver in list(_SAVERS):
         try:
             saver.wait()
@@ -279,7 +289,7 @@ def _check_json(request: Request) -> None:
 
 
 def _errors(reports: list[dict[str, Any]]) -> list[str]:
-    """The errors of those that could not write; of several processes, after the name of each."""
+    """Lists the errors of processes that could not write; with several processes, each after its process's index."""
     errors = []
     for index, report in enumerate(reports):
         if "error" in report:
@@ -289,6 +299,6 @@ def _errors(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def _nonfinite(reports: list[dict[str, Any]]) -> list[str]:
-    """The paths of arrays that are not finite in any process's part; the first of many."""
+    """Lists the arrays that are not finite in some process's part, by path; at most `_MOST_PATHS`."""
     paths = {path for report in reports for path in report["nonfinite"]}
     return sorted(paths)[:_MOST_PATHS]

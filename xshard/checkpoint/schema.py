@@ -1,4 +1,4 @@
-"""The rules for what COMMIT, METRICS and meta.json say, since their checksums do not tell who wrote them."""
+"""Validation of COMMIT, METRICS and meta.json. Their checksums detect damage, but not a file of another origin."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,15 +9,15 @@ from xshard.checkpoint import format as format_lib
 from xshard.files import jsonfile
 
 _LARGEST = (1 << 63) - 1
-# The last second of the year 9999, which is as far as dates go.
+# The last second of the year 9999, the largest date that Python can represent.
 _LAST_SECOND = 253402300799
-# Tensorstore's.
+# Tensorstore's limit.
 _MOST_DIMENSIONS = 32
 _SHOWN = 60
 
 
 class _Field(NamedTuple):
-    """A rule: its words, and what sees whether a value follows it."""
+    """A rule for a value: its description, for messages, and its check."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -46,7 +46,7 @@ def _are_counts(value: Any) -> bool:
 def _is_shape(value: Any) -> bool:
     if not _are_counts(value) or len(value) > _MOST_DIMENSIONS:
         return False
-    # NumPy has no array of more, even if one of its dimensions is 0; the widest type has 16 bytes.
+    # NumPy refuses larger arrays, even if one of their dimensions is 0. The widest type has 16 bytes.
     return math.prod(max(size, 1) for size in value) <= _LARGEST // 16
 
 
@@ -81,7 +81,7 @@ _ARRAY = {
 
 
 def commit(content: bytes) -> dict[str, Any]:
-    """Parses a COMMIT, which may say more than what is asked for here; raises ValueError if it is none."""
+    """Parses a COMMIT, which may have further keys; raises ValueError if it is invalid."""
     value = format_lib.unseal(content)
     _check("", value, _COMMIT)
     if format_lib.NONFINITE in value:
@@ -92,18 +92,18 @@ def commit(content: bytes) -> dict[str, Any]:
 
 
 def metrics(content: bytes) -> dict[str, float]:
-    """Parses a METRICS; raises ValueError if it is none."""
+    """Parses a METRICS; raises ValueError if it is invalid."""
     value = format_lib.unseal(content)
     _check("", {"metrics": value}, {"metrics": _METRICS})
     return value
 
 
 def meta(content: bytes) -> dict[str, Any]:
-    """Parses a meta.json, which may say more than what is asked for here.
+    """Parses a meta.json, which may have further keys.
 
     Raises:
-      CheckpointError: if it is of another version.
-      ValueError: if it is none.
+      CheckpointError: if it has another format version.
+      ValueError: if it is invalid.
     """
     value = format_lib.from_json(content)
     version = value.get("version")
@@ -134,7 +134,7 @@ def _check_array(name: str, entry: Any) -> None:
 
 
 def _is_part(chunk: list[int], shape: list[int]) -> bool:
-    """Returns whether a chunk fits in an array; of one without values chunks are as large as they can be."""
+    """Returns whether a chunk fits in an array. Along a dimension of size 0 the chunk has size 1."""
     if len(chunk) != len(shape):
         return False
     return all(1 <= part <= max(size, 1) for part, size in zip(chunk, shape, strict=True))

@@ -1,4 +1,4 @@
-"""Reads what a checkpoint says of itself, and names what is damaged."""
+"""Reads a checkpoint's description (COMMIT, meta.json and METRICS), and reports damage in it."""
 
 import contextlib
 import time
@@ -9,21 +9,21 @@ from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import schema
 
-# After a read that fails, or gives other bytes than were written: a disk on a network, or a store, may do better the next time.
+# The delays before a failed or damaged read is repeated: a network disk or an object store may recover.
 READ_AGAIN_SECONDS = (0.2, 1.0)
 _T = TypeVar("_T")
 
 
 class DamagedError(format_lib.CheckpointError):
-    """A checkpoint that counts but does not hold what was written."""
+    """A checkpoint counts but does not hold what was written."""
 
 
 class UnreadableError(format_lib.CheckpointError):
-    """A checkpoint that the disk or the service does not give; it may be whole."""
+    """The disk or the service failed to read a checkpoint, which may be whole."""
 
 
 def settled(read: Callable[[], _T]) -> _T:
-    """What a read returns; DamagedError for what comes out wrong each time that it is read."""
+    """Calls a read, again after damage, and returns its result; raises DamagedError if every try finds damage."""
     for seconds in READ_AGAIN_SECONDS:
         try:
             return read()
@@ -33,23 +33,23 @@ def settled(read: Callable[[], _T]) -> _T:
 
 
 def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
-    """The description of a checkpoint, after its checksums have been verified.
+    """Reads the content of meta.json, and verifies the checksums of it, COMMIT and the manifest.
 
     Raises:
       DamagedError: if a file is missing or not what was written.
-      CheckpointError: if it is of a version that this code does not know.
+      CheckpointError: if the checkpoint has an unknown format version.
     """
     _, meta = read_both(attempt)
     return meta
 
 
 def read_array_metas(attempt: format_lib.Attempt) -> arrays_lib.ArrayMetas:
-    """Reads how each array of a checkpoint is stored, by path; raises as `read_meta`."""
+    """Reads how each array of a checkpoint is stored, by path; raises the errors of `read_meta`."""
     return array_metas(read_meta(attempt))
 
 
 def read_both(attempt: format_lib.Attempt) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads COMMIT and meta.json, as `read_commit` and `read_meta`, each once."""
+    """Returns the content of COMMIT and meta.json, as `read_commit` and `read_meta` do, and reads each file once."""
     commit = read_commit(attempt)
     content = _read_summed(attempt, format_lib.META, commit)
     _read_summed(attempt, format_lib.MANIFEST, commit)
@@ -57,19 +57,19 @@ def read_both(attempt: format_lib.Attempt) -> tuple[dict[str, Any], dict[str, An
 
 
 def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
-    """The content of COMMIT, with the metrics of METRICS; DamagedError if it is not this attempt's."""
+    """Returns the content of COMMIT, with the metrics of METRICS; raises DamagedError if it is another attempt's."""
     content = _read_file(attempt, format_lib.COMMIT)
     commit = _parse(attempt, format_lib.COMMIT, content, schema.commit)
     if (commit["step"], commit["attempt"]) != (attempt.step, attempt.nonce):
         raise DamagedError(f"{attempt}/{format_lib.COMMIT} is another checkpoint's.")
-    # The state is whole without them: what is damaged there is as good as absent.
+    # The state does not depend on METRICS, so a damaged METRICS is treated as absent.
     with contextlib.suppress(DamagedError):
         commit["metrics"] |= settled(lambda: added_metrics(attempt))
     return commit
 
 
 def added_metrics(attempt: format_lib.Attempt) -> dict[str, float]:
-    """The content of METRICS, which need not be there; DamagedError if it is not what was written."""
+    """Returns the content of METRICS, empty if there is none; raises DamagedError if it is not what was written."""
     if format_lib.METRICS not in attempt.marks:
         return {}
     content = _read_file(attempt, format_lib.METRICS)
@@ -77,7 +77,7 @@ def added_metrics(attempt: format_lib.Attempt) -> dict[str, float]:
 
 
 def array_metas(meta: dict[str, Any]) -> arrays_lib.ArrayMetas:
-    """The arrays of a description, by path."""
+    """Returns the arrays in the content of meta.json, by path."""
     return {path: _array_meta(entry) for path, entry in meta["arrays"].items()}
 
 
@@ -94,7 +94,7 @@ def _array_meta(entry: dict[str, Any]) -> arrays_lib.ArrayMeta:
 
 
 def _read_summed(attempt: format_lib.Attempt, name: str, commit: dict[str, Any]) -> bytes:
-    """Reads a file; DamagedError if it has not the checksum that COMMIT has of it."""
+    """Reads a file; raises DamagedError if its checksum differs from the one in COMMIT."""
     content = _read_file(attempt, name)
     if format_lib.checksum(content) != commit["sha256"].get(name):
         raise DamagedError(f"{attempt}/{name} is not what was written (its checksum differs).")

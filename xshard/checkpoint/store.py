@@ -1,11 +1,11 @@
-"""The stores of checkpoints: a folder on a local or mounted disk, on GCS or on S3. One protocol for all.
+"""The stores of checkpoints: folders on a local or mounted disk, on GCS or on S3, behind one interface.
 
     runs/digits/checkpoints                             a disk
     gs://bucket/folder                                  Google Cloud Storage
     s3://bucket/folder                                  Amazon S3
-    s3://bucket/folder?endpoint=http://host:9000        what speaks its protocol
+    s3://bucket/folder?endpoint=http://host:9000        a service that speaks the S3 protocol
 
-Credentials are what the machine has: Google's application default, AWS's environment or profile.
+Credentials come from the machine: Google's application default, or AWS's environment or profile.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ import tensorstore as ts
 from xshard import errors
 from xshard.files import disk
 
-# For object stores; tensorstore waits longer and longer between tries, up to 32 s.
+# Retries of requests to object stores. The delay between tries grows up to 32 s.
 RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}
-# By the scheme of a URL: tensorstore's driver, and its names for the options that may follow.
+# For each URL scheme: tensorstore's driver, and tensorstore's names for the options in the query string.
 _SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
     "gs": ("gcs", {}),
     "s3": ("s3", {"endpoint": "endpoint", "region": "aws_region"}),
@@ -32,15 +32,15 @@ _SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
 
 
 class CheckpointError(errors.UserError):
-    """A checkpoint that could not be written, or cannot be read as asked. The message says why."""
+    """A checkpoint could not be written, or cannot be read as requested. The message gives the reason."""
 
 
 class Folder(NamedTuple):
     """A folder directly in a store.
 
     Attributes:
-      names: of what is directly in it.
-      is_link: whether it is a link, which somebody has made by hand; to nothing, if there are no names.
+      names: the names of the files and folders directly in it.
+      is_link: whether it is a symbolic link, which only a person creates. A broken link has no names.
     """
 
     names: frozenset[str]
@@ -48,17 +48,17 @@ class Folder(NamedTuple):
 
 
 class Store:
-    """A folder of objects with a name and a content each.
+    """A folder of objects, each with a name and content.
 
-    Any method may raise `CheckpointError`, with the path and the reason, if the disk or the service cannot do
-    what is asked. It is never taken for an absence.
+    Any method may raise `CheckpointError`, with the path and the reason, if the disk or the service fails.
+    A failure is never reported as an absent object.
     """
 
     def __init__(self, url: str | os.PathLike[str]):
         """Opens a folder, which need not exist.
 
         Raises:
-          CheckpointError: if it is no folder that can be used.
+          CheckpointError: if the URL does not name a supported store.
         """
         self._spec, self.url = _parse(os.fspath(url))
         self.path = pathlib.Path(self.url) if self._spec["driver"] == "file" else None
@@ -74,9 +74,9 @@ class Store:
         return hash(self.url)
 
     def database(self, prefix: str, context: ts.Context | None = None, **options: Any) -> Any:
-        """The OCDBT database below a prefix, by default in a context of its own.
+        """Opens the OCDBT database below a prefix, by default in a new context.
 
-        A context that lived long would keep what it has cached in memory.
+        Contexts are not shared for the life of the store, because a context keeps its cache in memory.
         """
         spec = {
             "driver": "ocdbt",
@@ -87,53 +87,53 @@ class Store:
         return self._result(ts.KvStore.open(spec, context=context or make_context()))
 
     def spec(self) -> dict[str, Any]:
-        """Tensorstore's spec of the folder."""
+        """Returns tensorstore's spec of the folder."""
         return dict(self._spec)
 
     def read(self, name: str) -> bytes | None:
-        """The content of an object; None if there is none."""
+        """Reads an object; returns None if it does not exist."""
         if self.path is None:
             return self.stat(name)[1]
         with _named():
             return disk.read(self.path / name)
 
     def create(self, name: str, content: bytes) -> None:
-        """Makes an object, whole or not at all, and durable.
+        """Creates an object atomically and durably. Creating it again with the same content does nothing.
 
         Raises:
-          CheckpointError: if there is another of that name already.
+          CheckpointError: if an object of that name with other content exists.
         """
         absent, existing = self.stat(name)
         if existing is None:
             if self.path is not None:
-                # A process that was killed may have left a lock file, of which tensorstore would overwrite only the
-                # beginning. Who deletes what is not there deletes that file, and waits for who still writes it.
+                # A process that was killed may have left tensorstore's lock file, and tensorstore would overwrite only
+                # its beginning. Deleting the absent object removes that file, after waiting for a live writer.
                 self._result(self._kv().write(name, None, if_equal=absent))
             written = self._result(self._kv().write(name, content, if_equal=absent))
             if written.generation:
                 return
-            # A reply that was lost makes the second try fail on what the first one wrote.
+            # If the reply to a successful write was lost, the retry fails because the object now exists.
             existing = self.read(name)
         if existing != content:
             raise CheckpointError(f"{self.url}/{name} appeared while this process wrote it")
 
     def replace(self, name: str, content: bytes, generation: bytes) -> bytes | None:
-        """Writes an object if it is still the one of a generation; the new generation, or None."""
+        """Replaces an object if it still has a given generation; returns its new generation, or None if it has not."""
         written = self._result(self._kv().write(name, content, if_equal=generation))
         if written.generation:
             return written.generation
-        # It may be this process's own all the same, as in `create`.
+        # The write may have succeeded and its reply been lost, as in `create`.
         generation, existing = self.stat(name)
         return generation if existing == content else None
 
     def stat(self, name: str) -> tuple[bytes, bytes | None]:
-        """The generation of an object, and its content or None."""
+        """Returns the generation of an object, and its content; None as content if it does not exist."""
         entry = self._result(self._kv().read(name))
         content = entry.value if entry.state == "value" else None
         return entry.stamp.generation, content
 
     def names(self, prefix: str = "") -> list[str]:
-        """The names of all objects below a prefix that ends with a slash, or of all; no link is followed."""
+        """Lists the names of all objects below a prefix, empty or ending with a slash. Links are not followed."""
         if self.path is not None:
             with _named():
                 return sorted(_files(self.path, prefix))
@@ -141,7 +141,10 @@ class Store:
         return sorted(key.decode() for key in keys)
 
     def size(self, prefix: str) -> int | None:
-        """The bytes of all files below a prefix; None where that is not known without a request for each."""
+        """Returns the total size of all files below a prefix in bytes.
+
+        Returns None for an object store, which would need one request per object.
+        """
         if self.path is None:
             return None
         total = 0
@@ -151,7 +154,7 @@ class Store:
         return total
 
     def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
-        """The folders directly in it whose names match, with what is directly in each."""
+        """Lists the folders directly in the store whose names match, each with the names directly in it."""
         if self.path is None:
             return _grouped(self.names(), wanted)
         folders = {}
@@ -161,20 +164,20 @@ class Store:
                     continue
                 if not entry.is_dir() and not entry.is_symlink():
                     continue
-                # A link that leads to nothing has nothing in it.
+                # A broken link is listed without names.
                 inside = disk.entries(entry.path) if entry.is_dir() else []
-                # A folder that is gone has been deleted since this one was listed.
+                # None: the folder was deleted after the store was listed.
                 if inside is not None:
                     names = frozenset(file.name for file in inside)
                     folders[entry.name] = Folder(names, entry.is_symlink())
         return folders
 
     def delete(self, name: str) -> None:
-        """Deletes one object, or nothing if there is none."""
+        """Deletes one object, if it exists."""
         self._result(self._kv().write(name, None))
 
     def delete_folder(self, prefix: str) -> None:
-        """Deletes all objects below a prefix, and on a disk the folder, if it is no link."""
+        """Deletes all objects below a prefix, and the folder itself on a disk. The folder must not be a link."""
         if self.path is None:
             self._result(self._kv().delete_range(_below(prefix)))
             return
@@ -182,7 +185,7 @@ class Store:
             shutil.rmtree(self.path / prefix)
 
     def sync(self, prefix: str) -> None:
-        """Makes the folders above and below a prefix durable; objects always are."""
+        """Makes the folders above and below a prefix durable. In an object store everything already is."""
         if self.path is None:
             return
         top = self.path / prefix
@@ -192,12 +195,12 @@ class Store:
             for folder in _folders(top):
                 disk.sync(folder)
             for parent in top.parents:
-                # A folder that may not be read was not made by this process.
+                # This process cannot have created a folder that it may not read, so there is nothing to sync.
                 with contextlib.suppress(PermissionError):
                     disk.sync(parent)
 
     def sync_folder(self, prefix: str) -> None:
-        """Makes durable which names are directly in a folder."""
+        """Makes the list of names directly in a folder durable, such as a deletion."""
         if self.path is not None:
             with _named(), contextlib.suppress(FileNotFoundError):
                 disk.sync(self.path / prefix)
@@ -215,7 +218,7 @@ class Store:
 
 
 def reason(e: BaseException) -> str:
-    """An error's text as a user needs it: without tensorstore's list of source locations."""
+    """Returns an error's text for users, without tensorstore's list of source locations."""
     if isinstance(e, OSError) and e.errno:
         text = e.strerror or str(e)
         return f"{text} ({e.filename})" if e.filename else text
@@ -224,10 +227,10 @@ def reason(e: BaseException) -> str:
 
 
 def _parse(url: str) -> tuple[dict[str, Any], str]:
-    """Tensorstore's spec of a folder, and its name without options."""
+    """Parses a path or URL into tensorstore's spec and the name without options."""
     scheme, separator, rest = url.partition("://")
     if not separator:
-        # Absolute, since tensorstore takes no other path.
+        # Tensorstore accepts absolute paths only.
         path = os.path.abspath(url)
         return {"driver": "file", "path": path.rstrip("/") + "/"}, path
     rest, _, query = rest.partition("?")
@@ -247,35 +250,35 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
 
 
 def open_array(database: Any, path: str, metadata: dict[str, Any], context: ts.Context) -> Any:
-    """The zarr3 array under a path of a database; its zarr.json is not read."""
+    """Opens the zarr3 array under a path of a database, with known metadata instead of its zarr.json."""
     spec = {
         "driver": "zarr3",
         "kvstore": {**database.spec().to_json(), "path": f"{path}/"},
         "metadata": metadata,
-        # A missing chunk is damage, not zeros.
+        # Chunks of zeros are stored, too, so that a missing chunk is damage and is not read as zeros.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
-        # Devices that hold parts of one chunk read it together.
+        # No cache is needed, since devices that hold parts of one chunk read it at the same time.
         "cache_pool": {"total_bytes_limit": 0},
     }
     return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
 def make_context() -> ts.Context:
-    """Makes the context that databases share which are used together."""
+    """Creates a tensorstore context, to be shared by databases that are used together."""
     return ts.Context(
         {
             "file_io_concurrency": {"limit": 64},
             "gcs_request_retries": RETRIES,
             "s3_request_retries": RETRIES,
-            # The nodes of a database's tree; nothing else of what is read is read twice.
+            # This cache holds the nodes of the databases' trees, the only data that is read more than once.
             "cache_pool": {"total_bytes_limit": 100 << 20},
         }
     )
 
 
 def _below(prefix: str) -> ts.KvStore.KeyRange:
-    """The keys that begin with a prefix; all, if it is empty."""
+    """Returns the range of keys that begin with a prefix; all keys if it is empty."""
     if not prefix:
         return ts.KvStore.KeyRange()
     start = prefix.encode()
@@ -284,7 +287,7 @@ def _below(prefix: str) -> ts.KvStore.KeyRange:
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """Says of an error of the disk what it was, and of which path."""
+    """Converts an OSError to a CheckpointError with the reason and the path."""
     try:
         yield
     except OSError as e:
@@ -301,7 +304,7 @@ def _files(root: pathlib.Path, prefix: str) -> Iterator[str]:
 
 
 def _folders(top: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder and all below it."""
+    """Yields a folder and all folders below it. Links are not followed."""
     yield top
     for entry in disk.entries(top) or ():
         if entry.is_dir(follow_symlinks=False):
@@ -309,7 +312,7 @@ def _folders(top: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _grouped(names: list[str], wanted: re.Pattern[str]) -> dict[str, Folder]:
-    """Groups the names of objects as a disk's listing would."""
+    """Groups the names of objects into folders, as a listing of a disk would show them."""
     folders: dict[str, set[str]] = {}
     for name in names:
         folder, slash, rest = name.partition("/")

@@ -1,4 +1,4 @@
-"""Takes a part of another run's checkpoint, or of a file: its parameters, or what a pattern selects."""
+"""Initializes a state from another run's checkpoint or a file: from the parameters, or what a pattern selects."""
 
 import difflib
 import os
@@ -17,32 +17,33 @@ from xshard.checkpoint import store as store_lib
 from xshard.files import tensors
 from xshard.metrics import show
 
-# Of each network, those of several beginning with a name: 'generator/params/mlp/w'. The rules have slots that are
-# named for parameters.
+# The parameters of every network. With several networks, paths begin with the network's name, as in
+# 'generator/params/mlp/w'. Paths below opt_state/ are excluded, since slots contain the parameters' names.
 PARAMS = "^(?!.*opt_state/)(.*/)?params/"
 _NET_STATE = "^(?!.*opt_state/)(.*/)?net_state/"
-# Of the network's state what is there: averages that a batch norm keeps go with the parameters.
+# The default also takes the networks' state as far as it fits: the averages of a batch norm belong to the parameters.
 BY_DEFAULT = f"{PARAMS}|{_NET_STATE}"
-# The number of groups, among what a file says of itself.
+# The key of the number of groups in a file's metadata.
 GROUPS = "groups"
 _BUDGET_BYTES = 1 << 30
 _SHOWN = 5
 
 
 class Source(NamedTuple):
-    """The part of another checkpoint, or of a file, that is taken.
+    """The part of another checkpoint, or of a file, from which a state is initialized.
 
-    Where the checkpoint has a model for each group and the state has one model, `group` says which; where
-    the state has groups and the checkpoint has not, or others, all get the same.
+    If the checkpoint has a model for each group and the state has one model, `group` selects the model to take. If
+    the state has groups, and the checkpoint has none or another number of them, all groups of the state get the same
+    model.
 
     Attributes:
-      place: a run's directory or a folder of checkpoints, with @STEP for another than the newest; or a file of which
-        the name ends in .safetensors.
-      select: a regular expression, searched for in the leaves' paths. By default that of parameters and the
-        network's state, and of the latter what does not fit is left as the state has it.
-      group: the group that is taken of a checkpoint with several.
-      rename: pairs of a beginning of paths there, which ends where a name does, and what it is here; of several the
-        first that fits. An empty one is what all paths begin with.
+      place: a run's directory or a folder of checkpoints, with @STEP for a checkpoint other than the newest; or the
+        path of a .safetensors file.
+      select: a regular expression that is searched for in the leaves' paths. The default selects the parameters and
+        the network's state; arrays of the network's state that do not fit are left as they are.
+      group: the index of the group to take from a checkpoint with several groups.
+      rename: pairs (prefix in the checkpoint, prefix in the state). A prefix consists of whole names. The first pair
+        whose prefix matches applies; an empty prefix matches every path.
     """
 
     place: str
@@ -52,14 +53,14 @@ class Source(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """The arrays that may be taken.
+    """The arrays that a checkpoint or a file offers, under their paths in the state.
 
     Attributes:
       where: the checkpoint or the file, for messages.
-      names: the name there of each array, by its path here.
-      metas: how each is stored, by its path here.
-      groups: the number of groups that are a leading dimension; 0: none.
-      read: reads arrays by their names there onto devices.
+      names: the stored name of each array, by its path in the state.
+      metas: how each array is stored, by its path in the state.
+      groups: the size of the leading dimension of groups; 0: the arrays have none.
+      read: reads arrays, by their stored names, onto devices.
     """
 
     where: Any
@@ -70,7 +71,7 @@ class _Stored(NamedTuple):
 
 
 def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """The pairs that 'old/prefix=new/prefix' say, of which one text may hold several, with commas between them."""
+    """Parses renamings such as 'old/prefix=new/prefix' into pairs; a text may contain several, separated by commas."""
     pairs = []
     for text in ",".join(texts).split(",") if texts else ():
         old, equals, new = text.partition("=")
@@ -83,35 +84,36 @@ def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def check_init(source: Source, target: Any) -> None:
-    """Sees whether `init_from` would work on a state like `target`.
+    """Checks whether `init_from` would work on a state like `target`.
 
     Raises:
-      CheckpointError: if there is no such checkpoint, nothing is selected, or a leaf that is selected is
-        not in it or has another shape.
+      CheckpointError: if there is no such checkpoint, nothing is selected, or a selected leaf is missing in the
+        checkpoint or has another shape there.
     """
     _requests(source, arrays_lib.flatten(target))
 
 
 def init_from(source: Source, state: Any, say: Callable[[str], None] = print) -> Any:
-    """Replaces leaves of a state by those of the same path in a checkpoint.
+    """Replaces leaves of a state with the leaves of the same path in a checkpoint.
 
-    Floating-point types are converted.
+    Floating-point types are converted to the state's.
 
     Args:
-      source: what of which checkpoint.
-      state: a tree of arrays; what is not selected stays.
-      say: takes what has been done.
+      source: the checkpoint or file, and the part of it to take.
+      state: a tree of arrays; leaves that are not selected are unchanged.
+      say: called with a summary.
 
     Returns:
       The tree, on the same devices.
 
     Raises:
-      CheckpointError: as `check_init`, or if the checkpoint is damaged.
+      CheckpointError: for the reasons of `check_init`, or if the checkpoint is damaged.
     """
     leaves = arrays_lib.flatten(state)
     stored, requests = _requests(source, leaves)
     values = stored.read(list(requests.values()), say)
     for path, value in zip(requests, values, strict=True):
+        # Typed PRNG keys cannot be converted; `_problem` has checked that their types are equal.
         if requests[path].meta.key_impl is None:
             value = value.astype(leaves[path].dtype)
         leaves[path] = value
@@ -127,7 +129,7 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
 
 
 def _requests(source: Source, leaves: dict[str, Any]) -> tuple[_Stored, dict[str, reader.Leaf]]:
-    """The arrays that are there, and what to read of them for which path here."""
+    """Returns the stored arrays, and what to read for each path of the state; raises as `check_init`."""
     stored = _open(source, leaves)
     paths = _selected(source, leaves)
     if not paths:
@@ -142,7 +144,7 @@ def _requests(source: Source, leaves: dict[str, Any]) -> tuple[_Stored, dict[str
         problem = _problem(path, stored.metas.get(path), wanted, groups)
         if not problem:
             fitting.append(path)
-        # A network's state that is not there, or has another shape, is left as it is in a new run.
+        # By default, network state that is missing or has another shape is left as the new run initialized it.
         elif source.select != BY_DEFAULT or not re.search(_NET_STATE, path):
             problems.append(problem + ("" if path in stored.metas else _near(path, stored.metas)))
     if problems:
@@ -159,7 +161,7 @@ def _requests(source: Source, leaves: dict[str, Any]) -> tuple[_Stored, dict[str
 
 
 def _open(source: Source, leaves: Iterable[str]) -> _Stored:
-    """Finds what may be taken, under the names that it has here."""
+    """Opens the checkpoint or the file, and applies the renamings."""
     where: Any
     if source.place.endswith(tensors.SUFFIX):
         file = tensors.File(source.place)
@@ -190,7 +192,7 @@ def _read_leaf(file: tensors.File, leaf: reader.Leaf) -> jax.Array:
 def _renamed(
     source: Source, where: Any, stored: Iterable[str], leaves: Iterable[str]
 ) -> dict[str, str]:
-    """The name there of each array by its path here."""
+    """Applies the renamings; returns the stored name of each array by its path in the state."""
     names: dict[str, str] = {}
     renamed: dict[tuple[str, str], list[str]] = {pair: [] for pair in source.rename}
     for name in stored:
@@ -219,14 +221,14 @@ def _renamed(
 
 
 def _near(path: str, paths: Iterable[str]) -> str:
-    """The paths that one may stand for, in words; those that begin alike, too."""
+    """Returns a hint with paths, or beginnings of paths, that are similar to one; empty if there are none."""
     parts = {"/".join(x.split("/")[: path.count("/") + 1]) for x in paths}
     near = difflib.get_close_matches(path, sorted({*paths, *parts}), n=2, cutoff=0.5)
     return f" (near it: {', '.join(near)})" if near else ""
 
 
 def split_place(source: str) -> tuple[str, int | None]:
-    """The directory and the step that 'DIR' or 'DIR@STEP' names; None where it names no step."""
+    """Splits 'DIR' or 'DIR@STEP' into the directory and the step; the step is None if there is none."""
     place, at, step = source.rpartition("@")
     if at and step.isdigit():
         return place, int(step)
@@ -234,9 +236,10 @@ def split_place(source: str) -> tuple[str, int | None]:
 
 
 def find(source: str) -> format_lib.Attempt:
-    """The checkpoint that 'DIR' or 'DIR@STEP' names; CheckpointError if there is none."""
+    """Returns the checkpoint that 'DIR' or 'DIR@STEP' names; raises CheckpointError if there is none."""
     place, step = split_place(source)
     store = store_lib.Store(place)
+    # The place may be a work directory, which has its checkpoints in a subfolder.
     if store.path is not None and not format_lib.attempts(store):
         store = store_lib.Store(os.path.join(place, "checkpoints"))
     if step is not None:
@@ -248,18 +251,18 @@ def find(source: str) -> format_lib.Attempt:
 
 
 class _Groups(NamedTuple):
-    """The groups of the checkpoint and of the state, 0 for a leaf without, and the one to take."""
+    """The numbers of groups in the checkpoint and in the state, 0 for none, and the index of the group to take."""
 
     stored: int
     wanted: int
     chosen: int
 
     def differ(self, path: str) -> bool:
-        """Returns whether a leaf has another first dimension here than there."""
+        """Returns whether a leaf has another leading dimension of groups in the state than in the checkpoint."""
         return self.stored != self.wanted and path not in ("step", "rng")
 
     def stored_shape(self, path: str, shape: arrays_lib.Shape) -> arrays_lib.Shape:
-        """The shape in the checkpoint that fits one here."""
+        """Returns the shape in the checkpoint that fits a shape in the state."""
         if not self.differ(path):
             return shape
         of_one_group = shape[1:] if self.wanted else shape
@@ -267,9 +270,9 @@ class _Groups(NamedTuple):
 
 
 def _count(tree: dict[str, Any]) -> int:
-    """The groups of a run's state, which all but its step and key have as their first dimension."""
+    """Returns the number of groups in a run's state, the first dimension of every array but the step and the key."""
     for path, leaf in tree.items():
-        # Of a learner, of which there may be several.
+        # A state may have several learners, each with a global_step. It is a scalar unless there are groups.
         if path.rpartition("/")[2] == "global_step" and len(leaf.shape) == 1:
             return int(leaf.shape[0])
     return 0
@@ -292,7 +295,7 @@ def _request(path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: _Groups) 
 def _problem(
     path: str, stored: arrays_lib.ArrayMeta | None, wanted: arrays_lib.ArrayMeta, groups: _Groups
 ) -> str:
-    """Says why an array of the checkpoint cannot be taken; empty if it can."""
+    """Explains why an array of the checkpoint cannot be taken; returns an empty text if it can."""
     if stored is None:
         return f"'{path}' is missing in it"
     is_same_type = (stored.dtype, stored.key_impl) == (wanted.dtype, wanted.key_impl)
@@ -311,7 +314,11 @@ def _selected(source: Source, paths: Iterable[str]) -> list[str]:
 
 
 def selected(pattern: str, paths: Iterable[str], flag: str) -> list[str]:
-    """The paths in which a regular expression is found; CheckpointError, naming the flag, if it is none."""
+    """Lists the paths in which a regular expression matches.
+
+    Raises:
+      CheckpointError: if the pattern is not a regular expression; the message names the flag.
+    """
     try:
         return [path for path in paths if re.search(pattern, path)]
     except re.error as e:

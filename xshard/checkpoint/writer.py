@@ -1,4 +1,4 @@
-"""Writes one attempt: each process its pieces, process 0 the rest, and COMMIT as the very last thing."""
+"""Writes one attempt: each process writes its own chunks, and process 0 writes the rest, with COMMIT last."""
 
 import dataclasses
 import importlib.metadata
@@ -17,10 +17,11 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
 
-# What is written in one transaction, which holds it until it is committed, and how many are under way.
+# A transaction holds its data in memory until it is committed. These limit the size of a transaction, and the
+# number of transactions under way.
 _BATCH_BYTES = 128 << 20
 _BATCHES = 4
-# As many files are written at a time as a transaction fills.
+# Tensorstore writes the data files of one transaction in parallel; a full transaction fills four of this size.
 _FILE_BYTES = 32 << 20
 _PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "tensorstore", "numpy")
 
@@ -32,17 +33,18 @@ def write_part(
     chunks: Iterator[ownership.Chunk | None],
     written: Callable[[int], None],
 ) -> int:
-    """Writes what a process owns into its own database; process 0 the descriptions of arrays too.
+    """Writes the chunks that a process owns into its own database. Process 0 also writes each array's zarr.json.
 
     Args:
       attempt: the attempt.
-      process: the process.
-      arrays: how each array is stored.
-      chunks: what it owns; None where the next one may wait for bytes to be written.
-      written: called with the number of bytes that need not be held any more.
+      process: the index of the process.
+      arrays: how each array is stored, by path.
+      chunks: the chunks that the process owns. None asks to flush, since the next chunk may wait for memory that
+        unwritten chunks hold.
+      written: called with the number of bytes that have been written and whose memory may be released.
 
     Returns:
-      The number of keys.
+      The number of keys written.
     """
     batches = _Batches(attempt, process, arrays, written)
     keys = 0
@@ -61,14 +63,14 @@ def write_part(
     prefix = attempt.part(process)
     if keys:
         attempt.store.create(prefix + format_lib.SUMS, format_lib.to_json(batches.sums()))
-    # What other processes are told is written must be there after a loss of power, too.
+    # Process 0 commits on the strength of this process's report, so the data must already survive a power loss.
     attempt.store.sync(prefix)
     return keys
 
 
 def merge(attempt: format_lib.Attempt, processes: list[int]) -> ts.KvStore:
-    """Makes one database of those of some processes; their data stays where it is."""
-    # Entries are copied within one context only.
+    """Merges the databases of some processes into one that refers to their data in place."""
+    # Tensorstore copies entries by reference only between databases that share one context.
     context = store_lib.make_context()
     merged = attempt.store.database(attempt.prefix, context)
     transaction = ts.Transaction(atomic=True)
@@ -80,10 +82,10 @@ def merge(attempt: format_lib.Attempt, processes: list[int]) -> ts.KvStore:
 
 
 def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
-    """Sees that a merged database holds each key of the arrays, and no other; returns how many they are.
+    """Verifies that a merged database holds every key of the arrays and no other; returns the number of keys.
 
     Raises:
-      CheckpointError: if it does not.
+      CheckpointError: if a key is missing, or there is an unexpected one.
     """
     expected = {key.encode() for path, meta in arrays.items() for key in meta.keys(path)}
     listed = set(merged.list().result())
@@ -98,7 +100,7 @@ def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
 def with_sums(
     attempt: format_lib.Attempt, processes: list[int], arrays: arrays_lib.ArrayMetas
 ) -> arrays_lib.ArrayMetas:
-    """Returns how each array is stored, with the checksums that some processes have noted of its chunks."""
+    """Adds the chunks' checksums, which the processes wrote to their sums.json, to the arrays' metadata."""
     sums: dict[str, int] = {}
     for process in processes:
         name = attempt.part(process) + format_lib.SUMS
@@ -124,8 +126,8 @@ def describe(
     Args:
       attempt: the attempt.
       arrays: how each array is stored.
-      metadata: the run's own.
-      data: the position in the data of each process.
+      metadata: the run's metadata.
+      data: each process's position in the data, in order of the processes.
     """
     meta = {
         "version": format_lib.VERSION,
@@ -151,15 +153,15 @@ def commit(
     nonfinite: list[str] | None,
     owner: format_lib.Owner | None,
 ) -> None:
-    """Makes an attempt count.
+    """Creates COMMIT, which makes an attempt count.
 
     Args:
       attempt: the attempt.
       keys: the number of keys in its database.
-      nbytes: the size of its arrays.
-      metrics: what the best checkpoint is chosen by.
-      nonfinite: paths of arrays that are to be finite and are not, not necessarily all; None: nobody has looked.
-      owner: the run that it is of.
+      nbytes: the size of its arrays, in bytes.
+      metrics: the metrics by which the best checkpoint is chosen.
+      nonfinite: paths of checked arrays that are not finite, possibly incomplete; None: no arrays were checked.
+      owner: the run that saves the attempt; None: it is not recorded.
     """
     checksums = {}
     for name in (format_lib.META, format_lib.MANIFEST):
@@ -167,7 +169,7 @@ def commit(
         if content is None:
             raise format_lib.CheckpointError(f"{attempt}/{name} is gone")
         checksums[name] = format_lib.checksum(content)
-    # All folders must be on the disk before the file that says so.
+    # Every folder must be durable before COMMIT exists: a power loss must not leave COMMIT without its data.
     attempt.store.sync(attempt.prefix)
     commit: dict[str, Any] = {
         "step": attempt.step,
@@ -186,10 +188,14 @@ def commit(
 
 
 def remove(attempt: format_lib.Attempt, *, by_hand: bool = False) -> None:
-    """Deletes an attempt; from the first instant on it does not count. If a person does, that is noted.
+    """Deletes an attempt. It stops counting first, so that an interrupted deletion leaves nothing to restore.
+
+    Args:
+      attempt: the attempt.
+      by_hand: whether to record the deletion in the store, which permits the run to resume from an earlier step.
 
     Raises:
-      CheckpointError: if it is a link, or cannot be deleted.
+      CheckpointError: if the attempt's folder is a link, or cannot be deleted.
     """
     if attempt.is_link:
         raise format_lib.CheckpointError(
@@ -197,7 +203,7 @@ def remove(attempt: format_lib.Attempt, *, by_hand: bool = False) -> None:
         )
     if by_hand:
         format_lib.note_removed(attempt)
-    # Without COMMIT it does not count, however far the rest of the deletion comes.
+    # Without COMMIT the attempt does not count, however far the rest of the deletion gets.
     attempt.store.delete(attempt.prefix + format_lib.COMMIT)
     attempt.store.sync_folder(attempt.prefix)
     attempt.store.delete_folder(attempt.prefix)
@@ -220,7 +226,7 @@ class _Batches:
         self._context = context
         self._arrays = arrays
         self._written = written
-        # The array that was opened last, since its chunks follow one another.
+        # Only the last array is kept open: the chunks of an array arrive one after another.
         self._path: str | None = None
         self._array: Any = None
         self._under_way: list[tuple[Any, int]] = []
@@ -242,7 +248,7 @@ class _Batches:
         else:
             index = arrays_lib.box_index(meta.box(piece.chunk))
             target = self._open(piece.path)[index].with_transaction(self._transaction)
-            # Tensorstore refers to the memory instead of copying it.
+            # Nobody modifies this memory before it is written, so tensorstore need not copy it.
             writing = target.write(value, can_reference_source_data_indefinitely=True)
             self._copies.append(writing.copy)
             self._large.append((piece.path, piece.chunk))
@@ -253,11 +259,11 @@ class _Batches:
             self._wait(leave=_BATCHES - 1)
 
     def sums(self) -> dict[str, int]:
-        """The checksum of each chunk that has been written, by its key."""
+        """Returns the checksum of each chunk that has been written, by its key."""
         ends = {}
         for path, chunk in self._large:
             key = arrays_lib.chunk_key(path, chunk)
-            # Tensorstore has made it, and written it after the chunk.
+            # Tensorstore computed the checksum of a large chunk, and stored it behind the chunk's bytes.
             ends[key] = self._database.read(key, byte_range=self._arrays[path].sum_place)
         read = {key: arrays_lib.stored_sum(end.result().value) for key, end in ends.items()}
         return self._sums | read
@@ -282,7 +288,7 @@ class _Batches:
 
     def _commit(self) -> None:
         for copy in self._copies:
-            # What cannot be written shows here, or when the transaction is committed.
+            # Write errors surface here or when the transaction is committed.
             copy.result()
         self._under_way.append((self._transaction.commit_async(), self._nbytes))
         self._begin()

@@ -1,7 +1,7 @@
-"""Keeps what a run has compiled in its work directory: a restart need not compile it again.
+"""The compilation cache in a run's work directory, so that a restart need not compile again.
 
-JAX writes an entry in place, and takes one that a kill has left incomplete for good. So an attempt writes into
-a folder of its own, from which entries move, whole, to where later attempts find them.
+JAX writes a cache entry in place, and would use an entry that a kill left incomplete. So each start of the run (an
+attempt) writes into its own folder. Complete entries are then moved to the folder where later attempts find them.
 """
 
 import contextlib
@@ -16,21 +16,22 @@ from jax.experimental import compilation_cache
 
 FOLDER = "compiled"
 _DIRECTORY = "jax_compilation_cache_dir"
-# What compiles faster is not worth a file.
+# Programs that compile faster than this are not cached.
 _LEAST_SECONDS = 0.2
 
 
 @contextlib.contextmanager
 def kept(directory: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Has JAX keep meanwhile what it compiles in a folder of the work directory, if it keeps it nowhere else.
+    """Makes JAX cache compiled programs in the work directory, within the context, unless another cache is configured.
 
-    JAX_COMPILATION_CACHE_DIR names another folder, and JAX_ENABLE_COMPILATION_CACHE=false none. Several processes need
-    a folder that all of them see, which is to be named: one that compiles while another loads may wait for it. Of several
-    devices of a CPU nothing is kept: see `_may_stand_still`.
+    JAX_COMPILATION_CACHE_DIR selects another folder, and JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
+    With several processes there is no cache by default: a process that compiles while another loads may wait for it,
+    so you must name a folder that all processes see. With several CPU devices there is none either; see
+    `_may_stand_still`.
 
     Args:
-      directory: a work directory that no other attempt writes to.
-      say: takes a line on why nothing is kept. No run ends for it.
+      directory: a work directory to which no other attempt writes.
+      say: called with the reason if the cache cannot be used. The run continues without it.
     """
     settings = jax.config.values
     is_asked = not settings[_DIRECTORY] and settings["jax_enable_compilation_cache"]
@@ -54,16 +55,16 @@ def kept(directory: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _may_stand_still() -> bool:
-    """Returns whether a program that was loaded might wait for ever.
+    """Returns whether a program that is loaded from the cache might deadlock.
 
-    XLA for CPUs runs the collectives of a program that it has compiled one after the other, on all devices alike. In one that
-    it has loaded, those that do not depend on one another begin in any order (seen with jaxlib 0.10.2).
+    XLA on CPUs runs the collectives of a program that it compiled one by one, in the same order on all devices.
+    In a program loaded from the cache, independent collectives start in any order (observed with jaxlib 0.10.2).
     """
     return jax.default_backend() == "cpu" and jax.device_count() > 1
 
 
 def _begin(folder: pathlib.Path) -> pathlib.Path:
-    """An attempt's own folder, with links to what attempts before have left."""
+    """Creates an attempt's own folder, with links to the entries of earlier attempts."""
     folder.mkdir(exist_ok=True)
     _take_leftovers(folder)
     own = pathlib.Path(tempfile.mkdtemp(prefix="attempt-", dir=folder.resolve()))
@@ -77,7 +78,7 @@ def _used(folder: pathlib.Path) -> Iterator[None]:
     settings = {
         _DIRECTORY: str(folder),
         "jax_persistent_cache_min_compile_time_secs": _LEAST_SECONDS,
-        # They are written to the folder, whose path would then be in the name of each entry.
+        # XLA's own caches would put the folder's path, which changes with each attempt, into the keys of all entries.
         "jax_persistent_cache_enable_xla_caches": "none",
     }
     before = {name: jax.config.values[name] for name in settings}
@@ -91,12 +92,12 @@ def _used(folder: pathlib.Path) -> Iterator[None]:
 def _set(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
-    # JAX decides whether it has a cache at the first program that it compiles.
+    # JAX decides once, at its first compilation, whether it has a cache; a reset makes it decide again.
     compilation_cache.compilation_cache.reset_cache()
 
 
 def _take_leftovers(folder: pathlib.Path) -> None:
-    """Takes what attempts that were killed have left: all but their newest entry, which may be incomplete."""
+    """Recovers the entries of attempts that were killed, except the newest of each, which may be incomplete."""
     for left in folder.glob("attempt-*"):
         entries = sorted(_entries(left), key=lambda path: path.stat().st_mtime_ns)
         _move(entries[:-1], folder)
@@ -104,7 +105,7 @@ def _take_leftovers(folder: pathlib.Path) -> None:
 
 
 def _entries(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files in a folder, without links."""
+    """Lists the files in a folder, without links."""
     return [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
 
 

@@ -1,7 +1,7 @@
-"""A run's files on a disk.
+"""Reads and writes of a run's files on a disk.
 
-An error of the disk is an error, with its path, and is never taken for an absence: what is not there is not in
-its folder's listing either. What has been written is on the disk before anybody counts on it.
+A disk error raises an error with the path. It is never taken for an absent file: a file counts as absent only if
+the listing of its folder lacks it, too. Writes are durable before a caller relies on them.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from xshard import errors
 
 _T = TypeVar("_T")
 _Path = str | os.PathLike[str]
-# A disk on a network may answer the next time. What lasts longer is for a person to look at.
+# Errors that may pass by themselves, as of a network disk. An error that persists after the retries is raised.
 _TRANSIENT = {
     errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT,
     errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
@@ -26,7 +26,7 @@ _FIRST_WAIT_SECONDS = 0.1
 
 
 def retried(action: Callable[[], _T]) -> _T:
-    """Calls what may be called again, such as a read, until no error comes of it that may pass by itself."""
+    """Calls an action that may be repeated, such as a read, and retries it after errors that may pass by themselves."""
     for attempt in range(_TRIES - 1):
         try:
             return action()
@@ -38,33 +38,39 @@ def retried(action: Callable[[], _T]) -> _T:
 
 
 def read(path: _Path) -> bytes | None:
-    """The content of a file; None if there is none."""
+    """Reads a file; returns None if it does not exist."""
     return _unless_absent(path, _content)
 
 
 def entries(folder: _Path) -> list[os.DirEntry[str]] | None:
-    """Lists a folder, in the order of the names; None if there is no such folder."""
+    """Lists a folder in the order of the names; returns None if it does not exist."""
     return _unless_absent(folder, _listed)
 
 
 def exists(path: _Path) -> bool:
-    """Returns whether there is something of this name, as its folder's listing has it: a link to nothing is something."""
+    """Returns whether a path exists according to the listing of its folder. A broken link exists."""
     parent, name = os.path.split(os.path.abspath(path))
     if not name:
         return True
     try:
         siblings = entries(parent)
     except NotADirectoryError:
-        # Below a file there is nothing.
+        # The parent is a file, so nothing can exist below it.
         return False
     except PermissionError:
-        # Nobody may list it, as on some machines that many share; then its own word must do.
+        # This user may not list the folder, as on some shared machines, so the path itself is queried.
         return retried(lambda: os.path.lexists(path))
     return siblings is not None and any(entry.name == name for entry in siblings)
 
 
 def replace(path: pathlib.Path, content: bytes, *, durably: bool = True) -> None:
-    """Replaces a file: after a crash it is the old one or the new one; of the machine, if `durably`."""
+    """Replaces a file atomically: after a crash of the process, the file has the old content or the new one.
+
+    Args:
+      path: the file.
+      content: the new content.
+      durably: whether this also holds after a crash of the machine, and the new content is on the disk on return.
+    """
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("wb") as file:
         file.write(content)
@@ -77,7 +83,7 @@ def replace(path: pathlib.Path, content: bytes, *, durably: bool = True) -> None
 
 
 def sync(path: _Path) -> None:
-    """Makes a file's content, or a folder's list of names, durable."""
+    """Makes the content of a file, or the list of names of a folder, durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -88,7 +94,7 @@ def sync(path: _Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: _Path) -> Iterator[None]:
-    """Gives an OSError the path that it is of, which a call for an open file does not know."""
+    """Adds the path to an OSError. Calls on an open file raise errors without it."""
     try:
         yield
     except OSError as e:
@@ -99,7 +105,7 @@ def naming(path: _Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path) -> Iterator[None]:
-    """Says of an OSError, as a `UserError`, which file it was and what to do."""
+    """Converts an OSError to a `UserError` that names the file and tells the user what to do."""
     try:
         yield
     except OSError as e:
@@ -110,8 +116,8 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 
 def _unless_absent(path: _Path, action: Callable[[_Path], _T]) -> _T | None:
-    """Applies an action to a path; None if there is nothing of this name."""
-    # A disk on a network may say that a file is absent which its folder's listing still has.
+    """Applies an action to a path; returns None if the path does not exist."""
+    # A network disk may report a file as absent that its folder still lists, so both must agree.
     for _ in range(_TRIES):
         try:
             return retried(lambda: action(path))

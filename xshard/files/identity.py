@@ -1,4 +1,4 @@
-"""The identity of a run, and which changes of its config leave it the same run."""
+"""The identity of a run, and the changes of its config that do not make it another run."""
 
 import hashlib
 import json
@@ -14,11 +14,11 @@ ID_LENGTH = 16
 
 
 class Identity(NamedTuple):
-    """The identity of a run, in all that it writes.
+    """The identity of a run, which is part of everything that the run writes.
 
     Attributes:
-      id: made when it began.
-      fingerprint: a checksum of all in its config that may not change.
+      id: a random ID, created when the run began.
+      fingerprint: a checksum of the config values that may not change during the run.
     """
 
     id: str
@@ -26,26 +26,26 @@ class Identity(NamedTuple):
 
 
 def new(config: ml_collections.ConfigDict) -> Identity:
-    """An identity for a run that begins."""
+    """Creates the identity of a new run."""
     return Identity(secrets.token_hex(ID_LENGTH // 2), fingerprint(config))
 
 
 def fingerprint(config: ml_collections.ConfigDict) -> str:
-    """A checksum of all in a config that may not change in a run."""
+    """Returns a checksum of the config values that may not change during a run."""
     content = json.dumps(_fixed(config_lib.flatten(plain(config))), sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()[:ID_LENGTH]
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
-    """Sees whether a run may go on with another config than it was started with.
+    """Checks whether a run may resume with another config than the one it was started with.
 
     Args:
-      old: its config, as JSON can hold it.
-      new: the one that is asked for.
-      whose: for the message, such as '--workdir=DIR holds'.
+      old: the run's config, as JSON-serializable values.
+      new: the config to resume with.
+      whose: the beginning of the message, such as '--workdir=DIR holds'.
 
     Returns:
-      What has changed, one text for each key.
+      The changes, one text for each key.
 
     Raises:
       UserError: if a change would make it another run.
@@ -75,8 +75,9 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
 
 
 def _fixed(flat: dict[str, Any]) -> dict[str, Any]:
-    """Selects what of a config may not change; of the groups how many they are, of however many replicas each."""
+    """Selects the config values that may not change during a run."""
     fixed = {key: value for key, value in flat.items() if not config_lib.may_change(key)}
+    # The number of groups may not change, but the number of replicas in each group may.
     groups = fixed.get("group_assignment")
     if isinstance(groups, list):
         fixed["group_assignment"] = max(len(groups), 1)
@@ -84,5 +85,5 @@ def _fixed(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """A config as plain JSON values."""
+    """Converts a config to plain JSON values."""
     return json.loads(config.to_json_best_effort())

@@ -1,4 +1,7 @@
-"""JSON that somebody else may have written, damaged or forged: read within bounds, or refused by name."""
+"""Reads and writes JSON files. A file may be damaged or forged, so it is read within bounds of size and depth.
+
+A file that exceeds the bounds, or is invalid, is refused with a message that names it.
+"""
 
 import contextlib
 import json
@@ -12,24 +15,24 @@ from typing import Any, BinaryIO
 from xshard import errors
 from xshard.files import disk
 
-# Nothing that a run writes comes near these, and what does is not kept in memory to see what it is.
+# The largest file and the longest line that are read into memory; far more than any run writes.
 _FILE_BYTES = 64 << 20
 LINE_BYTES = 4 << 20
-# Low enough for what walks through a value by calling itself.
+# The deepest nesting, low enough for recursive functions on the parsed value.
 _DEPTH = 200
 _LARGEST = 1 << 63
 _NAMES: dict[type, str] = {dict: "an object", list: "a list"}
 
 
 def loads(content: bytes, kind: type = dict) -> Any:
-    """A JSON value.
+    """Parses a JSON value.
 
     Args:
       content: the text.
-      kind: what it is to be, `dict` or `list`.
+      kind: the required type, `dict` or `list`.
 
     Raises:
-      ValueError: if it is something else, has a key twice, or is nested too deeply to be looked at.
+      ValueError: if the text is not JSON of this type, has a duplicate key, or is nested too deeply.
     """
     try:
         value = json.loads(content, object_pairs_hook=_object)
@@ -42,12 +45,12 @@ def loads(content: bytes, kind: type = dict) -> Any:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """JSON, in which a number that is not finite is null: JSON has no other way to write it."""
+    """Serializes a value to JSON. Numbers that are not finite become null, since JSON cannot represent them."""
     return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
 def finite(value: Any) -> Any:
-    """The value with None in the place of each number that is not finite."""
+    """Replaces each number that is not finite with None."""
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -58,10 +61,10 @@ def finite(value: Any) -> Any:
 
 
 def read(path: pathlib.Path, kind: type = dict) -> Any:
-    """The JSON value in a file.
+    """Reads the JSON value in a file.
 
     Raises:
-      UserError: if there is no such file, it cannot be read, or it holds something else.
+      UserError: if the file does not exist, cannot be read, or does not hold a value of type `kind`.
     """
     with _reading(path), _open(path) as file:
         content = file.read(_FILE_BYTES + 1)
@@ -71,15 +74,15 @@ def read(path: pathlib.Path, kind: type = dict) -> Any:
 
 
 def read_if_exists(path: pathlib.Path, kind: type = dict) -> Any | None:
-    """The JSON value in a file, as `read`; None if there is no such file."""
+    """Reads the JSON value in a file, like `read`; returns None if the file does not exist."""
     return read(path, kind) if _exists(path) else None
 
 
 def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None]]:
-    """Each line of a file of JSON lines; nothing if there is no such file.
+    """Yields each line of a file of JSON lines; no lines if the file does not exist.
 
     Yields:
-      Whether the line has its end, and the object in it; None if it holds none.
+      Whether the line ends with a newline, and its object; None if it does not hold a JSON object.
 
     Raises:
       UserError: if the file cannot be read.
@@ -95,24 +98,24 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None
                 line = next(lines, None)
             if line is None:
                 return
-            # Outside of what names the file: an error of who asks for the lines is not one of reading.
+            # The yield is outside `_reading`: an error that the caller throws in is not an error of reading the file.
             yield line.endswith(b"\n"), _object_in(line)
 
 
 def write(path: pathlib.Path, value: Any) -> None:
-    """Replaces a file, durably, by readable JSON; raises UserError, with its path, if it cannot be written."""
+    """Replaces a file, durably, with indented JSON; raises UserError with the path if it cannot be written."""
     with disk.writing(path):
         disk.replace(path, (dumps(value, indent=2) + "\n").encode())
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a JSON value is a number that a float and an int64 can stand for: not every integer is."""
+    """Returns whether a JSON value is a float, or an integer that fits in an int64. A boolean is not a number."""
     return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines, of those that are too long only the last part, which is no JSON."""
-    # What stands before the end of a line that is too long: with it no line is JSON.
+    """Yields the lines of a file. Of a line that is too long, it yields only the end, made invalid as JSON."""
+    # The prefix of the end of a line that is too long. No JSON begins with it, even if the end alone were JSON.
     prefix = b""
     while piece := file.readline(LINE_BYTES):
         if len(piece) == LINE_BYTES and not piece.endswith(b"\n"):
@@ -137,7 +140,7 @@ def _exists(path: pathlib.Path) -> bool:
 
 
 def _open(path: pathlib.Path) -> BinaryIO:
-    # A pipe of this name would wait for somebody to write into it.
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     descriptor = disk.retried(lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -150,7 +153,7 @@ def _open(path: pathlib.Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _reading(path: pathlib.Path) -> Iterator[None]:
-    """Says of which file an error is."""
+    """Converts an error of reading to a UserError that names the file."""
     try:
         yield
     except (OSError, ValueError) as e:
@@ -165,8 +168,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_depth(content: bytes, value: Any) -> None:
-    """Raises ValueError if a value is nested too deeply; goes through it level by level, without calling itself."""
-    # Of most files this is known by a look at the text.
+    """Raises ValueError if a value is nested too deeply. It walks level by level, since recursion could overflow."""
+    # Most files have so few brackets that they cannot be nested too deeply.
     if content.count(b"[") + content.count(b"{") <= _DEPTH:
         return
     level = [value]

@@ -1,4 +1,4 @@
-"""Standard streams that last: what becomes of them never decides about the work of a program."""
+"""Standard streams that tolerate errors: a broken, full or closed stream never ends a program."""
 
 import contextlib
 import io
@@ -9,31 +9,31 @@ from typing import Any, TextIO, cast
 
 
 class Lasting:
-    """A stream of text that may break, be full or lack a character, which is no reason for a program to end.
+    """A text stream that ignores errors, such as a broken pipe, a full disk or a missing character.
 
-    What cannot be written is dropped; what it cannot encode is written as an escape.
+    Text that cannot be written is dropped. A character that cannot be encoded is written as an escape.
     """
 
     def __init__(self, stream: TextIO):
-        """Takes over a stream."""
+        """Wraps a stream, which it reconfigures to escape characters that it cannot encode."""
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(OSError, ValueError):
                 stream.reconfigure(errors="backslashreplace")
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes what can be written; the length of the text."""
+        """Writes the text if possible; returns its length in any case."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Writes what can be written."""
+        """Writes the lines that can be written."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Flushes what can be."""
+        """Flushes the stream if possible."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.flush()
 
@@ -42,15 +42,15 @@ class Lasting:
 
 
 def lasting(stream: Any) -> TextIO:
-    """The stream as one that lasts."""
+    """Wraps a stream in `Lasting`, unless it already is wrapped."""
     return cast(TextIO, stream if isinstance(stream, Lasting) else Lasting(stream))
 
 
 def last() -> None:
-    """Has the streams of this program last, to its end: also the interpreter's last flush cannot fail then.
+    """Makes the program's standard streams tolerate errors until its end, including the interpreter's last flush.
 
-    Descriptors 0 to 2 that are closed lead nowhere from here on: the next file to be opened would get their
-    numbers, and what is meant for a person would be written into it.
+    If descriptor 0, 1 or 2 is closed, it is opened on the null device. Otherwise the next file to be opened would get
+    its number, and messages for the user would be written into that file.
     """
     free = [number for number in range(3) if _open_if_closed(number)]
     # None stands for a stream whose descriptor was closed when Python started.
@@ -60,17 +60,17 @@ def last() -> None:
 
 
 def _to_nowhere(number: int, free: Sequence[int], mode: str) -> Any:
-    """A stream on a descriptor that leads nowhere; on another one if a file has that number since."""
+    """Opens a stream on the null device, on the given descriptor or, if another file has that number, on a new one."""
     descriptor = number if number in free else os.open(os.devnull, os.O_RDWR)
     return os.fdopen(descriptor, mode, closefd=False)
 
 
 def _open_if_closed(number: int) -> bool:
-    """Opens a descriptor that is closed, and leads nowhere then; False if it is open."""
+    """Opens a descriptor on the null device if it is closed; returns False if it is open."""
     try:
         os.fstat(number)
     except OSError:
-        # It gets the lowest number that is free. Programs that are started have it, too.
+        # `os.open` returns the lowest free number, which is this one. Child processes inherit it, too.
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         return True
     return False

@@ -1,4 +1,4 @@
-"""Files of named arrays that other programs read: .safetensors, by the library of that name, which is an extra."""
+"""Files of named arrays in the .safetensors format. The safetensors library is an optional dependency."""
 
 import importlib.util
 import pathlib
@@ -19,20 +19,20 @@ _TYPES = {
 
 
 class File:
-    """A file of named arrays, of which parts are read.
+    """A file of named arrays. Arrays can be read in part.
 
     Attributes:
-      path: where it is.
-      metadata: what its writer has noted, text by name.
-      shapes: the shapes of its arrays, by name; without those of types that NumPy lacks.
-      dtypes: the names of their types, such as 'bfloat16'.
+      path: the path of the file.
+      metadata: the writer's notes, text by name.
+      shapes: the shapes of its arrays, by name. Arrays of unsupported types, such as 8-bit floats, are left out.
+      dtypes: the names of the arrays' types, such as 'bfloat16', by name.
     """
 
     def __init__(self, path: str):
-        """Opens a file, and reads what is in it, but no array.
+        """Opens a file, and reads its description but no array.
 
         Raises:
-          UserError: if there is none, if it is damaged or of another kind, or if the library is not installed.
+          UserError: if the file does not exist, is damaged or has another format, or if safetensors is not installed.
         """
         _check_installed()
         import safetensors
@@ -50,25 +50,27 @@ class File:
         self.dtypes = {name: _TYPES[x.get_dtype()] for name, x in slices.items()}
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of an array."""
+        """Reads a part of an array."""
+        # A scalar has an empty index, and is read whole.
         part = self._file.get_slice(name)
         return np.asarray(part[index] if index else self._file.get_tensor(name))
 
 
 def write(path: pathlib.Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Writes arrays to a file: it is whole, or not there.
+    """Writes arrays to a file atomically.
 
     Args:
       path: the file.
-      arrays: NumPy's, by name.
-      metadata: text by name.
+      arrays: the arrays by name, as NumPy converts them.
+      metadata: the notes to store, text by name.
 
     Raises:
-      UserError: if the library is not installed, or the file cannot be written.
+      UserError: if safetensors is not installed, or the file cannot be written.
     """
     _check_installed()
     from safetensors import numpy as library
 
+    # `ascontiguousarray` turns a scalar into an array of one dimension, so the shape is restored.
     plain = {name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in arrays.items()}
     content = library.save(plain, dict(metadata))
     with disk.writing(path):

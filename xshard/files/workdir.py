@@ -1,22 +1,22 @@
-"""A run's directory: whose it is, and what is in it.
+"""A run's work directory: its owner and its content.
 
-config.json      the config that the run was started with, and the run's identity
+config.json      the run's config and its identity
 origin.json      a checksum of the data, the commit of the experiment's code, libraries, devices, XLA's flags
-reached.json     the newest checkpoint that has counted: below it the run never begins again by itself
-roll_backs.json  to which checkpoints it has gone back, and past what data; see `xshard.run.roll_backs`
+reached.json     the newest checkpoint that has counted; the run never resumes from an earlier one by itself
+roll_backs.json  the checkpoints to which the run rolled back, and the data it skipped; see `xshard.run.roll_backs`
 checkpoints/     see `xshard.checkpoint`
 metrics.jsonl    a row for each logged step and each evaluation
-metrics.csv      the same as a table, and
-tensorboard/     as event files, and
-wandb/           as Weights & Biases keeps them, if config.writers has them; see `xshard.metrics.writers`
-samples.jsonl    a row for each step after which the experiment has shown samples; see `xshard.samples`
-results.json     the final evaluation, and whether the run has ended finite
-status.json      what each process is doing; see `xshard.pod.watch`
-attempts.jsonl   what the first process of each earlier start has said last; see `xshard.pod.attempts`
-eval/            what `--mode=eval` writes; see `xshard.modes.follow`
-logs/            what the processes but the first print, a file each
-set_aside/       what --restart_from_scratch has put away, in a folder for each run
-STOP             made by a person: the run saves and leaves until it is removed
+metrics.csv      the same rows as a table, if config.writers lists it; see `xshard.metrics.writers`
+tensorboard/     the same rows as event files, likewise
+wandb/           the same rows as Weights & Biases stores them, likewise
+samples.jsonl    a row for each step after which the experiment logged samples; see `xshard.samples`
+results.json     the final evaluation, and whether the run ended with finite values
+status.json      the current activity of each process; see `xshard.pod.watch`
+attempts.jsonl   the last status of the first process, for each earlier start; see `xshard.pod.attempts`
+eval/            the output of `--mode=eval`; see `xshard.modes.follow`
+logs/            the printed output of all processes except the first, one file each
+set_aside/       the files that --restart_from_scratch moved away, in one folder per run
+STOP             created by a person; the run saves and stops, and does not start until the file is removed
 """
 
 import contextlib
@@ -34,20 +34,20 @@ from xshard.files import disk, jsonfile
 from xshard.files import identity as identity_lib
 
 RESULTS, REACHED = "results.json", "reached.json"
-# In config.json, beside the config's own keys.
+# The key of the identity in config.json, beside the config's own keys.
 IDENTITY = "_run"
 SET_ASIDE = "set_aside"
-# What stays where it is when a run is set aside; config.json, which names the run, goes last.
+# The entries that stay in place when a run is set aside.
 _STAYS = {SET_ASIDE, ".lock", "logs", "launch.log", "STOP"}
 
 
 class Reached(NamedTuple):
-    """The newest checkpoint that a run has come to.
+    """The newest checkpoint of a run that has counted.
 
     Attributes:
-      step: of the newest checkpoint that has counted.
-      folder: the checkpoint's.
-      checkpoints: where it was.
+      step: the checkpoint's step.
+      folder: the name of the checkpoint's folder.
+      checkpoints: the store that held it.
     """
 
     step: int
@@ -56,16 +56,16 @@ class Reached(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The origin of a run beside its config; empty texts where that is not known.
+    """The origin of a run beside its config. An unknown value is an empty text.
 
     Attributes:
-      training: the training data, as `xshard.data.summary` has it.
-      evaluation: the data that it is judged on.
+      training: the training data, as `xshard.data.summary` describes it.
+      evaluation: the evaluation data, described likewise.
       commit: the git commit of the experiment's code.
-      libraries: their versions.
-      devices: how many of which kind, on how many processes, and of CPUs on how many cores of the first.
-      flags: those of XLA, from the environment.
-      chip: the kind of the devices, as far as their arithmetic shows it.
+      libraries: the versions of the libraries.
+      devices: the number and kind of the devices, the number of processes, and for CPUs the cores of the first.
+      flags: XLA's flags, from the environment.
+      chip: the kind of the devices, as far as it affects their arithmetic.
     """
 
     training: str
@@ -92,14 +92,15 @@ class Workdir:
         self._reached = self.path / REACHED
 
     def check(self, config: ml_collections.ConfigDict) -> list[str]:
-        """Sees whether a config may run here; writes nothing.
+        """Checks whether a config may run in this directory; writes nothing.
 
         Returns:
-          What has changed since the run was started, one text for each key.
+          The changes of the config since the run was started, one text for each key.
 
         Raises:
-          ValueError: if the directory is another run's, or a change would make it another run.
+          ValueError: if the directory belongs to another run, or a change would make it another run.
         """
+        # The directory need not exist, but its nearest existing ancestor must be a directory.
         existing = self.path
         while not disk.exists(existing):
             existing = existing.parent
@@ -124,7 +125,7 @@ class Workdir:
         return identity_lib.compare(old, identity_lib.plain(config), f"--workdir={self.path} holds")
 
     def identity(self) -> identity_lib.Identity | None:
-        """The identity of the run that is here; None if there is none, or one of a version that had no such."""
+        """Returns the identity of the run in this directory; None if there is no run, or an older version wrote it."""
         config = _read(self.config, "config") or {}
         content = config.get(IDENTITY)
         if content is None:
@@ -137,7 +138,7 @@ class Workdir:
             ) from e
 
     def reached(self) -> Reached | None:
-        """Returns how far the run here has come, as far as it is known."""
+        """Returns the newest checkpoint that this run reached; None if none is recorded."""
         content = _read(self._reached, "high-water mark")
         if content is None:
             return None
@@ -151,28 +152,28 @@ class Workdir:
             ) from e
 
     def note_reached(self, reached: Reached) -> None:
-        """Notes how far the run has come, durably."""
+        """Records the newest checkpoint that the run reached, durably."""
         jsonfile.write(self._reached, reached._asdict())
 
     def has_history(self) -> bool:
-        """Returns whether rows or results are here, which a run from the start would write anew."""
+        """Returns whether the directory has rows or results, which a run that starts from step 0 would write again."""
         return any(disk.read(path) for path in (self.metrics, self.results))
 
     def check_origin(self, origin: Origin, *, exact: bool = False) -> list[str]:
-        """Sees whether a run of this data may go on here; writes nothing.
+        """Checks whether the run in this directory may resume with an origin; writes nothing.
 
         Args:
-          origin: what there is now.
-          exact: whether the run is to go on in the same bits.
+          origin: the current origin.
+          exact: whether the run must continue bit for bit.
 
         Returns:
-          What else has changed since the run was started, one text for each.
+          Other changes since the run was started, one text for each.
 
         Raises:
-          UserError: if the run here was trained on other data; or, if exact, by what computes other bits.
+          UserError: if the run was trained on other data; or, if exact, with what may compute other bits.
         """
         content = _read(self.origin, "origin")
-        # A directory of a version that kept none gets it.
+        # Older versions wrote no origin; `opened` adds it.
         if content is None:
             return []
         old = Origin(*(str(content.get(name, "")) for name in Origin._fields))
@@ -206,16 +207,16 @@ class Workdir:
         origin: Origin | None = None,
         set_aside: str = "",
     ) -> Iterator[None]:
-        """Makes the directory this run's, and nobody else's meanwhile.
+        """Locks the directory for this run, and writes the run's config and origin.
 
         Args:
           config: the run's config.
-          identity: the run's; by default that of the run that is here, or a new one.
-          origin: what it is trained on, if it is.
-          set_aside: the ID of a run that is put away first, if it is the one that is here.
+          identity: the run's identity; by default that of the run in the directory, or a new one.
+          origin: the run's origin; None: it is not checked and not written.
+          set_aside: the ID of a run to move away first, if that run is in the directory.
 
         Raises:
-          ValueError: if it cannot be written, or another process runs in it.
+          ValueError: if the directory cannot be written, or another process runs in it.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -236,7 +237,7 @@ class Workdir:
                 raise errors.UserError(
                     f"{self.path / '.lock'} cannot be locked: {e.strerror}."
                 ) from e
-            # Again: another process may have made it its own since the first check.
+            # The checks run again under the lock: another process may have used the directory since the caller's.
             if set_aside and set_aside == self.id_to_set_aside():
                 self._set_aside(set_aside, config.checkpoint.directory)
             self.check(config)
@@ -249,10 +250,10 @@ class Workdir:
             yield
 
     def open_log(self, index: int) -> int:
-        """A file descriptor, to append to, for what a process prints.
+        """Opens the log of a process for appending; returns its file descriptor.
 
         Raises:
-          ValueError: if it cannot be written.
+          ValueError: if the log cannot be written.
         """
         path = self.path / "logs" / f"process_{index}.log"
         try:
@@ -262,43 +263,50 @@ class Workdir:
             raise errors.UserError(f"{path} cannot be written: {e.strerror}.") from e
 
     def write_results(self, results: dict[str, Any]) -> None:
-        """Writes how the run has ended, and which run it is."""
+        """Writes the results of the run, with the run's ID."""
         identity = self.identity()
         if identity is not None:
             results = {**results, "run": identity.id}
         jsonfile.write(self.results, results)
 
     def failure(self, goes_on: bool) -> str:
-        """Returns why the run has not ended finite before; of one that goes on it is forgotten, as is an early end."""
+        """Returns the reason if the run previously ended with nonfinite values; empty if it did not.
+
+        If the run goes on, the result is empty, and results.json is deleted if the run ended that way or ended early.
+
+        Args:
+          goes_on: whether the run goes on.
+        """
         why = not_finite(self.path)
         if goes_on and (why or ended(self.path) is not None):
             self.results.unlink()
         return "" if goes_on else why
 
     def id_to_set_aside(self) -> str:
-        """Returns what --restart_from_scratch must name to put away the run that is here; empty if there is none."""
+        """Returns the ID by which --restart_from_scratch names the run in this directory; empty if there is none."""
         content = disk.read(self.config)
         if content is None:
             return ""
         identity = self.identity()
         if identity is not None:
             return identity.id
-        # A run of a version that had no identity is named by its config.
+        # Older versions wrote no identity, so their runs are named by a checksum of the config.
         return hashlib.sha256(content).hexdigest()[: identity_lib.ID_LENGTH]
 
     def _set_aside(self, run: str, elsewhere: str) -> None:
-        """Moves all that a run has written to a folder of its own; what was begun before is gone on with.
+        """Moves everything that a run has written to its own folder. A repeated call completes an interrupted one.
 
         Args:
-          run: its ID.
-          elsewhere: where its checkpoints are, if they are not in the directory; they stay on their disk.
+          run: the run's ID.
+          elsewhere: the folder of the run's checkpoints if it is not in the work directory; it is renamed in place, so
+            that the checkpoints stay on their disk. Empty: there is none.
         """
         if elsewhere and disk.exists(elsewhere):
             with disk.writing(pathlib.Path(elsewhere)):
                 os.rename(elsewhere, f"{elsewhere.rstrip('/')}.{run}")
         folder = self.path / SET_ASIDE / run
         names = [entry.name for entry in disk.entries(self.path) or () if entry.name not in _STAYS]
-        # The config names the run: while it is here, a command that was cut off can be repeated.
+        # config.json names the run. It moves last, so that an interrupted command can be repeated.
         names.sort(key=lambda name: name == self.config.name)
         with disk.writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -309,7 +317,7 @@ class Workdir:
 
 
 def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:
-    """A file of the directory that holds a dictionary; None if there is none."""
+    """Reads a file of the directory that holds an object; returns None if the file does not exist."""
     try:
         return jsonfile.read_if_exists(path)
     except errors.UserError as e:
@@ -319,10 +327,10 @@ def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:
 
 
 def ended(directory: pathlib.Path) -> tuple[int, str] | None:
-    """The step at which a callback has ended the run in a work directory, and why; None if none has.
+    """Returns the step at which a callback ended the run in a work directory, and the reason; None if none did.
 
     Raises:
-      UserError: if the run has ended, and what it has said is damaged.
+      UserError: if the run's results.json is damaged.
     """
     results = jsonfile.read_if_exists(directory / RESULTS) or {}
     why, step = results.get("ended"), results.get("step")
@@ -330,10 +338,10 @@ def ended(directory: pathlib.Path) -> tuple[int, str] | None:
 
 
 def not_finite(directory: pathlib.Path) -> str:
-    """Returns why the run in a work directory has not ended finite; empty if it has, or has not ended.
+    """Returns the reason if the run in a work directory ended with nonfinite values; empty otherwise.
 
     Raises:
-      UserError: if it has ended, and what it has said is damaged.
+      UserError: if the run's results.json is damaged.
     """
     results = jsonfile.read_if_exists(directory / RESULTS) or {}
     if results.get("finite") is not False:

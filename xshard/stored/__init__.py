@@ -1,1 +1,1 @@
-"""A state as checkpoints have it, and as other numbers of devices take it."""
+"""Conversions of a run's state between training steps, checkpoints and other numbers of devices; fingerprints of it."""

@@ -1,8 +1,8 @@
-"""Fingerprints of a run's state: sums of integers in which neither the order of sums nor the layout shows.
+"""Fingerprints of a run's state: integer sums that depend neither on the order of summation nor on the layout.
 
-A word counts once, however many copies of it there are; so the same state has the same fingerprint on any number of
-devices, whole or in shards, and as a checkpoint has it. A change of one word always changes it; that others go unnoticed
-has a probability of 2**-64 each.
+Each 32-bit word counts once, however many copies exist. So equal states have equal fingerprints on any number of
+devices, whole or in shards, and in a checkpoint. A change of a single word always changes the fingerprint. Any other
+change goes unnoticed with a probability of 2**-64.
 """
 
 import collections
@@ -23,20 +23,21 @@ from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import trees, varying
 from xshard.stored import hashing
 
-# The kinds of arrays of which each has a fingerprint, over all learners.
+# The kinds of arrays. Each kind has one fingerprint, over all learners.
 PARAMS, SLOTS, NET_STATE, OTHER = KINDS = ("params", "slots", "net_state", "other")
-# Begins the names under which they are logged.
+# The prefix of the names under which fingerprints are logged.
 PREFIX = "fingerprint/"
-# Arrays of at most so many words are mixed together: XLA takes 15 ms to compile what mixes one, of whatever size.
+# Arrays of at most this many words are concatenated and mixed together: XLA takes 15 ms to compile the mixing of
+# one array of any size.
 _SMALL = 1024
 
 
 class Cell(NamedTuple):
-    """Arrays that have a fingerprint together: of one kind, and along the same axes of replicas.
+    """Arrays that share a fingerprint: arrays of one kind that differ along the same replica axes.
 
     Attributes:
-      name: one of `KINDS`; where each array has its own, its path.
-      own: those axes; along the others replicas hold copies.
+      name: one of `KINDS`; or the array's path, if each array has its own fingerprint.
+      own: the replica axes along which the values differ; along the others, replicas hold copies.
     """
 
     name: str
@@ -44,12 +45,12 @@ class Cell(NamedTuple):
 
 
 class Fingerprints(NamedTuple):
-    """The fingerprints of a state; with several groups each array has a leading dimension of groups.
+    """The fingerprints of a state. With several groups, each array has a leading dimension of groups.
 
     Attributes:
-      values: of each kind that has arrays two uint32, or of each array.
-      parted: whether replicas of a group hold different copies of what is kept as equal, a scalar.
-      table: what each replica holds, uint32 of shape (slices, replicas, cells, 2), in the order of `cells`.
+      values: the fingerprint, two uint32, of each kind that has arrays; or of each array, by its path.
+      parted: whether replicas of a group hold different copies of a value that must be equal; a scalar.
+      table: the sums of each replica, uint32 of shape (slices, replicas, cells, 2), in the order of `cells`.
     """
 
     values: dict[str, Any]
@@ -57,18 +58,18 @@ class Fingerprints(NamedTuple):
     table: Any
 
     def logged(self) -> dict[str, Any]:
-        """The values by the names that they have in rows."""
+        """Returns the values by their names in logged rows."""
         return {PREFIX + kind: value for kind, value in self.values.items()}
 
 
 class _Place(NamedTuple):
-    """The place of an array, without its dimension of groups.
+    """The layout of an array, without its dimension of groups.
 
     Attributes:
-      cell: what it counts in.
-      path: the array's.
-      axes: for each dimension the manual axes that it lies along.
-      sizes: for each dimension the size of the whole array, without padding.
+      cell: the cell to whose fingerprint the array contributes.
+      path: the array's path.
+      axes: for each dimension, the manual mesh axes along which it is sharded.
+      sizes: for each dimension, the size of the whole array, without padding.
     """
 
     cell: Cell
@@ -79,7 +80,7 @@ class _Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Description:
-    """An array of the state before there is one; no pytree, so that a tree of them has one for each array."""
+    """The kind and the layout of an array of the state. It is not a pytree, so that it is a leaf of a tree."""
 
     kind: str
     layout: layouts_lib.Layout | None = None
@@ -92,19 +93,19 @@ def cells(
     *,
     each: bool = False,
 ) -> list[Cell]:
-    """The cells of a state, of which only shapes count, with the arguments of `program`."""
+    """Returns the cells of a state. Only the state's shapes are used. The other arguments are those of `program`."""
     return _cells(_places(experiment, mesh, state, each))
 
 
 def program(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, *, each: bool = False
 ) -> Callable[[state_lib.TrainState], Fingerprints]:
-    """The function from a state, as `xshard.init` makes it, to its fingerprints. It is not jitted.
+    """Returns a function from a state, as `xshard.init` returns it, to its fingerprints. The function is not jitted.
 
     Args:
       experiment: the experiment.
-      mesh: of the run.
-      each: whether each array has a fingerprint of its own, by its path, in the place of each kind of arrays.
+      mesh: the run's mesh.
+      each: whether each array has its own fingerprint, by its path, instead of one for each kind of arrays.
     """
     grouped = mesh_lib.num_groups(mesh) > 1
 
@@ -129,16 +130,16 @@ def of_replica(
     *,
     each: bool = False,
 ) -> Fingerprints:
-    """The fingerprints of a state, on each replica alike; to be called in a `jax.shard_map` over the replicas.
+    """Computes the fingerprints of a state, equal on every replica. Call it in a `jax.shard_map` over the replicas.
 
-    They are exchanged as float32, so that they go with what else a step reduces in that type.
+    Replicas exchange their sums as float32, so that XLA can combine the all-reduce with others of that type.
 
     Args:
       experiment: the experiment.
-      mesh: of the run.
+      mesh: the run's mesh.
       state: the shapes of the state.
-      local: what the replica holds of it.
-      is_due: whether they are computed; a scalar that may be traced. If not, all of them are 0.
+      local: the replica's part of the state.
+      is_due: whether to compute the fingerprints, a scalar that may be traced. If it is False, all of them are 0.
       each: as for `program`.
     """
     places = _places(experiment, mesh, state, each)
@@ -147,7 +148,7 @@ def of_replica(
         shared = len(jax.tree.leaves((state.step, state.rng)))
         leaves = [x if i < shared else x[0] for i, x in enumerate(leaves)]
     cells = _cells(places)
-    # Outside of the branch, where logical replicas know their numbers.
+    # Computed outside the branch below: logical replicas know their index only here.
     along = {axes for place in places for axes in place.axes if axes}
     shards = {axes: lax.axis_index(axes).astype(jnp.uint32) for axes in sorted(along)}
 
@@ -183,7 +184,7 @@ def _places(
     state: state_lib.TrainState,
     each: bool,
 ) -> list[_Place]:
-    """The place of each leaf of a state."""
+    """Returns the place of each leaf of a state."""
     skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
     specs = jax.tree.leaves(state_lib.specs(experiment, mesh, state, manual=True))
     described = jax.tree.leaves(_described(experiment, mesh, state))
@@ -203,7 +204,7 @@ def _places(
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """The axes that a dimension lies along, of its entry in a spec."""
+    """Converts a dimension's entry in a partition spec to a tuple of mesh axes."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
@@ -212,7 +213,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 def _described(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: state_lib.TrainState
 ) -> state_lib.TrainState:
-    """A tree with what is known of each leaf."""
+    """Returns the state's tree with a description in place of each leaf."""
     other = _Description(OTHER)
     all_of = lambda kind, tree: jax.tree.map(lambda _: _Description(kind), tree)
 
@@ -232,15 +233,22 @@ def _described(
 
 
 def _of_small(arrays: Sequence[tuple[str, jax.Array]]) -> jax.Array:
-    """The sums over whole arrays of words, with their paths."""
+    """Computes the sums over small whole arrays, given as pairs of path and words."""
+    # The keys depend on shapes and paths alone, so NumPy computes them once, as constants of the program.
     numbers = [(np.arange(words.size, dtype=np.uint32), path) for path, words in arrays]
     keys = np.concatenate([hashing.keys(number, path, np) for number, path in numbers])
     return _sums(jnp.concatenate([words for _, words in arrays]), jnp.asarray(keys))
 
 
 def _of_array(place: _Place, words: jax.Array, shards: Mapping[Any, jax.Array]) -> jax.Array:
-    """The sums over what a replica holds of an array, as words, and the place of its shard along axes."""
-    # A word of what is wider, or of more than one, has places of its own below the element's.
+    """Computes the sums over a replica's part of an array, given as words.
+
+    Args:
+      place: the array's place.
+      words: the words of the replica's part.
+      shards: for each tuple of mesh axes, the index of the replica's shard along them.
+    """
+    # An element of several words has extra trailing dimensions, which number its words.
     sizes = (*place.sizes, *words.shape[len(place.sizes) :])
     number = jnp.zeros(words.shape, jnp.uint32)
     is_padding = None
@@ -256,20 +264,20 @@ def _of_array(place: _Place, words: jax.Array, shards: Mapping[Any, jax.Array]) 
 
 
 def _sums(words: jax.Array, keys: jax.Array, is_padding: jax.Array | None = None) -> jax.Array:
-    """The two sums of what words and keys are mixed to, but for padding."""
+    """Mixes words with keys, and sums the two results over all words that are not padding."""
     lanes: Any = hashing.mixed(words, keys, jnp)
     if is_padding is not None:
         lanes = tuple(jnp.where(is_padding, jnp.uint32(0), x) for x in lanes)
-    # In one pass: what makes the words is bound by memory.
+    # Both sums are computed in one pass, because reading the words is limited by memory bandwidth.
     zeros = (jnp.uint32(0), jnp.uint32(0))
     both = lambda x, y: (x[0] + y[0], x[1] + y[1])
     return jnp.stack(lax.reduce(lanes, zeros, both, tuple(range(words.ndim))))
 
 
 def _exchange(mesh: jax.sharding.Mesh, own: jax.Array) -> jax.Array:
-    """The values of each replica of a group, on each of them: of shape (slices, replicas, cells, 2)."""
+    """Gathers the sums of all replicas of a group on each of them; of shape (slices, replicas, cells, 2)."""
+    # A float32 holds 16 bits exactly, and adding zeros keeps them exact; 32 bits would be rounded.
     halves = jnp.stack([own & jnp.uint32(0xFFFF), own >> 16]).astype(jnp.float32)
-    # A sum with zeros is exact in float32.
     slots = jnp.zeros((mesh_lib.num_replicas(mesh), *halves.shape), jnp.float32)
     slots = slots.at[lax.axis_index(mesh_lib.REPLICAS)].set(halves)
     low, high = jnp.moveaxis(lax.psum(slots, mesh_lib.REPLICAS).astype(jnp.uint32), 1, 0)
@@ -278,11 +286,12 @@ def _exchange(mesh: jax.sharding.Mesh, own: jax.Array) -> jax.Array:
 
 
 def _combine(cells: Sequence[Cell], table: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-    """The fingerprint of each kind, and whether copies differ."""
+    """Computes the fingerprint of each cell name from the table, and whether copies differ between replicas."""
     values: dict[str, jax.Array] = {}
     parted = jnp.asarray(False)
     for index, cell in enumerate(cells):
         copies = table[:, :, index]
+        # Along the axes of copies, only the first replica's sums count.
         once = tuple(slice(None) if axis in cell.own else slice(1) for axis in mesh_lib.REPLICAS)
         parted |= jnp.any(copies != copies[once])
         value = jnp.sum(copies[once].reshape(-1, 2), axis=0, dtype=jnp.uint32)

@@ -1,7 +1,7 @@
 """Fingerprints of arrays: sums of mixed words.
 
-Each 32-bit word of an array is mixed with its place in the whole array and with the array's path, and the results are
-added modulo 2**32, twice in two ways. The mixing is that of hash functions with two rounds
+Each 32-bit word of an array is mixed with its position in the whole array and with the array's path. The mixing yields
+two numbers per word, and each of the two is summed modulo 2**32. The mixing is that of a hash function with two rounds
 (https://github.com/skeeto/hash-prospector, lowbias32).
 """
 
@@ -16,19 +16,25 @@ import numpy as np
 from jax import lax
 
 _TEXT = re.compile("[0-9a-f]{16}")
-# Words of the host's that are mixed at a time.
+# The number of words that are mixed at a time on the host, which bounds the memory for intermediate results.
 _BLOCK = 1 << 20
 _PLACE, _FIRST, _SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 
 
 def words(x: Any, numpy: Any) -> Any:
-    """The bits of an array as uint32, with more dimensions where an element has more of them."""
+    """Returns the bits of an array as uint32, with trailing dimensions if an element has more than 32 bits.
+
+    Args:
+      x: the array, of any type.
+      numpy: the module to compute with, `numpy` or `jax.numpy`.
+    """
     if numpy is jnp and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if numpy.iscomplexobj(x):
         x = numpy.stack([x.real, x.imag], axis=-1)
     if x.dtype == numpy.bool_:
         x = x.astype(numpy.uint8)
+    # Types of less than 8 bits, such as int4, are widened to types that can be viewed as unsigned integers.
     of_integers = jnp.issubdtype(x.dtype, jnp.integer)
     if (jnp.iinfo if of_integers else jnp.finfo)(x.dtype).bits < 8:
         x = x.astype(numpy.int8 if of_integers else numpy.float32)
@@ -41,13 +47,19 @@ def words(x: Any, numpy: Any) -> Any:
 
 
 def keys(number: Any, path: str, numpy: Any) -> Any:
-    """The words' numbers in the whole array, uint32, and its path in one, with which the words are mixed."""
+    """Combines the words' positions in the whole array with its path into the keys with which the words are mixed.
+
+    Args:
+      number: the positions, uint32.
+      path: the array's path.
+      numpy: the module to compute with.
+    """
     salt = zlib.crc32(path.encode())
     return number * numpy.uint32(_PLACE) + numpy.uint32(salt)
 
 
 def mixed(words: Any, keys: Any, numpy: Any) -> tuple[Any, Any]:
-    """Two numbers for each word, of which any change of the word changes both."""
+    """Mixes each word with its key to two numbers. Both change with any change of the word."""
     u32 = numpy.uint32
     x = words ^ keys
     x = (x ^ (x >> u32(16))) * u32(_FIRST)
@@ -57,7 +69,7 @@ def mixed(words: Any, keys: Any, numpy: Any) -> tuple[Any, Any]:
 
 
 def text(value: Any) -> Any:
-    """A fingerprint as 16 hexadecimal digits; of several groups a list.
+    """Formats a fingerprint as 16 hexadecimal digits; with several groups, as a list of such texts.
 
     >>> text(np.array([10, 255], np.uint32))
     '0000000a000000ff'
@@ -69,12 +81,16 @@ def text(value: Any) -> Any:
 
 
 def of_arrays(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
-    """The fingerprint of whole arrays on the host with their paths: the sum of those of all kinds, as `text`."""
+    """Computes the fingerprint of whole arrays on the host, given with their paths, as a `text`.
+
+    It equals the sum of the fingerprints of all kinds (see `total`).
+    """
     sums = np.zeros(2, np.uint32)
     for path, x in arrays:
         of_array = words(x, np).reshape(-1)
         for begin in range(0, of_array.size, _BLOCK):
             block = of_array[begin : begin + _BLOCK]
+            # Positions wrap around at 2**32, as they do in the uint32 arithmetic on devices.
             number = np.arange(begin, begin + block.size, dtype=np.uint64).astype(np.uint32)
             lanes = mixed(block, keys(number, path, np), np)
             sums += np.array([np.sum(lane, dtype=np.uint32) for lane in lanes])
@@ -82,7 +98,10 @@ def of_arrays(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
 
 
 def total(values: Iterable[Any]) -> str | None:
-    """The sum of fingerprints, as `of_arrays` has it; None if one is none, or is of several groups."""
+    """Adds fingerprints that are given as texts; None if one is not a fingerprint or has several groups.
+
+    The sum over all kinds equals the result of `of_arrays` for the same state.
+    """
     sums = np.zeros(2, np.uint32)
     for value in values:
         if not isinstance(value, str) or not _TEXT.fullmatch(value):

@@ -1,8 +1,9 @@
-"""Finds, in the programs of an experiment's methods, what these do with parameters of which a replica holds its shard.
+"""Checks how an experiment's methods use parameters that are sharded over replicas.
 
-With `reduction.shard_params` they see shards where they would see whole parameters. `Learner.apply` gathers what its
-network asks for, and `Learner.update` knows of it. Arithmetic element by element is right on shards, such as that of a
-moving average. All else would be of a part in the place of the whole, and is refused.
+With `reduction.shard_params`, a method sees a replica's shard where it otherwise sees the whole parameter. Three uses
+are correct: `Learner.apply` gathers the parameters that its network requests, `Learner.update` handles shards, and
+elementwise arithmetic, such as a moving average, gives the same result on shards. Any other use would compute with a
+part instead of the whole, and is refused. The check analyzes the method's jaxpr before the first step runs.
 """
 
 import contextlib
@@ -21,8 +22,9 @@ from xshard.learners.state import held_like, is_learner
 from xshard.optimizers import layouts, primitives, trees, varying
 
 _NONE: varying.Axes = frozenset()
-# Noted of a value beside the axes that it differs along: that it is a shard of a parameter, or made of such otherwise than
-# element by element; or an array of other elements, which are not all equal.
+# Marks on a value, beside the mesh axes along which it differs: it is computed elementwise from shards of a parameter
+# (_SHARD and the path), or from shards in another way (_MIXED and the path); or it is computed from another array
+# with elements that need not be equal (_OTHER).
 _SHARD, _MIXED, _OTHER = "shard:", "mixed:", "other"
 _OTHERWISE = "or set reduction.shard_params to False"
 
@@ -35,21 +37,21 @@ def call(
     *args: Any,
     whole: bool = False,
 ) -> Any:
-    """Calls a method of an experiment on a replica.
+    """Calls a method of an experiment on a replica, and checks its use of sharded parameters.
 
     Args:
-      method: the method, of which the experiment's state is the first argument.
-      mesh: of the run.
+      method: the method, which takes the experiment's state as its first argument.
+      mesh: the run's mesh.
       experiment: the experiment.
-      shapes: the run's state, as it is stored.
-      *args: the method's.
-      whole: whether the state of the rules is whole.
+      shapes: the shapes of the run's state, as it is stored.
+      *args: the method's arguments.
+      whole: whether the optimizer state is whole, as in an evaluation.
 
     Returns:
-      What it returns.
+      The method's result.
 
     Raises:
-      UserError: if it uses what the replica holds a shard of as if it were whole.
+      UserError: if the method uses a replica's shard of a parameter as if it were the whole parameter.
     """
     layouts_of = _layouts_of(shapes)
     with within.run_on(mesh, experiment.sharding_rules(), whole=whole):
@@ -62,7 +64,7 @@ def call(
 
 
 def _layouts_of(state: state_lib.TrainState) -> dict[str, layouts.Layout]:
-    """The layouts of parameters in shards, and of copies of such, by path in the experiment's state."""
+    """Returns the layouts of sharded parameters and of their copies, by path in the experiment's state."""
     held: dict[str, layouts.Layout] = {}
     layout: layouts.Layout | None
     learners = state_lib.learners(state)
@@ -82,46 +84,47 @@ def _layouts_of(state: state_lib.TrainState) -> dict[str, layouts.Layout]:
 
 @contextlib.contextmanager
 def _explained(held: Mapping[str, layouts.Layout]) -> Iterator[None]:
-    """Says of an error of shapes whose they may be."""
+    """Adds a note on shards to a TypeError or ValueError, which mismatched shapes may have caused."""
     try:
         yield
     except (TypeError, ValueError) as e:
         if held and not isinstance(e, errors.UserError):
             path, layout = next(iter(held.items()))
             e.add_note(
-                f"With reduction.shard_params=True this method sees a replica's shards of parameters, such as of {path!r}, of "
-                f"shape {layout.shape}, that of {layout.shard_shape}. So are copies in the state that are named as they are."
+                f"With reduction.shard_params=True this method sees a replica's shards of parameters, such as of {path!r}: the "
+                f"whole has shape {layout.shape}, the shard {layout.shard_shape}. Arrays of the state that have the name and "
+                "the shape of such a parameter are sharded, too."
             )
         raise
 
 
 class _Uses:
-    """The program of a method, as the values that are shards go through it."""
+    """Follows the values that are shards through the program of a method."""
 
     def __init__(
         self, method: Callable[..., Any], held: Mapping[str, layouts.Layout], args: tuple[Any, ...]
     ):
-        """Traces it.
+        """Prepares the check; nothing is traced yet.
 
         Args:
           method: the method.
-          held: how what there are shards of lies, by path.
-          args: the method's.
+          held: the layouts of sharded arrays, by path in the experiment's state.
+          args: the method's arguments.
         """
         self._where = contract.described(method)
         self._held = held
         self._method = method
         self._args = args
-        # Of which all elements are equal.
+        # The variables whose elements are all equal. Such a value is the same for a shard and for the whole.
         self._uniform: set[Any] = set()
-        # What has first taken a shard otherwise than element by element.
+        # For each parameter, the first equation that used its shard in another way than elementwise; for the message.
         self._mixed_by: dict[str, Any] = {}
 
     def check(self, *, steps: bool) -> None:
-        """Raises UserError if it uses what a replica holds a shard of as if it were whole.
+        """Raises UserError if the method uses a shard as if it were the whole parameter.
 
         Args:
-          steps: whether the first of what it returns is the experiment's new state.
+          steps: whether the method's first result is the experiment's new state.
         """
 
         def leaves(*args: Any) -> dict[str, Any]:
@@ -141,19 +144,19 @@ class _Uses:
             self._check_whole(noted)
             if layout is not None:
                 raise errors.UserError(
-                    f"{self._where} leaves as {path!r} in the state what is not made of parameters in "
-                    f"shards, where each replica holds its shard of a whole of shape {layout.shape}. Make it of parameters "
-                    f"element by element, as a moving average is; {_OTHERWISE}."
+                    f"{self._where} leaves as {path!r} in the state what is not a shard; with shard_params=True each "
+                    f"replica holds a shard of this array of shape {layout.shape}. Compute it elementwise from parameters, "
+                    f"like a moving average; {_OTHERWISE}."
                 )
 
     def _is_kept(self, var: Any, noted: varying.Axes, layout: layouts.Layout) -> bool:
-        """Returns whether a result is the replica's shard of what lies so."""
+        """Returns whether a result is a valid shard for a layout."""
         if _paths(noted):
             return self._layout(noted) == layout
         return var.aval.shape == layout.shard_shape and self._is_uniform(var)
 
     def _inputs(self) -> list[varying.Axes]:
-        """The notes on the arguments: the state, and what differs between the replicas."""
+        """Returns the marks of the arguments. Only the state contains shards; the other arguments differ by replica."""
         state, *others = self._args
         node = experiment_lib.is_own
         inputs = []
@@ -167,6 +170,7 @@ class _Uses:
 
     def _of_equation(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
         name, called = eqn.primitive.name, eqn.params.get("name")
+        # A gathered parameter is whole, so the marks of its shard end here.
         if called == varying.GATHERED:
             return [_other(x.aval) for x in eqn.outvars]
         if called == checked.REPLICAS_OWN:
@@ -188,6 +192,7 @@ class _Uses:
         paths, axes = _paths(noted), [x & varying.ALL for x in inputs]
         results = varying.of_equation(eqn, axes)
         if not paths:
+            # No shard is involved: only the axes and the uniformity of the results matter.
             repeats = name in primitives.ELEMENTWISE or name == "broadcast_in_dim"
             if repeats and all(map(self._is_uniform, eqn.invars)):
                 self._uniform.update(eqn.outvars)
@@ -197,12 +202,13 @@ class _Uses:
             return [noted]
         for path in paths:
             self._mixed_by.setdefault(path, eqn)
+        # The uses of a value that an effect writes or sends cannot be followed.
         if eqn.effects:
             self._check_whole(noted)
         return [x.union(_MIXED + path for path in paths) for x in results]
 
     def _fits(self, eqn: Any, inputs: list[varying.Axes]) -> bool:
-        """Returns whether shards that lie alike are taken element by element, and beside them single values."""
+        """Returns whether an elementwise equation combines only shards of equal layout and uniform values."""
         shards = []
         for atom, noted in zip(eqn.invars, inputs, strict=True):
             layout = self._layout(noted)
@@ -213,7 +219,7 @@ class _Uses:
         return all(layout == shards[0] for layout in shards)
 
     def _layout(self, noted: varying.Axes) -> layouts.Layout | None:
-        """The layout of what is made of shards element by element; None if it is not, or not of them alone."""
+        """Returns the layout of a value that is computed elementwise from shards alone; None for any other value."""
         shards = [self._held[path] for path in _paths(noted)]
         if _OTHER in noted or any(x.startswith(_MIXED) for x in noted):
             return None
@@ -226,12 +232,12 @@ class _Uses:
         return atom in self._uniform
 
     def _enter(self, eqn: Any) -> None:
-        """Hands on to the function that an equation calls which of its arguments have equal elements."""
+        """Passes the uniformity of an equation's arguments on to the variables of the function that it calls."""
         if eqn.primitive.name not in primitives.CALLS:
             return
         inner = varying.opened(eqn.params[primitives.CALLS[eqn.primitive.name]])
         for var, atom in zip(inner.invars, eqn.invars, strict=True):
-            # Another call may have been given other values.
+            # JAX shares one jaxpr between calls, and an earlier call may have had other arguments.
             self._uniform.discard(var)
             if self._is_uniform(atom):
                 self._uniform.add(var)
@@ -241,39 +247,44 @@ class _Uses:
             self._refuse(path)
 
     def _check_shards(self, *values: varying.Axes) -> None:
-        """Raises UserError unless the parameters that an update is given are made of shards."""
+        """Raises UserError unless the parameters that are passed to an update are computed from shards."""
         for noted in values:
             if self._layout(noted) is not None:
                 continue
             self._check_whole(noted)
             raise errors.UserError(
                 f"{self._where} gives Learner.update parameters that are not made of those in its state; with "
-                f"shard_params=True each replica holds shards of these. Make them of these element by element; {_OTHERWISE}."
+                "shard_params=True each replica holds shards of the parameters. Compute them elementwise from the state's "
+                f"parameters; {_OTHERWISE}."
             )
 
     def _check_alike(self, eqn: Any, inputs: list[varying.Axes]) -> None:
-        """Raises UserError unless all replicas of a group come to the gathers in a branch."""
+        """Raises UserError unless all replicas of a group execute the gathers in a branch.
+
+        A gather that only some replicas execute would wait forever.
+        """
         name = eqn.primitive.name
         if name == "while" or inputs[0] - {mesh_lib.GROUP, _OTHER}:
             raise errors.UserError(
-                f"{self._where} applies a network in a {name}{_line(eqn)}; with shard_params=True it gathers parameters, "
-                "for which all replicas must meet, and not all may come there. Apply it before, and choose by jnp.where; take "
-                f"a loop of a fixed number of rounds, as jax.lax.scan is; {_OTHERWISE}."
+                f"{self._where} applies a network in a {name}{_line(eqn)}; with shard_params=True the network gathers "
+                "parameters. All replicas must do so together, and some may not execute this code. Apply the network before, "
+                "and choose by jnp.where; use a loop with a fixed number of iterations, such as jax.lax.scan; "
+                f"{_OTHERWISE}."
             )
 
     def _refuse(self, path: str) -> None:
         eqn = self._mixed_by.get(path)
         by = f", by {eqn.primitive.name}{_line(eqn)}" if eqn is not None else ""
         raise errors.UserError(
-            f"{self._where} uses {path!r} as if it were whole{by}; with shard_params=True each replica holds a shard of it. What "
-            "a network asks Haiku for in Learner.apply is gathered, and what is done element by element, as in a moving average, "
-            "is right on shards. Compute what else is made of parameters in the network, and return it among its outputs; "
-            f"leave it to the rule, as optax.add_decayed_weights for a penalty; {_OTHERWISE}."
+            f"{self._where} uses {path!r} as if it were whole{by}; with shard_params=True each replica holds a shard of it. "
+            "Parameters that a network requests from Haiku in Learner.apply are gathered, and elementwise arithmetic, such as a "
+            "moving average, is correct on shards. Compute anything else in the network, and return it among its outputs; "
+            f"leave it to the rule, such as optax.add_decayed_weights for a penalty; {_OTHERWISE}."
         )
 
 
 def _paths(noted: varying.Axes) -> list[str]:
-    """The parameters that a value is made of."""
+    """Lists the sharded parameters from which a value is computed, by path."""
     return sorted(x.partition(":")[2] for x in noted if x.startswith((_SHARD, _MIXED)))
 
 
@@ -282,14 +293,14 @@ def _other(x: Any) -> varying.Axes:
 
 
 def _gathers(eqn: Any) -> bool:
-    """Returns whether an equation gathers a parameter, or holds a program that does."""
+    """Returns whether an equation gathers a parameter, itself or in a function that it calls."""
     if eqn.params.get("name") == varying.GATHERED:
         return True
     return any(_gathers(x) for jaxpr in core.jaxprs_in_params(eqn.params) for x in jaxpr.eqns)
 
 
 def _line(eqn: Any) -> str:
-    """The line of the user's code that an equation is of, in brackets; empty if unknown."""
+    """Returns the line of the user's code that an equation comes from, in parentheses; empty if unknown."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if errors.is_users(frame.file_name):

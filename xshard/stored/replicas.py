@@ -1,7 +1,7 @@
-"""State that is a replica's own (`PerReplica`), where there are other numbers of replicas than it was made on.
+"""State of single replicas (`PerReplica`) in a checkpoint with another number of replicas.
 
-A run does not go on so: which replica's would a new one have? An evaluation or a prediction that does not read it does, and
-has all of it, whole.
+A run cannot resume from such a checkpoint, because there is no rule for the values of a new replica. An evaluation or
+a prediction can use the checkpoint if it does not read this state; all replicas' values are then restored whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,33 +17,42 @@ from xshard import state as state_lib
 from xshard.optimizers import trees, varying
 
 Shapes = Mapping[str, Sequence[int]]
-# Stands, where the results of a program are asked what they differ by, for what is a replica's own.
+# Marks a `PerReplica` array in the analysis of a program, in place of a mesh axis.
 _OWN = frozenset(["own"])
 
 
 def check_count(target: state_lib.TrainState, mesh: jax.sharding.Mesh, stored: Shapes) -> None:
-    """Raises UserError if a run cannot go on from a checkpoint, since that has values of other numbers of replicas.
+    """Raises UserError if a checkpoint has `PerReplica` state of another number of replicas than the run.
 
     Args:
       target: the shapes of the run's state.
-      mesh: of the run.
+      mesh: the run's mesh.
       stored: the shapes of the checkpoint's arrays, by path.
     """
     for path, leaf in _own(target).items():
         count = _shape(leaf, stored.get(path), mesh)[len(mesh_lib.group_axes(mesh))]
         if count != _count(leaf, mesh):
             raise errors.UserError(
-                f"The state {path!r} is a replica's own (xshard.PerReplica): the checkpoint has it of {count} "
-                f"replicas a group, and here are {_count(leaf, mesh)}. It comes back on as many. Go on with as many devices, "
-                "groups and model_parallel as before; or begin another run with --init_from. What belongs to examples is "
-                "xshard.PerExample, which comes back on any number."
+                f"The state {path!r} is a replica's own (xshard.PerReplica): the checkpoint has values of {count} "
+                f"replicas a group, and here are {_count(leaf, mesh)}. A run resumes only with the same number. Use as many "
+                "devices, groups and model_parallel as before; or begin another run with --init_from. State that belongs to "
+                "examples can be marked xshard.PerExample, which is restored on any number of replicas."
             )
 
 
 def fit(
     target: state_lib.TrainState, mesh: jax.sharding.Mesh, stored: Shapes
 ) -> state_lib.TrainState:
-    """The shapes of a state; where a checkpoint has a replica's own of others, its shape, whole on the devices of a group."""
+    """Returns the shapes with which to restore a state for evaluation.
+
+    `PerReplica` arrays that the checkpoint has for another number of replicas get the stored shape, and are whole on
+    every device of a group.
+
+    Args:
+      target: the shapes of the state.
+      mesh: the mesh to restore on.
+      stored: the shapes of the checkpoint's arrays, by path.
+    """
     place = mesh_lib.sharding(mesh, *mesh_lib.group_axes(mesh))
     own = _own(target)
 
@@ -63,13 +72,13 @@ def check_unread(
     state: state_lib.TrainState,
     mesh: mesh_lib.AnyMesh,
 ) -> None:
-    """Raises UserError if a program reads what is a replica's own of other numbers of replicas.
+    """Raises UserError if a program reads `PerReplica` state of another number of replicas than the mesh has.
 
     Args:
-      method: the experiment's, for the message.
-      program: the traced program, of which the state is the first argument.
-      state: what it is called with.
-      mesh: what it runs on.
+      method: the experiment's method, for the message.
+      program: the traced program, with the state as its first argument.
+      state: the state with which the program is called.
+      mesh: the mesh on which the program runs.
     """
     here = mesh_lib.num_replicas(mesh)
     others = {path: leaf for path, leaf in _own(state).items() if _count(leaf, mesh) != here}
@@ -80,19 +89,19 @@ def check_unread(
         if any(_OWN & axes for axes in varying.outputs(program.jaxpr, inputs)):
             raise errors.UserError(
                 f"{contract.described(method)} reads the state {path!r}, which is a replica's own (xshard.PerReplica): there "
-                f"are values of {_count(leaf, mesh)} replicas a group, and here are {here}. Call it on as many, or do without: "
-                "what is to be evaluated or predicted with is equal on all replicas, as by jax.lax.pmean in the step."
+                f"are values of {_count(leaf, mesh)} replicas a group, and here are {here}. Call it on as many replicas, or read "
+                "state that is equal on all of them, such as a mean by jax.lax.pmean in the step."
             )
 
 
 def has_others(state: state_lib.TrainState, mesh: jax.sharding.Mesh) -> bool:
-    """Returns whether a state has values of other numbers of replicas than the mesh has."""
+    """Returns whether a state has `PerReplica` values of another number of replicas than the mesh has."""
     here = mesh_lib.num_replicas(mesh)
     return any(_count(leaf, mesh) != here for leaf in _own(state).values())
 
 
 def _own(state: state_lib.TrainState) -> dict[str, Any]:
-    """The arrays that are a replica's own, by path."""
+    """Returns the `PerReplica` arrays of a state, by path."""
     is_leaf = lambda x: isinstance(x, experiment_lib.PerReplica)
     own = {}
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_leaf):
@@ -107,7 +116,7 @@ def _count(leaf: Any, mesh: mesh_lib.AnyMesh) -> int:
 
 
 def _shape(leaf: Any, stored: Sequence[int] | None, mesh: jax.sharding.Mesh) -> tuple[int, ...]:
-    """A leaf's shape, with as many replicas as are stored."""
+    """Returns a leaf's shape, with the stored number of replicas."""
     dim = len(mesh_lib.group_axes(mesh))
     if stored is None or len(stored) <= dim:
         return leaf.shape

@@ -1,4 +1,7 @@
-"""The state of a run as a checkpoint has it, and as a step does."""
+"""Conversions of a run's state between the layout of a checkpoint and the layout of a step.
+
+In a checkpoint every array has its logical shape. A step stores some slots flattened and padded.
+"""
 
 import functools
 from typing import Any
@@ -18,7 +21,7 @@ from xshard.optimizers import moving_average, trees
 def as_stored(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, whole: state_lib.TrainState
 ) -> state_lib.TrainState:
-    """Shapes, types and shardings of what `init` returns, from those of `abstract_state(..., whole=True)`."""
+    """Returns the shapes, types and shardings of `init`'s result, from those of `abstract_state(..., whole=True)`."""
     store = functools.partial(state_lib.map_rules_state, layouts_lib.stored, experiment, mesh)
     shapes = jax.eval_shape(store, whole)
     return state_lib.placed(shapes, state_lib.shardings_of(experiment, mesh, shapes))
@@ -27,7 +30,7 @@ def as_stored(
 def to_whole(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: state_lib.TrainState
 ) -> state_lib.TrainState:
-    """The state with the arrays of its rules whole, in a trace; what is not used of it costs nothing."""
+    """Converts the optimizer state to whole arrays, in a trace. Arrays that are not used cost nothing."""
     return state_lib.map_rules_state(layouts_lib.whole, experiment, mesh, state)
 
 
@@ -37,13 +40,13 @@ def gathered(
     shapes: state_lib.TrainState,
     local: state_lib.TrainState,
 ) -> state_lib.TrainState:
-    """A logical replica's part of a state, with the arrays of its rules whole; what is not used of it costs nothing.
+    """Gathers the optimizer state in a logical replica's part of a state. Arrays that are not used cost nothing.
 
     Args:
       experiment: the experiment.
-      mesh: of the replicas.
-      shapes: of the state.
-      local: what the replica holds.
+      mesh: the mesh of the replicas.
+      shapes: the shapes of the state.
+      local: the replica's part of the state.
     """
     stored = state_lib.learners(shapes)
 
@@ -58,31 +61,31 @@ def gathered(
 
 
 class Storage:
-    """Takes a run's state to the shapes of a checkpoint, which no number of replicas shows in, and back."""
+    """Converts a run's state to the shapes of a checkpoint, which do not depend on the number of replicas, and back."""
 
     def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
         self._experiment = experiment
         self._mesh = mesh
-        # What a save need not find anew: the shapes of a run stay.
+        # Layouts and compiled conversions are cached, since the shapes of a run never change.
         self._layouts: dict[str, state_lib.Layouts] = {}
         self._jitted: dict[tuple[str, bool], Any] = {}
 
     def to_whole(self, state: state_lib.TrainState) -> state_lib.TrainState:
-        """The state as a checkpoint has it. Every process calls it alike."""
+        """Converts a step's state to the layout of a checkpoint. Call it on every process."""
         return state_lib.map_learners(functools.partial(self._convert, whole=True), state)
 
     def from_whole(self, state: state_lib.TrainState) -> state_lib.TrainState:
-        """The state as a step takes it; one that is so already stays. Every process calls it alike."""
+        """Converts a state to the layout of a step; arrays in that layout are unchanged. Call it on every process."""
         return state_lib.map_learners(functools.partial(self._convert, whole=False), state)
 
     def begin_averages(
         self, state: state_lib.TrainState, before: state_lib.TrainState
     ) -> state_lib.TrainState:
-        """Begins averages of parameters anew, as they are where parameters were taken from elsewhere.
+        """Restarts averages of parameters at the parameters' values, after parameters were taken from elsewhere.
 
         Args:
-          state: as a checkpoint has it.
-          before: what it was before some of its arrays were replaced: averages that were, too, stay.
+          state: the state, in the layout of a checkpoint.
+          before: the state before some of its arrays were replaced. Averages that were replaced, too, are kept.
         """
         old = state_lib.learners(before)
         return state_lib.map_learners(lambda name, state: _begin_averages(state, old[name]), state)
@@ -91,6 +94,7 @@ class Storage:
         if name not in self._layouts:
             self._layouts[name] = state_lib.layouts_of(self._experiment, self._mesh, state)
         layouts = self._layouts[name]
+        # The layouts differ only in flattened slots. `due` collects the slots that are not in the wanted layout yet.
         due: dict[str, dict[str, jax.Array]] = {}
         for module, arrays in state.opt_state.items():
             for slot, x in arrays.items():
@@ -125,7 +129,7 @@ def _begin_averages(state: LearnerState, before: LearnerState) -> LearnerState:
     for path, param in trees.leaves_by_path(state.params).items():
         key = f"{moving_average.SLOT}/{path}"
         if key in slots and slots[key] is old[key]:
-            # A copy: what holds both may be donated.
+            # The average is a copy, because a step that donates the state may not get one buffer twice.
             copy = lambda x, dtype=old[key].dtype: jnp.array(x, dtype, copy=True)
             slots[key] = jax.jit(copy, out_shardings=old[key].sharding)(param)
     return state.replace(opt_state={**state.opt_state, name: slots})
