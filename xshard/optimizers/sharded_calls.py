@@ -1,4 +1,4 @@
-"""Functions that use Haiku state, called with this replica's shards of arrays and of that state."""
+"""Calls of functions that use Haiku state, with this replica's shards of arrays and of that state."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,15 +10,15 @@ from xshard.optimizers import elementwise, layouts, shards, skips, values
 
 
 class ShardedCalls:
-    """Calls functions of whole arrays that use Haiku state, of which this replica has shards."""
+    """Calls functions of whole arrays and whole Haiku state, where this replica has shards of both."""
 
     def __init__(self, partition: shards.Partition, state: Any, rules: Sequence[str]):
-        """Decides what of the state is sharded, and checks that it is.
+        """Decides which state arrays are sharded, and checks that the current state is sharded so.
 
         Args:
-          partition: of the parameters.
+          partition: the partition of the parameters.
           state: the shapes of the rules' whole state.
-          rules: their names, outermost first.
+          rules: the rules' names, outermost first.
         """
         self._partition = partition
         self._rules = rules
@@ -34,18 +34,18 @@ class ShardedCalls:
                 )
 
     def __call__(self, f: Callable[..., Any], *args: Any, applied: Any = True) -> Any:
-        """`f(*args)`; its state is read from Haiku's, and written there.
+        """Returns `f(*args)`. `f` reads and writes the current Haiku state.
 
         Args:
           f: a function of whole arrays.
-          *args: trees of `Shard`s, and of arrays that are whole.
-          applied: True, or a boolean scalar: whether what it writes is kept.
+          *args: trees of `Shard`s and of whole arrays.
+          applied: whether to keep the state that `f` writes: True, or a boolean scalar.
         """
         before = skips.current_state()
         old = {key: self._shard(key, x) for key, x in before.items()}
 
         def call(state: Any, args: Any) -> Any:
-            # A transform of its own makes the state that `f` reads and writes arguments and results.
+            # A separate transform turns the state that `f` reads and writes into arguments and results.
             run = hk.transform_with_state(f)
             out, state = run.apply({}, skips.by_module(state), None, *args)
             return out, skips.by_name(state)
@@ -61,7 +61,7 @@ class ShardedCalls:
         return out
 
     def own(self, layout: layouts.Layout, x: Any) -> jax.Array:
-        """This replica's shard of what a function has made, in a parameter's place."""
+        """This replica's shard of a function's result that has the layout of a parameter or slot."""
         if not isinstance(x, values.Shard):
             return layout.shard(x, self._partition.index)
         if x.layout != layout:
