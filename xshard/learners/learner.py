@@ -211,7 +211,7 @@ class Learner:
             )
         if state.rules.shards_update and not within.run().whole:
             raise errors.UserError(
-                "Averages can be asked for in eval_step and predict; in a training step with shard_update each "
+                "Averages are available only in eval_step and predict; in a training step with shard_update each "
                 "replica holds shards of them."
             )
         return moving_average.averages(state.opt_state[name], state.params)

@@ -58,8 +58,8 @@ def run() -> Run:
     current = _CURRENT.get(None)
     if current is None:
         raise errors.UserError(
-            "A Learner is called in the init, train_step, eval_step and predict of an Experiment, which say to it "
-            "on what mesh it runs. Elsewhere: with xshard.learners.within.run_on(mesh): ..."
+            "A Learner must be called in the init, train_step, eval_step or predict of an Experiment, where the run "
+            "sets its mesh. Elsewhere: with xshard.learners.within.run_on(mesh): ..."
         )
     return current
 

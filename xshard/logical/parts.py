@@ -253,8 +253,8 @@ def _check_whole(what: str, specs: Sequence[jax.P]) -> None:
     """Raises UserError if parameters are in shards, since own values must lie along both replica axes together."""
     if any(_is_own(spec) and not {mesh_lib.REPLICAS, mesh_lib.BATCH} & {*spec} for spec in specs):
         raise errors.UserError(
-            f"{what} has parameters in shards over the replicas (shard_params); with logical_replicas they are whole on each "
-            "device. Set logical_replicas to 0, or reduction.shard_params to False; reduction.shard_update may be True."
+            f"{what} has parameters in shards over the replicas (shard_params); with logical_replicas they must be whole on "
+            "each device. Set logical_replicas to 0, or reduction.shard_params to False; reduction.shard_update may be True."
         )
 
 

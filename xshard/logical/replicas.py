@@ -77,7 +77,7 @@ class Replicas:
 
 
 def of_config(config: ml_collections.ConfigDict, mesh: Any) -> Replicas | None:
-    """The logical replicas of a config on a mesh; None if the config sets none, so that each mesh replica counts as one.
+    """The logical replicas of a config on a mesh; None if the config sets none, and each mesh replica counts as one.
 
     Raises:
       UserError: if the config asks for exact sums without logical replicas, or if the mesh or the reduction does not
@@ -87,8 +87,8 @@ def of_config(config: ml_collections.ConfigDict, mesh: Any) -> Replicas | None:
     if not count:
         if is_exact(config):
             raise errors.UserError(
-                f"reduction.arithmetic={config.reduction.arithmetic!r} makes the bits of a run free of the number of its devices; give the number of "
-                f"replicas that it is computed on instead, as in --config.logical_replicas={mesh_lib.num_replicas(mesh)}."
+                f"reduction.arithmetic={config.reduction.arithmetic!r} makes the bits of a run independent of the number of its devices; "
+                f"set a number of replicas for it, as in --config.logical_replicas={mesh_lib.num_replicas(mesh)}."
             )
         return None
     if mesh.shape[mesh_lib.MODEL] > 1:
@@ -140,8 +140,8 @@ def check_even(
         good = [n for n in range(1, replicas.count + 1) if replicas.count % n == 0]
         raise errors.UserError(
             f"{what} makes {own[0]!r} as a replica's own (xshard.PerReplica, xshard.PerExample, or a slot with "
-            f"reduction.shard_update), of which each device holds as much; {mesh_lib.num_replicas(mesh)} devices of a group do "
-            f"not divide logical_replicas={replicas.count}. Take another number of devices for each group, one of {good}."
+            f"reduction.shard_update), of which all devices must hold equally much; {mesh_lib.num_replicas(mesh)} devices of a "
+            f"group do not divide logical_replicas={replicas.count}. Use another number of devices for each group, one of {good}."
         )
 
 
@@ -164,6 +164,6 @@ def _check_exact(reduction: ml_collections.ConfigDict) -> None:
     for key, only in _EXACT_ONLY_WITH.items():
         if reduction.get(key, only) != only:
             raise errors.UserError(
-                f"reduction.{key}={reduction[key]!r} cannot be used with reduction.arithmetic={reduction.arithmetic!r}, which adds up "
-                f"arrays of float32, of parameters that all replicas have whole: set it to {only!r}, or arithmetic to 'float'."
+                f"reduction.{key}={reduction[key]!r} cannot be used with reduction.arithmetic={reduction.arithmetic!r}, which sums "
+                f"float32 arrays and needs whole parameters on all replicas: set it to {only!r}, or arithmetic to 'float'."
             )

@@ -155,16 +155,16 @@ def _check_depth(what: str, depth: int) -> None:
     if depth > _MOST:
         raise errors.UserError(
             f"{what} has {depth} exchanges between the replicas that depend on one another, as several hk.BatchNorm with "
-            f"cross_replica_axis do; with logical_replicas there are at most {_MOST}. Leave some out (a BatchNorm without "
-            "an axis has the statistics of each replica's examples), or set logical_replicas to 0."
+            f"cross_replica_axis do; with logical_replicas there may be at most {_MOST}. Leave some out (a BatchNorm without "
+            "an axis uses the statistics of each replica's examples), or set logical_replicas to 0."
         )
 
 
 def _check_equal(what: str, after: Part, own: Sequence[bool]) -> None:
     if any(i < len(own) and own[i] for i in after.reads):
         raise errors.UserError(
-            f"{what} leaves something that differs between the replicas. With logical_replicas all that it leaves is equal "
-            "on them, or has been through jax.lax.pmean, psum, pmax, pmin or all_gather over ('slice', 'replica'), or is marked as "
+            f"{what} returns a value that differs between the replicas. With logical_replicas each result must be equal on "
+            "them, or pass through jax.lax.pmean, psum, pmax, pmin or all_gather over ('slice', 'replica'), or be marked as "
             "a replica's own: xshard.PerReplica, xshard.PerExample."
         )
 
@@ -308,12 +308,12 @@ def _check(eqn: Any, what: str, inside: str) -> None:
     rule = "set logical_replicas to 0, with which each device is one replica."
     if inside:
         raise errors.UserError(
-            f"{what} has {name} over the replicas inside a {inside}; with logical_replicas it is outside of loops and "
-            f"branches. Move it there, or {rule}"
+            f"{what} has {name} over the replicas inside a {inside}; with logical_replicas it must be outside of loops and "
+            f"branches. Move it out, or {rule}"
         )
     if name not in (*COLLECTIVES, "axis_index"):
         raise errors.UserError(
-            f"{what} has {name} over the replicas; with logical_replicas there are psum, pmean, pmax, pmin, psum_scatter and "
+            f"{what} has {name} over the replicas; logical_replicas supports psum, pmean, pmax, pmin, psum_scatter and "
             f"all_gather. Use these, or {rule}"
         )
     axes = _axes(eqn)
@@ -321,13 +321,13 @@ def _check(eqn: Any, what: str, inside: str) -> None:
         mesh_lib.REPLICA not in axes or not {*axes} <= {*mesh_lib.REPLICAS}
     ):
         raise errors.UserError(
-            f"{what} has {name} over {axes}; with logical_replicas it is over all replicas of a group, which are of one slice: "
-            f"over ('slice', 'replica') or 'replica'. Take these axes, or {rule}"
+            f"{what} has {name} over {axes}; with logical_replicas it must be over all replicas of a group, which form one "
+            f"slice: over ('slice', 'replica') or 'replica'. Use these axes, or {rule}"
         )
     if eqn.params.get("axis_index_groups") is not None:
         raise errors.UserError(
-            f"{what} has {name} over groups of replicas (axis_index_groups); with logical_replicas it is over all of a "
-            f"group of the mesh. Use config.group_assignment, or {rule}"
+            f"{what} has {name} over groups of replicas (axis_index_groups); with logical_replicas it must be over all "
+            f"replicas of a mesh group. Use config.group_assignment, or {rule}"
         )
 
 

@@ -91,9 +91,9 @@ def check_varying(grads: trees.Gradients, axis_name: str) -> None:
     for path, grad in trees.present(grads).items():
         if axis_name not in _varies_over(grad):
             raise ValueError(
-                f"The gradient of '{path}' does not vary over the axis {axis_name!r}, so it is no replica's "
+                f"The gradient of '{path}' does not vary over the axis {axis_name!r}, so it is not a replica's "
                 "own, and a sum over the replicas would count it once for each. With check_vma=True jax.grad "
-                "has summed it already, if the parameters do not vary. Take the gradients from "
+                "has already summed it, if the parameters do not vary. Take the gradients from "
                 "compute_gradients, or differentiate with respect to jax.lax.pcast(params, "
                 f"{axis_name!r}, to='varying')."
             )

@@ -15,8 +15,8 @@ from xshard.optimizers import axes, base, elementwise, int8, layouts, shards, sl
 from xshard.optimizers import optax as optax_optimizer
 
 NOTHING_BETWEEN_SLICES = (
-    "slice_dtype='int8' with one slice: there is nothing to send between slices, and rounding would only "
-    "lose. Leave it 'float32', or use several slices."
+    "slice_dtype='int8' with one slice: there is nothing to send between slices, so rounding would only "
+    "lose precision. Leave it 'float32', or use several slices."
 )
 
 
@@ -205,7 +205,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
         if self._needs_run:
             raise ValueError(
-                "An exact arithmetic is for a run, whose step is split where replicas add up; elsewhere take 'float'."
+                "An exact arithmetic needs a run, which splits its step at the sums over replicas. In a custom step use "
+                "'float'."
             )
         if {self.reduce_dtype, self.slice_dtype} != {"float32"}:
             shards.check_real(grads, self.reduce_dtype, self.slice_dtype)
@@ -298,7 +299,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             return None
         if self.shard_params and self._layouts is None:
             raise ValueError(
-                "shard_params is for a run, whose Learner gathers parameters. In a step of your own take shard_update."
+                "shard_params needs a run, whose Learner gathers the parameters. In a custom step use shard_update."
             )
         if hk.running_init():
             return shards.Rehearsal(params, self._replicas, self.sharding_rules, self._layouts)
@@ -318,8 +319,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def _make_partition(self, tree: Any) -> shards.Partition:
         if axes.is_tracked(self.axis_name):
             raise ValueError(
-                "shard_update and slice_axis_name need jax.shard_map(..., check_vma=False): what is gathered "
-                "is equal on all replicas, but JAX's check does not know it."
+                "shard_update and slice_axis_name need jax.shard_map(..., check_vma=False): gathered arrays "
+                "are equal on all replicas, but JAX's check cannot infer that."
             )
         return shards.Partition(
             tree,

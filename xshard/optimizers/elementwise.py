@@ -314,9 +314,9 @@ class _Evaluator:
     def _summed_refusal(self, eqn: Any, shard: values.Shard) -> ValueError:
         return ValueError(
             f"{self._rule_of(eqn)} cannot be used with shard_params=True: its {eqn.primitive.name} takes a replica's own "
-            f"gradient of '{shard.layout.path}' before the replicas' are summed, and with shard_params no replica has "
-            "one: what comes back from a network is summed already. Act on the sum, as in "
-            "CrossShardOptimizer(optax.chain(optax.clip_by_global_norm(1.0), ...)), or take shard_update=True alone."
+            f"gradient of '{shard.layout.path}' before the sum over replicas, but with shard_params no replica has "
+            "one: differentiating a network returns the sum. Act on the sum, as in "
+            "CrossShardOptimizer(optax.chain(optax.clip_by_global_norm(1.0), ...)), or set only shard_update=True."
         )
 
     def _refusal(self, eqn: Any, shard: values.Shard) -> ValueError:

@@ -29,8 +29,8 @@ from xshard.optimizers import layouts as layouts_lib
 _SMALLEST = 128
 
 _BY_HAND = (
-    "A network is differentiated with respect to its parameters outside of Learner.update; with shard_params=True what comes "
-    "back is a replica's shard of the sum over all of them, and not its own gradient. Hand the loss to Learner.update, or set "
+    "A network is differentiated with respect to its parameters outside of Learner.update. With shard_params=True the result "
+    "is a replica's shard of the sum over all replicas, and not its own gradient. Pass the loss to Learner.update, or set "
     "reduction.shard_params to False."
 )
 
@@ -299,8 +299,8 @@ class _Followed:
             for path in _paths(noted):
                 raise errors.UserError(
                     f"The network uses the parameter {path!r} without asking hk.get_parameter for it, such as by "
-                    "params_dict(); with shard_params=True each replica holds a shard of it, and what a module asks Haiku for "
-                    "is gathered. Ask for it, or set shard_params=False."
+                    "params_dict(). With shard_params=True each replica holds a shard of it, and only hk.get_parameter "
+                    "gathers it. Ask for it, or set shard_params=False."
                 )
 
     def _of_equation(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:

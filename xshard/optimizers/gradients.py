@@ -102,7 +102,7 @@ def check_loss(loss: Any) -> None:
         if not callable(function):
             raise ValueError(
                 "loss must be a function of the parameters, a list of such functions, or MicroBatches; "
-                f"received {_shown(function)}. A value does not say what it was computed from: pass "
+                f"received {_shown(function)}. A value does not record how it was computed: pass "
                 "lambda params: ... in its place."
             )
 
@@ -202,7 +202,7 @@ def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     if has_aux and not is_pair:
         raise ValueError(
             "With has_aux=True a loss must return (value, aux), a tuple of two; it returned "
-            f"{_shown(out)}. Return both, or leave has_aux away."
+            f"{_shown(out)}. Return both, or leave out has_aux."
         )
     value, aux = out if has_aux else (out, None)
     if not jax.tree_util.all_leaves([value]):

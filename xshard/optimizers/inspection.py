@@ -78,11 +78,11 @@ def check_shards_params(opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: 
     why = ""
     if clips:
         why = (
-            "clip_gradients: no replica has gradients of its own, as what comes back from a network is summed. Clip the sum "
-            "in the rule, as optax.clip_by_global_norm does"
+            "clip_gradients: no replica has its own gradients, because differentiating a network returns their sum. Clip the "
+            "sum in the rule, as optax.clip_by_global_norm does"
         )
     elif type(opt).apply_gradients is not base.Optimizer.apply_gradients:
-        why = f"{type(opt).__name__}, whose apply_gradients is its own. Implement update instead"
+        why = f"{type(opt).__name__}, which overrides apply_gradients. Implement update instead"
     if why:
         raise errors.UserError(
             f"reduction.shard_params=True cannot be used with {why}; or set reduction.shard_params to False."
@@ -93,8 +93,8 @@ def check_skips(opt: base.Optimizer) -> None:
     """Raises UserError if a rule overrides `apply_gradients`, which `SkipNonfinite` around it would not call."""
     if type(opt).apply_gradients is not base.Optimizer.apply_gradients:
         raise errors.UserError(
-            f"on_nonfinite='skip' cannot be used with {type(opt).__name__}, whose apply_gradients is its own and "
-            "would not be called: it votes as `Optimizer.apply_gradients` has it. Implement vote and update "
+            f"on_nonfinite='skip' cannot be used with {type(opt).__name__}, which overrides apply_gradients: skipping "
+            "calls `Optimizer.apply_gradients`, and would not call the override. Implement vote and update "
             "instead, or set on_nonfinite to 'stop' or 'warn'."
         )
 

@@ -126,8 +126,8 @@ class OptaxOptimizer(base.Optimizer):
             self._known_slots = slots_lib.of_any(self.transformation)
             if self._known_slots is None:
                 raise ValueError(
-                    f"The slots of {self.name} are known once it has updated in this step: how its "
-                    "transformation begins depends on the parameters. Ask after apply_gradients."
+                    f"The slots of {self.name} are known only after it has updated in this step, because its "
+                    "transformation's first state depends on the parameters. Ask after apply_gradients."
                 )
         slots = []
         for path in self._known_slots or []:
@@ -166,17 +166,17 @@ class OptaxOptimizer(base.Optimizer):
             transformation, arguments = missing
             raise ValueError(
                 f"{self.name} cannot use {transformation}: its update needs {arguments}, but a rule is given "
-                "gradients and parameters alone. Use a transformation that goes by these, such as "
-                "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and keep in its "
-                "compute_gradients what its update needs."
+                "only gradients and parameters. Use a transformation that needs only these, such as "
+                "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and store in its "
+                "compute_gradients the values that its update needs."
             ) from e
         leaves = trees.leaves_by_path(params)
         for path, update in trees.leaves_by_path(updates).items():
             if path in leaves and update.shape not in ((), leaves[path].shape):
                 raise ValueError(
                     f"{self.name} cannot use its transformation: its update of '{path}' has the shape "
-                    f"{update.shape}, and the parameter {leaves[path].shape}. One that takes gradients of "
-                    "each example, as optax.contrib.dpsgd does, is not for gradients of a loss."
+                    f"{update.shape}, and the parameter {leaves[path].shape}. A transformation of per-example "
+                    "gradients, such as optax.contrib.dpsgd, cannot use the gradients of a loss."
                 )
 
     def _get_state(self, present: set[str], params: trees.Params) -> Any:
@@ -202,10 +202,10 @@ class OptaxOptimizer(base.Optimizer):
             leaf = hk.get_state(name)
             if name not in in_slots and leaf.shape != wanted.shape:
                 raise ValueError(
-                    f"The state '{name}' of {self.name} has the shape {leaf.shape}, and for the gradients "
-                    f"of this step it would have {wanted.shape}: it is of all parameters together, as "
-                    "that of optax.flatten is. Give a gradient to the same parameters in each step as when "
-                    "the state was made, or use a transformation that keeps a slot for each parameter."
+                    f"The state '{name}' of {self.name} has the shape {leaf.shape}, but for the gradients "
+                    f"of this step it would have {wanted.shape}: it belongs to all parameters together, as "
+                    "with optax.flatten. In each step, give a gradient to the same parameters as when "
+                    "the state was created, or use a transformation that keeps a slot for each parameter."
                 )
             return leaf
 
@@ -252,7 +252,7 @@ def _check_schedules(schedules: Any) -> dict[str, Callable[[Any], Any]]:
     if not is_mapping or not all(map(callable, schedules.values())):
         raise errors.UserError(
             "schedules must be functions of a count by name, as {'learning_rate': optax.cosine_decay_schedule(1e-3, "
-            f"1000)}}; received {schedules!r}. A constant is logged by nothing: it is in the config."
+            f"1000)}}; received {schedules!r}. Do not pass a constant, which is not logged: it is in the config."
         )
     return dict(schedules)
 

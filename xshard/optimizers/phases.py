@@ -122,7 +122,7 @@ class Step:
             if value is not before.get((rule, name)):
                 raise ValueError(
                     f"{rule} cannot be sharded: its aggregate or vote sets the attribute '{name}' to a value of the "
-                    "step, and each phase is a program of its own. Keep the value as Haiku state (hk.set_state)."
+                    "step, but each phase is traced separately. Keep the value as Haiku state (hk.set_state)."
                 )
         return grads, True if applied is None else applied
 
@@ -167,8 +167,8 @@ class Step:
             names = sorted(trees.leaves_by_path(parameters))
             raise ValueError(
                 f"{self._rule.name} cannot be sharded: its aggregate, vote or update calls hk.get_parameter for "
-                f"{names}, and on shards each phase is a program of its own, which has Haiku's state alone. Keep "
-                "these arrays as Haiku state (hk.get_state, hk.set_state), or take shard_update=False."
+                f"{names}, but on shards each phase is traced separately, with access to Haiku's state only. Keep "
+                "these arrays as Haiku state (hk.get_state, hk.set_state), or set shard_update=False."
             )
         return state
 
@@ -208,8 +208,8 @@ class Step:
             if (id(rule), phase) not in reached:
                 holder = type(self._rule).__name__
                 raise ValueError(
-                    f"{holder} holds {rule.name}, whose {phase} is not called by its own: what {rule.name} is "
-                    f"for would be left out. Derive {holder} from OptimizerWrapper, which hands {phase} on to "
+                    f"{holder} holds {rule.name}, but its own {phase} does not call that of {rule.name}, which "
+                    f"would have no effect. Derive {holder} from OptimizerWrapper, which forwards {phase} to "
                     f"`opt`, or call it in its {phase}(grads)."
                 )
 

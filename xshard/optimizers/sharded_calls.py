@@ -28,9 +28,9 @@ class ShardedCalls:
             layout = self._layouts.get(key)
             if layout is not None and x.shape != layout.local_shape:
                 raise ValueError(
-                    f"The state '{name}' of {module} has the shape {x.shape}, and this replica's shard of it "
-                    f"{layout.local_shape}. The state of a sharded update is stored, and mapped over the "
-                    "replicas, as xshard.StateSharding has it: docs/scale.md has an example."
+                    f"The state '{name}' of {module} has the shape {x.shape}, but this replica's shard of it has "
+                    f"{layout.local_shape}. Store the state of a sharded update, and map it over the "
+                    "replicas, with xshard.StateSharding: docs/scale.md has an example."
                 )
 
     def __call__(self, f: Callable[..., Any], *args: Any, applied: Any = True) -> Any:
@@ -66,7 +66,7 @@ class ShardedCalls:
             return layout.shard(x, self._partition.index)
         if x.layout != layout:
             raise ValueError(
-                f"{self._rules[0]} cannot be sharded: what it makes of '{layout.path}' {layout.shape} has the shape "
+                f"{self._rules[0]} cannot be sharded: its result for '{layout.path}' {layout.shape} has the shape "
                 f"of '{x.layout.path}' {x.layout.shape}."
             )
         return x.array
@@ -82,8 +82,8 @@ class ShardedCalls:
         if isinstance(x, values.Shard):
             module, name = key
             raise ValueError(
-                f"{self._rules[0]} cannot be sharded: the state '{name}' of {module} is of the shape of "
-                f"'{x.layout.path}', but its name does not end in that path, by which it would be known as a "
+                f"{self._rules[0]} cannot be sharded: the state '{name}' of {module} has the shape of "
+                f"'{x.layout.path}', but its name does not end in that path, which would mark it as a "
                 f"slot of that parameter. Name it '.../{x.layout.path}'."
             )
         return x

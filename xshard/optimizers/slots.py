@@ -98,6 +98,6 @@ def missing_error(rule: str, path: str) -> ValueError:
     """The error for a parameter that has a gradient now, but had none when the rule's state was created."""
     return ValueError(
         f"The parameter '{path}' has a gradient, but {rule} has no slot for it: its gradient was None "
-        "when the state was made, so that it was not to be trained. If it is, name it in var_list while "
-        "hk.running_init() too, and make the state anew; if not, give it the gradient None."
+        "when the state was created. To train it, name it in var_list while hk.running_init() too, and "
+        "create the state anew. Otherwise give it the gradient None."
     )
