@@ -84,6 +84,7 @@ def gathered(params: Mapping[str, Any]) -> dict[str, jax.Array]:
     """The gathered arrays of exactly these parameter arrays, by path. Arrays computed from them have none."""
     arrays = {}
     for path, (shard, whole) in _GATHERED.get().items():
+        # Compared by identity: a parameter that the loss has replaced must be gathered again.
         if params.get(path) is shard:
             arrays[path] = whole
     return arrays

@@ -127,6 +127,7 @@ class _One:
 
     def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
         before = functools.partial(self.parts.before, at, state, results)
+        # One replica after the other, so that the activations of one are alive at a time.
         made = lax.map(before, jax.tree.map(lambda *xs: jnp.stack(xs), *replicas))
         return [jax.tree.map(lambda x, i=i: x[i], made) for i in range(len(replicas))]
 

@@ -31,6 +31,7 @@ def size(axis_name: str) -> int:
             f"CrossShardOptimizer reduces over the axis {axis_name!r}, but the mapped axes "
             f"here are {mapped}; pass axis_name=, or map {axis_name!r}."
         )
+    # JAX has no public function that lists the axes that vmap or pmap map.
     names = jax_core.unsafe_get_axis_names_DO_NOT_USE()
     if names:
         # A warning, not an error: a vmap may train one replica for each of several seeds.

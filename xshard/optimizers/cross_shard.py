@@ -40,10 +40,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     `jax.grad` sums the gradients of parameters that do not vary over the axis, and this rule rejects them.
     With check_vma=False `jax.grad` does not sum them, and the rule cannot detect an earlier sum.
 
-    Call it where `axis_name` is mapped, such as in `jax.shard_map`, except while `hk.running_init()`. Elsewhere
-    it assumes one replica, and logs that once with the mapped axes. Replicas of a group stay equal, bit by
-    bit. Groups diverge, so do not return their parameters and state from shard_map as replicated: give them a
-    leading dimension.
+    Call it where `axis_name` is mapped, such as in `jax.shard_map`. Only `hk.running_init()` needs no mapped axis.
+    Elsewhere it assumes one replica, and logs that once with the mapped axes. Replicas of a group stay equal,
+    bit by bit. Groups diverge, so do not return their parameters and state from shard_map as replicated: give
+    them a leading dimension.
 
     Source: `tf.compat.v1.tpu.CrossShardOptimizer`.
 
@@ -205,8 +205,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
         if self._needs_run:
             raise ValueError(
-                "An exact arithmetic needs a run, which splits its step at the sums over replicas. In a custom step use "
-                "'float'."
+                "An exact arithmetic needs a run with logical_replicas, which splits its step at the sums. In a custom "
+                "step use 'float'."
             )
         if {self.reduce_dtype, self.slice_dtype} != {"float32"}:
             shards.check_real(grads, self.reduce_dtype, self.slice_dtype)

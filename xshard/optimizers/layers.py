@@ -68,6 +68,7 @@ def _changed(eqn: Any, is_layers: Sequence[bool], here: Layers) -> dict[str, Any
     """
     name, params = eqn.primitive.name, eqn.params
     count, own = eqn.invars[is_layers.index(True)].aval.shape[0], len(here.array)
+    # Each case checks that the dimension of layers stays first, and that no layer depends on another.
     keeps = False
     changed: dict[str, Any] = {}
     if name in primitives.ELEMENTWISE:

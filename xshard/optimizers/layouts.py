@@ -26,8 +26,8 @@ class Layout:
     and padded with zeros to a multiple of `count`. All its stored dimensions but the last are then 1, so that
     rules which depend on the number of dimensions see the same number.
 
-    Each replica holds the whole of a scalar, of an array with fewer than `count` elements, and of an array of
-    2**31 or more elements that would have to be flattened.
+    Each replica holds the whole of a scalar, of an array with fewer than `count` elements, and of an array that
+    would have to be flattened but has more than 2**31 - 1 - `count` elements.
 
     Attributes:
       path: the array's name, for messages.

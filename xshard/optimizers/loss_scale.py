@@ -219,6 +219,7 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
 
     def vote(self, grads: trees.Gradients) -> Any:
         """Implements `Optimizer.vote`: adapts the scale, and rejects gradients that are not finite."""
+        # Both are called in every step, since each may update its state.
         finite = self.loss_scale.update(grads)
         opt_vote = self.opt.vote(grads)
         # A Python True must stay a constant, because it makes the update unconditional.

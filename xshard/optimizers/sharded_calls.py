@@ -53,9 +53,11 @@ class ShardedCalls:
         out, new = elementwise.evaluate(call, (old, args), self._partition, self._rules)
         changed = {}
         for key, value in new.items():
+            # `evaluate` returns unchanged state as the same object, which need not be written.
             if value is old.get(key):
                 continue
             x = self._own_state(key, value)
+            # An update on shards runs in a skipped step, too, so its state is selected here.
             changed[key] = skips.select(applied, x, before.get(key, x))
         skips.write(changed)
         return out

@@ -77,6 +77,7 @@ class Partition:
         groups = self._axis["axis_index_groups"]
         if groups is None:
             return number
+        # In a group of some replicas, a replica's shard number is its place within the group.
         places = np.empty(len(groups) * self.count, np.int32)
         for group in groups:
             places[list(group)] = np.arange(self.count, dtype=np.int32)
@@ -145,6 +146,7 @@ class Partition:
         x = shard
         if dtype not in _AS_IT_IS:
             x = shard.astype(dtype)
+        # In reverse, so that each step joins the shards that the same step of a scatter divides.
         for step in reversed(self._gathers):
             gather = functools.partial(lax.all_gather, axis=layout.dim, tiled=True, **step)
             x = _in_place(gather, layout)(x)
@@ -154,6 +156,7 @@ class Partition:
         """Exchanges shards for whole layers: this replica's layers, padded so that each replica has as many."""
         if layout.dim == 0:
             return shard
+        # An all_to_all needs the same number of layers on each replica.
         missing = -layout.shape[0] % self.count
         x = jnp.pad(shard, [(0, missing), *[(0, 0)] * (shard.ndim - 1)])
         return self._exchange(layout, x, split_axis=0, concat_axis=layout.dim)
@@ -219,6 +222,7 @@ class Partition:
             if layout.dim is None:
                 whole.append(x)
             else:
+                # Padding may have any value, so it must not count.
                 sharded.append(layout.mask(x, self.index, 0))
         return self.count * trees.sum_of_squares(sharded), trees.sum_of_squares(whole)
 
