@@ -100,7 +100,7 @@ class Learner:
 
         Args:
           key: the random key for parameters and state.
-          *args: the network's arguments, of which only types and shapes matter.
+          *args: the network's arguments; only their types and shapes matter.
           **kwargs: the network's keyword arguments, likewise.
         """
         with contract.network_errors(self._function):

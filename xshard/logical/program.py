@@ -66,7 +66,7 @@ class Program:
 
         Args:
           what: a name of the function, for error messages.
-          mapped: returns the function of one replica, given the arguments, of which only shapes matter.
+          mapped: returns the function of one replica for given arguments; only their shapes matter.
           replicas: the logical replicas and their devices. Batches have `replicas.rows` rows.
           **options: options of `jax.jit`; `donate_argnums` must be 0 or absent.
         """

@@ -58,7 +58,7 @@ class Part(NamedTuple):
     reads: tuple[int, ...]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """Evaluates the part on the values of that whole list, of which it reads some."""
+        """Evaluates the part on the values at the positions in `reads`."""
         return core.jaxpr_as_fun(self.program)(*(values[i] for i in self.reads))
 
 

@@ -1,4 +1,4 @@
-"""Sums, maxima and minima over logical replicas, of which each device holds some.
+"""Sums, maxima and minima over logical replicas, several of which may share a device.
 
 Exact sums add integers, because the result of an integer sum does not depend on its order. Each array is rounded to
 multiples of a power of two that all replicas share, scaled to the largest magnitude among them. With n replicas, this

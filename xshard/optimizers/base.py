@@ -286,27 +286,27 @@ class OptimizerWrapper(Optimizer):
         return self.opt.compute_gradients(loss, params, **kwargs)
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """The wrapped rule's."""
+        """Forwards to the wrapped rule."""
         return self.opt.aggregate(grads)
 
     def vote(self, grads: trees.Gradients) -> Any:
-        """The wrapped rule's."""
+        """Forwards to the wrapped rule."""
         return self.opt.vote(grads)
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """The wrapped rule's."""
+        """Forwards to the wrapped rule."""
         return self.opt.update(grads, params)
 
     def get_slot(self, var: str, name: str) -> Any:
-        """The wrapped rule's."""
+        """Forwards to the wrapped rule."""
         return self.opt.get_slot(var, name)
 
     def get_slot_names(self) -> list[str]:
-        """The wrapped rule's."""
+        """Forwards to the wrapped rule."""
         return self.opt.get_slot_names()
 
     def state_by_name(self) -> dict[str, Any]:
-        """This rule's and the wrapped one's."""
+        """The state arrays of this rule and of the wrapped rule, by name."""
         return {**self.state_dict(), **self.opt.state_by_name()}
 
 

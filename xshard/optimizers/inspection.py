@@ -35,7 +35,7 @@ class SkipNonfinite(base.OptimizerWrapper):
         return finite if opt_vote is True else jnp.logical_and(finite, opt_vote)
 
     def get_name(self) -> str:
-        """The wrapped rule's."""
+        """The wrapped rule's name."""
         return self.opt.get_name()
 
 

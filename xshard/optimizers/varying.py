@@ -56,9 +56,9 @@ def marked(name: str, tree: Any, given: Any = ()) -> Any:
 def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
     """The same tree, declared equal on all replicas of a group where the program does not show that it is.
 
-    Use it for values that a custom computation makes equal, or a gather in steps among some replicas at a time. A run
-    compares the replicas' state only after its first step. Replicas that diverge later stay different, and a
-    checkpoint keeps the state of one of them.
+    Use it for the result of a custom computation that makes values equal, or of a gather in steps among some replicas
+    at a time. The declaration is not proved: a run compares fingerprints of the replicas' state every
+    `fingerprint_every_steps` steps and before each save, and stops or rolls back if copies differ.
 
     Args:
       tree: arrays.
