@@ -310,6 +310,7 @@ class Learner:
             with within.with_gathered(params, ready):
                 returned = loss(state.replace(params=params), *inputs)
             value, *rest = contract.learner_loss(loss, returned, state.net_state)
+            # The losses of micro-batches are added up, so each counts as its part of the mean.
             return value / parts, rest
 
         if parts == 1:

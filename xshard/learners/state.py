@@ -88,6 +88,7 @@ def held_like(
             params.setdefault(path, []).append((x.shape, state.rules.held.get(path)))
 
     def find(path: str, x: Any) -> layouts.Layout | None:
+        # The longest ending comes first, so a copy is matched to the most specific path.
         for ending in trees.endings(path):
             found = [layout for shape, layout in params.get(ending, ()) if shape == x.shape]
             if found:

@@ -23,6 +23,7 @@ class Run(NamedTuple):
 
 
 _CURRENT: contextvars.ContextVar[Run] = contextvars.ContextVar("run")
+# The shard and the whole array of each gathered parameter, by path.
 _GATHERED: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
     "gathered", default=types.MappingProxyType({})
 )

@@ -165,6 +165,7 @@ class Parts:
         shards = {i: x[0] for i, x in replica.shards.items()}
         exchange = self.split.exchanges[at]
         made = exchange.before([*equal, replica.number[0], *self._values(results, shards)])
+        # With a leading dimension of places, along which these arrays lie on the devices.
         stacked = [x[None] for x in made]
         count = len(exchange.kinds)
         return stacked[:count], dict(zip(exchange.kept, stacked[count:], strict=True))

@@ -14,7 +14,7 @@ from xshard import mesh as mesh_lib
 # The number of integers that represent each summand, for each value of `reduction.arithmetic`.
 _LIMBS = {"exact": 1, "exact_wide": 2}
 
-
+# The only values of other keys of `reduction` that exact sums support.
 _EXACT_ONLY_WITH = {
     "shard_params": False,
     "reduce_dtype": "float32",

@@ -221,6 +221,7 @@ class _Run:
         found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         read = lambda x: x.val if isinstance(x, core.Literal) else found[x]
         for eqn in jaxpr.eqns:
+            # Keeps the scope names, which profiles show.
             with jax.named_scope(str(eqn.source_info.name_stack)):
                 results = self._results_of(eqn, [read(x) for x in eqn.invars])
             found.update(zip(eqn.outvars, results, strict=True))

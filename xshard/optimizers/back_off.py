@@ -36,6 +36,7 @@ def after(transformation: Any) -> optax.GradientTransformation:
         scale = state.hyperparams[_SCALE]
         return jax.tree.map(lambda x: x * scale.astype(x.dtype), updates), state
 
+    # optax.chain unpacks tuples, and `transformation` may be another object with these two methods.
     first = optax.GradientTransformation(transformation.init, transformation.update)
     return optax.chain(first, optax.GradientTransformation(init, update))
 

@@ -171,6 +171,7 @@ def _partition(on: jax.sharding.Mesh, layouts: layouts_lib.Layouts) -> shards.Pa
 def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Callable[..., Any]:
     def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
         value, whole = next_getter(value), tuple(context.original_shape)
+        # Haiku knows only the shape that the module asks for, so the shard is recognized by its own shape.
         dim = _sharded_along(value.shape, whole, partition.count)
         if dim is None:
             return value

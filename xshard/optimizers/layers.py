@@ -99,6 +99,7 @@ def _keeps_products(dimension_numbers: Any, is_layers: Sequence[bool]) -> bool:
     (left, _), (of_left, of_right) = dimension_numbers
     if all(is_layers):
         return of_left[:1] == of_right[:1] == (0,)
+    # Only the left operand may have layers alone, since dot_general puts its dimensions first in the result.
     return bool(is_layers[0] and not of_left and 0 not in left)
 
 

@@ -105,6 +105,7 @@ class Step:
         new = calls(update, grads, partition.map(values.shard, old), applied=applied)
         new = trees.rebuild(params, trees.leaves_by_path(new))
         new = partition.map(calls.own, new)
+        # The update may contain collectives, so it always runs, and a skipped step selects the old values.
         new = jax.tree.map(lambda new, old: skips.select(applied, new, old), new, old)
         return applied, partition.map(calls.own, grads), new
 

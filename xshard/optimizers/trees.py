@@ -94,6 +94,7 @@ def after(x: jax.Array, tree: Any) -> Any:
 
 def sum_of_squares(tree: Any) -> jax.Array:
     """The sum of the squares of all elements of all arrays, in float32 or wider. None leaves are ignored."""
+    # The magnitude, so that complex elements count as real numbers.
     squares = [jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in jax.tree.leaves(tree)]
     return sum(squares, start=jnp.zeros((), jnp.float32))
 
