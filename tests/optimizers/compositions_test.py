@@ -316,7 +316,7 @@ def test_what_is_held_and_not_reached_is_refused(phase, shard_update):
 
     step = harness.transform_step(make)
     with pytest.raises(
-        ValueError, match=f"holds .*, whose {phase} is not called.*OptimizerWrapper"
+        ValueError, match=f"holds .*, but its own {phase} does not call that of .*OptimizerWrapper"
     ):
         step.init(None, harness.params(), harness.batch())
 
@@ -341,7 +341,7 @@ def test_state_whose_name_does_not_say_of_what_it_is_is_refused():
     )
     with pytest.raises(
         ValueError,
-        match="the state 'm0' of .*nameless is of the shape of 'mlp/linear_0/b', but its name",
+        match="the state 'm0' of .*nameless has the shape of 'mlp/linear_0/b', but its name",
     ):
         step.init(None, harness.params(), harness.batch())
 

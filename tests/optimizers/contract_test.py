@@ -91,7 +91,7 @@ def test_a_sharded_run_is_a_replicated_run_or_is_refused_by_name(run):
     if state:
         # Before the first step.
         with pytest.raises(
-            ValueError, match=rf"cannot be sharded: the state '{state}.*' of opt is of the shape"
+            ValueError, match=rf"cannot be sharded: the state '{state}.*' of opt has the shape"
         ):
             jax.eval_shape(step.init, None, inputs[0], inputs[2])
         return

@@ -378,9 +378,9 @@ class AppliesItself(Network):
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"cls": Clips}, "shard_params=True cannot be used with clip_gradients: no replica has gradients"),
+        ({"cls": Clips}, "shard_params=True cannot be used with clip_gradients: no replica has its own gradients"),
         ({"cls": Penalised}, r"uses 'params/mlp/~/linear_0/w' as if it were whole, by reduce_sum \(\S*gathering_test.py:\d+\)"),
-        ({"cls": AppliesItself}, "cannot be used with Own, whose apply_gradients is its own"),
+        ({"cls": AppliesItself}, "cannot be used with Own, which overrides apply_gradients"),
         ({"cls": ClipsInRule}, "clips_own cannot be used with shard_params=True: its .* takes a replica's own"),
         ({"kind": "penalty"}, "uses the parameter 'penalised/w' without asking hk.get_parameter"),
     ],
@@ -399,7 +399,7 @@ def test_it_is_for_a_run():
     rule = hk.transform_with_state(
         lambda: xshard.CrossShardOptimizer(optax.sgd(1.0), shard_params=True).init(params)
     )
-    with pytest.raises(ValueError, match="shard_params is for a run"):
+    with pytest.raises(ValueError, match="shard_params needs a run"):
         rule.init(None)
     with pytest.raises(errors.UserError, match="shard_params must be True or False; received 1"):
         hk.transform(lambda: xshard.CrossShardOptimizer(optax.sgd(1.0), shard_params=1)).apply(

@@ -287,7 +287,7 @@ def test_slots_that_go_by_the_names_of_modules_are_known_after_an_update():
     _, state = step.init(None, params, True)
     (names, slot), _ = step.apply({}, state, None, params, False)
     assert names == ["trace"] and slot.shape == (3, 4)
-    with pytest.raises(ValueError, match="slots of opt are known once it has updated"):
+    with pytest.raises(ValueError, match="slots of opt are known only after it has updated"):
         step.apply({}, state, None, params, True)
 
 

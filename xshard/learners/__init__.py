@@ -1,1 +1,1 @@
-"""A network with its rule, its state, and what of that differs between replicas."""
+"""A network with its update rule: its state, its updates, and the run around them."""

@@ -1,6 +1,6 @@
-"""The place of an update in a program that is not to be run, but looked into: see `xshard.stored.held`.
+"""A stand-in for an update in a program that is analyzed and never run: see `xshard.stored.held`.
 
-There it says what the update, which is the framework's, is given and what it returns.
+It marks the inputs and the results of the update for the analysis, which trusts the framework's own update.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from xshard.learners import within
 from xshard.learners.state import LearnerState, Outcome
 from xshard.optimizers import gathering, trees, varying
 
-# By these names the program shows arrays that are to be whole, parameters that are to be shards, and what is a replica's own.
+# Names of marks in the program: on arrays that must be whole, on parameters that must be shards, and on a replica's
+# own values.
 USED_AS_WHOLE, USED_AS_SHARDS, REPLICAS_OWN = "used_as_whole", "used_as_shards", "replicas_own"
 
 
@@ -26,13 +27,13 @@ def update(
     """Stands for an update.
 
     Args:
-      state: before it.
-      lossed: what the loss has returned.
+      state: the state before the update.
+      lossed: the return value of the loss.
       batch: the replica's part of the batch.
-      updated: the update itself, of which only shapes are asked.
+      updated: the update itself, which is evaluated for its shapes only.
 
     Returns:
-      The state as it was, and an outcome of zeros.
+      The unchanged state, and an outcome of zeros.
     """
     shards = gathering.held(state.params, state.rules.held)
     whole = gathering.not_held(state.params, state.rules.held)

@@ -1,7 +1,7 @@
-"""A network with its rule: what an experiment trains.
+"""A network with its update rule, which an experiment trains.
 
-A learner brings to whoever calls it what a run's config says: precision, micro-batches, gradients reduced over the
-replicas and voted on, the loss scale, the sharded update, averages of the parameters, norms.
+A learner applies a run's config to each call: precision, micro-batches, the reduction of gradients over the replicas,
+the vote on a step, the loss scale, the sharded update, averages of the parameters, and norms.
 """
 
 import dataclasses
@@ -32,17 +32,17 @@ class _Update(NamedTuple):
 
     Attributes:
       params: the new parameters.
-      net_state: the new state of the network, the replica's own.
+      net_state: the replica's own new network state.
       global_step: the number of updates applied.
-      metrics: the replica's own.
-      aux: what else the loss returned, of all micro-batches: nothing, or one tree.
-      shares: where replicas have shards of the gradients, numbers of the replica's own, of which a norm's
-        square is the mean over the replicas and what is in `squares`.
-      squares: the squares of norms, or the rest of them; equal on all replicas of a group, as are `agreed`.
-      agreed: further metrics.
-      nonfinite: for each parameter how many elements of its gradient are not finite; where replicas have shards of
-        the gradients, of the replica's own.
-      lowered: whether the update has lowered a loss scale.
+      metrics: the replica's own metrics.
+      aux: the loss's further output for all micro-batches: empty, or one tree.
+      shares: with shards of gradients, the replica's own part of each norm's square. The square is the mean of
+        `shares` over the replicas plus the entry of `squares`. Otherwise empty.
+      squares: the squares of norms, or the part of them that `shares` lacks. Equal on all replicas of a group.
+      agreed: further metrics, equal on all replicas of a group.
+      nonfinite: the number of non-finite gradient elements for each parameter; with shards of gradients, the
+        replica's own number.
+      lowered: whether the update lowered a loss scale.
     """
 
     params: Any
@@ -58,7 +58,7 @@ class _Update(NamedTuple):
 
 
 class Learner:
-    """A network with its rule, as functions of a `LearnerState`, to be called in an `Experiment`'s methods."""
+    """A network with its update rule, as functions of a `LearnerState`. Call them in an `Experiment`'s methods."""
 
     def __init__(
         self,
@@ -69,16 +69,18 @@ class Learner:
         clip_gradients: Callable[[Any], Any] | None = None,
         frozen: str = "",
     ):
-        """Keeps what is trained, and how.
+        """Stores the network, the rule and the options of training.
 
         Args:
           network: a Haiku function of any arguments.
-          optimizer: returns the update rule, with a `CrossShardOptimizer` over 'replica', and 'slice', in it.
-          config: of the run: its keys precision, micro_batches, gather_once, aggregation_method and on_nonfinite count.
-          clip_gradients: acts on a replica's gradients before they are reduced; a gradient that it makes None
-            leaves its parameter as it is.
-          frozen: a regular expression that is searched for in the parameters' paths, such as '^encoder/': those in
-            which it is found stay as they are, without gradients, slots or averages. By default none.
+          optimizer: returns the update rule, which must contain a `CrossShardOptimizer` over 'replica' (and 'slice',
+            with several slices).
+          config: the run's config. The learner reads its keys precision, micro_batches, gather_once,
+            aggregation_method and on_nonfinite.
+          clip_gradients: transforms a replica's gradients before they are reduced. A gradient that it replaces with
+            None leaves its parameter unchanged.
+          frozen: a regular expression, such as '^encoder/'. The parameters with a match in their paths stay
+            unchanged, without gradients, slots or averages. Empty by default, which freezes none.
         """
         self._function = network
         self._make_rule = optimizer
@@ -94,12 +96,12 @@ class Learner:
         self._rules = hk.transform_with_state(self._update)
 
     def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> state_lib.LearnerState:
-        """The first state, of which arrays are whole.
+        """Creates the initial state, with whole arrays.
 
         Args:
-          key: the key of all randomness.
-          *args: those of the network, of which only types and shapes count.
-          **kwargs: the same.
+          key: the random key for parameters and state.
+          *args: the network's arguments; only their types and shapes matter.
+          **kwargs: the network's keyword arguments, likewise.
         """
         with contract.network_errors(self._function):
             args, kwargs = self._policy.cast_to_param((args, kwargs))
@@ -114,13 +116,13 @@ class Learner:
     def apply(
         self, state: state_lib.LearnerState, key: jax.Array | None, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """The network's outputs in the output type, and its new state.
+        """Returns the network's outputs in the output type, and its new state.
 
         Args:
-          state: of which the parameters and the network's state count.
-          key: of what the network draws.
-          *args: those of the network, cast to the compute type.
-          **kwargs: the same.
+          state: the learner's state; only the parameters and the network's state are used.
+          key: the random key for the network.
+          *args: the network's arguments, which are cast to the compute type.
+          **kwargs: the network's keyword arguments, likewise.
         """
         args, kwargs = self._policy.cast_to_compute((args, kwargs))
         held, call = gathering.held(state.params, state.rules.held), self._network.apply
@@ -149,23 +151,23 @@ class Learner:
     def update(
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
     ) -> tuple[state_lib.LearnerState, state_lib.Outcome]:
-        """Makes one update by the rule, of all replicas of a group together.
+        """Applies one update of the rule, for all replicas of a group together.
 
         Floating-point state of the network is averaged over the replicas.
 
         Args:
-          state: before it.
-          loss: a function of the state, of which it is differentiated with respect to the parameters; of a part
-            of `batch`, and of a key. It returns the mean loss, a scalar; the new network state, as `apply` has
-            it; a dictionary of scalars to log; and, where the step needs more of the forward pass, such as
-            a recurrent network's state, arrays with a row for each example, which are `aux` of what is returned.
-          batch: a replica's part of a batch, a tree of arrays: micro-batches are parts of their first dimension.
-          key: the replica's own.
+          state: the state before the update.
+          loss: a function of the state, a part of `batch`, and a key; it is differentiated with respect to the
+            state's parameters. It returns the mean loss, a scalar; the new network state, as `apply` returns it; a
+            dictionary of scalars to log; and, if the step needs more of the forward pass, such as a recurrent
+            network's state, arrays with a row for each example, which become `aux` of the outcome.
+          batch: the replica's part of a batch, a tree of arrays. Micro-batches split their first dimension.
+          key: the replica's own key.
 
         Returns:
-          The state after it; and what is to be returned among the metrics of `Experiment.train_step`, 'loss',
-          'skipped', 'global_step', 'loss_scale' if the rule scales losses, 'gradient_norm', 'parameter_norm'
-          and the values of the rule's schedules (see `OptaxOptimizer`) in it.
+          The state after the update, and an `Outcome` to return among the metrics of `Experiment.train_step`. It
+          contains 'loss', 'skipped', 'global_step', 'loss_scale' if the rule scales losses, 'gradient_norm',
+          'parameter_norm' and the values of the rule's schedules (see `OptaxOptimizer`).
         """
         if within.is_looked_into():
             updated = lambda: self.update(state, loss, batch, key)
@@ -173,12 +175,13 @@ class Learner:
             return checked.update(state, self._call(state, loss, part, key), batch, updated)
         with contract.loss_errors(loss):
             update, opt_state = self._rules.apply({}, state.opt_state, key, state, loss, batch)
-        # By the rule, which has reduced their gradients, if they were so before; on one replica without a collective.
+        # The rule reduced the gradients, so these are equal on all replicas if they were before. With one replica no
+        # collective shows that in the program, so they are declared equal here.
         equal = {"params": update.params, "opt_state": opt_state, "global_step": update.global_step}
         before = gathering.not_held(state.params, state.rules.held), state.global_step
         equal = equal_on_replicas(equal, given=before)
         applied = equal["global_step"] != state.global_step
-        # All in one collective.
+        # Averaged together, in one collective.
         bad = update.nonfinite
         net_state, metrics, shares, all_bad = mean_over_replicas(
             (update.net_state, update.metrics, update.shares, bad if update.shares else None)
@@ -194,11 +197,11 @@ class Learner:
         return state, state_lib.Outcome(metrics, observed, *update.aux)
 
     def averages(self, state: state_lib.LearnerState) -> Any:
-        """The averages of the parameters that a `MovingAverageOptimizer` keeps, as a tree of their structure.
+        """Returns the parameters' averages from a `MovingAverageOptimizer`, as a tree with the parameters' structure.
 
         Args:
-          state: as `Experiment.eval_step` and `predict` have it, with whole arrays: in a training step with a
-            sharded update a replica holds shards of them.
+          state: a state with whole arrays, as `Experiment.eval_step` and `predict` receive it. In a training step
+            with a sharded update, each replica holds only shards of the averages.
         """
         name = state.rules.averages_module
         if name is None:
@@ -208,7 +211,7 @@ class Learner:
             )
         if state.rules.shards_update and not within.run().whole:
             raise errors.UserError(
-                "Averages can be asked for in eval_step and predict; in a training step with shard_update each "
+                "Averages are available only in eval_step and predict; in a training step with shard_update each "
                 "replica holds shards of them."
             )
         return moving_average.averages(state.opt_state[name], state.params)
@@ -216,16 +219,16 @@ class Learner:
     def value(
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
     ) -> jax.Array:
-        """The loss alone, with the arguments of `update`."""
+        """Returns only the loss, with the arguments of `update`."""
         return self._call(state, loss, batch, key)[0]
 
     def _call(self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array) -> Any:
-        # It may draw keys of Haiku's, and look at the rules' state.
+        # The loss may use Haiku's random keys and read the rules' state.
         called = hk.transform_with_state(lambda: loss(state, batch, key))
         return called.apply({}, state.opt_state, key)[0]
 
     def _describe(self, params: Any, asked: Mapping[str, tuple[int, ...]]) -> state_lib.Rules:
-        """Describes the rules, for parameters and the shapes in which the network asks for them."""
+        """Describes the rules, given the parameters and the shapes in which the network asks for them."""
         opt, run = self._optimizer({}), within.run()
         averages = [
             rule.module_name
@@ -271,7 +274,7 @@ class Learner:
         scheduled |= inspection.hyperparameters(opt, state.params)
         new_scales = inspection.loss_scales(opt)
         where = f"The rule of {contract.described(self._make_rule)}"
-        # Under a name that the loss logs stays what the loss says.
+        # If the loss logs a metric under the name of a schedule, the loss's value is kept.
         names = sorted(scheduled.keys() - metrics.keys())
         agreed = {name: contract.scalar(where, name, scheduled[name]) for name in names}
         if new_scales:
@@ -295,7 +298,7 @@ class Learner:
     def _differentiate(
         self, opt: base.Optimizer, state: state_lib.LearnerState, loss: Loss, batch: Any
     ) -> tuple[jax.Array, Any, dict[str, Any], tuple[Any, ...], Any]:
-        """The loss, the network's state, the scalars, what else the loss returned, and the gradients."""
+        """Returns the loss, the network's state, the scalars, the loss's further output, and the gradients."""
         parts = self._micro_batches
         keys = jnp.stack([hk.next_rng_key() for _ in range(parts)])
 
@@ -307,6 +310,7 @@ class Learner:
             with within.with_gathered(params, ready):
                 returned = loss(state.replace(params=params), *inputs)
             value, *rest = contract.learner_loss(loss, returned, state.net_state)
+            # The losses of micro-batches are added up, so each counts as its part of the mean.
             return value / parts, rest
 
         if parts == 1:
@@ -329,7 +333,7 @@ class Learner:
 
 
 def mean_over_replicas(tree: Any) -> Any:
-    """The means of a tree's floating-point arrays over the replicas of a group; other arrays as they are."""
+    """Averages a tree's floating-point arrays over the replicas of a group; other arrays stay as they are."""
 
     def mean(x: jax.Array) -> jax.Array:
         return lax.pmean(x, mesh_lib.REPLICAS) if jnp.issubdtype(x.dtype, jnp.inexact) else x
@@ -342,5 +346,5 @@ def _norm(square: jax.Array, share: jax.Array | None) -> jax.Array:
 
 
 def _mean_over_parts(x: jax.Array) -> jax.Array:
-    """The mean of floating-point values; of others, such as counts, the last."""
+    """The mean over micro-batches of a floating-point array; the last value of any other, such as a count."""
     return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]

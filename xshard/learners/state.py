@@ -1,4 +1,4 @@
-"""The state of a learner, and what an update of it says of itself."""
+"""The state of a learner, and the report of an update of it."""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from xshard.optimizers import layouts, trees
 
-# What can be said of an update. STUCK: it was skipped, and no loss scale was lowered for the next one.
+# The verdicts on an update. FINE: applied and finite, or skipped with a lowered loss scale. STUCK: skipped, although no
+# loss scale was lowered for the next one. TROUBLE: applied with a loss or gradient that is not finite.
 FINE, STUCK, TROUBLE = 0, 1, 2
 
 
@@ -17,13 +18,14 @@ FINE, STUCK, TROUBLE = 0, 1, 2
 class Rules:
     """The properties of a learner's rules that decide how their state lies on the mesh.
 
-    They do not tell one structure of a state from another: a run goes on with a sharded update, and without.
+    All fields compare as equal, so they do not change a state's tree structure: a run with a sharded update can
+    resume without one, and vice versa.
 
     Attributes:
-      shards_update: whether slots lie in shards over the replicas.
-      averages_module: the name under which the rules keep averages of the parameters; None if they do not.
-      held: how parameters and slots lie where parameters, too, are held in shards; else empty.
-      reduce_dtype: the type in which the gradients of these are summed.
+      shards_update: whether slots are sharded over the replicas.
+      averages_module: the module name under which the rules keep averages of the parameters; None without averages.
+      held: the layouts of parameters and slots if parameters are also held in shards; otherwise empty.
+      reduce_dtype: the type in which the gradients of parameters held in shards are summed.
     """
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
@@ -34,14 +36,14 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class LearnerState:
-    """All that a learner needs to go on: a pytree, equal on all replicas of a group.
+    """Everything that a learner needs to resume: a pytree, equal on all replicas of a group.
 
     Attributes:
       params: the network's parameters.
       net_state: the network's Haiku state.
       opt_state: the state of the update rules: slots, counts, loss scale.
-      global_step: the number of updates applied, int32: a skipped step does not advance it.
-      rules: what the rules are like.
+      global_step: the number of updates applied, int32. A skipped step does not advance it.
+      rules: the properties of the rules.
     """
 
     params: Any
@@ -51,7 +53,7 @@ class LearnerState:
     rules: Rules = Rules()
 
     def replace(self, **changes: Any) -> "LearnerState":
-        """The state with other values for some attributes."""
+        """Returns the state with new values for some attributes."""
         return dataclasses.replace(self, **changes)
 
 
@@ -63,21 +65,22 @@ jax.tree_util.register_dataclass(
 
 
 def is_learner(x: Any) -> bool:
-    """Returns whether a node of an experiment's state is a learner's."""
+    """Returns whether a node of an experiment's state is a learner's state."""
     return isinstance(x, LearnerState)
 
 
 def held_like(
     states: Collection[LearnerState],
 ) -> Callable[[str, Any], layouts.Layout | None]:
-    """Returns what tells how arrays beside learners lie that are copies of their parameters in shards.
+    """Returns a function that finds the layout of arrays outside learners that copy their parameters in shards.
 
     Args:
-      states: of the learners.
+      states: the states of the learners.
 
     Returns:
-      A function of an array's path in the experiment's state and of the array: a copy's path ends in a parameter's, and it
-      has that one's shape. Its result is None for what is no copy, or may be one of parameters that lie otherwise.
+      A function of an array's path in the experiment's state and of the array. An array counts as a copy if its path
+      ends in a parameter's path and it has that parameter's shape. The result is the parameter's layout; or None if the
+      array is not a copy, if the parameter is not held in shards, or if several such parameters have different layouts.
     """
     params: dict[str, list[tuple[Any, Any]]] = {}
     for state in states if any(state.rules.held for state in states) else ():
@@ -85,6 +88,7 @@ def held_like(
             params.setdefault(path, []).append((x.shape, state.rules.held.get(path)))
 
     def find(path: str, x: Any) -> layouts.Layout | None:
+        # The longest ending comes first, so a copy is matched to the most specific path.
         for ending in trees.endings(path):
             found = [layout for shape, layout in params.get(ending, ()) if shape == x.shape]
             if found:
@@ -97,12 +101,12 @@ def held_like(
 
 
 class Observed(NamedTuple):
-    """The observations of an update.
+    """The values of an update that a run watches.
 
     Attributes:
       verdict: FINE, STUCK or TROUBLE, an int32 scalar.
-      loss: the mean over the replicas.
-      gradients: for each parameter whether its gradient, as the update is given it, was not finite.
+      loss: the mean loss over the replicas.
+      gradients: for each parameter, whether its gradient, as passed to the update, was not finite.
     """
 
     verdict: Any
@@ -111,7 +115,14 @@ class Observed(NamedTuple):
 
 
 def observe(applied: jax.Array, lowered: jax.Array, loss: jax.Array, bad: jax.Array) -> Observed:
-    """The observations of an update: whether it was applied or has lowered a scale, its loss, and its gradients."""
+    """Judges an update.
+
+    Args:
+      applied: whether it was applied.
+      lowered: whether it lowered a loss scale.
+      loss: its loss.
+      bad: for each parameter, whether its gradient was not finite.
+    """
     trouble = jnp.any(bad) | ~jnp.isfinite(loss)
     of_applied = jnp.where(trouble, TROUBLE, FINE)
     of_skipped = jnp.where(lowered, FINE, STUCK)
@@ -120,12 +131,12 @@ def observe(applied: jax.Array, lowered: jax.Array, loss: jax.Array, bad: jax.Ar
 
 
 class Outcome(NamedTuple):
-    """The account of an update, which `Experiment.train_step` returns among its metrics.
+    """The report of an update, which `Experiment.train_step` returns among its metrics.
 
     Attributes:
-      metrics: what is logged, by name: the same on all replicas of a group.
-      observed: what is watched.
-      aux: the fourth of what the loss returned, with a row for each example of the replica, before the update.
+      metrics: the values to log, by name, equal on all replicas of a group.
+      observed: the values that the run watches.
+      aux: the fourth output of the loss, computed before the update, with a row for each example of the replica.
     """
 
     metrics: dict[str, jax.Array]

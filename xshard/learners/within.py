@@ -1,4 +1,4 @@
-"""The run that learners are called within: it says on what mesh they are, while a step is traced."""
+"""The run within which learners are called: it tells them their mesh while a step is traced."""
 
 import contextlib
 import contextvars
@@ -14,7 +14,7 @@ from xshard.optimizers import trees
 
 
 class Run(NamedTuple):
-    """The run that a learner is called within: see `run_on`."""
+    """The run within which a learner is called; the fields are the arguments of `run_on`."""
 
     mesh: jax.sharding.Mesh
     sharding_rules: mesh_lib.Rules
@@ -23,10 +23,11 @@ class Run(NamedTuple):
 
 
 _CURRENT: contextvars.ContextVar[Run] = contextvars.ContextVar("run")
+# The shard and the whole array of each gathered parameter, by path.
 _GATHERED: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
     "gathered", default=types.MappingProxyType({})
 )
-# JAX keeps no trace from one value for the other.
+# A user context, so that JAX's caches never reuse a trace from one value for the other.
 _LOOKED_INTO = jax.make_user_context(False)
 
 
@@ -38,13 +39,13 @@ def run_on(
     all_slots: bool = False,
     whole: bool = False,
 ) -> Iterator[None]:
-    """Says to the learners that are called within it on what they run, while they are traced.
+    """Tells the learners that are called in its body on which mesh they run, while they are traced.
 
     Args:
       mesh: a mesh of `xshard.mesh.make_mesh`.
-      sharding_rules: what lies along its axis 'model'.
-      all_slots: whether slots are made for what is not trained, too, which checkpoints had once.
-      whole: whether the rules' state is whole, as evaluations have it, also where the update is sharded.
+      sharding_rules: the rules for parameters that lie along the mesh axis 'model'.
+      all_slots: whether to create slots for frozen parameters too, as old checkpoints contain them.
+      whole: whether the rules' state is whole even with a sharded update, as in evaluations.
     """
     token = _CURRENT.set(Run(mesh, sharding_rules, all_slots, whole))
     try:
@@ -54,23 +55,23 @@ def run_on(
 
 
 def run() -> Run:
-    """The run whose step is traced; UserError outside of any."""
+    """The run whose step is being traced; UserError outside a run."""
     current = _CURRENT.get(None)
     if current is None:
         raise errors.UserError(
-            "A Learner is called in the init, train_step, eval_step and predict of an Experiment, which say to it "
-            "on what mesh it runs. Elsewhere: with xshard.learners.within.run_on(mesh): ..."
+            "A Learner must be called in the init, train_step, eval_step or predict of an Experiment, where the run "
+            "sets its mesh. Elsewhere: with xshard.learners.within.run_on(mesh): ..."
         )
     return current
 
 
 @contextlib.contextmanager
 def with_gathered(params: Any, whole: Mapping[str, jax.Array]) -> Iterator[None]:
-    """Says to learners what of parameters in shards has been gathered already.
+    """Provides learners with parameters in shards that are already gathered.
 
     Args:
-      params: the parameters, as a learner is given them within.
-      whole: what has been gathered, by path.
+      params: the parameters that learners receive in its body.
+      whole: the gathered arrays, by path.
     """
     leaves = trees.leaves_by_path(params)
     token = _GATHERED.set({path: (leaves[path], x) for path, x in whole.items()})
@@ -81,19 +82,20 @@ def with_gathered(params: Any, whole: Mapping[str, jax.Array]) -> Iterator[None]
 
 
 def gathered(params: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The arrays that have been gathered of these very parameters, by path; not of what was made of them."""
+    """The gathered arrays of exactly these parameter arrays, by path. Arrays computed from them have none."""
     arrays = {}
     for path, (shard, whole) in _GATHERED.get().items():
+        # Compared by identity: a parameter that the loss has replaced must be gathered again.
         if params.get(path) is shard:
             arrays[path] = whole
     return arrays
 
 
 def looked_into(is_so: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Says to learners whether what is traced is not to be run, but looked into: see `xshard.stored.held`."""
+    """Tells learners whether the current trace is only analyzed and never run: see `xshard.stored.held`."""
     return _LOOKED_INTO(is_so)
 
 
 def is_looked_into() -> bool:
-    """Returns whether what is traced now is not to be run."""
+    """Returns whether the current trace is only analyzed and never run."""
     return bool(_LOOKED_INTO.value)

@@ -1,7 +1,7 @@
-"""Logical replicas: a number of them that a config fixes, shared out among whatever devices there are.
+"""Logical replicas: a number of replicas fixed by the config and distributed over however many devices there are.
 
-Data, keys, means, metrics and evaluations belong to logical replicas, so that nothing that a run computes depends on the
-number of its devices. With exact sums it ends in the same bits on any number of them.
+Data, keys, means, metrics and evaluations belong to logical replicas, so that no result of a run depends on the number
+of its devices, except by rounding. With exact sums, a run ends in the same bits on any number of devices.
 """
 
 from xshard.logical.parts import Mapped

@@ -1,4 +1,4 @@
-"""The parts of a program on logical replicas, as functions of what a device holds."""
+"""The parts of a program on logical replicas, as functions of the arrays that one device holds."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,20 +14,20 @@ from xshard.logical import split as split_lib
 from xshard.logical import sums
 from xshard.logical.replicas import Replicas
 
-# Arrays by their numbers: results of exchanges, or what is kept.
+# Arrays by index: results of exchanges, or outputs that replicas keep.
 Results = dict[int, jax.Array]
-# What a replica brings to an exchange, and what it keeps.
+# The arrays that a replica sends into an exchange, and the outputs that it keeps.
 Brought = tuple[list[jax.Array], Results]
 OWN = jax.P(mesh_lib.BATCH)
 
 
 class Replica(NamedTuple):
-    """A logical replica as its device has it.
+    """The data of a logical replica on its device.
 
     Attributes:
-      own: what of the arguments is its own.
+      own: the leaves of the arguments that are the replica's own.
       number: its number, of shape [1].
-      shards: the results of exchanges that are its own, with a leading dimension of places, of which there is one.
+      shards: the replica's own results of exchanges, each with a leading dimension of places, of size 1.
     """
 
     own: Any
@@ -36,13 +36,13 @@ class Replica(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """A function of a replica, and how its arguments and results lie along the replicas, as for `jax.shard_map`.
+    """A function of one replica, with the specs of its arguments and results, as for `jax.shard_map`.
 
     Attributes:
-      function: takes what the replica holds of each argument.
-      in_specs: for each argument a prefix of its tree.
-      out_specs: a prefix of the tree that it returns.
-      finish: takes what it returns, of all replicas, to the result.
+      function: a function of the replica's part of each argument.
+      in_specs: the specs of each argument, a prefix of its tree.
+      out_specs: the specs of the results, a prefix of their tree.
+      finish: converts the results of all replicas to the final result.
     """
 
     function: Callable[..., Any]
@@ -58,7 +58,7 @@ class Mapped(NamedTuple):
         def on_all(*args: Any) -> Any:
             return self.finish(mapped(*args))
 
-        # By this name profiles show it.
+        # Profiles show this name.
         function = getattr(self.function, "func", self.function)
         on_all.__name__ = getattr(function, "__name__", "on_all")
         return on_all
@@ -73,11 +73,11 @@ class Inputs:
         self._leaves, self.tree = jax.tree.flatten(args)
         self._specs = jax.tree.leaves(jax.tree.broadcast(mapped.in_specs, args))
         self.own = [_is_own(spec) for spec in self._specs]
-        # Of each that is, the dimension along the replicas.
+        # For each leaf that is a replica's own, the dimension along the replicas.
         self.dims = list(map(_dim, filter(_is_own, self._specs)))
 
     def shapes(self, sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the leaves, were these the sizes of the axes; with a size of 1 what a replica holds."""
+        """The shapes of the leaves if the mesh axes had these sizes. Sizes of 1 give one replica's shapes."""
         here = {
             **self._replicas.on.shape,
             mesh_lib.SLICE: 1,
@@ -94,11 +94,11 @@ class Inputs:
 
     @property
     def specs(self) -> tuple[list[jax.P], list[jax.P]]:
-        """The specs, in two as of `parted`."""
+        """The specs of the leaves, divided as by `parted`."""
         return self._in_two(self._specs)
 
     def parted(self, args: Any) -> tuple[list[Any], list[Any]]:
-        """The leaves of arguments that do not differ from replica to replica, and those that do."""
+        """The leaves of arguments that are equal on all replicas, and the leaves that are a replica's own."""
         return self._in_two(jax.tree.leaves(args))
 
     def _in_two(self, of_leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -111,10 +111,10 @@ class Inputs:
 
 
 class Parts:
-    """The parts of a program, as functions of what a device holds."""
+    """The parts of a program, as functions of the arrays that one device holds."""
 
     def __init__(self, what: str, mapped: Mapped, replicas: Replicas, args: Any):
-        """Traces the function as one replica has it, and splits it."""
+        """Traces the function of one replica, and splits its program at the exchanges."""
         _check_whole(what, jax.tree.leaves(mapped.out_specs))
         axes, groups = dict(replicas.mesh.shape), mesh_lib.num_groups(replicas.on)
         self.inputs, self._replicas = Inputs(mapped, replicas, args), replicas
@@ -127,7 +127,7 @@ class Parts:
         self.out_specs = [spec for spec in out_specs if not _is_own(spec)]
         self.own_specs = list(filter(_is_own, out_specs))
         self.split = split_lib.split(program, what, axes, self.inputs.own, self._left_own)
-        # What is equal in a group has, of several groups, a dimension of them.
+        # With several groups, values that are equal within a group have a leading dimension of groups.
         self._grouped = groups > 1
         self.equal = jax.P(mesh_lib.GROUP) if self._grouped else jax.P()
         self.on, self.rounds = replicas.on, replicas.rounds
@@ -135,36 +135,37 @@ class Parts:
 
     @functools.cached_property
     def numbers(self) -> jax.Array:
-        """The numbers of the replicas at each device's places."""
+        """The replica numbers of each device's places."""
         return mesh_lib.put(self.on, self._numbers, OWN)
 
     @property
     def shape_of_numbers(self) -> jax.ShapeDtypeStruct:
-        """The same before there are devices."""
+        """The shape and sharding of `numbers`, for tracing without devices."""
         return placed_on(self.on, self._numbers, OWN)
 
     def finish(self, outputs: Sequence[Any], own: Sequence[Any]) -> Any:
-        """The result, of the results of `after` and of `join`."""
+        """Assembles the final result from the results of `after` and of `join`."""
         leaves = _joined(self._left_own, outputs, own)
         return self._finish(jax.tree.unflatten(self._out_tree, leaves))
 
     def divide(self, own: Sequence[jax.Array], numbers: jax.Array) -> list[Replica]:
-        """Each replica of a device, which has no shards yet."""
+        """Divides a device's arrays into its replicas, which have no shards yet."""
         pairs = [*zip(own, self.inputs.dims, strict=True), (numbers, 0)]
         of_all = [jnp.split(x, self._replicas.rounds, dim) for x, dim in pairs]
         return [Replica(own, number, {}) for *own, number in map(list, zip(*of_all, strict=True))]
 
     def join(self, kept: Sequence[Results]) -> list[jax.Array]:
-        """What each replica of a device keeps as its own, together."""
+        """Concatenates the outputs that the replicas of a device keep as their own."""
         dims = enumerate(map(_dim, self.own_specs))
         return [jnp.concatenate([of_one[i][0] for of_one in kept], dim) for i, dim in dims]
 
     def before(self, at: int, state: Any, results: Results, replica: Replica) -> Brought:
-        """Computes what a replica brings to an exchange, and what it keeps."""
+        """Computes the arrays that a replica sends into an exchange, and the outputs that it keeps."""
         equal = self.inputs.joined(state, replica.own)
         shards = {i: x[0] for i, x in replica.shards.items()}
         exchange = self.split.exchanges[at]
         made = exchange.before([*equal, replica.number[0], *self._values(results, shards)])
+        # With a leading dimension of places, along which these arrays lie on the devices.
         stacked = [x[None] for x in made]
         count = len(exchange.kinds)
         return stacked[:count], dict(zip(exchange.kept, stacked[count:], strict=True))
@@ -172,11 +173,11 @@ class Parts:
     def exchange(
         self, at: int, brought: Sequence[list[jax.Array]], numbers: Sequence[jax.Array]
     ) -> tuple[Results, list[Results]]:
-        """The results of an exchange, of what a device's replicas bring: those that all have, and the shards of each."""
-        # Without the dimension of places, of which there is one on a device.
+        """Exchanges the arrays of a device's replicas. Returns the equal results, and each replica's shards."""
+        # Removes the leading dimension of places, of size 1.
         held = [[x[0] for x in of_round] for of_round in brought]
         exchange, replicas = self.split.exchanges[at], self._replicas
-        # Where there is a replica at each place, nothing is read of it.
+        # If every place has a replica, no mask is needed.
         is_full = replicas.places == replicas.count
         is_one = None if is_full else jnp.concatenate(numbers) < replicas.count
         how = replicas.count, replicas.limbs, replicas.gather_steps
@@ -197,13 +198,13 @@ class Parts:
         state: Any,
         replicas: Any,
     ) -> tuple[Results, list[Results]]:
-        """The results of all exchanges that all have, and what each replica of a device keeps.
+        """Runs all exchanges. Returns their equal results, and the outputs that each replica of a device keeps.
 
         Args:
-          before: `before`, of all replicas of a device.
-          exchange: `exchange`.
-          state: what is equal on all replicas.
-          replicas: what `divide` returns.
+          before: the method `before`, applied to all replicas of a device.
+          exchange: the method `exchange`.
+          state: the leaves of the arguments that are equal on all replicas.
+          replicas: the replicas that `divide` returns.
         """
         results, kept = Results(), [Results() for _ in replicas]
         for at, each in enumerate(self.split.exchanges):
@@ -213,7 +214,7 @@ class Parts:
                 continue
             numbers = [replica.number for replica in replicas]
             equal, shards = exchange(at, [brought for brought, _ in made], numbers)
-            # Of all replicas of a device it is much.
+            # Frees the sent arrays, which are large for all replicas of a device together.
             del made
             results = results | equal
             replicas = [
@@ -223,18 +224,18 @@ class Parts:
         return results, kept
 
     def after(self, state: Any, results: Results) -> list[jax.Array]:
-        """The results of the whole but for what is a replica's own."""
+        """Computes the outputs of the program that are equal on all replicas."""
         leaves = self.inputs.joined(state, [None] * sum(self.inputs.own))
         return self.split.after([*leaves, None, *self._values(results, {})])
 
     def _values(self, results: Results, shards: Results) -> list[Any]:
-        """The results of all exchanges, None of those that have not been."""
+        """The results of all exchanges, with None for those that have not run yet."""
         known = {i: x[0] if self._grouped else x for i, x in results.items()} | shards
         return [known.get(i) for i in range(self.split.size)]
 
 
 def _is_own(spec: jax.P) -> bool:
-    """Returns whether an array that lies so is a replica's own."""
+    """Returns whether an array with this spec is a replica's own."""
     return mesh_lib.REPLICA in mesh_lib.axes_of(spec)
 
 
@@ -244,22 +245,22 @@ def _dim(spec: jax.P) -> int:
 
 
 def _joined(is_own: Sequence[bool], equal: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """What is equal on replicas and what is their own, in one order."""
+    """Merges the leaves that are equal on replicas and those that are their own, in the original order."""
     of_both = iter(equal), iter(own)
     return [next(of_both[x]) for x in is_own]
 
 
 def _check_whole(what: str, specs: Sequence[jax.P]) -> None:
-    """Raises UserError where parameters are in shards: what is a replica's own is along both axes of replicas together."""
+    """Raises UserError if parameters are in shards, since own values must lie along both replica axes together."""
     if any(_is_own(spec) and not {mesh_lib.REPLICAS, mesh_lib.BATCH} & {*spec} for spec in specs):
         raise errors.UserError(
-            f"{what} has parameters in shards over the replicas (shard_params); with logical_replicas they are whole on each "
-            "device. Set logical_replicas to 0, or reduction.shard_params to False; reduction.shard_update may be True."
+            f"{what} has parameters in shards over the replicas (shard_params); with logical_replicas they must be whole on "
+            "each device. Set logical_replicas to 0, or reduction.shard_params to False; reduction.shard_update may be True."
         )
 
 
 def placed_on(on: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
-    """The shapes of arrays that lie so on a mesh."""
+    """The shapes of arrays, with shardings on a mesh by their specs."""
 
     def placed(spec: jax.P, x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh_lib.sharding(on, *spec))

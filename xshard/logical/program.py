@@ -1,8 +1,11 @@
-"""A function of all replicas as a program, or as several, on logical replicas.
+"""A function of all replicas, compiled to one or several programs on logical replicas.
 
-With exact sums it is several, and no floating-point number crosses a device: what a replica computes, of the shapes of one,
-once for each of a device's; what they exchange, in integers; and what all devices make of that alike. In one program a
-compiler fuses them, on other numbers of devices in other ways, and rounds otherwise.
+With exact sums there are several programs, so that the number of devices does not affect rounding. In one program the
+compiler would fuse these steps, differently for each number of devices, and so round differently:
+
+- Programs with the shapes of one replica, which run once for each replica of a device.
+- Programs that exchange values between replicas, in which sums over devices are sums of integers.
+- A program that all devices evaluate alike on the results of the exchanges.
 """
 
 import functools
@@ -17,18 +20,18 @@ from jax import lax
 from xshard.logical.parts import OWN, Mapped, Parts, Replica, Results, placed_on
 from xshard.logical.replicas import Replicas
 
-# XLA removes what is computed twice where it divides a program among devices, before it simplifies it. What is divided
-# among none would be simplified otherwise, and rounded otherwise.
+# When XLA partitions a program for several devices, it eliminates common subexpressions before it simplifies. It does
+# not for one device, so it would simplify, and round, such a program differently. Disabling the pass avoids that.
 _ROUNDS_ALIKE = {"xla_disable_hlo_passes": "cse"}
 
 
 class Stage(NamedTuple):
-    """A program of those that a function is made of.
+    """One of the programs of a function.
 
     Attributes:
-      program: of `jax.jit(...).lower(...)`, or what that is compiled to.
-      times: how often it is run.
-      live: the shapes of what the devices hold while it runs, its arguments among it, but for what it makes.
+      program: the result of `jax.jit(...).lower(...)`, or of compiling that.
+      times: the number of times that it runs.
+      live: the shapes of the arrays on the devices while it runs: its arguments and others, but not its results.
     """
 
     program: Any
@@ -37,16 +40,16 @@ class Stage(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """The programs that a function is made of, not compiled; `compile` keeps them for when it is called.
+    """The programs of a function before compilation.
 
     Attributes:
-      stages: in the order in which they are run.
+      stages: the programs, in the order in which they run.
     """
 
     stages: list[Stage]
 
     def compile(self) -> list[Stage]:
-        """The programs, compiled side by side."""
+        """Compiles the programs in parallel."""
         with futures.ThreadPoolExecutor() as pool:
             compiled = pool.map(lambda stage: stage.program.compile(), self.stages)
             pairs = zip(self.stages, compiled, strict=True)
@@ -54,18 +57,18 @@ class Lowered(NamedTuple):
 
 
 class Program:
-    """A function of all replicas, run on logical ones; called, traced and lowered as what `jax.jit` returns."""
+    """A function of all replicas, run on logical replicas. Call, trace and lower it like a result of `jax.jit`."""
 
     def __init__(
         self, what: str, mapped: Callable[..., Mapped], replicas: Replicas, **options: Any
     ):
-        """Keeps the function.
+        """Stores the function.
 
         Args:
-          what: what it is, for messages.
-          mapped: takes the arguments, of which shapes count, to what a replica does with them.
-          replicas: where they are. Batches have `replicas.rows` rows.
-          **options: of `jax.jit`; `donate_argnums` are 0 or none.
+          what: a name of the function, for error messages.
+          mapped: returns the function of one replica for given arguments; only their shapes matter.
+          replicas: the logical replicas and their devices. Batches have `replicas.rows` rows.
+          **options: options of `jax.jit`; `donate_argnums` must be 0 or absent.
         """
         self._what = what
         self._mapped = mapped
@@ -74,7 +77,7 @@ class Program:
         self._built: dict[Any, _One | _Apart] = {}
 
     def trace(self, *args: Any) -> Any:
-        """The traced program of as many devices as there are replicas, as `jax.jit(...).trace` returns it.
+        """The program traced for as many devices as there are logical replicas, as `jax.jit(...).trace` returns it.
 
         Raises:
           UserError: if the function cannot be run on logical replicas.
@@ -86,11 +89,11 @@ class Program:
         )
 
     def lower(self, *args: Any) -> Lowered:
-        """The programs for such arguments, to be compiled."""
+        """Lowers the programs for these arguments."""
         return Lowered(self._of(args).lower(args))
 
     def __call__(self, *args: Any) -> Any:
-        """The result of the function."""
+        """Runs the programs, which are compiled on the first call with arguments of these shapes."""
         program = self._of(args)
         if not program.is_compiled:
             self.lower(*args).compile()
@@ -106,10 +109,10 @@ class Program:
 
 
 class _One:
-    """The parts as one program."""
+    """The parts of a function, combined into one program."""
 
     def __init__(self, parts: Parts, **options: Any):
-        """Puts them together; the options are of `jax.jit`."""
+        """Combines the parts, with options of `jax.jit`."""
         self.parts, self.is_compiled = parts, False
         equal, own = parts.inputs.specs
         leaves = parts.out_specs, parts.own_specs
@@ -124,26 +127,30 @@ class _One:
 
     def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
         before = functools.partial(self.parts.before, at, state, results)
+        # One replica after the other, so that the activations of one are alive at a time.
         made = lax.map(before, jax.tree.map(lambda *xs: jnp.stack(xs), *replicas))
         return [jax.tree.map(lambda x, i=i: x[i], made) for i in range(len(replicas))]
 
     def lower(self, args: Any) -> list[Stage]:
-        """The program, to be compiled."""
+        """Lowers the program."""
         parts, self.is_compiled = self.parts, True
         lowered = self._jitted.lower(*parts.inputs.parted(args), parts.shape_of_numbers)
         return [Stage(lowered, 1, args)]
 
     def __call__(self, args: Any) -> Any:
-        """The result."""
+        """Runs the function."""
         inputs = self.parts.inputs.parted(args)
         return self.parts.finish(*self._jitted(*inputs, self.parts.numbers))
 
 
 class _Apart:
-    """The parts as programs of their own, for which the host does not wait, but for exchanges of several CPU devices."""
+    """The parts of a function as separate programs.
+
+    The host dispatches them without waiting, except for exchanges between several CPU devices.
+    """
 
     def __init__(self, parts: Parts, **options: Any):
-        """Jits them; the options are those of the last, whose first argument is all that is equal on replicas."""
+        """Jits the parts. The options are for the last part, whose first argument is all state equal on replicas."""
         self.parts, on, self.is_compiled = parts, parts.on, False
         jit = functools.partial(jax.jit, compiler_options=_ROUNDS_ALIKE)
         equal, own = parts.inputs.specs
@@ -162,7 +169,7 @@ class _Apart:
         self._after = jit(after.on(on), **options)
 
     def lower(self, args: Any) -> list[Stage]:
-        """The programs, to be compiled, in the order in which they are run."""
+        """Lowers the programs, in the order in which they run."""
         parts, on = self.parts, self.parts.on
         self.is_compiled = True
         state, own = parts.inputs.parted(args)
@@ -182,7 +189,7 @@ class _Apart:
         def exchange(at: int, brought: Any, numbers: Any) -> Any:
             lowered = self._exchanges[at].lower(brought, numbers)
             made = add(lowered, (parts.equal, OWN))
-            # What was brought is gone.
+            # The arrays that went into the exchange are freed after it; the replicas keep the others.
             live[-2] = [kept for _, kept in live[-2]]
             return made
 
@@ -195,12 +202,12 @@ class _Apart:
         return stages
 
     def __call__(self, args: Any) -> Any:
-        """The result."""
+        """Runs the function."""
         parts = self.parts
         state, own = parts.inputs.parted(args)
         replicas = self._divide(own, parts.numbers)
         results, kept = parts.run(self._before, self._exchange, state, replicas)
-        # Before what is given away with the last program.
+        # Joined before the last program, to which the caller may donate the state.
         left = self._join(kept) if parts.own_specs else []
         return parts.finish(self._after(state, results), left)
 
@@ -208,10 +215,10 @@ class _Apart:
         return [self._befores[at](state, results, replica) for replica in replicas]
 
     def _exchange(self, at: int, brought: Any, numbers: Any) -> Any:
-        """Runs an exchange; on several devices of a CPU when all before it is done, and to its end.
+        """Runs an exchange. On several CPU devices it first waits for all earlier programs, and then for the exchange.
 
-        XLA's CPU client has a thread for each device. One that waits in a collective keeps it, and so does one that has 32
-        programs to run and is given another: the process would wait for ever.
+        XLA's CPU client has one thread for each device. A device that waits in a collective blocks its thread, and so
+        does dispatching to a device with 32 programs in its queue. Together they would deadlock the process.
         """
         devices = self.parts.on.devices
         if devices.flat[0].platform != "cpu" or devices.size == 1:

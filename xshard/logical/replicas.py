@@ -1,4 +1,4 @@
-"""Logical replicas, and their places on the devices of a mesh."""
+"""Logical replicas and their places on the devices of a mesh."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ import numpy as np
 from xshard import errors
 from xshard import mesh as mesh_lib
 
-# The integers by which a number is added up, by `reduction.arithmetic`.
+# The number of integers that represent each summand, for each value of `reduction.arithmetic`.
 _LIMBS = {"exact": 1, "exact_wide": 2}
 
-
+# The only values of other keys of `reduction` that exact sums support.
 _EXACT_ONLY_WITH = {
     "shard_params": False,
     "reduce_dtype": "float32",
@@ -26,13 +26,14 @@ _EXACT_ONLY_WITH = {
 class Replicas:
     """The replicas of a group that an experiment sees, on the devices of a mesh.
 
-    Each device holds as many, one after the other in the order of the devices; where they do not divide, the last
-    devices hold fewer, or none.
+    Consecutive replicas share a device, and each device holds equally many. If the number of devices does not divide
+    `count`, the last devices hold fewer, or none.
 
     Attributes:
       count: the number of logical replicas of a group.
       on: the mesh of devices.
-      limbs: the integers by which they add up a number, so that the order of a sum does not show; 0: as float.
+      limbs: the number of integers that represent each summand, so that the order of a sum does not matter; 0 to sum
+        in floating point.
     """
 
     count: int
@@ -41,52 +42,53 @@ class Replicas:
 
     @property
     def rounds(self) -> int:
-        """The logical replicas that a device computes one after the other."""
+        """The number of logical replicas that a device computes one after the other."""
         return -(-self.count // mesh_lib.num_replicas(self.on))
 
     @property
     def places(self) -> int:
-        """The places for logical replicas on all devices of a group: those above `count` are empty."""
+        """The number of places for logical replicas on all devices of a group. Places beyond `count` are empty."""
         return self.rounds * mesh_lib.num_replicas(self.on)
 
     @property
     def mesh(self) -> jax.sharding.AbstractMesh:
-        """The mesh that there would be, were each of them a device."""
+        """The abstract mesh that has one device for each logical replica."""
         return mesh_lib.abstract(mesh_lib.num_groups(self.on), self.count)
 
     @property
     def gather_steps(self) -> Sequence[Any]:
-        """For each step in which to gather, the last first, its groups of devices; None: all of them."""
+        """The groups of devices of each gather step, the last step first; None stands for all devices."""
         _, sizes = mesh_lib.torus_steps(self.on)
         is_one_slice = mesh_lib.num_slices(self.on) == 1
         return mesh_lib.step_groups(sizes) if sizes and is_one_slice else [None]
 
     def of_devices(self, table: np.ndarray) -> np.ndarray:
-        """A table with one replica of each device, from one with all replicas of a group along the third dimension.
+        """Selects one replica for each device, from a table with all replicas of a group along its third dimension.
 
-        Those without a replica have it of the last one, whose state they hold.
+        A device without a replica gets the last replica, whose state it holds.
         """
         first = np.minimum(np.arange(0, self.places, self.rounds), self.count - 1)
         shape = self.on.shape[mesh_lib.SLICE], self.on.shape[mesh_lib.REPLICA]
         return table[:, 0, first].reshape(len(table), *shape, *table.shape[3:])
 
     def rows(self, batch_size: int) -> int:
-        """The rows of a batch of a group as it lies on the devices: those at empty places are no examples."""
+        """The number of rows of a group's batch on its devices. Rows at empty places are padding, not examples."""
         return batch_size // self.count * self.places
 
 
 def of_config(config: ml_collections.ConfigDict, mesh: Any) -> Replicas | None:
-    """The logical replicas that a config asks for on a mesh; None if each replica of the mesh is one.
+    """The logical replicas of a config on a mesh; None if the config sets none, and each mesh replica counts as one.
 
     Raises:
-      UserError: if the sums can only be exact of logical replicas, and there are none, or are not on such a mesh.
+      UserError: if the config asks for exact sums without logical replicas, or if the mesh or the reduction does not
+        support what the config asks for.
     """
     count = config.get("logical_replicas", 0)
     if not count:
         if is_exact(config):
             raise errors.UserError(
-                f"reduction.arithmetic={config.reduction.arithmetic!r} makes the bits of a run free of the number of its devices; give the number of "
-                f"replicas that it is computed on instead, as in --config.logical_replicas={mesh_lib.num_replicas(mesh)}."
+                f"reduction.arithmetic={config.reduction.arithmetic!r} makes the bits of a run independent of the number of its devices; "
+                f"set a number of replicas for it, as in --config.logical_replicas={mesh_lib.num_replicas(mesh)}."
             )
         return None
     if mesh.shape[mesh_lib.MODEL] > 1:
@@ -102,14 +104,14 @@ def of_config(config: ml_collections.ConfigDict, mesh: Any) -> Replicas | None:
 def own_spec(
     config: ml_collections.ConfigDict, mesh: mesh_lib.AnyMesh, counts: bool, leaf: Any
 ) -> jax.P:
-    """The axes that an array lies along which is the replicas' own.
+    """The mesh axes that an array of the replicas' own values lies along.
 
     Args:
-      config: of the run.
-      mesh: of the run.
-      counts: whether its dimension after that of groups is one of replicas. Where there are other numbers of them, as in what
-        a run on others has left, it is whole on each device.
-      leaf: its shape.
+      config: the run's config.
+      mesh: the run's mesh.
+      counts: whether the dimension after that of groups is one of replicas. If its size is not this run's number of
+        replicas, as in a checkpoint of another run, the array is whole on each device.
+      leaf: an object with the array's shape.
     """
     group = mesh_lib.group_axes(mesh)
     if counts and leaf.shape[len(group)] != mesh_lib.num_replicas(mesh_of(config, mesh)):
@@ -118,33 +120,33 @@ def own_spec(
 
 
 def axes_of_shards(config: ml_collections.ConfigDict, mesh: mesh_lib.AnyMesh) -> Any:
-    """The axes that the shards of an array lie along, one for each replica of a slice; logical ones are of one slice."""
+    """The axes along which an array's shards lie, one for each replica of a slice. Logical replicas form one slice."""
     return mesh_lib.REPLICA if of_config(config, mesh) is None else mesh_lib.REPLICAS
 
 
 def check_even(
     config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh, what: str, own: Sequence[str]
 ) -> None:
-    """Raises UserError if devices hold different numbers of logical replicas, and there is state that is a replica's own.
+    """Raises UserError if devices hold different numbers of logical replicas, but some state is a replica's own.
 
     Args:
-      config: of the run.
-      mesh: of the run.
-      what: what makes the state.
-      own: the paths of what is a replica's own in it.
+      config: the run's config.
+      mesh: the run's mesh.
+      what: the name of the function that creates the state, for the error.
+      own: the paths of the state that is a replica's own.
     """
     replicas = of_config(config, mesh)
     if own and replicas is not None and replicas.places != replicas.count:
         good = [n for n in range(1, replicas.count + 1) if replicas.count % n == 0]
         raise errors.UserError(
             f"{what} makes {own[0]!r} as a replica's own (xshard.PerReplica, xshard.PerExample, or a slot with "
-            f"reduction.shard_update), of which each device holds as much; {mesh_lib.num_replicas(mesh)} devices of a group do "
-            f"not divide logical_replicas={replicas.count}. Take another number of devices for each group, one of {good}."
+            f"reduction.shard_update), of which all devices must hold equally much; {mesh_lib.num_replicas(mesh)} devices of a "
+            f"group do not divide logical_replicas={replicas.count}. Use another number of devices for each group, one of {good}."
         )
 
 
 def is_exact(config: ml_collections.ConfigDict) -> bool:
-    """Returns whether a config asks for sums that are free of their order."""
+    """Returns whether a config asks for exact sums, which do not depend on their order."""
     return _limbs(config) > 0
 
 
@@ -153,7 +155,7 @@ def _limbs(config: ml_collections.ConfigDict) -> int:
 
 
 def mesh_of(config: ml_collections.ConfigDict, mesh: Any) -> mesh_lib.AnyMesh:
-    """The mesh whose replicas an experiment sees: of logical ones, or the mesh of devices itself."""
+    """The mesh whose replicas an experiment sees: that of its logical replicas, or the mesh of devices itself."""
     replicas = of_config(config, mesh)
     return mesh if replicas is None else replicas.mesh
 
@@ -162,6 +164,6 @@ def _check_exact(reduction: ml_collections.ConfigDict) -> None:
     for key, only in _EXACT_ONLY_WITH.items():
         if reduction.get(key, only) != only:
             raise errors.UserError(
-                f"reduction.{key}={reduction[key]!r} cannot be used with reduction.arithmetic={reduction.arithmetic!r}, which adds up "
-                f"arrays of float32, of parameters that all replicas have whole: set it to {only!r}, or arithmetic to 'float'."
+                f"reduction.{key}={reduction[key]!r} cannot be used with reduction.arithmetic={reduction.arithmetic!r}, which sums "
+                f"float32 arrays and needs whole parameters on all replicas: set it to {only!r}, or arithmetic to 'float'."
             )

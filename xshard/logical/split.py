@@ -1,6 +1,7 @@
-"""A replica's program, split at what the replicas exchange: what each computes before, and what all compute after.
+"""A replica's program, split at its collectives: the parts that each replica computes, and a last part after them.
 
-Nothing that differs between replicas comes into the last part but through an exchange whose results are equal on all.
+All devices compute the last part alike. Values that differ between replicas reach it only through an exchange with
+results that are equal on all replicas.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +23,13 @@ SUM, MAX, MIN, SCATTER, GATHER = COLLECTIVES = (
     "reduce_scatter",
     "all_gather",
 )
-# Where their equations have the dimension that is cut or joined.
+# The parameters of their equations that hold the dimension to cut or to join.
 _DIMS = {SCATTER: "scatter_dimension", GATHER: "all_gather_dimension"}
-# What calls a program once, in the place of which that program may stand.
+# Primitives that call an inner program once, and can be replaced by it.
 _CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
 
 
-# So many exchanges may follow one another: before each a program computes anew what comes before.
+# The most exchanges that may depend on one another. The program before each exchange recomputes all that precedes it.
 _MOST = 16
 
 
@@ -37,7 +38,7 @@ class Kind(NamedTuple):
 
     Attributes:
       name: one of `COLLECTIVES`.
-      dim: the dimension that is cut into the replicas' shards, or in which their arrays are joined.
+      dim: the dimension that is cut into the replicas' shards, or along which their arrays are joined.
     """
 
     name: str
@@ -48,27 +49,27 @@ class Part(NamedTuple):
     """A part of a program.
 
     Attributes:
-      program: the part.
-      reads: what it takes, as positions in the inputs of the whole program, the replica's number after them, and the
-        results of all exchanges after that.
+      program: the program of the part.
+      reads: the positions of its inputs in a list of the whole program's inputs, the replica's number, and the results
+        of all exchanges.
     """
 
     program: core.ClosedJaxpr
     reads: tuple[int, ...]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """The results, of values of which those that it reads count."""
+        """Evaluates the part on the values at the positions in `reads`."""
         return core.jaxpr_as_fun(self.program)(*(values[i] for i in self.reads))
 
 
 class Exchange(NamedTuple):
-    """Arrays that the replicas exchange at a time, and what each keeps then.
+    """The arrays that replicas exchange together, and the outputs that each replica keeps at that point.
 
     Attributes:
-      before: makes what a replica brings, and then what it keeps.
-      kinds: for each array that it brings how it is exchanged.
-      results: where its results are among those of all exchanges.
-      kept: the positions of what it keeps among the outputs that are a replica's own.
+      before: computes the arrays that a replica sends, followed by the outputs that it keeps.
+      kinds: the way in which each sent array is exchanged.
+      results: the positions of this exchange's results among those of all exchanges.
+      kept: the positions of the kept outputs among the outputs that are a replica's own.
     """
 
     before: Part
@@ -81,8 +82,8 @@ class Split(NamedTuple):
     """The parts of a program.
 
     Attributes:
-      exchanges: one after the other; nothing may be brought to the last.
-      after: makes the outputs that are equal on all replicas; reads nothing that is a replica's own.
+      exchanges: the exchanges in order. The last one may send nothing and only keep outputs.
+      after: computes the outputs that are equal on all replicas, and reads nothing that is a replica's own.
       size: the number of results of all exchanges.
     """
 
@@ -102,14 +103,14 @@ def split(
 
     Args:
       program: the program.
-      what: what it is, for messages.
-      sizes: of the axes that are mapped in it.
+      what: a name of the program, for error messages.
+      sizes: the sizes of the axes that are mapped in it.
       own: whether each input is the replica's own.
-      left_own: whether each output is.
+      left_own: whether each output is the replica's own.
 
     Raises:
-      UserError: if too many exchanges depend on one another, one stands in a loop or a branch, or is none of
-        `COLLECTIVES`; or if another output does not come of what is equal on all replicas.
+      UserError: if too many exchanges depend on one another; if one is in a loop or a branch, or is not in
+        `COLLECTIVES`; or if an output that must be equal depends on values that differ between replicas.
     """
     both, kinds = _put_together(program, what, sizes, left_own)
     levels = _levels(both.jaxpr, len(kinds), sum(left_own))
@@ -129,11 +130,11 @@ def split(
 def _put_together(
     program: core.ClosedJaxpr, what: str, sizes: Mapping[str, int], left_own: Sequence[bool]
 ) -> tuple[core.ClosedJaxpr, list[Kind]]:
-    """A program that takes the inputs, the replica's number and the results of exchanges, and how these are made.
+    """A program that takes the inputs, the replica's number and the results of exchanges; and the kinds of these.
 
-    It makes what goes into the exchanges, then the outputs that are the replica's own, and then the others.
+    It returns the arrays to exchange, then the outputs that are the replica's own, and then the others.
     """
-    # Nothing is exchanged that nobody reads.
+    # Dead code is removed first, so that unused results are not exchanged.
     jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(left_own), instantiate=True)
     exchanged = [(eqn, x) for eqn in _exchanged(jaxpr, what) for x in eqn.outvars]
 
@@ -154,27 +155,27 @@ def _check_depth(what: str, depth: int) -> None:
     if depth > _MOST:
         raise errors.UserError(
             f"{what} has {depth} exchanges between the replicas that depend on one another, as several hk.BatchNorm with "
-            f"cross_replica_axis do; with logical_replicas there are at most {_MOST}. Leave some out (a BatchNorm without "
-            "an axis has the statistics of each replica's examples), or set logical_replicas to 0."
+            f"cross_replica_axis do; with logical_replicas there may be at most {_MOST}. Leave some out (a BatchNorm without "
+            "an axis uses the statistics of each replica's examples), or set logical_replicas to 0."
         )
 
 
 def _check_equal(what: str, after: Part, own: Sequence[bool]) -> None:
     if any(i < len(own) and own[i] for i in after.reads):
         raise errors.UserError(
-            f"{what} leaves something that differs between the replicas. With logical_replicas all that it leaves is equal "
-            "on them, or has been through jax.lax.pmean, psum, pmax, pmin or all_gather over ('slice', 'replica'), or is marked as "
+            f"{what} returns a value that differs between the replicas. With logical_replicas each result must be equal on "
+            "them, or pass through jax.lax.pmean, psum, pmax, pmin or all_gather over ('slice', 'replica'), or be marked as "
             "a replica's own: xshard.PerReplica, xshard.PerExample."
         )
 
 
 def _levels(jaxpr: core.Jaxpr, count: int, kept: int) -> list[int]:
-    """The number of exchanges that each of those in a program depends on, and of what it keeps.
+    """The depth of each exchange and of each kept output: the length of the chain of exchanges that it depends on.
 
     Args:
-      jaxpr: the program, whose first outputs go into the exchanges, and whose last inputs are their results.
-      count: how many.
-      kept: how many of the outputs after these are kept.
+      jaxpr: the program. Its first outputs go into the exchanges, and its last inputs are their results.
+      count: the number of exchanged arrays.
+      kept: the number of kept outputs, which follow the exchanged ones.
     """
     brought = jaxpr.outvars[:count]
     result_of = dict(zip(jaxpr.invars[len(jaxpr.invars) - count :], brought, strict=True))
@@ -183,7 +184,7 @@ def _levels(jaxpr: core.Jaxpr, count: int, kept: int) -> list[int]:
     def level(x: Any) -> int:
         if isinstance(x, core.Literal):
             return 0
-        # What goes into an exchange is computed before its result is read.
+        # A result is one level after the array that goes into its exchange.
         return level(result_of[x]) + 1 if x in result_of else found.get(x, 0)
 
     for eqn in jaxpr.eqns:
@@ -193,7 +194,7 @@ def _levels(jaxpr: core.Jaxpr, count: int, kept: int) -> list[int]:
 
 
 def _part(program: core.ClosedJaxpr, outputs: Sequence[int]) -> Part:
-    """The part of a program that makes some of its outputs."""
+    """The part of a program that computes some of its outputs."""
     is_made = [i in outputs for i in range(len(program.out_avals))]
     jaxpr, reads = partial_eval.dce_jaxpr(program.jaxpr, is_made)
     reads_at = tuple(i for i, is_read in enumerate(reads) if is_read)
@@ -201,15 +202,15 @@ def _part(program: core.ClosedJaxpr, outputs: Sequence[int]) -> Part:
 
 
 class _Run:
-    """Runs a program in which the replicas' numbers are given, and the results of their exchanges."""
+    """Evaluates a program with a given replica's number and given results of its exchanges."""
 
     def __init__(self, number: Any, results: Iterator[Any], brought: list[Any]):
-        """Keeps what is given.
+        """Stores the given values.
 
         Args:
-          number: of the replica.
-          results: of the exchanges, in the order of the program.
-          brought: a list to which is appended what the replica brings to each.
+          number: the number of the replica.
+          results: the results of the exchanges, in the order of the program.
+          brought: a list, to which the evaluation appends the arrays that the replica sends.
         """
         self._number = number
         self._results = results
@@ -220,6 +221,7 @@ class _Run:
         found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         read = lambda x: x.val if isinstance(x, core.Literal) else found[x]
         for eqn in jaxpr.eqns:
+            # Keeps the scope names, which profiles show.
             with jax.named_scope(str(eqn.source_info.name_stack)):
                 results = self._results_of(eqn, [read(x) for x in eqn.invars])
             found.update(zip(eqn.outvars, results, strict=True))
@@ -232,7 +234,8 @@ class _Run:
                 is_slice = params["axis_name"] == mesh_lib.SLICE
                 return [jnp.zeros_like(self._number) if is_slice else self._number]
             return self._exchanged(eqn, inputs)
-        # What only hands on its inputs would make each result depend on all of them.
+        # Opens calls that contain exchanges, and empty calls: a call that only returns its inputs would otherwise make
+        # each of its results depend on all of them.
         opens = lambda jaxpr: _holds(jaxpr) or not jaxpr.eqns
         if name in _CALLS and any(map(opens, core.jaxprs_in_params(params))):
             called = next(
@@ -262,7 +265,7 @@ def _kind(eqn: Any) -> Kind:
 
 
 def _result(eqn: Any, aval: Any) -> jax.ShapeDtypeStruct:
-    """The shape of what comes of an exchange, which is cut or joined in a dimension that all arrays have."""
+    """The shape of an exchange's result in tiled form, where the cut or joined dimension exists in all arrays."""
     kind, shape = _kind(eqn), list(aval.shape)
     if kind.name == SCATTER and not eqn.params["tiled"]:
         shape.insert(kind.dim, 1)
@@ -270,18 +273,18 @@ def _result(eqn: Any, aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _axes(eqn: Any) -> list[Any]:
-    """The axes that an equation is over."""
+    """The mapped axes of an equation's collective."""
     axes = eqn.params.get("axes" if eqn.primitive.name in (SUM, MAX, MIN) else "axis_name", ())
     return list(axes) if isinstance(axes, tuple | list) else [axes]
 
 
 def _is_over_replicas(eqn: Any) -> bool:
-    """Returns whether an equation exchanges something between the replicas of a group, or asks for a replica's number."""
+    """Returns whether an equation exchanges values between the replicas of a group, or reads a replica's number."""
     return not {*mesh_lib.REPLICAS}.isdisjoint(_axes(eqn))
 
 
 def _holds(jaxpr: core.Jaxpr) -> bool:
-    """Returns whether a program has such equations."""
+    """Returns whether a program contains equations over replicas."""
     return any(
         _is_over_replicas(eqn) or any(map(_holds, core.jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
@@ -289,7 +292,7 @@ def _holds(jaxpr: core.Jaxpr) -> bool:
 
 
 def _exchanged(jaxpr: core.Jaxpr, what: str, inside: str = "") -> Iterator[Any]:
-    """The equations of a program that exchange something, in the order in which they are run."""
+    """The equations of a program that exchange values, in the order in which they run."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if _is_over_replicas(eqn):
@@ -306,12 +309,12 @@ def _check(eqn: Any, what: str, inside: str) -> None:
     rule = "set logical_replicas to 0, with which each device is one replica."
     if inside:
         raise errors.UserError(
-            f"{what} has {name} over the replicas inside a {inside}; with logical_replicas it is outside of loops and "
-            f"branches. Move it there, or {rule}"
+            f"{what} has {name} over the replicas inside a {inside}; with logical_replicas it must be outside of loops and "
+            f"branches. Move it out, or {rule}"
         )
     if name not in (*COLLECTIVES, "axis_index"):
         raise errors.UserError(
-            f"{what} has {name} over the replicas; with logical_replicas there are psum, pmean, pmax, pmin, psum_scatter and "
+            f"{what} has {name} over the replicas; logical_replicas supports psum, pmean, pmax, pmin, psum_scatter and "
             f"all_gather. Use these, or {rule}"
         )
     axes = _axes(eqn)
@@ -319,13 +322,13 @@ def _check(eqn: Any, what: str, inside: str) -> None:
         mesh_lib.REPLICA not in axes or not {*axes} <= {*mesh_lib.REPLICAS}
     ):
         raise errors.UserError(
-            f"{what} has {name} over {axes}; with logical_replicas it is over all replicas of a group, which are of one slice: "
-            f"over ('slice', 'replica') or 'replica'. Take these axes, or {rule}"
+            f"{what} has {name} over {axes}; with logical_replicas it must be over all replicas of a group, which form one "
+            f"slice: over ('slice', 'replica') or 'replica'. Use these axes, or {rule}"
         )
     if eqn.params.get("axis_index_groups") is not None:
         raise errors.UserError(
-            f"{what} has {name} over groups of replicas (axis_index_groups); with logical_replicas it is over all of a "
-            f"group of the mesh. Use config.group_assignment, or {rule}"
+            f"{what} has {name} over groups of replicas (axis_index_groups); with logical_replicas it must be over all "
+            f"replicas of a mesh group. Use config.group_assignment, or {rule}"
         )
 
 

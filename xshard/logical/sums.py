@@ -1,9 +1,10 @@
-"""Sums, maxima and minima over logical replicas, of which each device holds some.
+"""Sums, maxima and minima over logical replicas, several of which may share a device.
 
-Exact sums are of integers, whose sum has no order: each array is rounded to multiples of a power of two that all replicas
-share, small enough for the largest magnitude among them. With n replicas 30 - log2(n) bits are left of that, rounded up:
-23 for 128, where a float32 has 24. What is lost may be added up as a second integer. All else is exact: scaling by a power of
-two, and what rounding to an integer leaves; but for the rounding to float32 at the end.
+Exact sums add integers, because the result of an integer sum does not depend on its order. Each array is rounded to
+multiples of a power of two that all replicas share, scaled to the largest magnitude among them. With n replicas, this
+leaves 30 - ceil(log2(n)) bits for that magnitude: 23 for 128 replicas, where a float32 has 24. The rounding error
+may be added up as a second integer. All other operations are exact (scaling by a power of two, and computing the
+rounding error), except the final rounding to float32.
 """
 
 import functools
@@ -17,7 +18,7 @@ from jax import lax
 from xshard import mesh as mesh_lib
 from xshard.logical import split
 
-# Of the least power of two that is a float32 of full precision.
+# The exponent of the smallest normal float32, 2**-126.
 _LEAST_EXPONENT = -126
 _BITS = 30
 
@@ -30,18 +31,19 @@ def combine(
     limbs: int,
     gather_steps: Sequence[Any] = (None,),
 ) -> list[Any]:
-    """The results of an exchange of a group's replicas; to be called in a `jax.shard_map` over them.
+    """Computes the results of an exchange of a group's replicas. Call it in a `jax.shard_map` over the devices.
 
     Args:
-      kinds: of each array how it is exchanged.
-      brought: for each place on the device the arrays that the replica at it brings.
-      is_one: for each place whether there is a replica at it; None: at each.
-      count: the replicas of a group.
-      limbs: the integers by which a floating-point number is added up, so that the order does not show; 0: none.
+      kinds: the way in which each array is exchanged.
+      brought: for each place on the device, the arrays that the replica at that place sends.
+      is_one: for each place on the device, whether it has a replica; None if every place has one.
+      count: the number of replicas of a group.
+      limbs: the number of integers that represent each floating-point summand, so that the order of a sum does not
+        matter; 0 to sum in floating point.
       gather_steps: as `Replicas.gather_steps`.
 
     Returns:
-      For each array what all devices have of it alike; for one that is scattered a list with the shard of each place.
+      For each array, the result, equal on all devices; for a scattered array, a list with the shard of each place.
     """
     made: list[Any] = [None] * len(kinds)
     exactly = []
@@ -67,19 +69,20 @@ def combine(
 def _exact_sums(
     kinds: Sequence[split.Kind], brought: Sequence[list[jax.Array]], count: int, limbs: int
 ) -> list[jax.Array]:
-    """The sums of float32 arrays over all replicas; NaN where some element of an array is not finite.
+    """The sums of float32 arrays over all replicas. A sum is all NaN if any element of its array is not finite.
 
     Args:
-      kinds: of each array.
-      brought: of each array those of the replicas of a device.
-      count: the replicas of a group.
-      limbs: the integers for each element.
+      kinds: the way in which each array is exchanged, a sum or a scatter.
+      brought: for each array, the summands of the device's replicas.
+      count: the number of replicas of a group.
+      limbs: the number of integers for each element.
     """
     if not brought:
         return []
+    # The sum of `count` integers of this many bits fits an int32.
     bits = _BITS - (count - 1).bit_length()
     largest = jnp.stack([jnp.max(_largest(held), initial=0) for held in brought])
-    # NaN is larger than all numbers here, too.
+    # NaN becomes infinity, so that pmax propagates it on every backend.
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf)
     largest = lax.pmax(largest, mesh_lib.REPLICAS)
     exponents = _exponent(largest, _LEAST_EXPONENT + limbs * bits)
@@ -97,9 +100,9 @@ def _exact_sums(
 def _totals(
     kinds: Sequence[split.Kind], summands: Sequence[list[jax.Array]], count: int, places: int
 ) -> list[list[jax.Array]]:
-    """The sums over the devices, of several arrays for each kind; of what is scattered the shards of this device's places."""
+    """The sums over the devices, of several arrays for each kind. A scattered sum has only this device's shards."""
     whole = [i for i, kind in enumerate(kinds) if kind.name == split.SUM]
-    # All in one collective.
+    # One psum of the whole list, so that all sums share one collective.
     of_whole = lax.psum([summands[i] for i in whole], mesh_lib.REPLICAS)
     made = dict(zip(whole, of_whole, strict=True))
     for i, kind in enumerate(kinds):
@@ -109,7 +112,7 @@ def _totals(
 
 
 def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
-    # The shards of the empty places are after all others.
+    # Pads for the empty places, whose shards follow all others.
     missing = places * lax.axis_size(mesh_lib.REPLICAS) - count
     pads = [(0, 0)] * x.ndim
     pads[dim] = (0, x.shape[dim] // count * missing)
@@ -117,7 +120,7 @@ def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
 
 
 def _gathered(held: Sequence[jax.Array], dim: int, count: int, steps: Sequence[Any]) -> jax.Array:
-    """The arrays of all replicas, one after the other along a dimension."""
+    """Concatenates the arrays of all replicas along a dimension."""
     x = jnp.concatenate(held, dim)
     for groups in reversed(steps):
         how = {"axis": dim, "tiled": True, "axis_index_groups": groups}
@@ -126,16 +129,16 @@ def _gathered(held: Sequence[jax.Array], dim: int, count: int, steps: Sequence[A
 
 
 def _integers(x: jax.Array, bits: int, limbs: int) -> list[jax.Array]:
-    """Integers, each a multiple of 2**-bits of the one before, which together are near a float32 array."""
+    """Integers that together approximate a float32 array; the unit of each is 2**-bits of the one before."""
     whole = jnp.round(x)
     rest = _integers((x - whole) * 2.0**bits, bits, limbs - 1) if limbs > 1 else []
     return [whole.astype(jnp.int32), *rest]
 
 
 def _float(limbs: Sequence[jax.Array], exponent: jax.Array, bits: int) -> jax.Array:
-    """The float32 array of such integers, the first of which counts 2**(exponent - bits)."""
+    """Combines such integers into a float32 array. The unit of the first is 2**(exponent - bits)."""
     units = [_power(exponent - bits * (i + 1)) for i in range(len(limbs))]
-    # The least first, so that little of it is lost.
+    # Adds the smallest first, so that rounding loses little of it.
     parts = [x.astype(jnp.float32) * unit for x, unit in zip(limbs, units, strict=True)]
     return _added(parts[::-1])
 
@@ -145,25 +148,25 @@ def _added(held: Sequence[jax.Array]) -> jax.Array:
 
 
 def _largest(held: Sequence[jax.Array]) -> jax.Array:
-    """The largest magnitudes, or NaN, of the elements at each place of arrays."""
-    # Of positive floats the integers with the same bits have the same order, and those of NaN are above all.
+    """The elementwise largest magnitudes of arrays, or NaN."""
+    # The bits of non-negative floats, read as integers, have the order of the floats. Those of NaN are the largest.
     bits = [lax.bitcast_convert_type(jnp.abs(x), jnp.int32) for x in held]
     return lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
 
 
 def _exponent(x: jax.Array, least: int) -> jax.Array:
-    """The least n, from `least`, for which x < 2**n; for what is not finite any."""
+    """The least n of at least `least` for which x < 2**n; any n if x is not finite."""
     biased = lax.bitcast_convert_type(x, jnp.int32) >> 23
     return jnp.clip(biased - 126, least, 128)
 
 
 def _power(exponent: jax.Array) -> jax.Array:
-    """2**exponent, exact, for exponents of full precision."""
+    """2**exponent, exactly, for the exponents of normal float32 numbers."""
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def _extreme(kind: str, held: Sequence[jax.Array], is_one: jax.Array | None) -> jax.Array:
-    """The maximum or minimum over all replicas."""
+    """The elementwise maximum or minimum over all replicas."""
     is_whole = jnp.issubdtype(held[0].dtype, jnp.integer)
     if kind == split.MIN:
         mirrored = jnp.invert if is_whole else jnp.negative
@@ -173,7 +176,7 @@ def _extreme(kind: str, held: Sequence[jax.Array], is_one: jax.Array | None) -> 
 
 
 def _where(is_one: jax.Array | None, held: Sequence[jax.Array], other: Any = 0) -> list[jax.Array]:
-    """The arrays of replicas, with another value at the places where there is none."""
+    """The arrays of replicas, with `other` in place of each array at an empty place."""
     if is_one is None:
         return list(held)
     return [jnp.where(is_one[i], x, jnp.asarray(other, x.dtype)) for i, x in enumerate(held)]

@@ -1,1 +1,1 @@
-"""Update rules as stateful Haiku modules; `base` says how they meet."""
+"""Update rules as stateful Haiku modules. `base` defines how they compose."""

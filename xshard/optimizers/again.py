@@ -1,6 +1,6 @@
-"""What a network computes again for its backward pass, in a program of which another policy says what is kept.
+"""A network's own `jax.checkpoint` regions, preserved inside another `jax.checkpoint` with a different policy.
 
-Of two `jax.checkpoint`, one within the other, JAX takes the policy of the outer one for both.
+For nested `jax.checkpoint` calls, JAX applies the outer policy to both. This module keeps the inner one in force.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from xshard.optimizers import dependence, primitives
 
 
 def is_in(jaxpr: core.Jaxpr) -> bool:
-    """Returns whether a program computes anything again for its backward pass."""
+    """Returns whether a program contains a `jax.checkpoint`, which recomputes values for the backward pass."""
     return any(eqn.primitive.name == "remat2" or _holds(eqn) for eqn in jaxpr.eqns)
 
 
 def run(program: core.ClosedJaxpr, *args: Any) -> list[Any]:
-    """The results of a program, of which what is computed again stays so within another `jax.checkpoint`."""
+    """Evaluates a program so that its `jax.checkpoint` regions keep their policies inside another one."""
 
     def of_equation(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-        # The names that profiles show.
+        # Keeps the scope names, which profiles show.
         with jax.named_scope(str(eqn.source_info.name_stack)):
             return _results(eqn, inputs)
 
@@ -50,7 +50,7 @@ def _results(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _computed_again(params: Any) -> Any:
-    """The function of a `jax.checkpoint`, which keeps its arguments alone, whatever is around it."""
+    """The function of a `jax.checkpoint`, as a custom_vjp that saves only its arguments under any outer policy."""
     function = core.jaxpr_as_fun(core.ClosedJaxpr(params["jaxpr"], ()))
     again = jax.checkpoint(function, policy=params["policy"])
 
@@ -61,11 +61,11 @@ def _computed_again(params: Any) -> Any:
 
         def watched(*xs: Any) -> Any:
             noted = reached.watch(dict(zip(named, xs, strict=True)), floating)
-            # In their order, which is not that of their names.
+            # The tree is sorted by name, so the arguments' own order is restored here.
             return again(*[noted[path] for path in named])
 
         _, pull = jax.vjp(watched, *inputs)
-        # None is no gradient, where zeros would be one.
+        # None means that no gradient exists. Zeros would count as a gradient.
         return tuple(
             grad if path in reached.paths else None
             for path, grad in zip(named, pull(grads), strict=True)

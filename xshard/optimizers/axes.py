@@ -1,4 +1,4 @@
-"""The mapped axes of where a rule is called: their sizes, and what varies over them."""
+"""The mapped axes around the call of a rule: their sizes, and whether arrays vary over them."""
 
 import functools
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from xshard.optimizers import trees
 
 
 def size(axis_name: str) -> int:
-    """The number of replicas along an axis; 1 while state is made, and where nothing is mapped.
+    """The number of replicas along an axis; 1 while state is created, and where no axis is mapped.
 
     Raises:
-      ValueError: where devices are mapped, but not along this axis.
+      ValueError: if axes of devices are mapped, but not this one.
     """
     if hk.running_init():
         return 1
@@ -31,9 +31,10 @@ def size(axis_name: str) -> int:
             f"CrossShardOptimizer reduces over the axis {axis_name!r}, but the mapped axes "
             f"here are {mapped}; pass axis_name=, or map {axis_name!r}."
         )
+    # JAX has no public function that lists the axes that vmap or pmap map.
     names = jax_core.unsafe_get_axis_names_DO_NOT_USE()
     if names:
-        # Not an error: it may be one replica for each of several seeds.
+        # A warning, not an error: a vmap may train one replica for each of several seeds.
         logging.log_first_n(
             logging.WARNING,
             "CrossShardOptimizer reduces over the axis %r, which is not mapped here: assuming one replica. "
@@ -54,11 +55,11 @@ def size(axis_name: str) -> int:
 
 
 def group_size(axis_name: str, groups: Sequence[Sequence[int]] | None) -> int:
-    """The number of replicas in a group along an axis; 1 while state is made, and where nothing is mapped.
+    """The number of replicas in a group along an axis; 1 while state is created, and where no axis is mapped.
 
     Args:
       axis_name: the axis.
-      groups: the numbers of each group's replicas along it; None: all are one group.
+      groups: the replica numbers of each group along it; None if all replicas are one group.
     """
     replicas = size(axis_name)
     if groups is None or hk.running_init():
@@ -72,28 +73,28 @@ def group_size(axis_name: str, groups: Sequence[Sequence[int]] | None) -> int:
 
 
 def is_tracked(axis_name: str) -> bool:
-    """Returns whether JAX keeps account of what varies over an axis, as `jax.shard_map` with check_vma=True does."""
+    """Returns whether JAX tracks which arrays vary over an axis, as `jax.shard_map` with check_vma=True does."""
     return axis_name in _varies_over(lax.axis_index(axis_name))
 
 
 def mark_varying(tree: Any, axis_name: str) -> Any:
-    """The same arrays, each the replica's own in JAX's account.
+    """The same arrays, marked for JAX as varying over an axis.
 
-    The gradient of a parameter that is not comes back summed over the axis already.
+    `jax.grad` sums the gradient of an unmarked parameter over the axis.
     """
     return jax.tree.map(functools.partial(_marked, axis_name=axis_name), tree)
 
 
 def check_varying(grads: trees.Gradients, axis_name: str) -> None:
-    """Raises ValueError if a gradient is no replica's own: it was summed already, or it would be N times."""
+    """Raises ValueError if a gradient does not vary over an axis, since a sum would count it once per replica."""
     if not is_tracked(axis_name):
         return
     for path, grad in trees.present(grads).items():
         if axis_name not in _varies_over(grad):
             raise ValueError(
-                f"The gradient of '{path}' does not vary over the axis {axis_name!r}, so it is no replica's "
+                f"The gradient of '{path}' does not vary over the axis {axis_name!r}, so it is not a replica's "
                 "own, and a sum over the replicas would count it once for each. With check_vma=True jax.grad "
-                "has summed it already, if the parameters do not vary. Take the gradients from "
+                "has already summed it, if the parameters do not vary. Take the gradients from "
                 "compute_gradients, or differentiate with respect to jax.lax.pcast(params, "
                 f"{axis_name!r}, to='varying')."
             )
@@ -104,7 +105,7 @@ def _varies_over(x: Any) -> frozenset[str]:
 
 
 def _marked(x: Any, axis_name: str) -> Any:
-    # Under vmap and pmap there is nothing to mark.
+    # Under vmap and pmap JAX does not track varying arrays, so there is nothing to mark.
     is_manual = axis_name in jax.sharding.get_abstract_mesh().manual_axes
     if not is_manual or axis_name in _varies_over(x):
         return x

@@ -1,4 +1,7 @@
-"""A factor of a rule's updates that is part of its state, for a run that goes back to lower: `roll_back.learning_rate_factor`."""
+"""A factor on a rule's updates, kept in its state.
+
+Each roll-back that passes over data multiplies it by `roll_back.learning_rate_factor`.
+"""
 
 from typing import Any, NamedTuple
 
@@ -10,13 +13,13 @@ _SCALE = "update_scale"
 
 
 class BackOffState(NamedTuple):
-    """The factor, 1 at first, under the name by which what `optax.inject_hyperparams` keeps is logged."""
+    """The factor, 1 at first. Named like the state of `optax.inject_hyperparams`, so that a run logs it."""
 
     hyperparams: dict[str, jax.Array]
 
 
 def after(transformation: Any) -> optax.GradientTransformation:
-    """A transformation with the factor behind it.
+    """Returns a transformation that multiplies the updates of another by the factor.
 
     >>> from xshard.optimizers import back_off
     >>> rule = back_off.after(optax.adam(1e-3))
@@ -33,10 +36,11 @@ def after(transformation: Any) -> optax.GradientTransformation:
         scale = state.hyperparams[_SCALE]
         return jax.tree.map(lambda x: x * scale.astype(x.dtype), updates), state
 
+    # optax.chain unpacks tuples, and `transformation` may be another object with these two methods.
     first = optax.GradientTransformation(transformation.init, transformation.update)
     return optax.chain(first, optax.GradientTransformation(init, update))
 
 
 def is_scale(name: str) -> bool:
-    """Returns whether a state of a rule's is such a factor, by its name."""
+    """Returns whether the name of a rule's state array is that of the factor."""
     return f"/{name}".endswith(f"/hyperparams/{_SCALE}")

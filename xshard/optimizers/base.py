@@ -1,21 +1,21 @@
-"""The contract of every update rule, and the seam at which rules meet.
+"""The interface of every update rule, and the three phases through which rules compose.
 
-An update runs in three phases, and a wrapper may stand between any two of them:
+A wrapper may override any of the phases:
 
-1. `aggregate` makes per-replica gradients the gradients of the whole group. All collectives are here.
-2. `vote` decides whether this step is applied. It sees aggregated gradients, so that all replicas of a
-   group decide alike.
-3. `update` turns gradients into new parameters and slots. It is local, and it alone is conditional.
+1. `aggregate` turns each replica's gradients into the gradients of its group. All collectives are here.
+2. `vote` decides whether to apply this step. It sees the aggregated gradients, so all replicas of a group
+   decide alike.
+3. `update` computes new parameters and slots from the gradients. It is local, and only it is conditional.
 
-Where the update is sharded, all three are traced on whole arrays, their Haiku state included, and evaluated
-on this replica's shards (`elementwise`): a rule declares nothing. The shards of the new parameters are
-gathered at the end. The update may then hold collectives, such as those of a norm; it is not conditional,
-but its result is selected.
+A sharded update (`elementwise`) traces all three phases on whole arrays and whole Haiku state, then evaluates
+them on this replica's shards, so a rule declares nothing. It gathers the shards of the new parameters at the
+end. `update` may then contain collectives, such as those of a norm. It therefore always runs, and its result
+is selected afterwards.
 
-No collective is conditional: groups may skip at different steps, and a collective that only some
-devices reach never ends.
+No collective is conditional. Groups may skip different steps, and a collective that only some devices
+reach never returns.
 
-The names and their meaning are those of `tf.compat.v1.train.Optimizer`.
+Names and meanings follow `tf.compat.v1.train.Optimizer`.
 """
 
 import collections
@@ -32,11 +32,11 @@ from xshard.optimizers import gradients, phases, shards, skips, trees
 class Optimizer(hk.Module):
     """An update rule with its state. Source: `tf.compat.v1.train.Optimizer`.
 
-    Call it inside `hk.transform_with_state`: all its state is Haiku state. A rule of your own
-    implements `update`; a wrapper hands the phases on to the rule that it wraps.
+    Call it inside `hk.transform_with_state`: all its state is Haiku state. A custom rule implements
+    `update`. A wrapper forwards the phases to the rule that it wraps.
 
-    Parameters and gradients are Haiku trees, `{module: {name: array}}`. A gradient of None, of what is not
-    trained or what the loss does not depend on, leaves that parameter and its slots as they are.
+    Parameters and gradients are Haiku trees, `{module: {name: array}}`. A parameter that is not trained, or
+    that the loss does not depend on, has the gradient None. It and its slots stay unchanged.
 
     >>> class SignDescent(xshard.Optimizer):
     ...     def update(self, grads, params):
@@ -53,11 +53,11 @@ class Optimizer(hk.Module):
     GATE_OP = gradients.GATE_OP
     GATE_GRAPH = gradients.GATE_GRAPH
 
-    # The state that losses have written since the last step.
+    # The state that losses wrote since the last step. A skipped step restores it.
     _written: skips.Written = skips.NOTHING
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Makes what a loss makes be named as if it stood alone, also where these methods are overridden."""
+        """Keeps this rule's name out of the names of modules that a loss creates, in overriding methods too."""
         super().__init_subclass__(**kwargs)
         for name in {"compute_gradients", "minimize"} & vars(cls).keys():
             setattr(cls, name, hk.transparent(vars(cls)[name]))
@@ -82,23 +82,23 @@ class Optimizer(hk.Module):
             its shape. It may use Haiku's state and random keys. A sequence of such functions, or one
             function at several inputs (`MicroBatches`), counts as their sum.
           params: a Haiku tree of floating-point arrays.
-          var_list: what to train: paths such as 'mlp/linear_0/w', or a predicate of module and name.
-            All parameters by default. The gradients of the others are None, as are those of parameters
-            that no loss depends on; but while `hk.running_init()` the latter are zeros.
-          gate_gradients: an optimization barrier over no gradient (GATE_NONE), each (GATE_OP) or all
-            of them together (GATE_GRAPH).
+          var_list: the parameters to train: paths such as 'mlp/linear_0/w', or a predicate of module and name.
+            All parameters by default. The other parameters have the gradient None, and so has each parameter
+            that no loss depends on (while `hk.running_init()`, the latter is zeros instead).
+          gate_gradients: places an optimization barrier on no gradient (GATE_NONE), on each one (GATE_OP), or
+            on all of them together (GATE_GRAPH).
           aggregation_method: how the gradients of several losses are summed: `AggregationMethod`.
           colocate_gradients_with_ops: gives each gradient its parameter's sharding.
-          grad_loss: the gradient with respect to the loss, 1 by default. For several losses one for
-            all, or for a sequence one each.
+          grad_loss: the gradient with respect to the loss, 1 by default. Several losses share one value, or a
+            list gives one for each loss of a sequence.
           has_aux: whether a loss returns `(value, aux)`.
 
         Returns:
-          `(value, grads)`, or `((value, aux), grads)` with `has_aux`; the value without any scaling.
-          For several losses the sum of the values, and a list of each one's aux.
+          `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The value is unscaled. For several
+          losses the value is their sum, and aux is a list with one entry for each loss.
 
         Raises:
-          ValueError: for an option, a name or a shape that does not fit.
+          ValueError: for an invalid option, an unknown name or a mismatched shape.
         """
         trees.check_params(params)
         gradients.check_options(gate_gradients, aggregation_method)
@@ -119,14 +119,14 @@ class Optimizer(hk.Module):
         return ((value, aux) if has_aux else value), trees.rebuild(params, grads)
 
     def init(self, params: trees.Params, var_list: trees.VarList = None) -> None:
-        """Makes the state of this rule and of those that it holds, without a loss.
+        """Creates the state of this rule and of the rules that it holds, without a loss.
 
         Args:
           params: a Haiku tree of floating-point arrays.
-          var_list: what is to be trained, and has slots, as for `compute_gradients`.
+          var_list: the parameters to train and create slots for, as for `compute_gradients`.
 
         Raises:
-          ValueError: where no state is made, that is unless `hk.running_init()`.
+          ValueError: unless `hk.running_init()`, because only `init` of a transform creates state.
 
         >>> make = lambda: xshard.OptaxOptimizer(optax.adam(0.1), name='adam')
         >>> rule = hk.transform_with_state(lambda params: make().init(params))
@@ -154,20 +154,20 @@ class Optimizer(hk.Module):
         """Aggregates, votes and updates.
 
         Args:
-          grads: a tree as `params`, as `compute_gradients` and `jax.grad` return it, or with None leaves.
+          grads: a tree with the structure of `params`, as `compute_gradients` or `jax.grad` returns it; leaves
+            may be None.
           params: a Haiku tree of floating-point arrays.
           global_step: an integer scalar that counts the updates applied.
           name: a scope's name for profiles; the optimizer's name by default.
 
         Returns:
-          The new parameters, or `(params, global_step)` when a `global_step` was given. After a vote
-          against the step both are what they were, bit by bit, and so is all state that `aggregate` and
-          `update` have written, and what losses have written since the last step, in this trace and through
-          this rule.
+          The new parameters, or `(params, global_step)` if `global_step` is given. A vote against the step
+          leaves both unchanged, bit by bit. It also restores the state that `aggregate` and `update` wrote,
+          and the state that losses wrote since the last step, in this trace and through this rule.
 
         Raises:
-          ValueError: if the gradients do not have the parameters' structure and shapes; or if this rule holds
-            another one and leaves out how that aggregates or votes.
+          ValueError: if the gradients do not have the parameters' structure and shapes, or if this rule holds
+            another rule but does not call that rule's own `aggregate` or `vote`.
         """
         done = self.apply(grads, params, global_step, name)
         return done.params if global_step is None else (done.params, done.global_step)
@@ -180,11 +180,11 @@ class Optimizer(hk.Module):
         global_step: Any = None,
         name: str | None = None,
     ) -> phases.Applied:
-        """Does as `apply_gradients`, and returns the aggregated gradients, too."""
+        """Does the same as `apply_gradients`, and also returns the aggregated gradients."""
         trees.check_params(params)
         trees.check_gradients(grads, params)
         skips.check_count(global_step)
-        # From here on all trees are plain dicts; the result has the structure that was given.
+        # From here on all trees are plain dicts. `rebuild` below restores the caller's structure.
         old = trees.as_arrays(params)
         grads = trees.steepest(grads, old)
         with jax.named_scope(name or self.get_name()):
@@ -205,43 +205,43 @@ class Optimizer(hk.Module):
         has_aux: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """`compute_gradients`, then `apply_gradients`; further arguments as for these.
+        """Calls `compute_gradients`, then `apply_gradients`, with their arguments.
 
         Returns:
-          `(value, params)` or `((value, aux), params)`, with `global_step` last when it was given.
+          `(value, params)` or `((value, aux), params)`, followed by `global_step` if it is given.
         """
         value, grads = self.compute_gradients(loss, params, has_aux=has_aux, **kwargs)
         result = self.apply_gradients(grads, params, global_step, name)
         return (value, result) if global_step is None else (value, *result)
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """Phase 1: the group's gradients from each replica's. All collectives are here.
+        """Phase 1: computes the group's gradients from each replica's. All collectives are here.
 
-        What a later phase is to know of it is Haiku state, not an attribute: where the update is sharded, phases are
-        programs of their own, and traced more than once.
+        Pass values to a later phase as Haiku state, not as attributes: a sharded update traces each phase as
+        a separate program, and more than once.
         """
         return grads
 
     def vote(self, grads: trees.Gradients) -> Any:
-        """Phase 2: True, or a boolean scalar, equal on all replicas of a group: whether to update."""
+        """Phase 2: returns whether to update: True, or a boolean scalar that is equal on all replicas of a group."""
         del grads
         return True
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """Phase 3: the new parameters. Creates its state while `hk.running_init()`."""
+        """Phase 3: returns the new parameters. Creates the rule's state while `hk.running_init()`."""
         raise NotImplementedError(
             f"{type(self).__name__} does not implement update(grads, params)."
         )
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
-        """Returns how this rule itself shards parameters and slots over the replicas; None: it does not."""
+        """Returns how this rule itself shards parameters and slots over the replicas, or None if it does not."""
         del params
         return None
 
     def settle(self, applied: Any) -> None:
-        """Puts back what losses have written since the last step where this one is not applied."""
+        """Restores the state that losses wrote since the last step, if this step is not applied."""
+        # Cleared, so that the next step restores only what losses write after this one.
         losses, self._written = self._written, skips.NOTHING
-        # A later step answers for what is written after this one.
         skips.put_back(applied, losses)
 
     def get_name(self) -> str:
@@ -251,31 +251,31 @@ class Optimizer(hk.Module):
     def get_slot(self, var: str, name: str) -> Any:
         """The slot of a parameter, such as `get_slot('mlp/linear_0/w', 'mu')`, or None.
 
-        In a step whose update is sharded it is this replica's shard.
+        In a step with a sharded update, the result is this replica's shard.
         """
         del var, name
         return None
 
     def get_slot_names(self) -> list[str]:
-        """The names of the slots in the state, sorted: those that `get_slot` knows. None before it is made."""
+        """The sorted names that `get_slot` accepts. Empty before the state is created."""
         return []
 
     def state_by_name(self) -> dict[str, Any]:
-        """All arrays of state of this rule and of those that it wraps, by name."""
+        """All state arrays of this rule and of the rules that it wraps, by name."""
         return dict(self.state_dict())
 
     def _state_names(self) -> set[str]:
-        """The names of this rule's own arrays of state, without the module's."""
+        """The names of this rule's own state arrays, without the module's name."""
         return {name.removeprefix(f"{self.module_name}/") for name in self.state_dict()}
 
     def variables(self) -> list[Any]:
-        """All arrays of state, in the order of their names."""
+        """All state arrays, in the order of their names."""
         arrays = self.state_by_name()
         return [arrays[name] for name in sorted(arrays)]
 
 
 class OptimizerWrapper(Optimizer):
-    """A rule around another: hands every phase and every question on to `opt`, which it sets."""
+    """A rule that wraps another: forwards every phase and query to `opt`. A subclass sets `opt`."""
 
     opt: Optimizer
 
@@ -286,34 +286,34 @@ class OptimizerWrapper(Optimizer):
         return self.opt.compute_gradients(loss, params, **kwargs)
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """The wrapped rule's."""
+        """Forwards to the wrapped rule."""
         return self.opt.aggregate(grads)
 
     def vote(self, grads: trees.Gradients) -> Any:
-        """The wrapped rule's."""
+        """Forwards to the wrapped rule."""
         return self.opt.vote(grads)
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """The wrapped rule's."""
+        """Forwards to the wrapped rule."""
         return self.opt.update(grads, params)
 
     def get_slot(self, var: str, name: str) -> Any:
-        """The wrapped rule's."""
+        """Forwards to the wrapped rule."""
         return self.opt.get_slot(var, name)
 
     def get_slot_names(self) -> list[str]:
-        """The wrapped rule's."""
+        """Forwards to the wrapped rule."""
         return self.opt.get_slot_names()
 
     def state_by_name(self) -> dict[str, Any]:
-        """This rule's and the wrapped one's."""
+        """The state arrays of this rule and of the wrapped rule, by name."""
         return {**self.state_dict(), **self.opt.state_by_name()}
 
 
 def held(opt: Optimizer) -> list[Optimizer]:
     """The rule and all rules that it holds, in attributes, lists and dicts, outermost first."""
     rules: list[Optimizer] = []
-    # Containers may hold themselves, and two rules the same third one.
+    # A container may contain itself, and two rules may hold the same third rule.
     seen: set[int] = set()
     waiting: collections.deque[Any] = collections.deque([opt])
     while waiting:
@@ -332,7 +332,7 @@ def held(opt: Optimizer) -> list[Optimizer]:
 
 
 def _duties(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:
-    """The rules that the first one holds, each with a phase of its own that a step must reach."""
+    """Pairs of a rule that the first one holds and a phase that it overrides, which each step must call."""
     handed_on = {
         Optimizer.aggregate,
         Optimizer.vote,

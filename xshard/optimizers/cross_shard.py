@@ -1,4 +1,4 @@
-"""Gradients reduced across replicas."""
+"""The rule that reduces gradients across replicas."""
 
 import enum
 import functools
@@ -15,8 +15,8 @@ from xshard.optimizers import axes, base, elementwise, int8, layouts, shards, sl
 from xshard.optimizers import optax as optax_optimizer
 
 NOTHING_BETWEEN_SLICES = (
-    "slice_dtype='int8' with one slice: there is nothing to send between slices, and rounding would only "
-    "lose. Leave it 'float32', or use several slices."
+    "slice_dtype='int8' with one slice: there is nothing to send between slices, so rounding would only "
+    "lose precision. Leave it 'float32', or use several slices."
 )
 
 
@@ -30,21 +30,20 @@ class Reduction(enum.StrEnum):
 class CrossShardOptimizer(base.OptimizerWrapper):
     """Sums gradients over the replicas of a group, then lets `opt` update.
 
-    `compute_gradients` leaves the gradients per replica, so that each can be clipped before one bad
-    replica hurts the rest; `apply_gradients` sums them. As in TensorFlow, 'mean' puts the factor
-    1 / group size into `compute_gradients`, and a clip must reckon with it: a bound of 1 on the norm
-    of the mean is a bound of 1 / group size here. The factor is applied in float32, after
-    differentiation, so that half precision neither overflows in the sum nor loses small gradients to
-    the factor. The value that `compute_gradients` returns is the replica's own loss.
+    `compute_gradients` returns each replica's own gradients, so you can clip them before one bad replica
+    affects the others; `apply_gradients` sums them. As in TensorFlow, 'mean' multiplies by 1 / group size
+    in `compute_gradients`. To bound the norm of the mean by 1, clip each replica's gradients to 1 / group
+    size. The factor is applied in float32 after differentiation, so half precision neither overflows in the
+    sum nor loses small gradients. The returned value is the replica's own loss, without the factor.
 
-    Gradients from elsewhere must be each replica's own, too. With `jax.shard_map(check_vma=True)` `jax.grad`
-    has summed those of parameters that do not vary: they are refused. With check_vma=False it has not, and
-    nothing could tell.
+    Gradients from another source must also be each replica's own. Under `jax.shard_map(check_vma=True)`,
+    `jax.grad` sums the gradients of parameters that do not vary over the axis, and this rule rejects them.
+    With check_vma=False `jax.grad` does not sum them, and the rule cannot detect an earlier sum.
 
-    Call it where `axis_name` is mapped, such as in `jax.shard_map`; while `hk.running_init()` that is not needed.
-    Elsewhere there is one replica, which is logged once, with the axes that are mapped. Replicas of a group
-    stay equal bit by bit. Groups go separate ways, so that their parameters and states must not be returned
-    from shard_map as replicated: give them a leading dimension.
+    Call it where `axis_name` is mapped, such as in `jax.shard_map`. Only `hk.running_init()` needs no mapped axis.
+    Elsewhere it assumes one replica, and logs that once with the mapped axes. Replicas of a group stay equal,
+    bit by bit. Groups diverge, so do not return their parameters and state from shard_map as replicated: give
+    them a leading dimension.
 
     Source: `tf.compat.v1.tpu.CrossShardOptimizer`.
 
@@ -88,28 +87,28 @@ class CrossShardOptimizer(base.OptimizerWrapper):
           opt: an `Optimizer` or an optax transformation.
           reduction: 'sum' or 'mean'.
           name: the module's name.
-          group_assignment: the replica numbers of each group, such as [[0, 2], [1, 3]]: each replica
-            once, groups of one size. All replicas are one group by default.
-          axis_name: the mapped axis that the replicas are along.
-          slice_axis_name: the mapped axis of the slices of a pod, between which the network is slower.
-            Each replica then exchanges its share of a sum only with those of other slices.
+          group_assignment: the replica numbers of each group, such as [[0, 2], [1, 3]]. Each replica appears
+            once, and all groups have one size. All replicas are one group by default.
+          axis_name: the mapped axis of the replicas.
+          slice_axis_name: the mapped axis of the slices of a pod, which a slower network connects. Each
+            replica then sends only its shard of a sum to the other slices.
           reduce_dtype: the type in which gradients are summed over `axis_name`: 'float32' (or wider, if
             a gradient is) or 'bfloat16', which halves the bytes.
-          slice_dtype: the same for `slice_axis_name`; also 'int8', where what is lost to rounding is
-            kept and added to the next step's gradients.
-          arithmetic: 'float'; or 'exact', 'exact_wide', for a run with `config.logical_replicas`, which sees to it.
-          shard_update: whether each replica updates its shard of each array, and holds the slots of that
-            shard only; the shards of the new parameters are then gathered.
-          shard_params: whether it holds only its shard of the parameters between steps, too, and a network gathers
-            each where it asks for it; the update is sharded then. For a run: a `Learner` sees to it.
-          scatter_steps: sizes whose product is the number of replicas, to scatter sums in as many steps,
-            each among replicas a step apart; see `xshard.mesh.torus_steps`, which a run takes.
+          slice_dtype: the same for `slice_axis_name`, or 'int8'. With 'int8' the rounding error is kept
+            as state and added to the next step's gradients.
+          arithmetic: 'float', or 'exact' or 'exact_wide', which only a run with `config.logical_replicas` supports.
+          shard_update: whether each replica updates only its shard of each array, holds only that shard's
+            slots, and then gathers the shards of the new parameters.
+          shard_params: whether each replica also holds only its shard of the parameters between steps, and a network
+            gathers each parameter where it asks for it. Implies `shard_update`. Only a run's `Learner` supports it.
+          scatter_steps: sizes whose product is the number of replicas. Sums are scattered in one step for each
+            size, as along the axes of a torus. A run sets them from `xshard.mesh.torus_steps`.
           gather_steps: the same, to gather shards.
-          sharding_rules: what parameters lie along other axes, as `xshard.mesh.tree_shardings` takes them:
-            such dimensions are not sharded again. In a run those of the experiment.
+          sharding_rules: the parameters that lie along other mesh axes, as `xshard.mesh.tree_shardings` takes
+            them. Those dimensions are not sharded again. A run passes the experiment's rules.
 
         Raises:
-          ValueError: for an argument other than these, or an `opt` that already reduces over this axis.
+          ValueError: for an invalid argument, or an `opt` that already reduces over this axis.
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
@@ -124,7 +123,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.scatter_steps = scatter_steps
         self.gather_steps = gather_steps
         self.sharding_rules = sharding_rules
-        # State is made where no axis need be mapped. Then an update on shards is tried for so many replicas.
+        # No axis need be mapped while state is created. The update is then rehearsed for this many replicas.
         self._replicas = 2
         if reduction not in tuple(Reduction):
             raise errors.UserError(f"reduction must be 'sum' or 'mean'; received {reduction!r}.")
@@ -137,12 +136,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self._check_axes()
 
     def lie_on(self, on: jax.sharding.Mesh, rules: mesh.Rules, held: Any = None) -> None:
-        """Takes `sharding_rules`, and the steps in which a mesh of `xshard.mesh.make_mesh` scatters and gathers.
+        """Sets `sharding_rules`, and the steps in which a mesh of `xshard.mesh.make_mesh` scatters and gathers.
 
         Args:
           on: the mesh.
-          rules: as `sharding_rules`.
-          held: with `shard_params`, how parameters and slots lie: what `xshard.optimizers.gathering.layouts_of` returns.
+          rules: the new `sharding_rules`.
+          held: with `shard_params`, the layouts of parameters and slots, from `xshard.optimizers.gathering.layouts_of`.
         """
         self._layouts = held
         self._needs_run = False
@@ -191,10 +190,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
-        """Implements `Optimizer.compute_gradients`: per replica, times 1 / group size for 'mean'."""
+        """Implements `Optimizer.compute_gradients`: each replica's own, times 1 / group size for 'mean'."""
         summands = self._group_size() * self._num_slices()
         for axis in self._mapped_axes():
-            # Else the gradients would come back summed, and be summed twice.
+            # Otherwise jax.grad would sum the gradients over the axis, and `aggregate` would sum them again.
             params = axes.mark_varying(params, axis)
         value, grads = self.opt.compute_gradients(loss, params, **kwargs)
         if self.reduction is Reduction.MEAN and summands > 1:
@@ -206,7 +205,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
         if self._needs_run:
             raise ValueError(
-                "An exact arithmetic is for a run, whose step is split where replicas add up; elsewhere take 'float'."
+                "An exact arithmetic needs a run with logical_replicas, which splits its step at the sums. In a custom "
+                "step use 'float'."
             )
         if {self.reduce_dtype, self.slice_dtype} != {"float32"}:
             shards.check_real(grads, self.reduce_dtype, self.slice_dtype)
@@ -220,7 +220,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return totals
 
     def _lost(self, grads: trees.Gradients) -> dict[str, jax.Array]:
-        """The errors that rounding has left in each gradient in earlier steps."""
+        """The rounding error of each gradient that earlier steps left."""
         lost: dict[str, jax.Array] = {}
         if self.slice_dtype != "int8":
             return lost
@@ -239,7 +239,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def _reduce(
         self, grads: trees.Gradients, lost: dict[str, jax.Array]
     ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
-        """The whole sums; and what rounding has lost of them, given what it has lost before."""
+        """The whole sums and their new rounding errors, given the old errors."""
         for axis in self._mapped_axes():
             axes.check_varying(grads, axis)
         self._check_slices()
@@ -260,7 +260,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def _reduce_shards(
         self, partition: shards.Partition, arguments: Any
     ) -> tuple[trees.Gradients, dict[str, Any]]:
-        """The same where the update is sharded: with a `Shard` of each sum, and of what was lost."""
+        """Does the same as `_reduce` in a sharded update: returns a `Shard` of each sum and of each error."""
         grads, lost = arguments
         if isinstance(partition, shards.Rehearsal):
             if self.shard_update:
@@ -268,7 +268,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 grads = partition.map(values.shard, own)
             return grads, lost
         if not self.shard_update:
-            # Without slices, which only the rule that shards may have: nothing is lost.
+            # This rule has no slices, since only the rule that shards may have them. So there are no errors.
             arrays, _ = self._reduce(jax.tree.map(values.raw, grads), {})
             return jax.tree.map(values.like, grads, arrays), lost
         self._check_slices()
@@ -279,7 +279,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def _scatter(
         self, partition: shards.Partition, grads: trees.Gradients, lost: dict[str, jax.Array]
     ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
-        """This replica's shards of the sums over all slices."""
+        """This replica's shards of the sums over all slices, and the new rounding errors."""
         scatter = lambda layout, x: partition.scatter(layout, x, self.reduce_dtype)
         sums = partition.map(scatter, grads)
         if self.slice_axis_name is None or self._num_slices() == 1:
@@ -294,12 +294,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             raise ValueError(NOTHING_BETWEEN_SLICES)
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
-        """Implements `Optimizer.partition`: with `shard_update`, and more replicas than one."""
+        """Implements `Optimizer.partition`: shards with `shard_update` and more than one replica."""
         if not self.shard_update:
             return None
         if self.shard_params and self._layouts is None:
             raise ValueError(
-                "shard_params is for a run, whose Learner gathers parameters. In a step of your own take shard_update."
+                "shard_params needs a run, whose Learner gathers the parameters. In a custom step use shard_update."
             )
         if hk.running_init():
             return shards.Rehearsal(params, self._replicas, self.sharding_rules, self._layouts)
@@ -312,15 +312,15 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         groups, dtype = self.group_assignment, self.reduce_dtype
         psum = functools.partial(lax.psum, axis_name=self.axis_name, axis_index_groups=groups)
         if dtype == "float32":
-            # All gradients in one collective.
+            # One psum of the whole tree, so that XLA needs one collective for all gradients.
             return psum(grads)
         return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
 
     def _make_partition(self, tree: Any) -> shards.Partition:
         if axes.is_tracked(self.axis_name):
             raise ValueError(
-                "shard_update and slice_axis_name need jax.shard_map(..., check_vma=False): what is gathered "
-                "is equal on all replicas, but JAX's check does not know it."
+                "shard_update and slice_axis_name need jax.shard_map(..., check_vma=False): gathered arrays "
+                "are equal on all replicas, but JAX's check cannot infer that."
             )
         return shards.Partition(
             tree,

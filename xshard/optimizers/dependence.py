@@ -9,21 +9,21 @@ from xshard.optimizers import trees
 
 
 class Reached:
-    """The parameters that values depend on, as differentiating these shows.
+    """Records the parameters that values depend on, as their differentiation shows.
 
-    What JAX hands a derivative on to counts: neither `lax.stop_gradient`, nor what is computed beside a
-    value. A derivative that happens to be zero counts, and so does one that JAX does not know to be, such as
-    behind a `lax.optimization_barrier`.
+    A parameter counts if JAX propagates a derivative to it. Those behind `lax.stop_gradient`, or used only in
+    computations that do not affect the value, do not count. A derivative that happens to be zero counts, and so
+    does one that JAX cannot tell to be zero, such as behind a `lax.optimization_barrier`.
 
     Attributes:
-      paths: their paths, known once the backward passes have been traced.
+      paths: the paths of the parameters, complete once the backward passes have been traced.
     """
 
     def __init__(self) -> None:
         self.paths: set[str] = set()
 
     def watch(self, params: trees.Params, paths: Container[str]) -> trees.Params:
-        """The same parameters, of which those of the paths are noted when a backward pass comes to them."""
+        """The same parameters. Each of those in `paths` is recorded when a backward pass reaches it."""
         leaves = trees.leaves_by_path(params)
         for path in leaves:
             if path in paths:
@@ -31,11 +31,11 @@ class Reached:
         return trees.rebuild(params, leaves)
 
     def _identity(self, path: str) -> Callable[[Any], Any]:
-        """A function that returns its argument, and whose backward pass notes the path."""
+        """A function that returns its argument, and whose backward pass records the path."""
         same = jax.custom_vjp(lambda x: x)
 
         def backward(_: None, cotangent: Any) -> tuple[Any]:
-            # What JAX knows to be zero it computes as a symbol.
+            # JAX represents a derivative that it knows to be zero as a symbol.
             if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
                 self.paths.add(path)
             return (cotangent,)

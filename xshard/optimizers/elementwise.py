@@ -1,10 +1,13 @@
-"""Functions of whole arrays, evaluated on the shard of each array that a replica holds.
+"""Evaluation of functions of whole arrays on the shard of each array that a replica holds.
 
-The update rules are traced on whole arrays, so that they see their shapes, sizes and numbers of dimensions.
-What they do element by element is then done on shards; a reduction, such as the norm in LAMB or the sums of
-rows in Adafactor, becomes one over all replicas. What mixes the elements of each layer of a stack, such as the matrix
-products in Muon, each replica does for some layers, for which replicas exchange their shards, until these meet a shard.
-For what mixes elements otherwise an array is gathered, and from there on computed whole on each replica.
+Update rules are traced on whole arrays, so they see whole shapes, sizes and numbers of dimensions. The trace is
+then evaluated equation by equation:
+
+- An elementwise operation runs on shards.
+- A reduction, such as the norm in LAMB or the row sums in Adafactor, becomes one over all replicas.
+- An operation that mixes elements only within a layer of a stack, such as the matrix products in Muon, runs on
+  whole layers. The replicas exchange their shards for some layers each, and back where layers meet a shard.
+- For any other operation the array is gathered, and each replica computes on the whole array from there on.
 """
 
 import contextvars
@@ -20,12 +23,12 @@ from xshard.optimizers import layers as layers_lib
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import primitives, shards, values
 
-# Whether a function is being traced to be evaluated on shards.
+# Whether a function is being traced for evaluation on shards.
 _TRACING = contextvars.ContextVar("tracing", default=False)
 
 
 class _Call(core.Primitive):
-    """Stands in a trace for a function that is to be called with shards."""
+    """Stands in a trace for a function that `evaluate` calls with shards."""
 
     multiple_results = True
 
@@ -35,16 +38,16 @@ _CALL.def_abstract_eval(lambda *avals, **_: avals)
 
 
 def is_traced() -> bool:
-    """Returns whether what is called now is traced on whole arrays, to be evaluated on shards."""
+    """Returns whether the current trace on whole arrays will be evaluated on shards."""
     return _TRACING.get()
 
 
 def call(f: Callable[[shards.Partition, Any], Any], tree: Any) -> Any:
-    """Calls `f(partition, tree)` while the trace is evaluated, with a `Shard` for each array that is sharded.
+    """Records a call of `f(partition, tree)`, which `evaluate` makes with a `Shard` for each sharded array.
 
     Args:
-      f: what returns a tree of the same structure, shapes and types.
-      tree: whole arrays, as they are traced.
+      f: a function that returns a tree of the same structure, shapes and types.
+      tree: the traced whole arrays.
     """
     leaves, structure = jax.tree.flatten(tree)
 
@@ -57,19 +60,19 @@ def call(f: Callable[[shards.Partition, Any], Any], tree: Any) -> Any:
 def evaluate(
     f: Callable[..., Any], args: Any, partition: shards.Partition, rules: Sequence[str]
 ) -> Any:
-    """`f(*args)`, where a `Shard` among the leaves of `args` stands for its whole array.
+    """Evaluates `f(*args)`, where a `Shard` among the leaves of `args` stands for its whole array.
 
     Args:
       f: a function of whole arrays.
       args: trees of arrays, which are equal on all replicas, and `Shard`s.
-      partition: what the shards are of.
-      rules: the names of the rules that it calls; the first is told of where none is known.
+      partition: the partition of the shards.
+      rules: the names of the rules that `f` calls; errors name the first where the rule is unknown.
 
     Returns:
-      A tree as `f`'s, with a `Shard` wherever a value was made from one element by element.
+      The result of `f`, with a `Shard` for each value computed elementwise from shards.
 
     Raises:
-      ValueError: if `f` does with a shard what cannot be done without the others.
+      ValueError: if `f` uses a shard in an operation with effects, or a `Summed` gradient before it aggregates it.
     """
     operands, structure = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, values.Shard))
     whole = jax.tree.unflatten(structure, [_abstract(x) for x in operands])
@@ -88,36 +91,36 @@ def evaluate(
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     """The shape and type of the whole array of a `Shard`, or of an array."""
     if isinstance(x, values.Shard):
-        # What differs by slice has a leading dimension, of which a replica has one entry.
+        # State that differs by slice has a leading dimension of slices, and a replica has one entry of it.
         copies = (1,) if x.layout.copies else ()
         return jax.ShapeDtypeStruct((*copies, *x.layout.shape), x.array.dtype)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 class _Evaluator:
-    """Goes through a jaxpr whose operands are shards, whole arrays, and reductions not yet put together.
+    """Evaluates a jaxpr whose operands are shards, whole arrays, layers, and reductions that are not yet combined.
 
-    An array whose elements are all equal is kept as their one value, a scalar: its shape is in the jaxpr.
+    An array whose elements are all equal is represented by one scalar. Its shape is in the jaxpr.
     """
 
     def __init__(self, partition: shards.Partition, rules: Sequence[str]):
         self._partition = partition
         self._rules = rules
-        # The scopes of the functions that are being evaluated.
+        # The scopes of the functions that are being evaluated, outermost first.
         self._scopes: list[str] = []
-        # Each reduction takes one collective, however often its result is used.
+        # Cached, so that each reduction needs one collective, however often its result is used.
         self._totals: dict[values.Partial, Any] = {}
-        # The whole arrays of the shards that have been gathered: each is once, and is not cut again.
+        # Cached, so that each shard is gathered once. Operations on gathered shards stay whole.
         self._gathered: dict[values.Shard, jax.Array] = {}
-        # The layers of the shards that have been exchanged for these.
+        # Cached, so that each shard is exchanged for layers once.
         self._layers: dict[values.Shard, jax.Array] = {}
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The results of a jaxpr, as `primitives.evaluate` has it."""
+        """The results of a jaxpr, with the arguments of `primitives.evaluate`."""
         return primitives.evaluate(jaxpr, consts, args, self._equation)
 
     def array(self, value: Any, shape: tuple[int, ...]) -> Any:
-        """A `Shard`, or the whole array of a shape that anything else stands for."""
+        """A `Shard` as it is, or the whole array of this shape that any other value stands for."""
         value = self._total(value)
         if isinstance(value, values.Shard):
             return value
@@ -126,9 +129,9 @@ class _Evaluator:
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
         if name in primitives.CALLS:
-            # The operands of a function are not touched: what it does with them decides.
+            # The operands are passed on unchanged, since only the function's own equations decide what they need.
             return self._call(eqn, eqn.params[primitives.CALLS[name]], operands)
-        # Any other use of a reduction needs its result, for which the replicas must meet.
+        # Partial reductions are joined before they are combined, to save collectives. Any other use needs the total.
         if values.joins(eqn, operands):
             return [values.join(*operands)]
         operands = [self._total(value) for value in operands]
@@ -142,7 +145,7 @@ class _Evaluator:
             if isinstance(value, values.Summed):
                 raise self._summed_refusal(eqn, value)
         if name == "reshard":
-            # It is for whole arrays; a shard stays where it is.
+            # A reshard concerns whole arrays. A shard stays on its replica.
             return operands
         sharded = [value for value in operands if isinstance(value, values.Shard)]
         if not sharded:
@@ -171,7 +174,7 @@ class _Evaluator:
         )
 
     def _on_layers(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """The results of an equation on this replica's layers; none if it has none, or they are mixed."""
+        """The results of an equation on this replica's layers; empty if no operand has layers or it mixes them."""
         shapes = [atom.aval.shape for atom in eqn.invars]
         try:
             operands = [self._layers_of(*pair) for pair in zip(operands, shapes, strict=True)]
@@ -181,10 +184,10 @@ class _Evaluator:
             return ()
 
     def _layers_of(self, value: Any, shape: tuple[int, ...]) -> Any:
-        """This replica's layers of an array that a `Shard` is of; anything else as it is.
+        """This replica's layers of the array of a `Shard`; any other value as it is.
 
         Raises:
-          MixedError: if it has no dimension of layers.
+          MixedError: if the array has no dimension of layers.
         """
         if not isinstance(value, values.Shard):
             return value
@@ -200,21 +203,21 @@ class _Evaluator:
     def _elementwise(
         self, f: Callable[..., Any], operands: list[Any], shapes: Sequence[Any], out: Any
     ) -> Any:
-        """The result of a function, a `Shard` where an operand is one that has not been gathered."""
+        """The result of an elementwise function: a `Shard`, unless all shards among the operands are gathered."""
         sharded = [value for value in operands if isinstance(value, values.Shard)]
         pairs = list(zip(operands, shapes, strict=True))
         layouts = {shard.layout for shard in sharded}
         if len(layouts) == 1 and not self._gathered.keys() >= set(sharded):
             (layout,) = layouts
-            # Primitives repeat what has a dimension of size 1: a shard has no elements to repeat.
+            # A primitive may broadcast a dimension of size 1 to a larger array, which a shard cannot follow.
             if out.aval.size == layout.size:
                 own = [self._own(*pair, out.aval.shape, layout) for pair in pairs]
                 return values.Shard(f(*own), layout)
-        # Where shards are of arrays that are sharded differently, too, all are made whole.
+        # Shards with different layouts do not line up either, so all operands are made whole.
         return f(*[values.whole(self._gather(*pair), pair[1]) for pair in pairs])
 
     def _gather(self, value: Any, shape: tuple[int, ...]) -> Any:
-        """The whole array of a shape that a `Shard` or `Layers` are of; anything else as it is."""
+        """The whole array, in this shape, of a `Shard` or of `Layers`; any other value as it is."""
         if isinstance(value, values.Layers):
             return self._partition.all_layers(value.array, shape[0])
         if not isinstance(value, values.Shard):
@@ -224,7 +227,7 @@ class _Evaluator:
         return self._gathered[value].reshape(shape)
 
     def _reduction(self, eqn: Any, sharded: list[values.Shard]) -> Any:
-        """The result of a reduction or a scalar product, whole."""
+        """The whole result of a reduction or a scalar product."""
         first = sharded[0]
         if len(sharded) == 2:
             dtype = eqn.outvars[0].aval.dtype
@@ -244,7 +247,7 @@ class _Evaluator:
         return self._partition.gather(first.layout.without(dims), own)
 
     def _call(self, eqn: Any, function: Any, operands: list[Any]) -> list[Any]:
-        """The results of a function of its own that an equation calls."""
+        """The results of a function that an equation calls."""
         if isinstance(function, core.ClosedJaxpr):
             jaxpr, consts = function.jaxpr, function.consts
         else:
@@ -257,7 +260,7 @@ class _Evaluator:
     def _own(
         self, value: Any, shape: tuple[int, ...], out: tuple[int, ...], layout: layouts_lib.Layout
     ) -> Any:
-        """This replica's shard of a value that stands for an array of a shape, as large as the result's; a scalar stays one."""
+        """This replica's shard of a value of this shape, broadcast to the shape of the result. A scalar stays one."""
         if isinstance(value, values.Shard):
             return value.array
         if isinstance(value, values.Layers):
@@ -279,7 +282,7 @@ class _Evaluator:
         return values.Partial(kind, own, jnp.full((), kind == "and", own.dtype))
 
     def _total(self, value: Any) -> Any:
-        """The value, a reduction put together."""
+        """The value itself, or the total over all replicas if it is a `Partial`."""
         if not isinstance(value, values.Partial):
             return value
         if value not in self._totals:
@@ -288,8 +291,8 @@ class _Evaluator:
         return self._totals[value]
 
     def _cond(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        # All branches, and then a selection: they may hold reductions over replicas, and no collective is
-        # conditional.
+        # Evaluates all branches and selects a result, because branches may contain reductions over replicas and no
+        # collective may be conditional.
         index, *operands = operands
         branches = [self._call(eqn, branch, operands) for branch in eqn.params["branches"]]
         results = []
@@ -300,7 +303,7 @@ class _Evaluator:
         return results
 
     def _rule_of(self, eqn: Any) -> str:
-        # The innermost scope that is a rule's names the rule whose operation it is.
+        # The operation belongs to the rule that the innermost matching scope names.
         rule = self._rules[0]
         for scopes in [*self._scopes, str(eqn.source_info.name_stack)]:
             for name in scopes.split("/"):
@@ -311,14 +314,14 @@ class _Evaluator:
     def _summed_refusal(self, eqn: Any, shard: values.Shard) -> ValueError:
         return ValueError(
             f"{self._rule_of(eqn)} cannot be used with shard_params=True: its {eqn.primitive.name} takes a replica's own "
-            f"gradient of '{shard.layout.path}' before the replicas' are summed, and with shard_params no replica has "
-            "one: what comes back from a network is summed already. Act on the sum, as in "
-            "CrossShardOptimizer(optax.chain(optax.clip_by_global_norm(1.0), ...)), or take shard_update=True alone."
+            f"gradient of '{shard.layout.path}' before the sum over replicas, but with shard_params no replica has "
+            "one: differentiating a network returns the sum. Act on the sum, as in "
+            "CrossShardOptimizer(optax.chain(optax.clip_by_global_norm(1.0), ...)), or set only shard_update=True."
         )
 
     def _refusal(self, eqn: Any, shard: values.Shard) -> ValueError:
         return ValueError(
             f"{self._rule_of(eqn)} cannot be sharded: its {eqn.primitive.name} takes '{shard.layout.path}' "
-            f"{shard.layout.shape}, of which each replica would hold a shard, and does more than return a value of it. "
-            "Leave it out of the rule, or take shard_update=False."
+            f"{shard.layout.shape}, of which each replica would hold a shard, and has effects besides its result. "
+            "Leave it out of the rule, or set shard_update=False."
         )

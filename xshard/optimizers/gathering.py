@@ -1,8 +1,9 @@
-"""Parameters in shards, gathered where a network asks Haiku for them.
+"""Parameters held in shards, and gathered where a network asks Haiku for them.
 
-A replica has its shard of a parameter between steps. A Haiku getter around the network makes the whole of it, in the
-compute type, each time that a module asks: in `hk.layer_stack` a layer at a time. What is gathered is not kept for the
-backward pass, but gathered again; the gradient of the gather is the shard of the sum over the replicas.
+Between steps each replica holds its shard of a parameter. A Haiku getter around the network gathers the whole
+parameter, in the compute type, each time that a module asks for it: in `hk.layer_stack` one layer at a time. Gathered
+arrays are not kept for the backward pass but gathered again. The gradient of a gather is this replica's shard of the
+sum over the replicas.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, its third
 stage, https://arxiv.org/abs/1910.02054.
@@ -24,21 +25,21 @@ from xshard import errors, mesh
 from xshard.optimizers import again, shards, trees, varying
 from xshard.optimizers import layouts as layouts_lib
 
-# The elements that a shard has at least, a row of a TPU's memory: to gather fewer costs more than it saves.
+# The least number of elements in a shard, one row of a TPU memory tile. Gathering fewer costs more than it saves.
 _SMALLEST = 128
 
 _BY_HAND = (
-    "A network is differentiated with respect to its parameters outside of Learner.update; with shard_params=True what comes "
-    "back is a replica's shard of the sum over all of them, and not its own gradient. Hand the loss to Learner.update, or set "
+    "A network is differentiated with respect to its parameters outside of Learner.update. With shard_params=True the result "
+    "is a replica's shard of the sum over all replicas, and not its own gradient. Pass the loss to Learner.update, or set "
     "reduction.shard_params to False."
 )
 
-# Begins what is noted of a value that is made of a shard; and of one that has come into a loop or a branch since.
+# Prefixes of notes on a value: it is computed from the shard of a path; and it has entered a loop or a branch since.
 _SHARD, _WITHIN = "shard:", "within:"
 
 
 def noting(network: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
-    """A network, and the shapes in which it asks for its parameters, by path, known once these are made."""
+    """The network, and the shapes in which it asks for its parameters, by path, filled while these are created."""
     asked: dict[str, tuple[int, ...]] = {}
 
     def note(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
@@ -56,14 +57,14 @@ def layouts_of(
     on: jax.sharding.Mesh,
     rules: mesh.Rules = (),
 ) -> layouts_lib.Layouts:
-    """Decides how the parameters of a network lie over the replicas of a mesh, and their slots, by path.
+    """Decides how the parameters of a network and their slots lie over the replicas of a mesh, by path.
 
     Args:
       params: arrays or shapes.
-      asked: what `noting` has noted. What has leading dimensions besides is scanned over, and not sharded along these;
-        what is not in it, and what is small, is whole on each replica.
+      asked: the shapes that `noting` recorded. Extra leading dimensions of a parameter are scanned over, and are not
+        sharded. A parameter that is small or not in `asked` is whole on each replica.
       on: the mesh.
-      rules: what lies along its other axes already.
+      rules: the sharding rules for the other mesh axes.
     """
     count = on.shape[mesh.REPLICA]
     found = layouts_lib.of_params(params, count, rules)
@@ -81,13 +82,13 @@ def layouts_of(
 
 
 def held(params: Any, layouts: layouts_lib.Layouts) -> dict[str, jax.Array]:
-    """Those of the parameters, by path, of which there is a shard."""
+    """The parameters that are held in shards, by path."""
     leaves = trees.leaves_by_path(params).items()
     return {path: x for path, x in leaves if path in layouts and layouts[path].is_held(x)}
 
 
 def not_held(params: Any, layouts: layouts_lib.Layouts) -> dict[str, jax.Array]:
-    """The others."""
+    """The parameters that are held whole, by path."""
     shares = held(params, layouts)
     return {path: x for path, x in trees.leaves_by_path(params).items() if path not in shares}
 
@@ -98,7 +99,7 @@ def specs(
     """The mesh axes of the parameters that are held in shards, by path.
 
     Args:
-      layouts: what `layouts_of` returns.
+      layouts: the layouts that `layouts_of` returns.
       of_groups: the axes of a leading dimension of groups.
       manual: as for `Layout.spec`.
     """
@@ -110,7 +111,7 @@ def specs(
 def gathered(
     params: Any, on: jax.sharding.Mesh, layouts: layouts_lib.Layouts, dtype: Any
 ) -> dict[str, jax.Array]:
-    """The whole of each of the parameters of which there is a shard, by path, with the arguments of `applied`."""
+    """Gathers each parameter that is held in shards, by path. Arguments as for `applied`."""
     gather = functools.partial(_gather, _partition(on, layouts), dtype, "float32", False)
     return {path: gather(layouts[path], x) for path, x in held(params, layouts).items()}
 
@@ -125,16 +126,16 @@ def applied(
     by_hand: bool = False,
     ready: Mapping[str, jax.Array] = types.MappingProxyType({}),
 ) -> Callable[..., Any]:
-    """The `apply` of a network, as `hk.transform_with_state` has it, that takes shards of parameters, too.
+    """The `apply` of a network, as `hk.transform_with_state` returns it, that also accepts shards of parameters.
 
     Args:
       network: a Haiku function.
       on: a mesh of `xshard.mesh.make_mesh`.
-      layouts: what `layouts_of` returns.
+      layouts: the layouts that `layouts_of` returns.
       dtype: the type to gather in.
-      reduce_dtype: the type to sum gradients in, as `Partition.scatter` has it.
-      by_hand: whether what differentiates it with respect to its parameters would be no update; it is refused.
-      ready: what `gathered` has returned for some of these parameters, and is not gathered again.
+      reduce_dtype: the type to sum gradients in, as for `Partition.scatter`.
+      by_hand: whether differentiating by parameters would bypass `Learner.update`, so that it raises UserError.
+      ready: arrays that `gathered` has returned for some of these parameters; they are not gathered again.
     """
 
     def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,8 +155,8 @@ def applied(
 
 
 def _partition(on: jax.sharding.Mesh, layouts: layouts_lib.Layouts) -> shards.Partition:
-    # Both ways in the same steps: over all chips of a torus of three axes at once each gather would be an all-reduce, which
-    # sends twice the bytes and leaves nothing to be computed meanwhile.
+    # Gathers use the scatter's steps. In one step over all chips of a three-axis torus, each gather would become an
+    # all-reduce, which sends twice the bytes and cannot overlap with computation.
     steps, _ = mesh.torus_steps(on)
     return shards.Partition(
         {},
@@ -170,6 +171,7 @@ def _partition(on: jax.sharding.Mesh, layouts: layouts_lib.Layouts) -> shards.Pa
 def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Callable[..., Any]:
     def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
         value, whole = next_getter(value), tuple(context.original_shape)
+        # Haiku knows only the shape that the module asks for, so the shard is recognized by its own shape.
         dim = _sharded_along(value.shape, whole, partition.count)
         if dim is None:
             return value
@@ -182,13 +184,14 @@ def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Ca
 def _gathered_again(
     run: Callable[[Sequence[str], Any], Any], params: Any, layouts: layouts_lib.Layouts
 ) -> Any:
-    """What `run(early, params)` returns, whose backward pass keeps all but what is gathered.
+    """The result of `run(early, params)`. Its backward pass keeps all intermediate values except gathered parameters.
 
     Args:
-      run: applies a network; it first gathers the parameters of some paths.
-      params: of the network.
-      layouts: of the parameters.
+      run: gathers the parameters of the paths `early`, then applies the network.
+      params: the parameters of the network.
+      layouts: the layouts of the parameters.
     """
+    # Traced once to find the parameters that must be gathered early, then again with these gathered.
     program, shapes = jax.make_jaxpr(functools.partial(run, ()), return_shape=True)(params)
     followed = _Followed(params, layouts)
     followed.through(program.jaxpr)
@@ -202,7 +205,7 @@ def _gathered_again(
 
 
 def with_getter(network: Callable[..., Any], getter: Any) -> Callable[..., Any]:
-    """A network whose parameters a Haiku getter is asked for."""
+    """The network, with a Haiku getter around it that supplies its parameters."""
 
     @functools.wraps(network)
     def asking(*args: Any, **kwargs: Any) -> Any:
@@ -213,7 +216,7 @@ def with_getter(network: Callable[..., Any], getter: Any) -> Callable[..., Any]:
 
 
 def _sharded_along(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | None:
-    """The dimension along which an array of one shape is a shard of one of another; None: it is not, as Haiku may say."""
+    """The dimension along which `shape` is a shard of `whole`; None if no dimension fits."""
     for dim in range(min(len(shape), len(whole))):
         if (*shape[:dim], shape[dim] * count, *shape[dim + 1 :]) == whole:
             return dim
@@ -221,10 +224,10 @@ def _sharded_along(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -
 
 
 def _lies_along(layouts: layouts_lib.Layouts, name: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """The mesh axes that a parameter lies along besides, by its name in a network and its shape.
+    """The other mesh axes that a parameter lies along, by its name in a network and its shape.
 
-    In a scan over layers a module knows the end of its path alone. Where that fits parameters which lie along
-    different axes none is returned, and XLA makes the array whole along these, too, before it is gathered.
+    In a scan over layers a module knows only the end of its path. If this end fits parameters that lie along
+    different axes, no axes are returned, and XLA makes the array whole along them before it is gathered.
     """
     places = set()
     for path, layout in layouts.items():
@@ -243,10 +246,10 @@ def _gather(
     shard: jax.Array,
     ready: jax.Array | None = None,
 ) -> jax.Array:
-    """The whole of an array of which there is a shard; its gradient is the shard of the sum over the replicas."""
+    """Gathers a whole array from its shards; its gradient is this replica's shard of the sum over the replicas."""
     sent = dtype if jnp.issubdtype(shard.dtype, jnp.floating) else shard.dtype
 
-    # By this name, `GATHERED`, the program shows it.
+    # `varying.GATHERED` is this function's name, by which an analysis of the program finds it.
     def gathered_parameter(shard: jax.Array, ready: jax.Array | None) -> jax.Array:
         return partition.gather(layout, shard.astype(sent)) if ready is None else ready
 
@@ -263,24 +266,24 @@ def _gather(
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Returns whether what a primitive makes is kept for the backward pass: all but what is gathered."""
+    """Returns whether a primitive's result is kept for the backward pass: all results except gathered arrays."""
     return primitive.name != "all_gather"
 
 
 class _Followed:
-    """What becomes of the shards that a network is given, in its program.
+    """Follows parameter shards through a network's program.
 
     Attributes:
-      early: the paths of parameters that it asks for in a branch or in a loop over anything but layers: in a
-        branch a gather would be one that only some replicas meet in, and in a loop one for each round.
+      early: the paths of parameters that the network asks for in a branch, or in a loop over anything but layers.
+        A gather in a branch could hang, since only some replicas may reach it; one in a loop would repeat each round.
     """
 
     def __init__(self, params: Any, layouts: layouts_lib.Layouts):
-        """Looks at nothing yet.
+        """Notes which parameters are shards.
 
         Args:
-          params: of the network.
-          layouts: of the parameters.
+          params: the parameters of the network.
+          layouts: the layouts of the parameters.
         """
         self.early: set[str] = set()
         shares = held(params, layouts)
@@ -288,17 +291,17 @@ class _Followed:
         self._inputs = [frozenset([_SHARD + path] if path in shares else []) for path in paths]
 
     def through(self, jaxpr: core.Jaxpr) -> None:
-        """Follows them through the network's program, whose arguments are the parameters.
+        """Follows the shards through the network's program, whose arguments are the parameters.
 
         Raises:
-          UserError: if a shard is used in another way than to be gathered.
+          UserError: if an output depends on a shard that was used without being gathered.
         """
         for noted in varying.outputs(jaxpr, self._inputs, self._of_equation):
             for path in _paths(noted):
                 raise errors.UserError(
                     f"The network uses the parameter {path!r} without asking hk.get_parameter for it, such as by "
-                    "params_dict(); with shard_params=True each replica holds a shard of it, and what a module asks Haiku for "
-                    "is gathered. Ask for it, or set shard_params=False."
+                    "params_dict(). With shard_params=True each replica holds a shard of it, and only hk.get_parameter "
+                    "gathers it. Ask for it, or set shard_params=False."
                 )
 
     def _of_equation(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
@@ -306,19 +309,19 @@ class _Followed:
             self.early.update(_paths(inputs[0], _WITHIN))
             return [frozenset() for _ in eqn.outvars]
         entering = _entering(eqn, inputs)
-        # Once they are marked an equation is like any other.
+        # With its inputs already marked, an equation is treated like any other.
         if entering == inputs:
             return None
         return varying.of_equation(eqn, entering, self._of_equation)
 
 
 def _entering(eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes]:
-    """The inputs of an equation, marked if they go into a branch, or into a loop not as a layer of it."""
+    """The inputs of an equation, marked where they enter a branch, or enter a loop other than as scanned layers."""
     name, params = eqn.primitive.name, eqn.params
     if name in ("cond", "while"):
         return [_within(noted) for noted in inputs]
     if name == "scan":
-        # What is scanned over is of a layer; what is not is asked for again in each round.
+        # A scanned array supplies one layer each round. Any other array would be gathered again in each round.
         fixed = params["num_consts"] + params["num_carry"]
         return [*(_within(noted) for noted in inputs[:fixed]), *inputs[fixed:]]
     return inputs
@@ -329,5 +332,5 @@ def _within(noted: varying.Axes) -> varying.Axes:
 
 
 def _paths(noted: varying.Axes, kind: str = _SHARD) -> list[str]:
-    """The parameters of which a value is noted to be of a kind."""
+    """The paths of the parameters in a value's notes of one kind."""
     return sorted(x.removeprefix(kind) for x in noted if x.startswith(kind))

@@ -22,9 +22,9 @@ Loss = Callable[[trees.Params], Any]
 class MicroBatches:
     """Losses of one function at several inputs, computed one after the other by `lax.scan`.
 
-    The program is as large as for one of them, and the activations of one are alive at once. Gradients
-    are summed in float32 or wider, with AggregationMethod.EXPERIMENTAL_TREE in pairs, which keeps one more
-    gradient alive for each doubling; else into a running sum.
+    The program is as large as for one input, and only one input's activations are alive at a time. Gradients
+    are summed in float32 or wider, into a running sum. AggregationMethod.EXPERIMENTAL_TREE sums them in pairs
+    instead, which keeps one more gradient alive each time that the number of inputs doubles.
 
     Attributes:
       loss: a function of the parameters and one input.
@@ -55,10 +55,10 @@ class AggregationMethod:
     Source: `tf.AggregationMethod`. All of them sum in float32 or wider.
 
     Attributes:
-      ADD_N: all gradients are computed, in any order, then added one by one. The default.
-      EXPERIMENTAL_TREE: as ADD_N, but added in pairs: rounding grows with log2 of their number.
-      EXPERIMENTAL_ACCUMULATE_N: one loss after the other into a running sum, so that two gradients
-        at most, and the activations of one micro-batch, are alive at once.
+      ADD_N: computes all gradients, in any order, then adds them one by one. The default.
+      EXPERIMENTAL_TREE: as ADD_N, but adds in pairs, so that rounding grows with log2 of their number.
+      EXPERIMENTAL_ACCUMULATE_N: differentiates one loss after the other into a running sum. At most two
+        gradients, and the activations of one loss, are alive at once.
     """
 
     ADD_N = 0
@@ -68,7 +68,7 @@ class AggregationMethod:
 
 
 def method(name: str) -> int:
-    """The constant of `AggregationMethod` of a name; ValueError if there is none."""
+    """The constant of `AggregationMethod` with this name; UserError if there is none."""
     names = [name for name in vars(AggregationMethod) if name.isupper()]
     if name not in names:
         raise errors.UserError(
@@ -79,7 +79,7 @@ def method(name: str) -> int:
 
 
 def check_options(gate_gradients: Any, aggregation_method: Any) -> None:
-    """Raises ValueError unless both are among the constants above."""
+    """Raises ValueError unless both options are among the constants above."""
     if isinstance(gate_gradients, bool) or gate_gradients not in (GATE_NONE, GATE_OP, GATE_GRAPH):
         raise ValueError(
             "gate_gradients must be one of Optimizer.GATE_NONE, Optimizer.GATE_OP, "
@@ -102,7 +102,7 @@ def check_loss(loss: Any) -> None:
         if not callable(function):
             raise ValueError(
                 "loss must be a function of the parameters, a list of such functions, or MicroBatches; "
-                f"received {_shown(function)}. A value does not say what it was computed from: pass "
+                f"received {_shown(function)}. A value does not record how it was computed: pass "
                 "lambda params: ... in its place."
             )
 
@@ -119,9 +119,9 @@ def value_and_grad(
     """Differentiates with respect to the parameters in `trained`, {path: array}.
 
     Returns:
-      `(value, aux, {path: gradient})`, with the gradients of the parameters that a loss depends on, or while
-      `hk.running_init()` of all, so that state is made for them; for several losses the sum of the values
-      and a list of aux, which for micro-batches is stacked.
+      `(value, aux, {path: gradient})`. Only parameters that a loss depends on have a gradient; while
+      `hk.running_init()` all of them have one, so that state is created for them. For several losses the value
+      is their sum and aux is a list; for micro-batches aux is stacked.
     """
     check_loss(loss)
     reached = dependence.Reached()
@@ -129,7 +129,8 @@ def value_and_grad(
         _evaluate_one, params=params, trained=trained, reached=reached, has_aux=has_aux
     )
     value, aux, grads = _evaluate_all(evaluate, loss, trained, aggregation_method, grad_loss)
-    # What no loss depends on has no gradient: by one of zeros a rule would move it, as weight decay does.
+    # A parameter that no loss depends on gets no gradient. With a gradient of zeros, a rule with weight decay
+    # would still change it.
     if not hk.running_init():
         grads = {path: grad for path, grad in grads.items() if path in reached.paths}
     return value, aux, grads
@@ -186,7 +187,7 @@ def _evaluate_one(
     def objective(trained: dict[str, Any]) -> tuple[jax.Array, Any]:
         arguments = trees.replace(params, trained)
         if wait_for:
-            # Without the barrier XLA may run all forward passes first, and hold their activations.
+            # Without the barrier XLA may run all forward passes first, and keep all their activations alive.
             arguments, _ = lax.optimization_barrier((arguments, wait_for))
         value, aux = _value_and_aux(loss(reached.watch(arguments, trained)), has_aux)
         return _weighted_sum(value, weight), (value, aux)
@@ -196,12 +197,12 @@ def _evaluate_one(
 
 
 def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    """Splits what a loss returns; raises ValueError if it is not what `has_aux` says."""
+    """Splits the return value of a loss; raises ValueError if it does not match `has_aux`."""
     is_pair = isinstance(out, tuple) and len(out) == 2
     if has_aux and not is_pair:
         raise ValueError(
             "With has_aux=True a loss must return (value, aux), a tuple of two; it returned "
-            f"{_shown(out)}. Return both, or leave has_aux away."
+            f"{_shown(out)}. Return both, or leave out has_aux."
         )
     value, aux = out if has_aux else (out, None)
     if not jax.tree_util.all_leaves([value]):
@@ -225,7 +226,7 @@ def _shown(x: Any) -> str:
 
 
 def _weighted_sum(value: jax.Array, weight: jax.Array | None) -> jax.Array:
-    """The scalar to differentiate. It may overflow: only its derivative, the weight, is used."""
+    """The scalar to differentiate. It may overflow, because only its derivative, the weight, is used."""
     shape = () if weight is None else weight.shape
     if value.shape != shape:
         raise ValueError(
@@ -258,7 +259,7 @@ def _accumulate(
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     total: Any = None
     auxes = []
-    # Each loss waits for the sum so far, so that no two of them hold activations at once.
+    # Each loss waits for the sum so far, so that only one of them holds activations at a time.
     for loss, weight in zip(losses, weights, strict=True):
         value, aux, grads = evaluate(loss, weight, wait_for=(total,))
         new = _widen((value, grads))
@@ -281,7 +282,7 @@ def _scan(
             f"{jax.tree.map(jnp.shape, loss.inputs)}."
         )
     ((count,),) = counts
-    # Selected from the parameters, so that JAX knows them to vary over mapped axes as gradients do.
+    # The initial carry must vary over the same mapped axes as the gradients, so it is selected from the parameters.
     never = jnp.zeros((), jnp.bool_)
     zeros = jax.tree.map(lambda p: jnp.where(never, trees.widen(p), 0), trained)
 
@@ -307,10 +308,10 @@ def _sum_in_pairs(
     if count == 1:
         total, out = f(jax.tree.map(lambda x: x[0], xs))
         return total, jax.tree.map(lambda x: jnp.asarray(x)[None], out)
-    # The largest power of 2 below the count.
+    # The largest power of 2 below the count, so that the first part is a complete binary tree.
     first = 1 << (count - 1).bit_length() - 1
     if count == 2 * first:
-        # Loops in loops, so that the program has `f` in it once.
+        # Nested loops, so that the program contains `f` only once.
         def add(total: Any, half: Any) -> tuple[Any, Any]:
             part, out = _sum_in_pairs(f, zeros, half, first)
             return jax.tree.map(jnp.add, total, part), out

@@ -1,4 +1,4 @@
-"""What a run reads of its update rule, and asks of it."""
+"""A run's queries of its update rule, and its requirements on it."""
 
 import collections
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from xshard import mesh as mesh_lib
 from xshard.optimizers import base, cross_shard, loss_scale, phases, skips, trees
 from xshard.optimizers import optax as optax_optimizer
 
-# Of gradients, and of parameters.
+# The metric names of the norms of gradients and of parameters.
 NORMS = ("gradient_norm", "parameter_norm")
 
-# Before a gradient's path in the name of what counts its elements.
+# The prefix of a gradient's path in the name of the scope that counts its non-finite elements.
 GRADIENT = "gradient_of:"
 
 # The folder of `optax.inject_hyperparams` in its state.
@@ -23,7 +23,7 @@ _HYPERPARAMETERS = "hyperparams"
 
 
 class SkipNonfinite(base.OptimizerWrapper):
-    """Leaves out each step with a gradient that is not finite, as a dynamic loss scale does; has no state."""
+    """Skips each step with a gradient that is not finite, as a dynamic loss scale does. It has no state."""
 
     def __init__(self, opt: base.Optimizer):
         super().__init__()
@@ -35,7 +35,7 @@ class SkipNonfinite(base.OptimizerWrapper):
         return finite if opt_vote is True else jnp.logical_and(finite, opt_vote)
 
     def get_name(self) -> str:
-        """The wrapped rule's."""
+        """The wrapped rule's name."""
         return self.opt.get_name()
 
 
@@ -45,7 +45,7 @@ def reducing(opt: base.Optimizer) -> list[cross_shard.CrossShardOptimizer]:
 
 
 def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> None:
-    """Raises UserError unless a rule, which `where` has made, reduces over all replicas of a mesh, in a way that fits it."""
+    """Raises UserError unless a rule, made by `where`, reduces over all replicas of a mesh with options that fit it."""
     rules = reducing(opt)
     over = {axis for rule in rules for axis in (rule.axis_name, rule.slice_axis_name)}
     wanted = {mesh_lib.REPLICA, *([mesh_lib.SLICE] if mesh_lib.num_slices(mesh) > 1 else [])}
@@ -72,17 +72,17 @@ def check_shards_params(opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: 
 
     Args:
       opt: the rule.
-      mesh: of the run.
-      clips: whether a replica's own gradients are acted on before they are summed.
+      mesh: the run's mesh.
+      clips: whether the learner clips a replica's own gradients before they are summed.
     """
     why = ""
     if clips:
         why = (
-            "clip_gradients: no replica has gradients of its own, as what comes back from a network is summed. Clip the sum "
-            "in the rule, as optax.clip_by_global_norm does"
+            "clip_gradients: no replica has its own gradients, because differentiating a network returns their sum. Clip the "
+            "sum in the rule, as optax.clip_by_global_norm does"
         )
     elif type(opt).apply_gradients is not base.Optimizer.apply_gradients:
-        why = f"{type(opt).__name__}, whose apply_gradients is its own. Implement update instead"
+        why = f"{type(opt).__name__}, which overrides apply_gradients. Implement update instead"
     if why:
         raise errors.UserError(
             f"reduction.shard_params=True cannot be used with {why}; or set reduction.shard_params to False."
@@ -90,17 +90,17 @@ def check_shards_params(opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: 
 
 
 def check_skips(opt: base.Optimizer) -> None:
-    """Raises UserError if `SkipNonfinite` around a rule would not call how that applies gradients."""
+    """Raises UserError if a rule overrides `apply_gradients`, which `SkipNonfinite` around it would not call."""
     if type(opt).apply_gradients is not base.Optimizer.apply_gradients:
         raise errors.UserError(
-            f"on_nonfinite='skip' cannot be used with {type(opt).__name__}, whose apply_gradients is its own and "
-            "would not be called: it votes as `Optimizer.apply_gradients` has it. Implement vote and update "
+            f"on_nonfinite='skip' cannot be used with {type(opt).__name__}, which overrides apply_gradients: skipping "
+            "calls `Optimizer.apply_gradients`, and would not call the override. Implement vote and update "
             "instead, or set on_nonfinite to 'stop' or 'warn'."
         )
 
 
 def loss_scales(opt: base.Optimizer) -> list[jax.Array]:
-    """The loss scales that rules have now, outermost first."""
+    """The current loss scales of all rules, outermost first."""
     return [
         rule.loss_scale()
         for rule in base.held(opt)
@@ -109,11 +109,11 @@ def loss_scales(opt: base.Optimizer) -> list[jax.Array]:
 
 
 def schedules(opt: base.Optimizer, updates: Any) -> dict[str, Any]:
-    """The values that the schedules of rules have for the next update, by name; by rule and name if two share it.
+    """The values of all rules' schedules for the next update, by name; by rule and name if two share a name.
 
     Args:
       opt: the rule.
-      updates: the number of updates applied, which counts where a transformation keeps no count.
+      updates: the number of updates applied, used as the count if a transformation keeps none.
     """
     values = []
     for rule in base.held(opt):
@@ -122,21 +122,21 @@ def schedules(opt: base.Optimizer, updates: Any) -> dict[str, Any]:
             names = [name for name in sorted(state) if name.rpartition("/")[2] == "count"]
             counts = [state[name] for name in names if skips.is_integer_scalar(state[name])]
             count = next(iter(counts), updates)
-            # As optax calls them.
+            # optax also calls schedules with standard type promotion.
             with jax.numpy_dtype_promotion("standard"):
                 values += [(rule.name, name, f(count)) for name, f in rule.schedules.items()]
     return _by_shortest_name(values)
 
 
 def hyperparameters(opt: base.Optimizer, params: trees.Params) -> dict[str, Any]:
-    """The scalars that `optax.inject_hyperparams` keeps, as the last update had them.
+    """The scalars that `optax.inject_hyperparams` keeps, with their values in the last update.
 
     Args:
       opt: the rule.
-      params: the parameters, whose slots are no such scalars, whatever a module is called.
+      params: the parameters. Their slots are left out, even if a module is named 'hyperparams'.
 
     Returns:
-      The scalars by name; where two share it, by the path of what keeps them in the rules' state.
+      The scalars by name; if two share a name, by their paths in the rules' state.
     """
     values = []
     paths = trees.leaves_by_path(params).keys()
@@ -151,30 +151,30 @@ def hyperparameters(opt: base.Optimizer, params: trees.Params) -> dict[str, Any]
 
 
 def _state(rule: base.Optimizer) -> dict[str, Any]:
-    """The rule's own state as it is now, by the names within it."""
+    """The rule's own current state, by names without the module's."""
     own = rule.state_dict().items()
     return {name.removeprefix(f"{rule.module_name}/"): x for name, x in own}
 
 
 def _by_shortest_name(values: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
-    """Values of a place and a name each, by their names; by both where two share a name."""
+    """Maps (place, name, value) to values by name, or by place and name if two share a name."""
     counts = collections.Counter(name for _, name, _ in values)
     return {name if counts[name] == 1 else f"{place}/{name}": x for place, name, x in values}
 
 
 def apply(opt: base.Optimizer, grads: Any, params: Any, global_step: Any) -> phases.Applied:
-    """Applies gradients; a rule that does so in a way of its own is asked for no more than the result."""
+    """Applies gradients. A rule that overrides `apply_gradients` returns only its result."""
     if type(opt).apply_gradients is base.Optimizer.apply_gradients:
         return opt.apply(grads, params, global_step)
-    # What it has aggregated is its own.
+    # The override does not expose its aggregated gradients.
     params, global_step = opt.apply_gradients(grads, params, global_step)
     return phases.Applied(params, None, global_step, None, None, None)
 
 
 def count_nonfinite(applied: phases.Applied) -> jax.Array:
-    """Counts the elements of each gradient that are not finite, of a parameter without a gradient none, in float32.
+    """Counts the non-finite elements of each gradient, in float32; 0 for a parameter without a gradient.
 
-    In the type of the norms, which come of the same arrays: what is summed of both goes in one reduction.
+    The counts have the type of the norms of the same arrays, so that one reduction sums both over the replicas.
     """
     if applied.grads is None:
         return jnp.zeros((0,), jnp.float32)
@@ -182,7 +182,7 @@ def count_nonfinite(applied: phases.Applied) -> jax.Array:
     numbers = [jnp.zeros((), jnp.float32)] * len(grads)
     for index, (path, grad) in enumerate(grads.items()):
         if grad is not None:
-            # By this name the program shows which is which.
+            # The scope's name tells in the program which gradient an operation counts.
             with jax.named_scope(f"{GRADIENT}{path}"):
                 numbers[index] = _number_nonfinite(grad)
     return jnp.stack(numbers)
@@ -193,7 +193,7 @@ def _number_nonfinite(x: jax.Array) -> jax.Array:
 
 
 def norms(applied: phases.Applied) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`shares` and `squares` of the gradients of an update, and of the parameters that it has made."""
+    """`shares` and `squares`, as the learner's `_Update` defines them, of the gradients and of the new parameters."""
     if applied.grads is None:
         return {}, {}
     trees_of = (applied.grads, applied.new_params)

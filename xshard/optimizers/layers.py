@@ -1,7 +1,8 @@
-"""What a rule does with each layer of a stack by itself, on the layers that a replica has.
+"""Evaluation of functions that treat each layer of a stack separately, on the layers that a replica holds.
 
-An array of a stack of layers, as `hk.layer_stack` makes it, has a leading dimension of layers. Where each replica has some
-whole layers, a function that does not mix layers is evaluated on these alone, such as the matrix products in Muon.
+An array of stacked layers, as `hk.layer_stack` creates it, has a leading dimension of layers. If each replica holds
+some whole layers, it can evaluate a function that does not mix layers, such as the matrix products in Muon, on these
+alone.
 """
 
 from collections.abc import Sequence
@@ -14,34 +15,34 @@ from jax.extend import core
 from xshard.optimizers import primitives, values, varying
 from xshard.optimizers.values import Layers
 
-# Primitives of matrices, whose other dimensions are of matrices side by side.
+# Primitives of matrices: all dimensions but the last two are batch dimensions.
 _OF_MATRICES = {"cholesky", "eigh", "householder_product", "lu", "qr", "svd", "triangular_solve"}
 
 
 class MixedError(Exception):
-    """An equation takes several layers together, or is none that is known not to."""
+    """An equation mixes layers, or is not known to keep them separate."""
 
 
 def run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """The results of a program of whole stacks.
+    """Evaluates a program of whole stacks on this replica's layers.
 
     Args:
       jaxpr: the program.
-      consts: of the program.
-      args: `Layers` in the place of each array of all layers; other arrays as they are.
+      consts: the values of its constants.
+      args: `Layers` in place of each array of stacked layers; other arrays as they are.
 
     Returns:
-      `Layers` for what is made of such.
+      The results, as `Layers` if they depend on `Layers`.
 
     Raises:
-      MixedError: if it mixes layers.
+      MixedError: if the program mixes layers.
     """
     results = primitives.evaluate(jaxpr, consts, args, equation)
     return list(map(_whole, results, jaxpr.outvars))
 
 
 def equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation; operands and results as for `run`."""
+    """Evaluates an equation, with operands and results as for `run`."""
     name = eqn.primitive.name
     is_layers = [isinstance(x, Layers) for x in operands]
     if name in primitives.CALLS:
@@ -60,9 +61,14 @@ def equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _changed(eqn: Any, is_layers: Sequence[bool], here: Layers) -> dict[str, Any]:
-    """The parameters of an equation of whole stacks that are others for the layers of a replica."""
+    """The parameters of an equation on whole stacks that change for this replica's layers.
+
+    Raises:
+      MixedError: if the equation mixes layers.
+    """
     name, params = eqn.primitive.name, eqn.params
     count, own = eqn.invars[is_layers.index(True)].aval.shape[0], len(here.array)
+    # Each case checks that the dimension of layers stays first, and that no layer depends on another.
     keeps = False
     changed: dict[str, Any] = {}
     if name in primitives.ELEMENTWISE:
@@ -89,15 +95,16 @@ def _changed(eqn: Any, is_layers: Sequence[bool], here: Layers) -> dict[str, Any
 
 
 def _keeps_products(dimension_numbers: Any, is_layers: Sequence[bool]) -> bool:
-    """Returns whether the products are of each layer, and the result's first dimension is that of layers."""
+    """Returns whether the products stay within each layer, and the result's first dimension is that of layers."""
     (left, _), (of_left, of_right) = dimension_numbers
     if all(is_layers):
         return of_left[:1] == of_right[:1] == (0,)
+    # Only the left operand may have layers alone, since dot_general puts its dimensions first in the result.
     return bool(is_layers[0] and not of_left and 0 not in left)
 
 
 def _alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The operands of an elementwise equation; numbers that stand for a whole stack of one value, as large as the others."""
+    """The operands of an elementwise equation, with each scalar that stands for a stack of one value broadcast."""
     shape = next(x.array.shape for x in operands if isinstance(x, Layers))
     alike = []
     for x, atom in zip(operands, eqn.invars, strict=True):
@@ -115,7 +122,7 @@ def _scan(eqn: Any, operands: Sequence[Any], is_layers: Sequence[bool]) -> list[
     carries = fixed + eqn.params["num_carry"]
     program, made = _on_layers(eqn.params["jaxpr"], operands)
     carried, in_each_round = made[: carries - fixed], made[carries - fixed :]
-    # What it scans over, or makes in each round, has another first dimension.
+    # Scanned inputs and stacked outputs have the rounds as their first dimension, so they cannot be `Layers`.
     if carried != is_layers[fixed:carries] or any(is_layers[carries:]) or any(in_each_round):
         raise MixedError
     return _marked(primitives.bind(eqn, *_arrays(eqn, operands), jaxpr=program), made)
@@ -132,7 +139,7 @@ def _cond(eqn: Any, operands: Sequence[Any], is_layers: Sequence[bool]) -> list[
 def _on_layers(
     closed: core.ClosedJaxpr, operands: Sequence[Any]
 ) -> tuple[core.ClosedJaxpr, list[bool]]:
-    """A program of whole stacks as one of the layers of its operands, and which of its results are of these."""
+    """Traces a program of whole stacks for this replica's layers; also returns which of its results are `Layers`."""
     is_layers = [isinstance(x, Layers) for x in operands]
     made: list[bool] = []
 
@@ -149,7 +156,7 @@ def _on_layers(
 
 
 def _arrays(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The arrays of layers, or whole ones, of the operands of an equation."""
+    """The raw arrays of an equation's operands: this replica's layers, or whole arrays."""
     return [_raw(_whole(x, atom)) for x, atom in zip(operands, eqn.invars, strict=True)]
 
 
@@ -158,7 +165,7 @@ def _marked(arrays: Sequence[Any], is_layers: Sequence[bool]) -> list[Any]:
 
 
 def _whole(x: Any, atom: Any) -> Any:
-    """`Layers` as they are, or the whole array that a value stands for."""
+    """`Layers` as they are; for any other value the whole array that it stands for."""
     return x if isinstance(x, Layers) else values.whole(x, atom.aval.shape)
 
 

@@ -1,4 +1,4 @@
-"""The sharding of an array over replicas, and how all of its shards are stored together."""
+"""The sharding of arrays over replicas, and the form in which all shards of an array are stored."""
 
 import dataclasses
 import math
@@ -12,9 +12,9 @@ from jax import lax
 from xshard import mesh
 from xshard.optimizers import trees
 
-# Begins the names of the state that holds what rounding has lost.
+# The first word in the names of the state arrays that hold rounding errors.
 ERROR = "error"
-# What an index in 32 bits can reach.
+# The largest array that 32-bit indices can address when it is flattened.
 _LARGEST_FLAT = 2**31 - 1
 
 
@@ -22,20 +22,22 @@ _LARGEST_FLAT = 2**31 - 1
 class Layout:
     """The sharding of one array into `count` equal shards.
 
-    An array is sharded along a dimension that `count` divides. One that has none is flattened and padded
-    with zeros to a multiple of `count`; its dimensions but the last are then 1, so that rules which go by
-    the number of dimensions see no other. A scalar, an array of less than `count` elements, and one of 2**31
-    or more that would have to be flattened, is not sharded: each replica has it whole.
+    An array is sharded along a dimension that `count` divides. An array without such a dimension is flattened
+    and padded with zeros to a multiple of `count`. All its stored dimensions but the last are then 1, so that
+    rules which depend on the number of dimensions see the same number.
+
+    Each replica holds the whole of a scalar, of an array with fewer than `count` elements, and of an array that
+    would have to be flattened but has more than 2**31 - 1 - `count` elements.
 
     Attributes:
       path: the array's name, for messages.
-      shape: of the whole array.
+      shape: the shape of the whole array.
       count: the number of shards.
       dim: the dimension of `stored_shape` that is sharded, or None.
       flat: whether the array is stored flattened.
-      along: the mesh axes that the dimensions of `shape` lie along besides.
-      copies: the size of a leading dimension, for arrays that differ by slice; 0: there is none.
-      held: whether of the parameter itself, too, each replica holds its shard alone between steps.
+      along: the other mesh axes that the dimensions of `shape` lie along.
+      copies: the size of a leading dimension, for arrays that differ by slice; 0 if there is none.
+      held: whether each replica also holds only its shard of the parameter itself between steps.
     """
 
     path: str = dataclasses.field(compare=False)
@@ -70,18 +72,18 @@ class Layout:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of one shard with the dimension of copies, of which a replica has one."""
+        """The shape of one shard, with a leading dimension of size 1 if the array differs by slice."""
         return (1, *self.shard_shape) if self.copies else self.shard_shape
 
     def spec(
         self, axis_name: Any, slice_axis_name: str | None = None, *, manual: bool = False
     ) -> jax.P:
-        """The mesh axes that the stored array lies along, that of copies first.
+        """The mesh axes that the stored array lies along, starting with the dimension of copies.
 
         Args:
           axis_name: the axis of the replicas, or a tuple of axes.
           slice_axis_name: the axis of the slices.
-          manual: without the axes that it lies along besides, as `jax.shard_map` wants it.
+          manual: whether to leave out the axes of `along`, as `jax.shard_map` over the replicas requires.
         """
         dims: list[Any] = [None] * len(self.shape)
         if not manual:
@@ -93,7 +95,7 @@ class Layout:
         return jax.P(*dims)
 
     def store(self, x: Any) -> jax.Array:
-        """All shards together, of `stored_shape`, of a whole array."""
+        """Converts a whole array to its stored form, all shards together in `stored_shape`."""
         if not self.flat:
             return jnp.asarray(x)
         padded = jnp.pad(jnp.ravel(x), (0, self.stored_shape[-1] - self.size))
@@ -106,18 +108,18 @@ class Layout:
         return jnp.ravel(stored)[: self.size].reshape(self.shape)
 
     def shard(self, x: Any, index: Any) -> jax.Array:
-        """The shard number `index` of a whole array; of a parameter that is held in shards, also of its shard."""
+        """Shard `index` of a whole array. The shard of a parameter held in shards is returned as it is."""
         if self.dim is None or self.is_held(x):
             return jnp.asarray(x)
         size = self.shard_shape[self.dim]
         return lax.dynamic_slice_in_dim(self.store(x), index * size, size, self.dim)
 
     def is_held(self, x: Any) -> bool:
-        """Returns whether an array is a shard of a parameter of which no replica has more."""
+        """Returns whether an array is the shard of a parameter that is held in shards."""
         return self.held and x.shape == self.shard_shape
 
     def without(self, dims: Sequence[int]) -> "Layout":
-        """The layout of what a reduction over other dimensions than the one that is sharded makes of the array."""
+        """The layout of the array after a reduction over `dims`, which must not include the sharded dimension."""
         left = [dim for dim in range(len(self.shape)) if dim not in dims]
         along = tuple(self.along[dim] for dim in left if dim < len(self.along))
         shape = tuple(self.shape[dim] for dim in left)
@@ -144,8 +146,8 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
       path: its name.
       shape: its shape.
       count: the number of shards.
-      spec: the mesh axis that each dimension lies along already; such a dimension is not sharded, nor is an
-        array flattened that has one.
+      spec: the mesh axis that each dimension already lies along, or None. A dimension with an axis is not
+        sharded again, and an array with such a dimension is not flattened.
     """
     along = tuple(spec)
     free = [dim >= len(along) or along[dim] is None for dim in range(len(shape))]
@@ -160,14 +162,14 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
 
 
 def divisible(shape: tuple[int, ...], count: int, free: Sequence[bool]) -> int | None:
-    """The dimension that an array is sharded along, of those that are free; None if the count divides none."""
+    """The free dimension to shard an array along; None if `count` divides none of them."""
     found = [dim for dim, size in enumerate(shape) if free[dim] and size % count == 0]
     good = [dim for dim in found if _fills_tiles(shape, dim, count)]
     return next(iter(good or found), None)
 
 
 def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
-    """Returns whether a shard ends where a tile of a TPU's memory ends, of 8 rows of 128; else it is copied."""
+    """Returns whether a shard ends at a TPU memory tile of 8 rows of 128 elements; otherwise it is copied."""
     size = shape[dim] // count
     if dim == len(shape) - 1:
         return size % 128 == 0
@@ -180,9 +182,9 @@ def of_params(params: Any, count: int, rules: mesh.Rules = ()) -> dict[str, Layo
     """Decides how to shard the arrays of a tree, by their paths.
 
     Args:
-      params: arrays or shapes; what is None has no layout.
+      params: arrays or shapes; None leaves get no layout.
       count: the number of shards.
-      rules: what lies along other axes already.
+      rules: the sharding rules for other mesh axes.
     """
     layouts = {}
     for path, x in trees.present(params).items():
@@ -193,15 +195,15 @@ def of_params(params: Any, count: int, rules: mesh.Rules = ()) -> dict[str, Layo
 def of_state(
     params: Layouts, state: Any, copies: int = 1, *, slots: bool = True
 ) -> dict[str, dict[str, Layout]]:
-    """Returns how the state of rules is sharded: `{module: {name: layout}}`; what is not named there is whole.
+    """Returns how the state of rules is sharded: `{module: {name: layout}}`. State without an entry is whole.
 
-    A slot is sharded as the parameter whose path ends its name, and whose shape it has.
+    A slot is sharded like the parameter whose path ends the slot's name, if it has that parameter's shape.
 
     Args:
-      params: of the parameters.
-      state: the rules' state, or its shapes: whole, or as it is stored.
-      copies: the number of slices, each of which keeps what its rounding has lost.
-      slots: whether the update is sharded; if not, only what rounding has lost is.
+      params: the layouts of the parameters.
+      state: the rules' state, or its shapes, in whole or in stored form.
+      copies: the number of slices, each of which keeps its own rounding errors.
+      slots: whether the update is sharded; if not, only rounding errors are.
     """
     layouts: dict[str, dict[str, Layout]] = {}
     for module, arrays in state.items():
@@ -220,7 +222,7 @@ def _of_slot(
         if layout is None:
             continue
         shapes = (layout.shape, layout.stored_shape)
-        # What rounding has lost has a leading dimension of slices.
+        # A rounding error has a leading dimension of slices.
         is_of_slices = len(shape) == len(layout.shape) + 1
         if name == f"{ERROR}/{path}" and is_of_slices and shape[1:] in shapes:
             return dataclasses.replace(layout, copies=copies)
@@ -231,13 +233,13 @@ def _of_slot(
 
 
 class StateSharding:
-    """The sharding of the state of rules with `shard_update=True`, for a step of one's own.
+    """The sharding of the state of rules with `shard_update=True`, for a custom training step.
 
-    Where there are several groups (`group_assignment`), a whole state has a leading dimension of groups, and a
-    stored one a leading dimension of replicas, of which a replica's step takes the one entry that it has.
+    With several groups (`group_assignment`), a whole state has a leading dimension of groups, and a stored state
+    a leading dimension of replicas. Each replica's step takes its own entry of that dimension.
 
     Attributes:
-      specs: the mesh axes that each stored array lies along, a tree of `jax.P` as the state.
+      specs: the mesh axes that each stored array lies along, a tree of `jax.P` with the state's structure.
     """
 
     def __init__(
@@ -255,13 +257,13 @@ class StateSharding:
         """Decides how each array is sharded.
 
         Args:
-          state: the whole state of one group's rules, or its shapes: what `Optimizer.init` makes.
+          state: the whole state of one group's rules, or its shapes, as `Optimizer.init` creates it.
           params: the parameters of one group, or their shapes.
-          replicas: the size of the mapped axis that the replicas are along.
-          axis_name: its name.
+          replicas: the size of the mapped axis of replicas.
+          axis_name: the name of that axis.
           group_assignment: as for `CrossShardOptimizer`.
           slices: the size of the mapped axis of slices, if there is one.
-          slice_axis_name: its name.
+          slice_axis_name: the name of that axis.
           sharding_rules: as for `CrossShardOptimizer`.
         """
         self._groups = group_assignment or ()
@@ -279,7 +281,7 @@ class StateSharding:
         self.specs = map_state(spec, self._layouts, state)
 
     def store(self, state: Any) -> Any:
-        """The state as a step takes it, of a whole one."""
+        """Converts a whole state to the stored form that a step takes."""
         each = self._store_groups if self._groups else stored
         return map_state(each, self._layouts, state)
 
@@ -289,7 +291,7 @@ class StateSharding:
         return map_state(each, self._layouts, state)
 
     def _store_groups(self, layout: Layout | None, x: Any) -> jax.Array:
-        """Each replica's entry of an array that has one for each group."""
+        """Stacks each replica's shard of an array that has one entry for each group."""
         shards: dict[int, Any] = {}
         for group, replicas in enumerate(self._groups):
             for index, replica in enumerate(replicas):
@@ -309,7 +311,7 @@ class StateSharding:
 
 
 def stored(layout: Layout | None, x: Any) -> Any:
-    """An array of state as it is stored, of a whole one; what has none for each slice is repeated."""
+    """Converts a whole state array to its stored form, repeated for each slice where slices keep their own."""
     if layout is None:
         return x
     each = for_each_slice(layout, x)
@@ -317,14 +319,14 @@ def stored(layout: Layout | None, x: Any) -> Any:
 
 
 def for_each_slice(layout: Layout, x: Any) -> Any:
-    """A whole array of state, repeated if it is made for one slice and each keeps its own."""
+    """A whole state array, repeated if it was created for one slice but each slice keeps its own."""
     if not layout.copies or len(x) == layout.copies:
         return x
     return jnp.repeat(x, layout.copies, axis=0)
 
 
 def whole(layout: Layout | None, x: Any) -> Any:
-    """The inverse of `stored`, but that there is one for each slice."""
+    """The inverse of `stored`, except that an array of slices keeps one entry for each."""
     if layout is None:
         return x
     return jax.vmap(layout.whole)(x) if layout.copies else layout.whole(x)
@@ -333,11 +335,11 @@ def whole(layout: Layout | None, x: Any) -> Any:
 def map_state(
     f: Callable[[Layout | None, Any], Any], layouts: Mapping[str, Layouts], state: Any
 ) -> Any:
-    """Applies `f(layout, array)` to a Haiku state; the layout is None where none is given.
+    """Applies `f(layout, array)` to a Haiku state. The layout is None for an array without one.
 
     Args:
       f: the function.
-      layouts: what `of_state` returns.
+      layouts: the layouts that `of_state` returns.
       state: the state of the rules.
     """
     new: dict[str, dict[str, Any]] = {}

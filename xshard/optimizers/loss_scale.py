@@ -1,8 +1,8 @@
-"""Losses scaled, so that the gradients of half precision neither vanish nor overflow.
+"""Loss scaling, so that half-precision gradients neither underflow nor overflow.
 
-float16 holds nothing below 6e-8. A loss multiplied by a scale before differentiation has gradients
-that are as much larger; they are divided by it again in float32. If the scale was too large, some
-gradient is not finite: then nothing is updated, and the dynamic scale is lowered.
+float16 cannot represent a magnitude below 6e-8. Multiplying the loss by a scale before differentiation
+multiplies its gradients by the same scale; float32 gradients are then divided by it. If the scale is too
+large, some gradient is not finite. The step is then skipped, and a dynamic scale is lowered.
 
 Sources: Micikevicius et al., "Mixed Precision Training", 2018, https://arxiv.org/abs/1710.03740;
 `tf.compat.v1.mixed_precision.{FixedLossScale, DynamicLossScale, MixedPrecisionLossScaleOptimizer}`.
@@ -36,16 +36,16 @@ class LossScale(hk.Module):
         """Adapts the scale to a step's gradients.
 
         Args:
-          grads: unscaled gradients, aggregated over the group, so that all its replicas agree.
+          grads: unscaled gradients, aggregated over the group, so that all its replicas decide alike.
 
         Returns:
-          Whether to apply them: True, or a boolean scalar.
+          Whether to apply the gradients: True, or a boolean scalar.
         """
         raise NotImplementedError
 
 
 class FixedLossScale(LossScale):
-    """A scale that stays. As in TensorFlow, the gradients are applied without a vote.
+    """A constant scale. As in TensorFlow, gradients are applied without a check that they are finite.
 
     >>> scale = hk.transform(lambda: FixedLossScale(128)())
     >>> print(scale.apply({}, None))
@@ -53,7 +53,7 @@ class FixedLossScale(LossScale):
     """
 
     def __init__(self, loss_scale_value: float, name: str | None = None):
-        """Makes a fixed scale.
+        """Initializes a fixed scale.
 
         Args:
           loss_scale_value: the scale, at least 1.
@@ -70,18 +70,20 @@ class FixedLossScale(LossScale):
         return jnp.asarray(self.loss_scale_value, jnp.float32)
 
     def update(self, grads: trees.Gradients) -> bool:
-        """True: always applied."""
+        """Returns True: every step is applied."""
         del grads
         return True
 
 
 class DynamicLossScale(LossScale):
-    """A scale as large as the gradients allow.
+    """A scale that adapts to be as large as the gradients allow.
 
-    A step with a gradient that is not finite divides the scale by `multiplier`, never below 1, and is
-    not applied. `increment_period` finite steps in a row multiply it, unless the product is not finite
-    in float32. State: `current_loss_scale` (float32) and `good_steps` (int32), the number of finite
-    steps since the scale last changed or was due to.
+    A step with a gradient that is not finite is not applied; it divides the scale by `multiplier`, down to
+    at least 1. After `increment_period` finite steps in a row the scale is multiplied by `multiplier`,
+    unless the product is not finite in float32.
+
+    State: `current_loss_scale` (float32), and `good_steps` (int32), the number of finite steps since the
+    scale was last lowered or due to be raised.
 
     Source: `tf.mixed_precision.experimental.DynamicLossScale`.
 
@@ -106,16 +108,16 @@ class DynamicLossScale(LossScale):
         multiplier: float = 2.0,
         name: str | None = None,
     ):
-        """Makes a dynamic scale.
+        """Initializes a dynamic scale.
 
         Args:
           initial_loss_scale: the first scale, at least 1.
           increment_period: the number of finite steps in a row that raises the scale, at least 1.
-          multiplier: what the scale is multiplied with and divided by, above 1.
+          multiplier: the factor by which the scale is raised and lowered, above 1.
           name: the module's name.
 
         Raises:
-          ValueError: if an argument is out of these bounds.
+          ValueError: if an argument is out of bounds.
         """
         super().__init__(name=name)
         self.initial_loss_scale = _check_scale("initial_loss_scale", initial_loss_scale)
@@ -142,7 +144,7 @@ class DynamicLossScale(LossScale):
         )
 
     def update(self, grads: trees.Gradients) -> jax.Array:
-        """Adapts the scale; True if all gradients are finite."""
+        """Adapts the scale; returns whether all gradients are finite."""
         scale = self()
         good_steps = hk.get_state("good_steps", [], jnp.int32, jnp.zeros) + 1
         finite = all_finite(grads)
@@ -159,9 +161,9 @@ class DynamicLossScale(LossScale):
 class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
     """Scales the loss that `opt` differentiates, and skips steps whose gradients are not finite.
 
-    It nests with `CrossShardOptimizer` in either order: the vote is taken on the gradients that were
-    aggregated over the group, so that one replica's overflow skips the step on all of them. A skipped
-    step leaves parameters, slots, schedules and the global step as they were, bit by bit.
+    It nests with `CrossShardOptimizer` in either order. The vote inspects the gradients after they are
+    aggregated over the group, so one replica's overflow skips the step on all replicas of the group. A
+    skipped step leaves parameters, slots, schedules and the global step unchanged, bit by bit.
 
     Source: `tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`.
 
@@ -189,7 +191,7 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
           name: the module's name. `get_name()` is the name of `opt`, as in TensorFlow.
 
         Raises:
-          ValueError: for an opt or a scale other than these, or an `opt` that scales losses already.
+          ValueError: for an invalid `opt` or `loss_scale`, or an `opt` that already scales losses.
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
@@ -205,8 +207,9 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
     def compute_gradients(
         self, loss: Any, params: trees.Params, *, grad_loss: Any = None, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
-        """Implements `Optimizer.compute_gradients`, through the scaled loss; gradients in float32 or wider."""
+        """Implements `Optimizer.compute_gradients`: unscaled gradients of the scaled loss, in float32 or wider."""
         scale = self.loss_scale()
+        # Scaling `grad_loss` rather than the loss keeps the returned value unscaled.
         if isinstance(grad_loss, list | tuple):
             scaled: Any = [_times(weight, scale) for weight in grad_loss]
         else:
@@ -215,10 +218,11 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
         return value, jax.tree.map(lambda g: _divide(trees.widen(g), scale), grads)
 
     def vote(self, grads: trees.Gradients) -> Any:
-        """Implements `Optimizer.vote`: adapts the scale, and refuses gradients that are not finite."""
+        """Implements `Optimizer.vote`: adapts the scale, and rejects gradients that are not finite."""
+        # Both are called in every step, since each may update its state.
         finite = self.loss_scale.update(grads)
         opt_vote = self.opt.vote(grads)
-        # A constant True stays one: then the update is not conditional.
+        # A Python True must stay a constant, because it makes the update unconditional.
         if finite is True:
             return opt_vote
         if opt_vote is True:
@@ -230,12 +234,12 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
         return self.opt.get_name()
 
     def state_by_name(self) -> dict[str, Any]:
-        """Implements `Optimizer.state_by_name`, the loss scale's among them."""
+        """Implements `Optimizer.state_by_name`, and includes the loss scale's state."""
         return {**super().state_by_name(), **self.loss_scale.state_dict()}
 
 
 def get(identifier: Any) -> LossScale:
-    """The loss scale that an argument stands for.
+    """Returns the loss scale that an argument specifies.
 
     Args:
       identifier: a `LossScale`, a number of at least 1, or 'dynamic'.
@@ -255,7 +259,7 @@ def get(identifier: Any) -> LossScale:
 def all_finite(grads: trees.Gradients) -> jax.Array:
     """Returns whether all elements of all gradients are finite, a boolean scalar."""
     finite = [jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)]
-    # One after the other: where gradients are sharded, that takes one collective.
+    # Reduced one by one: a sharded update joins such a chain of scalars into one collective.
     return functools.reduce(jnp.logical_and, finite)
 
 
@@ -268,7 +272,7 @@ def _times(weight: Any, scale: jax.Array) -> jax.Array:
 
 def _divide(grad: jax.Array, scale: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(grad):
-        # A complex quotient would square the scale, beyond what float32 holds.
+        # Complex division squares the divisor, and the square of the scale may overflow float32.
         return lax.complex(_divide(grad.real, scale), _divide(grad.imag, scale))
     return grad / scale.astype(grad.dtype)
 
@@ -278,7 +282,7 @@ def _is_number(x: Any, kind: type) -> bool:
 
 
 def _check_scale(argument: str, value: Any) -> float:
-    """`value` as a float; ValueError unless it is a number from 1 to float32's largest."""
+    """`value` as a float; UserError unless it is a number from 1 to float32's largest."""
     if not _is_number(value, numbers.Real) or not 1 <= value <= _LARGEST:
         shown = "not a number" if isinstance(value, float) and math.isnan(value) else repr(value)
         raise errors.UserError(f"{argument} must be a number of at least 1; received {shown}.")

@@ -1,7 +1,7 @@
-"""Moving averages of the parameters, which often judge better than the parameters themselves.
+"""Moving averages of the parameters, which often predict better than the parameters themselves.
 
-Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; with exponential
-weights as `tf.train.ExponentialMovingAverage` has them.
+Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992. The weights are
+exponential, as in `tf.train.ExponentialMovingAverage`.
 """
 
 import numbers
@@ -23,16 +23,19 @@ SLOT = "average"
 class MovingAverageOptimizer(base.OptimizerWrapper):
     """Keeps an exponential moving average of each parameter that `opt` updates.
 
-    An average begins as the parameter is when the state is made, and after each update that is applied
+    An average starts as a copy of the parameter when the state is created. After each applied update it
     becomes `average - (1 - decay) * (average - parameter)`, with the new parameter. The parameters
-    themselves are what they would be without. A parameter that has no gradient keeps its average. One that
-    has none while the state is made is not to be trained: it has no average, and itself where all averages
-    are asked for (`averages`). A skipped step leaves all averages, bit by bit.
+    themselves are unaffected.
 
-    It stands anywhere among the rules, inside of `CrossShardOptimizer` and
-    `MixedPrecisionLossScaleOptimizer` or outside. Where the update is sharded, each replica holds the
-    averages of its shards. State: `average/<path>` for each parameter that is trained, in float32 or wider;
-    with `num_updates='count'` also `num_updates`, int32.
+    A parameter without a gradient keeps its average. A parameter that has no gradient while the state is
+    created counts as not trained: it has no average, and `averages` returns the parameter itself. A skipped
+    step leaves all averages unchanged, bit by bit.
+
+    You can wrap it around `CrossShardOptimizer` and `MixedPrecisionLossScaleOptimizer`, or inside them. With
+    a sharded update, each replica holds the averages of its shards.
+
+    State: `average/<path>` for each trained parameter, in float32 or wider, and with `num_updates='count'`
+    also `num_updates`, int32.
 
     Source: `tf.contrib.opt.MovingAverageOptimizer`.
 
@@ -60,13 +63,13 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         Args:
           opt: an `Optimizer` or an optax transformation.
           average_decay: the decay, at least 0 and below 1.
-          num_updates: the number of updates applied, this one among them, if the decay is to be smaller
-            at first: it is then `min(average_decay, (1 + num_updates) / (10 + num_updates))`. An integer
-            scalar, or 'count' for one of the optimizer's own; None: the decay is always `average_decay`.
+          num_updates: the number of updates applied, including this one: an integer scalar, or 'count' to let
+            the optimizer count. It makes the decay smaller at first, namely
+            `min(average_decay, (1 + num_updates) / (10 + num_updates))`. With None the decay is constant.
           name: the module's name.
 
         Raises:
-          ValueError: for an argument other than these, or an `opt` that keeps averages already.
+          ValueError: for an invalid argument, or an `opt` that already keeps averages.
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
@@ -98,10 +101,10 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         return new_params
 
     def _begin(self, params: trees.Params, trained: Sequence[str]) -> None:
-        """Makes the averages."""
+        """Creates the averages."""
         leaves = trees.leaves_by_path(params)
         for path in trained:
-            # A copy: what holds both may be donated, which one buffer cannot be twice.
+            # A copy, because a donated tree must not contain one buffer twice, as parameter and as average.
             first = jnp.array(trees.widen(leaves[path]), copy=True)
             hk.get_state(f"{SLOT}/{path}", first.shape, first.dtype, lambda *_, first=first: first)
 
@@ -121,17 +124,17 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         rate = jnp.asarray(1 - self.average_decay, dtype)
         if count is None:
             return rate
-        # 1 - (1 + n) / (10 + n), without what the difference would lose.
+        # Equal to 1 - (1 + n) / (10 + n), without the subtraction's loss of precision.
         return jnp.maximum(rate, 9 / (10 + jnp.asarray(count).astype(dtype)))
 
     def get_slot(self, var: str, name: str) -> Any:
-        """Implements `Optimizer.get_slot`; 'average' is the average."""
+        """Implements `Optimizer.get_slot`; the slot 'average' is the average."""
         if name != SLOT:
             return self.opt.get_slot(var, name)
         return hk.get_state(f"{SLOT}/{var}") if self._has(var) else None
 
     def get_slot_names(self) -> list[str]:
-        """Implements `Optimizer.get_slot_names`; 'average' among them."""
+        """Implements `Optimizer.get_slot_names`; they include 'average'."""
         names = set(self.opt.get_slot_names())
         if any(name.startswith(f"{SLOT}/") for name in self._state_names()):
             names.add(SLOT)
@@ -139,11 +142,11 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
 
 
 def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
-    """The averages as a tree of the parameters' structure.
+    """The averages, as a tree with the parameters' structure.
 
     Args:
-      state: the state of a `MovingAverageOptimizer`, that is what is under its `module_name`.
-      params: the parameters: one that is not trained has no average, and stands for itself.
+      state: the state of a `MovingAverageOptimizer`: the entry of the Haiku state under its `module_name`.
+      params: the parameters. One that is not trained has no average, and is returned itself.
     """
 
     def average(path: tuple[Any, ...], param: Any) -> Any:

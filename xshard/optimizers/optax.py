@@ -1,4 +1,4 @@
-"""Any optax transformation as an `Optimizer`."""
+"""The adapter that makes any optax transformation an `Optimizer`."""
 
 import collections
 import re
@@ -18,11 +18,11 @@ from xshard.optimizers import slots as slots_lib
 
 
 class OptaxOptimizer(base.Optimizer):
-    """The updates of an optax transformation, its state as Haiku state under stable names.
+    """Applies an optax transformation, and keeps its state as Haiku state under stable names.
 
-    A state's name is its path in optax's state, such as '0/mu/mlp/linear_0/w'. Parameters narrower
-    than float32 are updated in float32 and rounded once; their slots are float32 too, unless the
-    transformation asks for another type itself (such as `mu_dtype`).
+    The name of a state array is its path in optax's state, such as '0/mu/mlp/linear_0/w'. Parameters
+    narrower than float32 are updated in float32 and rounded once. Their slots are float32 too, unless the
+    transformation itself sets another type (such as with `mu_dtype`).
 
     >>> def step(params, x):
     ...     opt = OptaxOptimizer(optax.adam(0.1), name='adam')
@@ -48,16 +48,16 @@ class OptaxOptimizer(base.Optimizer):
         """Wraps a transformation.
 
         Args:
-          transformation: an `optax.GradientTransformation`, or an object with its two functions
+          transformation: an `optax.GradientTransformation`, or another object with its two functions
             `init(params)` and `update(grads, state, params)`, such as `optax.MultiSteps`.
           name: the module's name, which begins the names of its state.
-          schedules: functions of a count that the transformation goes by, by the name under which a run logs their
-            values: `{'learning_rate': schedule}`. What `optax.inject_hyperparams` keeps is logged without.
-          backs_off: whether updates are multiplied by a number of the state, 1 at first, that a run lowers when it goes back and
-            its config has a `roll_back.learning_rate_factor`; it is logged as 'update_scale'.
+          schedules: the functions of a step count that the transformation uses, by the names under which a run logs
+            their values: `{'learning_rate': schedule}`. A run logs the values of `optax.inject_hyperparams` anyway.
+          backs_off: whether to multiply updates by a state scalar, logged as 'update_scale'. It is 1 at first. Each
+            roll-back that passes over data multiplies it by the config's `roll_back.learning_rate_factor`.
 
         Raises:
-          ValueError: if it is neither, or a schedule is no function.
+          ValueError: if `transformation` is neither of these, or a schedule is not a function.
         """
         if not is_transformation(transformation):
             raise ValueError(
@@ -67,15 +67,15 @@ class OptaxOptimizer(base.Optimizer):
         super().__init__(name=name)
         self.transformation = back_off.after(transformation) if backs_off else transformation
         self.schedules = _check_schedules(schedules or {})
-        # A rule that is made for a step has state already, and was checked when that was made.
+        # A rule that is constructed for a step has its state already, and was checked when that was created.
         self._is_checked = not hk.running_init()
-        # Their paths; None: no update has shown them.
+        # The paths of the slots, or None as long as no update has determined them.
         self._known_slots: list[str] | None = None
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
         """Implements `Optimizer.update`: one update of the transformation.
 
-        While `hk.running_init()` it makes slots for what has a gradient, and for nothing else.
+        While `hk.running_init()` it creates slots for the parameters that have a gradient, and for no others.
         """
         wide = jax.tree.map(trees.widen, params)
         present = set(trees.present(grads))
@@ -95,9 +95,9 @@ class OptaxOptimizer(base.Optimizer):
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, params)
 
     def get_slot(self, var: str, name: str) -> Any:
-        """Implements `Optimizer.get_slot`; where several slots share a name, give its path.
+        """Implements `Optimizer.get_slot`. If several slots share a name, pass the slot's path instead.
 
-        A slot that is several arrays for each parameter has each at the parameter's path and its own.
+        If a slot holds several arrays for each parameter, `var` is the parameter's path and the array's own.
         """
         paths = self._slot_paths()
         named = [path for path in paths if name in trees.endings(path)]
@@ -110,7 +110,7 @@ class OptaxOptimizer(base.Optimizer):
         return hk.get_state(slots_lib.join(slots[0], var)) if slots else None
 
     def get_slot_names(self) -> list[str]:
-        """Implements `Optimizer.get_slot_names`; where several slots share a name, their paths."""
+        """Implements `Optimizer.get_slot_names`. Slots that share a name are listed by their paths."""
         paths = self._slot_paths()
         counts = collections.Counter(_last_word(path) for path in paths)
         names = []
@@ -120,18 +120,18 @@ class OptaxOptimizer(base.Optimizer):
         return sorted(names)
 
     def _slot_paths(self) -> list[str]:
-        """The paths, in optax's state, of the slots that the state has arrays of."""
+        """The paths in optax's state of the slots that have arrays in the Haiku state."""
         names = self._state_names()
         if self._known_slots is None and names:
             self._known_slots = slots_lib.of_any(self.transformation)
             if self._known_slots is None:
                 raise ValueError(
-                    f"The slots of {self.name} are known once it has updated in this step: how its "
-                    "transformation begins depends on the parameters. Ask after apply_gradients."
+                    f"The slots of {self.name} are known only after it has updated in this step, because its "
+                    "transformation's first state depends on the parameters. Ask after apply_gradients."
                 )
         slots = []
         for path in self._known_slots or []:
-            # A state that is itself a slot has no path.
+            # If optax's whole state is one slot, its path is empty.
             beginning = f"{path}/" if path else ""
             if any(name.startswith(beginning) for name in names):
                 slots.append(path)
@@ -147,7 +147,7 @@ class OptaxOptimizer(base.Optimizer):
         jax.tree_util.tree_map_with_path(_make_leaf, state)
 
     def _check_update(self, params: trees.Params, state: Any) -> None:
-        """Raises ValueError if an update takes more than gradients, state and parameters, or gives others."""
+        """Raises ValueError if the update needs more than gradients, state and parameters, or changes a shape."""
         is_lookahead = lambda node: isinstance(node, optax.LookaheadState)
         nodes = jax.tree.leaves(state, is_leaf=is_lookahead)
         if any(is_lookahead(node) for node in nodes):
@@ -161,26 +161,26 @@ class OptaxOptimizer(base.Optimizer):
         except Exception as e:
             missing = _missing_arguments(e)
             if missing is None:
-                # It may need what only a step has, such as a mapped axis; what else fails does so there.
+                # The update may need a mapped axis, which only a step has. Any other error recurs in the step.
                 return
             transformation, arguments = missing
             raise ValueError(
                 f"{self.name} cannot use {transformation}: its update needs {arguments}, but a rule is given "
-                "gradients and parameters alone. Use a transformation that goes by these, such as "
-                "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and keep in its "
-                "compute_gradients what its update needs."
+                "only gradients and parameters. Use a transformation that needs only these, such as "
+                "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and store in its "
+                "compute_gradients the values that its update needs."
             ) from e
         leaves = trees.leaves_by_path(params)
         for path, update in trees.leaves_by_path(updates).items():
             if path in leaves and update.shape not in ((), leaves[path].shape):
                 raise ValueError(
                     f"{self.name} cannot use its transformation: its update of '{path}' has the shape "
-                    f"{update.shape}, and the parameter {leaves[path].shape}. One that takes gradients of "
-                    "each example, as optax.contrib.dpsgd does, is not for gradients of a loss."
+                    f"{update.shape}, and the parameter {leaves[path].shape}. A transformation of per-example "
+                    "gradients, such as optax.contrib.dpsgd, cannot use the gradients of a loss."
                 )
 
     def _get_state(self, present: set[str], params: trees.Params) -> Any:
-        """The state as optax has it, without the slots that were not made.
+        """The state in optax's structure, without the slots that were never created.
 
         Args:
           present: the paths of the parameters that have a gradient.
@@ -202,36 +202,36 @@ class OptaxOptimizer(base.Optimizer):
             leaf = hk.get_state(name)
             if name not in in_slots and leaf.shape != wanted.shape:
                 raise ValueError(
-                    f"The state '{name}' of {self.name} has the shape {leaf.shape}, and for the gradients "
-                    f"of this step it would have {wanted.shape}: it is of all parameters together, as "
-                    "that of optax.flatten is. Give a gradient to the same parameters in each step as when "
-                    "the state was made, or use a transformation that keeps a slot for each parameter."
+                    f"The state '{name}' of {self.name} has the shape {leaf.shape}, but for the gradients "
+                    f"of this step it would have {wanted.shape}: it belongs to all parameters together, as "
+                    "with optax.flatten. In each step, give a gradient to the same parameters as when "
+                    "the state was created, or use a transformation that keeps a slot for each parameter."
                 )
             return leaf
 
         return jax.tree_util.tree_map_with_path(get, shapes)
 
     def _trained(self, present: set[str], needed: Mapping[str, Sequence[str]]) -> set[str]:
-        """The paths of the parameters whose slots are in the state, or that need none.
+        """The paths of the parameters that are trained: their slots exist, or they have a gradient and need none.
 
         Args:
           present: the paths of the parameters that have a gradient.
           needed: the names of each parameter's slots.
 
         Raises:
-          ValueError: if a parameter has a gradient, and no slot was made for it.
+          ValueError: if a parameter has a gradient, but its slots were never created.
         """
         existing = self._state_names()
         trained = set()
         for path, names in needed.items():
             if not names:
-                # The transformation keeps nothing for it: it is trained if it has a gradient.
+                # The transformation keeps no slot for this parameter, so its gradient alone decides.
                 if path in present:
                     trained.add(path)
             elif not existing.isdisjoint(names):
                 trained.add(path)
             elif path in present and not existing:
-                # Haiku says that there is no state.
+                # There is no state at all. Haiku's own error explains that.
                 hk.get_state(names[0])
             elif path in present:
                 raise slots_lib.missing_error(self.name, path)
@@ -252,7 +252,7 @@ def _check_schedules(schedules: Any) -> dict[str, Callable[[Any], Any]]:
     if not is_mapping or not all(map(callable, schedules.values())):
         raise errors.UserError(
             "schedules must be functions of a count by name, as {'learning_rate': optax.cosine_decay_schedule(1e-3, "
-            f"1000)}}; received {schedules!r}. A constant is logged by nothing: it is in the config."
+            f"1000)}}; received {schedules!r}. Do not pass a constant, which is not logged: it is in the config."
         )
     return dict(schedules)
 
@@ -263,7 +263,7 @@ def is_transformation(x: Any) -> bool:
 
 
 def as_optimizer(opt: Any) -> base.Optimizer:
-    """`opt` itself, or an `OptaxOptimizer` of it; ValueError if it is neither."""
+    """`opt` itself, or an `OptaxOptimizer` around it. ValueError if it is not a rule or a transformation."""
     if isinstance(opt, base.Optimizer):
         return opt
     if isinstance(opt, type) or not is_transformation(opt):
@@ -275,8 +275,8 @@ def as_optimizer(opt: Any) -> base.Optimizer:
 
 
 def _make_leaf(path: tuple[Any, ...], leaf: Any) -> None:
-    # A copy: transformations begin several slots with one array, or with a parameter, and what holds both
-    # may be donated, which one buffer cannot be twice.
+    # A transformation may initialize several slots with one array, or with a parameter. Copy each leaf, because a
+    # donated tree must not contain one buffer twice.
     leaf = jnp.array(_strong(leaf), copy=True)
     hk.get_state(trees.path_name(path), leaf.shape, leaf.dtype, lambda *_: leaf)
 
@@ -286,11 +286,11 @@ def _last_word(path: str) -> str:
 
 
 def _missing_arguments(e: Exception) -> tuple[str, str] | None:
-    """The transformation, and what its update lacks, if that is why it has failed."""
+    """The transformation and the arguments that its update lacks, if missing arguments caused the error."""
     missing = re.search(r"([\w.<>]*update\w*)\(\) missing .* arguments?: (.*)", str(e))
     if isinstance(e, TypeError) and missing:
         return missing[1].partition(".")[0], missing[2]
-    # Some have a default that they then refuse.
+    # Some updates declare a default value and then reject it with this message.
     missing = re.match(r"(\w+) must be provided", str(e))
     if isinstance(e, ValueError) and missing:
         *_, (frame, _) = traceback.walk_tb(e.__traceback__)
@@ -299,7 +299,7 @@ def _missing_arguments(e: Exception) -> tuple[str, str] | None:
 
 
 def _strong(x: Any, dtype: Any = None) -> jax.Array:
-    """`x` with a strong type: a weak one makes jit compile the next step again."""
+    """`x` with a strong type. A weakly typed state would make jit compile the second step again."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x

@@ -1,4 +1,4 @@
-"""The three phases of a step, of whole arrays or of this replica's shards."""
+"""The three phases of a step, evaluated on whole arrays or on this replica's shards."""
 
 import contextlib
 import functools
@@ -18,11 +18,11 @@ class Applied(NamedTuple):
 
     Attributes:
       params: the new parameters.
-      applied: True, or a boolean scalar: whether the step was applied.
-      global_step: the number of updates applied; None if none was given.
-      grads: the aggregated gradients, None where there are none; None: they are not known.
-      new_params: the new parameters again, as `grads` are.
-      partition: what `grads` and `new_params` are this replica's shards of; None: they are whole.
+      applied: whether the step was applied: True, or a boolean scalar.
+      global_step: the number of updates applied; None if the caller gave no `global_step`.
+      grads: the aggregated gradients, with None for a parameter without one; None as a whole if not known.
+      new_params: the new parameters again, whole or sharded as `grads` are.
+      partition: the partition that `grads` and `new_params` are this replica's shards of; None if they are whole.
     """
 
     params: trees.Params
@@ -37,21 +37,21 @@ class Step:
     """One step of a rule."""
 
     def __init__(self, rules: Sequence[Any], duties: Sequence[tuple[Any, str]]):
-        """Keeps the rules.
+        """Stores the rules.
 
         Args:
-          rules: the rule, and all that it holds.
-          duties: those that have to aggregate or vote, each with the name of that phase.
+          rules: the outermost rule, then all rules that it holds.
+          duties: pairs of a rule and the name of its phase ('aggregate' or 'vote') that each step must call.
         """
         self._rule = rules[0]
         self._rules = rules
         self._duties = duties
 
     def apply(self, grads: trees.Gradients, params: trees.Params) -> Applied:
-        """Aggregates, votes and updates; sharded, if a rule says so."""
+        """Aggregates, votes and updates; on shards, if a rule returns a partition."""
         partition = self._partition(params)
         if partition is None or hk.running_init():
-            # State is made whole; what stores it makes shards of it.
+            # State is created whole. The caller that stores it (a run or `StateSharding`) cuts it into shards.
             applied, grads, new = self._on_whole(grads, params)
             if isinstance(partition, shards.Rehearsal):
                 self._rehearse(grads, params, partition)
@@ -61,7 +61,7 @@ class Step:
         applied, grads, new = self._on_shards(grads, params, partition, state)
 
         def gather(layout: layouts_lib.Layout, grad: Any, x: jax.Array) -> jax.Array:
-            # A parameter without a gradient is what it was, on all replicas: nothing is sent.
+            # `map` skips the parameters without a gradient: they are unchanged on all replicas, so nothing is sent.
             del grad
             return x if layout.held else partition.gather(layout, x)
 
@@ -79,7 +79,7 @@ class Step:
     def _on_whole(
         self, grads: trees.Gradients, params: trees.Params
     ) -> tuple[Any, trees.Gradients, trees.Params]:
-        """Returns whether the step is applied, the aggregated gradients, and the new parameters."""
+        """Returns whether the step is applied, the aggregated gradients and the new parameters."""
         grads, applied = _with_own_keys(self._decide)(grads)
         self._settle(applied)
         update = _with_own_keys(self._rule.update)
@@ -94,7 +94,7 @@ class Step:
         partition: shards.Partition,
         state: Any,
     ) -> tuple[Any, trees.Gradients, trees.Params]:
-        """Does the same where each replica has a shard: of the result's gradients and parameters, too."""
+        """Does the same on this replica's shards. The returned gradients and parameters are shards, too."""
         names = [rule.name for rule in self._rules]
         calls = sharded_calls.ShardedCalls(partition, state, names)
         grads = partition.map(functools.partial(_given, partition), grads)
@@ -105,6 +105,7 @@ class Step:
         new = calls(update, grads, partition.map(values.shard, old), applied=applied)
         new = trees.rebuild(params, trees.leaves_by_path(new))
         new = partition.map(calls.own, new)
+        # The update may contain collectives, so it always runs, and a skipped step selects the old values.
         new = jax.tree.map(lambda new, old: skips.select(applied, new, old), new, old)
         return applied, partition.map(calls.own, grads), new
 
@@ -112,7 +113,7 @@ class Step:
         self, calls: sharded_calls.ShardedCalls, grads: trees.Gradients
     ) -> tuple[trees.Gradients, Any]:
         def decide(grads: trees.Gradients) -> Any:
-            # What is traced returns arrays, or None in place of a constant True.
+            # A traced function returns only arrays and None, so None stands for the constant True.
             grads, applied = self._decide(grads)
             return grads, None if applied is True else applied
 
@@ -122,12 +123,12 @@ class Step:
             if value is not before.get((rule, name)):
                 raise ValueError(
                     f"{rule} cannot be sharded: its aggregate or vote sets the attribute '{name}' to a value of the "
-                    "step, and each phase is a program of its own. Keep the value as Haiku state (hk.set_state)."
+                    "step, but each phase is traced separately. Keep the value as Haiku state (hk.set_state)."
                 )
         return grads, True if applied is None else applied
 
     def _decide(self, grads: trees.Gradients) -> tuple[trees.Gradients, Any]:
-        """The first two phases: the aggregated gradients, and whether they are applied."""
+        """Runs the first two phases: returns the aggregated gradients, and whether to apply them."""
         before = skips.current_state()
         with self._all_reached():
             grads = self._rule.aggregate(grads)
@@ -141,10 +142,11 @@ class Step:
             rule.settle(applied)
 
     def _state_shapes(self, grads: trees.Gradients, params: trees.Params) -> Any:
-        """The shapes and types of the rules' state, whole."""
+        """The shapes and types of the rules' whole state."""
         paths = trees.leaves_by_path(params).keys()
         trained = set(trees.present(grads))
-        # A phase may read what is made elsewhere, whose name ends in no parameter's path: it is whole already.
+        # A phase may also read state that other modules created. Its name ends in no parameter's path, so it is not a
+        # slot and is already whole.
         others = {}
         for key, x in skips.current_state().items():
             _, name = key
@@ -156,7 +158,7 @@ class Step:
         def make(others: Any, params: trees.Params) -> None:
             skips.write(others)
             leaves = trees.leaves_by_path(params)
-            # Only shapes count: the parameters stand for their gradients.
+            # Only shapes matter here, so the parameters serve as their own gradients.
             grads, _ = self._decide(trees.rebuild(params, {path: leaves[path] for path in trained}))
             self._rule.update(grads, params)
 
@@ -166,15 +168,15 @@ class Step:
             names = sorted(trees.leaves_by_path(parameters))
             raise ValueError(
                 f"{self._rule.name} cannot be sharded: its aggregate, vote or update calls hk.get_parameter for "
-                f"{names}, and on shards each phase is a program of its own, which has Haiku's state alone. Keep "
-                "these arrays as Haiku state (hk.get_state, hk.set_state), or take shard_update=False."
+                f"{names}, but on shards each phase is traced separately, with access to Haiku's state only. Keep "
+                "these arrays as Haiku state (hk.get_state, hk.set_state), or set shard_update=False."
             )
         return state
 
     def _rehearse(
         self, grads: trees.Gradients, params: trees.Params, partition: shards.Rehearsal
     ) -> None:
-        """Raises ValueError if an update of such parameters could not be done on shards; says what it gathers."""
+        """Raises ValueError if the rules cannot update these parameters on shards; logs what the update gathers."""
         whole = self._state_shapes(grads, params)
 
         def of_shard(layout: layouts_lib.Layout | None, x: Any) -> Any:
@@ -186,7 +188,7 @@ class Step:
 
         state = layouts_lib.map_state(of_shard, partition.state_layouts(whole), whole)
         step = hk.transform_with_state(update)
-        # What it may lack is what only a step has, such as a mapped axis.
+        # A rule may use a mapped axis, which only a step has: JAX then raises NameError.
         with contextlib.suppress(NameError):
             jax.eval_shape(step.apply, {}, state, jax.random.key(0), grads, params)
         if partition.gathered:
@@ -194,7 +196,7 @@ class Step:
 
     @contextlib.contextmanager
     def _all_reached(self) -> Iterator[None]:
-        """Raises ValueError at the end unless each rule has done its duty meanwhile."""
+        """Raises ValueError on exit unless each rule in `duties` has had its phase called meanwhile."""
         reached: set[tuple[int, str]] = set()
 
         def note(method: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
@@ -207,19 +209,19 @@ class Step:
             if (id(rule), phase) not in reached:
                 holder = type(self._rule).__name__
                 raise ValueError(
-                    f"{holder} holds {rule.name}, whose {phase} is not called by its own: what {rule.name} is "
-                    f"for would be left out. Derive {holder} from OptimizerWrapper, which hands {phase} on to "
+                    f"{holder} holds {rule.name}, but its own {phase} does not call that of {rule.name}, which "
+                    f"would have no effect. Derive {holder} from OptimizerWrapper, which forwards {phase} to "
                     f"`opt`, or call it in its {phase}(grads)."
                 )
 
 
 @functools.cache
 def _log_gathered(size: int, *paths: str) -> None:
-    """Says it once: a run makes its state several times."""
+    """Logs this once for each set of arguments, because a run creates its state several times."""
     more = ", ..." if len(paths) > 8 else ""
     logging.info(
-        "The sharded update gathers %.3g MB in each step besides the new parameters, of what its rules take as a whole: "
-        "%s%s.", size / 1e6, ", ".join(paths[:8]), more,
+        "Besides the new parameters, the sharded update gathers %.3g MB in each step, because its rules need these "
+        "arrays whole: %s%s.", size / 1e6, ", ".join(paths[:8]), more,
     )  # fmt: skip
 
 
@@ -228,14 +230,14 @@ def _shape_of_whole(layout: layouts_lib.Layout, x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _given(partition: shards.Partition, layout: layouts_lib.Layout, grad: Any) -> Any:
-    """A gradient as a rule is given it: that of a parameter that is held in shards is summed already."""
+    """A gradient as a rule receives it; `Summed` for a parameter held in shards, whose gradient is summed already."""
     if not layout.held:
         return grad
     return values.Summed(trees.widen(layout.shard(grad, partition.index)), layout)
 
 
 def _traced_attributes(rules: Sequence[Any]) -> dict[tuple[str, str], Any]:
-    """The attributes of rules that hold what is being traced, by the rule's name and their own."""
+    """The attributes of rules that hold JAX tracers, by the names of the rule and of the attribute."""
     traced = {}
     for rule in rules:
         for name, value in vars(rule).items():
@@ -245,7 +247,7 @@ def _traced_attributes(rules: Sequence[Any]) -> dict[tuple[str, str], Any]:
 
 
 def _with_own_keys(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with random keys of its own: how many it takes changes none that are taken after it."""
+    """The function with a separate stream of random keys, so the number that it draws does not affect later keys."""
     key = hk.maybe_next_rng_key()
     if key is None:
         return f

@@ -1,4 +1,4 @@
-"""What JAX's primitives do to the places of an array's elements, and programs evaluated equation by equation."""
+"""Classification of JAX's primitives by how they move elements, and evaluation of programs equation by equation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-# Primitives that make each element of their result from the elements at its place.
+# Primitives that compute each element of their result only from the operands' elements at the same index.
 ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy",
@@ -18,7 +18,7 @@ ELEMENTWISE = {
     "stop_gradient", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
 REDUCTIONS = {f"reduce_{kind}": kind for kind in ("sum", "max", "min", "and", "or")}
-# Primitives that stand for a function of their own, by the parameter that holds it.
+# Primitives that call an inner program, and the parameter that holds it.
 CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -34,9 +34,9 @@ def evaluate(
     args: Sequence[Any],
     of_equation: Callable[[Any, list[Any]], Sequence[Any]],
 ) -> list[Any]:
-    """The results of a program, those of each equation being `of_equation(eqn, operands)`.
+    """Evaluates a program, where each equation's results are `of_equation(eqn, operands)`.
 
-    An operand that it returns untouched is the same object.
+    An argument that the program returns unchanged is the same object in the results.
     """
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
@@ -47,22 +47,22 @@ def evaluate(
 
 
 def bind(eqn: Any, *arrays: Any, **changed: Any) -> list[Any]:
-    """The results of an equation of arrays, with some of its parameters changed."""
+    """The results of an equation on arrays, with some of its parameters changed."""
     params = {**eqn.params, **changed}
     if eqn.primitive.name == "convert_element_type":
-        # Its sharding is one of whole arrays.
+        # The traced sharding is for whole arrays, and does not fit a shard.
         params["sharding"] = None
     results = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def reduces_layers(eqn: Any) -> bool:
-    """Returns whether it is a reduction of all dimensions but the first."""
+    """Returns whether an equation reduces all dimensions but the first."""
     return reduces(eqn) and sorted(eqn.params["axes"]) == list(range(1, eqn.invars[0].aval.ndim))
 
 
 def reduces_all(eqn: Any) -> bool:
-    """Returns whether it is a reduction of all elements; the dimensions it leaves are of size 1."""
+    """Returns whether an equation reduces all elements: any dimensions that it leaves are of size 1."""
     aval = eqn.invars[0].aval
     return reduces(eqn) and all(
         size == 1 or dim in eqn.params["axes"] for dim, size in enumerate(aval.shape)
@@ -70,7 +70,7 @@ def reduces_all(eqn: Any) -> bool:
 
 
 def reduces(eqn: Any) -> bool:
-    """Returns whether it is a reduction, of some dimensions or of all; of integers 'and' and 'or' are of their bits."""
+    """Returns whether an equation reduces some or all dimensions. Bitwise 'and' and 'or' of integers do not count."""
     name = eqn.primitive.name
     if name in ("reduce_and", "reduce_or"):
         return bool(eqn.invars[0].aval.dtype == jnp.bool_)
@@ -78,7 +78,7 @@ def reduces(eqn: Any) -> bool:
 
 
 def contracts_all(eqn: Any) -> bool:
-    """Returns whether it is the scalar product of two arrays of one shape."""
+    """Returns whether an equation is the scalar product of two arrays of one shape."""
     if eqn.primitive.name != "dot_general":
         return False
     (left, right), batch = eqn.params["dimension_numbers"]
@@ -87,11 +87,11 @@ def contracts_all(eqn: Any) -> bool:
 
 
 def keeps_the_order(eqn: Any) -> bool:
-    """Returns whether it only gives an array another shape: the shard stays what it is."""
+    """Returns whether an equation only reshapes an array and keeps its elements in order, so its shard is unchanged."""
     name = eqn.primitive.name
     if name == "squeeze":
         return True
     if name == "reshape":
         return eqn.params["dimensions"] is None
-    # One that repeats no element.
+    # A broadcast that repeats no element only adds dimensions of size 1.
     return name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size

@@ -1,4 +1,4 @@
-"""The shards of arrays that replicas hold, and what goes between them.
+"""The shards of arrays that replicas hold, and the collectives between replicas.
 
 Source: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020,
 https://arxiv.org/abs/2004.13336.
@@ -18,7 +18,7 @@ from xshard import mesh
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import trees
 
-# The types to sum in, or to send, that stand for an array's own.
+# Values of a `dtype` argument that stand for the array's own type.
 _AS_IT_IS = (None, "float32")
 _REDUCTIONS: dict[str, Callable[[Any], jax.Array]] = {
     "sum": jnp.sum,
@@ -30,12 +30,12 @@ _REDUCTIONS: dict[str, Callable[[Any], jax.Array]] = {
 
 
 class Partition:
-    """The shards of the leaves of a tree, one for each replica of a group, and what goes between them.
+    """The shards of the leaves of a tree, one for each replica of a group, and the collectives on them.
 
     Attributes:
       count: the number of shards.
       copies: the number of slices.
-      layouts: of each leaf, by path.
+      layouts: the layout of each leaf, by path.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Partition:
         Args:
           params: a tree of arrays or shapes.
           count: the number of replicas of a group.
-          axis_name: the mapped axis that they are along.
-          groups: the numbers of each group's replicas along it, if there are several.
-          rules: what lies along other axes already.
-          copies: the number of slices, in each of which the whole is sharded alike.
-          scatter_steps: sizes whose product is `count`, to scatter in so many steps.
+          axis_name: the mapped axis of the replicas.
+          groups: the replica numbers of each group, if there are several groups.
+          rules: the sharding rules for other mesh axes.
+          copies: the number of slices, each of which holds all shards.
+          scatter_steps: sizes whose product is `count`, to scatter in one step for each size.
           gather_steps: the same, to gather.
-          layouts: how each leaf is sharded, if that is decided.
+          layouts: the layout of each leaf, if the caller has chosen them.
         """
         self.count = count
         self.copies = copies
@@ -72,11 +72,12 @@ class Partition:
 
     @functools.cached_property
     def index(self) -> Any:
-        """The number of this replica's shards, in the one trace that a partition is made for."""
+        """The index of this replica's shards. Cached, since a partition belongs to one trace."""
         number = lax.axis_index(self._axis["axis_name"])
         groups = self._axis["axis_index_groups"]
         if groups is None:
             return number
+        # In a group of some replicas, a replica's shard number is its place within the group.
         places = np.empty(len(groups) * self.count, np.int32)
         for group in groups:
             places[list(group)] = np.arange(self.count, dtype=np.int32)
@@ -84,11 +85,11 @@ class Partition:
 
     @property
     def by_layers(self) -> bool:
-        """Whether replicas can exchange shards for whole layers. Logical ones, which no mesh maps, know gathers alone."""
+        """Whether replicas can exchange shards for layers. Logical replicas, which no mesh maps, can only gather."""
         return self._axis["axis_name"] in jax.sharding.get_abstract_mesh().manual_axes
 
     def _in_steps(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
-        """The arguments of the collective of each step: replicas whose places differ in one digit of these."""
+        """The axis arguments of the collective of each step, between replicas that differ in one digit of `sizes`."""
         if not sizes and isinstance(sizes, Sequence):
             return [self._axis]
         if self._axis["axis_index_groups"] or not _factorize(sizes, self.count):
@@ -99,7 +100,7 @@ class Partition:
         return [{**self._axis, "axis_index_groups": groups} for groups in mesh.step_groups(sizes)]
 
     def map(self, f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-        """Applies `f(layout, leaf, ...)` to the leaves; what is None stays."""
+        """Applies `f(layout, leaf, ...)` to the leaves; None leaves stay."""
 
         def with_layout(path: Any, x: Any, *more: Any) -> Any:
             if x is None:
@@ -110,7 +111,7 @@ class Partition:
         return jax.tree_util.tree_map_with_path(with_layout, tree, *rest, is_leaf=is_none)
 
     def own(self, tree: Any) -> Any:
-        """This replica's shard of each leaf of a tree that all have whole, but for what they hold in shards."""
+        """This replica's shard of each leaf. Leaves are whole, except parameters that are already held in shards."""
         return self.map(lambda layout, x: layout.shard(x, self.index), tree)
 
     def state_layouts(self, state: Any) -> dict[str, dict[str, layouts_lib.Layout]]:
@@ -118,12 +119,13 @@ class Partition:
         return layouts_lib.of_state(self.layouts, state, self.copies)
 
     def scatter(self, layout: layouts_lib.Layout, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """This replica's shard of the sum over the group; a leaf that is not sharded, summed.
+        """This replica's shard of the sum over the group, or the whole sum if the leaf is not sharded.
 
         Args:
-          layout: the leaf's.
-          x: the whole array, each replica's own; the gradient of what is held in shards is summed already.
-          dtype: the type to sum in, instead of x's; the result has x's.
+          layout: the leaf's layout.
+          x: each replica's own whole array. A shard, the gradient of a parameter held in shards, is already summed
+            and is returned as it is.
+          dtype: the type to sum in, instead of x's. The result has x's type.
         """
         if self.count == 1 or layout.is_held(x):
             return x
@@ -138,21 +140,23 @@ class Partition:
         return x
 
     def gather(self, layout: layouts_lib.Layout, shard: jax.Array, dtype: Any = None) -> jax.Array:
-        """The whole of what each replica has a shard of; sent in a type, if one is given."""
+        """Gathers the shards of all replicas into the whole array, sent in `dtype` if it is given."""
         if self.count == 1 or layout.dim is None:
             return shard
         x = shard
         if dtype not in _AS_IT_IS:
             x = shard.astype(dtype)
+        # In reverse, so that each step joins the shards that the same step of a scatter divides.
         for step in reversed(self._gathers):
             gather = functools.partial(lax.all_gather, axis=layout.dim, tiled=True, **step)
             x = _in_place(gather, layout)(x)
         return layout.whole(x).astype(shard.dtype)
 
     def to_layers(self, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
-        """This replica's layers of an array, whole, of what each has a shard of; padded to as many on each."""
+        """Exchanges shards for whole layers: this replica's layers, padded so that each replica has as many."""
         if layout.dim == 0:
             return shard
+        # An all_to_all needs the same number of layers on each replica.
         missing = -layout.shape[0] % self.count
         x = jnp.pad(shard, [(0, missing), *[(0, 0)] * (shard.ndim - 1)])
         return self._exchange(layout, x, split_axis=0, concat_axis=layout.dim)
@@ -169,27 +173,27 @@ class Partition:
         return _in_place(exchange, layout)(x)
 
     def all_layers(self, layers: jax.Array, count: int) -> jax.Array:
-        """The whole array of so many layers, of those that each replica has."""
+        """Gathers each replica's layers into the whole array of `count` layers."""
         return lax.all_gather(layers, axis=0, tiled=True, **self._axis)[:count]
 
     def reduce_own(self, kind: str, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
-        """A reduction of the elements of an array that this replica has, a scalar; `across` is then that of all.
+        """Reduces the elements of this replica's shard to a scalar. `across` then reduces over the replicas.
 
         Args:
-          kind: 'sum', 'max' or 'min'; of booleans 'and' or 'or'.
-          layout: the array's.
+          kind: 'sum', 'max' or 'min'; 'and' or 'or' for booleans.
+          layout: the array's layout.
           shard: this replica's shard.
         """
         masked = layout.mask(shard, self.index, _neutral(kind, shard.dtype))
         return _REDUCTIONS[kind](masked)
 
     def across(self, kind: str, x: jax.Array) -> jax.Array:
-        """A reduction, of the same kinds, of a number of each replica; equal on all replicas."""
+        """Reduces one number of each replica over all replicas; the result is equal on all of them."""
         if self.count == 1:
             return x
         if kind == "sum":
             return lax.psum(x, **self._axis)
-        # There are no collectives of booleans.
+        # JAX has no boolean collectives, so these count instead.
         if kind == "or":
             return lax.psum(x.astype(jnp.int32), **self._axis) > 0
         if kind == "and":
@@ -198,19 +202,19 @@ class Partition:
         result = collective(x, **self._axis)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return result
-        # Not every backend's hands NaN on.
+        # Not every backend's pmax and pmin propagate NaN.
         has_nan = self.across("or", jnp.isnan(x))
         return jnp.where(has_nan, jnp.full_like(x, jnp.nan), result)
 
     def sums_of_squares(self, shards: Any) -> tuple[jax.Array, jax.Array]:
-        """The sum of the squares of all elements of whole arrays, in two summands.
+        """The sum of the squares of all elements of the whole arrays, as two summands.
 
         Args:
-          shards: a tree of this replica's shards; what is not sharded is whole on each.
+          shards: a tree of this replica's shards; arrays that are not sharded are whole.
 
         Returns:
-          A number of the replica's own, whose mean over the replicas is the sum for all arrays that are sharded;
-          and the sum for those that are not, equal on all replicas.
+          The replica's own number for the sharded arrays, whose mean over the replicas is their sum of squares; and
+          the sum of squares of the other arrays, equal on all replicas.
         """
         sharded, whole = [], []
         for path, x in trees.present(shards).items():
@@ -218,15 +222,16 @@ class Partition:
             if layout.dim is None:
                 whole.append(x)
             else:
+                # Padding may have any value, so it must not count.
                 sharded.append(layout.mask(x, self.index, 0))
         return self.count * trees.sum_of_squares(sharded), trees.sum_of_squares(whole)
 
 
 class Rehearsal(Partition):
-    """A partition that needs no mapped axis: to see on shapes alone whether a rule can be sharded.
+    """A partition that needs no mapped axis, to check on shapes alone that a rule can be sharded.
 
     Attributes:
-      gathered: the bytes of what a rule has had gathered, by path.
+      gathered: the bytes that a rule's update gathers, by path.
     """
 
     def __init__(
@@ -236,7 +241,7 @@ class Rehearsal(Partition):
         rules: mesh.Rules = (),
         layouts: layouts_lib.Layouts | None = None,
     ):
-        """Shards as a `Partition` over so many replicas does."""
+        """Shards as a `Partition` over `count` replicas does."""
         super().__init__(params, count, "", rules=rules, layouts=layouts)
         self.gathered: dict[str, int] = {}
 
@@ -258,7 +263,7 @@ class Rehearsal(Partition):
         return True
 
     def to_layers(self, layout: layouts_lib.Layout, shard: jax.Array) -> jax.Array:
-        """An array of the shape of these layers."""
+        """An array of the shape of this replica's layers."""
         layers = -(-layout.shape[0] // self.count)
         return jnp.zeros((layers, *layout.shape[1:]), shard.dtype)
 
@@ -271,7 +276,7 @@ class Rehearsal(Partition):
         return jnp.zeros((count, *layers.shape[1:]), layers.dtype)
 
     def across(self, kind: str, x: jax.Array) -> jax.Array:
-        """That of one replica."""
+        """The number itself, as for one replica."""
         del kind
         return x
 
@@ -279,9 +284,9 @@ class Rehearsal(Partition):
 def _in_place(
     f: Callable[[jax.Array], jax.Array], layout: layouts_lib.Layout
 ) -> Callable[[jax.Array], jax.Array]:
-    """Does the same to each shard of an array that lies along other axes besides.
+    """Maps `f` over the other mesh axes that the array lies along, so that it acts on each device's part.
 
-    XLA's partitioner, left to it, makes an array whole on each device to scatter or gather it.
+    Left to itself, XLA's partitioner makes the array whole on each device before it scatters or gathers it.
     """
     mapped = jax.sharding.get_abstract_mesh()
     axes = {axis for axis in layout.along if mapped.shape.get(axis, 1) > 1}
@@ -292,7 +297,7 @@ def _in_place(
 
 
 def _neutral(kind: str, dtype: Any) -> Any:
-    """The element that changes no result of a reduction."""
+    """The neutral element of a reduction."""
     if kind not in ("max", "min"):
         return kind == "and"
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -303,7 +308,7 @@ def _neutral(kind: str, dtype: Any) -> Any:
 
 
 def _factorize(sizes: Any, count: int) -> bool:
-    """Returns whether sizes are positive integers whose product is a number."""
+    """Returns whether `sizes` are positive integers whose product is `count`."""
     if not isinstance(sizes, Sequence) or not all(isinstance(n, int) and n > 0 for n in sizes):
         return False
     return math.prod(sizes) == count
@@ -312,24 +317,24 @@ def _factorize(sizes: Any, count: int) -> bool:
 def summed(
     collective: Callable[[jax.Array], jax.Array], x: jax.Array, dtype: Any = None
 ) -> jax.Array:
-    """A sum over devices in a type; the result has x's.
+    """Sums over devices in a given type; the result has x's type.
 
     Args:
-      collective: the sum.
-      x: what to sum.
-      dtype: the type; 'float32' and None stand for x's own, which is float32 or wider.
+      collective: sums an array over the devices.
+      x: the array.
+      dtype: the type to sum in; 'float32' and None stand for x's own, which is float32 or wider.
     """
     if dtype in _AS_IT_IS or jnp.dtype(dtype) == x.dtype:
         return collective(x)
-    # XLA's CPU compiler sums half precision in float32, and aborts the process over such a sum where
-    # shard_map leaves a mesh axis to it.
+    # Cast explicitly on CPUs: XLA's CPU compiler sums half precision in float32, and aborts the process on such a
+    # sum if shard_map leaves a mesh axis to its partitioner.
     wide = lambda x: collective(x.astype(jnp.float32)).astype(dtype)
     total = lax.platform_dependent(x.astype(dtype), cpu=wide, default=collective)
     return total.astype(x.dtype)
 
 
 def check_real(grads: trees.Gradients, reduce_dtype: str, slice_dtype: str) -> None:
-    """Raises ValueError for a complex gradient, where sums are of such types."""
+    """Raises ValueError for a complex gradient, which the given types cannot represent."""
     for path, grad in trees.present(grads).items():
         if jnp.iscomplexobj(grad):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Steps that are not applied: what they leave as it was, beside what is conditional."""
+"""Skipped steps: how they restore state that was written outside the conditional update."""
 
 import types
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 # Arrays of Haiku state, by module and name.
 State = Mapping[tuple[str, str], Any]
-# What a loss has written, by module and name: the array before, and the array that it wrote.
+# The state that a loss wrote, by module and name: the array before, and the array that it wrote.
 Written = Mapping[tuple[str, str], tuple[Any, Any]]
 NOTHING: Written = types.MappingProxyType({})
 
@@ -19,17 +19,17 @@ class _AnyModule(hk.Module):
     """Reads and writes the state of any module, by its name."""
 
     def __init__(self) -> None:
-        # A module made under a name in use would change the names of those that are made after it.
+        # A name that no other module has: reserving a name in use could change the names of modules created later.
         super().__init__(name=hk.force_name("any_module_of_skips"))
 
     def read(self, module: str) -> Mapping[str, Any]:
-        """The arrays of a module's state as they are now, by name."""
+        """The current arrays of a module's state, by name."""
         self.module_name = module
         state = self.state_dict()
         return {name.removeprefix(f"{module}/"): array for name, array in state.items()}
 
     def write(self, module: str, name: str, value: Any) -> None:
-        """Sets one of them."""
+        """Sets one array of a module's state."""
         self.module_name = module
         hk.set_state(name, value)
 
@@ -39,15 +39,15 @@ def select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
 
     Args:
       applied: True, or a boolean scalar.
-      new: what the update makes; it may be anything if the step is not applied.
-      old: what was there.
+      new: the array that the update computed; it may hold any values if the step is not applied.
+      old: the array before the step.
     """
     return new if applied is True else jnp.where(applied, new, old)
 
 
 def current_state() -> State:
-    """All arrays of state as they are now."""
-    # Inside of hk.scan and its like `hk.get_current_state` has the arrays from before the loop.
+    """All current state arrays."""
+    # Inside hk.scan and similar loops, `hk.get_current_state` returns the arrays from before the loop.
     modules = _AnyModule()
     return {
         (module, name): array
@@ -57,7 +57,7 @@ def current_state() -> State:
 
 
 def by_module(state: State) -> dict[str, dict[str, Any]]:
-    """The state as Haiku has it."""
+    """The state in Haiku's structure, `{module: {name: array}}`."""
     modules: dict[str, dict[str, Any]] = {}
     for (module, name), array in state.items():
         modules.setdefault(module, {})[name] = array
@@ -70,19 +70,19 @@ def by_name(state: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any
 
 
 def write(state: State) -> None:
-    """Sets arrays of state."""
+    """Sets state arrays."""
     modules = _AnyModule()
     for (module, name), array in state.items():
         modules.write(module, name, array)
 
 
 def written(before: State, after: State, earlier: Written) -> Written:
-    """Returns what was written between two states, and what other losses have written before.
+    """Returns the changes between two states, merged with the changes that other losses made before.
 
     Args:
       before: the state before a loss.
       after: the state after it.
-      earlier: what other losses have written, whose step is not yet made.
+      earlier: the changes of other losses since the last step.
     """
     changes = dict(earlier)
     for key, new in after.items():
@@ -91,7 +91,8 @@ def written(before: State, after: State, earlier: Written) -> Written:
             continue
         if key in earlier:
             first, last = earlier[key]
-            # Several losses of one step wrote it in turn, and nothing else between them.
+            # Several losses of one step wrote this array in turn, and nothing else wrote it in between. A skipped step
+            # must restore the array from before the first of them.
             if last is old:
                 old = first
         changes[key] = (old, new)
@@ -99,10 +100,10 @@ def written(before: State, after: State, earlier: Written) -> Written:
 
 
 def put_back(applied: Any, losses: Written) -> None:
-    """Puts back what losses have written where the step is not applied.
+    """Restores the state that losses wrote, if the step is not applied.
 
-    What something else has written since stays, and so does what was written in another trace, such as in
-    the body of a loop.
+    State that something else has overwritten since stays. So does state that was written in another trace,
+    such as in the body of a loop.
     """
     if applied is True or hk.running_init():
         return
@@ -124,7 +125,7 @@ def check_count(global_step: Any) -> None:
 
 
 def is_integer_scalar(x: Any) -> bool:
-    """Returns whether `x` is an integer, of Python's or as an array without dimensions."""
+    """Returns whether `x` is a Python integer or an integer array without dimensions."""
     is_array = jax.tree_util.all_leaves([x]) and not isinstance(x, str | bool)
     if not is_array or jnp.shape(x) != ():
         return False

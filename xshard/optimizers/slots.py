@@ -1,4 +1,4 @@
-"""The slots in an optax state: where they are, and what parameter each array of them is of."""
+"""The slots in an optax state: their paths, and the parameter that each of their arrays belongs to."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ def find(state: Any, params: trees.Params) -> list[tuple[str, Any]]:
 
 
 def of_any(transformation: Any) -> list[str] | None:
-    """The paths of the slots in a transformation's state, whatever the parameters; None if it needs these."""
+    """The paths of the slots in a transformation's state, for any parameters; None if they depend on these."""
     found: list[str] = []
 
     def init(params: Any) -> tuple[()]:
@@ -41,17 +41,17 @@ def of_any(transformation: Any) -> list[str] | None:
                 found.append(trees.path_name(path))
         return ()
 
-    # optax gives `init` what stands for any tree of parameters; there is no state to map here.
+    # optax calls `init` with a placeholder for any tree of parameters. There is no state to map here.
     try:
         optax.tree_utils.tree_map_params(init, lambda x: x, ())
     except Exception:
-        # Such as a KeyError of one that looks up the names of modules.
+        # Any error may occur, such as a KeyError in a transformation that looks up modules by name.
         return None
     return found
 
 
 def map_all(f: Callable[..., Any], params: trees.Params, state: Any, *rest: Any) -> Any:
-    """Applies `f` to each slot; everything else comes from the last tree."""
+    """Applies `f` to each slot; all other nodes come from the last tree."""
     is_slot = functools.partial(_mirrors, params)
 
     def each(*nodes: Any) -> Any:
@@ -61,11 +61,11 @@ def map_all(f: Callable[..., Any], params: trees.Params, state: Any, *rest: Any)
 
 
 def names_by_parameter(state: Any, params: trees.Params) -> dict[str, list[str]]:
-    """The names of what optax's state holds for each parameter, by the parameter's path."""
+    """The names of the slot arrays of each parameter in optax's state, by the parameter's path."""
     names: dict[str, list[str]] = {path: [] for path in trees.leaves_by_path(params)}
     structure: Any = jax.tree.structure(params)
     for slot_path, slot in find(state, params):
-        # An entry is a tree of its own: of no array where it is hidden, of several in some transformations.
+        # An entry is itself a tree. It has no arrays if it is hidden, and several in some transformations.
         entries = structure.flatten_up_to(slot)
         for param, entry in zip(names, entries, strict=True):
             for path, _ in jax.tree_util.tree_leaves_with_path(entry):
@@ -74,9 +74,9 @@ def names_by_parameter(state: Any, params: trees.Params) -> dict[str, list[str]]
 
 
 def hidden(params: trees.Params, shown: set[str]) -> tuple[Any, Any]:
-    """Two functions: one hides the entries of all parameters but some, one puts the old ones back.
+    """Two functions: `hide` masks the entries of all parameters but `shown`; `restore` puts the old entries back.
 
-    optax skips what is an `optax.MaskedNode`: it is how `optax.masked` leaves entries out.
+    optax skips each entry that is an `optax.MaskedNode`, which is also how `optax.masked` leaves entries out.
     """
     is_shown = trees.rebuild(params, {path: path in shown for path in trees.leaves_by_path(params)})
 
@@ -90,14 +90,14 @@ def hidden(params: trees.Params, shown: set[str]) -> tuple[Any, Any]:
 
 
 def join(*parts: str) -> str:
-    """The path of these paths one after the other; empty ones do not count."""
+    """Joins paths with slashes; empty ones are skipped."""
     return "/".join(filter(None, parts))
 
 
 def missing_error(rule: str, path: str) -> ValueError:
-    """The error for a parameter that has a gradient, and had none when the state of a rule was made."""
+    """The error for a parameter that has a gradient now, but had none when the rule's state was created."""
     return ValueError(
         f"The parameter '{path}' has a gradient, but {rule} has no slot for it: its gradient was None "
-        "when the state was made, so that it was not to be trained. If it is, name it in var_list while "
-        "hk.running_init() too, and make the state anew; if not, give it the gradient None."
+        "when the state was created. To train it, name it in var_list while hk.running_init() too, and "
+        "create the state anew. Otherwise give it the gradient None."
     )

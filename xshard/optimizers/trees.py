@@ -1,4 +1,4 @@
-"""Haiku trees of parameters and gradients: paths, selections, and checks that name the leaf."""
+"""Haiku trees of parameters and gradients: paths, selection, and checks whose errors name the leaf."""
 
 import difflib
 import re
@@ -18,12 +18,12 @@ VarList = Sequence[str] | Callable[[str, str], bool] | None
 def widen(x: Any) -> jax.Array:
     """`x` in float32 if its type is narrower, so that scaling and summing lose nothing."""
     x = jnp.asarray(x)
-    # By its size, since bfloat16, float16 and all of 8 bits are narrower; float64 and complex numbers stay.
+    # Decided by size: bfloat16, float16 and all 8-bit types are narrower. float64 and complex types stay.
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def strong(x: Any) -> jax.Array:
-    """An array whose type is its own, and not the one that a number of Python's takes on beside others."""
+    """An array with a strong type. A Python number has a weak type, which adapts to the other operands."""
     x = jnp.asarray(x)
     return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
 
@@ -34,17 +34,17 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def endings(path: str) -> list[str]:
-    """The paths that a path ends in, the longest first: 'a/b' ends in 'a/b' and 'b'."""
+    """All suffixes of a path, the longest first: 'a/b' ends in 'a/b' and 'b'."""
     words = path.split("/")
     return ["/".join(words[i:]) for i in range(len(words))]
 
 
 def plain(tree: Any) -> Any:
-    """The tree with a dict for each mapping: of others, such as Haiku's FlatMap, JAX may not know the keys."""
+    """The tree with a dict for each mapping. JAX may not know the keys of others, such as Haiku's FlatMap."""
     if isinstance(tree, Mapping):
         return {key: plain(node) for key, node in tree.items()}
     is_mapping = lambda node: isinstance(node, Mapping)
-    # None stays a leaf, and mappings within other containers, such as a list, are made plain, too.
+    # None stays a leaf. Mappings inside other containers, such as a list, also become dicts.
     return jax.tree.map(
         lambda node: plain(node) if is_mapping(node) else node,
         tree,
@@ -58,14 +58,14 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def present(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree that are not None, such as the gradients of what is trained, by their paths."""
+    """The leaves of a tree that are not None, such as the gradients of trained parameters, by their paths."""
     return {path: leaf for path, leaf in leaves_by_path(tree).items() if leaf is not None}
 
 
 def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """A tree with the structure of another, and its leaves given by path; None where there is none."""
+    """A tree with the structure of `tree` and the given leaves, by path; None where no leaf is given."""
     old, structure = jax.tree.flatten(tree, is_leaf=_is_absent)
-    # A mapping of another kind may order its leaves otherwise than a dict: each leaf's number tells its place.
+    # Another kind of mapping may order its leaves differently from a dict. Numbering the leaves finds their places.
     places = leaves_by_path(jax.tree.unflatten(structure, range(len(old))))
     new: list[Any] = [None] * len(old)
     for path, place in places.items():
@@ -74,7 +74,7 @@ def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def replace(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """The tree with the leaves that are given by path, and are not None, in place of its own."""
+    """The tree, with each given leaf that is not None in place of its own leaf of that path."""
     new = leaves_by_path(tree)
     for path, leaf in leaves.items():
         if leaf is not None:
@@ -83,23 +83,24 @@ def replace(tree: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def after(x: jax.Array, tree: Any) -> Any:
-    """The tree, which is not there before the numbers of `x` are.
+    """The tree, made to depend on `x`, so that it is not computed before `x` is.
 
-    XLA for CPUs has dropped an `optimization_barrier` by the time that it decides what to copy. This is an order by data:
-    that a number is finite is always true, and XLA does not know it of a sum.
+    XLA for CPUs drops an `optimization_barrier` before it decides which buffers to copy, so this adds a data dependence
+    instead. `x` must have a finite sum, or the result is zeros. XLA does not know that the sum is finite.
     """
     is_there = jnp.isfinite(jnp.sum(x.astype(jnp.float32)))
     return jax.tree.map(lambda y: jnp.where(is_there, y, jnp.zeros_like(y)), tree)
 
 
 def sum_of_squares(tree: Any) -> jax.Array:
-    """The sum of the squares of all elements of all arrays, in float32 or wider; what is None does not count."""
+    """The sum of the squares of all elements of all arrays, in float32 or wider. None leaves are ignored."""
+    # The magnitude, so that complex elements count as real numbers.
     squares = [jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in jax.tree.leaves(tree)]
     return sum(squares, start=jnp.zeros((), jnp.float32))
 
 
 def as_arrays(params: Params) -> Params:
-    """The parameters in dicts, with an array for a number of Python's."""
+    """The parameters in dicts, with Python numbers converted to arrays."""
 
     def to_array(x: Any) -> Any:
         return jnp.asarray(x, jnp.result_type(x)) if isinstance(x, float | complex) else x
@@ -108,9 +109,9 @@ def as_arrays(params: Params) -> Params:
 
 
 def steepest(grads: Gradients, params: Params) -> Gradients:
-    """The directions in which a loss grows most, in dicts: of a complex parameter the conjugate of its gradient.
+    """The directions of steepest ascent, in dicts: the gradients, with complex ones conjugated.
 
-    `jax.grad` gives dL/dx - i dL/dy for a parameter x + i y. Update rules, optax's among them, go against
+    `jax.grad` returns dL/dx - i dL/dy for a parameter x + i y. Update rules, including optax's, descend along
     dL/dx + i dL/dy.
     """
     directions = leaves_by_path(grads)
@@ -121,7 +122,7 @@ def steepest(grads: Gradients, params: Params) -> Gradients:
 
 
 def check_params(params: Params) -> None:
-    """Raises ValueError unless `params` is a Haiku tree of floating-point arrays, each of a path of its own."""
+    """Raises ValueError unless `params` is a Haiku tree of floating-point arrays with distinct paths."""
     if not isinstance(params, Mapping) or not params:
         raise ValueError(
             "params must be a Haiku tree {module: {name: array}} with at least one array; received "
@@ -173,7 +174,7 @@ def _check_gradient(path: str, grad: Any, param: Any) -> None:
 
 
 def select(params: Params, var_list: VarList) -> dict[str, Any]:
-    """The parameters that `var_list` names, by path.
+    """The parameters that `var_list` selects, by path.
 
     Args:
       params: a Haiku tree.
@@ -187,7 +188,7 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
             f"var_list must be a sequence of names or a predicate; received {var_list!r}."
         )
     if callable(var_list):
-        # A module's name may hold slashes, a parameter's does not.
+        # A module's name may contain slashes, a parameter's does not, so the last slash separates them.
         chosen = set()
         for path in leaves:
             module, _, name = path.rpartition("/")
@@ -206,14 +207,14 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
 
 
 def unfrozen(params: Params, pattern: str) -> list[str] | None:
-    """The paths in which a regular expression is not found, as `var_list`; None, which is all, without an expression.
+    """The paths that do not match a regular expression, for `var_list`; None (all parameters) without one.
 
     Args:
       params: a Haiku tree.
-      pattern: the expression; empty: none.
+      pattern: the expression, searched for anywhere in a path; an empty one stands for none.
 
     Raises:
-      UserError: if it is no expression, or is found in no path, or in all.
+      UserError: if the expression is invalid, or is found in no path or in all of them.
     """
     if not pattern:
         return None
@@ -244,7 +245,7 @@ def _leaves_with_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def _check_paths(tree: Any, of_what: str) -> None:
-    """Raises ValueError if two leaves have one path, as 'a/b' of 'c' and 'a' of 'b/c' have."""
+    """Raises ValueError if two leaves have one path, such as 'c' in module 'a/b' and 'b/c' in module 'a'."""
     seen: dict[str, str] = {}
     for path, _ in _leaves_with_path(tree):
         name, keys = path_name(path), jax.tree_util.keystr(path)

@@ -1,4 +1,4 @@
-"""Stand-ins for arrays while a function is evaluated on shards."""
+"""Values that stand for whole arrays while a function is evaluated on shards."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from xshard.optimizers import layouts, primitives
 
-# The primitive that joins two reductions of a kind before they are put together, and its function.
+# For each kind of reduction, the primitive that joins two of them before replicas are combined, and its function.
 JOINED_BY = {"sum": "add", "and": "and", "or": "or"}
 _JOIN = {"sum": jnp.add, "and": jnp.logical_and, "or": jnp.logical_or}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """This replica's shard of an array. Elements that the layout pads with may be anything."""
+    """This replica's shard of an array. Padding elements may have any value."""
 
     array: Any
     layout: layouts.Layout
@@ -24,19 +24,19 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Summed(Shard):
-    """A shard of a gradient that is summed over the replicas already, before a rule aggregates it."""
+    """A shard of a gradient that is already summed over the replicas, before a rule aggregates it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Partial:
-    """A reduction of whole arrays before the replicas' parts of it are put together.
+    """A reduction of whole arrays whose per-replica parts are not yet combined.
 
-    Several that are added up are so put together by one collective.
+    Several such reductions can be joined first, and then combined by one collective.
 
     Attributes:
       kind: 'sum', 'and' or 'or'.
-      own: this replica's number.
-      rest: a number that all replicas have alike.
+      own: this replica's part.
+      rest: a further operand that is equal on all replicas.
     """
 
     kind: str
@@ -44,19 +44,19 @@ class Partial:
     rest: Any
 
     def total(self, reduced: Any) -> Any:
-        """The result, from the reduction of all replicas' own numbers."""
+        """The result, given the reduction of all replicas' parts."""
         return _JOIN[self.kind](reduced, self.rest)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layers:
-    """The layers of an array that this replica has whole, with what they are padded with: its leading dimension is of layers."""
+    """The whole layers of an array that this replica holds, including padding. The leading dimension is of layers."""
 
     array: Any
 
 
 def join(left: Any, right: Any) -> Partial:
-    """Joins a `Partial` with another of its kind, or with a number that all replicas have."""
+    """Joins a `Partial` with another of its kind, or with a number that is equal on all replicas."""
     if not isinstance(left, Partial):
         left, right = right, left
     function = _JOIN[left.kind]
@@ -76,7 +76,7 @@ def raw(value: Any) -> Any:
 
 
 def like(value: Any, x: Any) -> Any:
-    """`x` as a `Shard` of the same array if `value` is one."""
+    """`x` as a `Shard` with the layout of `value`, if `value` is one; otherwise `x` itself."""
     return Shard(x, value.layout) if isinstance(value, Shard) else x
 
 
@@ -89,13 +89,14 @@ def joins(eqn: Any, operands: list[Any]) -> bool:
 
 
 def reduces_shards(eqn: Any, sharded: list[Shard]) -> bool:
-    """Returns whether each replica can reduce its shard, and what they then exchange is small."""
+    """Returns whether each replica can reduce its own shard, so that only small results are exchanged."""
     layout = sharded[0].layout
     if primitives.contracts_all(eqn):
         return len(sharded) == 2 and layout == sharded[1].layout
     if not primitives.reduces(eqn):
         return False
-    # What is flattened, or has been given another shape, has other rows; but the same layers.
+    # A reshaped array has different rows, but the same layers if its first dimension is unchanged. A flat layout keeps
+    # neither.
     shape = eqn.invars[0].aval.shape
     in_place = shape == layout.shape or (
         primitives.reduces_layers(eqn) and shape[0] == layout.shape[0]
@@ -104,14 +105,15 @@ def reduces_shards(eqn: Any, sharded: list[Shard]) -> bool:
 
 
 def whole(value: Any, shape: tuple[int, ...]) -> jax.Array:
-    """The array of a shape that a value stands for."""
+    """The array of this shape that a value stands for."""
     array = value if isinstance(value, jax.Array) else jnp.asarray(value)
     return array if array.shape == shape else jnp.broadcast_to(array, shape)
 
 
 def on_whole(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation of whole arrays, and of single values in the place of arrays of equal elements."""
+    """The results of an equation on whole arrays, where a scalar may stand for an array of equal elements."""
     name = eqn.primitive.name
+    # Equal elements stay one scalar through broadcasts and elementwise operations, which saves memory and time.
     if all(jnp.ndim(value) == 0 for value in operands):
         if name == "broadcast_in_dim":
             return list(operands)

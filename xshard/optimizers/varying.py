@@ -1,7 +1,7 @@
-"""Finds the results of a step that differ between replicas, or between groups, in its program before it runs.
+"""Analysis of a step's program, before it runs, for results that differ between replicas or groups.
 
-What a replica computes differs from what the others do if it depends on its part of the batch, on its keys or on
-its number, and has not been through a collective that makes one value of all of theirs. Groups differ by their states, too.
+A value differs between replicas if it depends on the replica's part of the batch, its keys or its number, and has not
+passed through a collective that makes it equal. Values of different groups also differ by the groups' states.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from jax.extend import core
 
 from xshard import mesh as mesh_lib
 
-# Of the axes that something differs along.
+# The mesh axes along which a value differs.
 Axes = frozenset[str]
 _NONE: Axes = frozenset()
 ALL: Axes = frozenset(mesh_lib.BATCH)
-# Collectives after which all replicas along an axis hold the same.
+# Collectives after which all replicas along an axis hold the same value, and the parameter that names the axes.
 _EQUALISING = {
     "psum": "axes",
     "psum_invariant": "axes",
@@ -26,14 +26,14 @@ _EQUALISING = {
     "all_gather_invariant": "axis_name",
 }
 _EQUAL = "equal_on_replicas"
-# The name of the function that gathers a parameter in shards, as a program shows it.
+# The name, in a program, of the function that gathers a parameter held in shards.
 GATHERED = "gathered_parameter"
-# What the results of an equation differ by, given what its inputs do; None: it is like any other.
+# A function of an equation and its inputs' axes that returns its results' axes, or None to treat it like any other.
 Special = Callable[[Any, list[Axes]], list[Axes] | None]
 
 
 class _Mark:
-    """A function that returns its first argument, and by whose name a program shows where it was called."""
+    """A function that returns its first argument. Its name marks the call in a program."""
 
     def __init__(self, name: str):
         self.__name__ = name
@@ -43,34 +43,35 @@ class _Mark:
 
 
 def marked(name: str, tree: Any, given: Any = ()) -> Any:
-    """The same tree, as the result of a call that a program shows by a name.
+    """The same tree, as the result of a call that a program shows under `name`.
 
     Args:
       name: the name.
       tree: arrays.
-      given: further arrays that the call is shown to be given.
+      given: further arrays, which the program shows as arguments of the call.
     """
     return jax.jit(_Mark(name))(tree, given)
 
 
 def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
-    """The same tree, said to be equal on all replicas of a group where that cannot be seen in the program.
+    """The same tree, declared equal on all replicas of a group where the program does not show that it is.
 
-    Such is what a computation of one's own, or a gather among some replicas after others, makes equal. A run compares
-    its state after its first step; replicas that part later stay apart, and a checkpoint keeps one of them.
+    Use it for the result of a custom computation that makes values equal, or of a gather in steps among some replicas
+    at a time. The declaration is not proved: a run compares fingerprints of the replicas' state every
+    `fingerprint_every_steps` steps and before each save, and stops or rolls back if copies differ.
 
     Args:
       tree: arrays.
-      given: arrays on which it depends: where these differ between replicas, so does the tree.
+      given: arrays that the tree depends on. If these differ between replicas, so does the tree.
     """
     return marked(_EQUAL, tree, given)
 
 
 def mapped_outputs(jaxpr: core.Jaxpr) -> tuple[list[Axes], list[Axes]]:
-    """The axes along which each result of a program on all replicas differs, and those that it is said to lie along.
+    """The axes along which each result of a program on all replicas differs, and the axes that its spec declares.
 
     Args:
-      jaxpr: the program, which holds one `jax.shard_map`: what is computed before it is of whole arrays.
+      jaxpr: the program, which contains one `jax.shard_map`. All computation before that is on whole arrays.
     """
     (mapped,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
     inputs, declared = (
@@ -91,8 +92,8 @@ def outputs(
 
     Args:
       jaxpr: the program.
-      inputs: those along which its inputs do.
-      special: is asked first of each equation, and may note what is no axis, too.
+      inputs: the axes along which each of its inputs differs.
+      special: called first for each equation. It may also return notes that are not axes.
     """
     axes: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
     read = lambda x: _NONE if isinstance(x, core.Literal) else axes.get(x, _NONE)
@@ -101,7 +102,7 @@ def outputs(
         results = of_equation(eqn, read_axes, special)
         axes.update(zip(eqn.outvars, results, strict=True))
         if eqn.effects:
-            # What is written into an array that can change is read from it later.
+            # An effect may write any input into a mutable reference, from which later equations read it.
             for x in eqn.invars:
                 if not isinstance(x, core.Literal) and "Ref" in type(x.aval).__name__:
                     axes[x] = read(x).union(*read_axes)
@@ -126,14 +127,14 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
         return _of_cond(params, inputs, special)
     if params.get("name") == _EQUAL:
         given = inputs[len(eqn.outvars) :]
-        # What is no axis, and asked for beside them, is not made equal.
+        # Notes that are not axes pass through: the mark makes values equal only along axes.
         others = [x - ALL for x in inputs]
         return [_NONE.union(*given, *others) for _ in eqn.outvars]
     if params.get("name") == GATHERED:
-        # In steps, among some replicas each, which all have met in the end.
+        # Each gather may be among some replicas only, but after all of its steps the result is equal on all.
         return [_NONE.union(*inputs) - {mesh_lib.REPLICA} for _ in eqn.outvars]
     if "callback" in name:
-        # What the host computes may be another number on each.
+        # The host may compute a different number on each replica.
         return [ALL.union(*inputs) for _ in eqn.outvars]
     inner = [
         x for x in jax.tree.leaves(dict(params)) if isinstance(x, core.ClosedJaxpr | core.Jaxpr)
@@ -142,8 +143,8 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
         results = outputs(opened(inner[0]), inputs, special)
         if len(results) == len(eqn.outvars):
             return results
-    # What has functions of another kind differs with any of its inputs, or with a replica's number within; and what
-    # is sent in another way, as by ppermute, differs however equal it was.
+    # The results of any other equation differ along the axes of all its inputs, and along those that arise in its inner
+    # programs. Those of any other collective, such as ppermute, differ along its axes even if its inputs are equal.
     within = [outputs_of_any(opened(x)) for x in inner]
     sent = [ALL.intersection(named_axes(params.get(key))) for key in ("axis_name", "axes")]
     axes = _NONE.union(*inputs, *within, *sent)
@@ -151,23 +152,23 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
 
 
 def named_axes(axes: Any) -> list[str]:
-    """The axes that a collective is over, from its parameter; of others than collectives those are numbers."""
+    """The axis names in a collective's parameter. Other primitives have dimension numbers there, which are left out."""
     return [x for x in (axes if isinstance(axes, tuple | list) else [axes]) if isinstance(x, str)]
 
 
 def outputs_of_any(jaxpr: core.Jaxpr) -> Axes:
-    """The axes along which some result of a program differs, of which all inputs are equal."""
+    """The axes along which some result of a program differs if all of its inputs are equal."""
     return _NONE.union(*outputs(jaxpr, [_NONE for _ in jaxpr.invars]))
 
 
 def opened(jaxpr: Any) -> core.Jaxpr:
-    """A program without the values of its constants."""
+    """The open jaxpr of a program, without the values of its constants."""
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
 def _of_collective(params: Any, key: str, inputs: list[Axes], count: int) -> list[Axes]:
     over = frozenset(named_axes(params[key]))
-    # Groups of some replicas make them equal within a group only.
+    # With axis_index_groups, the collective makes values equal only within each of these groups.
     whole = params.get("axis_index_groups") is None
     left = [x - over if whole else x for x in inputs]
     return left if len(left) == count else [_NONE.union(*left) for _ in range(count)]
@@ -178,6 +179,7 @@ def _of_scan(params: Any, inputs: list[Axes], special: Special | None) -> list[A
     body = opened(params["jaxpr"])
     fixed, carry = inputs[:consts], inputs[consts : consts + carries]
     scanned = inputs[consts + carries :]
+    # Each round may make more of the carry differ, so this repeats until nothing changes.
     while True:
         results = outputs(body, [*fixed, *carry, *scanned], special)
         joined = [old | new for old, new in zip(carry, results[:carries], strict=True)]
@@ -192,7 +194,7 @@ def _of_while(params: Any, inputs: list[Axes], special: Special | None) -> list[
     carry = inputs[of_cond + of_body :]
     condition, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
     while True:
-        # How often it goes round decides all that it makes.
+        # If the number of rounds differs between replicas, so do all results.
         rounds = _NONE.union(*outputs(condition, [*cond_consts, *carry], special))
         results = outputs(body, [*body_consts, *carry], special)
         joined = [old | new | rounds for old, new in zip(carry, results, strict=True)]
