@@ -306,5 +306,5 @@ def test_the_config_is_shown_and_nothing_is_done(run, tmp_path):
     code, out, err = run("--config=tests/toy.py", "--config.steps=7", "--show_config")
     assert (code, err) == (0, "") and not list(tmp_path.iterdir())
     lines = out.splitlines()
-    assert lines[lines.index("steps = 7") - 1] == "# The steps that the run makes."
+    assert lines[lines.index("steps = 7") - 1] == "# The number of steps to train."
     assert {"checkpoint.keep_last = 2", "optimizer.learning_rate = 0.1"} < set(lines)

@@ -70,7 +70,7 @@ MISTAKES = {
     "a name that is none": (in_loss('"accuracy"', "1"), ["under 1; names must be strings"]),
     "parameters in loss": (
         before(LOSS, "        hk.get_parameter('w', (), init=jnp.ones)"),
-        ["in Spirals.loss: Unable to retrieve parameter 'w'", "made in the network alone"],
+        ["in Spirals.loss: Unable to retrieve parameter 'w'", "Only the network"],
     ),
     "evaluation of nothing": (
         (EVALUATE, "        pass"),
