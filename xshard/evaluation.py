@@ -152,7 +152,7 @@ def _jitted(
     mesh: jax.sharding.Mesh,
     replicas: logical.Replicas | None,
 ) -> Any:
-    """Returns `step.make_eval_step`, jitted. Its sums are replicated, so that each process has those of all groups."""
+    """Returns `step.make_eval_step`, jitted. Its sums are replicated, so that each process has the sums of all groups."""
     everywhere = mesh_lib.sharding(mesh)
     if replicas is None:
         return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=everywhere)

@@ -98,7 +98,7 @@ def children(tree: Any, of_leaf: str) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _register(cls: Any) -> None:
-    """Registers a marker class as a pytree that is transparent in paths: keys are those of the value it marks."""
+    """Registers a marker class as a pytree that is transparent in paths: its keys are the marked value's."""
 
     def unflatten(structure: Any, leaves: Any) -> Any:
         return cls(jax.tree.unflatten(structure, leaves))

@@ -147,7 +147,7 @@ def main(argv: Sequence[str], config: Any) -> int:
 
 def _run_on_place(config: Any, run_directory: str, timeouts: rendezvous.Timeouts) -> int:
     """Joins the other processes, if there are any, and runs with them."""
-    # An evaluation job writes its own status files, which must not mix with those of the run it follows.
+    # An evaluation job writes its own status files, which must not mix with the run's own.
     directory = run_directory
     if _MODE.value == "eval":
         directory = os.path.join(directory, follow.FOLDER)

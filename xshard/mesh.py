@@ -207,7 +207,7 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
 def step_groups(sizes: Sequence[int]) -> list[list[list[int]]]:
     """Returns the groups of replicas of each step of `torus_steps`.
 
-    In the mixed radix of `sizes`, the replica numbers of a group differ in one digit: that of the step.
+    In the mixed radix of `sizes`, the replica numbers of a group differ in one digit, which belongs to the step.
     """
     places = np.arange(math.prod(sizes)).reshape(sizes)
     groups = []

@@ -315,7 +315,7 @@ def opt_specs(
     manual: bool = False,
     whole: bool = False,
 ) -> Any:
-    """Returns the specs of the rules' state; the arguments are those of `specs`."""
+    """Returns the specs of the rules' state; it takes the arguments of `specs`."""
     group, rules = mesh_lib.group_axes(mesh), experiment.sharding_rules()
     replicas = logical.axes_of_shards(experiment.config, mesh)
 
@@ -345,6 +345,6 @@ def shardings_of(
     *,
     whole: bool = False,
 ) -> TrainState:
-    """Returns the sharding of each leaf; the arguments are those of `specs`."""
+    """Returns the sharding of each leaf; it takes the arguments of `specs`."""
     place = lambda spec: mesh_lib.sharding(mesh, *spec)
     return jax.tree.map(place, specs(experiment, mesh, state, whole=whole))

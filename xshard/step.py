@@ -55,7 +55,7 @@ def make_train_step(
     Jit it with `donate_argnums=0`. Shard the batch along ('group', 'slice', 'replica').
 
     Metrics are float32 and int32 scalars, averaged over the replicas; with several groups, arrays of one per group.
-    They are the experiment's own and those of each learner, prefixed with the learner's name unless its state is
+    They are the experiment's own and each learner's, prefixed with the learner's name unless its state is
     the whole of the experiment's. A learner logs 'loss', 'skipped' (1 if the step was not applied), 'global_step',
     'loss_scale' (after the step) if the rule scales losses, 'gradient_norm', 'parameter_norm', and the scalars that
     its loss returns.

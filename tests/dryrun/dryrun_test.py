@@ -240,7 +240,7 @@ def test_what_is_not_published_is_no_bound():
 @pytest.mark.parametrize(
     "needed, first",
     [
-        ("30.00G", "Have replicas hold shards of the parameters"),
+        ("30.00G", "Hold parameters and optimizer state in shards"),
         ("90.00G", "Make activations smaller"),
     ],
 )

@@ -1,7 +1,7 @@
 """The program: `python -m xshard.dryrun --config=configs/digits.py --topology=v5e:16x16 [--slices=4]`.
 
-Compiles an experiment's training step for TPUs that this machine does not have, with the TPU compiler. It reports what a
-chip would hold, send and compute, and a lower bound on a step's time. The step is the one of `xshard.main`; nothing
+Compiles an experiment's training step for TPUs that this machine does not have, with the TPU compiler. It reports a chip's
+memory, communication and computation, and a lower bound on a step's time. The step is the one of `xshard.main`; nothing
 runs. See docs/dry_run.md.
 
 Exit codes: 0 it fits; 1 it does not fit, or cannot be compiled; 130 interrupted.
@@ -35,7 +35,7 @@ from xshard.metrics import chips
 from xshard.pod import notice
 from xshard.run import preflight
 
-# A separate set of flags, since those of `xshard.main` have the same names.
+# A separate set of flags, since `xshard.main` has flags with the same names.
 _FLAGS = flags.FlagValues()
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; --config.key=value overrides a value.",

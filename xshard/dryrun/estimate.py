@@ -90,7 +90,7 @@ def stacked_bytes(program: Any) -> int:
     """Returns the bytes of the largest stacked outputs of a scan in a program: arrays kept for a gradient, or gradients.
 
     Args:
-      program: a jaxpr. Within `jax.shard_map`, sizes are those of one replica.
+      program: a jaxpr. Within `jax.shard_map`, sizes are per replica.
     """
     jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
     most = 0

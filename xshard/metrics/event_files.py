@@ -28,7 +28,7 @@ _PREFIX = "events.out.tfevents"
 # The number that orders the files: the time, or one more than the last file's if the clock was set back.
 _NUMBER = re.compile(re.escape(_PREFIX) + r"\.(\d{10})\.")
 _LAST_NUMBER = 10**10 - 1
-# Files of earlier xshard versions end in a count; those of TensorFlow and PyTorch end in two numbers.
+# Files of earlier xshard versions end in a count; TensorFlow's and PyTorch's end in two numbers.
 _OURS = re.compile(_NUMBER.pattern + r"(.+\.xshard|(?!.*\.\d+\.\d{6}$).+\.\d{6})")
 
 
@@ -37,7 +37,7 @@ class EventFiles:
 
     With several groups, tags are 'loss/0', 'loss/1'. Each start of the program writes a new file with all earlier rows,
     and appends to it. The file begins with a session log (TensorFlow's `SessionLog.START`) at step 0, which makes
-    TensorBoard drop what it has read from earlier files. The file's name sorts after theirs.
+    TensorBoard drop the events of earlier files. The file's name sorts after theirs.
     """
 
     def __init__(self, directory: pathlib.Path, history: Callable[[], Iterator[rows.Row]]):

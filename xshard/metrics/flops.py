@@ -1,4 +1,4 @@
-"""The model FLOPs of a training step: those of its matrix products and convolutions, however they are computed.
+"""The model FLOPs of a training step: its matrix products and convolutions, however they are computed.
 
 They are counted in the trace of the forward pass, so recomputation to save memory and XLA's transformations do not
 count. A step counts three times its forward pass, because the backward pass has one product for the gradient of each of

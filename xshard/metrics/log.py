@@ -49,7 +49,7 @@ class Log:
           terminal: the run's terminal.
 
         Attributes:
-          rows: the number of rows in the log, including those of earlier parts of the run.
+          rows: the number of rows in the log, including earlier parts of the run.
           newest: a metric of the most recently dispatched step; None before the first step.
         """
         config = experiment.config

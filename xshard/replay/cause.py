@@ -96,7 +96,7 @@ def _is_constant(program: program_lib.Program, value: int) -> bool:
 
 
 class _Graph:
-    """The graph of values that are not finite: each one's sources that are not finite either."""
+    """The graph of values that are not finite, with edges to their sources that are not finite either."""
 
     def __init__(
         self, program: program_lib.Program, looks: evaluate.Looks, mesh: jax.sharding.Mesh

@@ -198,7 +198,7 @@ class _Look:
         branches = [branch(i) for i in range(len(blocks))]
         platforms = eqn.params.get("branches_platforms")
         if platforms:
-            # The branches of `lax.platform_dependent` are selected when lowering: those of other platforms cannot be
+            # The branches of `lax.platform_dependent` are selected when lowering: other platforms' branches cannot be
             # compiled for this one.
             named: dict[str, Callable[..., Any]] = {}
             for names, of_platforms in zip(platforms, branches, strict=True):

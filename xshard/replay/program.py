@@ -1,6 +1,6 @@
 """The data flow of a step's program: which value is computed from which, and on which line of the user's code.
 
-Nested functions are laid out flat, in the order in which they run. Calls such as those of a function under `jax.jit` are
+Nested functions are laid out flat, in the order in which they run. Calls, such as of a function under `jax.jit`, are
 inlined: they have the values of their body, and none of their own. A loop has the values of one round.
 """
 
@@ -332,7 +332,7 @@ def _shown(file: str, line: int) -> str:
 
 
 def _frames(traceback: Any) -> list[tuple[str, int]]:
-    """Returns the files and lines of a traceback, innermost first, without those of JAX and the standard library."""
+    """Returns the files and lines of a traceback, innermost first, without JAX's and the standard library's."""
     if traceback is None:
         return []
     frames = [(frame.file_name, frame.line_num) for frame in traceback.frames]

@@ -32,7 +32,7 @@ def text(value: object) -> str:
 
 
 def colour(number: int) -> str:
-    """Returns a color that differs clearly from those of neighboring numbers, by the golden angle; the first is blue."""
+    """Returns a color that differs clearly from the colors of neighboring numbers, by the golden angle; the first is blue."""
     return f"hsl({(215 + 137.508 * number) % 360:.0f}, 65%, {42 + 12 * (number % 2)}%)"
 
 

@@ -29,7 +29,7 @@ _Table = collections.defaultdict[str, tuple[list[int], list[Any]]]
 
 
 class Rows(NamedTuple):
-    """The columns of training rows, those of evaluation rows without 'eval/', and notes to show."""
+    """The columns of training rows, the columns of evaluation rows without 'eval/', and notes to show."""
 
     training: Columns
     evaluation: Columns

@@ -34,7 +34,7 @@ class Run(NamedTuple):
     Attributes:
       path: its work directory.
       name: the shortest end of that path that no other run has.
-      separate: the columns of the evaluation job; those of the run's own evaluations are `evaluation`.
+      separate: the columns of the evaluation job; `evaluation` has the run's own evaluations.
       attempts: the attempts in order; empty for a run of a version that did not record them.
       state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'; `doing` describes it in words.
       results: the final evaluation; empty if there is none yet.
@@ -189,7 +189,7 @@ def _state(
     processes: list[dict[str, Any]], results: dict[str, Any], step: float | None
 ) -> tuple[str, str]:
     """Returns a run's state, and a description of it."""
-    # The status of a failed process counts, else that of process 0.
+    # The status of a failed process counts, else process 0's.
     failed = [row for row in processes if row["doing"].startswith("failed")]
     speaker = next(iter([*failed, *processes]), None)
     doing = show.printable(speaker["doing"]) if speaker else ""
