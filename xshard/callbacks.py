@@ -32,6 +32,7 @@ class _EarlyStopping:
             if isinstance(value, list):
                 raise errors.UserError(_of_groups(self.metric))
             gain = best - value if self.mode == "min" else value - best
+            # A comparison with nan is never an improvement, so the first number needs a rule of its own.
             is_first = math.isnan(best) and not math.isnan(value)
             if is_first or gain > self.min_delta:
                 best, best_step, since = value, row["step"], 0

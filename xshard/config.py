@@ -41,6 +41,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         raise errors.UserError(
             f"The config lacks {', '.join(missing)}: begin with `xshard.config.default()`, which has every key."
         )
+    # Code that reads several values together, or the devices, checks how they fit.
     for key in KEYS:
         if key.name in values and key.check is not None:
             key.check(key.name, values[key.name])
@@ -58,6 +59,7 @@ def describe(config: ml_collections.ConfigDict) -> str:
     for key in KEYS:
         if key.name in values:
             lines += [f"# {key.meaning}", f"{key.name} = {values.pop(key.name)!r}"]
+    # The remaining keys belong to the experiment and have no description.
     if values:
         lines.append("# The experiment's own.")
         lines += [f"{name} = {value!r}" for name, value in values.items()]
@@ -91,6 +93,7 @@ def _must_be(is_good: Callable[[Any], bool], rule: str) -> Callable[[str, Any], 
     return check
 
 
+# Python counts bool as an int, but True is no number of steps.
 _is_int = lambda x: isinstance(x, int) and not isinstance(x, bool)
 _is_number = lambda x: _is_int(x) or isinstance(x, float)
 _count = _must_be(lambda x: _is_int(x) and x >= 1, "an integer of at least 1")
@@ -118,6 +121,7 @@ _on_failure = _must_be(
 def _precision(name: str, value: Any) -> None:
     try:
         jmp.get_policy(value)
+    # jmp raises a different type for each kind of mistake.
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise errors.UserError(
             f"{name}={value!r} is no policy of jmp ({e}); an example: "
@@ -144,6 +148,7 @@ class Key(NamedTuple):
     may_change: bool = False
 
 
+# In the order in which --show_config prints them.
 KEYS = (
     Key("experiment", "", "The dotted path of the experiment's class."),
     Key("seed", 0, "The seed of all randomness.", _seed),

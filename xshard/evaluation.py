@@ -78,6 +78,7 @@ class Evaluation:
             traced = self._jitted.trace(state, of_split.shapes(), np.int32(0))
             stored.check_unread(self._eval_step, traced.jaxpr, state, self._on)
             sums = traced.out_info
+            # Zeros stand in for the sums, since only `summarize` determines the names of the metrics.
             totals[split] = {name: np.zeros(x.shape) for name, x in sums.items()}
             totals[split]["count"] = np.ones(sums["count"].shape)
         names: dict[str, bool] = {}
@@ -116,6 +117,7 @@ class Evaluation:
             totals: dict[str, np.ndarray] = {}
             for number, batch in enumerate(of_split):
                 sums = jax.device_get(self._step(state, batch, np.int32(number)))
+                # Summed in float64, since float32 would lose digits over many batches.
                 for name, value in sums.items():
                     totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
                 if not go_on():
@@ -139,6 +141,7 @@ class Evaluation:
                     for name, value in self._summary(of_group, count[group]).items():
                         values.setdefault(name, []).append(value)
             else:
+                # An ensemble's sums are equal in all groups, and so are the counts.
                 values |= self._summary(sums, count.max())
             results |= {f"{prefix}{kind}{name}": value for name, value in values.items()}
         return results

@@ -138,6 +138,7 @@ class Run:
                 self._evaluate(step, state)
             if due.samples(step) and not self._is_over():
                 self._sample(step, state)
+            # Clocks differ, so only process 0's decides; the others are told.
             if self._first and by_clock.has_passed():
                 self._ask_for_save()
             if self._is_over() or self._save_now or due.save(step):
@@ -151,6 +152,7 @@ class Run:
 
     def _begin(self) -> resuming.Begin:
         """Restores the newest checkpoint, or creates a first state, and opens the log. Also runs after a roll-back."""
+        # After a roll-back the previous log is still open.
         self._held.close()
         self._copies.forget()
         say = self.terminal.say

@@ -203,6 +203,7 @@ def _is_item(x: Item) -> bool:
         return isinstance(x.get("text"), str)
     if x.get("kind") == "image":
         sizes = [x.get(name) for name in ("height", "width", "channels")]
+        # Event files store sizes as 32-bit integers.
         return all(type(n) is int and 0 < n < 1 << 31 for n in sizes) and _is_png(x.get("png"))
     if x.get("kind") == "histogram":
         counts, edges = x.get("counts"), x.get("edges")

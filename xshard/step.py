@@ -312,6 +312,7 @@ def _check_observed(
 def _masked_sums(values: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
     def masked_sum(value: jax.Array) -> jax.Array:
         counts = mask.reshape(-1, *(1 for _ in value.shape[1:]))
+        # Padding is selected away: multiplied by zero, its nan would remain.
         return jnp.sum(jnp.where(counts, value.astype(jnp.float32), 0), axis=0)
 
     sums = {name: masked_sum(value) for name, value in values.items()}

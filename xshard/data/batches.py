@@ -66,6 +66,7 @@ class TrainBatches:
         self._every = getattr(self._iterator, "acts_every_steps", None)
         if self._every is not None:
             _check_acts(self._iterator, self._every)
+        # The first batch is read for its shapes, and then put back for the first step.
         with self._taken_back():
             first = self._take_next()
         # One row is enough for names, dtypes and shapes.
@@ -234,6 +235,7 @@ class EvalBatches:
         size = data.num_examples(self._examples)
         for start in range(0, size, self._rows.batch_size):
             mine = start + self._rows.mine
+            # Padding repeats the last example, so that it has the right shape and type.
             batch = data.take(self._examples, np.minimum(mine, size - 1))
             yield self._rows.lay({**batch, "_mask": mine < size})
 
@@ -256,6 +258,7 @@ def shapes(
     """Returns the shapes, dtypes and shardings of `rows` rows like those of an example."""
     described = {}
     for name, array in example.items():
+        # JAX converts 64-bit arrays to 32 bits unless x64 is enabled.
         shape, dtype = (rows, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype)
         described[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return described

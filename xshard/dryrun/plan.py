@@ -101,6 +101,7 @@ class Judge:
             sums = memory["parameters"] if plan.values[choices.MICRO] > 1 else 0
             plan.needs = sum(memory.values()) + sums
             what = "state and sums of gradients"
+            # The trace takes seconds, so it runs only if the state fits.
             if plan.needs <= limit:
                 # At best, everything that a loop keeps is sharded over 'model'.
                 plan.needs += self._kept(plan, config, step) // plan.values[choices.MODEL]
@@ -113,6 +114,7 @@ class Judge:
 
     def _step(self, plan: choices.Plan, config: Any) -> estimate.Prepared:
         """Returns the step of a plan with the same state. Plans that differ only in micro-batches, say, share it."""
+        # These keys, and recomputation, do not change the state.
         free = (choices.MICRO, "reduction.reduce_dtype")
         values = plan.values.items()
         key = tuple(x for name, x in values if name not in free and not choices.is_remat(name, x))
@@ -149,6 +151,7 @@ class Compiler:
     """
 
     def __init__(self, arguments: Sequence[str]):
+        # The last flag counts: a child must not search again.
         self._arguments = [*arguments, "--noplan", "--json"]
         self._running: set[subprocess.Popen[str]] = set()
 

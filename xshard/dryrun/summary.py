@@ -17,6 +17,7 @@ def show(result: dict[str, Any]) -> str:
         f"{slices}{result['topology']}: {result['chips']} chips of {size(chip['hbm'])} as {shape}, "
         f"{result['examples']} examples a step"
     )
+    # A step that does not fit, or whose program cannot be read, has only its memory.
     if "collectives" not in result:
         return f"{head}\n\n{show_lib.table(_held(memory, chip))}"
     times = [_show_bound(limit) for limit in result["bounds"] if limit["amount"]]

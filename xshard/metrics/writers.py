@@ -72,6 +72,7 @@ class Part(NamedTuple):
 
     def everything(self) -> Iterator[Row]:
         """Yields earlier rows of numbers and of samples in the order of their steps, without rows that lack a step."""
+        # Both are sorted by step, so the merge holds only one row of each in memory.
         rows, samples = _with_step(self.history()), _with_step(self.samples())
         return heapq.merge(rows, samples, key=lambda row: row["step"])
 
@@ -179,6 +180,7 @@ class Csv(_File):
         cells = _cells(row)
         new = [name for name in cells if name not in self._columns]
         with disk.writing(self._path):
+            # The header is the first line, so a new column rewrites the file.
             if new:
                 content = disk.read(self._path) or b""
                 rows = csv.DictReader(io.StringIO(content.decode(), newline=""))

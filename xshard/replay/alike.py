@@ -102,6 +102,7 @@ def _first_array(
     saved = [checkpoints(directory) for directory in (first, second)]
     ends = [attempts[max(attempts)] for attempts in saved]
     metas = [source.read_array_metas(end) for end in ends]
+    # An array that only one run has is a difference.
     differing = sorted(metas[0].keys() ^ metas[1].keys())
     paths = sorted(metas[0].keys() & metas[1].keys())
     arrays = []
@@ -127,6 +128,7 @@ def _gap(x: np.ndarray, y: np.ndarray) -> float:
     if (x.dtype, x.shape) != (y.dtype, y.shape) or not jnp.issubdtype(x.dtype, jnp.floating):
         return np.inf
     wide, other = x.astype(np.float64), y.astype(np.float64)
+    # `tiny` avoids a division by zero for an array of zeros.
     gap = np.max(np.abs(wide - other)) / max(np.max(np.abs(wide)), np.finfo(np.float64).tiny)
     return float(gap) if np.isfinite(gap) else np.inf
 

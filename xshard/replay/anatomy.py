@@ -129,6 +129,7 @@ class Anatomy:
             looks = self._evaluate(self._step.state, changed)
             return any(looks.bad(replica, cause.value) for replica in cause.replicas)
 
+        # An example is harmless if the value is finite when every row is a copy of it.
         tried = rows[np.unique(np.linspace(0, len(rows) - 1, _TRIED).astype(int))]
         harmless = next((row for row in tried if not is_bad(np.full_like(rows, row))), None)
         if harmless is None:
@@ -145,6 +146,7 @@ class Anatomy:
             if exponent is not None:
                 return text, exponent
         policy = jmp.get_policy(self._run.config.precision)
+        # A computation in float32 or wider cannot be cured by a wider type.
         if jnp.dtype(policy.compute_dtype).itemsize > 2:
             return text, None
         return "; ".join(filter(None, (text, self._in_float32(cause, policy)))), None
@@ -159,6 +161,7 @@ class Anatomy:
         most = int(np.ceil(np.log2(scale)))
         if looks_at(most) is None:
             return "not finite at a loss scale of 1 either: no loss scale would cure it", None
+        # Bisection for the smallest exponent: the step is finite at `high` and not at `low`.
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
@@ -185,6 +188,7 @@ class Anatomy:
         if cause_lib.find(program, looks, self._run.mesh) is not None:
             return "not finite in float32 either: the precision is not why"
         value = self.program.values[cause.value]
+        # The float32 program numbers its values differently, so the value is found by its place in the code.
         alike = [n for n, x in enumerate(program.values) if _place(x) == _place(value)]
         text = "in float32 the step is finite"
         if alike and jnp.issubdtype(value.dtype, jnp.floating):

@@ -61,6 +61,7 @@ def read(directory: str) -> Run:
     rows = writers.of_training(there.metrics)
     if not rows:
         raise errors.UserError(f"{there.metrics} has no rows of training, to be compared.")
+    # The identity differs between any two runs, so it explains nothing.
     config.pop(workdir.IDENTITY, None)
     origin = jsonfile.read_if_exists(there.origin) or {}
     facts = {f"config.{name}": x for name, x in config_lib.flatten(config).items()}
@@ -73,6 +74,7 @@ def parting(first: Run, second: Run) -> Parting:
     Raises:
       UserError: if there are no such steps.
     """
+    # The runs may log at different intervals.
     steps = sorted(first.rows.keys() & second.rows.keys())
     if not steps:
         logged = [f"{min(run.rows)} to {max(run.rows)}" for run in (first, second)]

@@ -57,6 +57,7 @@ def find(
     a mask's, is not a cause. From nan it first goes back through nan values only. If an operation makes nan from
     infinities, both this operation and the origin of the infinities are reported.
     """
+    # Losses and gradients are searched first, since the new state and other metrics follow from them.
     kinds = (_of_updates(program), list(program.results.items()))
     replicas = range(len(looks.largest))
     for results in kinds:

@@ -44,6 +44,7 @@ def evaluator(program: program_lib.Program, mesh: jax.sharding.Mesh) -> Callable
     def on_replica(*inputs: Any) -> Any:
         look = _Look(program)
         _, seen = look.run(program.block, inputs, ())
+        # The zero keeps the stack from being empty.
         squares = jnp.stack([*look.squares, jnp.zeros((), jnp.float32)])
         return jax.tree.map(lambda x: x[None], (*seen, squares))
 
@@ -140,6 +141,7 @@ class _Look:
         first = self._next
 
         def body(carry: Any, scanned: Any) -> tuple[Any, Any]:
+            # JAX may trace the body several times; its values keep their numbers.
             self._next = first
             number, seen, carried = carry
             outputs, new = self.run(block, [*fixed, *carried, *scanned], (*rounds, number))
@@ -213,6 +215,7 @@ class _Look:
         """Observes values, which get the next numbers."""
         for x in values:
             if self._next in self._gradients:
+                # Summed in float32, since squares may overflow half precision.
                 square = jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))
                 self.squares[self._gradients[self._next]] = square
             self._next += 1
@@ -243,6 +246,7 @@ def _magnitude(x: Any) -> jax.Array:
     if not x.size:
         return jnp.zeros((), jnp.float32)
     largest = jnp.max(jnp.abs(x))
+    # A finite float64 beyond float32's range must not become inf.
     if largest.dtype == jnp.float64:
         most = jnp.asarray(jnp.finfo(jnp.float32).max, jnp.float64)
         largest = jnp.where(jnp.isfinite(largest), jnp.minimum(largest, most), largest)

@@ -204,6 +204,7 @@ class Program:
                 block, outputs = self._lay_out(branch, inputs[1:], place, loops)
                 blocks.append(block)
                 branches.append(outputs)
+            # A conditional's result may come from any of its branches.
             sources = zip(*branches, strict=True)
             outcomes = zip(eqn.outvars, sources, strict=True)
             return blocks, [self._add(place, loops, of, x.aval) for x, of in outcomes]
@@ -225,6 +226,7 @@ class Program:
         begin = len(self.values)
         block, outputs = self._lay_out(body, None, place, (*loops, self._loops))
         for index, source in enumerate(inputs):
+            # A loop-carried input also depends on the previous round.
             carried = outputs[index - consts] if consts <= index < consts + carries else None
             known = [x for x in (source, carried) if x is not None]
             self.values[begin + index].sources += known

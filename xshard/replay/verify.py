@@ -133,6 +133,7 @@ def verify(
     before = alike.rows_of(runs.train("resumed", is_killed=True))
     row = alike.first_row(alike.rows_of(whole)[: len(before)], before)
     same = f"the same within {elsewhere.tolerance:g}" if elsewhere else "the same bits"
+    # Runs that differ before the kill are impure, whatever the resume does.
     if row:
         compared, what = alike.Comparison(row), f"{steps} steps, twice, until a kill at step {step}"
     else:
@@ -156,6 +157,7 @@ class _Runs:
         self._elsewhere = elsewhere
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="xshard_verify_"))
         self._steps, every = steps, steps // _SAVES
+        # Each step is logged and fingerprinted, and each checkpoint kept, to find the first difference.
         values = {
             "steps": steps,
             "log_every_steps": 1,
@@ -211,6 +213,7 @@ class _Runs:
             return self.kind_of_impure()
         only = "two undisturbed runs are equal, and after the resume"
         step, column = compared.row[:2] if compared.row else (self._steps, "")
+        # The fingerprint of step saved + 1 is of the restored state itself.
         if step <= saved + 1 and column.startswith(fingerprint.PREFIX):
             return f"the state: {only} step {step} begins with another state than before the kill"
         where = self._elsewhere
@@ -236,6 +239,7 @@ class _Runs:
 
     def kind_of_impure(self) -> str:
         """Determines and describes why undisturbed runs differ."""
+        # A fixed hash seed makes the order of sets, and hash(), the same in each process.
         pair = [self.train(f"hash_{i}", environment="PYTHONHASHSEED=0") for i in range(2)]
         if alike.compare(pair[0], pair[1]).lines():
             return (

@@ -88,6 +88,7 @@ def charts(runs: Sequence[runs_lib.Run]) -> list[Chart]:
     families = seeds(runs)
     drawn = [Chart(metric, _with_means(own, families)) for metric, own in lines.items()]
     sections = (LEARNING, UPDATES, SPEED)
+    # In its section the loss comes first; the sort keeps the order of the others.
     return sorted(drawn, key=lambda chart: (sections.index(chart.section), chart.name != "loss"))
 
 

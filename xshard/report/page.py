@@ -125,6 +125,7 @@ def _figure(title: str, figure: go.Figure, number: int, captions: Sequence[str])
     drawing = plotly.io.to_html(
         figure,
         config=_CONFIG,
+        # The head of the page contains plotly once.
         include_plotlyjs=False,
         full_html=False,
         div_id=f"chart-{number}",

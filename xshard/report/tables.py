@@ -17,7 +17,9 @@ from xshard.report import runs as runs_lib
 
 # The text of an empty cell.
 NOTHING = "\N{EN DASH}"
+# The longest value of a config, in characters.
 _LONGEST = 300
+# The number of newest checkpoints to show; the best and the pinned ones are shown in any case.
 _CHECKPOINTS = 60
 _RATES = ("steps_per_second", "examples_per_second", "flops_per_second", "utilisation")
 
