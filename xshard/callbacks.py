@@ -50,7 +50,7 @@ def early_stopping(
 ) -> Callback:
     """Returns a callback that ends a run when an evaluation metric stops improving.
 
-    Source: Prechelt, "Early Stopping - But When?", 1998; the arguments are those of Keras.
+    Source: Prechelt, "Early Stopping - But When?", 1998; the arguments are the same as Keras's.
 
     Args:
       metric: the metric's name, such as 'loss' or 'test/accuracy'. With several groups it must be one number for all of

@@ -124,7 +124,7 @@ def _precision(name: str, value: Any) -> None:
     # jmp raises a different type for each kind of mistake.
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise errors.UserError(
-            f"{name}={value!r} is no policy of jmp ({e}); an example: "
+            f"{name}={value!r} is not a jmp policy ({e}); an example: "
             "'params=float32,compute=float16,output=float32'."
         ) from e
 

@@ -138,7 +138,7 @@ def step(method: Callable[..., Any], returned: Any) -> tuple[Any, Any]:
             return state, metrics
     raise errors.UserError(
         f"{described(method)} returned {_in_words(returned)}. It must return two things, the new state and a dictionary "
-        "of what is logged: return state, {'generator': outcome, 'distance': distance}, or return state, {}."
+        "of values to log: return state, {'generator': outcome, 'distance': distance}, or return state, {}."
     )
 
 
@@ -278,7 +278,7 @@ def _network_fix(e: Exception) -> str:
     text = str(e)
     if isinstance(e, NameError) and "unbound axis name" in text:
         axis = text.partition("unbound axis name: ")[2].partition(".")[0]
-        return f"there is no axis {axis!r}; those of a run are {', '.join(_MAPPED_AXES)}."
+        return f"there is no axis {axis!r}; a run has the axes {', '.join(_MAPPED_AXES)}."
     if type(e).__name__ == "MissingRNGError":
         return (
             "hk.next_rng_key() was called where there are no keys, as in a prediction. Draw keys only in "

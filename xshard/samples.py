@@ -156,7 +156,7 @@ def row(where: str, step: int, samples: Mapping[str, Any]) -> dict[str, Any]:
     if sum(sizes.values()) > jsonfile.LINE_BYTES - 4096:
         largest = max(sizes, key=lambda name: sizes[name])
         raise errors.UserError(
-            f"{where} returned samples of {sum(sizes.values()):,} bytes; those of a step must be below "
+            f"{where} returned samples of {sum(sizes.values()):,} bytes; the samples of a step must be below "
             f"{jsonfile.LINE_BYTES:,} bytes together. The largest is {largest!r}: show less of it, or at a lower "
             "resolution."
         )

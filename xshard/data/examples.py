@@ -286,8 +286,8 @@ def check(examples: Examples, what: str = "The data") -> None:
     for name, array in examples.items():
         if isinstance(array, Mapping):
             raise errors.UserError(
-                f"{what} has a dictionary under {name!r}. There is one level of arrays: give those of {name!r} "
-                "names of their own. What eval_data returns may have several splits, and then nothing else."
+                f"{what} has a dictionary under {name!r}. Arrays form one level: give the arrays of {name!r} "
+                "their own names. Only eval_data may return several splits, and then nothing else."
             )
         _check_array(array, f"{what} has {{}} under {name!r}", form)
     num_examples(examples, what)

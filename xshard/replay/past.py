@@ -97,7 +97,7 @@ class Past:
         return changes
 
     def suspects(self) -> range:
-        """Returns the steps among which the first bad one is to be found.
+        """Returns the range of steps that contains the first bad one.
 
         These are the steps since the last good row: up to the first row that is not finite or counts a new skip.
 
