@@ -96,7 +96,10 @@ BAD = {
         ["--config.optimizer.learning_rate=0.5", "--config.seed=3"],
         ["optimizer.learning_rate: 0.1 -> 0.5", "seed: 0 -> 3", "new directory"],
     ),
-    "clock": (["--config.checkpoint.every_minutes=-1"], ["checkpoint.every_minutes=-1", "at least 0"]),
+    "clock": (
+        ["--config.checkpoint.every_minutes=-1"],
+        ["checkpoint.every_minutes=-1", "at least 0"],
+    ),
     "checkpoints": (["--config.checkpoint.keep_last=0"], ["checkpoint.keep_last=0", "at least 1"]),
     "best": (
         ["--config.checkpoint.keep_best=1", "--config.checkpoint.best_metric=bleu"],

@@ -93,7 +93,7 @@ def _must_be(is_good: Callable[[Any], bool], rule: str) -> Callable[[str, Any], 
     return check
 
 
-# Python counts bool as an int, but True is no number of steps.
+# Python counts bool as an int, but True is not a valid number of steps.
 _is_int = lambda x: isinstance(x, int) and not isinstance(x, bool)
 _is_number = lambda x: _is_int(x) or isinstance(x, float)
 _count = _must_be(lambda x: _is_int(x) and x >= 1, "an integer of at least 1")
@@ -105,7 +105,7 @@ _gigabytes = _must_be(lambda x: _is_number(x) and 0 < x < math.inf, "a number ab
 _factor_to_lower = _must_be(lambda x: _is_number(x) and 0 < x <= 1, "a number above 0, at most 1")
 _factor_or_never = _must_be(
     lambda x: _is_number(x) and (x == 0 or 1 < x < math.inf),
-    "a number above 1; or 0, which is never",
+    "a number above 1, or 0, which is never",
 )
 _on_nonfinite = _must_be(
     ON_NONFINITE.__contains__,
