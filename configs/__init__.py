@@ -1,1 +1,1 @@
-"""One file a run: what it reproduces, its cost, its expected score, its command."""
+"""One file per run, with the result that it reproduces, its cost, its expected score and its command."""

@@ -1,10 +1,10 @@
 """Handwritten digits in float16 with a dynamic loss scale, on eight replicas.
 
 Data: 1,797 images of the UCI data set "Optical Recognition of Handwritten Digits", which come with the
-repository, 360 of them held out.
+repository; 360 of them are held out.
 
-Cost: about half a minute on 2 CPU cores, half of it compiling and starting. Expected: a test accuracy of
-98.9 to 99.7 % (seeds 0 to 5), which is 4 to 1 of the 360 images.
+Cost: about half a minute on 2 CPU cores, half of it for startup and compilation. Expected: a test accuracy of
+98.9 to 99.7 % (seeds 0 to 5), which is 4 to 1 errors on the 360 images.
 
 Command: python -m xshard.main --config=configs/digits.py --workdir=runs/digits --cpu_devices=8
 """
@@ -15,7 +15,7 @@ import xshard
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """What differs from `xshard.config.default()`; --config.name=value on the command line changes a value."""
+    """Returns the defaults with this run's changes; --config.name=value on the command line overrides a value."""
     config = xshard.config.default()
     config.experiment = "experiments.digits.experiment.Digits"
     config.steps = 1100
@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
         "learning_rate": 4e-3,
         "warmup_fraction": 0.1,
         "weight_decay": 1e-2,
-        # Of a moving average of the parameters, which is evaluated too, such as 0.99; 0: none.
+        # The decay of a moving average of the parameters, such as 0.99, which is evaluated too; 0: no average.
         "average_decay": 0.0,
     }
     config.loss_scale = {

@@ -1,4 +1,4 @@
-"""A generator and a discriminator of handwritten digits, each with a dynamic loss scale of its own.
+"""A generator and a discriminator of handwritten digits, each with its own dynamic loss scale.
 
 Command: python -m xshard.main --config=configs/gan.py --workdir=runs/gan --cpu_devices=8
 """
@@ -9,7 +9,7 @@ import xshard
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """What differs from `xshard.config.default()`."""
+    """Returns the defaults with this run's changes."""
     config = xshard.config.default()
     config.experiment = "experiments.gan.experiment.Gan"
     config.steps = 3000

@@ -1,7 +1,7 @@
-"""A language model of bytes, of 6.5 billion parameters, the shape of Llama 2 7B, for a pod of 256 chips.
+"""A language model of bytes with 6.5 billion parameters, the shape of Llama 2 7B, for a pod of 256 chips.
 
-Not run. By the dry run, `python -m xshard.dryrun --config=configs/lm_pod.py --topology=v5e:16x16`, it takes 10.5 GiB
-of a chip's 16, and a step of 4.2 million bytes at least 4.6 s.
+Not run. According to the dry run, `python -m xshard.dryrun --config=configs/lm_pod.py --topology=v5e:16x16`, it needs
+10.5 of a chip's 16 GiB, and a step over 4.2 million bytes takes at least 4.6 s.
 
 Command: python -m xshard.main --config=configs/lm_pod.py --workdir=runs/lm_pod \
   --config.checkpoint.directory=gs://BUCKET/lm_pod --config.text.files="('/data/**/*.txt',)"
@@ -13,7 +13,7 @@ from configs import lm
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The config of `lm` at a shape for a pod."""
+    """Returns the config of `lm` at a shape for a pod."""
     config = lm.get_config()
     config.steps = 32_000
     config.batch_size = 1024

@@ -1,8 +1,8 @@
 """The language model on 2 CPU cores: float16 with a dynamic loss scale, on two replicas.
 
-Text: Python's own sources, wherever this runs; or --config.text.files="('books/*.txt',)".
+Text: the local Python's own sources; or --config.text.files="('books/*.txt',)".
 
-Cost: two to three minutes on 2 cores. Expected: 2.06 bits a byte of the held-out text (seeds 0 and 1).
+Cost: two to three minutes on 2 cores. Expected: 2.06 bits per byte of the held-out text (seeds 0 and 1).
 
 Command: python -m xshard.main --config=configs/lm_tiny.py --workdir=runs/lm_tiny --cpu_devices=2
 """
@@ -13,7 +13,7 @@ from configs import lm
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The config of `lm` at a shape for CPUs."""
+    """Returns the config of `lm` at a shape for CPUs."""
     config = lm.get_config()
     config.steps = 1100
     config.batch_size = 16

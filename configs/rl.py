@@ -1,4 +1,4 @@
-"""An actor-critic of the game of catch, 64 games at a time.
+"""An actor-critic that plays catch, 64 games at a time.
 
 Command: python -m xshard.main --config=configs/rl.py --workdir=runs/rl --cpu_devices=8
 """
@@ -9,11 +9,11 @@ import xshard
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """What differs from `xshard.config.default()`."""
+    """Returns the defaults with this run's changes."""
     config = xshard.config.default()
     config.experiment = "experiments.rl.experiment.Catch"
     config.steps = 600
-    # Games that are played at the same time, on all replicas together.
+    # The number of simultaneous games, over all replicas.
     config.batch_size = 64
     config.eval_batch_size = 64
     config.eval_games = 256

@@ -1,4 +1,4 @@
-"""The actor-critic of the game of catch with its games on the host, 64 at a time.
+"""The actor-critic that plays catch, with its 64 simultaneous games on the host.
 
 Command: python -m xshard.main --config=configs/rl_host.py --workdir=runs/rl_host --cpu_devices=8
 """
@@ -9,9 +9,9 @@ from configs import rl
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The config of `rl`, and how often the agent plays."""
+    """Returns the config of `rl` with the interval at which the agent plays."""
     config = rl.get_config()
     config.experiment = "experiments.rl.host.HostCatch"
-    # It plays a batch for each of these steps before the first of them.
+    # Every so many steps the agent plays one batch for each of the steps that follow.
     config.acts_every_steps = 4
     return config

@@ -1,4 +1,4 @@
-"""Features of handwritten digits that are learnt without labels.
+"""Features of handwritten digits, learned without labels.
 
 Command: python -m xshard.main --config=configs/ssl.py --workdir=runs/ssl --cpu_devices=8
 """
@@ -9,7 +9,7 @@ import xshard
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """What differs from `xshard.config.default()`."""
+    """Returns the defaults with this run's changes."""
     config = xshard.config.default()
     config.experiment = "experiments.ssl.experiment.Byol"
     config.steps = 600
@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = {"channels": 16, "features": 64, "hidden": 128, "projection": 32}
     config.optimizer = {"learning_rate": 1.0}
     config.target_decay = 0.99
-    # 0: only the classifier learns, of features as they were initialized.
+    # With 0 only the classifier learns, on features at their initialization.
     config.distance_weight = 1.0
     config.noise = 0.1
     config.eval_every_steps = 200

@@ -1,1 +1,1 @@
-"""One folder an experiment."""
+"""The example experiments, one folder each."""

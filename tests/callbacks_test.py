@@ -97,7 +97,7 @@ def test_arguments_that_make_no_sense(arguments, match):
     ("name", "changes", "match"),
     [
         ("Stopping", {"metric": "loss"}, r"early_stopping\('loss'\) of Stopping.callbacks .* evaluation: error"),
-        ("Stopping", {"group_assignment": HALVES}, "one for each of several groups.*'ensemble/error'"),
+        ("Stopping", {"group_assignment": HALVES}, "has one for each group.*'ensemble/error'"),
         ("None_", {}, "None_.callbacks .* returned None. It must return a list of functions"),
     ],
 )  # fmt: skip

@@ -177,7 +177,7 @@ def test_what_cannot_be_written_is_named_and_nothing_is(tmp_path, monkeypatch):
             export.write(trained, tmp_path / to)
     with pytest.raises(errors.UserError, match="matches none"):
         export.write(trained, path, select="^weights/")
-    with pytest.raises(errors.UserError, match="a key of JAX"):
+    with pytest.raises(errors.UserError, match="a JAX random key"):
         export.write(trained, path, select="rng")
     path.write_bytes(b"mine")
     with pytest.raises(errors.UserError, match="is there already.*--overwrite"):

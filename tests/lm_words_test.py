@@ -131,7 +131,7 @@ def test_evaluation_has_each_byte_of_the_held_out_files(folders):
         ({"text.streams": 0}, "text.streams=0 must be at least 1"),
         ({"text.streams": 3}, "3 streams do not fit batch_size=8"),
         ({"text.streams": 4, "batch_size": 128, "text.held_out": 0.97}, "examples for 4 streams"),
-        ({"text.held_out": 1e-9}, "60 files to train on and 0 that are held out"),
+        ({"text.held_out": 1e-9}, "60 files to train on and 0 held-out files"),
         ({"text.vocabulary": 256}, "must have more than 256 tokens"),
     ],
 )

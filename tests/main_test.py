@@ -96,7 +96,10 @@ BAD = {
         ["--config.optimizer.learning_rate=0.5", "--config.seed=3"],
         ["optimizer.learning_rate: 0.1 -> 0.5", "seed: 0 -> 3", "new directory"],
     ),
-    "clock": (["--config.checkpoint.every_minutes=-1"], ["checkpoint.every_minutes=-1", "from 0"]),
+    "clock": (
+        ["--config.checkpoint.every_minutes=-1"],
+        ["checkpoint.every_minutes=-1", "at least 0"],
+    ),
     "checkpoints": (["--config.checkpoint.keep_last=0"], ["checkpoint.keep_last=0", "at least 1"]),
     "best": (
         ["--config.checkpoint.keep_best=1", "--config.checkpoint.best_metric=bleu"],
@@ -306,5 +309,5 @@ def test_the_config_is_shown_and_nothing_is_done(run, tmp_path):
     code, out, err = run("--config=tests/toy.py", "--config.steps=7", "--show_config")
     assert (code, err) == (0, "") and not list(tmp_path.iterdir())
     lines = out.splitlines()
-    assert lines[lines.index("steps = 7") - 1] == "# The steps that the run makes."
+    assert lines[lines.index("steps = 7") - 1] == "# The number of steps to train."
     assert {"checkpoint.keep_last = 2", "optimizer.learning_rate = 0.1"} < set(lines)

@@ -70,7 +70,7 @@ MISTAKES = {
     "a name that is none": (in_loss('"accuracy"', "1"), ["under 1; names must be strings"]),
     "parameters in loss": (
         before(LOSS, "        hk.get_parameter('w', (), init=jnp.ones)"),
-        ["in Spirals.loss: Unable to retrieve parameter 'w'", "made in the network alone"],
+        ["in Spirals.loss: Unable to retrieve parameter 'w'", "Only the network"],
     ),
     "evaluation of nothing": (
         (EVALUATE, "        pass"),
@@ -143,7 +143,7 @@ MISTAKES = {
     ),
     "state of the batch's shape": (
         before(FORWARD, STATE.format("batch['point'].shape", "x + batch['point']")),
-        ["state 'x' of '~' to shape (24, 2)", "made with (1, 2)", "Network state has one shape"],
+        ["state 'x' of '~' to shape (24, 2)", "created with (1, 2)", "Network state has one shape"],
     ),
     "state of a replica's examples": (
         before(FORWARD, STATE.format("(), jnp.int32", "x + jnp.sum(batch['label'])")),

@@ -119,7 +119,9 @@ def test_what_is_no_sample(make, match):
 def test_a_mistake_is_named_before_a_run_and_too_much_when_it_is_there(tmp_path, capsys):
     with pytest.raises(errors.UserError, match="Wrong.samples .* returned ndarray called 'pixels'"):
         loop.Run(make_config("Wrong"), str(tmp_path / "run"))
-    with pytest.raises(errors.UserError, match="samples_every_steps=-1 must be an integer from 0"):
+    with pytest.raises(
+        errors.UserError, match="samples_every_steps=-1 must be an integer of at least 0"
+    ):
         loop.Run(make_config(samples_every_steps=-1), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
     with pytest.raises(errors.UserError, match="below 4,194,304 bytes .*largest is 'noise'"):

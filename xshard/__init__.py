@@ -1,4 +1,4 @@
-"""xshard trains Haiku models on accelerator pods: update rules that reduce, vote and skip as one."""
+"""xshard trains Haiku models on accelerator pods: all replicas reduce gradients, and apply or skip each update, together."""
 
 from xshard import config as config
 from xshard.callbacks import early_stopping

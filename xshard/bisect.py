@@ -1,7 +1,7 @@
-"""Says at which step two runs part, and in what they differ: `python -m xshard.bisect RUN_A RUN_B`.
+"""Finds the first step at which two runs differ, and the arrays that differ: `python -m xshard.bisect RUN_A RUN_B`.
 
-By the fingerprints of the state in their rows it tells which arrays differ first; by all logged values where rows have none.
-The runs are only read. Exit codes: 0 if they are alike, 1 if they part.
+It compares the state fingerprints in the runs' rows, which identify the arrays that differ first; rows without fingerprints
+are compared by all logged values. The runs are only read. Exit codes: 0 if the runs are equal, 1 if they differ.
 """
 
 import sys

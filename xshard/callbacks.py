@@ -1,4 +1,4 @@
-"""Callbacks: functions of a run's evaluations that may end the run; early stopping is one."""
+"""Callbacks: functions of a run's evaluations that may end the run, such as early stopping."""
 
 import dataclasses
 import math
@@ -9,10 +9,10 @@ import jax
 
 from xshard import errors
 
-# A row of each evaluation so far: 'step', and the metrics by name; floats, or lists of them for several groups.
+# One row per evaluation so far: 'step' and the metrics by name, as floats, or lists of floats with several groups.
 History = Sequence[Mapping[str, Any]]
 Callback = Callable[[History], str | None]
-# How long the other processes wait for what process 0's callbacks do.
+# How long the other processes wait for process 0's callbacks, which may be slow.
 SECONDS = 1800.0
 
 
@@ -32,6 +32,7 @@ class _EarlyStopping:
             if isinstance(value, list):
                 raise errors.UserError(_of_groups(self.metric))
             gain = best - value if self.mode == "min" else value - best
+            # A comparison with nan is never an improvement, so the first number needs a rule of its own.
             is_first = math.isnan(best) and not math.isnan(value)
             if is_first or gain > self.min_delta:
                 best, best_step, since = value, row["step"], 0
@@ -47,19 +48,19 @@ class _EarlyStopping:
 def early_stopping(
     metric: str, patience: int = 5, mode: str = "min", min_delta: float = 0.0
 ) -> Callback:
-    """Makes a callback that ends a run when a metric of the evaluation improves no more.
+    """Returns a callback that ends a run when an evaluation metric stops improving.
 
-    Source: Prechelt, "Early Stopping - But When?", 1998; the arguments are those of Keras.
+    Source: Prechelt, "Early Stopping - But When?", 1998; the arguments are the same as Keras's.
 
     Args:
-      metric: its name, such as 'loss' or 'test/accuracy'. With several groups it must be one of all of them together,
-        such as 'ensemble/loss'.
-      patience: so many evaluations in a row without an improvement end the run.
-      mode: 'min' where less is better, or 'max'.
-      min_delta: what is less of a gain is no improvement.
+      metric: the metric's name, such as 'loss' or 'test/accuracy'. With several groups it must be one number for all of
+        them, such as 'ensemble/loss'.
+      patience: the number of consecutive evaluations without an improvement that ends the run.
+      mode: 'min' if smaller is better, or 'max'.
+      min_delta: the improvement that a value must exceed to count.
 
     Raises:
-      UserError: for an argument other than these.
+      UserError: if an argument is invalid.
 
     >>> stops = early_stopping('loss', patience=2)
     >>> losses = [3.0, 1.0, 2.0, 1.5]
@@ -100,19 +101,19 @@ def _check(where: str, returned: Any, metrics: Mapping[str, bool] | None) -> Non
 
 def _of_groups(metric: str) -> str:
     return (
-        f"early_stopping({metric!r}) goes by one number, and there is one for each of several groups, which train "
-        f"and end together. Give 'ensemble/{metric}', which is of all of them; or a function of your own, which sees "
+        f"early_stopping({metric!r}) goes by one number, but this metric has one for each group, and groups train "
+        f"and end together. Give 'ensemble/{metric}', one number for all of them; or your own callback, which gets "
         "the list."
     )
 
 
 class Evaluations:
-    """The evaluations of a run so far, and what its callbacks say of them.
+    """The evaluations of a run so far, and the decisions of its callbacks.
 
-    They are kept, and the callbacks are called, on process 0; what these say counts on all processes.
+    Process 0 keeps the evaluations and calls the callbacks; their decision applies to all processes.
 
     Attributes:
-      end: why the run is to end; empty while it is to go on.
+      end: the reason to end the run; empty while it continues.
     """
 
     def __init__(
@@ -121,15 +122,15 @@ class Evaluations:
         metrics: Mapping[str, bool] | None,
         meet: Callable[[str], Sequence[str]],
     ):
-        """Begins without any.
+        """Creates and checks the callbacks; there are no evaluations yet.
 
         Args:
-          method: an experiment's, which returns its callbacks.
-          metrics: the names of the evaluation's metrics, and whether each is a list of groups; None if not known.
-          meet: takes what a process has to say, and returns what each has said, that of process 0 first.
+          method: `Experiment.callbacks` of an experiment.
+          metrics: the names of the metrics, and whether each is a list with a value per group; None if unknown.
+          meet: exchanges a text between the processes; returns all texts, process 0's first.
 
         Raises:
-          UserError: if they are no functions, or go by a metric that there is not.
+          UserError: if a callback is not a function, or uses a metric that does not exist.
         """
         callbacks = method()
         where = f"{getattr(method, '__qualname__', method)} ({errors.place_of(method)})"
@@ -140,22 +141,22 @@ class Evaluations:
         self.end = ""
 
     def begin(self, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        """Takes those of earlier parts of the run, which `rows` reads on process 0, and decides."""
+        """Loads the evaluations of the run so far, which `rows` reads on process 0, and calls the callbacks."""
         if self._callbacks:
             self._rows = list(rows()) if jax.process_index() == 0 else []
             self._decide()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Takes one more, and decides."""
+        """Adds an evaluation, and calls the callbacks."""
         if self._callbacks:
             self._rows.append({"step": step, **{k: _as_read(x) for k, x in metrics.items()}})
             self._decide()
 
     def _decide(self) -> None:
         reasons = []
-        # A bug in a callback is process 0's, whose end the others hear of.
+        # If a callback raises, process 0 fails, and its watch ends the other processes.
         if jax.process_index() == 0 and self._rows:
-            # Each has the rows for itself.
+            # Each callback gets copies, so that it cannot change the rows for the next one.
             reasons = [
                 _called(callback, [dict(row) for row in self._rows]) for callback in self._callbacks
             ]
@@ -167,13 +168,16 @@ def _called(callback: Callback, history: History) -> str:
     if reason is None or (isinstance(reason, str) and reason):
         return reason or ""
     raise errors.UserError(
-        f"The callback {getattr(callback, '__qualname__', callback)!r} returned {reason!r}. It must return None, and "
-        "the run goes on, or say in a text why the run ends."
+        f"The callback {getattr(callback, '__qualname__', callback)!r} returned {reason!r}. It must return None "
+        "to continue, or a text with the reason to end the run."
     )
 
 
 def _as_read(value: Any) -> Any:
-    """A metric as a row that is read again has it: of what is not finite a file has no more than that."""
+    """Returns a metric as it would be read back from its row, where infinities are NaN too.
+
+    So callbacks see the same values in a run that was resumed.
+    """
     if isinstance(value, list):
         return [_as_read(number) for number in value]
     return value if math.isfinite(value) else math.nan

@@ -1,4 +1,4 @@
-"""The arguments of a program, and the end of one that has failed: one message for a mistake, a traceback for a bug."""
+"""Command-line parsing and error reporting: one message for a user's mistake, a traceback for a bug."""
 
 import argparse
 import difflib
@@ -22,7 +22,7 @@ from xshard.pod import notice
 
 
 def parser(program: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
-    """A parser of the arguments of `python -m xshard.PROGRAM`, whose help has the description as it is written."""
+    """Returns a parser for the arguments of `python -m xshard.PROGRAM`; its help keeps the description's line breaks."""
     return argparse.ArgumentParser(
         prog=f"python -m xshard.{program}",
         description=description,
@@ -32,26 +32,26 @@ def parser(program: str, description: str | None, **options: Any) -> argparse.Ar
 
 
 def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
-    """Runs a program, and says what has ended it before its time.
+    """Runs a program, and reports the exception if one ends it.
 
-    A `UserError`, or an error of the disk or the network that the framework has met, is one message. Any
-    other exception is a bug: it shows where, from the first line of the user's code on if it came from there.
-    Streams that are closed, full or broken, or that lack a character, end nothing.
+    A `UserError`, and a disk or network error in the framework's own code, print one message. Any other exception is
+    a bug and prints a traceback, which starts at the user's code if the exception comes from there. Output streams that
+    are closed, full or broken, or cannot encode a character, do not end the program.
 
     Args:
-      program: returns its exit code.
-      has_debug_flag: whether it has the flag --debug, which the message then names.
+      program: the program; returns its exit code.
+      has_debug_flag: whether the program has the flag --debug, which messages then mention.
 
     Returns:
       The exit code.
     """
     streams.last()
-    # From where a program is started configs may import one another, and experiments are found.
+    # Configs and experiments are imported from the current directory.
     sys.path.insert(0, os.getcwd())
     try:
         return program()
     except KeyboardInterrupt:
-        # Before there was anything to save.
+        # A run handles Ctrl-C itself once it has state to save, so nothing is lost here.
         print("interrupted", file=sys.stderr, flush=True)
         return notice.INTERRUPTED
     except Exception as e:
@@ -60,18 +60,18 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
 
 
 def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> list[str]:
-    """Parses the flags and loads the config file that they name; returns the arguments that are no flags.
+    """Parses the flags and loads the config file that they name. Returns the arguments that are not flags.
 
     Args:
-      config: of `config_flags.DEFINE_config_file`.
+      config: the flag from `config_flags.DEFINE_config_file`.
       values: the program's flags.
 
     Raises:
-      UserError: if there is no such flag, key or file, or if the file cannot be run.
+      UserError: if a flag, key or file does not exist, or if the file cannot be run.
     """
     try:
         words = values(sys.argv)
-        # A file that is not there shows only when the config is used.
+        # The config file is read on first use. Use it here, so that a missing file is reported as a flag error.
         _ = config.value and config.value.is_locked
         return words
     except Exception as e:
@@ -79,24 +79,23 @@ def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> l
 
 
 def is_bug(e: Exception) -> bool:
-    """Returns whether an exception is to be shown with its traceback: it is neither the user's input nor the disk's."""
+    """Returns whether an exception needs a traceback: it is neither a UserError nor an I/O error in the framework."""
     if isinstance(e, errors.UserError):
         return False
     return not (isinstance(e, OSError) and errors.is_frameworks(e))
 
 
 def summary(e: Exception) -> str:
-    """Summarises an exception: a bug in one line, with where it is in the user's code.
+    """Summarizes an exception; a bug in one line, with its place in the user's code.
 
-    A rule that the user's code makes with what the config says is refused with the place, too: either may be
-    wrong.
+    A UserError that was raised under the user's code also gets the place, since the config or that code may be wrong.
     """
     where = errors.location(e)
     text = message(e)
     if is_bug(e):
         text = text.splitlines()[0]
         kind = type(e).__name__
-        # An exception without words is its kind already.
+        # For an exception without a message, `message` returned its type already.
         if text != kind:
             text = f"{kind}: {text}"
     elif not errors.is_frameworks(e):
@@ -107,8 +106,8 @@ def summary(e: Exception) -> str:
 
 
 def print_error(e: Exception, *, has_debug_flag: bool) -> None:
-    """Prints an exception: a bug, and whatever --debug asks about, with its traceback."""
-    # From the arguments themselves: the flags may be what could not be parsed.
+    """Prints an exception, with its traceback if it is a bug or --debug is given."""
+    # --debug is read from the arguments themselves, since parsing the flags may be what failed.
     debug = "--debug" in sys.argv or "--debug=true" in sys.argv
     if debug:
         traceback.print_exception(e)
@@ -121,7 +120,7 @@ def print_error(e: Exception, *, has_debug_flag: bool) -> None:
 
 
 def _print_bug(e: Exception) -> None:
-    """Prints the traceback, without how the framework has come to call the user's code."""
+    """Prints the traceback, without the framework's frames above the user's code."""
     begin = errors.from_users_code(e)
     if begin is None and not isinstance(e, SyntaxError):
         begin = e.__traceback__
@@ -129,13 +128,13 @@ def _print_bug(e: Exception) -> None:
 
 
 def with_flag(command: str, name: str, value: object) -> str:
-    """A command with this value of a flag, in the place of any that it has."""
+    """Returns a command with a flag set to this value; any earlier value is removed."""
     words = without_flags(shlex.split(command), [name])
     return shlex.join([*words, f"--{name}={value}"])
 
 
 def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Arguments without some flags, each of them given as --name=value or as --name value."""
+    """Returns arguments without some flags, which may be given as --name=value or as --name value."""
     rest: list[str] = []
     value_follows = False
     for word in words:
@@ -150,15 +149,15 @@ def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def message(e: Exception) -> str:
-    """An exception's own words."""
+    """Returns an exception's message, or its type if it has none."""
     if isinstance(e, SyntaxError):
         return e.msg
-    # JAX adds a line about its own tracebacks.
+    # JAX appends a note about its traceback filtering after a line of dashes.
     return str(e).split("\n-----")[0] or type(e).__name__
 
 
 def _flag_error(e: Exception) -> str:
-    """The message for what parsing the flags, or loading the config that they name, has raised."""
+    """Returns the message for an exception from parsing the flags or loading the config."""
     if isinstance(e, flags.UnrecognizedFlagError):
         return f"{e}. --help lists the flags."
     if isinstance(e, flags.Error):
@@ -178,7 +177,7 @@ def _flag_error(e: Exception) -> str:
 
 
 def _config_path() -> str:
-    """The config file, from the arguments themselves: --config=PATH or --config PATH."""
+    """Returns the config file as given in the arguments: --config=PATH or --config PATH."""
     path = ""
     for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
         name, equals, value = argument.partition("=")
@@ -190,11 +189,11 @@ def _config_path() -> str:
 
 
 def _unknown_key(path: str) -> str | None:
-    """The message for an override of a key that the config does not have."""
+    """Returns the message for an override of a key that the config lacks; None if the file itself cannot be run."""
     try:
         keys = list(config_lib.flatten(identity_lib.plain(runpy.run_path(path)["get_config"]())))
     except Exception:
-        # The file itself is what is wrong.
+        # The config file itself raises, so its keys are unknown.
         return None
     for argument in sys.argv[1:]:
         match = re.match(r"--config\.([^=]+)", argument)

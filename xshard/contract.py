@@ -1,7 +1,7 @@
-"""Checks that an experiment's methods return what they promise.
+"""Checks the values that an experiment's methods return.
 
-A mistake is named here, with the method and its place, while the run is being checked; left alone it would fail
-later, in a library, or train something else than was meant.
+The errors name the method and its line, before the first step. Without these checks a mistake would fail later,
+inside a library, or train something other than intended.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import optax
 from xshard import errors
 from xshard.optimizers import base
 
-# The step's own, beside which an experiment's are logged.
+# The metrics that every step logs. An experiment's scalars need other names.
 _OWN_METRICS = (
     "loss", "skipped", "global_step", "loss_scale", "gradient_norm", "parameter_norm", "step",
 )  # fmt: skip
@@ -26,7 +26,7 @@ _Scalars = dict[str, jax.Array]
 
 
 def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
-    """The loss and the scalars that `Supervised.loss` returned, the scalars as float32."""
+    """Checks the result of `Supervised.loss`. Returns the loss, and the scalars as float32."""
     where = described(method)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise errors.UserError(
@@ -39,12 +39,12 @@ def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
 def learner_loss(
     method: Callable[..., Any], returned: Any, net_state: Any
 ) -> tuple[Any, Any, _Scalars, tuple[Any, ...]]:
-    """The loss, the network's state, the scalars, and what else the loss of a learner returned.
+    """Checks the result of a learner's loss. Returns the loss, network state, float32 scalars and further arrays.
 
     Args:
-      method: the loss.
-      returned: what it returned.
-      net_state: the network's state before.
+      method: the loss function.
+      returned: its result.
+      net_state: the network state before the call.
     """
     where = described(method)
     if not isinstance(returned, tuple) or len(returned) not in (3, 4):
@@ -57,14 +57,14 @@ def learner_loss(
     structure: Any = jax.tree.structure(net_state)
     if jax.tree.structure(new_state) != structure:
         raise errors.UserError(
-            f"{where} returned {_in_words(new_state)} as the network's state, which is not of the structure that it "
-            "has: return the second of what learner.apply returns, or state.net_state where the network has not run."
+            f"{where} returned {_in_words(new_state)} as the network's state, which has another structure: return the "
+            "second result of learner.apply, or state.net_state if the loss does not apply the network."
         )
     value, scalars = _checked_loss(where, value, scalars)
     if not all(jnp.ndim(x) for x in jax.tree.leaves(aux)):
         raise errors.UserError(
-            f"{where} returned a scalar as its fourth thing, where each array must have a row for every example: "
-            "micro-batches are joined along it. Scalars are the third, a dictionary."
+            f"{where} returned a scalar as its fourth value. Each array there must have a row for every example, because "
+            "micro-batches are concatenated along rows. Scalars belong in the third value, a dictionary."
         )
     return value, new_state, scalars, tuple(aux)
 
@@ -89,7 +89,7 @@ def _checked_loss(where: str, value: Any, scalars: Any) -> tuple[Any, _Scalars]:
 
 
 def scalar(where: str, name: Any, value: Any) -> jax.Array:
-    """A scalar to be logged, as float32."""
+    """Checks a scalar to log. Returns it as float32."""
     _check_name(where, name)
     if name in _OWN_METRICS:
         raise errors.UserError(
@@ -99,17 +99,17 @@ def scalar(where: str, name: Any, value: Any) -> jax.Array:
     if isinstance(value, Mapping):
         inner = next(iter(value), "name")
         raise errors.UserError(
-            f"{where} returned a dictionary called {name!r}. What is logged is one level of scalars by name: call "
+            f"{where} returned a dictionary called {name!r}. Logged values form one level of scalars by name: call "
             f"it '{name}/{inner}'."
         )
     if not _is_number(value):
         raise errors.UserError(
-            f"{where} returned {_in_words(value)} called {name!r}. What is logged beside the loss are scalars: "
+            f"{where} returned {_in_words(value)} called {name!r}. Values logged beside the loss must be scalars: "
             "numbers computed from the outputs and the batch."
         )
     if np.shape(value):
         raise errors.UserError(
-            f"{where} returned {name!r} of shape {np.shape(value)}. What is logged beside the loss are scalars, "
+            f"{where} returned {name!r} of shape {np.shape(value)}. Values logged beside the loss must be scalars, "
             f"means over the batch: jnp.mean({_variable(name)})."
         )
     return jnp.asarray(value, jnp.float32)
@@ -118,40 +118,40 @@ def scalar(where: str, name: Any, value: Any) -> jax.Array:
 def per_example(
     init: Callable[..., Any], name: str, arrays: Sequence[jax.ShapeDtypeStruct], rows: int
 ) -> None:
-    """Raises UserError unless each of the arrays, those of all replicas, has a row for each example of a replica."""
+    """Raises UserError unless each array, after its dimensions of slices and replicas, has `rows` rows."""
     for array in arrays:
         shape = array.shape[2:]
         if shape[:1] != (rows,):
             raise errors.UserError(
                 f"{described(init)} makes {name!r} with an array of shape {shape} as xshard.PerExample. Its first "
-                f"dimension must be that of the batch that init is given, {rows}; what is a replica's own otherwise is "
-                "xshard.PerReplica."
+                f"dimension must be that of the batch that init is given, {rows}; use xshard.PerReplica for other arrays that "
+                "differ between replicas."
             )
 
 
 def step(method: Callable[..., Any], returned: Any) -> tuple[Any, Any]:
-    """The state and the metrics that `Experiment.train_step` returned."""
+    """Checks the result of `Experiment.train_step`. Returns the state and the metrics."""
     if isinstance(returned, tuple) and len(returned) == 2:
         state, metrics = returned
-        # An update's account is a tuple, too.
+        # `Outcome`, the result of `Learner.update`, is a tuple.
         if isinstance(metrics, Mapping | tuple):
             return state, metrics
     raise errors.UserError(
         f"{described(method)} returned {_in_words(returned)}. It must return two things, the new state and a dictionary "
-        "of what is logged: return state, {'generator': outcome, 'distance': distance}, or return state, {}."
+        "of values to log: return state, {'generator': outcome, 'distance': distance}, or return state, {}."
     )
 
 
 def evaluation(
     method: Callable[..., Any], returned: Any, rows: int, *, arrays: bool = False
 ) -> _Scalars:
-    """The values that a method returned for a batch.
+    """Checks the values that an evaluation method returned for a batch. Returns them as arrays.
 
     Args:
       method: the method.
-      returned: what it returned.
-      rows: the examples of the batch.
-      arrays: whether a value for an example may be an array, since the experiment summarizes their sums itself.
+      returned: its result.
+      rows: the number of examples of the batch.
+      arrays: whether an example's value may be an array, because the experiment overrides `summarize`.
     """
     where = described(method)
     if not isinstance(returned, Mapping):
@@ -170,7 +170,7 @@ def evaluation(
 
 
 def summary(where: str, returned: Any) -> dict[str, float]:
-    """The numbers that `Experiment.summarize` returned, which is described by `where`."""
+    """Checks the result of `Experiment.summarize`, which `where` describes. Returns the numbers as floats."""
     if not isinstance(returned, Mapping):
         raise errors.UserError(
             f"{where} returned {_in_words(returned)}. It must return a dictionary of numbers by name."
@@ -179,8 +179,8 @@ def summary(where: str, returned: Any) -> dict[str, float]:
         _check_name(where, name)
         if not _is_number(value) or np.shape(value):
             raise errors.UserError(
-                f"{where} returned {_in_words(value)} as {name!r}. What an evaluation reports are numbers: what is to "
-                "become of the sum of an array is said in summarize."
+                f"{where} returned {_in_words(value)} as {name!r}. An evaluation reports numbers: reduce the sum "
+                "of an array to a number in summarize."
             )
     return {name: float(value) for name, value in returned.items()}
 
@@ -200,8 +200,8 @@ def _check_per_example(where: str, name: str, value: Any, rows: int, arrays: boo
     elif shape[0] == rows:
         axes = tuple(range(1, len(shape)))
         fix = (
-            f"{rule}. Reduce the other dimensions, jnp.mean({_variable(name)}, axis={axes}), or say in a summarize "
-            "method what is made of the sums of arrays."
+            f"{rule}. Reduce the other dimensions, jnp.mean({_variable(name)}, axis={axes}), or define summarize "
+            "to reduce the sums of arrays."
         )
     else:
         fix = f"{rule}. Here a replica's part of the batch has {rows} examples."
@@ -209,7 +209,7 @@ def _check_per_example(where: str, name: str, value: Any, rows: int, arrays: boo
 
 
 def optimizer(method: Callable[[], Any]) -> base.Optimizer:
-    """The rule that a method returns."""
+    """Calls a method that returns an update rule, and checks its result."""
     returned = method()
     if isinstance(returned, base.Optimizer):
         return returned
@@ -223,7 +223,7 @@ def optimizer(method: Callable[[], Any]) -> base.Optimizer:
 
 
 def outputs(network: Callable[..., Any], returned: Any) -> Any:
-    """Returns the outputs of a network, if there are any."""
+    """Returns the outputs of a network; raises UserError if they hold no array."""
     if not jax.tree.leaves(returned):
         raise errors.UserError(
             f"{described(network)} returned {_in_words(returned)}. It must return the network's "
@@ -233,12 +233,12 @@ def outputs(network: Callable[..., Any], returned: Any) -> Any:
 
 
 def parameters(network: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Raises UserError if a network has made no parameters."""
+    """Raises UserError if a network has created no parameters."""
     if not params:
         raise errors.UserError(
-            f"{described(network)} made no parameters, so that there is nothing to train. Parameters "
-            "are Haiku's: use its modules, as hk.Linear(2)(x), or hk.get_parameter; arrays made in another way, "
-            "or by another library, are constants."
+            f"{described(network)} made no parameters, so there is nothing to train. Create "
+            "parameters with Haiku: use its modules, such as hk.Linear(2)(x), or hk.get_parameter. Arrays created in "
+            "another way, or by another library, are constants."
         )
 
 
@@ -250,20 +250,20 @@ def network_state(network: Callable[..., Any], old: Any, new: Any) -> None:
             initial = old.get(module, {}).get(name)
             if initial is None:
                 raise errors.UserError(
-                    f"{where} sets the state {name!r} of {module!r}, which it has not made when it was first called, "
-                    "with is_training=True: make it there, too, with hk.get_state(..., init=...)."
+                    f"{where} sets the state {name!r} of {module!r}, which it did not create in its first call, "
+                    "with is_training=True: create it there, too, with hk.get_state(..., init=...)."
                 )
             if array.shape != initial.shape:
                 raise errors.UserError(
                     f"{where} sets the state {name!r} of {module!r} to shape {array.shape}; on one example it was "
-                    f"made with {initial.shape}. Network state has one shape, whatever the batch: what belongs to an "
-                    "example cannot be kept in it. Keep a mean over the batch, or take it from the data."
+                    f"created with {initial.shape}. Network state has one shape for any batch size, so it cannot hold "
+                    "a value per example. Keep a mean over the batch, or take the values from the data."
                 )
 
 
 @contextlib.contextmanager
 def network_errors(network: Callable[..., Any]) -> Iterator[None]:
-    """Says of what Haiku and JAX refuse in a network what to write instead."""
+    """Turns errors of Haiku and JAX in a network into UserErrors that explain the fix."""
     try:
         yield
     except (NameError, ValueError) as e:
@@ -278,15 +278,15 @@ def _network_fix(e: Exception) -> str:
     text = str(e)
     if isinstance(e, NameError) and "unbound axis name" in text:
         axis = text.partition("unbound axis name: ")[2].partition(".")[0]
-        return f"there is no axis {axis!r}; those of a run are {', '.join(_MAPPED_AXES)}."
+        return f"there is no axis {axis!r}; a run has the axes {', '.join(_MAPPED_AXES)}."
     if type(e).__name__ == "MissingRNGError":
         return (
-            "hk.next_rng_key() was called where there are no keys, as in a prediction. Draw them while training "
-            "only: if is_training: x = hk.dropout(hk.next_rng_key(), rate, x)."
+            "hk.next_rng_key() was called where there are no keys, as in a prediction. Draw keys only in "
+            "training: if is_training: x = hk.dropout(hk.next_rng_key(), rate, x)."
         )
     if "must be created as part of `init`" in text:
         return (
-            f"{text.partition(' All parameters')[0]}: it is not made when forward is first called, with "
+            f"{text.partition(' All parameters')[0]}: it is not created in the first call of forward, with "
             "is_training=True. Call the same modules whether is_training or not, and choose among their outputs."
         )
     return ""
@@ -294,7 +294,7 @@ def _network_fix(e: Exception) -> str:
 
 @contextlib.contextmanager
 def loss_errors(loss: Callable[..., Any]) -> Iterator[None]:
-    """Says of parameters that a loss asks Haiku for where they are to be made."""
+    """Turns Haiku's error about parameters created in a loss into a UserError that explains the fix."""
     try:
         yield
     except ValueError as e:
@@ -302,13 +302,13 @@ def loss_errors(loss: Callable[..., Any]) -> Iterator[None]:
             raise
         where = errors.location(e) or described(loss)
         raise errors.UserError(
-            f"{where}: {str(e).partition(' All parameters')[0]}. Parameters are made in the network alone, such "
-            "as forward: make it there, and return it among the outputs."
+            f"{where}: {str(e).partition(' All parameters')[0]}. Only the network, such as forward, may create "
+            "parameters: create it there, and return it among the outputs."
         ) from e
 
 
 def described(method: Callable[..., Any]) -> str:
-    """A method and its place, for messages: 'Digits.loss (experiment.py:39)'."""
+    """Returns a method and its place, for messages: 'Digits.loss (experiment.py:39)'."""
     while isinstance(method, functools.partial):
         method = method.func
     place = errors.place_of(method)
@@ -333,7 +333,7 @@ def _variable(name: str) -> str:
 
 
 def _in_words(value: Any) -> str:
-    """A value in words that fit into a sentence."""
+    """Describes a value in words that fit into a sentence."""
     if value is None:
         return "None"
     if isinstance(value, jax.Array | np.ndarray):

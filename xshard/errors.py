@@ -1,11 +1,11 @@
-"""The error that is the user's to fix, told from a bug by its type; and where in the user's code a bug is."""
+"""The error type for mistakes that the user can fix, and functions that locate a bug in the user's code."""
 
 import os
 import traceback
 import types
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
-# The launcher stands beside the package. What the template holds is a user's.
+# The launcher lies beside the package. The template counts as a user's code.
 _LAUNCHER = os.path.join(os.path.dirname(_PACKAGE), "launch")
 _FRAMEWORK = (_PACKAGE + os.sep, _LAUNCHER + os.sep)
 _TEMPLATE = os.path.join(_PACKAGE, "new", "template") + os.sep
@@ -16,13 +16,13 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 class UserError(ValueError):
     """A command, a config, data or a checkpoint that cannot be used as given.
 
-    The message says what was received, the rule, and the fix, and is all that a program prints of it. Any
-    other exception is a bug, of the framework or of an experiment, and shows where it was raised.
+    The message has what was received, the rule, and the fix. Programs print only this message. Any other exception
+    is a bug, of the framework or of an experiment, and is printed with its traceback.
     """
 
 
 def from_users_code(e: BaseException) -> types.TracebackType | None:
-    """The traceback from the first frame of the user's own code on that the framework has called; None: no such."""
+    """Returns the traceback from the first frame of user code that the framework called; None if there is none."""
     called = False
     step = e.__traceback__
     while step is not None:
@@ -38,7 +38,7 @@ def from_users_code(e: BaseException) -> types.TracebackType | None:
 def location(e: BaseException) -> str:
     """Returns the place in the user's code where an exception was raised, such as 'experiment.py:36, in Net.forward'.
 
-    Empty if it was not raised by the user's code, nor by what that has called.
+    Empty if it was raised neither in the user's code nor in anything that code called.
     """
     if isinstance(e, SyntaxError) and e.filename:
         return f"{shown(e.filename)}:{e.lineno}"
@@ -48,7 +48,7 @@ def location(e: BaseException) -> str:
             frames.append((frame.f_code, line))
     if not frames:
         return ""
-    # The first is the method that the framework has called, the last is where it has failed.
+    # The first frame is the method that the framework called, the last one is where it failed.
     method, _ = frames[0]
     function, line = frames[-1]
     where = f"{shown(function.co_filename)}:{line}, in {function.co_qualname}"
@@ -58,11 +58,11 @@ def location(e: BaseException) -> str:
 
 
 def is_frameworks(e: BaseException) -> bool:
-    """Returns whether the framework itself has raised this error, or met it in the standard library."""
+    """Returns whether the framework raised this error, itself or through a call of the standard library."""
     is_own = True
     for frame, _ in traceback.walk_tb(e.__traceback__):
         file = frame.f_code.co_filename
-        # The last frame decides that is not the standard library's.
+        # The last frame outside of the standard library decides.
         if not is_standard(file):
             is_own = _is_framework(file)
     return is_own
@@ -86,20 +86,20 @@ def _is_installed(file: str) -> bool:
 
 
 def is_standard(file: str) -> bool:
-    """Returns whether a source file is of the standard library."""
+    """Returns whether a source file belongs to the standard library."""
     if file.startswith("<frozen"):
         return True
-    # Where there is no virtual environment, installed packages are below the standard library.
+    # Without a virtual environment, installed packages lie below the standard library's directory.
     return file.startswith(_STANDARD) and not _is_installed(file)
 
 
 def is_users(file: str) -> bool:
-    """Returns whether a source file is the user's: not the framework's, nor installed, nor of the standard library."""
+    """Returns whether a source file is the user's: not the framework's, not installed, not in the standard library."""
     return not (_is_installed(file) or _is_framework(file) or is_standard(file))
 
 
 def shown(file: str) -> str:
-    """A path as seen from here, where it is below."""
+    """Returns a path relative to the current directory if it lies below it, else unchanged."""
     relative = os.path.relpath(file)
     if relative.startswith(os.pardir):
         return file

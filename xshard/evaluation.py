@@ -1,4 +1,4 @@
-"""Evaluation of a state: the means over all evaluation examples."""
+"""Evaluation of a state: metrics over all evaluation examples, and samples."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -16,26 +16,26 @@ from xshard.data import batches
 from xshard.pod import processes
 from xshard.stored import replicas as stored
 
-# The names of the sums of averaged parameters, and of all groups together, begin so.
+# The name prefixes of sums that come from averaged parameters, and from all groups together.
 _ENSEMBLE = "ensemble/"
 _KINDS = ("", "average/", _ENSEMBLE)
 
 
 class Evaluation:
-    """Judges states of an experiment."""
+    """Evaluates states of an experiment."""
 
     def __init__(
         self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, batch_size: int
     ):
-        """Checks the batch, and that there are examples.
+        """Checks the batch size and the examples.
 
         Args:
           experiment: the experiment.
           mesh: the run's mesh.
-          batch_size: the examples that are judged at a time.
+          batch_size: the number of examples per batch.
 
         Raises:
-          ValueError: if there are none, or the batch does not divide into replicas.
+          ValueError: if there are no examples, or the replicas do not divide the batch.
         """
         self._eval_step = experiment.eval_step
         self._summarize = experiment.summarize
@@ -51,7 +51,7 @@ class Evaluation:
         self._step = processes.compiled_by_all(self._jitted, "the evaluation")
 
     def summary(self) -> str:
-        """Returns a summary of the data, to be compared between processes."""
+        """Returns a summary of the data, which the processes compare."""
         texts = []
         for name, examples in self._splits.items():
             prefix = f"{name}: " if name else ""
@@ -65,19 +65,20 @@ class Evaluation:
 
         Args:
           state: the shapes of a state.
-          options: `config.checkpoint`, which may name a metric that the best checkpoint is told by.
+          options: `config.checkpoint`; its `best_metric` must be one of the metrics if best checkpoints are kept.
 
         Returns:
-          The names of the metrics, and whether each is a list of groups; None where they are not known.
+          The names of the metrics, and whether each is a list with a value per group; None if they are unknown.
 
         Raises:
-          UserError: if the experiment's methods do not fit, or nothing is called so.
+          UserError: if the experiment's methods do not fit, or no metric is called `best_metric`.
         """
         totals = {}
         for split, of_split in self._batches.items():
             traced = self._jitted.trace(state, of_split.shapes(), np.int32(0))
             stored.check_unread(self._eval_step, traced.jaxpr, state, self._on)
             sums = traced.out_info
+            # Zeros stand in for the sums, since only `summarize` determines the names of the metrics.
             totals[split] = {name: np.zeros(x.shape) for name, x in sums.items()}
             totals[split]["count"] = np.ones(sums["count"].shape)
         names: dict[str, bool] = {}
@@ -89,7 +90,8 @@ class Evaluation:
         except errors.UserError:
             raise
         except (ArithmeticError, ValueError):
-            # Of such sums an experiment need make nothing, as where it divides by one. Then the names are not known.
+            # The sums here are all zeros, and `summarize` may fail on them, for example by dividing by one of them.
+            # Then the names stay unknown until the first evaluation.
             return None
         if options.keep_best and options.best_metric not in names:
             raise errors.UserError(
@@ -101,20 +103,21 @@ class Evaluation:
     def __call__(
         self, state: state_lib.TrainState, go_on: Callable[[], bool] = lambda: True
     ) -> dict[str, Any] | None:
-        """The means over all examples; lists where there are several groups.
+        """Evaluates a state on all examples.
 
         Args:
           state: the state.
-          go_on: asked after each batch, on all processes alike.
+          go_on: returns whether to continue, after each batch; the same on all processes.
 
         Returns:
-          The values by name; None if `go_on` said no.
+          The metrics by name, as lists if there are several groups; None if `go_on` returned False.
         """
         results: dict[str, Any] = {}
         for split, of_split in self._batches.items():
             totals: dict[str, np.ndarray] = {}
             for number, batch in enumerate(of_split):
                 sums = jax.device_get(self._step(state, batch, np.int32(number)))
+                # Summed in float64, since float32 would lose digits over many batches.
                 for name, value in sums.items():
                     totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
                 if not go_on():
@@ -123,7 +126,7 @@ class Evaluation:
         return results
 
     def _results(self, split: str, totals: dict[str, np.ndarray]) -> dict[str, Any]:
-        """The results that the experiment makes of the sums over a split, for each group, and for the ensemble and averages."""
+        """Summarizes the sums over a split: for each group, for the averages of parameters and for the ensemble."""
         count = totals.pop("count")
         prefix = f"{split}/" if split else ""
         results: dict[str, Any] = {}
@@ -138,6 +141,7 @@ class Evaluation:
                     for name, value in self._summary(of_group, count[group]).items():
                         values.setdefault(name, []).append(value)
             else:
+                # An ensemble's sums are equal in all groups, and so are the counts.
                 values |= self._summary(sums, count.max())
             results |= {f"{prefix}{kind}{name}": value for name, value in values.items()}
         return results
@@ -151,7 +155,7 @@ def _jitted(
     mesh: jax.sharding.Mesh,
     replicas: logical.Replicas | None,
 ) -> Any:
-    """`step.make_eval_step`, jitted; its sums are replicated, so that each process has those of all groups."""
+    """Returns `step.make_eval_step`, jitted. Its sums are replicated, so that each process has the sums of all groups."""
     everywhere = mesh_lib.sharding(mesh)
     if replicas is None:
         return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=everywhere)
@@ -172,13 +176,13 @@ def sample(
     step: int,
     state: state_lib.TrainState,
 ) -> tuple[dict[str, Any], str]:
-    """The samples of the state after a step, as a row and as a text for people; all processes call it alike.
+    """Samples the state after a step. Returns the row to log and a text to print; all processes must call it.
 
     Args:
-      experiment: shows them.
-      predict: of `predictions`.
+      experiment: the experiment, whose `samples` is called.
+      predict: the function that `predictions` returns.
       step: the number of the step.
-      state: the state after it.
+      state: the state after that step.
     """
     where = contract.described(experiment.samples)
     key = experiment_lib.samples_key(experiment)
@@ -189,10 +193,10 @@ def sample(
 def predictions(
     jitted: Any, mesh: jax.sharding.Mesh
 ) -> Callable[[state_lib.TrainState, Mapping[str, Any]], Any]:
-    """The function that takes a state and a batch on the host to a network's outputs there.
+    """Returns the function that takes a state and a batch on the host to the predictions on the host.
 
     Args:
-      jitted: `xshard.step.make_predict`'s, its outputs replicated, so that each process has all of them.
+      jitted: the jitted function of `xshard.step.make_predict`, with replicated outputs, so that each process has all.
       mesh: the run's mesh.
     """
     outputs = processes.compiled_by_all(jitted, "the prediction")

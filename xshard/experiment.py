@@ -1,8 +1,8 @@
-"""The interface of an experiment: its science. Everything else is the framework's.
+"""The interface of an experiment.
 
-An experiment is a class and a config. The class says what is computed, how it is updated and how it is judged; it
-knows nothing of devices, checkpoints or processes. The same file runs on one CPU, on eight virtual devices and on
-a pod.
+An experiment is a class and a config. The class defines the computation, its update and its evaluation. It knows
+nothing about devices, checkpoints or processes: the framework provides those. The same file runs on one CPU, on
+eight virtual devices and on a pod.
 """
 
 import abc
@@ -28,9 +28,9 @@ Batch = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class PerReplica:
-    """Marks what is a replica's own in an experiment's state.
+    """Marks arrays of an experiment's state that differ from replica to replica.
 
-    In a checkpoint it has a leading dimension of replicas, and comes back on as many.
+    In a checkpoint they have a leading dimension of replicas, so they can only be restored on as many replicas.
 
     Attributes:
       value: a tree of arrays.
@@ -39,11 +39,11 @@ class PerReplica:
     value: Any
 
     def joined(self) -> "PerReplica":
-        """The values of all replicas, from those with two leading dimensions of slices and replicas."""
+        """Merges the two leading dimensions, slices and replicas, into one of all replicas."""
         return PerReplica(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self.value))
 
     def local(self) -> "PerReplica":
-        """The replica's own, without the dimension of replicas."""
+        """Returns this replica's value: the stored value without its dimension of replicas."""
         return PerReplica(jax.tree.map(lambda x: x[0], self.value))
 
     def stored(self) -> "PerReplica":
@@ -53,23 +53,23 @@ class PerReplica:
 
 @dataclasses.dataclass(frozen=True)
 class PerExample:
-    """Marks what belongs to the examples of a replica's part of a batch, such as the states of environments.
+    """Marks arrays of an experiment's state that have a row per example of the batch, such as environment states.
 
-    In a checkpoint the first dimension is that of all examples of a batch, and comes back on any number of replicas
-    that divides it.
+    In a checkpoint the first dimension has all examples of a batch, so they can be restored on any number of
+    replicas that divides it.
 
     Attributes:
-      value: a tree of arrays, whose first dimension is that of the replica's examples.
+      value: a tree of arrays whose first dimension is the number of the replica's examples.
     """
 
     value: Any
 
     def joined(self) -> "PerExample":
-        """The values of all replicas, from those with two leading dimensions of slices and replicas."""
+        """Merges the three leading dimensions, slices, replicas and examples, into one of all examples."""
         return PerExample(jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), self.value))
 
     def local(self) -> "PerExample":
-        """The replica's own."""
+        """Returns the value unchanged: a replica's shard holds exactly its examples."""
         return self
 
     def stored(self) -> "PerExample":
@@ -83,13 +83,13 @@ def is_own(x: Any) -> bool:
 
 
 def children(tree: Any, of_leaf: str) -> tuple[list[tuple[Any, Any]], Any]:
-    """The children of a pytree's root with their keys, and the structure of the root alone.
+    """Returns the children of a pytree's root with their keys, and the structure of the root alone.
 
     Args:
       tree: the pytree.
-      of_leaf: the key of a leaf, which is its own child.
+      of_leaf: the key to use if the tree is a single leaf, which counts as its own child.
     """
-    # JAX puts None in the place of a child, and compares structures.
+    # JAX also calls `is_leaf` on structures whose children are None, and compares the results.
     below = lambda x: x is not tree or x is None
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=below)
     key_of = lambda path: path[0] if path else jax.tree_util.GetAttrKey(of_leaf)
@@ -98,7 +98,7 @@ def children(tree: Any, of_leaf: str) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _register(cls: Any) -> None:
-    """Makes a class a pytree by the names of what it marks, as if it were not there."""
+    """Registers a marker class as a pytree that is transparent in paths: its keys are the marked value's."""
 
     def unflatten(structure: Any, leaves: Any) -> Any:
         return cls(jax.tree.unflatten(structure, leaves))
@@ -113,32 +113,35 @@ _register(PerExample)
 
 
 class Experiment(abc.ABC):
-    """What is trained: a state of any kind, and the step that advances it.
+    """The base class of experiments: a training state of any structure, and the step that advances it.
 
-    `Supervised` is one for a network with a loss on its outputs. This is the tier below, for what is more than
-    that: several networks that train in turn, environments, a moving target. Most of it is said with a
-    `Learner` for each network; docs/beyond_a_classifier.md goes through it.
+    Derive from `Supervised` to train one network with a loss on its outputs. Derive from this class for anything
+    else: several networks that train in turn, environments, a moving target. Most such experiments use one `Learner`
+    per network; see docs/beyond_a_classifier.md.
 
-    `init`, `train_step`, `eval_step` and `predict` are traced, and see one replica of a group: its part of a
-    batch, and its keys. The mapped axes 'slice' and 'replica' are there for collectives. They read
+    JAX traces `init`, `train_step`, `eval_step` and `predict`. Each call sees one replica of a group: its part of a
+    batch, and its keys. Collectives may use the mapped axes 'slice' and 'replica'. These methods may read
     `self.config`, which is frozen, and nothing else that changes.
 
-    Each array of the state is one of three. Most are **equal on all replicas** of a group, as a learner's state is;
-    this is checked before the first step. A **replica's own** is wrapped in `PerReplica`; what belongs to
-    the **examples** of its part of a batch, in `PerExample`.
+    Each array of the state is of one of three kinds:
+
+    - **Equal on all replicas** of a group, like a learner's state. Most arrays are. The framework checks this before
+      the first step.
+    - **Per replica**: wrap it in `PerReplica`.
+    - **Per example** of the replica's part of a batch: wrap it in `PerExample`.
     """
 
     def __init__(self, config: ml_collections.ConfigDict):
-        """Keeps the config, which holds all defaults, so that nothing under trace can change it."""
+        """Stores a frozen copy of the config, so that nothing can change it after a function is traced."""
         self.config = ml_collections.FrozenConfigDict(config)
 
     @abc.abstractmethod
     def init(self, key: jax.Array, batch: Batch) -> Any:
-        """The first state, a pytree.
+        """Returns the initial state, a pytree.
 
         Args:
-          key: of all randomness; equal on all replicas of a group.
-          batch: a replica's part of a batch, of which only names, types and shapes count.
+          key: the random key; equal on all replicas of a group.
+          batch: a replica's part of a batch; only its names, dtypes and shapes matter.
         """
 
     @abc.abstractmethod
@@ -148,41 +151,41 @@ class Experiment(abc.ABC):
         """Advances the state.
 
         Args:
-          state: as `init` and earlier steps have made it.
+          state: the state that `init` or the previous step returned.
           batch: the replica's part of the batch.
-          key: the replica's own for this step.
+          key: a random key for this replica and this step.
 
         Returns:
-          The new state, and what is logged: what `Learner.update` returned; or a dictionary of such by the
-          learner's name, and of scalars, of which the means over the replicas are logged.
+          The new state, and the values to log: the outcome of `Learner.update`; or a dictionary of such outcomes by
+          the learner's name, and of scalars, which are averaged over the replicas.
         """
 
     @abc.abstractmethod
     def eval_step(self, state: Any, batch: Batch, key: jax.Array) -> Mapping[str, jax.Array]:
-        """Judges a state on a replica's part of a batch.
+        """Evaluates a state on a replica's part of a batch.
 
         Args:
           state: the state.
-          batch: of `eval_data`.
-          key: the replica's own for this batch, the same in each evaluation.
+          batch: the replica's part of a batch of `eval_data`.
+          key: a random key for this replica and this batch, the same in each evaluation.
 
         Returns:
-          A value for each example, of shape (batch,). The framework takes their means over all examples;
-          where `summarize` is overridden a value may be an array, of shape (batch, ...).
+          Arrays of shape (batch,) by name, with a value per example. The framework averages them over all examples.
+          If the experiment overrides `summarize`, arrays may be of shape (batch, ...).
         """
 
     def predict(self, state: Any, batch: Batch) -> Any:
-        """The outputs for a batch, equal on all devices: a tree of arrays. For `samples` and `xshard.load`."""
+        """Returns the outputs for a batch, a tree of arrays, equal on all devices. Used by `samples` and `xshard.load`."""
         raise NotImplementedError(f"{type(self).__name__} makes no predictions: define predict.")
 
     def summarize(self, sums: Mapping[str, np.ndarray], count: float) -> Mapping[str, Any]:
-        """What an evaluation reports, on the host: by default the means of the values of `eval_step`.
+        """Computes the metrics of an evaluation, on the host. By default the means of the values of `eval_step`.
 
-        Override it for what is no mean over the examples: a ratio of two sums, what comes of a confusion
-        matrix or of a histogram of scores.
+        Override it for metrics that are not means over the examples: a ratio of two sums, or a number computed from
+        a confusion matrix or a histogram of scores.
 
         Args:
-          sums: of each value over all examples, float64.
+          sums: the sum of each value of `eval_step` over all examples, float64.
           count: the number of examples.
 
         Returns:
@@ -191,9 +194,9 @@ class Experiment(abc.ABC):
         return {name: value / count for name, value in sums.items()}
 
     def train_data(self) -> data.Examples:
-        """The training examples: arrays of one leading dimension, or a source (`xshard.data.Source`).
+        """Returns the training examples: arrays by name, of one leading dimension, or a source (`xshard.data.Source`).
 
-        They are shuffled and repeated. What they are is up to the experiment, but for each name an array.
+        The framework shuffles and repeats them.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no training data: define train_data, or train_batches."
@@ -201,12 +204,12 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def eval_data(self) -> data.Examples | Mapping[str, data.Examples]:
-        """The examples to judge the state on; or several splits by name, {'test': ..., 'hard': ...}."""
+        """Returns the evaluation examples; or several splits by name, {'test': ..., 'hard': ...}."""
 
     def train_batches(self, part: data.Part) -> data.BatchIterator:
-        """Makes the iterator over this process's part of the batches. By default `train_data`, in an order of the seed.
+        """Returns an iterator over this process's part of each batch. By default over `train_data`, shuffled by the seed.
 
-        Any iterator with `get_state` and `set_state` will do: its state is in the checkpoint.
+        Any iterator with `get_state` and `set_state` works; checkpoints contain its state.
         """
         examples = self.train_data()
         data.check(examples, f"What {contract.described(self.train_data)} returned")
@@ -215,53 +218,54 @@ class Experiment(abc.ABC):
     def samples(
         self, predict: Callable[[Mapping[str, Any]], Any], key: jax.Array
     ) -> str | Mapping[str, Any]:
-        """Returns samples of what has been trained, such as texts and images that it makes. By default nothing.
+        """Returns samples of the trained model, such as texts and images that it generates. By default none.
 
-        Called on all processes alike, after the last evaluation, and each `config.samples_every_steps` if that is
-        not 0. Before the run begins it is called up to its first prediction, which finds mistakes.
+        The run calls it on all processes, after the last evaluation, and every `config.samples_every_steps` steps if
+        that is not 0. Before the run begins, a trial call runs up to the first prediction, to detect mistakes early.
 
         Args:
-          predict: the outputs of `predict`, on the host, of a batch on the host, of any number of rows. It
-            compiles for each shape of a batch.
-          key: a key for random choices, the same each time.
+          predict: takes a batch on the host, of any number of rows, to the outputs of `self.predict` on the host. It
+            compiles once for each batch shape.
+          key: a random key, the same in each call.
 
         Returns:
-          A text; or a dictionary of texts, `xshard.Image` and `xshard.Histogram` by name. They are kept in the file
-          samples.jsonl of the work directory, and shown by TensorBoard, wandb and the report.
+          A text; or a dictionary of texts, `xshard.Image` and `xshard.Histogram` by name. The run writes them to
+          samples.jsonl in the work directory; TensorBoard, wandb and the report show them.
         """
         del predict, key
         return ""
 
     def callbacks(self) -> Sequence[callbacks_lib.Callback]:
-        """Returns functions that are called after each evaluation, and may end the run. By default none.
+        """Returns functions that the run calls after each evaluation, and that may end it. By default none.
 
-        Each is called on process 0 with the evaluations of the run so far, the last one among them: a list of
-        dictionaries of 'step' and of the metrics by name, floats, or lists of them for several groups. It returns
-        None, and the run goes on; or a text that says why the run ends there, as it does after its last step. It is
-        to be a function of these rows alone: then a run that was stopped, and goes on, ends where it would have.
+        The run calls each one on process 0 with all evaluations so far, including the latest: a list of dictionaries
+        of 'step' and the metrics by name, which are floats, or lists of floats with several groups. A callback
+        returns None to continue, or a text with the reason to end the run, which then ends as after its last step.
 
-        `xshard.early_stopping('loss')` is one.
+        A callback must depend on these rows alone. Then a run that was stopped and resumed ends at the same step.
+
+        `xshard.early_stopping('loss')` returns one.
         """
         return ()
 
     def sharding_rules(self) -> Sequence[tuple[str, jax.sharding.PartitionSpec]]:
-        """Returns what lies along the axis 'model': see `xshard.mesh.tree_shardings`. By default nothing."""
+        """Returns the rules that shard arrays over the axis 'model': see `xshard.mesh.tree_shardings`. By default none."""
         return ()
 
 
 def samples_key(experiment: Experiment) -> jax.Array:
-    """The key that `Experiment.samples` is given."""
+    """Returns the key that the run passes to `Experiment.samples`."""
     return jax.random.key(experiment.config.seed)
 
 
 def summarizes(experiment: Experiment) -> bool:
-    """Returns whether an experiment says itself what comes of the sums of an evaluation, of arrays too."""
+    """Returns whether an experiment overrides `summarize`; then sums of an evaluation may be arrays."""
     return type(experiment).summarize is not Experiment.summarize
 
 
 def example(experiment: Experiment) -> data.Arrays:
-    """One example of the training data, for its names, types and shapes."""
-    # An iterator of the experiment's own may need the batch size of the run; there may be fewer examples than that.
+    """Returns one example of the training data, for its names, dtypes and shapes."""
+    # A custom iterator may need the run's batch size. `train_data` may have fewer examples than that.
     is_own = type(experiment).train_batches is not Experiment.train_batches
     size = experiment.config.batch_size if is_own else 1
     part = data.Part(size, (np.arange(1),), experiment.config.seed)
@@ -271,7 +275,7 @@ def example(experiment: Experiment) -> data.Arrays:
 def mesh_of(
     config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """The mesh that a config asks for: see `xshard.mesh.make_mesh`."""
+    """Makes the mesh that a config describes: see `xshard.mesh.make_mesh`."""
     return mesh_lib.make_mesh(
         config.group_assignment or None,
         slices=config.slices,
@@ -281,10 +285,10 @@ def mesh_of(
 
 
 def load(path: str) -> type[Experiment]:
-    """The experiment class of a dotted path, such as 'experiments.digits.experiment.Digits'.
+    """Imports the experiment class of a dotted path, such as 'experiments.digits.experiment.Digits'.
 
     Raises:
-      UserError: if there is none, or if it lacks a method, with the reason.
+      UserError: if the path names no experiment class, or the class lacks a method.
     """
     module_name, _, name = path.rpartition(".")
     rule = f"experiment={path!r} must be the dotted path of a class that can be imported from here"
@@ -293,7 +297,7 @@ def load(path: str) -> type[Experiment]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
-        # One that the file itself imports is its bug.
+        # A module that the experiment's file fails to import is a bug in that file, not a wrong path.
         if e.name is None or not f"{module_name}.".startswith(f"{e.name}."):
             raise
         raise errors.UserError(f"{rule}: {e} (seen from {os.getcwd()}).") from e
@@ -311,7 +315,7 @@ def load(path: str) -> type[Experiment]:
 
 
 def _check_methods(experiment: type[Experiment]) -> None:
-    """Raises UserError if a class lacks a method that it must have."""
+    """Raises UserError if a class lacks a required method, and suggests a method of the class with a similar name."""
     lacking = sorted(experiment.__abstractmethods__)
     users = [base for base in experiment.__mro__ if not base.__module__.startswith("xshard.")]
     own = {name for base in users for name in vars(base)}
@@ -338,7 +342,7 @@ def _check_methods(experiment: type[Experiment]) -> None:
 
 
 def checked_eval_data(experiment: Experiment) -> dict[str, data.Examples]:
-    """The examples to judge the state on by split, if they can be read: see `data.splits`."""
+    """Returns the evaluation examples by split, after checking that they are valid: see `data.splits`."""
     splits = data.splits(experiment.eval_data())
     what = f"What {contract.described(experiment.eval_data)} returned"
     for name, examples in splits.items():

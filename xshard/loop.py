@@ -1,7 +1,7 @@
 """The training loop: resume, train, evaluate, stop.
 
-A run that was stopped at any instant and started again ends in the same bits as one that was not:
-everything that decides the next step is in the checkpointed `TrainState`, or a function of it.
+A run that is stopped at any instant and restarted ends with the same bits as an uninterrupted one: everything that
+determines the next step is in the checkpointed `TrainState`, or a function of it.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from xshard.stored import storage
 
 
 class Run:
-    """An experiment in a work directory, checked as far as that can be done without touching it."""
+    """A run of an experiment in a work directory. The constructor checks everything it can without writing there."""
 
     def __init__(
         self,
@@ -41,18 +41,18 @@ class Run:
         show: terminal_lib.Show = terminal_lib.Show.NORMAL,
         set_aside: str = "",
     ):
-        """Checks a config and what is in the directory. With several processes, all of them make one.
+        """Checks the config and the directory's contents. With several processes, each of them creates one.
 
         Args:
           config: a run's config; see `configs/digits.py` for the keys.
           directory: the work directory, which need not exist.
-          init: what a new run begins with.
-          watch: what may stop the run; with several processes, how they agree on it.
-          show: how much is printed.
-          set_aside: the ID of a run that is put away, if it is the one that is in the directory.
+          init: the checkpoint that initializes a new run.
+          watch: reports requests to stop or save; several processes agree on them through it.
+          show: how much to print.
+          set_aside: the ID of a run to move aside, if the directory holds that run.
 
         Raises:
-          ValueError: with the key, its value and the fix, if something does not fit.
+          ValueError: if a value does not fit; the message has the key, its value and the fix.
         """
         config_lib.check(config)
         writers.check(config.writers)
@@ -71,9 +71,9 @@ class Run:
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
 
     def _open(self, init: checkpoint.Source | None, set_aside: str) -> None:
-        """Finds out which run it is, and sees that it can begin, or go on from its checkpoints."""
+        """Identifies the run, and checks that it can begin, or resume from its checkpoints."""
         config, self._init = self.config, init
-        self._first = jax.process_index() == 0  # The directory is its: others need not even see it.
+        self._first = jax.process_index() == 0  # Only process 0 needs to see the work directory.
         self._run = resuming.identify(config, self.workdir, set_aside)
         module = type(self.experiment).__module__
         self.origin = origin_lib.origin(module, self.batches.summary(), self._evaluation.summary())
@@ -91,7 +91,7 @@ class Run:
         )
 
     def _check_programs(self) -> None:
-        """Traces all that the run will run."""
+        """Traces every program that the run will use, so that mistakes surface before training."""
         stored = storage.as_stored(self.experiment, self.mesh, self._target)
         inputs = stored, self.batches.shapes(), self.batches.rehearsal()
         train_step, predict = preflight.programs(self.experiment, self.mesh, *inputs)
@@ -99,27 +99,27 @@ class Run:
         self.predict = evaluation.predictions(predict, self.mesh)
         self._copies = replication.Watch(self.experiment, self.mesh)
         metrics = self._evaluation.check(stored, self.config.checkpoint)
-        # Of its own: the manager's is that of its saves in the background.
+        # A separate exchange: the checkpoint manager's is used by background saves.
         meet = processes.Exchange("what the callbacks say", callbacks.SECONDS)
         self._evaluations = callbacks.Evaluations(self.experiment.callbacks, metrics, meet)
 
     def train(self) -> tuple[state_lib.TrainState, notice_lib.Notice | None]:
-        """Trains from where the run stands to its last step, or until a callback ends it or it is told to stop.
+        """Trains to the last step, or until a callback ends the run or a notice stops it.
 
-        When it is called again it begins again: from the newest checkpoint, with nothing that it has come to since.
+        Each call starts from the newest checkpoint and discards later progress.
 
         Returns:
-          The state, and what has stopped the run before its end.
+          The state; and the notice that stopped the run before its end, or None.
 
         Raises:
-          NonfiniteError: of `nonfinite` or of `checkpoint`, if the run ends with what is not finite.
+          NonfiniteError: of `nonfinite` or `checkpoint`, if the run ends because values are not finite.
         """
         begin = self._begin()
         state, start, log = begin.state, self.step, self._log
         due = due_lib.Due.of(self.config)
         by_clock = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
         self.doing("compiling", step=start, steps=self.config.steps)
-        # What a stop has cut short is made now, if no other stop does the same.
+        # An evaluation that a stop interrupted is run now, unless another stop interrupts it again.
         self._make_up_for(begin, start)
         if not begin.folder and self.roll_backs.is_ready:
             self._save(start, state, evaluation_due=False)
@@ -138,6 +138,7 @@ class Run:
                 self._evaluate(step, state)
             if due.samples(step) and not self._is_over():
                 self._sample(step, state)
+            # Clocks differ, so only process 0's decides; the others are told.
             if self._first and by_clock.has_passed():
                 self._ask_for_save()
             if self._is_over() or self._save_now or due.save(step):
@@ -150,12 +151,13 @@ class Run:
         return state, self._stop
 
     def _begin(self) -> resuming.Begin:
-        """Restores where the run stands, after a roll-back too, and opens its log."""
+        """Restores the newest checkpoint, or creates a first state, and opens the log. Also runs after a roll-back."""
+        # After a roll-back the previous log is still open.
         self._held.close()
         self._copies.forget()
         say = self.terminal.say
         self.doing("restoring")
-        # 1. The state decides the step, and with it the batches and keys that follow.
+        # 1. The restored state determines the step, and with it all later batches and keys.
         self.roll_backs.begin()
         begin = self.resume_or_init()
         start, checkpoints = int(begin.state.step), self.checkpoints.manager
@@ -172,25 +174,25 @@ class Run:
         self.step = start
         goes_on = start < self.config.steps and not self._is_over()
         self._failure = checkpoints.agree(lambda: self.workdir.failure(goes_on))
-        # 2. Rows after the checkpoint are dropped: their steps will be made again.
+        # 2. The log drops rows after the checkpoint, because the run repeats their steps.
         run = self.experiment, self.mesh, self.batches, self.clock, self.terminal
         self._log = self._held.enter_context(log_lib.Log(self.workdir, start, *run))
         self.checkpoints.check_rows(begin, self._log)
         return begin
 
     def _is_over(self) -> bool:
-        """Returns whether no more steps are to be made: something has stopped the run, or a callback has ended it."""
+        """Returns whether training is over: a notice stopped the run, or a callback ended it."""
         return self._stop is not None or bool(self._evaluations.end)
 
     def _flush(self) -> None:
-        """Writes the rows of all steps so far, and checks that replicas were alike, and the steps finite."""
+        """Writes the rows of all steps so far, and checks that replicas agree and that the steps are finite."""
         self._log.flush()
-        # First: what a device has flipped may not be finite, and its data is not to be passed.
+        # Replicas are compared first: a flipped bit may also be non-finite, and then a roll-back must not skip the data.
         self._copies.flush()
         self._finite.flush()
 
     def _make_up_for(self, begin: resuming.Begin, start: int) -> None:
-        """Makes the evaluation and the samples that are due at the first state, unless their rows have been written."""
+        """Runs the evaluation and the sampling that are due at the restored step, unless their rows exist already."""
         if start and not begin.evaluated:
             metrics = self.checkpoints.late_evaluation(start)
             if metrics is None:
@@ -204,11 +206,11 @@ class Run:
             self._sample(start, begin.state)
 
     def resume_or_init(self) -> resuming.Begin:
-        """The newest checkpoint's state or a new one."""
+        """Restores the newest checkpoint, or creates a new state."""
         return self.checkpoints.resume_or_init(self._init)
 
     def evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
-        """The means over all evaluation examples, of several groups lists; None if the run is told to stop meanwhile."""
+        """Evaluates a state: metrics by name, with several groups as lists; None if a stop interrupts the evaluation."""
         step = int(state.step)
         if self._evaluated[0] != step:
             self.doing(status.EVALUATING)
@@ -220,7 +222,7 @@ class Run:
         return self._evaluated[1]
 
     def _poll(self) -> bool:
-        """Hears what all processes are to do, at the same points on all of them; returns whether to go on."""
+        """Handles a notice that all processes agreed on; all poll at the same points. Returns whether to continue."""
         notice = None if self._watch is None else self._watch.poll()
         if notice is not None and notice.kind == notice_lib.STOP:
             self._stop = notice
@@ -229,13 +231,13 @@ class Run:
         return self._stop is None
 
     def doing(self, what: str, **more: int) -> None:
-        """Says what the run is doing, to whoever watches it."""
+        """Publishes the run's current activity in its status."""
         if self._watch is not None:
             self._watch.doing(what, seconds=self.clock.seconds(), **more)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Makes the directories this run's meanwhile, and waits for the last save at the end."""
+        """Claims the work directory and the checkpoints for this run; at the end, waits for the last save."""
         with contextlib.ExitStack() as held:
             if self._first:
                 identity, aside = self._run.identity, self._run.sets_aside
@@ -248,11 +250,11 @@ class Run:
             yield
 
     def complete(self) -> "tuple[state_lib.TrainState, notice_lib.Notice | None, dict[str, Any]]":
-        """Trains, evaluates the last state and writes the results; returns what `train` does, and the results."""
+        """Trains, evaluates the last state and writes the results. Returns the results of `train`, and those written."""
         results: dict[str, Any] = {}
         state, stop = self.train()
         if stop is None:
-            # While the last checkpoint is written.
+            # The last checkpoint is being written in the background.
             values = self.evaluate(state)
             results = ending.results(self.mesh, self.step, state, values, self._evaluations.end)
         self.doing("saving")
@@ -263,7 +265,7 @@ class Run:
             try:
                 results["samples"] = "" if why else self._sample(self.step, state, last=True)
             finally:
-                # Of which samples are the least.
+                # Results are written even if sampling fails.
                 if self._first:
                     self.workdir.write_results(results)
         with self.roll_backs.left_undecided(is_stopped=self._stop is not None):
@@ -287,14 +289,14 @@ class Run:
             self._evaluations.add(step, values)
 
     def _ask_for_save(self) -> None:
-        """Has all processes save by the clock of the first, at a step that they agree on."""
+        """Asks all processes for a save, by process 0's clock, at a step that they agree on."""
         if jax.process_count() == 1:
             self._save_now = True
         elif self._watch is not None:
             self._watch.ask(notice_lib.BY_CLOCK)
 
     def _save(self, step: int, state: state_lib.TrainState, *, evaluation_due: bool) -> None:
-        # What has been logged when a checkpoint counts is what resuming keeps.
+        # Resuming keeps the rows up to the checkpoint, so they must be on disk before the checkpoint is committed.
         self._flush()
         self._save_now = False
         is_evaluated = self._evaluated[0] == step
@@ -317,19 +319,19 @@ def run(
     show: terminal_lib.Show = terminal_lib.Show.NORMAL,
     set_aside: str = "",
 ) -> int:
-    """Runs an experiment from wherever it stands to its end, or until it is told to stop.
+    """Runs an experiment, from its newest checkpoint if there is one, to its end or until a notice stops it.
 
     Args:
       config: a run's config, locked.
       directory: the work directory.
-      command: what the user can run to go on, to be printed.
-      init: what a new run begins with of another's checkpoint.
-      watch: what may stop the run; several processes need it.
-      show: how much is printed.
+      command: the command that resumes the run, to print.
+      init: the checkpoint that initializes a new run.
+      watch: reports requests to stop or save; required with several processes.
+      show: how much to print.
       set_aside: as in `Run`.
 
     Returns:
-      The process's exit code: 0 done; 3 not finite; else that of the notice that has stopped it, the state saved.
+      The process's exit code: 0 done; 3 not finite; otherwise the code of the notice that stopped it, the state saved.
     """
     current = Run(config, directory, init, watch, show, set_aside)
     with current.opened():

@@ -1,11 +1,15 @@
 """The program: `python -m xshard.main --config=configs/digits.py --workdir=runs/digits`.
 
-On a pod, one process a host: each is given its place by --coordinator_address, --num_processes and
---process_id, or JAX detects it (Slurm, Open MPI, GKE, GCE). `python -m launch` starts them.
+On a pod, run one process per host. Each process gets its place from --coordinator_address, --num_processes and
+--process_id, or JAX detects it (Slurm, Open MPI, GKE, GCE). `python -m launch` starts all processes.
 
-Exit codes: 0 done; 42 stopped with the state saved (SIGTERM, --stop_after, a file STOP in the work
-directory), run the same command again to go on; 130 the same by Ctrl-C; 3 ended with a loss, gradients or
-parameters that are not finite, as it would again (config.on_nonfinite); 1 failed.
+Exit codes:
+  0    done
+  42   stopped by SIGTERM, --stop_after or a file STOP in the work directory; the state is saved: run the same
+       command again to resume
+  130  the same, stopped by Ctrl-C
+  3    ended because a loss, gradients or parameters are not finite (config.on_nonfinite); a rerun would end the same
+  1    failed
 """
 
 import os
@@ -28,77 +32,80 @@ from xshard.pod import handshake, notice, places, rendezvous, signals, watch
 from xshard.pod import origin as origin_lib
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "The run's config file; --config.key=value changes a value.", lock_config=True
+    "config", None, "The run's config file; --config.key=value overrides a value.", lock_config=True
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory: the same one again resumes.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The work directory. An existing run resumes.")
 _INIT_FROM = flags.DEFINE_string(
     "init_from", None,
-    "A new run begins with the network of this checkpoint, DIR or DIR@STEP, or of FILE.safetensors.",
+    "Initialize a new run with the network of a checkpoint (DIR or DIR@STEP) or of FILE.safetensors.",
 )  # fmt: skip
 _RESTART = flags.DEFINE_string(
     "restart_from_scratch", "",
-    "The ID of the run in --workdir, as a message names it: it is put away, and a new one begins. Does nothing once "
-    "another run is there.",
+    "The ID of the run in --workdir, as printed in the message that refuses to resume it. That run is moved aside and a "
+    "new one begins. The flag has no effect if --workdir holds a run with another ID.",
 )  # fmt: skip
 _INIT_SELECT = flags.DEFINE_string(
     "init_select",
     checkpoint.BY_DEFAULT,
-    "What it takes: a regular expression of paths; by default parameters and the network's state.",
+    "With --init_from: a regular expression of the paths to load. Default: parameters and network state.",
 )
 _INIT_RENAME = flags.DEFINE_multi_string(
-    "init_rename", [], "OLD=NEW: paths that begin with OLD there begin with NEW here; again, or with commas, for more."
+    "init_rename", [], "OLD=NEW: a path that begins with OLD in the --init_from source begins with NEW in this run. "
+    "Repeat the flag or separate pairs with commas.",
 )  # fmt: skip
-_INIT_GROUP = flags.DEFINE_integer("init_group", 0, "Of which group, if it has several.", 0)
+_INIT_GROUP = flags.DEFINE_integer(
+    "init_group", 0, "With --init_from: the group to load, if the source has several.", 0
+)
 _SHOW_CONFIG = flags.DEFINE_bool(
-    "show_config", False, "Print every key of the config, with what it means, and leave."
+    "show_config", False, "Print every key of the config with its value and description, and exit."
 )
 _MODE = flags.DEFINE_enum(
     "mode", "train", ["train", "eval", "profile"],
-    "train; eval: judge the run's checkpoints as they come; profile: trace some steps for xprof.",
+    "train; eval: evaluate the run's checkpoints as they are written; profile: trace some steps for xprof.",
 )  # fmt: skip
 _PROFILE_STEPS = flags.DEFINE_string(
     "profile_steps",
     "10:13",
-    "With --mode=profile, which steps after the start: FIRST:END, without END.",
+    "With --mode=profile: the steps to trace, counted from the start. FIRST:END, END excluded.",
 )
-_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
+_DEBUG = flags.DEFINE_bool("debug", False, "Print the traceback of an error.")
 _QUIET = flags.DEFINE_bool(
-    "quiet", False, "Print errors, what stops the run, and its results; nothing else."
+    "quiet", False, "Print only errors, the reason for a stop, and the results."
 )
 _VERBOSE = flags.DEFINE_bool(
-    "verbose", False, "Print each logged row also on a terminal, and every parameter."
+    "verbose", False, "Print every logged row, on a terminal too, and every parameter."
 )
 _CPU_DEVICES = flags.DEFINE_integer(
-    "cpu_devices", 0, "The virtual devices that the CPU is split into; 0: as JAX has it.", 0
+    "cpu_devices", 0, "The number of virtual devices to split the CPU into; 0: JAX's default.", 0
 )
 _STOP_AFTER = flags.DEFINE_float(
-    "stop_after", 0, "After so many minutes the run saves and leaves with 42; 0: never.", 0
+    "stop_after", 0, "Save and exit with 42 after this many minutes; 0: never.", 0
 )
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator_address", None, "HOST:PORT of process 0, where the processes meet."
+    "coordinator_address", None, "HOST:PORT of process 0, where the processes connect."
 )
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "The number of processes.", 1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, from 0.", 0)
 _DEFAULTS = rendezvous.Timeouts()
 _START = flags.DEFINE_integer(
-    "start_timeout_seconds", _DEFAULTS.start, "How long processes wait until all have come.", 1
+    "start_timeout_seconds", _DEFAULTS.start, "How long to wait for all processes to connect.", 1
 )
 _HEARTBEAT = flags.DEFINE_integer(
     "heartbeat_timeout_seconds", _DEFAULTS.heartbeat,
-    "How long a process may be silent: a shorter outage is survived, a longer one ends all.", 5,
+    "How long a process may be silent. The run survives a shorter outage; a longer one ends all processes.", 5,
 )  # fmt: skip
 _STEP = flags.DEFINE_integer(
     "step_timeout_seconds", _DEFAULTS.step,
-    "How long a run may train or evaluate without coming on, as where a device stands still; then it ends with 1, and a "
-    "launcher starts it again. 0: for ever.", 0,
+    "How long a run may train or evaluate without progress, for example because a device hangs. Then it exits with 1, "
+    "and a launcher restarts it. 0: forever.", 0,
 )  # fmt: skip
 _SHUTDOWN = flags.DEFINE_integer(
-    "shutdown_timeout_seconds", _DEFAULTS.shutdown, "How long processes wait until all leave.", 1
+    "shutdown_timeout_seconds", _DEFAULTS.shutdown, "How long to wait for all processes to exit.", 1
 )
 
 
 def main(argv: Sequence[str], config: Any) -> int:
-    """Runs a config as the flags say; returns the exit code."""
+    """Runs a config in the mode that the flags select; returns the exit code."""
     if argv[1:]:
         raise errors.UserError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
     if config is not None and _SHOW_CONFIG.value:
@@ -119,7 +126,7 @@ def main(argv: Sequence[str], config: Any) -> int:
     if _QUIET.value and _VERBOSE.value:
         raise errors.UserError("--quiet and --verbose exclude each other; give one of them.")
     origin_lib.set_up_cpu(config, _CPU_DEVICES.value)
-    # Haiku then refuses what would leak tracers into its state.
+    # Haiku then rejects JAX transformations that would leak tracers into its state.
     hk.config.set(check_jax_usage=True)
     if _MODE.value != "train" and _INIT_FROM.value is not None:
         raise errors.UserError("--init_from is for --mode=train, which begins runs.")
@@ -131,23 +138,23 @@ def main(argv: Sequence[str], config: Any) -> int:
     except places.StoppedError as e:
         print(e, file=sys.stderr, flush=True)
         return e.code
-    # All is done and said. What comes now, as srun's SIGTERM does when the first process has left, would
-    # only put another exit code in the place of this one.
+    # The run is complete. A signal that arrives now, such as srun's SIGTERM after the first process has exited,
+    # would only replace the exit code.
     signals.ignore()
     jax.distributed.shutdown()
     return code
 
 
 def _run_on_place(config: Any, run_directory: str, timeouts: rendezvous.Timeouts) -> int:
-    """Meets the other processes, if there are any, and runs with them."""
-    # What a job beside the run says of itself is not the run's.
+    """Joins the other processes, if there are any, and runs with them."""
+    # An evaluation job writes its own status files, which must not mix with the run's own.
     directory = run_directory
     if _MODE.value == "eval":
         directory = os.path.join(directory, follow.FOLDER)
     place = rendezvous.place(
         _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeouts.start
     )
-    # The signals are heard from here on without a gap: who has come to the others tells them.
+    # Signals are handled from here on without a gap. A process that has joined passes a signal on to the others.
     with signals.Heard() as heard:
         hosts, console = _join(place, timeouts, config, directory, heard)
         with watch.Watch(
@@ -198,18 +205,19 @@ def _join(
     directory: str,
     heard: signals.Heard,
 ) -> tuple[list[str], TextIO | None]:
-    """Meets the other processes, if there are any.
+    """Joins the other processes, if there are any.
 
     Returns:
-      Their hosts; and the terminal, if stdout and stderr are now this process's log.
+      The hosts of all processes, empty for a single process; and a stream to the terminal if stdout and stderr now
+      go to this process's log file, else None.
     """
-    # What this process starts has no need of it.
+    # Child processes must not inherit the token.
     token = os.environ.pop(handshake.VARIABLE, "")
     if place is None:
         return [], None
     log = None
     if place.index:
-        # Before the others count on this process.
+        # A log that cannot be opened must fail before the other processes depend on this one.
         log = workdir.Workdir(directory).open_log(place.index)
     facts = origin_lib.of(config, _CPU_DEVICES.value)
     hosts = rendezvous.join(place, timeouts, facts, token, heard)
@@ -222,8 +230,8 @@ def _join(
 
 
 def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
-    """Says why this process has failed, and ends the others, which would wait for it."""
-    # What breaks in the middle of a computation may be the end of a peer; but not this.
+    """Reports why this process has failed, and ends the others, which would wait for it."""
+    # Most runtime errors in the middle of a computation may be caused by a peer that died. These three never are.
     is_own = str(e).startswith(("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED"))
     if isinstance(e, jax.errors.JaxRuntimeError) and not is_own:
         print(f"{cli.summary(e)}\nwaiting to hear of the cause", file=sys.stderr, flush=True)
@@ -249,12 +257,12 @@ def _command() -> str:
     python = sys.executable
     if python.startswith(f"{os.getcwd()}/"):
         python = os.path.relpath(python)
-    # A process's place is for whoever starts the pod to give.
+    # The printed command leaves out the process's place: the launcher or scheduler sets it for each process.
     place = ("coordinator_address", "num_processes", "process_id")
     return shlex.join([python, "-m", "xshard.main", *cli.without_flags(sys.argv[1:], place)])
 
 
 if __name__ == "__main__":
-    # Before the processes meet there is nothing to save; the meeting and the watch take the signals over.
+    # Before the processes join there is nothing to save. `signals.Heard` takes the signals over after that.
     signals.leave_at_once()
     sys.exit(run())

@@ -1,8 +1,8 @@
-"""The device mesh of a run, and how its trees lie on it.
+"""The device mesh of a run, and the sharding of trees over it.
 
-The axes `group`, `slice` and `replica` are for `jax.shard_map`: each replica computes on its part of the
-batch, and gradients are reduced over `replica`, and then over `slice`, between whose devices the network is
-slower. The axis `model` is left to XLA's partitioner.
+`jax.shard_map` maps over the axes `group`, `slice` and `replica`: each replica computes on its part of the batch.
+Gradients are reduced over `replica` first and then over `slice`, because the network between slices is slower. The
+axis `model` is left to XLA's partitioner.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 from xshard import errors, torus
 
 GROUP, SLICE, REPLICA, MODEL = AXES = ("group", "slice", "replica", "model")
-# What is reduced over a whole group is along the first, and the rows of a batch along the second.
+# The axes that a reduction over a whole group runs over, and the axes that the rows of a batch are sharded along.
 REPLICAS = (SLICE, REPLICA)
 BATCH = (GROUP, *REPLICAS)
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -33,17 +33,16 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """Lays devices out as groups of replicas.
 
-    `mesh.devices[g].reshape(-1, model)[r]` is replica `group_assignment[g][r]`. Which devices that is, is
-    chosen so that a model's devices are neighbours, and then a group's replicas: gradients are reduced
-    within a group, and nothing goes from one group to another. With several slices each group has as many
-    replicas in each.
+    `mesh.devices[g].reshape(-1, model)[r]` are the devices of replica `group_assignment[g][r]`. The layout makes the
+    devices of a model neighbors first, and then the replicas of a group: gradients are reduced within a group, and
+    groups do not communicate. With several slices, each group has the same number of replicas in every slice.
 
     Args:
-      group_assignment: the replica numbers of each group, such as [[0, 1], [2, 3]]; all replicas are
-        one group by default.
-      slices: the number of slices of a pod, or of machines, that a slower network joins.
-      model: the number of devices that hold one replica's parameters together.
-      devices: all devices by default. Those of TPUs are laid out by where they are, others in this order.
+      group_assignment: the replica numbers of each group, such as [[0, 1], [2, 3]]; by default all replicas are
+        one group.
+      slices: the number of slices, or of machines, that a slower network connects.
+      model: the number of devices that share one replica's parameters.
+      devices: the devices, all by default. TPU devices are laid out by their coordinates, others in this order.
 
     Returns:
       A mesh of the shape (groups, slices, replicas of a group in a slice, model).
@@ -56,7 +55,7 @@ def make_mesh(
     {'group': 2, 'slice': 1, 'replica': 2, 'model': 1}
     """
     if devices is None:
-        # By number, since the order of `jax.devices()` is that of processes.
+        # Sorted by ID, since `jax.devices()` orders devices by process.
         devices = sorted(jax.devices(), key=lambda device: device.id)
     devices = list(devices)
     good = _divisors(len(devices))
@@ -79,19 +78,19 @@ def make_mesh(
 
 
 def abstract(groups: int, replicas: int) -> jax.sharding.AbstractMesh:
-    """A mesh of no devices, of so many groups of so many replicas, for what is traced alone."""
+    """Returns a mesh without devices, of `groups` groups of `replicas` replicas, for tracing only."""
     types = (jax.sharding.AxisType.Auto,) * len(AXES)
     return jax.sharding.AbstractMesh((groups, 1, replicas, 1), AXES, axis_types=types)
 
 
 def _shortened(groups: Any) -> str:
-    """Groups as text, of which the middle is left out where a pod's would fill the screen."""
+    """Returns the groups as text, without the middle if the text would fill the screen."""
     text = repr(groups)
     return text if len(text) <= 200 else f"{text[:80]} ... {text[-80:]}"
 
 
 def _lay_out(devices: Sequence[jax.Device], shape: tuple[int, int, int, int]) -> np.ndarray:
-    """The devices of a mesh, each hardware slice by itself where the devices are in several."""
+    """Lays out the devices of a mesh, each hardware slice by itself."""
     slices = _hardware_slices(devices)
     if len(slices) == 1:
         return torus.lay_out(devices, shape)
@@ -100,10 +99,10 @@ def _lay_out(devices: Sequence[jax.Device], shape: tuple[int, int, int, int]) ->
 
 
 def _hardware_slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """The devices of each slice, in the order of the slices' numbers."""
+    """Returns the devices of each hardware slice, in the order of the slices' numbers."""
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
-        # Devices other than TPUs have none; those of a single slice may have None.
+        # Devices other than TPUs lack the attribute; devices of a single slice may have None.
         number = getattr(device, "slice_index", None) or 0
         slices.setdefault(number, []).append(device)
     return [slices[number] for number in sorted(slices)]
@@ -113,9 +112,9 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
     sizes = [len(part) for part in _hardware_slices(devices)]
     if len(set(sizes)) > 1:
         raise errors.UserError(
-            f"The devices are in slices of different sizes, {sizes}; give `devices` as many of each slice."
+            f"The devices are in slices of different sizes, {sizes}; give `devices` with equally many of each slice."
         )
-    # One hardware slice may be taken for several: machines, say, that a slower network joins.
+    # One hardware slice may count as several, for example for machines that a slower network connects.
     good = [n for n in _divisors(replicas) if len(sizes) in (1, n)]
     if not isinstance(slices, int) or slices not in good:
         raise errors.UserError(
@@ -130,7 +129,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def check_groups(groups: Any) -> list[list[int]] | None:
-    """A group assignment as lists, or None.
+    """Returns a group assignment as lists of integers, or None.
 
     Raises:
       ValueError: unless it is a list of lists of one size that hold the numbers from 0 on once each.
@@ -161,28 +160,31 @@ def check_groups(groups: Any) -> list[list[int]] | None:
 
 
 def num_groups(mesh: AnyMesh) -> int:
-    """The number of groups, that is of models which are trained side by side."""
+    """Returns the number of groups: models that train side by side."""
     return mesh.shape[GROUP]
 
 
 def group_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """The axes that an array of a state has for its groups: none where there is one group."""
+    """Returns the axes of the leading dimension of groups in a state's arrays: none if there is one group."""
     return (GROUP,) if num_groups(mesh) > 1 else ()
 
 
 def num_replicas(mesh: AnyMesh) -> int:
-    """The number of replicas of a group, on all slices."""
+    """Returns the number of replicas of a group, over all slices."""
     return mesh.shape[SLICE] * mesh.shape[REPLICA]
 
 
 def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The steps in which to scatter, and to gather, over `replica` where it is a whole TPU slice.
+    """Returns the sizes of the steps in which to scatter, and to gather, over `replica` if it is a whole TPU slice.
 
-    The TPU compiler (libtpu 0.0.51) leaves a reduce-scatter or an all-gather what it is over a part of a
-    slice's chips; over all of them it makes an all-reduce of most, which sends twice the bytes. The steps are
-    along the last axis of the torus and along the rest. On a torus of three axes a gather in steps reads
-    and writes more memory than it saves on the wire; there it is one step. Empty: in one step, as it is where
-    a slice's order is not that of its torus, since a step's replicas would not be neighbours.
+    The TPU compiler (libtpu 0.0.51) keeps a reduce-scatter or an all-gather over a part of a slice's chips. Over all
+    of them it turns most into an all-reduce, which sends twice the bytes. So the collective is split into two steps:
+    one along the last axis of the torus and one along the rest. On a torus of three axes, a gather in two steps moves
+    more memory than it saves on the wire, so it stays one step.
+
+    Returns:
+      The sizes for a scatter and for a gather. Empty means one step, for example because the devices are not in the
+      order of the torus, so that the replicas of a step would not be neighbors.
     """
     one_step: tuple[int, ...] = ()
     if isinstance(mesh, jax.sharding.AbstractMesh):
@@ -191,7 +193,7 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
     has_other_axes = num_groups(mesh) > 1 or mesh.shape[MODEL] > 1
     if has_other_axes or len(slices) != num_slices(mesh):
         return one_step, one_step
-    # All slices are of one shape, and laid out alike.
+    # All slices have one shape and one layout, so the first one decides.
     chips = torus.box(slices[0])
     if chips is None or list(chips.flat) != list(mesh.devices[0, 0].flat):
         return one_step, one_step
@@ -203,7 +205,10 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def step_groups(sizes: Sequence[int]) -> list[list[list[int]]]:
-    """The groups of replicas of each step of `torus_steps`: those whose numbers differ in one digit, of these sizes."""
+    """Returns the groups of replicas of each step of `torus_steps`.
+
+    In the mixed radix of `sizes`, the replica numbers of a group differ in one digit, which belongs to the step.
+    """
     places = np.arange(math.prod(sizes)).reshape(sizes)
     groups = []
     for digit, size in enumerate(sizes):
@@ -212,52 +217,52 @@ def step_groups(sizes: Sequence[int]) -> list[list[list[int]]]:
 
 
 def num_slices(mesh: AnyMesh) -> int:
-    """The number of slices."""
+    """Returns the number of slices."""
     return mesh.shape[SLICE]
 
 
 def describe(mesh: jax.sharding.Mesh) -> str:
-    """The shape as text."""
+    """Returns the mesh's shape as text."""
     groups, slices, replicas, model = mesh.devices.shape
     per_slice = f"{slices} slices x " if slices > 1 else ""
     return f"{groups} group(s) x {per_slice}{replicas} replica(s) x {model} device(s)"
 
 
 def sharding(mesh: AnyMesh, *spec: Any) -> jax.sharding.NamedSharding:
-    """The sharding of an array whose dimensions lie along these axes; none of them: replicated."""
+    """Returns the sharding of an array whose dimensions lie along these axes; without axes, the array is replicated."""
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
 
 def axes_of(spec: Iterable[Any]) -> list[str]:
-    """The axes that an array lies along, of its spec."""
+    """Returns the mesh axes that occur in an array's spec."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return [axis for entry in entries for axis in entry if axis is not None]
 
 
 def on_replicas(f: Callable[..., Any], mesh: jax.sharding.Mesh, **specs: Any) -> Callable[..., Any]:
-    """A function on each replica of each group, by `jax.shard_map` with these specs."""
-    # Values that differ between groups are returned with a dimension of groups: nothing for the
-    # check of varying values to find, and it knows no sums over groups.
+    """Maps a function over the replicas of all groups, by `jax.shard_map` with these specs."""
+    # `check_vma` is off: values that differ between groups always have a dimension of groups, so it would find
+    # nothing, and it does not support sums over groups.
     manual = {GROUP, *REPLICAS}
     if mesh.shape[MODEL] == 1:
-        # Or XLA's compiler for CPUs aborts where a network sums bfloat16 over the replicas.
+        # Otherwise XLA's compiler for CPUs aborts if a network sums bfloat16 over the replicas.
         manual.add(MODEL)
     return jax.shard_map(f, mesh=mesh, axis_names=manual, check_vma=False, **specs)
 
 
 def put(mesh: jax.sharding.Mesh, array: np.ndarray, spec: jax.P) -> jax.Array:
-    """An array of the host, equal on all processes, along these axes; each process calls it alike."""
+    """Puts a host array, equal on all processes, on the devices along these axes; every process must call it."""
     place = sharding(mesh, *spec)
     return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
 
 
 def put_whole(mesh: jax.sharding.Mesh, tree: Any) -> Any:
-    """Arrays of the host, equal on all processes, whole on every device; each process calls it alike."""
+    """Puts host arrays, equal on all processes, whole on every device; every process must call it."""
     return jax.tree.map(lambda x: put(mesh, np.asarray(x), jax.P()), tree)
 
 
 def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:
-    """Arrays whose values this process can read, all of them; every process calls it alike."""
+    """Replicates arrays whose values this process could not read otherwise; every process must call it."""
 
     def readable(array: jax.Array) -> jax.Array:
         if array.is_fully_addressable or array.is_fully_replicated:
@@ -268,15 +273,15 @@ def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:
 
 
 def tree_shardings(mesh: AnyMesh, tree: Any, rules: Rules, *, slots: bool = False) -> Any:
-    """The sharding of each leaf of a tree.
+    """Returns the sharding of each leaf of a tree.
 
     Args:
       mesh: the mesh. With several groups all leaves have a leading dimension of groups.
       tree: arrays or shapes.
-      rules: pairs of a regular expression and a spec over 'model'. The first expression that is found
-        in a leaf's path decides; a leaf without one is replicated. The path of an optimizer's slot
-        ends with its parameter's, so that one rule places both.
-      slots: whether a leaf that a spec does not fit, such as a factored slot, is replicated.
+      rules: pairs of a regular expression and a spec over 'model'. The first expression that matches anywhere in a
+        leaf's path applies; a leaf without a match is replicated. A slot's path ends with its parameter's path, so
+        one rule applies to both.
+      slots: whether to replicate leaves that a spec does not fit, such as factored slots, instead of raising.
 
     Raises:
       ValueError: if a spec does not fit its leaf.
@@ -298,7 +303,7 @@ def tree_shardings(mesh: AnyMesh, tree: Any, rules: Rules, *, slots: bool = Fals
 
 
 def spec_of(path: str, rules: Rules) -> tuple[Any, ...]:
-    """The spec of the first rule whose expression is found in a leaf's path; empty if there is none."""
+    """Returns the spec of the first rule that matches anywhere in a leaf's path; empty if none does."""
     for pattern, spec in rules:
         if re.search(pattern, path):
             return tuple(spec)

@@ -1,4 +1,4 @@
-"""Samples: texts, images and histograms that an experiment shows of what it trains, and how a file of lines has them.
+"""Samples: texts, images and histograms that show what an experiment has trained, and their file format.
 
 A row of samples.jsonl is `{'step': 500, 'samples': {name: item}}`. An item is one of
 
@@ -21,14 +21,14 @@ from xshard import errors
 from xshard.files import jsonfile
 
 Item = dict[str, Any]
-# The name of a sample that is returned without one.
+# The name of a text that an experiment returns without a dictionary.
 _ONLY = "samples"
 _BINS = 40
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 class Image:
-    """An image among the samples of an experiment.
+    """An image, as a sample of an experiment.
 
     >>> Image(np.eye(8)).item()['width']
     8
@@ -38,11 +38,11 @@ class Image:
         """Takes the pixels.
 
         Args:
-          pixels: an array of shape (height, width), (height, width, 1) or (height, width, 3): uint8, or of floating
-            point from 0, black, to 1. What lies outside is as black or as bright as can be; so is what is not finite.
+          pixels: an array of shape (height, width), (height, width, 1) or (height, width, 3): uint8, or floating point
+            from 0 (black) to 1. Values outside are clipped; NaN is black.
 
         Raises:
-          UserError: if it is none such.
+          UserError: if the shape or dtype is another.
         """
         array = np.asarray(pixels)
         if array.ndim == 2:
@@ -64,20 +64,20 @@ class Image:
         self.pixels: np.ndarray = array
 
     def item(self) -> Item:
-        """The image as a row has it."""
+        """Returns the image as an item of a row."""
         height, width, channels = self.pixels.shape
         content = base64.b64encode(_png(self.pixels)).decode()
         size = {"height": height, "width": width, "channels": channels}
         return {"kind": "image", "png": content, **size}
 
     def words(self) -> str:
-        """The image for people."""
+        """Describes the image in a few words."""
         height, width, _ = self.pixels.shape
         return f"an image of {width}x{height} pixels"
 
 
 class Histogram:
-    """The distribution of values, among the samples of an experiment.
+    """A histogram of values, as a sample of an experiment.
 
     >>> Histogram(np.arange(100)).words()
     'a histogram of 100 values'
@@ -87,10 +87,10 @@ class Histogram:
         """Takes the values.
 
         Args:
-          values: an array of numbers, of one dimension. Those that are not finite are left out.
+          values: a one-dimensional array of real numbers. Values that are not finite are left out.
 
         Raises:
-          UserError: if it is none such.
+          UserError: if the shape or dtype is another.
         """
         array = np.asarray(values)
         is_number = jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == bool
@@ -103,7 +103,7 @@ class Histogram:
         self.values: np.ndarray = array.astype(np.float64)
 
     def item(self) -> Item:
-        """The histogram as a row has it: of bins of one width, from the least value to the largest."""
+        """Returns the histogram as an item of a row: bins of equal width, from the smallest value to the largest."""
         known = self.values[np.isfinite(self.values)]
         counts, edges = np.histogram(known, _BINS)
         return {
@@ -115,12 +115,12 @@ class Histogram:
         }
 
     def words(self) -> str:
-        """The histogram for people."""
+        """Describes the histogram in a few words."""
         return f"a histogram of {len(self.values)} values"
 
 
 def named(where: str, returned: Any) -> dict[str, Any]:
-    """The result of `Experiment.samples`, which is described by `where`, by name; nothing for an empty text."""
+    """Checks the result of `Experiment.samples`, which `where` describes. Returns samples by name; none for an empty text."""
     if isinstance(returned, str):
         return {_ONLY: returned} if returned else {}
     rule = (
@@ -140,23 +140,23 @@ def named(where: str, returned: Any) -> dict[str, Any]:
 
 
 def row(where: str, step: int, samples: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the file.
+    """Returns a row of samples.jsonl.
 
     Args:
-      where: what has made the samples, for the message.
-      step: the number of steps made.
-      samples: as `named` has them.
+      where: the method that returned the samples, for messages.
+      step: the number of completed steps.
+      samples: the samples by name, from `named`.
 
     Raises:
-      UserError: if a line cannot hold them.
+      UserError: if the samples are larger than a line may be.
     """
     items = {name: _item(value) for name, value in samples.items()}
     sizes = {name: len(jsonfile.dumps(item)) for name, item in items.items()}
-    # With the step and the names.
+    # 4096 bytes are left for the step and the names.
     if sum(sizes.values()) > jsonfile.LINE_BYTES - 4096:
         largest = max(sizes, key=lambda name: sizes[name])
         raise errors.UserError(
-            f"{where} returned samples of {sum(sizes.values()):,} bytes; those of a step must be below "
+            f"{where} returned samples of {sum(sizes.values()):,} bytes; the samples of a step must be below "
             f"{jsonfile.LINE_BYTES:,} bytes together. The largest is {largest!r}: show less of it, or at a lower "
             "resolution."
         )
@@ -164,7 +164,7 @@ def row(where: str, step: int, samples: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text(samples: Mapping[str, Any]) -> str:
-    """Samples, as `named` has them, for people: a text that was returned alone is that text."""
+    """Formats samples by name, from `named`, for printing; a text that was returned without a name is printed as it is."""
     if samples.keys() == {_ONLY} and isinstance(samples[_ONLY], str):
         return samples[_ONLY]
     parts = []
@@ -174,12 +174,12 @@ def text(samples: Mapping[str, Any]) -> str:
 
 
 def is_row(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row is one of samples, and none of numbers."""
+    """Returns whether a row holds samples rather than metrics."""
     return isinstance(row.get("samples"), dict)
 
 
 def items(row: Mapping[str, Any]) -> dict[str, Item]:
-    """The items of a row that may have been edited by hand; what is no item is left out."""
+    """Returns the valid items of a row. The file may have been edited by hand, so invalid items are left out."""
     samples = row.get("samples")
     if not isinstance(samples, dict):
         return {}
@@ -187,14 +187,14 @@ def items(row: Mapping[str, Any]) -> dict[str, Item]:
 
 
 def png(item: Item) -> bytes:
-    """The file of an image; binascii.Error if that is no base64."""
+    """Returns the PNG file of an image item; raises binascii.Error if its base64 is invalid."""
     return base64.b64decode(item["png"], validate=True)
 
 
 def _item(value: Any) -> Item:
     if not isinstance(value, str):
         return value.item()
-    # Half of a pair, as where a text was cut, is no character that a file could have.
+    # A text that was cut may end in half of a surrogate pair, which UTF-8 cannot encode.
     return {"kind": "text", "text": value.encode("utf-8", "replace").decode()}
 
 
@@ -203,6 +203,7 @@ def _is_item(x: Item) -> bool:
         return isinstance(x.get("text"), str)
     if x.get("kind") == "image":
         sizes = [x.get(name) for name in ("height", "width", "channels")]
+        # Event files store sizes as 32-bit integers.
         return all(type(n) is int and 0 < n < 1 << 31 for n in sizes) and _is_png(x.get("png"))
     if x.get("kind") == "histogram":
         counts, edges = x.get("counts"), x.get("edges")
@@ -222,11 +223,11 @@ def _is_png(content: Any) -> bool:
 
 
 def _png(pixels: np.ndarray) -> bytes:
-    """A PNG file of bytes of shape (height, width, 1 or 3). Source: the PNG specification, W3C, 2003."""
+    """Encodes uint8 pixels of shape (height, width, 1 or 3) as PNG. Source: the PNG specification, W3C, 2003."""
     height, width, channels = pixels.shape
     colour = {1: 0, 3: 2}[channels]
     header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
-    # Each line begins with the number of its filter: none.
+    # Each line begins with its filter type; 0 is none.
     lines = np.insert(pixels.reshape(height, -1), 0, 0, axis=1)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b"")]
     content = _SIGNATURE

@@ -1,10 +1,10 @@
-"""The state of a run: all that it needs to go on, how it is made, and how it lies on the mesh.
+"""The state of a run: everything needed to resume it, its initialization, and its sharding over the mesh.
 
-With several groups the experiment's state has a leading dimension of groups, since groups go separate ways.
-What is a replica's own has one of replicas after it, those of one slice after those of another.
+With several groups the experiment's state has a leading dimension of groups, since each group trains its own model.
+`PerReplica` and `PerExample` arrays have a dimension of replicas after it, ordered slice by slice.
 
-Where a learner's rule shards its update, a slot lies along `replica` in the dimension that is sharded, and so does a parameter
-that replicas hold in shards. A slot that has none is stored flattened and padded; `Storage` gives it a checkpoint's shape.
+If a learner's rule shards its update, each slot is sharded over `replica` along one of its dimensions, and so is each parameter
+held in shards. A slot without such a dimension is stored flat and padded; `Storage` converts it to the shape in checkpoints.
 """
 
 import dataclasses
@@ -26,20 +26,20 @@ from xshard.optimizers import layouts as layouts_lib
 Batch = experiment_lib.Batch
 Layouts = Mapping[str, layouts_lib.Layouts]
 
-# The position in the root key's stream that belongs to initialisation; no step has this number.
+# The number folded into the root key for initialization; no step has this number.
 _INIT = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a run needs to go on; what is not here is not resumed.
+    """Everything that a run needs to resume; anything else is lost.
 
-    As a pytree its children are `step`, `rng`, and those of `experiment`, under their own names, which are those of a
-    checkpoint.
+    As a pytree its children are `step`, `rng`, and the children of `experiment` under their own names. Checkpoints use
+    the same names.
 
     Attributes:
-      step: the number of steps made, an int32 scalar.
-      experiment: what `Experiment.init` has made and each step advances.
+      step: the number of completed steps, an int32 scalar.
+      experiment: the state that `Experiment.init` creates and each step advances.
       rng: the root key. The keys of a step are folded from it and the step's number.
     """
 
@@ -65,14 +65,14 @@ jax.tree_util.register_pytree_with_keys(TrainState, _flatten, _unflatten)
 def init(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, seed: int, example: Batch
 ) -> TrainState:
-    """A run's first state, made where it belongs: no device holds more than its part.
+    """Creates a run's first state, already sharded: no device holds more than its part.
 
     Args:
       experiment: the experiment.
-      mesh: a mesh of `xshard.mesh.make_mesh`.
-      seed: the seed of all randomness. Group g of several is initialised as a run of one group is with
-        the key that is folded from the seed and g.
-      example: a few examples, of which only names, types and the shapes of one count.
+      mesh: a mesh from `xshard.mesh.make_mesh`.
+      seed: the seed of all randomness. Group g of several groups is initialized like a run of one group whose
+        key is folded from the seed and g.
+      example: a few examples; only their names, dtypes and the shapes of one example matter.
 
     With the experiment that `Supervised` shows, and two groups:
 
@@ -83,7 +83,7 @@ def init(
     """
     build = functools.partial(_build, experiment, mesh, seed, example, whole=False)
     shardings = shardings_of(experiment, mesh, jax.eval_shape(build))
-    # XLA for CPUs compiles it so in less than half the time, to the same bits; it runs once.
+    # The program runs once. At this level XLA for CPUs compiles it in less than half the time, to the same bits.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 1} if on_cpu else None
     return jax.jit(build, out_shardings=shardings, compiler_options=options)()
@@ -98,15 +98,15 @@ def abstract_state(
     whole: bool = False,
     all_slots: bool = False,
 ) -> TrainState:
-    """Shapes, types and shardings of what `init` returns, which has the first arguments.
+    """Returns the shapes, dtypes and shardings of the state that `init` returns for the same first arguments.
 
     Args:
       experiment: the experiment.
-      mesh: of the run.
+      mesh: the run's mesh.
       seed: the seed of all randomness.
       example: a few examples.
-      whole: as checkpoints have it: `Storage.to_whole`.
-      all_slots: with slots for what is not trained, which checkpoints had once.
+      whole: whether the state has the shapes of a checkpoint, as from `Storage.to_whole`.
+      all_slots: whether frozen parameters have slots too, as in checkpoints of older versions.
     """
     how = {"whole": whole, "all_slots": all_slots}
     shapes = jax.eval_shape(lambda: _build(experiment, mesh, seed, example, **how))
@@ -114,18 +114,18 @@ def abstract_state(
 
 
 def placed(shapes: TrainState, shardings: TrainState) -> TrainState:
-    """The shapes of a state with their shardings."""
+    """Returns the shapes of a state with shardings attached."""
     return jax.tree.map(lambda leaf, there: leaf.update(sharding=there), shapes, shardings)
 
 
 def learners(state: TrainState) -> dict[str, LearnerState]:
-    """The states of the learners by their paths in the experiment's state; of one that is all of it: ''."""
+    """Returns the learners' states by path in the experiment's state; the path is '' if one learner is the whole state."""
     leaves = jax.tree_util.tree_leaves_with_path(state.experiment, is_leaf=is_learner)
     return {trees.path_name(path): x for path, x in leaves if is_learner(x)}
 
 
 def params(state: TrainState) -> dict[str, Any]:
-    """The parameters of all learners by path, each path beginning with the learner's."""
+    """Returns the parameters of all learners by path; each path begins with the learner's path."""
     return {
         f"{name}/{path}" if name else path: leaf
         for name, of_learner in learners(state).items()
@@ -134,7 +134,7 @@ def params(state: TrainState) -> dict[str, Any]:
 
 
 def map_learners(f: Callable[[str, LearnerState], LearnerState], state: TrainState) -> TrainState:
-    """The state with `f(path, state)` for that of each learner."""
+    """Returns the state with each learner's state replaced by `f(path, state)`."""
     old = learners(state)
     new = {name: f(name, x) for name, x in old.items()}
     if all(new[name] is x for name, x in old.items()):
@@ -153,7 +153,7 @@ def _build(
     whole: bool,
     all_slots: bool = False,
 ) -> TrainState:
-    """The first state."""
+    """Creates the first state; with `whole`, in the shapes of a checkpoint."""
     root = jax.random.key(seed)
     init_key = jax.random.fold_in(root, _INIT)
     groups = mesh_lib.num_groups(mesh)
@@ -162,12 +162,12 @@ def _build(
     init = functools.partial(_init_group, experiment, on, example, all_slots)
     dim = 0 if groups > 1 else None
     made = jax.vmap(init, dim, dim, mesh_lib.GROUP, groups)(keys if groups > 1 else keys[0])
-    # A number of Python's has no type of its own, and a checkpoint's has one: the programs would differ.
+    # A Python number is weakly typed, and a restored one is not: without `strong` the compiled programs would differ.
     state = TrainState(jnp.int32(0), jax.tree.map(trees.strong, made), root)
     lies = jax.tree_util.tree_leaves_with_path(specs(experiment, mesh, state))
     own = [trees.path_name(path) for path, x in lies if mesh_lib.REPLICA in mesh_lib.axes_of(x)]
     logical.check_even(experiment.config, mesh, contract.described(experiment.init), own)
-    # What differs from slice to slice is made for one.
+    # State that differs from slice to slice was created for one slice.
     change = layouts_lib.for_each_slice if whole else layouts_lib.stored
     return map_rules_state(change, experiment, mesh, state)
 
@@ -179,7 +179,7 @@ def _init_group(
     all_slots: bool,
     key: jax.Array,
 ) -> Any:
-    """The first state of a group: what is equal on its replicas once, what is a replica's own of all of them."""
+    """Creates the first state of a group: arrays equal on its replicas once, the others for all replicas."""
     rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
     batch = {
         name: jnp.broadcast_to(jnp.asarray(array[:1]), (rows, *array.shape[1:]))
@@ -204,8 +204,8 @@ def _init_group(
         if "out_axes is None" not in str(e):
             raise
         raise errors.UserError(
-            f"{contract.described(experiment.init)} makes a state that depends on the replica's number, as "
-            "jax.lax.axis_index has it, and is not marked as its own: wrap it in xshard.PerReplica or xshard.PerExample."
+            f"{contract.described(experiment.init)} makes a state that depends on the replica's number (jax.lax.axis_index) "
+            "and is not marked as such: wrap it in xshard.PerReplica or xshard.PerExample."
         ) from e
     return jax.tree.map(lambda is_own, x: x.joined() if is_own else x, own, made)
 
@@ -214,7 +214,7 @@ def _init_group(
 def _jitted_init(
     experiment: experiment_lib.Experiment, mesh: Any, all_slots: bool
 ) -> Callable[..., Any]:
-    """`experiment.init` on a replica. JAX keeps its trace, which the shapes, the shardings and the state itself share."""
+    """Returns `experiment.init` on a replica, jitted: computing shapes, shardings and the state then traces it only once."""
 
     @jax.jit
     def init(key: jax.Array, batch: Batch) -> Any:
@@ -230,7 +230,7 @@ def map_rules_state(
     mesh: jax.sharding.Mesh,
     state: TrainState,
 ) -> TrainState:
-    """Applies `f(layout, array)` to what of the state of all learners' rules is sharded, in each group."""
+    """Applies `f(layout, array)`, in each group, to the sharded arrays of the state of all learners' rules."""
 
     def of_learner(_: str, state: LearnerState) -> LearnerState:
         layouts = layouts_of(experiment, mesh, state)
@@ -242,7 +242,7 @@ def map_rules_state(
 def map_sharded(
     f: Callable[..., Any], layouts: Layouts, mesh: mesh_lib.AnyMesh, opt_state: Any
 ) -> Any:
-    """Applies `f(layout, array)` to what of the rules' state is sharded, in each group."""
+    """Applies `f(layout, array)`, in each group, to the sharded arrays of one learner's rules' state."""
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def map_one(layout: layouts_lib.Layout | None, x: Any) -> Any:
@@ -257,7 +257,7 @@ def map_sharded(
 def layouts_of(
     experiment: experiment_lib.Experiment, mesh: mesh_lib.AnyMesh, state: LearnerState
 ) -> Layouts:
-    """The sharding of the rules' state over replicas, logical ones if so, whether it is whole or as it is stored."""
+    """Returns how the rules' state is sharded over the (logical) replicas; `state` may be whole or as stored."""
     skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
     shape = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
     params, opt_state = jax.tree.map(shape, (state.params, state.opt_state))
@@ -275,7 +275,7 @@ def specs(
     manual: bool = False,
     whole: bool = False,
 ) -> TrainState:
-    """The axes that each leaf lies along: `manual`, without those that XLA sees to; `whole`, with the rules' state whole."""
+    """Returns the spec of each leaf: with `manual`, without the axes left to XLA; with `whole`, of the rules' state whole."""
     group, rules = mesh_lib.group_axes(mesh), experiment.sharding_rules()
     place = functools.partial(_tree_specs, mesh, () if manual else rules)
     of_rules = functools.partial(opt_specs, experiment, mesh, manual=manual, whole=whole)
@@ -315,7 +315,7 @@ def opt_specs(
     manual: bool = False,
     whole: bool = False,
 ) -> Any:
-    """The axes that the rules' state lies along, with the arguments of `specs`."""
+    """Returns the specs of the rules' state; it takes the arguments of `specs`."""
     group, rules = mesh_lib.group_axes(mesh), experiment.sharding_rules()
     replicas = logical.axes_of_shards(experiment.config, mesh)
 
@@ -323,7 +323,7 @@ def opt_specs(
         if layout is None:
             return spec
         if layout.flat and whole:
-            # Its shape does not divide: whole on each replica while it is written or read.
+            # No dimension of its shape divides, so each replica holds it whole while it is saved or restored.
             layout = dataclasses.replace(layout, dim=None)
         return jax.P(*group, *layout.spec(replicas, mesh_lib.SLICE, manual=manual))
 
@@ -345,6 +345,6 @@ def shardings_of(
     *,
     whole: bool = False,
 ) -> TrainState:
-    """The sharding of each leaf, with the arguments of `specs`."""
+    """Returns the sharding of each leaf; it takes the arguments of `specs`."""
     place = lambda spec: mesh_lib.sharding(mesh, *spec)
     return jax.tree.map(place, specs(experiment, mesh, state, whole=whole))

@@ -1,6 +1,6 @@
-"""The steps that advance and judge a state: pure functions, not jitted.
+"""The training, evaluation and prediction steps: pure functions, not jitted.
 
-A step runs on every device under `jax.shard_map` over the axes `group`, `slice` and `replica`: an experiment's
+A step runs on every device under `jax.shard_map` over the axes `group`, `slice` and `replica`, so an experiment's
 methods see one replica of one group.
 """
 
@@ -27,18 +27,18 @@ Batch = experiment_lib.Batch
 TrainState = state_lib.TrainState
 Observed = dict[str, ObservedUpdate]
 
-# The position in the root key's stream that belongs to evaluations.
+# The number folded into the root key for evaluations. No step and no initialization uses it.
 _EVALUATION = 2**32 - 2
 
 
 class Stepped(NamedTuple):
-    """The results of a step, as a run has it.
+    """The results of a training step of a run.
 
     Attributes:
       state: the new state.
-      metrics: what is logged, by name.
-      observed: what is observed of each learner, by its name.
-      begun: the fingerprints of the state that the step was given; None if the run has none.
+      metrics: the values to log, by name.
+      observed: the observations of each learner, by its name.
+      begun: the fingerprints of the state that the step received; None if the run computes none.
     """
 
     state: TrainState
@@ -50,19 +50,20 @@ class Stepped(NamedTuple):
 def make_train_step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """The function that takes a state and a batch to the next state and metrics.
+    """Returns the function that takes a state and a batch to the next state and metrics.
 
-    Jit it with `donate_argnums=0`. The batch lies along ('group', 'slice', 'replica'). Metrics are float32 and
-    int32 scalars, means over the replicas, or one for each of several groups: those of each learner, after
-    its name where it is not the whole of the experiment's state, and the experiment's own. A learner's are
-    'loss', 'skipped' (1 if the step was not applied), 'global_step', 'loss_scale' (as the step leaves it) if
-    the rule scales losses, 'gradient_norm', 'parameter_norm', and what its loss returns.
+    Jit it with `donate_argnums=0`. Shard the batch along ('group', 'slice', 'replica').
 
-    The norms are the square roots of the sums of the squares of all elements: of the group's gradients,
-    reduced and unscaled, as the rules' update is given them; and of the parameters that the step leaves.
-    In a step that was skipped for gradients that are not finite the first is not finite. Where all replicas
-    have these arrays whole, no collective is for the norms. Where the update is sharded, each replica's share
-    of their squares goes with the other metrics. For what lies along 'model' XLA adds sums over that.
+    Metrics are float32 and int32 scalars, averaged over the replicas; with several groups, arrays of one per group.
+    They are the experiment's own and each learner's, prefixed with the learner's name unless its state is
+    the whole of the experiment's. A learner logs 'loss', 'skipped' (1 if the step was not applied), 'global_step',
+    'loss_scale' (after the step) if the rule scales losses, 'gradient_norm', 'parameter_norm', and the scalars that
+    its loss returns.
+
+    The norms are global L2 norms: of the group's gradients, reduced and unscaled, as the rules receive them; and of
+    the parameters after the step. In a step skipped because gradients are not finite, the gradient norm is not finite.
+    The norms need no collective of their own: where the update is sharded, each replica's sum of squares is reduced
+    together with the other metrics. For arrays sharded along 'model', XLA adds a sum over 'model'.
 
     With the experiment that `Supervised` shows:
 
@@ -81,10 +82,10 @@ def make_train_step(
 def make_watched_step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Batch], Stepped]:
-    """Makes what `make_train_step` does; the function also returns what a run watches."""
+    """Returns the function of `make_train_step` that also returns the observations and fingerprints a run checks."""
     mapped = on_replicas(experiment, mesh)
 
-    # Profiles, and what is kept of compiled programs, have its name.
+    # The name of this function appears in profiles and in the compilation cache.
     def train_step(state: TrainState, batch: Batch) -> Stepped:
         return mapped(state, batch).on(mesh)(state, batch)
 
@@ -94,7 +95,7 @@ def make_watched_step(
 def on_replicas(
     experiment: experiment_lib.Experiment, mesh: Any
 ) -> Callable[[TrainState, Batch], logical.Mapped]:
-    """The share of each replica of a mesh in a step of `make_watched_step`, given the step's arguments."""
+    """Returns one replica's computation in a step of `make_watched_step`, given the step's arguments."""
     grouped = mesh_lib.num_groups(mesh) > 1
     every = experiment.config.get("fingerprint_every_steps", 0)
 
@@ -102,11 +103,11 @@ def on_replicas(
         old = _local(state, grouped)
         begun = None
         if every:
-            # It goes with what the step reduces anyway: XLA makes one collective of them.
+            # Computed inside the step so that XLA merges its collective with the step's own reductions.
             is_due = every == 1 or (state.step + 1) % every == 0
             begun = fingerprint.of_replica(experiment, mesh, shapes, state, is_due)
             if mesh_lib.num_replicas(mesh) == 1:
-                # With no reduction between them, XLA would copy the old state, which is read here, before the update writes over it.
+                # One replica reduces nothing that would order this read before the update: XLA would copy the old state.
                 batch = trees.after(begun.table, batch)
         args = old.experiment, batch, _step_key(old)
         returned = held.call(experiment.train_step, mesh, experiment, shapes, *args)
@@ -135,13 +136,13 @@ def on_replicas(
 def make_eval_step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[..., dict[str, jax.Array]]:
-    """The function that takes a state, a batch and the batch's number to sums over the batch's examples.
+    """Returns the function that takes a state, a batch and the batch's number to sums over the batch's examples.
 
-    The batch lies along ('slice', 'replica'), equal for all groups; its rows where '_mask' is False do not count.
-    The result has the sum of each value of `Experiment.eval_step`, and 'count'; with several groups there is one of
-    each per group, but for what is called 'ensemble/...', which is equal in all of them.
+    Shard the batch along ('slice', 'replica'); all groups get the same rows. Rows with '_mask' False do not count.
+    The result has the sum of each value of `Experiment.eval_step`, and 'count'. With several groups each has a
+    leading dimension of groups, except 'ensemble/...', which is equal in all groups.
 
-    With the experiment that `Supervised` shows, not trained:
+    With the experiment that `Supervised` shows, untrained:
 
     >>> mesh, examples = xshard.make_mesh(devices=jax.devices()[:4]), line.eval_data()
     >>> state = xshard.init(line, mesh, 0, examples)
@@ -162,7 +163,7 @@ def make_eval_step(
 def evaluation_on_replicas(
     experiment: experiment_lib.Experiment, mesh: Any, *, whole: bool = False
 ) -> Callable[..., logical.Mapped]:
-    """The share of each replica of a mesh in an evaluation of `make_eval_step`, given its arguments, with a whole state or not."""
+    """Returns one replica's computation in an evaluation of `make_eval_step`, of a state that is already whole or in shards."""
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def local_eval(
@@ -200,10 +201,7 @@ def evaluation_on_replicas(
 def make_predict(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Batch], Any]:
-    """The function that takes a state and a batch to the outputs of `Experiment.predict`, equal on all devices.
-
-    The batch is equal on all devices, too.
-    """
+    """Returns the function that takes a state and a batch to the outputs of `Experiment.predict`, both replicated."""
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def local_predict(shapes: TrainState, state: TrainState, batch: Batch) -> Any:
@@ -222,7 +220,7 @@ def make_predict(
 def _whole_specs(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
 ) -> TrainState:
-    """As a step has it, but with the rules' state whole on each replica."""
+    """Returns the specs of a state in a step, but with the rules' state whole on each replica."""
     per_group = jax.P(mesh_lib.GROUP) if mesh_lib.num_groups(mesh) > 1 else jax.P()
     found = state_lib.specs(experiment, mesh, state, manual=True)
     whole = lambda tree: jax.tree.map(lambda _: per_group, tree)
@@ -230,28 +228,28 @@ def _whole_specs(
 
 
 def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) -> None:
-    """Raises UserError unless the state that a step returns has the structure, shapes and types of the old one."""
+    """Raises UserError unless the state that a step returns has the structure, shapes and dtypes of the old one."""
     where = contract.described(experiment.train_step)
     before, after = (dict(jax.tree_util.tree_leaves_with_path(x)) for x in (old, new))
     for path in [*before, *after]:
         if path not in after:
             raise errors.UserError(
-                f"{where} returned a state without {trees.path_name(path)!r}, which init has made. A step returns the whole state."
+                f"{where} returned a state without {trees.path_name(path)!r}, which init created. A step returns the whole state."
             )
         if path not in before:
             raise errors.UserError(
-                f"{where} returned a state with {trees.path_name(path)!r}, which init has not made: make it there, too."
+                f"{where} returned a state with {trees.path_name(path)!r}, which init did not create: create it there, too."
             )
         x, y = before[path], jnp.asarray(after[path])
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             raise errors.UserError(
-                f"{where} returned {trees.path_name(path)!r} as {y.dtype} of shape {y.shape}; init has made it as {x.dtype} of "
-                f"shape {x.shape}. What is in the state keeps its type and shape."
+                f"{where} returned {trees.path_name(path)!r} as {y.dtype} of shape {y.shape}; init created it as {x.dtype} of "
+                f"shape {x.shape}. An array of the state must keep its dtype and shape."
             )
     structure: Any = jax.tree.structure(old)
     if jax.tree.structure(new) != structure:
         raise errors.UserError(
-            f"{where} returned a state of another structure than init has made: {jax.tree.structure(new)} for "
+            f"{where} returned a state whose structure differs from init's: {jax.tree.structure(new)} instead of "
             f"{structure}."
         )
 
@@ -259,7 +257,7 @@ def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) 
 def _metrics(
     experiment: experiment_lib.Experiment, logged: Any
 ) -> tuple[dict[str, jax.Array], Observed]:
-    """The logged values by name, and what is observed of each learner."""
+    """Returns the values to log by name, and the observations of each learner."""
     if isinstance(logged, Outcome):
         return dict(logged.metrics), {"": logged.observed}
     where = contract.described(experiment.train_step)
@@ -282,22 +280,22 @@ def _metrics(
 
 
 def _check_outcome(where: str, name: str, outcome: Outcome) -> None:
-    """Raises UserError if an outcome is that of several updates, as a scan of updates returns them."""
+    """Raises UserError if an outcome stacks several updates, as a scan over updates returns them."""
     if jnp.shape(outcome.observed.verdict):
         raise errors.UserError(
             f"{where} returned the outcomes of {jnp.shape(outcome.observed.verdict)[0]} updates together as {name!r}. Return "
-            "that of one, such as the last: jax.tree.map(lambda x: x[-1], outcomes)."
+            "the outcome of one, such as the last: jax.tree.map(lambda x: x[-1], outcomes)."
         )
 
 
 def _check_observed(
     experiment: experiment_lib.Experiment, old: Any, new: Any, observed: Observed
 ) -> None:
-    """Raises UserError if what a learner's update returned is not among the metrics of a step."""
+    """Raises UserError if a step updates a learner but does not return its outcome among the metrics."""
     before, after = (state_lib.learners(TrainState(0, x, 0)) for x in (old, new))
     missing = []
     for name in sorted(before.keys() - observed.keys()):
-        # One that is not updated, such as a teacher, is the same arrays.
+        # A learner that the step does not update, such as a teacher, keeps the very same arrays.
         same = zip(jax.tree.leaves(before[name]), jax.tree.leaves(after[name]), strict=True)
         if not all(x is y for x, y in same):
             missing.append(name)
@@ -307,13 +305,14 @@ def _check_observed(
             f"{contract.described(experiment.train_step)} returned metrics without those of the learner "
             f"{name or 'whose state it is'!r}: return what its update returned under the name that its state has, as in "
             f"state, outcome = learner.update(...); return state, {f'{{{name!r}: outcome}}' if name else 'outcome'}. "
-            "Whether its steps are finite is seen there."
+            "The run reads from it whether the step is finite."
         )
 
 
 def _masked_sums(values: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
     def masked_sum(value: jax.Array) -> jax.Array:
         counts = mask.reshape(-1, *(1 for _ in value.shape[1:]))
+        # Padding is selected away: multiplied by zero, its nan would remain.
         return jnp.sum(jnp.where(counts, value.astype(jnp.float32), 0), axis=0)
 
     sums = {name: masked_sum(value) for name, value in values.items()}
@@ -331,7 +330,7 @@ def _replica_key(key: jax.Array) -> jax.Array:
 
 
 def _local(state: TrainState, grouped: bool) -> TrainState:
-    """A replica's view of its state: of its group, and what is its own."""
+    """Returns the state as a replica's methods see it: without dimensions of groups and of replicas."""
     inner = jax.tree.map(lambda x: x[0], state.experiment) if grouped else state.experiment
     own = lambda x: x.local() if experiment_lib.is_own(x) else x
     inner = jax.tree.map(own, inner, is_leaf=experiment_lib.is_own)

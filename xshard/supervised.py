@@ -1,4 +1,4 @@
-"""An experiment of one network and a loss on its outputs: what most are."""
+"""The base class of experiments that train one network with a loss on its outputs, as most do."""
 
 import abc
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from xshard.optimizers import base
 
 
 class Supervised(experiment.Experiment):
-    """The base class of experiments that train one network by a loss on its outputs.
+    """The base class of experiments that train one network with a loss on its outputs.
 
-    `forward`, `loss`, `optimizer` and `evaluate` are traced: they read `self.config`, which is frozen,
-    and nothing else that changes.
+    JAX traces `forward`, `loss`, `optimizer` and `evaluate`. They may read `self.config`, which is frozen, and
+    nothing else that changes.
 
     >>> class Line(xshard.Supervised):
     ...     def train_data(self):
@@ -40,11 +40,11 @@ class Supervised(experiment.Experiment):
     >>> config.learning_rate = 0.5
     >>> line = Line(config)
 
-    `python -m xshard.new DIR` writes one, with its config.
+    `python -m xshard.new DIR` writes a complete example with its config.
     """
 
     def __init__(self, config: ml_collections.ConfigDict):
-        """Keeps the config, and makes the learner."""
+        """Stores a frozen copy of the config, and creates the learner."""
         super().__init__(config)
         options: dict[str, Any] = {"frozen": self.frozen()}
         if type(self).clip_gradients is not Supervised.clip_gradients:
@@ -53,43 +53,43 @@ class Supervised(experiment.Experiment):
 
     @abc.abstractmethod
     def forward(self, batch: experiment.Batch, *, is_training: bool) -> Any:
-        """The network's outputs: a Haiku function, which makes its parameters.
+        """Returns the network's outputs. This is a Haiku function: it creates its modules and parameters.
 
-        It sees one replica's part of the batch in the compute type of `config.precision`, and may draw keys
-        with `hk.next_rng_key()` in training and evaluation, but not in `predict`.
+        It sees one replica's part of the batch, in the compute dtype of `config.precision`. It may draw keys with
+        `hk.next_rng_key()` in training and evaluation, but not in `predict`.
         """
 
     @abc.abstractmethod
     def loss(
         self, outputs: Any, batch: experiment.Batch
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """The mean loss over a part of the batch, a float32 scalar, and scalars to report."""
+        """Returns the mean loss over the replica's part of the batch, a float32 scalar, and a dictionary of scalars to log."""
 
     @abc.abstractmethod
     def optimizer(self) -> base.Optimizer:
-        """The update rule, with a `CrossShardOptimizer` over 'replica', and 'slice', in it.
+        """Returns the update rule. It must contain a `CrossShardOptimizer` over 'replica', and 'slice' if there are several.
 
-        Called inside `hk.transform_with_state`: make its modules here.
+        The learner calls it inside `hk.transform_with_state`: create the rule's modules here.
         """
 
     @abc.abstractmethod
     def evaluate(self, outputs: Any, batch: experiment.Batch) -> Mapping[str, jax.Array]:
-        """A value for each example, of shape (batch,); the framework reports their means over all examples."""
+        """Returns arrays of shape (batch,) by name, with a value per example. The framework averages them over all examples."""
 
     def clip_gradients(self, grads: Any) -> Any:
-        """Acts on a replica's gradients before they are reduced. By default leaves them."""
+        """Returns a replica's gradients, clipped before they are reduced. By default unchanged."""
         return grads
 
     def frozen(self) -> str:
-        """Returns a regular expression of the paths of parameters that are not trained, as '^encoder/'. By default none."""
+        """Returns a regular expression for the paths of parameters not to train, such as '^encoder/'. By default none."""
         return ""
 
     def ensemble(self, outputs: Any) -> Any:
-        """One output from those of several groups, along a leading dimension. By default their mean."""
+        """Combines the outputs of all groups, stacked along a leading dimension, into one. By default their mean."""
         return jax.tree.map(lambda x: jnp.mean(x, axis=0), outputs)
 
     def init(self, key: jax.Array, batch: experiment.Batch) -> LearnerState:
-        """Implements `Experiment.init`: from one example, since a network's parameters are for any number."""
+        """Implements `Experiment.init` on one example, since parameters do not depend on the batch size."""
         example = {name: x[:1] for name, x in batch.items()}
         return self.learner.init(key, example, is_training=True)
 
@@ -102,7 +102,7 @@ class Supervised(experiment.Experiment):
     def training_loss(
         self, state: LearnerState, batch: experiment.Batch, key: jax.Array
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """The loss as `Learner.update` takes it: `loss` of the outputs of `forward`."""
+        """Returns the loss in the form that `Learner.update` expects: `loss` of the outputs of `forward`."""
         outputs, net_state = self.learner.apply(state, key, batch, is_training=True)
         value, scalars = contract.loss(self.loss, self.loss(outputs, batch))
         return value, net_state, scalars
@@ -112,8 +112,8 @@ class Supervised(experiment.Experiment):
     ) -> dict[str, jax.Array]:
         """Implements `Experiment.eval_step`.
 
-        Where the rules keep averages of the parameters, 'average/<name>' is what these give; with several groups
-        'ensemble/<name>', of which there is one, is what the outputs of `ensemble` give.
+        If the rules keep averages of the parameters, 'average/<name>' is each value computed with the averages. With
+        several groups, 'ensemble/<name>' is each value computed from the outputs of `ensemble`, one for all groups.
         """
         outputs, _ = self.learner.apply(state, key, batch, is_training=False)
         values = dict(self._values(outputs, batch))
@@ -128,7 +128,7 @@ class Supervised(experiment.Experiment):
         return values
 
     def predict(self, state: LearnerState, batch: experiment.Batch) -> Any:
-        """Implements `Experiment.predict`: the network's outputs; with several groups those of `ensemble`."""
+        """Implements `Experiment.predict`: the network's outputs; with several groups, the outputs of `ensemble`."""
         outputs, _ = self.learner.apply(state, None, batch, is_training=False)
         return self._together(outputs) if lax.axis_size(mesh_lib.GROUP) > 1 else outputs
 
@@ -143,7 +143,7 @@ class Supervised(experiment.Experiment):
 
 
 def leaves_state_alone(of: experiment.Experiment) -> bool:
-    """Returns whether a learner alone looks at the state: no method that is given it is the user's own."""
+    """Returns whether only a learner reads the state: the class overrides no method that receives it."""
     own = type(of)
     methods = ("train_step", "training_loss", "eval_step", "predict")
     return isinstance(of, Supervised) and all(

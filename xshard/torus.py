@@ -1,7 +1,6 @@
-"""TPU chips on their torus: which are neighbours, and a layout in which those that exchange most are.
+"""TPU chips on their torus: a mesh layout in which the chips that communicate most are neighbors.
 
-A TPU device has coordinates, and a slice is a box of them. Other devices have no coordinates here, and stay in
-the order given.
+A TPU device has coordinates, and a slice is a box of them. Devices of other platforms stay in the given order.
 """
 
 import math
@@ -12,42 +11,44 @@ import numpy as np
 
 _Shape = tuple[int, ...]
 
-# Each axis is closed to a ring where the slice is made of whole cubes of 4x4x4.
+# On these chips every axis is a ring if the slice consists of whole 4x4x4 cubes.
 _CUBES = ("TPU v4", "TPU v5", "TPU v5p")
 _CUBE = 4
-# Of the chips on a plane an axis is closed where it is a whole pod's.
+# On chips with a two-dimensional torus, an axis is a ring if it spans a whole pod.
 _POD = 16
 
 
 def box(devices: Sequence[Any]) -> np.ndarray | None:
-    """TPU devices by their coordinates; None where they have none, or do not fill a box.
+    """Arranges TPU devices by their coordinates.
 
     Returns:
-      An array of devices with a dimension for each coordinate, and a last one for the cores of a chip.
+      An array of devices with a dimension for each coordinate, and a last one for the cores of a chip. None if the
+      devices are not TPUs or do not fill a box.
     """
     if any(device.platform != "tpu" for device in devices):
         return None
     places = _places(devices)
-    # A slice may be a part of a pod: its box need not begin at 0.
+    # A slice may be a part of a pod, so its box need not begin at 0.
     places -= places.min(axis=0)
     chips = np.full(places.max(axis=0) + 1, None, dtype=object)
     for device, place in zip(devices, places, strict=True):
         chips[tuple(place)] = device
-    # Two devices at one place leave another one empty.
+    # Equal sizes are not enough: two devices with the same coordinates would leave another place empty.
     is_full = chips.size == len(devices) and all(device is not None for device in chips.flat)
     return chips if is_full else None
 
 
 def lay_out(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """Devices as an array, neighbours along the last dimension, and then along the one before it.
+    """Lays devices out as an array, with neighbors along the last dimension, then along the one before it.
 
-    Each dimension of the mesh takes a part of each axis of the torus, so that what lies along the last one is
-    a box of neighbours. Of all such layouts the one is taken in which the dimension before it has the least
-    way to go; nothing is exchanged along the first. Devices that fill no box stay in the order given.
+    Each dimension of the mesh gets a factor of each axis of the torus, so the devices along the last dimension form a
+    box of neighbors. Among these layouts, the function selects the one whose later dimensions have the shortest
+    communication paths, the last dimension first. Nothing is exchanged along the first dimension. Devices that do not
+    fill a box stay in the given order.
 
     Args:
-      devices: as many as the product of the sizes.
-      sizes: of the mesh's dimensions.
+      devices: the devices, as many as the product of the sizes.
+      sizes: the sizes of the mesh's dimensions.
     """
     sizes = tuple(sizes)
     chips = box(devices)
@@ -57,15 +58,15 @@ def lay_out(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
         return chips.reshape(sizes)
     shape = chips.shape
     split = min(_splits(shape, sizes), key=lambda split: _preference(split, shape))
-    # Of each axis of the torus the parts of all dimensions, the first one's outermost.
+    # Split each axis of the torus into the factors of all mesh dimensions, the first dimension's outermost.
     chips = chips.reshape(np.transpose(split).ravel())
-    # Then the parts of each dimension together.
+    # Then group the factors by mesh dimension.
     order = np.arange(chips.ndim).reshape(len(shape), len(sizes))
     return chips.transpose(order.T.ravel()).reshape(sizes)
 
 
 def whole_axes(shape: Sequence[int]) -> list[int]:
-    """The numbers of chips that some of the axes of a torus hold together."""
+    """Returns the products of the sizes of every subset of a torus's axes, sorted."""
     products = {1}
     for size in shape:
         products |= {size * product for product in products}
@@ -73,22 +74,23 @@ def whole_axes(shape: Sequence[int]) -> list[int]:
 
 
 def hops(devices: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[int]:
-    """The links from chip to chip between the members of groups, which 1 says are neighbours.
+    """Returns the distances between the members of groups, in links from chip to chip; neighbors have distance 1.
 
-    Members are joined by the shortest tree, since it is the compiler that orders a group along the torus.
+    The members of a group are connected by a minimum spanning tree, since the compiler decides their order along the
+    torus.
 
     Args:
-      devices: those of one slice.
-      groups: places in `devices`.
+      devices: the devices of one slice.
+      groups: indices in `devices`.
 
     Returns:
-      The length of each branch of each group's tree; nothing for devices without coordinates.
+      The length of each edge of each group's tree; empty for devices without coordinates.
     """
     if any(device.platform != "tpu" for device in devices):
         return []
     places = _places(devices)[:, :-1]
     shape = tuple(places.max(axis=0) - places.min(axis=0) + 1)
-    # The length of each axis that is a ring, 0 of one that is not.
+    # The length of each axis that is a ring; 0 for others.
     rings = np.where(_closed(devices[0].device_kind, shape), shape, 0)
     lengths = []
     for group in groups:
@@ -103,9 +105,9 @@ def _places(devices: Sequence[Any]) -> np.ndarray:
 def _closed(kind: str, shape: _Shape) -> list[bool]:
     """Returns whether each axis of a slice is a ring.
 
-    As of v4 and v5p: https://docs.cloud.google.com/tpu/docs/v5p, "All 4x4x4 and larger slices have full 3D
-    torus"; of v5e and v6e: https://jax-ml.github.io/scaling-book/tpus. A twisted torus closes its short axes
-    with a shift along the long one, which coordinates do not show and no layout here counts on.
+    Sources: for v4 and v5p https://docs.cloud.google.com/tpu/docs/v5p, "All 4x4x4 and larger slices have full 3D
+    torus"; for v5e and v6e https://jax-ml.github.io/scaling-book/tpus. A twisted torus closes its short axes with a
+    shift along the long one. Coordinates do not show the shift, and no layout here relies on it.
     """
     if kind in _CUBES:
         return [all(size % _CUBE == 0 for size in shape)] * len(shape)
@@ -113,7 +115,7 @@ def _closed(kind: str, shape: _Shape) -> list[bool]:
 
 
 def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
-    """The lengths of the branches of the shortest tree over places, by Prim's algorithm."""
+    """Returns the lengths of the edges of the minimum spanning tree over places, by Prim's algorithm."""
     lengths = []
     far = np.iinfo(int).max
     nearest = np.full(len(places), far)
@@ -121,7 +123,7 @@ def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
     last = 0
     for _ in range(len(places) - 1):
         outside[last] = False
-        # What is nearest to the tree may now be so through the place that was joined last.
+        # The place that joined the tree last may be closer to the remaining places than the rest of the tree.
         nearest = np.minimum(nearest, _distances(places, places[last], rings))
         last = int(np.argmin(np.where(outside, nearest, far)))
         lengths.append(int(nearest[last]))
@@ -129,14 +131,14 @@ def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
 
 
 def _distances(places: np.ndarray, place: np.ndarray, rings: np.ndarray) -> np.ndarray:
-    """The links from a place to each of these; a ring may be gone the other way round."""
+    """Returns the number of links from a place to each of `places`; on a ring, in the shorter direction."""
     apart = np.abs(places - place)
     around = np.where(rings > 0, rings - apart, apart)
     return np.minimum(apart, around).sum(axis=1)
 
 
 def _splits(room: _Shape, sizes: _Shape) -> Iterator[tuple[_Shape, ...]]:
-    """All ways to give each dimension of a mesh its part of each axis of a torus."""
+    """Yields all ways to split each axis of a torus into factors, one for each dimension of a mesh."""
     if len(sizes) == 1:
         yield (room,)
         return
@@ -147,7 +149,7 @@ def _splits(room: _Shape, sizes: _Shape) -> Iterator[tuple[_Shape, ...]]:
 
 
 def _parts(room: _Shape, count: int) -> Iterator[_Shape]:
-    """The boxes of so many chips whose sides divide those of a box."""
+    """Yields the boxes of `count` chips whose sides divide the sides of `room`."""
     if not room:
         if count == 1:
             yield ()
@@ -160,25 +162,25 @@ def _parts(room: _Shape, count: int) -> Iterator[_Shape]:
 
 
 def _preference(split: tuple[_Shape, ...], shape: _Shape) -> tuple[Any, ...]:
-    """Less is better: the way that is gone, then axes of the torus that are shared, then later ones."""
+    """Returns a sort key of a layout, smallest is best: by communication, then by whole axes, then by axis order."""
     ways, whole = [], []
     strides = [1] * len(shape)
-    # Nothing goes along the first dimension.
+    # Nothing is exchanged along the first dimension.
     for part in reversed(split[1:]):
         ways.append(_way(part, strides))
         strides = [stride * side for stride, side in zip(strides, part, strict=True)]
         whole_sides = [side for side, size in zip(part, shape, strict=True) if side == size]
         whole.append(-math.prod(whole_sides))
-    # Of two that are as good, the one with the larger sides along the first axes.
+    # Between equally good layouts, prefer larger sides along the first axes.
     sides = [[-side for side in part] for part in reversed(split)]
     return ways, whole, sides
 
 
 def _way(part: _Shape, strides: Sequence[int]) -> int:
-    """Returns what a sum over a box sends, times the links that it goes over.
+    """Returns the cost of a sum over a box: the data that it sends, times the links that the data crosses.
 
-    As a reduce-scatter along one axis after another, that of the nearest neighbours first, whose data the
-    next ones have a part of.
+    The sum is modeled as a reduce-scatter along one axis after another, starting with the nearest neighbors. Each
+    reduce-scatter leaves less data for the next one.
     """
     way, data = 0, math.prod(part)
     for stride, side in sorted(zip(strides, part, strict=True)):

@@ -19,15 +19,15 @@ from xshard.stored import replicas
 
 
 class Trained(NamedTuple):
-    """A trained model: the state of a run, and its prediction.
+    """A trained model: the state of a run, and its prediction function.
 
     Attributes:
       experiment: the experiment, with the run's config.
-      state: the state of a checkpoint, on the devices that were asked for: `state.experiment` is what the experiment's
-        `init` made and its steps have advanced; of several groups its arrays have a leading dimension, and what is a
-        replica's own has one of all replicas that the run had.
-      predict: from a batch on the host, `{name: array}`, to the outputs of `Experiment.predict` there. It compiles for
-        each shape of a batch.
+      state: the state of a checkpoint, on the requested devices. `state.experiment` is the experiment's own state. With
+        several groups its arrays have a leading dimension of groups. `PerReplica` arrays have a dimension of all
+        replicas that the run had.
+      predict: takes a batch on the host, `{name: array}`, to the outputs of `Experiment.predict` on the host. It
+        compiles once for each batch shape.
     """
 
     experiment: experiment_lib.Experiment
@@ -36,24 +36,24 @@ class Trained(NamedTuple):
 
     @property
     def params(self) -> Any:
-        """The network's parameters, a Haiku tree; of several learners such trees by the learner's name."""
+        """The network's parameters, a Haiku tree; with several learners, a dictionary of such trees by learner name."""
         params = {name: x.params for name, x in state_lib.learners(self.state).items()}
         return params.get("", params)
 
 
 def load(place: str | pathlib.Path, devices: Sequence[jax.Device] | None = None) -> Trained:
-    """Loads what a run has trained; nothing is written, and the run may be training.
+    """Loads the trained model of a run. It writes nothing, and the run may still be training.
 
     Args:
-      place: the run's work directory, with '@STEP' for another checkpoint than the newest.
-      devices: where it is to be, as many as the run had groups; the first ones by default.
+      place: the run's work directory; append '@STEP' to load another checkpoint than the newest.
+      devices: the devices to load it on, as many as the run has groups; the first ones by default.
 
     Returns:
-      What the run has trained.
+      The trained model.
 
     Raises:
-      UserError: if there is no run, or its experiment cannot be imported from here.
-      CheckpointError: if there is no such checkpoint, or it does not fit.
+      UserError: if there is no run, or its experiment cannot be imported from the current directory.
+      CheckpointError: if the checkpoint does not exist, or does not fit.
 
     ::
 
@@ -87,12 +87,12 @@ def _predictor(
 def _mesh(
     config: ml_collections.ConfigDict, place: str, devices: Sequence[jax.Device] | None
 ) -> jax.sharding.Mesh:
-    """A mesh of one replica for each group of a run."""
+    """Returns a mesh of one replica for each group of a run."""
     groups = len(config.group_assignment) or 1
     chosen = list(devices or jax.devices()[:groups])
     if len(chosen) != groups:
         raise errors.UserError(
-            f"{place} was trained as {groups} group(s), each of which needs a device; there are {len(chosen)}: give "
+            f"{place} was trained as {groups} group(s), and each needs a device; there are {len(chosen)}: pass more "
             "devices, or start with --xla_force_host_platform_device_count in XLA_FLAGS."
         )
     assignment = [[group] for group in range(groups)]
@@ -100,7 +100,7 @@ def _mesh(
 
 
 def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
-    """The config that a run was started with."""
+    """Returns the config that a run was started with, with defaults for optional keys that it lacks."""
     config = jsonfile.read_if_exists(run.config)
     if config is None:
         raise errors.UserError(f"There is no run in {run.path}: it has no config.json.")

@@ -52,12 +52,12 @@ class Digits(xshard.Supervised):
         return {"loss": losses, "accuracy": _is_correct(outputs, batch)}
 
     def ensemble(self, outputs):
-        # The mean of the probabilities, as logits.
+        # The log of the mean probability, which serves as logits.
         return jax.nn.logsumexp(jax.nn.log_softmax(outputs), axis=0) - np.log(len(outputs))
 
 
 def _check(config):
-    """Names what would otherwise fail deep in a library, or train nothing."""
+    """Raises UserError for values that would otherwise fail deep inside a library, or train nothing."""
     model, warmup = config.model, config.optimizer.warmup_fraction
     decay = config.optimizer.average_decay
     for key, value, fits, rule in (

@@ -16,7 +16,7 @@ _TEST_EXAMPLES = 360
 
 @functools.cache
 def split():
-    """Training and test examples: a fixed permutation of the images, pixels from 0 to 1."""
+    """Returns training and test examples, split by a fixed permutation; pixels are scaled to 0 to 1."""
     with np.load(pathlib.Path(__file__).with_name("digits.npz")) as digits:
         image, label = digits["image"], digits["label"]
     order = np.random.default_rng(0).permutation(len(label))
@@ -27,7 +27,7 @@ def split():
 
 
 def shift(key, images, limit):
-    """Moves each image by up to `limit` pixels in both directions, zeros coming in."""
+    """Shifts each image randomly by up to `limit` pixels in both dimensions, and fills with zeros."""
     if not limit:
         return images
     padded = jnp.pad(images, ((0, 0), (limit, limit), (limit, limit), (0, 0)))

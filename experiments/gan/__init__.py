@@ -1,1 +1,1 @@
-"""A generative adversarial network of handwritten digits: two learners in turn."""
+"""A generative adversarial network for handwritten digits: two learners that train in turn."""

@@ -1,6 +1,6 @@
-"""A generative adversarial network of handwritten digits: two learners in turn.
+"""A generative adversarial network for handwritten digits: two learners that train in turn.
 
-Source: Goodfellow et al., "Generative Adversarial Networks", 2014; the loss of the generator that does not saturate.
+Source: Goodfellow et al., "Generative Adversarial Networks", 2014, with the non-saturating generator loss.
 """
 
 import functools
@@ -78,14 +78,14 @@ class Gan(xshard.Experiment):
         return jnp.mean(jax.nn.softplus(-logits)), net_state, {}
 
     def eval_step(self, state, batch, key):
-        """The first two moments of real images and of as many generated ones."""
+        """Returns the first two moments of real images and of equally many generated ones."""
         real = _pixels(batch)
         fake, _ = self.generator.apply(state["generator"], None, self._noise(key, len(real)))
         square = lambda x: x[:, :, None] * x[:, None, :]
         return {"real": real, "fake": fake, "real_2": square(real), "fake_2": square(fake)}
 
     def summarize(self, sums, count):
-        """The Fréchet distance of two normal distributions with these moments, in pixels."""
+        """Returns the Fréchet distance of two normal distributions with these moments, in pixel space."""
         (real, real_cov), (fake, fake_cov) = (
             _moments(sums[name] / count, sums[f"{name}_2"] / count) for name in ("real", "fake")
         )
@@ -96,12 +96,12 @@ class Gan(xshard.Experiment):
         return {"distance": np.sum((real - fake) ** 2) + spread}
 
     def predict(self, state, batch):
-        """Images of shape (batch, 8, 8) from noise; with several groups those of the first."""
+        """Returns images of shape (batch, 8, 8) generated from noise; with several groups, the first group's."""
         fake, _ = self.generator.apply(state["generator"], None, batch["noise"])
         return jax.lax.all_gather(fake.reshape(-1, 8, 8), "group")[0]
 
     def samples(self, predict, key):
-        """Four rows of eight images from noise, and how bright their pixels are."""
+        """Returns an image of four rows of eight generated digits, and a histogram of their brightness."""
         made = np.asarray(predict({"noise": np.asarray(self._noise(key, 32))}), np.float32)
         rows = np.concatenate(made.reshape(4, 8, 8, 8), axis=1)
         return {

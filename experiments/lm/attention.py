@@ -1,11 +1,11 @@
-"""Causal attention whose scores stay on the chip: by a kernel, where the backend has one for the shape.
+"""Causal attention by a kernel that keeps the scores on the chip, if the backend has one for the shape.
 
-The scores of a head are a square of the sequence's length, which XLA writes to memory and reads again. A kernel goes over
-them block by block, and once more in the backward pass: Dao et al., "FlashAttention: Fast and Memory-Efficient Exact
-Attention with IO-Awareness", 2022, https://arxiv.org/abs/2205.14135.
+The number of scores of a head is the square of the sequence length. XLA's attention writes them to memory and reads them
+again. A kernel computes them block by block, and again in the backward pass: Dao et al., "FlashAttention: Fast and
+Memory-Efficient Exact Attention with IO-Awareness", 2022, https://arxiv.org/abs/2205.14135.
 
-The kernels are JAX's own for TPUs (splash attention, in Pallas) and cuDNN's for NVIDIA's GPUs. Which one runs is decided
-where the program is lowered, so that one program is traced for all backends.
+The kernels are JAX's splash attention for TPUs (in Pallas) and cuDNN's for NVIDIA GPUs. The kernel is selected when the
+program is lowered, so one traced program serves all backends.
 """
 
 import functools
@@ -20,11 +20,11 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from xshard import mesh as mesh_lib
 
 AUTO, XLA = KINDS = ("auto", "xla")
-# The TPU's kernel goes over blocks of the sequence, of the largest of these sizes that divides it.
+# The block sizes of the TPU kernel. It uses the largest one that divides the sequence length.
 _BLOCKS = (512, 256, 128)
-# The sizes of a head that the TPU's compiler was asked for.
+# The head sizes for which the kernel was compiled with the TPU compiler.
 _HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
-# Of query, key and value, of the shape (batch, heads, length, size), and of the segments.
+# A function of query, key and value, of shape (batch, heads, length, size), and of the segments.
 Implementation = Callable[..., jax.Array]
 
 
@@ -36,31 +36,32 @@ def attend(
     *,
     kind: str = AUTO,
 ) -> jax.Array:
-    """Attends to the positions up to one's own; in a run the heads may lie along the mesh axis 'model'.
+    """Computes causal attention. In a run, the heads may be sharded over the mesh axis 'model'.
 
     Args:
-      query: of shape (batch, length, heads, size).
-      key: of the same.
-      value: of the same.
-      segments: integers of shape (batch, length); a position attends to those of its own segment alone.
-      kind: 'auto' for the backend's kernel in a run, or XLA's attention where it has none for these shapes; 'xla' for
-        XLA's.
+      query: an array of shape (batch, length, heads, size).
+      key: an array of the same shape.
+      value: an array of the same shape.
+      segments: integers of shape (batch, length); a position attends only to positions of its own segment.
+      kind: 'auto' for the backend's kernel in a run, or XLA's attention if it has none for these shapes; 'xla' for
+        XLA's attention.
 
     Returns:
-      An array of the shape and type of the query.
+      An array of the query's shape and dtype.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    # Outside of a run's mesh a program may be exported, for all backends at once, which a kernel cannot be.
+    # Without a run's mesh, the program may be exported for all backends at once. Kernels do not support that.
     kernels = {} if kind == XLA or mesh.empty else kernels_for(query, segments)
     if not kernels:
         return _xla(query, key, value, segments)
-    # The order of the TPU's kernel: what is kept for the backward pass then is the same for it and for XLA's.
+    # Heads before positions is the TPU kernel's layout. XLA's attention uses it too, so that both keep the same
+    # arrays for the backward pass.
     by_head = [jnp.swapaxes(x, 1, 2) for x in (query, key, value)]
     return jnp.swapaxes(_over_heads(mesh, kernels, *by_head, segments), 1, 2)
 
 
 def kernels_for(query: Any, segments: Any) -> dict[str, Implementation]:
-    """The kernels that take a query of the shape (batch, length, heads, size), by JAX's name of the platform."""
+    """Returns the kernels that support a query of shape (batch, length, heads, size), by JAX's platform name."""
     _, length, _, size = query.shape
     kernels: dict[str, Implementation] = {}
     if length % _BLOCKS[-1] == 0 and size in _HEAD_SIZES:
@@ -71,11 +72,11 @@ def kernels_for(query: Any, segments: Any) -> dict[str, Implementation]:
 
 
 def _over_heads(mesh: Any, kernels: Mapping[str, Implementation], *inputs: Any) -> jax.Array:
-    """The attention by the kernel of the platform; on a mesh with an axis 'model' each device has its heads."""
+    """Computes attention with the platform's kernel; if the mesh has an axis 'model', each device computes its heads."""
     chosen = functools.partial(lax.platform_dependent, **kernels, default=_xla_of_heads)
     if mesh_lib.MODEL not in mesh.auto_axes or mesh.shape[mesh_lib.MODEL] == 1:
         return chosen(*inputs)
-    # XLA's partitioner, which the axis is left to, cannot cut a kernel.
+    # The axis 'model' is otherwise left to XLA's partitioner, which cannot partition a kernel.
     heads = jax.P(None, mesh_lib.MODEL)
     mapped = jax.shard_map(
         chosen,
@@ -90,7 +91,7 @@ def _over_heads(mesh: Any, kernels: Mapping[str, Implementation], *inputs: Any) 
 def _xla(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None
 ) -> jax.Array:
-    """XLA's attention, of arrays of the shape (batch, length, heads, size)."""
+    """Computes XLA's attention for arrays of shape (batch, length, heads, size)."""
     mask = None
     if segments is not None:
         mask = (segments[:, :, None] == segments[:, None, :])[:, None]
@@ -99,15 +100,15 @@ def _xla(
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    """The array, in float32 where it is in float16, which asks for a product that CPUs and TPUs have not."""
+    """Returns the array, float16 converted to float32: CPUs and TPUs lack the float16 product that attention requests."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
 @jax.custom_vjp
 def _xla_of_heads(*inputs: Any) -> jax.Array:
-    """XLA's attention, of arrays of the shape (batch, heads, length, size).
+    """Computes XLA's attention for arrays of shape (batch, heads, length, size).
 
-    Its scores are computed again for the backward pass: in a program for several backends there is room for what any of
+    The backward pass recomputes the scores. A program for several backends reserves memory for the arrays that any of
     them keeps, and scores are large.
     """
     return _of_heads(_xla, inputs)
@@ -127,7 +128,7 @@ _xla_of_heads.defvjp(_forward, _backward)
 
 
 def _of_heads(implementation: Implementation, inputs: Any) -> jax.Array:
-    """Computes the result of an implementation that has positions before heads."""
+    """Calls an implementation that expects positions before heads, on arrays with heads before positions."""
     *arrays, segments = inputs
     return jnp.swapaxes(implementation(*(jnp.swapaxes(x, 1, 2) for x in arrays), segments), 1, 2)
 
@@ -140,7 +141,7 @@ def _splash(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The TPU's kernel; interpreted, it runs anywhere."""
+    """Computes attention with the TPU kernel; with `interpret` it runs on any backend."""
     _, heads, length, size = query.shape
     block = next(block for block in _BLOCKS if length % block == 0)
     kernel = splash.make_splash_mha_single_device(
@@ -157,13 +158,13 @@ def _splash(
     )
     ids = None if segments is None else splash.SegmentIds(segments, segments)
     wide, *others = map(_widened, (query, key, value))
-    # By this name the dry run knows which of the scores there are.
+    # The dry run recognizes causal attention, which computes half of the scores, by this name.
     with jax.named_scope("causal"):
         return jax.vmap(kernel)(wide * size**-0.5, *others, ids).astype(query.dtype)
 
 
 def _cudnn(*inputs: Any) -> jax.Array:
-    """The attention of cuDNN; for arrays that it does not take, and where it is not installed, there is an error."""
+    """Computes attention with cuDNN; raises if cuDNN is not installed or does not support the arrays."""
     return _of_heads(_cudnn_of_positions, inputs)
 
 
@@ -175,7 +176,7 @@ def _cudnn_of_positions(
 
 
 def _cudnn_takes(query: Any) -> bool:
-    """Whether there is a cuDNN here, and takes the shape and type of a query: it says so itself."""
+    """Returns whether cuDNN is installed and supports a query's shape and dtype, by tracing it."""
     shape = jax.ShapeDtypeStruct(query.shape, query.dtype)
     try:
         jax.eval_shape(_cudnn_of_positions, shape, shape, shape, None)

@@ -14,7 +14,7 @@ _BITS = 1 / math.log(2)
 
 
 class LanguageModel(xshard.Supervised):
-    """Windows of text, each byte predicted from those before it in its window."""
+    """Predicts each byte of a window of text from the bytes before it in the window."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -52,7 +52,7 @@ class LanguageModel(xshard.Supervised):
             steps,
             config.final_fraction * config.learning_rate,
         )
-        # The norm is of the mean over all replicas, and of all parameters.
+        # The norm is over all parameters, of the gradients' mean over all replicas, since the rule runs after the reduction.
         rule = optax.chain(
             optax.clip_by_global_norm(config.clip_norm),
             optax.adamw(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=_decays),
@@ -74,12 +74,12 @@ class LanguageModel(xshard.Supervised):
         return {"loss": losses, "bits_per_byte": _BITS * losses}
 
     def ensemble(self, outputs):
-        # The mean of the probabilities, as logits.
+        # The log of the mean probability, which serves as logits.
         return jax.nn.logsumexp(jax.nn.log_softmax(outputs), axis=0) - math.log(len(outputs))
 
     def sharding_rules(self):
-        # A layer's parameters have a leading dimension of layers. Heads and the hidden size are cut, so that
-        # a layer sums twice over 'model'; embedding and head, of 256 bytes, are not worth it.
+        # Parameters have a leading dimension of layers. Heads and the hidden size are sharded, so that a layer's
+        # forward pass sums twice over 'model'. Embedding and head, with 256 symbols, are too small to shard.
         return (
             ("/qkv$", jax.P(None, None, None, "model", None)),
             ("/attention_out$", jax.P(None, "model", None, None)),
@@ -88,23 +88,23 @@ class LanguageModel(xshard.Supervised):
         )
 
     def samples(self, predict, key):
-        """Texts that the model goes on with from each prompt of `config.sample`.
+        """Continues each prompt of `config.sample` with text from the model.
 
         Args:
-          predict: the trained network: from a batch {"text": uint8 of shape (prompts, length + 1)} to logits
-            of shape (prompts, length, 256). The last byte of a row does not count.
-          key: a key of `jax.random`, which decides the text.
+          predict: takes a batch {"text": uint8 of shape (prompts, length + 1)} to logits of shape
+            (prompts, length, 256). The last byte of a row is ignored.
+          key: a key of `jax.random`, which determines the text.
 
         Returns:
           The texts, each under a line with its prompt.
         """
         config, length = self.config.sample, self.config.text.length
-        # As a file begins in the training text: after the end of the one before it.
+        # Each text starts with the separator, as a file in the training text follows the end of the file before it.
         texts = [[text.SEPARATOR, *prompt.encode()] for prompt in config.prompts]
-        # The largest of logits with this noise is a draw by their probabilities.
+        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample from their distribution.
         noise = np.asarray(jax.random.gumbel(key, (config.length, len(texts), model.BYTES)))
         for place in range(config.length):
-            # A window of one shape whatever the length of the texts; what follows a text changes nothing.
+            # All windows have one shape, to compile once. Causal attention ignores the zeros after a text.
             rows = np.zeros((len(texts), length + 1), np.uint8)
             for row, written in zip(rows, texts, strict=True):
                 row[: min(len(written), length)] = written[-length:]
@@ -121,30 +121,30 @@ class LanguageModel(xshard.Supervised):
 
 
 def _losses(outputs, batch):
-    """The cross entropy of each byte but the first, in nats, of shape (batch, length)."""
+    """Returns the cross entropy of each byte but the first, in nats, of shape (batch, length)."""
     targets = batch["text"][:, 1:].astype(jnp.int32)
     return optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
 
 
 def _decays(params):
-    """Whether weight decay applies: to matrices, not to the scales of norms."""
+    """Returns whether weight decay applies to each parameter: to matrices, not to the scales of norms."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
 
 
 def _show(written):
-    """Bytes as text, up to the end of a file."""
+    """Returns bytes as text, up to the first end of a file."""
     return printable(bytes(written).split(bytes([text.SEPARATOR]))[0].decode("utf8", "replace"))
 
 
 def printable(written):
-    """A text without what would move a terminal's cursor."""
+    """Returns a text with control characters replaced, which could move a terminal's cursor."""
     return "".join(
         c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in written
     )
 
 
 def _check(config):
-    """Names what would otherwise fail deep in a library, or train nothing."""
+    """Raises UserError for values that would otherwise fail deep inside a library, or train nothing."""
     network, optimizer, parts = config.model, config.optimizer, config.model_parallel
     scale, sample = config.loss_scale, config.sample
     size = network.width // max(1, network.heads)
@@ -160,7 +160,7 @@ def _check(config):
          f"a divisor of model.width={network.width}"),
         ("model.heads", network.heads, size % 2 == 0,
          f"such that a head, of model.width={network.width} / heads = {size}, has an even size: rotary "
-         "positions turn pairs"),
+         "positions rotate pairs"),
         *((f"model.{name}", network[name], network[name] % parts == 0,
            f"a multiple of model_parallel={parts}") for name in ("heads", "feed_forward")),
         ("model.attention", network.attention, network.attention in attention.KINDS,

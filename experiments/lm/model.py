@@ -1,12 +1,12 @@
 """A decoder-only transformer over bytes.
 
-Pre-norm (Xiong et al., 2020, https://arxiv.org/abs/2002.04745) with RMSNorm (Zhang and Sennrich, 2019,
+It uses pre-norm (Xiong et al., 2020, https://arxiv.org/abs/2002.04745) with RMSNorm (Zhang and Sennrich, 2019,
 https://arxiv.org/abs/1910.07467), rotary positions (Su et al., 2021, https://arxiv.org/abs/2104.09864), and a
-gated feed-forward layer, SwiGLU, which at equal parameters is better than GELU (Shazeer, 2020,
+gated feed-forward layer, SwiGLU, which is better than GELU with equally many parameters (Shazeer, 2020,
 https://arxiv.org/abs/2002.05202).
 
-Matrix products are in the type of the parameters, which is the compute type; norms, softmax, rotations and
-logits in float32.
+Matrix products use the parameters' dtype, which is the compute dtype. Norms, softmax, rotations and logits are
+computed in float32.
 """
 
 import functools
@@ -25,11 +25,11 @@ _ROTARY_BASE = 10_000.0
 
 
 class Transformer(hk.Module):
-    """Logits of the next byte, or token, at each position.
+    """A transformer that returns the logits of the next byte, or token, at each position.
 
-    Layers are scanned: the program is as large as for one, and a layer's parameters have a leading
-    dimension of layers. The embedding and the last matrix are two arrays: for 256 symbols a second one costs
-    next to nothing, and the last can begin at zero, where each byte is equally likely.
+    Layers are scanned, so the program is only as large as for one layer, and parameters have a leading dimension of
+    layers. The embedding and the output matrix are separate arrays: with 256 symbols the second one costs almost
+    nothing, and the output matrix can begin at zero, where all bytes are equally likely.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Transformer(hk.Module):
         attention: str = attention_lib.AUTO,
         vocabulary: int = BYTES,
     ):
-        """Makes the module.
+        """Creates the module.
 
         Args:
           layers: the number of layers.
           width: the size of the residual stream.
           heads: the number of attention heads, each of width / heads.
           feed_forward: the hidden size of the feed-forward layer.
-          remat: whether a layer's activations are computed again for its gradient instead of kept.
+          remat: whether to recompute a layer's activations for its gradient instead of keeping them.
           attention: the `kind` of `attention.attend`.
           vocabulary: the number of bytes, or of tokens.
         """
@@ -68,15 +68,15 @@ class Transformer(hk.Module):
 
         Args:
           text: bytes or tokens, of shape (batch, length).
-          segments: of the same shape; a token attends to those of its own segment alone. None: to all before it.
-            Positions need not begin anew in each, as with rotary ones only distances count.
+          segments: integers of the same shape; a token attends only to tokens of its own segment. None: to all before
+            it. Positions do not restart in each segment, since with rotary positions only distances matter.
 
         Returns:
           Float32 logits of shape (batch, length, vocabulary).
         """
         init = hk.initializers.TruncatedNormal(1.0)
         table = hk.get_parameter("embedding", (self._vocabulary, self._width), jnp.float32, init)
-        # Looked up in float32, so that the gradients of a byte's many places are summed in it.
+        # The lookup is in float32 so that a byte's gradients from its many positions are summed in float32.
         x = jnp.asarray(table, jnp.float32)[text].astype(table.dtype)
 
         attend = functools.partial(attention_lib.attend, segments=segments, kind=self._attention)
@@ -97,23 +97,23 @@ class Layer(hk.Module):
     """Causal attention, then the feed-forward layer, each added to the residual stream."""
 
     def __init__(self, layers: int, heads: int, feed_forward: int):
-        """Makes one of `layers` layers."""
+        """Creates one of `layers` layers."""
         super().__init__(name="layer")
         self._heads = heads
         self._feed_forward = feed_forward
-        # What is added to the stream twice a layer grows its variance with the depth, but for this:
+        # Each layer adds to the residual stream twice. This scale keeps its variance from growing with the depth:
         # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
         self._out_scale = 1 / math.sqrt(2 * layers)
 
     def __call__(self, x: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
-        """An array of the shape (batch, length, width) to one of the same; `attend` as `attention.attend`."""
+        """Maps an array of shape (batch, length, width) to one of the same shape; `attend` is like `attention.attend`."""
         x = x + self._attention(RMSNorm("attention_norm")(x), attend)
         return x + self._feed_forward_layer(RMSNorm("feed_forward_norm")(x))
 
     def _attention(self, x: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
         width, heads = x.shape[-1], self._heads
         size = width // heads
-        # As one product: the gradient of its input is one sum over 'model', and not three.
+        # Query, key and value are one product, so that the gradient of its input is one sum over 'model', not three.
         qkv = _product("btd,dkhe->btkhe", x, _weights("qkv", (width, 3, heads, size), width))
         query, key, value = (jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2))
         mixed = attend(rotary(query), rotary(key), value)
@@ -129,10 +129,10 @@ class Layer(hk.Module):
 
 
 class RMSNorm(hk.Module):
-    """Divides by the root of the mean square, in float32, and multiplies by a learnt scale."""
+    """Divides by the root of the mean square, in float32, and multiplies by a learned scale."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """An array of the shape and type of `x`, normalised over its last dimension."""
+        """Returns an array of the shape and dtype of `x`, normalized over its last dimension."""
         scale = hk.get_parameter("scale", x.shape[-1:], jnp.float32, jnp.ones)
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide**2, axis=-1, keepdims=True)
@@ -144,13 +144,13 @@ class RMSNorm(hk.Module):
 def rotary(x: jax.Array) -> jax.Array:
     """Rotates pairs of elements by angles that grow with the position, from 0.
 
-    The product of a query and a key then depends on how far apart they are, not on where they are.
+    The product of a query and a key then depends on their distance, not on their positions.
 
     Args:
-      x: of shape (batch, length, heads, an even size).
+      x: an array of shape (batch, length, heads, size), with an even size.
 
     Returns:
-      An array of its shape and type; computed in float32.
+      An array of the same shape and dtype; computed in float32.
     """
     length, half = x.shape[1], x.shape[-1] // 2
     rates = _ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -167,10 +167,10 @@ def _weights(name: str, shape: tuple[int, ...], inputs: int, scale: float = 1.0)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """An einsum that is summed in float32, and rounded once; its gradients, too."""
-    # Where what is summed over lies along the axis 'model', CPUs add the devices' parts in float32, too: XLA
-    # aborts there on a bfloat16 all-reduce. The TPU's compiler rounds the parts first, and sends half as much.
-    # A gradient of its own, since JAX's would multiply in float32 whatever the compute type.
+    """Computes an einsum, and its gradients, with sums in float32 that are rounded once."""
+    # If the summed dimension is sharded over 'model', CPUs also add the devices' partial sums in float32, because XLA
+    # for CPUs aborts on a bfloat16 all-reduce. The TPU compiler rounds partial sums first and sends half the bytes.
+    # The gradient is custom because JAX's would multiply in float32 whatever the compute dtype.
     return jnp.einsum(spec, x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 

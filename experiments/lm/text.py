@@ -1,6 +1,6 @@
-"""Files of text as windows of bytes, some of the files held out.
+"""Reads text files as windows of bytes, with some of the files held out.
 
-The default is the Python standard library's own sources, which are wherever Python is: about 10 MB.
+The default is the sources of Python's standard library, about 10 MB that exist wherever Python does.
 """
 
 import functools
@@ -14,10 +14,10 @@ import numpy as np
 
 from xshard import errors
 
-# Ends each file.
+# The byte after each file.
 SEPARATOR = 0
-# Of the standard library: what is installed beside it, its tests, generated tables, and what some versions
-# of Python come without.
+# Folders below the standard library to leave out: installed packages, tests, generated tables, and packages that
+# some versions of Python lack.
 _LEFT_OUT = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "idlelib", "lib2to3")
 )  # fmt: skip
@@ -26,20 +26,19 @@ _GENERATED = (".", "_sysconfigdata", "config-")
 
 @functools.cache
 def read(files: tuple[str, ...], held_out: float) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes to train on, and those that are held out, as uint8 arrays.
+    """Reads the training bytes and the held-out bytes, as uint8 arrays.
 
-    Files are in the order of their names, relative to the folder, or to the part of a pattern before its
-    first wildcard. Which of them are held out is decided by a hash of that name, so that a file stays where
-    it is when others come. A single file is cut: its end is held out.
+    Files are ordered by their names relative to the folder, or to the part of a pattern before its first wildcard. A
+    hash of that name decides whether a file is held out, so adding files does not move others between the sets. A
+    single file is split, with its end held out.
 
     Args:
-      files: files, patterns as of `glob` with `**`, and folders, of which all files count that are not
-        hidden, but nothing in folders that they only link to: a text may have one name. Empty: the standard
-        library's sources.
-      held_out: about which part of the files is held out.
+      files: file names, `glob` patterns with `**`, and folders. A folder stands for all files below it that are not
+        hidden. Links to folders are not followed, so that no text has two names. Empty: the standard library's sources.
+      held_out: the approximate fraction of the files to hold out.
 
     Raises:
-      ValueError: if there is nothing that an entry names, or it cannot be read.
+      ValueError: if an entry names no file, or a file cannot be read.
     """
     found = _named(files)
     paths = sorted(found, key=lambda path: (found[path], path))
@@ -51,23 +50,23 @@ def read(files: tuple[str, ...], held_out: float) -> tuple[np.ndarray, np.ndarra
 
 
 def documents(files: tuple[str, ...], held_out: float) -> tuple[list[str], list[str]]:
-    """The paths of the files to train on, and of those that are held out, as `read` has them; none is cut.
+    """Returns the paths of the training files and of the held-out files. Files are chosen as in `read`; none is split.
 
     Raises:
-      ValueError: if there is nothing that an entry names, or there are no files on one of the sides.
+      ValueError: if an entry names no file, or one of the two sets is empty.
     """
     found = _named(files)
     train, held = (_side(found, held_out, side) for side in (False, True))
     if not train or not held:
         raise errors.UserError(
-            f"text.files={files!r} has {len(train)} files to train on and {len(held)} that are held out, as "
-            f"text.held_out={held_out} has it; each side needs one: give more files, or another text.held_out."
+            f"text.files={files!r} has {len(train)} files to train on and {len(held)} held-out files, with "
+            f"text.held_out={held_out}. Each set needs at least one: give more files, or another text.held_out."
         )
     return train, held
 
 
 def _named(files: tuple[str, ...]) -> dict[str, str]:
-    """The paths that entries stand for, and their relative names."""
+    """Returns the paths that all entries stand for, with their relative names."""
     if isinstance(files, str):
         raise errors.UserError(
             f"text.files={files!r} must be a tuple of names, as ({files!r},) is."
@@ -86,19 +85,19 @@ def _side(found: dict[str, str], held_out: float, is_held: bool) -> list[str]:
 
 
 def windows(text: np.ndarray, length: int, what: str) -> np.ndarray:
-    """The text as rows of `length` bytes and the one that follows: a view, which copies nothing.
+    """Returns the text as overlapping rows of `length + 1` bytes: a view, without a copy.
 
     Args:
-      text: uint8, of one dimension.
+      text: a one-dimensional uint8 array.
       length: the number of bytes that a row predicts from.
-      what: which text it is, for messages.
+      what: the name of the text, for messages.
 
     Returns:
-      An array of shape (rows, length + 1); the last byte of a row is the first of the next. What is left
-      at the end is dropped.
+      An array of shape (rows, length + 1); the last byte of a row is the first of the next. An incomplete row at
+      the end is dropped.
 
     Raises:
-      ValueError: if there is not one whole window.
+      ValueError: if the text is shorter than one row.
     """
     if len(text) <= length:
         raise errors.UserError(
@@ -109,7 +108,7 @@ def windows(text: np.ndarray, length: int, what: str) -> np.ndarray:
 
 
 def _find(entry: str) -> dict[str, str]:
-    """The paths that an entry stands for, and their relative names."""
+    """Returns the paths that one entry stands for, with their relative names."""
     entry = os.path.expanduser(entry)
     if os.path.isdir(entry):
         found = _below(entry, lambda name: not name.startswith("."))
@@ -165,6 +164,6 @@ def _join(paths: list[str]) -> np.ndarray:
 
 
 def _fraction(name: str) -> float:
-    """A number from 0 to below 1 that the name decides, on every machine alike."""
+    """Maps a name to a number from 0 to below 1, the same on every machine."""
     digest = hashlib.sha256(name.replace(os.sep, "/").encode("utf8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

@@ -1,4 +1,4 @@
-"""The language model over tokens in the place of bytes: files that are packed into rows, from several sources."""
+"""The language model over tokens instead of bytes, with files from one or more sources packed into rows."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from xshard.data import text as text_lib
 
 
 class Words(experiment.LanguageModel):
-    """Rows of tokens, each predicted from those before it of its own file."""
+    """Predicts each token of a row from the earlier tokens of its own file."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -44,7 +44,7 @@ class Words(experiment.LanguageModel):
 
     @functools.cached_property
     def _sources(self):
-        """Of each source the files to train on, and those that are held out."""
+        """The training files and the held-out files of each source."""
         config = self.config.text
         sources = [(name,) for name in config.files] if config.weights else [tuple(config.files)]
         return [text.documents(source, config.held_out) for source in sources]
@@ -62,7 +62,7 @@ class Words(experiment.LanguageModel):
             self._rows(stream.part(grain.MapDataset.source(text_lib.Files(train))))
             for train, _ in self._sources
         ]
-        # Rows of one length: their weights are those of tokens.
+        # All rows have the same length, so weights of rows are weights of tokens.
         return grain.IterDataset.mix(rows, list(self.config.text.weights) or None)
 
     def eval_data(self):
@@ -72,7 +72,8 @@ class Words(experiment.LanguageModel):
         if 0 < count < len(rows["text"]):
             chosen = np.linspace(0, len(rows["text"]) - 1, count).astype(np.int64)
             rows = {name: array[chosen] for name, array in rows.items()}
-        # A letter of a token's name is a byte of it; the end of a file counts as one, as with bytes.
+        # In a byte-level vocabulary, each letter of a token's name stands for one byte. The end of a file counts as
+        # one byte, as in the byte model.
         tokens = self._tokenizer.get_vocab()
         sizes = np.zeros(self.config.text.vocabulary, np.int32)
         sizes[list(tokens.values())] = [1 if name == text_lib.END else len(name) for name in tokens]
@@ -99,7 +100,7 @@ class Words(experiment.LanguageModel):
         return {"loss": nats / sums["tokens"], "bits_per_byte": bits}
 
     def samples(self, predict, key):
-        """Texts that the model goes on with from each prompt of `config.sample`, each under a line with its prompt."""
+        """Continues each prompt of `config.sample` with text from the model, each under a line with its prompt."""
         config, length = self.config.sample, self.config.text.length
         tokenizer = self._tokenizer
         end = tokenizer.token_to_id(text_lib.END)
@@ -124,9 +125,9 @@ class Words(experiment.LanguageModel):
 
 
 def _losses(outputs, batch):
-    """The cross entropy of each token but the first, in nats, 0 where it does not count; and 1 where it does.
+    """Returns the cross entropy of each token but the first, in nats, and a mask of the tokens that count (1 or 0).
 
-    What counts is what is predicted from its own file: not the first token of a file, nor what fills up a row.
+    A token counts if its own file predicts it: not the first token of a file, and not padding. Others have loss 0.
     """
     segments = batch["text_segment_ids"]
     counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
@@ -135,7 +136,7 @@ def _losses(outputs, batch):
 
 
 def _check(config):
-    """Names what would otherwise fail deep in a library."""
+    """Raises UserError for values that would otherwise fail deep inside a library."""
     weights, files = config.text.weights, config.text.files
     if weights and (len(weights) != len(files) or min(weights) <= 0):
         raise xshard.UserError(

@@ -18,7 +18,7 @@ ROWS, COLUMNS, ACTIONS = 10, 5, 3
 
 
 class Game(NamedTuple):
-    """Where the ball and the paddle of each game are, int32 of shape (games,)."""
+    """The positions of the ball and the paddle in each game, int32 of shape (games,)."""
 
     ball_row: jax.Array
     ball_column: jax.Array
@@ -26,21 +26,21 @@ class Game(NamedTuple):
 
 
 class State(NamedTuple):
-    """The agent, and the games that the replica plays."""
+    """The agent's state, and the replica's games."""
 
     agent: xshard.LearnerState
     games: xshard.PerExample
 
 
 class Catch(xshard.Experiment):
-    """A ball falls through ten rows; a paddle in the last one is to be below it: reward 1, else -1."""
+    """The game of catch: a ball falls through ten rows; the reward is 1 if the paddle in the last row catches it, else -1."""
 
     def __init__(self, config):
         super().__init__(config)
         self.agent = xshard.Learner(self._network, self._rule, self.config)
 
     def train_data(self):
-        """The numbers of the games: an example is one of those that are played at the same time."""
+        """Returns the numbers of the games: each example stands for one of the simultaneous games."""
         return {"game": np.arange(self.config.batch_size, dtype=np.int32)}
 
     def eval_data(self):
@@ -73,7 +73,7 @@ class Catch(xshard.Experiment):
 
         keys = jax.random.split(act_key, self.config.unroll)
         games, seen = jax.lax.scan(play, state.games.value, keys)
-        # Games first: that is what micro-batches are parts of.
+        # The games come first, since micro-batches split the first dimension.
         seen = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), {**seen})
         seen["last"] = board(games)
         agent, outcome = self.agent.update(state.agent, self._loss, seen, update_key)
@@ -99,7 +99,7 @@ class Catch(xshard.Experiment):
         return loss, net_state, {"entropy": entropy}
 
     def eval_step(self, state, batch, key):
-        """The reward of a game in which the likeliest action is taken."""
+        """Returns the reward of each game when the agent always takes the most likely action."""
         games, reward = begin(key, len(batch["game"])), 0.0
         for _ in range(ROWS - 1):
             (logits, _), _ = self.agent.apply(state.agent, None, board(games))
@@ -109,13 +109,13 @@ class Catch(xshard.Experiment):
 
 
 def begin(key, count):
-    """Games at their beginning, the ball in a column of chance."""
+    """Returns new games, with the ball in a random column."""
     middle = jnp.full(count, COLUMNS // 2, jnp.int32)
     return Game(jnp.zeros(count, jnp.int32), jax.random.randint(key, (count,), 0, COLUMNS), middle)
 
 
 def move(games, action):
-    """The games after an action, 0 to 2 for left, stay, right; the reward; and whether they are over."""
+    """Returns the games after an action (0 left, 1 stay, 2 right), the rewards, and whether each game is over."""
     paddle = jnp.clip(games.paddle + action.astype(jnp.int32) - 1, 0, COLUMNS - 1)
     row = games.ball_row + 1
     is_over = row == ROWS - 1
@@ -124,13 +124,13 @@ def move(games, action):
 
 
 def board(games):
-    """What is seen of games: the ball and the paddle on a board, float32 of shape (games, 50)."""
+    """Returns the agent's observation: the ball and the paddle on a board, float32 of shape (games, 50)."""
     ball = jax.nn.one_hot(games.ball_row * COLUMNS + games.ball_column, ROWS * COLUMNS)
     return ball + jax.nn.one_hot((ROWS - 1) * COLUMNS + games.paddle, ROWS * COLUMNS)
 
 
 def discounted(rewards, is_over, last_value):
-    """The discounted rewards from each step of one game on, with the value of where it is left."""
+    """Returns the discounted return from each step of one game, bootstrapped with the value of its last position."""
 
     def back(following, step):
         reward, is_over = step

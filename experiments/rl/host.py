@@ -1,4 +1,4 @@
-"""The same agent with its games on the host: an environment of NumPy, as most environments are no program of a device."""
+"""The same agent with its games in NumPy on the host, since most environments cannot run on a device."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +9,13 @@ from experiments.rl.experiment import ACTIONS, COLUMNS, ROWS
 
 
 class HostCatch(experiment.Catch):
-    """Its training data is what the agent has seen in games that it plays before some of the steps."""
+    """Catch, with training data from games that the agent plays on the host before some of the steps."""
 
     def __init__(self, config):
         super().__init__(config)
         if config.group_assignment:
             raise xshard.UserError(
-                "This experiment's games are those of one agent: leave group_assignment empty."
+                "This experiment's games belong to one agent: leave group_assignment empty."
             )
 
     def train_batches(self, part):
@@ -30,16 +30,16 @@ class HostCatch(experiment.Catch):
         return state._replace(agent=agent), {"agent": outcome, "reward": reward}
 
     def predict(self, state, batch):
-        """The logits of the actions, of shape (games, 3)."""
+        """Returns the logits of the actions, of shape (games, 3)."""
         (logits, _), _ = self.agent.apply(state.agent, None, batch["board"])
         return logits
 
 
 class Player:
-    """An iterator of batches that plays `acts_every_steps` of them at a time.
+    """An iterator that plays `acts_every_steps` batches at a time and serves them one by one.
 
-    Every process plays all games, as the draws are the same on all; of each batch it takes its rows. So its state is
-    shared, and a run goes on with other numbers of processes.
+    Every process plays all games, with the same random draws, and takes its own rows of each batch. So the state is the
+    same on all processes, and a run can resume on another number of them.
     """
 
     state_is_shared = True
@@ -51,7 +51,7 @@ class Player:
         self._random = np.random.default_rng(part.seed)
         self._ball_row, self._ball_column, self._paddle = np.zeros((3, self._games), np.int32)
         self._begin(np.ones(self._games, bool))
-        # What has been played since it acted last, and how many batches of it have been given; at first nothing.
+        # The batches of the last `act`, and the number already served; zeros before the first `act`.
         steps = config.acts_every_steps, self._games, self._unroll
         self._played = {
             "board": np.zeros((*steps, ROWS * COLUMNS), np.float32),
@@ -63,7 +63,7 @@ class Player:
         self._given = 0
 
     def act(self, step, predict):
-        """Plays until there is a batch for each step until it acts again."""
+        """Plays one batch for each step until the next call."""
         for batch in range(self.acts_every_steps):
             for time in range(self._unroll):
                 self._move(predict, batch, time)
@@ -73,7 +73,7 @@ class Player:
     def _move(self, predict, batch, time):
         board = self._board()
         logits = np.asarray(predict({"board": board}), np.float32)
-        # The largest of logits with this noise is a draw by their probabilities.
+        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample from their distribution.
         action = np.argmax(logits + self._random.gumbel(size=(self._games, ACTIONS)), axis=-1)
         self._paddle = np.clip(self._paddle + action.astype(np.int32) - 1, 0, COLUMNS - 1)
         self._ball_row = self._ball_row + 1
@@ -85,7 +85,7 @@ class Player:
             self._played[name][batch, :, time] = value
 
     def _begin(self, which):
-        """Begins games, the ball in a column of chance."""
+        """Restarts the selected games, with the ball in a random column."""
         columns = self._random.integers(COLUMNS, size=self._games, dtype=np.int32)
         self._ball_row = np.where(which, 0, self._ball_row).astype(np.int32)
         self._ball_column = np.where(which, columns, self._ball_column)
@@ -99,7 +99,7 @@ class Player:
         return boards.reshape(self._games, -1)
 
     def __next__(self):
-        # Before it has acted it is asked for shapes alone.
+        # Before the first `act`, a run calls this only for shapes, so zeros will do.
         batch = {name: array[self._given][self._rows] for name, array in self._played.items()}
         self._given += 1
         return batch

@@ -1,1 +1,1 @@
-"""Features of handwritten digits that are learnt without their labels, and a linear classifier of them."""
+"""Features of handwritten digits, learned without labels, and a linear classifier on them."""

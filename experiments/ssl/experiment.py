@@ -1,7 +1,7 @@
-"""Features of handwritten digits that are learnt without their labels, and a linear classifier of them.
+"""Features of handwritten digits, learned without labels, and a linear classifier on them.
 
-Source: Grill et al., "Bootstrap Your Own Latent", 2020: a network learns to predict what a moving average of itself
-says of another view of the same image. Batch norm is over all replicas; LARS updates.
+Source: Grill et al., "Bootstrap Your Own Latent", 2020. A network learns to predict the projection that a moving average
+of itself computes from another view of the same image. Batch norm averages over all replicas; the update rule is LARS.
 """
 
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ from experiments.digits import images
 
 
 class State(NamedTuple):
-    """The network that is trained, and the moving average of its parameters with the statistics that it has seen."""
+    """The trained network (online), and the target: a moving average of its parameters, with its batch statistics."""
 
     online: xshard.LearnerState
     target: Any
 
 
 class Byol(xshard.Experiment):
-    """An encoder with a projection and a predictor; its features are judged by a linear classifier."""
+    """An encoder with a projector and a predictor. A linear classifier measures the quality of its features."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -51,7 +51,7 @@ class Byol(xshard.Experiment):
         return {
             "projection": projection,
             "prediction": hk.Linear(size.projection, name="prediction")(hidden),
-            # Learns from the labels, and the features do not.
+            # The classifier learns from the labels; the features get no gradient from it.
             "logits": hk.Linear(10, name="classifier")(jax.lax.stop_gradient(features)),
         }
 
@@ -74,7 +74,7 @@ class Byol(xshard.Experiment):
         online, outcome = self.online.update(state.online, loss, batch, key)
         decay = self.config.target_decay
         move = lambda old, new: decay * old + (1 - decay) * new
-        # A step that is skipped leaves the target, too.
+        # A skipped step must leave the target unchanged too.
         is_applied = online.global_step > state.online.global_step
         moved = jax.tree.map(move, params, online.params)
         params = jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), moved, params)
@@ -95,13 +95,13 @@ class Byol(xshard.Experiment):
         return loss, net_state, {"similarity": -distance}
 
     def _view(self, key, pixels):
-        """The images moved by up to a pixel, and noisy."""
+        """Returns the images shifted by up to a pixel, with noise."""
         shift_key, noise_key = jax.random.split(key)
         moved = images.shift(shift_key, pixels, 1)
         return moved + self.config.noise * jax.random.normal(noise_key, moved.shape)
 
     def eval_step(self, state, batch, key):
-        """Whether the classifier is right."""
+        """Returns the accuracy of the classifier, 1 or 0 for each example."""
         outputs, _ = self.online.apply(state.online, None, batch["image"], is_training=False)
         hit = jnp.argmax(outputs["logits"], axis=-1) == batch["label"]
         return {"accuracy": hit.astype(jnp.float32)}

@@ -241,7 +241,7 @@ def test_a_number_of_steps_that_is_none(every):
 def test_an_iterator_that_cannot_act():
     kind = type("Idle", (Counter,), {"acts_every_steps": 1})
     with pytest.raises(
-        ValueError, match=r"Idle has acts_every_steps=1, and no method act\(step, p"
+        ValueError, match=r"Idle has acts_every_steps=1, but no method act\(step, p"
     ):
         make(iterator=kind)
 

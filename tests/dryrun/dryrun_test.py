@@ -240,7 +240,7 @@ def test_what_is_not_published_is_no_bound():
 @pytest.mark.parametrize(
     "needed, first",
     [
-        ("30.00G", "Have replicas hold shards of the parameters"),
+        ("30.00G", "Hold parameters and optimizer state in shards"),
         ("90.00G", "Make activations smaller"),
     ],
 )
@@ -324,7 +324,7 @@ def test_help():
             "group_assignment=[[0, 1], [2, 3], [4, 5]] does not fit",
         ),
         (["--config.model_parallel=3"], "model_parallel=3 must divide the number of devices, 4"),
-        (["--config.precision=low"], "precision='low' is no policy of jmp"),
+        (["--config.precision=low"], "precision='low' is not a jmp policy"),
     ],
 )
 def test_a_config_that_the_pod_does_not_divide(flags, message):

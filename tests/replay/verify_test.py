@@ -55,7 +55,7 @@ def test_what_depends_on_the_number_of_devices_is_named(capsys):
     # The state that was restored is the same, whatever is drawn after it.
     assert re.search(r"^row of step +3, (loss|gradient_norm): ", said, re.MULTILINE), said
     assert re.search(r"^array +params/linear/b$", said, re.MULTILINE), said
-    assert "kind         the number of devices: a run on 2 devices that nothing disturbs" in said
+    assert "kind         the number of devices: an undisturbed run on 2 devices" in said
     shutil.rmtree(re.search(r"^runs +(\S+)$", said, re.MULTILINE)[1])
 
 

@@ -202,7 +202,7 @@ def test_a_directory_of_before_the_keys_goes_on(tmp_path):
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore' must be 'stop', 'skip'"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore' must be 'stop'; 'skip'"),
         ({"max_skips_in_a_row": 0}, "max_skips_in_a_row=0 must be an integer of at least 1"),
     ],
 )

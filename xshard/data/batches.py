@@ -1,6 +1,6 @@
-"""Batches that lie on the mesh, each process giving what its devices hold.
+"""Batches on the mesh: each process supplies the rows that its devices hold.
 
-A run reads its training data through one iterator on each process, whose state is in the checkpoint.
+A run reads its training data through one iterator per process. Checkpoints contain the iterators' states.
 """
 
 import base64
@@ -19,12 +19,12 @@ from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
 from xshard.data import rows as rows_lib
 
-# Under these names bytes, arrays and tuples of a state are kept in JSON.
+# The keys that mark bytes, arrays and tuples in the JSON of a state.
 _BYTES, _ARRAY, _TUPLE = "base64", "npy", "tuple"
 
 
 class TrainBatches:
-    """The batches of a training run, one after the other."""
+    """The batches of a training run, in order."""
 
     def __init__(
         self,
@@ -36,22 +36,22 @@ class TrainBatches:
         seed: int,
         micro_batches: int = 1,
     ):
-        """Checks the sizes.
+        """Checks the sizes and creates the iterator.
 
         Args:
-          make: makes the iterator, such as `functools.partial(xshard.data.iterate, examples)`.
+          make: creates the iterator, such as `functools.partial(xshard.data.iterate, examples)`.
           mesh: the run's mesh.
           replicas: the logical replicas on it, if there are any.
-          batch_size: the examples that one model's gradient is the mean over, on all its replicas.
+          batch_size: the number of examples per step of one model, over all its replicas.
           seed: the seed of the order.
-          micro_batches: the parts that each replica computes one after the other.
+          micro_batches: the number of parts that each replica computes one after the other.
 
         Raises:
-          ValueError: if the batch does not divide into replicas and micro-batches, or the iterator is none.
+          ValueError: if the replicas and micro-batches do not divide the batch, or the iterator is invalid.
 
         Attributes:
           example: one row of a batch.
-          epoch_examples: the number of examples of an epoch, of one group; None if it is not known.
+          epoch_examples: the number of examples of an epoch, of one group; None if unknown.
         """
         check_train_batch(batch_size, replicas.mesh if replicas else mesh, micro_batches)
         groups = mesh_lib.num_groups(mesh)
@@ -66,34 +66,35 @@ class TrainBatches:
         self._every = getattr(self._iterator, "acts_every_steps", None)
         if self._every is not None:
             _check_acts(self._iterator, self._every)
+        # The first batch is read for its shapes, and then put back for the first step.
         with self._taken_back():
             first = self._take_next()
-        # One row, for its names, types and shapes.
+        # One row is enough for names, dtypes and shapes.
         self.example = {name: array[:1] for name, array in first.items()}
 
     def summary(self) -> str:
-        """Returns a summary of the data, to be compared between processes; empty if the iterator has none."""
+        """Returns a summary of the data, which the processes compare; empty if the iterator has none."""
         return str(getattr(self._iterator, "summary", str)())
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes, types and shardings of a batch."""
+        """Returns the shapes, dtypes and shardings of a batch."""
         return shapes(self.example, self._rows.count, self._sharding)
 
     def __next__(self) -> dict[str, jax.Array]:
-        """The next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
+        """Returns the next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
         return self._rows.lay(self._take_next())
 
     def of_step(
         self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
     ) -> dict[str, jax.Array]:
-        """The batch of a step, before which the iterator acts, where that is due.
+        """Returns the batch of a step, after the iterator has acted if that is due.
 
-        Whether it is due is a matter of the step alone. So a position that was saved after the step before is from
-        before it acts, and a run that goes on from there acts as the one that was stopped did, and passes what it did.
+        Only the step decides whether it is due. A position that was saved after the previous step is from before the
+        iterator acts, so a run that resumes there acts, and passes over batches, as the original run did.
 
         Args:
-          step: the step that is about to be made, from 1.
-          predict: takes a state of the run and a batch on the host to outputs there.
+          step: the number of the next step, from 1.
+          predict: takes a state of the run and a batch on the host to outputs on the host.
           state: the run's state.
         """
         if self._every is not None and (step - 1) % self._every == 0:
@@ -103,11 +104,11 @@ class TrainBatches:
         return next(self)
 
     def pass_over(self, passes: Mapping[int, int]) -> None:
-        """Draws batches without making steps of them: before each of these steps so many."""
+        """Sets the numbers of batches to draw and discard before certain steps, by step."""
         self._passes = passes
 
     def rehearsal(self) -> Callable[[Callable[..., Any]], None] | None:
-        """A function that has the iterator act, given one that predicts, and takes it back; None where it does not act."""
+        """Returns a function that lets the iterator act with a `predict` and then restores it; None if it does not act."""
 
         def rehearse(predict: Callable[..., Any]) -> None:
             with self._taken_back():
@@ -117,8 +118,8 @@ class TrainBatches:
 
     @contextlib.contextmanager
     def _taken_back(self) -> Iterator[None]:
-        """Sets the iterator back to where it is now."""
-        # A copy, as a checkpoint would have it: it may be of arrays that the iterator goes on to write into.
+        """Restores the iterator's state at the end of the context."""
+        # The state is copied, through the form that checkpoints use: the iterator may write into its arrays.
         state = _unplain(_plain(self._iterator.get_state()))
         try:
             yield
@@ -126,29 +127,29 @@ class TrainBatches:
             self._iterator.set_state(state)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Returns this process's position in its data after a step, to be saved with it."""
+        """Returns this process's position in its data after a step, for the checkpoint."""
         return {"step": step, "iterator": _plain(self._iterator.get_state())}
 
     def restore(self, positions: Sequence[Mapping[str, Any]]) -> None:
-        """Goes to where a run was when it was saved.
+        """Restores the position from a checkpoint.
 
         Args:
-          positions: those of all processes that saved it.
+          positions: the positions of all processes that saved it.
 
         Raises:
-          ValueError: if that is no place in this data, or not one for this number of processes.
+          ValueError: if they are not positions in this data, or do not fit the number of processes.
         """
         step = positions[0]["step"]
         if any("iterator" not in position for position in positions):
             raise errors.UserError(
-                f"The checkpoint of step {step} is of a version whose examples came in another order: going on "
+                f"The checkpoint of step {step} is of a version with another order of examples: going on "
                 "would repeat some and leave others out. Begin anew in another directory with --init_from."
             )
         states = [position["iterator"] for position in positions]
         if hasattr(self._iterator, "join_states"):
             self._iterator.set_state(self._iterator.join_states([_unplain(x) for x in states]))
             return
-        # Equal states need not be shared: of files that each process has for itself they may be as far on.
+        # Equal states are not enough: processes that read different files may have reached the same position in each.
         alike = all(other == states[0] for other in states)
         if alike and getattr(self._iterator, "state_is_shared", False):
             states = [states[0]] * jax.process_count()
@@ -196,9 +197,9 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """All examples once, in order, along ('slice', 'replica') and equal for all groups.
+    """Batches of all examples, once and in order, along ('slice', 'replica') and equal for all groups.
 
-    The last batch is filled up; '_mask' is False where a row is no example.
+    The last batch is padded; '_mask' is False for padding.
     """
 
     def __init__(
@@ -208,12 +209,12 @@ class EvalBatches:
         batch_size: int,
         replicas: logical.Replicas | None = None,
     ):
-        """Checks the size.
+        """Checks the batch size.
 
         Args:
           examples: the examples.
           mesh: the run's mesh.
-          batch_size: the examples of a batch.
+          batch_size: the number of examples per batch.
           replicas: the logical replicas on it, if there are any.
 
         Raises:
@@ -226,7 +227,7 @@ class EvalBatches:
         self._rows = rows_lib.Rows(batch_size, self._sharding, replicas)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes, types and shardings of a batch."""
+        """Returns the shapes, dtypes and shardings of a batch."""
         example = {**data.take(self._examples, np.arange(1)), "_mask": np.ones(1, bool)}
         return shapes(example, self._rows.count, self._sharding)
 
@@ -234,6 +235,7 @@ class EvalBatches:
         size = data.num_examples(self._examples)
         for start in range(0, size, self._rows.batch_size):
             mine = start + self._rows.mine
+            # Padding repeats the last example, so that it has the right shape and type.
             batch = data.take(self._examples, np.minimum(mine, size - 1))
             yield self._rows.lay({**batch, "_mask": mine < size})
 
@@ -244,7 +246,7 @@ def train_shapes(
     batch_size: int,
     replicas: logical.Replicas | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes, types and shardings of a batch of `TrainBatches`, of which `example` is a row."""
+    """Returns the shapes, dtypes and shardings of a batch of `TrainBatches` with rows like `example`."""
     of_group = replicas.rows(batch_size) if replicas else batch_size
     rows = of_group * mesh_lib.num_groups(mesh)
     return shapes(example, rows, mesh_lib.sharding(mesh, mesh_lib.BATCH))
@@ -253,9 +255,10 @@ def train_shapes(
 def shapes(
     example: Mapping[str, Any], rows: Any, sharding: jax.sharding.Sharding | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes, types and shardings of so many rows like those of an example."""
+    """Returns the shapes, dtypes and shardings of `rows` rows like those of an example."""
     described = {}
     for name, array in example.items():
+        # JAX converts 64-bit arrays to 32 bits unless x64 is enabled.
         shape, dtype = (rows, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype)
         described[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return described
@@ -264,7 +267,7 @@ def shapes(
 def shapes_of(
     batch: Mapping[str, Any], sharding: jax.sharding.Sharding | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes, types and shardings of a batch of arrays, or of what NumPy makes arrays of."""
+    """Returns the shapes, dtypes and shardings of a batch of arrays, or of values that NumPy converts to arrays."""
     described = {}
     for name, x in batch.items():
         dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
@@ -274,7 +277,7 @@ def shapes_of(
 
 
 def check_train_batch(batch_size: int, mesh: mesh_lib.AnyMesh, micro_batches: int) -> None:
-    """Raises ValueError unless a batch divides into replicas and micro-batches."""
+    """Raises ValueError unless replicas x micro_batches divides a batch."""
     parts = mesh_lib.num_replicas(mesh) * micro_batches
     check_batch_size("batch_size", batch_size, parts, f"replicas x micro_batches = {parts}")
 
@@ -298,15 +301,15 @@ def _check_acts(iterator: Any, every: Any) -> None:
         )
     if not callable(getattr(iterator, "act", None)):
         raise errors.UserError(
-            f"{kind} has acts_every_steps={every}, and no method act(step, predict), which is to be called then: "
+            f"{kind} has acts_every_steps={every}, but no method act(step, predict) to call then: "
             "define it, or leave acts_every_steps out."
         )
 
 
 def _plain(state: Any) -> Any:
-    """A state as JSON can hold it, with names for what that lacks.
+    """Converts a state to JSON values; bytes, arrays and tuples become dictionaries with a marker key.
 
-    Tuples among it: iterators of grain's tell them from lists.
+    Tuples must be restored as tuples, because grain's iterators distinguish them from lists.
     """
     if isinstance(state, bytes):
         return {_BYTES: base64.b64encode(state).decode()}
@@ -317,7 +320,7 @@ def _plain(state: Any) -> Any:
             raise TypeError(f"an array of type {state.dtype}")
         file = io.BytesIO()
         np.save(file, state, allow_pickle=False)
-        # Buffers are often mostly empty, or of few values.
+        # Arrays are compressed, since buffers are often mostly empty or have few distinct values.
         return {_ARRAY: base64.b64encode(zlib.compress(file.getvalue(), 1)).decode()}
     if isinstance(state, tuple):
         return {_TUPLE: [_plain(item) for item in state]}

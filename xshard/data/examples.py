@@ -1,7 +1,7 @@
 """Examples, and the order in which each process reads its part of them.
 
-The order is decided by the seed, the group and the epoch, and not by how many processes there are; where
-one is in it is a number of batches. So a run goes on with the next example on however many processes.
+The order depends on the seed, the group and the epoch, and not on the number of processes. The position in it is a
+number of batches. So a run resumes with the next example on any number of processes.
 """
 
 import dataclasses
@@ -16,47 +16,51 @@ from xshard import errors
 
 Arrays = Mapping[str, np.ndarray]
 _READ_THREADS, _READ_AHEAD = 4, 8
-# The most that a summary hashes: bytes of arrays; rows of larger ones; examples of a source.
+# The limits of a summary's checksum: the bytes of arrays that are hashed whole; else the number of rows; and the number
+# of examples of a source.
 _SUMMED_BYTES, _SUMMED_ROWS, _SUMMED_EXAMPLES = 1 << 30, 4096, 16
 _BLOCK_BYTES = 1 << 24
 
 
 class Source(Protocol):
-    """Examples that are read one by one, as `grain.sources` and `grain.MapDataset` have them."""
+    """The interface of examples that are read one by one, such as `grain.sources` and `grain.MapDataset`."""
 
     def __len__(self) -> int:
-        """The number of examples."""
+        """Returns the number of examples."""
 
     def __getitem__(self, index: int, /) -> Arrays:
-        """An example, as arrays by name: equal on all processes, whoever reads it."""
+        """Returns an example, as arrays by name, the same on every process."""
 
 
 class BatchIterator(Protocol):
-    """An iterator over a process's batches, from where its state says: as `grain.DatasetIterator`.
+    """The interface of a resumable iterator over one process's part of each batch, such as `grain.DatasetIterator`.
 
-    Where its state is a place in what all processes read together, such as a number of batches, and the same
-    on all of them, it says so by an attribute `state_is_shared = True`: a run may then go on with more or
-    fewer processes. So it may where a method `join_states` makes one of the states of all processes, of which
-    each takes its part: see `xshard.data.pipelines.Streams`. Else it goes on with as many.
+    A run resumes only on the same number of processes, unless the iterator has one of these:
 
-    One with an attribute `acts_every_steps = n` acts on the model: before steps 1, n + 1, 2n + 1, ... its method
-    `act(step, predict)` is called, on all processes alike. `predict` is the experiment's of the current state, of
-    a batch on the host that is equal on all processes. What it holds until it acts again is in its state.
-    Before a run the first batch is asked for, `act` is called up to its first prediction, and both are taken back.
+    - The attribute `state_is_shared = True`. Then its state must be a position in the data that all processes read
+      together, such as a number of batches, and equal on all of them.
+    - A method `join_states`, which merges the states of all processes into one that each process takes its part of. See
+      `xshard.data.pipelines.Streams`.
 
-    One that has a method `summary`, which says in a few words what data all processes read, has these compared
-    between them before a run. One that goes through a known number of examples again and again says how many these
-    are by an attribute `epoch_examples`.
+    Further optional members:
+
+    - `acts_every_steps = n`: the iterator uses the model. Before steps 1, n + 1, 2n + 1, ... the run calls its method
+      `act(step, predict)` on all processes. `predict` is the experiment's, of the current state; it takes a batch on the
+      host that is equal on all processes. The iterator's state must include everything it keeps until its next `act`.
+      Before a run, the framework takes the first batch and calls `act` up to its first prediction; then it restores the
+      state from before both.
+    - `summary()`: describes the data in a few words. The processes compare the texts before a run.
+    - `epoch_examples`: the number of examples per epoch, if the iterator repeats a fixed number of them.
     """
 
     def __next__(self) -> Arrays:
-        """This process's rows of the next batch: see `Part`."""
+        """Returns this process's rows of the next batch: see `Part`."""
 
     def get_state(self) -> Any:
-        """Returns its position, as JSON can hold it, bytes, tuples or arrays: after what `next` has returned."""
+        """Returns the position after the last `next`, as JSON values, bytes, tuples or arrays."""
 
     def set_state(self, state: Any) -> None:
-        """Goes to where `get_state` was called."""
+        """Restores the position from a call of `get_state`."""
 
 
 Examples = Arrays | Source
@@ -67,11 +71,11 @@ class Part:
     """The part of each batch that one process reads.
 
     Attributes:
-      batch_size: the rows of a batch, of one group.
-      rows: for each group, the rows of its batch that lie on this process's devices, ascending. A batch of
-        the process holds those of the first group, then those of the second, and so on. Where a model
-        lies on several processes, all of them read its rows.
-      seed: of the order.
+      batch_size: the number of rows of one group's batch.
+      rows: for each group, the rows of its batch on this process's devices, ascending. The process's batch has the rows
+        of the first group, then those of the second, and so on. If one model is spread over several processes, all of
+        them read its rows.
+      seed: the seed of the order.
     """
 
     batch_size: int
@@ -80,7 +84,7 @@ class Part:
 
 
 class _Iterator:
-    """An iterator of grain's, whose state says which data it is a place in."""
+    """An iterator of grain's, whose state also identifies the data by its number of examples."""
 
     state_is_shared = True
 
@@ -103,7 +107,7 @@ class _Iterator:
         if not isinstance(state, dict) or state.keys() != {"batches", "examples"}:
             raise errors.UserError(
                 f"The checkpoint's place in the training data is {state!r}, of another iterator than this one, "
-                "which counts batches: give the experiment the train_batches that it had, or begin anew in "
+                "which counts batches: restore the experiment's earlier train_batches, or begin anew in "
                 "another directory with --init_from."
             )
         if state["examples"] != self.epoch_examples:
@@ -116,24 +120,23 @@ class _Iterator:
 
 
 def iterate(examples: Examples, part: Part) -> BatchIterator:
-    """Goes through examples for ever, each once an epoch, in an order of each epoch's own.
+    """Iterates over examples forever, each once per epoch, in a new random order each epoch.
 
-    Batches follow one another through the epochs' ends. Group g of several has an order of its own, which
-    is drawn from the seed, g and the epoch. The order takes 8 bytes of memory for each example. What is no
-    mapping of arrays is read ahead, in threads. A `grain.MapDataset` is asked for indices of its later
-    epochs, so that its random transformations differ between epochs; it is not to be shuffled.
+    Batches continue across the ends of epochs. Each group g has its own order, drawn from the seed, g and the epoch. The
+    order takes 8 bytes of memory per example. Sources are read ahead in threads; arrays are not. A `grain.MapDataset` is
+    read at the indices of its later epochs, so that its random transformations differ between epochs. Do not shuffle it.
 
     Args:
-      examples: a mapping of arrays, which share their first dimension; or a source of single examples.
-      part: what this process reads.
+      examples: a mapping of arrays that share their first dimension; or a source of single examples.
+      part: the part of each batch that this process reads.
 
     Returns:
-      An iterator whose state is the number of batches, on any number of processes.
+      An iterator whose state is the number of batches, for any number of processes.
 
     Raises:
-      ValueError: if there are fewer examples than a batch has.
+      ValueError: if a batch needs more examples than there are.
     """
-    # It takes half a second, and only runs need it.
+    # Importing grain takes half a second, and only runs need it.
     import grain
 
     check(examples)
@@ -149,14 +152,14 @@ def iterate(examples: Examples, part: Part) -> BatchIterator:
 
     threads, ahead = (0, 0) if isinstance(examples, Mapping) else (_READ_THREADS, _READ_AHEAD)
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
-    # More steps than any run makes.
+    # The range is longer than any run.
     batches = grain.MapDataset.range(2**48).map(read).to_iter_dataset(options)
     return _Iterator(iter(batches), examples)
 
 
 def order(examples: Examples, seed: int, groups: int) -> Callable[[int, np.ndarray], np.ndarray]:
-    """The function of a group and positions in its endless order to the numbers of the examples there."""
-    import grain  # It takes half a second.
+    """Returns the function that takes a group and positions in its endless order to the numbers of the examples there."""
+    import grain  # Imported here, since it takes half a second.
 
     size, in_epochs = num_examples(examples), isinstance(examples, grain.MapDataset)
     of_epoch = functools.lru_cache(maxsize=2 * groups)(
@@ -175,7 +178,7 @@ def order(examples: Examples, seed: int, groups: int) -> Callable[[int, np.ndarr
 
 
 def take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """The examples of these numbers, stacked.
+    """Returns the examples with these numbers, stacked.
 
     Raises:
       ValueError: if examples of a source differ in names or shapes.
@@ -186,7 +189,7 @@ def take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def stack(examples: Sequence[Arrays]) -> dict[str, np.ndarray]:
-    """Single examples as a batch; UserError if they differ in names or shapes."""
+    """Stacks single examples into a batch; raises UserError if they differ in names or shapes."""
     try:
         return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
     except (KeyError, ValueError, TypeError) as e:
@@ -197,11 +200,11 @@ def stack(examples: Sequence[Arrays]) -> dict[str, np.ndarray]:
 
 
 def summary(examples: Examples) -> str:
-    """The number of examples and a checksum, by which other data is told.
+    """Returns the number of examples and a checksum, which identify the data.
 
-    Arrays of at most 1 GiB together are hashed whole. Of larger ones, and of a source, which may be slow to
-    read, some examples are, evenly spread. A source whose examples differ from one reading to the next is told
-    by their number, names, types and shapes.
+    Arrays of at most 1 GiB together are hashed whole. For larger arrays, and for sources, which may be slow to read, the
+    checksum covers some evenly spread examples. If a source's examples differ from one reading to the next, it covers
+    only names, dtypes and shapes.
     """
     size = num_examples(examples)
     if isinstance(examples, Mapping):
@@ -225,12 +228,12 @@ def _spread(size: int, count: int) -> np.ndarray:
 
 
 def _checksum(arrays: Arrays, rows: np.ndarray | None = None) -> int:
-    """The checksum of names, types, shapes and contents; of some rows, or of all."""
+    """Returns the checksum of names, dtypes, shapes and contents, of some rows or of all."""
     checksum = 0
     for name, array in sorted(arrays.items()):
         chosen = array if rows is None else array[rows]
         checksum = zlib.crc32(f"{name} {chosen.dtype} {chosen.shape}".encode(), checksum)
-        # In blocks: what is not contiguous is copied for it.
+        # Hashed in blocks, since arrays that are not contiguous are copied.
         block = max(1, _BLOCK_BYTES * len(chosen) // max(1, chosen.nbytes))
         for start in range(0, len(chosen), block):
             content = np.ascontiguousarray(chosen[start : start + block])
@@ -239,7 +242,7 @@ def _checksum(arrays: Arrays, rows: np.ndarray | None = None) -> int:
 
 
 def splits(examples: Examples | Mapping[str, Examples]) -> dict[str, Examples]:
-    """Examples by the name of their split; without one where they are not split.
+    """Returns examples by the name of their split; without splits, under the name ''.
 
     >>> sorted(splits({'x': np.zeros(3)})), sorted(splits({'test': {'x': np.zeros(3)}, 'easy': {'x': np.zeros(2)}}))
     ([''], ['easy', 'test'])
@@ -260,14 +263,14 @@ def _is_source(x: Any) -> bool:
 
 
 def check(examples: Examples, what: str = "The data") -> None:
-    """Sees that examples are what a run can read; nothing but the first of a source is read.
+    """Checks that a run can read examples. Of a source, only the first example is read.
 
     Args:
       examples: a mapping of arrays, or a source.
-      what: what they are, for the message, such as 'Digits.train_data (experiment.py:31)'.
+      what: a description for the message, such as 'Digits.train_data (experiment.py:31)'.
 
     Raises:
-      UserError: with what to give instead.
+      UserError: if a run cannot read them; the message describes what to return instead.
     """
     kind = type(examples).__name__
     form = "{'image': images, 'label': labels}, NumPy arrays with an example in each row"
@@ -283,8 +286,8 @@ def check(examples: Examples, what: str = "The data") -> None:
     for name, array in examples.items():
         if isinstance(array, Mapping):
             raise errors.UserError(
-                f"{what} has a dictionary under {name!r}. There is one level of arrays: give those of {name!r} "
-                "names of their own. What eval_data returns may have several splits, and then nothing else."
+                f"{what} has a dictionary under {name!r}. Arrays form one level: give the arrays of {name!r} "
+                "their own names. Only eval_data may return several splits, and then nothing else."
             )
         _check_array(array, f"{what} has {{}} under {name!r}", form)
     num_examples(examples, what)
@@ -331,7 +334,7 @@ def _check_type(dtype: Any, has: str) -> None:
 
 
 def num_examples(examples: Examples, what: str = "The data") -> int:
-    """The number of examples; ValueError if there is none, or arrays do not agree on it."""
+    """Returns the number of examples; raises ValueError if there is none, or if arrays have different numbers of rows."""
     if not isinstance(examples, Mapping):
         if not len(examples):
             raise errors.UserError(

@@ -1,8 +1,8 @@
-"""Pipelines with a state of their own, such as packing, that go on with other numbers of processes.
+"""Pipelines with state, such as packing, that can resume on another number of processes.
 
-Where batches are rows by number, as of `data.iterate`, any process can read any row. A packed row comes from those
-before it. So each of several streams, whose number is not that of the processes, feeds certain rows of each batch;
-a process runs those whose rows it has, and a checkpoint has the state of each.
+If rows are read by number, as in `data.iterate`, any process can read any row. A packed row depends on the rows before
+it. So a fixed number of streams, independent of the number of processes, feed certain rows of each batch. A process
+runs the streams for its rows, and a checkpoint has the state of each stream.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ from xshard import data, errors
 if TYPE_CHECKING:
     import grain
 
-# Of so many streams so many rows are read for a summary.
+# The number of streams, and of rows of each, that are read for a summary.
 _SUMMED_STREAMS, _SUMMED_ROWS = 2, 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The number of a stream among its group's.
+    """The identity of a stream within its group.
 
     Attributes:
-      index: its number, from 0 to below `count`.
+      index: the stream's number, from 0 to below `count`.
       count: the number of streams.
-      seed: of the group's order, from 0 to below 2**32; equal for all streams of a group.
+      seed: the seed of the group's order, from 0 to below 2**32; equal for all streams of a group.
     """
 
     index: int
@@ -38,9 +38,9 @@ class Stream:
     seed: int
 
     def part(self, examples: "grain.MapDataset") -> "grain.MapDataset":
-        """This stream's part of the examples, for ever, in an order of each epoch's own.
+        """Returns this stream's part of the examples, repeated forever, in a new random order each epoch.
 
-        In an epoch each example is in one stream, once.
+        In an epoch each example occurs in one stream, once.
 
         Raises:
           UserError: if there are fewer examples than streams.
@@ -54,33 +54,33 @@ class Stream:
 
 
 class Streams:
-    """An iterator over a process's batches, which several streams feed: a `data.BatchIterator`.
+    """An iterator over a process's batches that are fed by several streams: a `data.BatchIterator`.
 
-    Stream i of n gives rows i * batch_size / n to (i + 1) * batch_size / n of each batch. Each group has streams of
-    its own. Where rows of one stream lie on several processes, each of them runs it.
+    Stream i of n provides rows i * batch_size / n to (i + 1) * batch_size / n of each batch. Each group has its own
+    streams. If rows of one stream are on several processes, each of these runs the stream.
     """
 
     def __init__(self, make: Callable[[Stream], Iterable[Any]], count: int, part: data.Part):
-        """Makes the streams of a process.
+        """Creates the streams of a process.
 
         Args:
-          make: makes a stream, a `grain.IterDataset` of rows that are arrays by name, without an end; the same on
-            all processes, and in all runs that go on from one another.
-          count: the number of streams of each group, which divides the batch. It stays as it is throughout a run;
-            more are more work that can lie on more processes.
-          part: what this process reads.
+          make: creates a stream: an endless `grain.IterDataset` of rows, which are arrays by name. It must do the same
+            on all processes, and in all parts of a run.
+          count: the number of streams of each group; it must divide the batch. It is fixed for a run. More streams can
+            use more processes, and cost more work.
+          part: the part of each batch that this process reads.
 
         Raises:
           UserError: if `count` does not divide the batch.
         """
         if count < 1 or part.batch_size % count:
             raise errors.UserError(
-                f"{count} streams do not fit batch_size={part.batch_size}: each feeds as many rows of a batch, so that "
+                f"{count} streams do not fit batch_size={part.batch_size}: each feeds equally many rows of a batch, so "
                 "their number must divide it."
             )
         self._make, self._count, self._seed = make, count, part.seed
         self._rows = part.batch_size // count
-        # Of each row of the process its stream, and which of the stream's rows of a batch it is.
+        # For each row of the process: its stream, and its position among the stream's rows of a batch.
         self._places = [
             (f"{group}/{row // self._rows}", int(row % self._rows))
             for group, rows in enumerate(part.rows)
@@ -101,7 +101,7 @@ class Streams:
 
     @functools.cached_property
     def _data(self) -> str:
-        """A checksum of the first rows of some streams, the same on all processes."""
+        """A checksum of the first rows of some streams, which identifies the data; the same on all processes."""
         checksum = 0
         for index in range(min(self._count, _SUMMED_STREAMS)):
             rows = data.stack(list(itertools.islice(self._open(0, index), _SUMMED_ROWS)))
@@ -111,7 +111,7 @@ class Streams:
         return f"CRC-32 {checksum:08x} of their first rows"
 
     def summary(self) -> str:
-        """Returns what is compared between processes, and between the parts of a run."""
+        """Returns a summary of the data, which is compared between processes and between parts of a run."""
         return f"{self._count} streams, {self._data}"
 
     def __next__(self) -> data.Arrays:
@@ -127,7 +127,7 @@ class Streams:
         return {"streams": states, "count": self._count, "rows": self._rows, "data": self._data}
 
     def join_states(self, states: Sequence[Any]) -> dict[str, Any]:
-        """Returns one state of those of all processes."""
+        """Merges the states of all processes into one."""
         streams: dict[str, Any] = {}
         for state in states:
             self._check(state)
@@ -135,10 +135,10 @@ class Streams:
         return {**states[0], "streams": streams}
 
     def set_state(self, state: Any) -> None:
-        """Goes to where `get_state` was called, on whichever processes.
+        """Restores a position from `get_state` or `join_states`, on any number of processes.
 
         Raises:
-          UserError: if the state is of other streams than these.
+          UserError: if the state belongs to other streams.
         """
         self._check(state)
         lacking = self._iterators.keys() - state["streams"].keys()
@@ -155,14 +155,14 @@ class Streams:
         if not isinstance(state, Mapping) or state.keys() != {"streams", *wanted}:
             raise errors.UserError(
                 f"The checkpoint's place in the training data is {str(state)[:200]}, of another iterator than this one, "
-                "which has streams: give the experiment the train_batches that it had, or begin anew in another "
+                "which has streams: restore the experiment's earlier train_batches, or begin anew in another "
                 "directory with --init_from."
             )
         had = {name: state[name] for name in wanted}
         if had != wanted:
             raise errors.UserError(
                 f"The checkpoint was made with {_in_words(had)}; now it is {_in_words(wanted)}. Going on would not be "
-                "the same run: give it the streams, the batch size and the data that it had, or begin anew in another "
+                "the same run: restore its earlier streams, batch size and data, or begin anew in another "
                 "directory with --init_from."
             )
 

@@ -1,4 +1,4 @@
-"""The rows of a batch, on the devices and processes that hold them."""
+"""The assignment of a batch's rows to devices and processes."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from xshard import data, logical
 
 
 class Rows:
-    """The rows of a batch along the replicas of a mesh, which stay where they are from batch to batch."""
+    """The placement of a batch's rows along the replicas of a mesh, the same for every batch."""
 
     def __init__(
         self,
@@ -18,18 +18,18 @@ class Rows:
         replicas: logical.Replicas | None,
         groups: int = 1,
     ):
-        """Finds who holds which.
+        """Computes the rows that each device holds.
 
         Args:
-          batch_size: the rows of a batch, of one group.
-          sharding: that of a batch's arrays.
-          replicas: the logical replicas, if there are any. The last row fills the places where there is none.
-          groups: the groups that have rows of their own.
+          batch_size: the number of rows of one group's batch.
+          sharding: the sharding of a batch's arrays.
+          replicas: the logical replicas, if there are any. Their padding repeats the last row.
+          groups: the number of groups with their own rows.
 
         Attributes:
-          batch_size: as given.
-          count: the rows that lie on all devices, those that fill places among them.
-          mine: the rows that this process's devices hold, ascending, each once.
+          batch_size: the argument.
+          count: the number of rows on all devices, including padding.
+          mine: the rows on this process's devices, ascending, without duplicates.
         """
         places = replicas.rows(batch_size) if replicas else batch_size
         of_group = np.minimum(np.arange(places), batch_size - 1)
@@ -38,11 +38,11 @@ class Rows:
         self.batch_size, self.count = batch_size, len(lying)
         self.mine = np.unique(np.concatenate([lying[index] for index in here if index]))
         self._sharding = sharding
-        # Of each row on the devices its place among this process's.
+        # For each row on the devices, its index in `mine`.
         self._at = np.searchsorted(self.mine, lying)
 
     def lay(self, arrays: data.Arrays) -> dict[str, jax.Array]:
-        """Lays this process's rows of arrays on its devices."""
+        """Puts this process's rows of arrays on its devices."""
 
         def put(array: np.ndarray) -> jax.Array:
             shape = self.count, *array.shape[1:]
@@ -52,7 +52,7 @@ class Rows:
         return {name: put(array) for name, array in arrays.items()}
 
     def _take(self, array: np.ndarray, index: tuple[Any, ...]) -> np.ndarray:
-        """A device's rows, from those of the process."""
+        """Returns a device's rows, from the process's rows."""
         at = self._at[index[0]]
-        # No copy, where no row fills a place.
+        # Contiguous rows, as without padding, are a view.
         return array[at[0] : at[-1] + 1] if at[-1] - at[0] == len(at) - 1 else array[at]

@@ -1,7 +1,7 @@
 """Texts as packed rows of tokens: files and records, tokenizers, packing.
 
-Each is a step of a pipeline of grain's, whose own steps, such as `grain.IterDataset.mix`, go between them;
-`xshard.data.pipelines.Streams` feeds batches with what comes of it.
+Each is a stage of a grain pipeline, and can be combined with grain's own stages, such as `grain.IterDataset.mix`.
+`xshard.data.pipelines.Streams` makes batches from the result.
 """
 
 import os
@@ -15,11 +15,11 @@ from xshard import errors
 if TYPE_CHECKING:
     import grain
 
-# A `tokenizers.Tokenizer`, of a package that need not be installed.
+# A `tokenizers.Tokenizer`; the package is optional.
 Tokenizer = Any
 # The token that ends a document.
 END = "<|end|>"
-# Of each stream, and there are several in a process.
+# Per stream. A process runs several streams, so each reads with few threads.
 _READ_THREADS, _READ_AHEAD = 1, 16
 
 
@@ -27,10 +27,10 @@ class Files:
     """A source of texts: file i is text i, a `str`."""
 
     def __init__(self, paths: Sequence[str | os.PathLike]):
-        """Sees that all files are there; they are read one by one, when they are asked for.
+        """Checks that all files exist. Each is read only when it is accessed.
 
         Raises:
-          UserError: with the name of one that is not.
+          UserError: if one does not exist; the message names it.
         """
         self._paths = [os.fspath(path) for path in paths]
         for path in self._paths:
@@ -54,13 +54,13 @@ class Files:
 
 
 class Records:
-    """A source of the records in files of ArrayRecord, each `bytes`: those of the first file, then of the second."""
+    """A source of the records in ArrayRecord files, as `bytes`, file after file."""
 
     def __init__(self, paths: Sequence[str | os.PathLike]):
         """Opens the files.
 
         Raises:
-          UserError: with the name of one that is no file of ArrayRecord.
+          UserError: if one is not an ArrayRecord file; the message names it.
         """
         import grain
 
@@ -93,18 +93,18 @@ class Records:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Makes a tokenizer of so many tokens that are frequent in the texts: byte pairs of UTF-8.
+    """Trains a byte-pair tokenizer over UTF-8 bytes.
 
-    Any text can be encoded, and decoded to the same. Of the same texts, in whatever order, comes the same tokenizer.
+    It can encode any text, and decodes it to the same text. The same texts, in any order, give the same tokenizer.
     Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", 2016; over bytes as by
     Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.2.
 
     Args:
-      texts: what to count in; some megabytes are enough, and take seconds.
-      vocabulary: the number of tokens, `END` and the 256 bytes included; fewer come of short texts.
+      texts: the texts to train on; some megabytes are enough, and take seconds.
+      vocabulary: the number of tokens, including `END` and the 256 bytes; short texts give fewer.
 
     Raises:
-      UserError: if there is no room for the bytes, or the package is not installed.
+      UserError: if `vocabulary` has no room for the bytes, or the package is not installed.
     """
     lib = _tokenizers()
     if vocabulary <= 256:
@@ -125,13 +125,13 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """The tokenizer in a file, as `Tokenizer.save` of the package tokenizers writes it.
+    """Loads a tokenizer from a file that `Tokenizer.save` of the package tokenizers has written.
 
     Raises:
       UserError: if it cannot be read, or has no token `END`; or the package is not installed.
     """
     lib = _tokenizers()
-    # The package says of whatever is wrong that it is an Exception.
+    # For any problem, the package raises a plain Exception.
     try:
         tokenizer = lib.Tokenizer.from_file(os.fspath(path))
     except Exception as e:
@@ -142,11 +142,11 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
 
 def encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """The function from a text to its tokens, int32 of shape (tokens,), and at their end `END`.
+    """Returns the function that takes a text to its tokens, int32 of shape (tokens,), followed by `END`.
 
-    A text in which that is written does not end there.
+    If a text contains `END` literally, it is encoded as ordinary bytes.
     """
-    # A copy: whoever has the tokenizer may want it as it is.
+    # A copy, so that the setting below does not change the caller's tokenizer.
     own = type(tokenizer).from_str(tokenizer.to_str())
     own.encode_special_tokens = True
     end = own.token_to_id(END)
@@ -159,18 +159,18 @@ def pack(
     length: int,
     options: "grain.ReadOptions | None" = None,
 ) -> "grain.IterDataset":
-    """Packs the tokens of documents, one after the other, into rows of one length; nothing is left out.
+    """Packs the tokens of documents, one after the other, into rows of one length; no token is dropped.
 
     Args:
-      documents: of whatever kind.
-      encode: takes one to its tokens, of shape (tokens,), such as `encoder(tokenizer)`.
-      length: the tokens of a row.
-      options: how documents are read ahead; by default 16 of them, in a thread.
+      documents: documents of any type.
+      encode: takes a document to its tokens, of shape (tokens,), such as `encoder(tokenizer)`.
+      length: the number of tokens per row.
+      options: the read-ahead of documents; by default 16 documents, in one thread.
 
     Returns:
-      Rows {'text': tokens, 'text_segment_ids': int32, 'text_positions': int32}, each of shape (length,). Each document
-      in a row, or what of it is there, is a segment; they are numbered from 1, and positions in each from 0. The
-      segment 0 fills up the last row, if the documents have an end. Its state is a place in the documents, for
+      Rows {'text': tokens, 'text_segment_ids': int32, 'text_positions': int32}, each of shape (length,). Each document, or
+      part of one, in a row is a segment. Segments are numbered from 1, and positions in each from 0. If the documents
+      end, segment 0 pads the last row. The dataset's state is a position in the documents, for
       `xshard.data.pipelines.Streams`.
     """
     import grain

@@ -1,10 +1,10 @@
 """The program: `python -m xshard.dryrun --config=configs/digits.py --topology=v5e:16x16 [--slices=4]`.
 
-Compiles an experiment's training step for TPUs that are not there, by the compiler that would compile it there,
-and says what a chip would hold, send and compute, and how fast a step can be at best. What is compiled is the
-step of `xshard.main`; nothing runs. See docs/dry_run.md.
+Compiles an experiment's training step for TPUs that this machine does not have, with the TPU compiler. It reports a chip's
+memory, communication and computation, and a lower bound on a step's time. The step is the one of `xshard.main`; nothing
+runs. See docs/dry_run.md.
 
-Exit codes: 0 it fits; 1 it does not, or could not be compiled; 130 interrupted.
+Exit codes: 0 it fits; 1 it does not fit, or cannot be compiled; 130 interrupted.
 """
 
 import concurrent.futures
@@ -35,32 +35,32 @@ from xshard.metrics import chips
 from xshard.pod import notice
 from xshard.run import preflight
 
-# Its own, since the flags of `xshard.main` have the same names.
+# A separate set of flags, since `xshard.main` has flags with the same names.
 _FLAGS = flags.FlagValues()
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "The run's config file; --config.key=value changes a value.",
+    "config", None, "The run's config file; --config.key=value overrides a value.",
     lock_config=True, flag_values=_FLAGS,
 )  # fmt: skip
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "The chip and the shape of a slice: v5e:16x16, v5p:4x4x8.", flag_values=_FLAGS
+    "topology", None, "The chip and slice shape, such as v5e:16x16, v5p:4x4x8.", flag_values=_FLAGS
 )
 _SLICES = flags.DEFINE_integer(
-    "slices", None, "The number of slices, in place of config.slices.", 1, flag_values=_FLAGS
+    "slices", None, "The number of slices; overrides config.slices.", 1, flag_values=_FLAGS
 )
 _PLAN = flags.DEFINE_bool(
     "plan",
     False,
-    "Search how the run fits best: model axis, micro-batches and others.",
+    "Search for the best layout: the model axis, micro-batches and other keys.",
     flag_values=_FLAGS,
 )
 _PLAN_COMPILES = flags.DEFINE_integer(
-    "plan_compiles", 30, "With --plan: so many steps are compiled at most.", 1, flag_values=_FLAGS
+    "plan_compiles", 30, "With --plan: the most steps to compile.", 1, flag_values=_FLAGS
 )
-_JSON = flags.DEFINE_bool("json", False, "One JSON object, for machines.", flag_values=_FLAGS)
-_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.", flag_values=_FLAGS)
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object.", flag_values=_FLAGS)
+_DEBUG = flags.DEFINE_bool("debug", False, "Print the traceback of an error.", flag_values=_FLAGS)
 
-# What libtpu would ask the machine for, and complain that it has no answer; it is no TPU's. Several processes
-# may compile at a time, since none of them holds a TPU.
+# Values that libtpu would otherwise query from a TPU machine, with warnings when there is none. The last one lets
+# several processes compile at the same time, since none of them uses a TPU.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-256",
@@ -68,7 +68,7 @@ _ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
-# With more libtpu ends the process.
+# With more slices libtpu ends the process.
 _MOST_SLICES = 511
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 
@@ -77,14 +77,14 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
     """Compiles a config's step for a topology, of `config.slices` slices.
 
     Returns:
-      What `--json` prints: names, numbers, lists and dictionaries of them. Sizes are in bytes, of one chip;
-      times in seconds.
+      The contents of the `--json` output: names, numbers, and lists and dictionaries of them. Sizes are in bytes per
+      chip, times in seconds.
 
     Raises:
-      DoesNotFitError: if it needs more memory than a chip has.
-      UnreadableError: if JAX cannot read the program.
-      ValueError: if the topology does not exist, or the config does not fit it; if there is no libtpu, or it
-        cannot compile the step.
+      DoesNotFitError: if the step needs more memory than a chip has.
+      UnreadableError: if JAX cannot read the compiled program.
+      ValueError: if the topology does not exist, the config does not fit it, libtpu is not installed, or libtpu cannot
+        compile the step.
     """
     chip, mesh, experiment, state, batch, result = prepare(config, topology)
     begin = time.monotonic()
@@ -94,7 +94,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
         raise _compiler_error(e, result, state) from e
     result["compile_seconds"] = time.monotonic() - begin
     if isinstance(compiled, jax.stages.Compiled):
-        # Of logical replicas it is several.
+        # With logical replicas the step is several programs.
         compiled = [logical.Stage(compiled, 1, (state, batch))]
     result = described.describe(result, compiled, chip, mesh)
     if result["memory"]["peak"] > chip.hbm:
@@ -103,7 +103,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
 
 
 def prepare(config: Any, topology: str) -> estimate.Prepared:
-    """Prepares a config's step as far as it is known before it is compiled; raises ValueError as `dry_run` does."""
+    """Prepares a config's step up to its compilation; raises ValueError as `dry_run` does."""
     chip = chips.parse_topology(topology)
     _check(config)
     mesh = experiment_lib.mesh_of(config, _devices(topology, chip, config.slices))
@@ -133,7 +133,7 @@ def prepare(config: Any, topology: str) -> estimate.Prepared:
 
 
 def _other(state: state_lib.TrainState) -> Any:
-    """The experiment's state that is no learner's."""
+    """Returns the arrays of the experiment's state that belong to no learner."""
     leaves = jax.tree.leaves(state.experiment, is_leaf=is_learner)
     return [x for x in leaves if not is_learner(x)]
 
@@ -146,24 +146,24 @@ def _check(config: Any) -> None:
         )
     if importlib.util.find_spec("libtpu") is None:
         raise errors.UserError(
-            "libtpu is not installed, which holds the TPU's compiler: pip install '.[dryrun]', or "
+            "libtpu is not installed, which contains the TPU compiler: pip install '.[dryrun]', or "
             "'xshard[dryrun]', about 200 MB to download. It needs no TPU, but Linux on x86-64."
         )
 
 
 def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
-    """The devices of a topology, each a chip."""
+    """Returns the devices of a topology, one per chip."""
     os.environ.update(_ENVIRONMENT)
-    # What this machine has is of no interest, and a TPU of its own would be taken from whoever uses it.
+    # A dry run needs no local accelerator. It would also block a local TPU for other processes.
     jax.config.update("jax_platforms", "cpu")
-    # What is compiled for devices that are not there can be written to a cache, but not read from it.
+    # Programs for devices that do not exist here can be written to the cache, but not read from it.
     jax.config.update("jax_enable_compilation_cache", False)
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if chip.name == "v4":
-        # Its two cores as the one device that JAX sees on a TPU.
+        # On a real v4, JAX sees a chip's two cores as one device.
         options["chip_config_name"] = "megacore"
     if topology.endswith(":1x1"):
-        # Some versions of libtpu ask for a host of four.
+        # Without this, some versions of libtpu assume a host of four chips.
         options["chips_per_host_bounds"] = [1, 1, 1]
     try:
         description = topologies.get_topology_desc(
@@ -177,7 +177,7 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
 
 
 def _compiler_error(e: Exception, result: dict[str, Any], state: Any) -> errors.UserError:
-    """The error for what the compiler refuses."""
+    """Returns the error for a step that the compiler rejects."""
     sizes = _OUT_OF_MEMORY.search(str(e))
     if sizes:
         needed, available = _bytes(*sizes.group(1, 2)), _bytes(*sizes.group(3, 4))
@@ -190,14 +190,14 @@ def _compiler_error(e: Exception, result: dict[str, Any], state: Any) -> errors.
 
 
 def _bytes(number: str, unit: str) -> int:
-    """The size that the compiler writes as 15.75G."""
+    """Parses a size that the compiler prints, such as 15.75G."""
     return int(float(number) * 1024 ** " KMGT".index(unit or " "))
 
 
 def _does_not_fit(
     needed: int, available: int, result: dict[str, Any], state: Any
 ) -> described.DoesNotFitError:
-    """The error for a step that needs more memory than there is."""
+    """Returns the error for a step that needs more memory than a chip has, with its largest arrays and remedies."""
     memory = result["memory"]
     memory |= {"needed": needed, "available": available, "fits": False}
     held = {name: memory[name] for name in ("parameters", "optimizer_state", "batch")}
@@ -209,8 +209,8 @@ def _does_not_fit(
     largest = estimate.largest(state.experiment, 3)
     arrays = ", ".join(f"{path} {summary.size(size)}" for path, size in largest)
     mends = [
-        "have replicas hold shards of the parameters and the optimizer's state, with config.reduction.shard_params, or split "
-        "the parameters with config.model_parallel, along what the experiment's sharding_rules say",
+        "hold parameters and optimizer state in shards with config.reduction.shard_params, or split the parameters with "
+        "config.model_parallel and the experiment's sharding_rules",
         "make activations smaller with more config.micro_batches, a smaller config.batch_size or hk.remat",
     ]
     if rest >= needed / 2:
@@ -226,7 +226,7 @@ def _does_not_fit(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Does what the flags say; returns the exit code."""
+    """Runs a dry run, or with --plan a search, according to the flags; returns the exit code."""
     if argv[1:]:
         raise errors.UserError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
     config = _CONFIG.value
@@ -241,7 +241,7 @@ def main(argv: Sequence[str]) -> int:
         most, as_json = _PLAN_COMPILES.value, _JSON.value
         return plan.run(config, _TOPOLOGY.value, prepare, sys.argv[1:], most, as_json=as_json)
     show_result = jsonfile.dumps if _JSON.value else summary.show
-    # In a thread, since the compiler does not return for a signal and this thread does.
+    # The compiler ignores signals, so it runs in a thread and this one can be interrupted.
     work = concurrent.futures.ThreadPoolExecutor(1).submit(dry_run, config, _TOPOLOGY.value)
     try:
         print(show_result(work.result()))
@@ -252,11 +252,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run() -> int:
-    """Parses the flags and runs; an error of the user's becomes one message."""
+    """Parses the flags and runs; a UserError prints one message."""
     logging.set_verbosity(logging.WARNING)
     code = cli.run(_run, has_debug_flag=True)
     if code == notice.INTERRUPTED:
-        # The compiler is still at work in its thread, and is not waited for.
+        # The compiler is still running in its thread. Exit without waiting for it.
         os._exit(code)
     return code
 

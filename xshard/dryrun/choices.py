@@ -1,7 +1,7 @@
-"""The plans that there are for a run on a pod: which values of which keys, which to compile next, and the best.
+"""The possible plans for a run on a pod, their ranking, and the choice of the next one to compile.
 
-A plan is a value of each key that says where a run lies and how it is computed, not what it learns: the batch is
-the same in all of them.
+A plan is a value for each key that determines the layout and the computation of a run, but not what it learns: the batch
+is the same in all plans.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 from xshard import config as config_lib
 
 MODEL, MICRO = "model_parallel", "micro_batches"
-# What becomes of a plan. A refusal is the framework's, the experiment's or the compiler's.
+# The outcomes of a plan. The framework, the experiment or the compiler may refuse one.
 WAITING, COMPILING, FITS, TOO_LARGE, PRUNED, REFUSED = (
     "not compiled", "being compiled", "fitting", "too large", "pruned", "refused",
 )  # fmt: skip
@@ -29,11 +29,11 @@ class Plan:
 
     Attributes:
       values: the values by key.
-      is_own: whether it is the config as it is.
-      needs: the bytes that a chip needs at least, by estimate.
-      outcome: what has become of it, such as `FITS`.
-      reason: why, where it was refused or pruned.
-      result: what the dry run says of it, if it was compiled and fits.
+      is_own: whether it is the unchanged config.
+      needs: the estimated bytes that a chip needs at least.
+      outcome: its outcome, such as `FITS`.
+      reason: the reason, if it was refused or pruned.
+      result: the result of its dry run, if it was compiled and fits.
     """
 
     values: dict[str, Any]
@@ -44,30 +44,30 @@ class Plan:
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def end(self, outcome: str, reason: str = "") -> None:
-        """Sets what has become of it, and why."""
-        # In this order, since the search looks at plans from another thread.
+        """Sets the outcome and its reason."""
+        # The outcome is set last, since the search reads it from another thread.
         self.reason = reason
         self.outcome = outcome
 
     def fit(self, result: dict[str, Any]) -> None:
-        """Takes what the dry run says of it."""
+        """Sets the result of the dry run, and the outcome `FITS`."""
         self.result = result
         self.end(FITS)
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """The rank, less for a better plan: the bound, then what the compiler estimates, then the memory."""
+        """The rank, smaller for a better plan: the bound, then the compiler's estimate, then the memory."""
         seconds, cycles = self.result["seconds"], self.result["estimated_cycles"]
         return seconds, cycles, self.result["memory"]["peak"]
 
 
 def of(config: Any, num_chips: int, *, has_model_axis: bool) -> list[Plan]:
-    """All plans for a config, its own first.
+    """Returns all plans for a config, the config's own first.
 
     Args:
       config: the config of the run.
-      num_chips: of all slices.
-      has_model_axis: whether anything of the experiment lies along 'model'.
+      num_chips: the number of chips of all slices.
+      has_model_axis: whether the experiment shards any array over 'model'.
     """
     flat = config_lib.flatten(config.to_dict())
     wanted = _SWITCHES | (_BETWEEN_SLICES if config.slices > 1 else {})
@@ -84,7 +84,7 @@ def of(config: Any, num_chips: int, *, has_model_axis: bool) -> list[Plan]:
         for micro in _divisors(max(1, config.batch_size // replicas)):
             for values in itertools.product(*switches.values()):
                 chosen = dict(zip(switches, values, strict=True))
-                # The update of parameters in shards is sharded in any case.
+                # shard_params implies shard_update, so this combination would repeat another plan.
                 if chosen.get(_PARAMS) and not chosen.get(_UPDATE, True):
                     continue
                 found.append({**slices, MODEL: model, MICRO: micro, **chosen})
@@ -92,7 +92,7 @@ def of(config: Any, num_chips: int, *, has_model_axis: bool) -> list[Plan]:
 
 
 def is_remat(name: str, value: Any) -> bool:
-    """Returns whether a key says that activations are computed again; a config's own, since there is none for all."""
+    """Returns whether a key of an experiment's config switches recomputation: a boolean called 'remat'."""
     return name.rpartition(".")[2] == "remat" and isinstance(value, bool)
 
 
@@ -101,32 +101,32 @@ def _divisors(number: int) -> list[int]:
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The distance of plans: in doublings of numbers, and a step for each other difference."""
+    """Returns the distance of two plans: the doublings between their numbers, plus one for each other difference."""
     double = lambda x, y: abs(math.log2(x / y))
     models = double(one[MODEL], other[MODEL])
     micros = double(one[MICRO], other[MICRO])
-    # As many micro-batches as before are near, and so are as large ones, of a replica with other rows.
+    # Plans are near if they have equally many micro-batches, or equally large ones.
     rows = double(one[MODEL] / one[MICRO], other[MODEL] / other[MICRO])
     steps = models + min(micros, rows)
     return steps + sum(one[name] != other[name] for name in one if name not in (MODEL, MICRO))
 
 
 def needs_more(values: dict[str, Any], failed: dict[str, Any]) -> bool:
-    """Returns whether a plan differs from one that does not fit in larger activations alone."""
+    """Returns whether a plan differs from one that does not fit only by larger activations."""
     remats = [name for name in values if is_remat(name, values[name])]
     alike = set(values) - {MICRO, *remats}
     if any(values[name] != failed[name] for name in alike) or values[MICRO] > failed[MICRO]:
         return False
-    # Without micro-batches no sum of gradients is kept.
+    # One micro-batch keeps no sums of gradients, so it may need less memory.
     if values[MICRO] == 1 < failed[MICRO]:
         return False
     return all(failed[name] or not values[name] for name in remats)
 
 
 def following(plans: Sequence[Plan]) -> Plan | None:
-    """The plan to compile next; None: there is none left."""
+    """Returns the plan to compile next; None if none is left."""
     waiting = [plan for plan in plans if plan.outcome == WAITING]
-    # Each way to hold the state once: the best may be far from the config.
+    # First, try each way to hold the state once, since the best plan may be far from the config.
     tried = {_way(plan) for plan in plans if plan.outcome in (COMPILING, FITS, TOO_LARGE)}
     waiting = [plan for plan in waiting if _way(plan) not in tried] or waiting
     best = min(fitting(plans), key=lambda plan: plan.rank, default=None)
@@ -134,7 +134,7 @@ def following(plans: Sequence[Plan]) -> Plan | None:
     if best is None and own_is_too_large:
         return min(waiting, key=lambda plan: plan.needs, default=None)
     near = best or plans[0]
-    # Of those that are as near the one that needs most: what saves memory costs time.
+    # Among equally near plans, prefer the one that needs most memory: saving memory costs time.
     nearest = lambda plan: (distance(plan.values, near.values), -plan.needs)
     return min(waiting, key=nearest, default=None)
 
@@ -144,10 +144,10 @@ def _way(plan: Plan) -> tuple[Any, ...]:
 
 
 def fitting(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that were compiled and fit."""
+    """Returns the plans that were compiled and fit."""
     return [plan for plan in plans if plan.outcome == FITS]
 
 
 def flags_of(plan: Plan) -> list[str]:
-    """The flags that make a config the plan's."""
+    """Returns the flags that change a config to the plan's values."""
     return [f"--config.{name}={value}" for name, value in plan.values.items()]

@@ -1,10 +1,10 @@
-"""The collectives of a compiled program, as its HLO has them.
+"""The collectives of a compiled program, from its HLO.
 
-A reduction that is made twice, or over more devices than it should, shows in no value and in no test of
-values: it shows here.
+A reduction that runs twice, or over too many devices, changes no value, so no test of values detects it. It is visible
+here.
 
-A program for several TPU slices is one slice's: what stays within a slice is written with the numbers of
-that slice's devices, and what goes between slices as a transfer by the hosts.
+A program for several TPU slices is the program of one slice. Collectives within the slice use the numbers of that slice's
+devices; communication between slices appears as transfers by the hosts.
 """
 
 import collections
@@ -24,16 +24,16 @@ _Groups = set[frozenset[int]]
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
-# [groups,size]<=[dimensions]T(permutation), as for v2 of the format: an iota, reshaped and transposed.
+# Version 2 of the format, [groups,size]<=[dimensions]T(permutation): an iota, reshaped and transposed.
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# mesh['a'=16,'b'=16] {'a'}, as for v3: of the places in a mesh those that differ along 'a' only.
+# Version 3 of the format, mesh['a'=16,'b'=16] {'a'}: groups of the places in a mesh that differ only along 'a'.
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
-# What the hosts are told to do with what a chip hands over, and receives.
+# The operation that the hosts perform on the data of a transfer between slices.
 _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-# A TPU's reduce-scatter is spelt as an all-reduce and a slice in one fusion, whose name says what it is.
+# The TPU compiler writes a reduce-scatter as an all-reduce and a slice in one fusion with this name.
 _FUSED_SCATTER = "all-reduce-scatter"
-# What goes on beside a TPU's computation is spelt three times: where it starts, in what is computed meanwhile,
-# and where it is done. The first counts.
+# The TPU compiler writes an asynchronous collective three times: at its start, in the computation that overlaps it, and
+# at its end. Only the first counts.
 _MEANWHILE, _DONE = "async_collective_fusion", '"AsyncCollectiveDone"'
 
 
@@ -43,13 +43,13 @@ class Collective:
 
     Attributes:
       kind: one of `KINDS`.
-      dtypes: the types of what it gives, as HLO names them, each once.
-      arrays: how many arrays it gives.
-      bytes: their size on one device.
-      groups: the devices that take part together, by their place in the mesh, or in a slice's part of it;
-        empty: all. For a permutation pairs of source and target.
-      times: how often a run does it: more than once in a loop.
-      between_slices: whether it goes over the network of the hosts, from slice to slice.
+      dtypes: the distinct dtypes of its results, in HLO's names.
+      arrays: the number of its results.
+      bytes: the size of its results on one device.
+      groups: the groups of devices that communicate, by their places in the mesh, or in a slice's part of it; empty: all
+        devices. For a permutation, pairs of source and target.
+      times: how often a run of the program performs it: more than once in a loop.
+      between_slices: whether it uses the hosts' network between slices.
     """
 
     kind: str
@@ -62,9 +62,9 @@ class Collective:
 
 
 def of(compiled: jax.stages.Compiled) -> list[Collective]:
-    """The collectives of a compiled function, in the order of its text.
+    """Returns the collectives of a compiled function, in the order of its text.
 
-    One in a branch that may not be taken counts as if it were.
+    Collectives in all branches of a conditional count.
 
     >>> double = jax.jit(lambda x: 2 * x).lower(1.0).compile()
     >>> of(double)
@@ -74,7 +74,7 @@ def of(compiled: jax.stages.Compiled) -> list[Collective]:
 
 
 def in_program(program: hlo.Program) -> list[Collective]:
-    """The collectives of a program that has been read."""
+    """Returns the collectives of a parsed program."""
     times = program.times()
     collectives = []
     for name, computation in program.computations.items():
@@ -85,7 +85,7 @@ def in_program(program: hlo.Program) -> list[Collective]:
 
 
 def axes(mesh: jax.sharding.Mesh, collective: Collective) -> tuple[str, ...]:
-    """The mesh axes that a collective goes over; ('?',) if its groups are those of no axes."""
+    """Returns the mesh axes that a collective runs over; ('?',) if its groups match no axes."""
     if not collective.between_slices:
         return _over(mesh, collective, lambda groups, lines: groups == lines) or ("?",)
     slices = _slices(mesh)
@@ -94,11 +94,11 @@ def axes(mesh: jax.sharding.Mesh, collective: Collective) -> tuple[str, ...]:
 
 
 def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
-    """The bytes that a device must send at least, each time.
+    """Returns the bytes that a device must send at least, each time.
 
-    Of n devices each sends (n - 1) / n of an all-gather's result, of a reduce-scatter's operand and of an
-    all-to-all's, and twice that of an all-reduce's: Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009. Networks that add up on the way could do with less.
+    With n devices, each sends (n - 1) / n of an all-gather's result, or of a reduce-scatter's or all-to-all's operand; and
+    twice that for an all-reduce: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", 2009. Networks that reduce data on the way could send less.
     """
     size = collective.bytes
     if collective.kind == "collective-permute":
@@ -111,16 +111,16 @@ def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
     else:
         count = mesh.devices.size // slices
     if collective.kind == "reduce-scatter":
-        # Its size is that of a part, of which there are as many as devices.
+        # The result is one of `count` parts of the operand.
         return (count - 1) * size
     part = (count - 1) * size
     return (2 * part if collective.kind == "all-reduce" else part) // count
 
 
 def hops(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[int]:
-    """The links from chip to chip within the groups of collectives, as `xshard.torus.hops` counts them.
+    """Returns the distances within the groups of collectives, in links from chip to chip: see `xshard.torus.hops`.
 
-    None between slices, and none of devices that are no TPUs.
+    Collectives between slices, and devices that are not TPUs, have none.
     """
     slices = _slices(mesh)
     devices = list(mesh.devices[slices == slices.flat[0]].flat)
@@ -131,7 +131,7 @@ def hops(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[int
 
 
 def rows(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[dict[str, Any]]:
-    """For `metrics.table`: a row for each kind, axes and types; what is in a loop counts each time."""
+    """Returns a row for each combination of kind, axes and dtypes; collectives in a loop count once per round."""
     alike = collections.defaultdict(list)
     for one in collectives:
         key = (one.kind, _show_axes(mesh, one), " ".join(one.dtypes), one.between_slices)
@@ -166,7 +166,7 @@ def _in_computation(name: str, computation: hlo.Computation) -> Iterator[Collect
             kind = between[1].lower().replace("_", "-")
             if kind not in KINDS:
                 kind = "collective-permute"
-            # The first array is the buffer of the transfer, the others are what it waits with.
+            # The first array is the transfer's buffer; the others serve for synchronization.
             collective = _collective(kind, one.arrays[:1], ())
             yield dataclasses.replace(collective, between_slices=True)
         elif kind in KINDS and name.startswith(_FUSED_SCATTER):
@@ -177,9 +177,9 @@ def _in_computation(name: str, computation: hlo.Computation) -> Iterator[Collect
 
 
 def _results(one: hlo.Instruction) -> list[hlo.Array]:
-    """The arrays that a collective gives."""
+    """Returns the results of a collective."""
     arrays = one.arrays
-    # The result of a start holds the operands, too, and for a permutation a context after both.
+    # A start's result contains operands and results; for a permutation, a context follows them.
     if one.opcode == "collective-permute-start":
         return arrays[1:2]
     if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
@@ -206,8 +206,8 @@ def _show_axes(mesh: jax.sharding.Mesh, collective: Collective) -> str:
 def _over(
     mesh: jax.sharding.Mesh, collective: Collective, fits: Callable[[_Groups, _Groups], bool]
 ) -> tuple[str, ...] | None:
-    """The fewest axes of which the lines, of devices that differ in these axes only, fit the groups."""
-    # The places of one slice's devices.
+    """Returns the fewest axes whose lines fit the groups; a line has the devices that differ only in these axes."""
+    # Only one slice's part of the mesh counts.
     slices = _slices(mesh)
     chosen = np.ix_(*(np.unique(where) for where in np.nonzero(slices == slices.flat[0])))
     places = np.arange(slices[chosen].size).reshape(slices[chosen].shape)
@@ -220,7 +220,7 @@ def _over(
 
 
 def _slices(mesh: jax.sharding.Mesh) -> np.ndarray:
-    """The number of the slice of each device of a mesh."""
+    """Returns the slice number of each device of a mesh."""
     numbers = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
     return np.array(numbers).reshape(mesh.devices.shape)
 
@@ -247,7 +247,7 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _along(places: np.ndarray, chosen: tuple[int, ...]) -> _Groups:
-    """The groups of places that differ in the chosen dimensions only."""
+    """Returns the groups of places that differ only in the chosen dimensions."""
     last = np.moveaxis(places, chosen, range(-len(chosen), 0)) if chosen else places
     size = int(np.prod([places.shape[i] for i in chosen], dtype=int))
     return {frozenset(group) for group in last.reshape(-1, size).tolist()}

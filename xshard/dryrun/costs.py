@@ -1,7 +1,7 @@
-"""Costs of a compiled program on one device: what must be computed and moved, to bound its time from below.
+"""The costs of a compiled program on one device: the work and memory traffic that bound its time from below.
 
-XLA's own `cost_analysis` counts what stands in a loop once, and counts as memory traffic what a TPU keeps
-in the chip's vector memory. Here loops count as often as they run, and only what is in main memory counts.
+XLA's own `cost_analysis` counts the body of a loop once, and counts data that a TPU keeps in vector memory as memory
+traffic. Here a loop counts as often as it runs, and only data in main memory counts.
 """
 
 import math
@@ -14,9 +14,9 @@ from xshard.dryrun import hlo, kernels
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
-# A TPU's compiler says of most of what it computes how long it thinks that this takes.
+# The TPU compiler's estimate of the cycles of an instruction, which most instructions have.
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-# What moves nothing, or what it moves is counted elsewhere: with its body, its start, or its users.
+# Instructions that move nothing, or whose traffic is counted elsewhere: with their body, their start, or their users.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency",
     "opt-barrier", "partition-id", "replica-id", "while", "conditional", "call", "custom-call", "async-start",
@@ -26,15 +26,15 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 
 class Cost(NamedTuple):
-    """The work of one device in one run.
+    """The work of one device in one run of a program.
 
     Attributes:
-      flops: floating-point operations of matrix products and convolutions, two for each multiplication
-        and addition. Others are not counted, nor what a custom call computes, but for what `kernels` knows.
-      hbm_bytes: what is read from and written to main memory, each operand of each fused operation once,
-        of what is sliced the slice only.
-      cycles: of a TensorCore, as the TPU's compiler estimates them for each fused operation, one after the other.
-        It says nothing of collectives, of custom calls and of copies that go on meanwhile.
+      flops: FLOPs of matrix products and convolutions, two for each multiply-add. Other operations are not counted, and
+        custom calls only if `kernels` knows them.
+      hbm_bytes: bytes read from and written to main memory: each operand of each fused operation once; of a sliced
+        operand only the slice.
+      cycles: TensorCore cycles, as the TPU compiler estimates them for each fused operation, summed. The estimate does
+        not include collectives, custom calls and concurrent copies.
     """
 
     flops: int = 0
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
 
 def of(program: hlo.Program) -> Cost:
-    """The cost of a run, in which conditionals take their more expensive branch."""
+    """Returns the cost of one run of a program; conditionals count their most expensive branch."""
     return _Counter(program).computation(program.entry)
 
 
@@ -53,9 +53,9 @@ class _Counter:
         self._known: dict[str, Cost] = {}
 
     def computation(self, name: str) -> Cost:
-        """The cost of all instructions of a computation that runs on its own."""
+        """Returns the cost of all instructions of a computation."""
         if name not in self._known:
-            # In its own place meanwhile, so that what calls itself comes to an end.
+            # A placeholder, so that a computation that calls itself does not recurse forever.
             self._known[name] = Cost()
             computation = self._program.computations.get(name, hlo.Computation())
             costs = [self._instruction(name, one) for one in computation.instructions.values()]
@@ -103,7 +103,7 @@ class _Counter:
         if one.opcode in _FREE or one.opcode.endswith("-done"):
             return 0
         if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
-            # Its result holds its operands, too.
+            # The result of a start contains its operands, so it covers reads and writes.
             return one.hbm_bytes
         read = sum(self._read(name, one, place) for place in range(len(one.operands)))
         return read + self._written(name, one)
@@ -119,14 +119,14 @@ class _Counter:
         return min(whole, _slice(one, place, whole))
 
     def _read_inside(self, body: str, place: int) -> int:
-        """Counts the bytes that a fused computation reads of its parameter: those which its users take."""
+        """Counts the bytes that a fused computation reads of a parameter: those that the parameter's users read."""
         for one in self._program.computations[body].instructions.values():
             if one.opcode == "parameter" and one.literal == str(place):
                 return self._taken(body, one.name, one.bytes)
         return 0
 
     def _taken(self, body: str, name: str, whole: int) -> int:
-        """Counts the bytes that the users of a result take of it, at most the whole."""
+        """Counts the bytes of a value that its users read, at most the whole."""
         total = 0
         for user in self._program.computations[body].users(name):
             for place, operand in enumerate(user.operands):
@@ -141,7 +141,7 @@ class _Counter:
         return min(whole, total)
 
     def _written(self, name: str, one: hlo.Instruction) -> int:
-        """Counts the bytes of a result that are written to main memory; of an update in place, the update's."""
+        """Counts the bytes of a result that are written to main memory; for an in-place update, only the update."""
         in_hbm = one.hbm_bytes
         if not in_hbm:
             return 0
@@ -150,7 +150,7 @@ class _Counter:
         return self._result(name, one)
 
     def _result(self, name: str, one: hlo.Instruction) -> int:
-        """Counts the bytes that are made of a result, wherever they are."""
+        """Counts the bytes of a result that are computed, in whatever memory; for an in-place update, only the update."""
         instructions = self._program.computations[name].instructions
         while one.opcode == "bitcast" and one.operands and one.operands[0] in instructions:
             one = instructions[one.operands[0]]
@@ -161,7 +161,7 @@ class _Counter:
         return one.bytes
 
     def _root(self, body: str) -> int:
-        """Counts the bytes that are made of a fused computation's result, of a tuple all."""
+        """Counts the bytes of a fused computation's result that are computed, of all elements of a tuple."""
         computation = self._program.computations[body]
         root = computation.instructions.get(computation.root)
         if not root:
@@ -177,11 +177,11 @@ def _total(costs: Sequence[Cost]) -> Cost:
 
 
 def _slice(one: hlo.Instruction, place: int, whole: int) -> int:
-    """Returns the slice that an instruction takes of an operand."""
+    """Returns the bytes that an instruction reads of an operand: only a slice, if it slices the operand."""
     if place == 0 and one.opcode in _SLICES:
         return one.bytes
     if place == 0 and one.opcode == "dynamic-update-slice":
-        # What is updated in place is neither read nor written but for the update.
+        # An in-place update touches only the updated part.
         return 0
     return whole
 
@@ -193,7 +193,7 @@ def _dot(one: hlo.Instruction, left: tuple[int, ...], right: tuple[int, ...]) ->
 
 
 def _convolution(one: hlo.Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    """Two for each product that is not one with padding: padding is no work that must be done."""
+    """Counts two for each multiply-add, without those on padding, which need not be computed."""
     labels = _LABELS.search(one.attributes)
     if not labels:
         return 0
@@ -208,7 +208,7 @@ def _convolution(one: hlo.Instruction, left: tuple[int, ...], right: tuple[int, 
 
 
 def _window(attributes: str) -> dict[str, list[str]]:
-    """What a window says of each dimension, by name; nothing where there is no window."""
+    """Parses a window: for each attribute, such as 'stride', its values by dimension; empty if there is no window."""
     window = _WINDOW.search(attributes)
     values = {}
     for entry in window[1].split() if window else ():
@@ -218,7 +218,7 @@ def _window(attributes: str) -> dict[str, list[str]]:
 
 
 def _taps(size: int, kernel: int, result: int, window: dict[str, str]) -> int:
-    """The pairs of a place in the kernel and one in the result that meet an element of the input."""
+    """Counts the pairs of a kernel position and a result position that multiply an element of the input."""
     stride, spread = int(window.get("stride", 1)), int(window.get("rhs_dilate", 1))
     apart = int(window.get("lhs_dilate", 1))
     before = int(window.get("pad", "0_0").split("_")[0])
@@ -226,7 +226,7 @@ def _taps(size: int, kernel: int, result: int, window: dict[str, str]) -> int:
     taps = 0
     for tap in range(kernel):
         first = tap * spread - before
-        # first + i * stride for i in range(result), within [0, end]: the multiples of `apart`.
+        # Counts the i in range(result) for which first + i * stride is in [0, end] and a multiple of `apart`.
         low = max(0, -(first // stride))
         high = min(result - 1, (end - first) // stride)
         if apart == 1:

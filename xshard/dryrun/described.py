@@ -1,4 +1,4 @@
-"""The words and numbers about a compiled step."""
+"""Extracts the results of a dry run from a compiled step."""
 
 import dataclasses
 import importlib.metadata
@@ -13,10 +13,10 @@ from xshard.metrics import chips
 
 
 class IncompleteError(errors.UserError):
-    """A step of which not all can be said.
+    """A dry run with a partial result.
 
     Attributes:
-      result: what can be said of it all the same, as from `dry_run`.
+      result: the partial result, in the form of `dry_run`.
     """
 
     def __init__(self, message: str, result: dict[str, Any]):
@@ -29,7 +29,7 @@ class DoesNotFitError(IncompleteError):
 
 
 class UnreadableError(IncompleteError):
-    """A step that was compiled to a program which this version of JAX cannot read."""
+    """A step whose compiled program this version of JAX cannot read."""
 
 
 def describe(
@@ -38,13 +38,13 @@ def describe(
     chip: chips.Chip,
     mesh: jax.sharding.Mesh,
 ) -> dict[str, Any]:
-    """Adds to a result what a step that fits sends and computes.
+    """Returns a result with the communication and computation of a compiled step added.
 
     Args:
-      result: what is known of the step.
-      stages: its programs, compiled.
+      result: the result so far.
+      stages: the step's compiled programs.
       chip: the chip.
-      mesh: of the run.
+      mesh: the run's mesh.
 
     Raises:
       UnreadableError: if JAX cannot read one of the programs.
@@ -71,7 +71,7 @@ def describe(
         "bounds": [limit._asdict() for limit in limits],
         "estimated_cycles": cost.cycles,
         "unknown_loops": sum(program.unknown_loops() for program, _ in programs),
-        # For comparisons only: it counts loops once, and the chip's own memory as main memory.
+        # For comparison only: XLA counts loops once, and vector memory as main memory.
         "xla_bytes_accessed": sum(map(_accessed, stages)),
         "seconds": seconds,
         "dominated_by": bound.name,
@@ -80,11 +80,11 @@ def describe(
 
 
 def _memory(stages: Sequence[logical.Stage]) -> dict[str, Any]:
-    """The compiler's plan of memory for the stage that needs most, with what a chip holds besides."""
+    """Returns the memory of the stage that needs most, including arrays that the chip holds but the stage does not use."""
     analyses: list[Any] = [stage.program.memory_analysis() for stage in stages]
     most = {"workspace": 0, "program": 0, "peak": 0, "fits": True}
     for stage, analysis in zip(stages, analyses, strict=True):
-        # Of a program's arguments the compiler knows.
+        # The compiler's peak includes the program's arguments, but not other live arrays.
         besides = max(0, estimate.shard_bytes(stage.live) - analysis.argument_size_in_bytes)
         peak = besides + analysis.peak_memory_in_bytes
         if peak > most["peak"]:
@@ -99,7 +99,7 @@ def _sent(program: hlo.Program, times: int) -> list[collectives.Collective]:
 
 
 def _cost(programs: Sequence[tuple[hlo.Program, int]]) -> costs.Cost:
-    """The cost of all programs, each of which is run so many times."""
+    """Returns the cost of all programs, each multiplied by the number of its runs."""
     each = [[times * amount for amount in costs.of(program)] for program, times in programs]
     return costs.Cost(*map(sum, zip(*each, strict=True)))
 
@@ -119,17 +119,17 @@ def _accessed(stage: logical.Stage) -> float:
 
 
 def _unreadable(e: Exception, result: dict[str, Any]) -> UnreadableError:
-    """The error for a program that the TPU's compiler writes as a newer version than JAX's."""
+    """Returns the error for a program that the TPU compiler wrote in a newer format than JAX supports."""
     return UnreadableError(
         f"The step compiles and fits on {result['topology']}, but jax {jax.__version__} cannot read the program "
-        f"that libtpu {libtpu_version()} makes of it ({cli.message(e).splitlines()[0]}), so that what it sends and computes is "
-        "not known. Install the libtpu that this jax is made for: pip install '.[dryrun]'.",
+        f"that libtpu {libtpu_version()} makes of it ({cli.message(e).splitlines()[0]}), so its communication and "
+        "computation are unknown. Install the libtpu that this jax is made for: pip install '.[dryrun]'.",
         result,
     )
 
 
 def libtpu_version() -> str:
-    """The version of the TPU's compiler."""
+    """Returns the version of the TPU compiler."""
     try:
         return importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:

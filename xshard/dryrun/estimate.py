@@ -1,4 +1,4 @@
-"""Estimates of what a compiled step needs of each chip: its memory, and bounds on its time from below."""
+"""Estimates for a step on each chip: its memory, and lower bounds on its time."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ from xshard.metrics import chips
 
 
 class Bound(NamedTuple):
-    """One reason why a step cannot be faster.
+    """A lower bound on a step's time by one resource.
 
     Attributes:
-      name: what limits: 'compute', 'memory', 'ICI' or 'DCN'.
-      amount: what a chip does in a step: floating-point operations, or bytes.
-      rate: what it does in a second at most; None: not published.
-      seconds: the first divided by the second; None: not known.
+      name: the resource: 'compute', 'memory', 'ICI' or 'DCN'.
+      amount: a chip's use of it in a step: FLOPs, or bytes.
+      rate: the peak per second; None: not published.
+      seconds: amount / rate; None: unknown.
     """
 
     name: str
@@ -27,15 +27,15 @@ class Bound(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A step as far as it is known before it is compiled.
+    """A step, prepared up to its compilation.
 
     Attributes:
       chip: the chip.
-      mesh: of the run.
-      experiment: of the run.
+      mesh: the run's mesh.
+      experiment: the run's experiment.
       state: the shapes of its state, with shardings.
       batch: the shapes of a batch.
-      result: what a dry run says of it so far.
+      result: the result of the dry run so far.
     """
 
     chip: chips.Chip
@@ -47,12 +47,12 @@ class Prepared(NamedTuple):
 
 
 def bounds(chip: chips.Chip, cost: costs.Cost, ici: int, dcn: int) -> list[Bound]:
-    """The bounds on a step's time; what bounds it is the largest, since at best all overlap.
+    """Returns the bounds on a step's time. The largest one counts, since at best all resources are used at once.
 
     Args:
       chip: the chip.
-      cost: what it computes and moves in a step.
-      ici: the bytes that it sends to others of its slice.
+      cost: the chip's work and memory traffic in a step.
+      ici: the bytes that it sends to other chips of its slice.
       dcn: the bytes that it sends to other slices.
     """
     limits = [
@@ -65,19 +65,19 @@ def bounds(chip: chips.Chip, cost: costs.Cost, ici: int, dcn: int) -> list[Bound
 
 
 def _seconds(amount: int, rate: float | None) -> float | None:
-    """The least time for an amount; None if the rate is not published."""
+    """Returns the least time for an amount; None if the rate is not published."""
     if not amount:
         return 0.0
     return amount / rate if rate else None
 
 
 def shard_bytes(tree: Any) -> int:
-    """The bytes that a device holds of a tree of shapes with shardings."""
+    """Returns the bytes that one device holds of a tree of shapes with shardings."""
     return sum(map(_leaf_bytes, jax.tree.leaves(tree)))
 
 
 def largest(tree: Any, count: int) -> list[tuple[str, int]]:
-    """The paths of the arrays of which a device holds most, and the bytes."""
+    """Returns the paths and bytes of the arrays that take most memory on a device."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sizes = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), _leaf_bytes(leaf))
@@ -87,10 +87,10 @@ def largest(tree: Any, count: int) -> list[tuple[str, int]]:
 
 
 def stacked_bytes(program: Any) -> int:
-    """The bytes of the largest stack that one of a program's scans makes: what it keeps for a gradient, or gradients.
+    """Returns the bytes of the largest stacked outputs of a scan in a program: arrays kept for a gradient, or gradients.
 
     Args:
-      program: a jaxpr. Within `jax.shard_map` its sizes are those of one replica.
+      program: a jaxpr. Within `jax.shard_map`, sizes are per replica.
     """
     jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
     most = 0

@@ -1,8 +1,8 @@
-"""A compiled program as XLA writes it down: computations of instructions, and how often each runs.
+"""Parses the text of a compiled program: its computations, their instructions, and how often each computation runs.
 
-The text is that of `compiled.as_text()`, of a CPU or a TPU. The language is described at
-https://openxla.org/xla/operation_semantics; what is read here is its spelling, and no more of it than
-`xshard.dryrun.collectives` and `xshard.dryrun.costs` ask for.
+The text is from `compiled.as_text()`, for a CPU or a TPU. The semantics are described at
+https://openxla.org/xla/operation_semantics. This module parses the syntax, and only the parts that
+`xshard.dryrun.collectives` and `xshard.dryrun.costs` need.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 
-# HLO's names of types, by the bits of an element; what is not here is of no size.
+# The bits per element of HLO's dtypes. Types that are not listed, such as tokens, count as empty.
 _BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64,
     "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f8e4m3fn": 8, "f8e5m2": 8,
@@ -25,20 +25,20 @@ _BODIES = re.compile(
 )
 _WHILE = re.compile(r"condition=%([^\s,]+), body=%([^\s,]+)")
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-# What a kernel says of itself, on lines of its own.
+# The attributes of a kernel, which span several lines.
 _OVER_LINES = re.compile(r'=\{\n(?:"[^\n]*\n)+\}')
-# What hands a number on as it is.
+# Instructions that pass a number on unchanged.
 _SAME = ("copy", "bitcast", "convert", "copy-start", "copy-done")
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array that an instruction gives: its type, its dimensions, and the memory that it is in.
+    """An array in the result of an instruction.
 
     Attributes:
-      dtype: as HLO names it.
-      shape: its dimensions on one device.
-      space: 0 for the device's main memory (HBM); a TPU's others are on the chip, or the host's.
+      dtype: its dtype in HLO's name.
+      shape: its shape on one device.
+      space: the memory space: 0 is the device's main memory (HBM); a TPU's other spaces are on the chip, or on the host.
     """
 
     dtype: str
@@ -47,7 +47,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Its size, without what tiles add."""
+        """Its size in bytes, without the padding of tiles."""
         return _BITS.get(self.dtype, 0) * math.prod(self.shape) // 8
 
 
@@ -64,27 +64,27 @@ class Instruction:
 
     @property
     def arrays(self) -> list[Array]:
-        """The arrays that it gives, of a tuple all."""
+        """The arrays of its result, all elements of a tuple."""
         arrays = []
         for dtype, sizes, layout in _ARRAY.findall(self.result):
-            # A scalar has no sizes.
+            # The size list of a scalar is empty.
             shape = tuple(int(size) for size in sizes.split(",") if size)
             arrays.append(Array(dtype, shape, _space(layout)))
         return arrays
 
     @property
     def bytes(self) -> int:
-        """The size of all of its arrays together."""
+        """The total size of its arrays in bytes."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def hbm_bytes(self) -> int:
-        """The size of those that are in the device's main memory."""
+        """The total size of its arrays in the device's main memory, in bytes."""
         return sum(array.bytes for array in self.arrays if not array.space)
 
     @property
     def bodies(self) -> list[str]:
-        """The computations that it calls, without those of a loop."""
+        """The computations that it calls, except the condition and body of a loop."""
         return [name for group in _BODIES.findall(self.attributes) for name in _NAME.findall(group)]
 
 
@@ -96,25 +96,25 @@ class Computation:
     root: str = ""
 
     def users(self, name: str) -> Iterator[Instruction]:
-        """The instructions that read another one's result."""
+        """Returns the instructions that read the result of the instruction `name`."""
         return (user for user in self.instructions.values() if name in user.operands)
 
 
 @dataclasses.dataclass
 class Program:
-    """Computations by name. What stands outside of all, as a line for a test does, is in the entry's."""
+    """The computations of a program by name. Lines outside of any computation, as in tests, are in the one called ''."""
 
     computations: dict[str, Computation]
     entry: str
 
     def loop(self, name: str, instruction: Instruction) -> tuple[str, int | None] | None:
-        """The body of a loop that stands in the computation `name`, and how often it runs.
+        """Returns the body of a loop in the computation `name`, and how often it runs.
 
-        A CPU's compiler says how often. A TPU's does not: there the counter is read, as `lax.scan` and
-        `lax.fori_loop` make it, from its start, its step and the bound that it is compared with.
+        The CPU compiler writes the count. The TPU compiler does not: there the count follows from the start, the step
+        and the bound of the loop's counter, as `lax.scan` and `lax.fori_loop` create it.
 
         Returns:
-          None for what is no loop; the count is None where it cannot be told.
+          The body and the count, which is None if unknown; None if the instruction is not a loop.
         """
         if instruction.opcode != "while":
             return None
@@ -150,7 +150,7 @@ class Program:
         return times
 
     def unknown_loops(self) -> int:
-        """The number of loops of which it cannot be told how often they run."""
+        """Returns the number of loops whose count is unknown."""
         count = 0
         for name, computation in self.computations.items():
             for instruction in computation.instructions.values():
@@ -160,7 +160,7 @@ class Program:
         return count
 
     def _count(self, name: str, loop: Instruction, condition: str, body: str) -> int | None:
-        """The rounds of a loop that counts up to a constant; None if it is of another kind."""
+        """Returns the number of rounds of a loop that counts up to a constant; None for other loops."""
         test = self.computations.get(condition, Computation())
         compared = test.instructions.get(test.root)
         if not compared or compared.opcode != "compare":
@@ -170,18 +170,18 @@ class Program:
         counter = self._origin(condition, compared.operands[0])
         if not counter or counter.opcode != "get-tuple-element":
             return None
-        # The counter's place in the tuple that goes from round to round.
+        # The counter's place in the tuple of loop-carried values.
         place = int(counter.attributes.partition("index=")[2].partition(",")[0])
         start = self._number(name, self._element(name, loop.operands[0], place))
         end = self._number(condition, compared.operands[1])
         step = self._step(body, place)
         if start is None or end is None or not step or step < 0:
             return None
-        # Rounded up, in integers.
+        # Ceiling division.
         return max(0, -((start - end) // step))
 
     def _step(self, body: str, place: int) -> int | None:
-        """Returns what a round adds to the counter."""
+        """Returns the constant that a round adds to the counter; None if unknown."""
         if body not in self.computations:
             return None
         last = self._origin(body, self._element(body, self.computations[body].root, place))
@@ -194,21 +194,21 @@ class Program:
         return None
 
     def _element(self, name: str, operand: str, place: int) -> str:
-        """The name of what is at a place of a tuple; empty if it cannot be told."""
+        """Returns the name of a tuple's element; empty if unknown."""
         made = self.computations[name].instructions.get(operand)
         if made and made.opcode == "tuple" and place < len(made.operands):
             return made.operands[place]
         return ""
 
     def _number(self, name: str, operand: str) -> int | None:
-        """The integer that an operand is; None if it is no constant."""
+        """Returns the value of an integer constant; None if the operand is not one."""
         origin = self._origin(name, operand)
         if origin and origin.opcode == "constant" and origin.literal.lstrip("-").isdigit():
             return int(origin.literal)
         return None
 
     def _origin(self, name: str, operand: str) -> Instruction | None:
-        """The instruction whose result an operand is, before copies and conversions."""
+        """Returns the instruction that computes an operand, before copies and conversions."""
         instructions = self.computations[name].instructions
         origin = instructions.get(operand)
         while origin and origin.opcode in _SAME and origin.operands:
@@ -217,7 +217,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Reads a program."""
+    """Parses the text of a program."""
     program = Program({"": Computation()}, "")
     current = program.computations[""]
     text = _OVER_LINES.sub(lambda found: found[0].replace("\n", ""), text)
@@ -244,7 +244,7 @@ def parse(text: str) -> Program:
 
 
 def _closing(text: str) -> int:
-    """Finds where the bracket is closed that was opened before the text."""
+    """Returns the position of the bracket that closes one opened before the text."""
     depth = 1
     for bracket in re.finditer(r"[()]", text):
         depth += 1 if bracket[0] == "(" else -1

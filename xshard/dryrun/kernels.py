@@ -1,7 +1,7 @@
-"""The cost of a TPU's kernels in a compiled program, which says what a kernel reads and writes, not what it computes.
+"""The cost of TPU kernels in a compiled program, whose text has a kernel's operands and results but not its computation.
 
-Counted are those of JAX's splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`), told by their names, where
-the name scope `causal` around them says which of the scores there are.
+The kernels of JAX's splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`) are recognized by their names.
+They are counted if the name scope `causal` around them tells that only the causal half of the scores is computed.
 """
 
 import math
@@ -14,8 +14,8 @@ from xshard.dryrun import hlo
 _TARGET = 'custom_call_target="tpu_custom_call"'
 _SCOPE = re.compile(r'op_name="[^"]*\bcausal\b[^"]*"')
 _SPLASH = re.compile(r"^splash_m[hq]a_(fwd|dkv|dq)_")
-# The products of a size and as many scores: scores and result; scores, and the gradients of values, of probabilities and of
-# keys; scores, and the gradients of probabilities and of queries.
+# The number of matrix products over the scores. fwd: scores and result. dkv: scores, and the gradients of values, of
+# probabilities and of keys. dq: scores, and the gradients of probabilities and of queries.
 _PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 
 
@@ -23,9 +23,9 @@ class Kernel(NamedTuple):
     """A kernel that a program calls.
 
     Attributes:
-      name: its own.
-      flops: those of its products; None where it is not known what it computes.
-      hbm_bytes: of what it reads and writes in main memory, each array once.
+      name: the kernel's name.
+      flops: the FLOPs of its matrix products; None if unknown.
+      hbm_bytes: the bytes that it reads and writes in main memory, each array once.
     """
 
     name: str
@@ -34,14 +34,19 @@ class Kernel(NamedTuple):
 
 
 def of(one: hlo.Instruction, operands: Sequence[hlo.Instruction | None]) -> Kernel | None:
-    """The kernel that an instruction calls, given the ones that make its operands; None if it calls none."""
+    """Returns the kernel that an instruction calls; None if it calls none.
+
+    Args:
+      one: the instruction.
+      operands: the instructions that compute its operands.
+    """
     if one.opcode != "custom-call" or _TARGET not in one.attributes:
         return None
     name = re.sub(r"\.\d+$", "", one.name)
     made = [operand for operand in operands if operand]
     hbm_bytes = one.hbm_bytes + sum(operand.hbm_bytes for operand in made)
     phase = _SPLASH.match(name)
-    # Queries come first, after numbers of blocks.
+    # The first floating-point array is the queries; integer block numbers come before it.
     arrays = [x for operand in made for x in operand.arrays if x.dtype in ("bf16", "f32")]
     if not phase or not arrays or not _SCOPE.search(one.attributes):
         return Kernel(name, None, hbm_bytes)
@@ -51,10 +56,10 @@ def of(one: hlo.Instruction, operands: Sequence[hlo.Instruction | None]) -> Kern
 
 
 def rows(program: hlo.Program) -> list[dict[str, Any]]:
-    """The kernels of a run, by name: how often they run, and what all of these together cost.
+    """Returns the kernels of a program by name: how often each runs, and its total cost.
 
     Returns:
-      Dictionaries of `kernel`, `count`, `flops` and `hbm_bytes`; of what is not counted the last two are None.
+      Dictionaries of `kernel`, `count`, `flops` and `hbm_bytes`; the last two are None for a kernel of unknown cost.
     """
     found: dict[str, dict[str, Any]] = {}
     for kernel, times in _in_program(program):

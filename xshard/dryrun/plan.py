@@ -1,8 +1,8 @@
-"""The search of `--plan`: the ways in which one run may lie on a pod, by the bounds on their steps.
+"""The search of `--plan`: ranks the layouts of a run on a pod by the lower bounds on their step times.
 
-A plan is a value of each key that says where a run lies and how it is computed, not what it learns: the batch is
-the same in all of them. What cannot fit by an estimate is not compiled. Of the rest those are compiled first, two or
-more at a time, that differ least from the best one so far.
+A plan is a value for each key that determines the layout and the computation of a run, but not what it learns: the batch
+is the same in all plans. Plans that cannot fit by an estimate are not compiled. The others are compiled several at a time,
+starting with those that differ least from the best one so far.
 """
 
 import collections
@@ -29,7 +29,7 @@ from xshard.pod import notice
 from xshard.run import preflight
 
 _SHOWN = 10
-# A compiler may take 2 GB.
+# One compilation may take 2 GB of memory.
 _MOST_WORKERS = 8
 
 
@@ -39,13 +39,13 @@ def search(
     most: int,
     report: Callable[[choices.Plan, int, int], None],
 ) -> None:
-    """Compiles plans, as many at a time as there are cores, `most` in all.
+    """Compiles at most `most` plans, one per CPU core at a time.
 
     Args:
-      plans: of which those that wait are compiled.
-      compile_plan: compiles one, and sets what has become of it. It is called in threads.
-      most: so many.
-      report: is told of each that is done, how many are, and how many may be.
+      plans: all plans; those that wait are compiled.
+      compile_plan: compiles a plan, and sets its outcome. It is called in threads.
+      most: the most plans to compile.
+      report: receives each finished plan, the number of finished plans, and the number that may be compiled in all.
     """
     workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
     pool = concurrent.futures.ThreadPoolExecutor(workers)
@@ -69,7 +69,7 @@ def search(
 
 
 def _prune(plans: Sequence[choices.Plan], failed: choices.Plan) -> None:
-    """Rules out what needs more than a plan that did not fit."""
+    """Rules out plans that need more memory than one that did not fit."""
     for plan in plans if failed.outcome == choices.TOO_LARGE else ():
         if plan.outcome == choices.WAITING and choices.needs_more(plan.values, failed.values):
             why = "larger activations than a plan that does not fit, and is otherwise the same"
@@ -77,11 +77,11 @@ def _prune(plans: Sequence[choices.Plan], failed: choices.Plan) -> None:
 
 
 class Judge:
-    """Says of a plan before it is compiled what it needs at least, or who refuses it.
+    """Estimates the memory that a plan needs at least, before it is compiled, and rules out invalid plans.
 
     Args:
       config: the config of the run.
-      prepare: from a config to its step, as far as it is known without the compiler.
+      prepare: takes a config to its step, prepared up to the compilation.
     """
 
     def __init__(self, config: Any, prepare: Callable[[Any], estimate.Prepared]):
@@ -91,18 +91,19 @@ class Judge:
         self._stacked: dict[Any, int] = {}
 
     def __call__(self, plan: choices.Plan) -> None:
-        """Sets a plan's `needs`, or what becomes of it."""
+        """Sets a plan's `needs`; and its outcome, if it is invalid or cannot fit."""
         config = copy.deepcopy(self._config)
         config.update_from_flattened_dict(plan.values)
         try:
             step = self._step(plan, config)
             limit, memory = step.chip.hbm, step.result["memory"]
-            # Gradients of micro-batches are added up in float32, beside the parameters.
+            # With micro-batches, float32 sums of gradients are kept beside the parameters.
             sums = memory["parameters"] if plan.values[choices.MICRO] > 1 else 0
             plan.needs = sum(memory.values()) + sums
             what = "state and sums of gradients"
+            # The trace takes seconds, so it runs only if the state fits.
             if plan.needs <= limit:
-                # At best all of what a loop keeps is sharded over 'model'.
+                # At best, everything that a loop keeps is sharded over 'model'.
                 plan.needs += self._kept(plan, config, step) // plan.values[choices.MODEL]
                 what = "state, sums of gradients, and what a loop keeps for the backward pass"
         except ValueError as e:
@@ -112,7 +113,8 @@ class Judge:
             plan.end(choices.PRUNED, f"{what} need more than the {summary.size(limit)} of a chip")
 
     def _step(self, plan: choices.Plan, config: Any) -> estimate.Prepared:
-        """The step of a plan that holds the same; other micro-batches, say, hold the same state."""
+        """Returns the step of a plan with the same state. Plans that differ only in micro-batches, say, share it."""
+        # These keys, and recomputation, do not change the state.
         free = (choices.MICRO, "reduction.reduce_dtype")
         values = plan.values.items()
         key = tuple(x for name, x in values if name not in free and not choices.is_remat(name, x))
@@ -121,7 +123,7 @@ class Judge:
                 self._prepared[key] = self._prepare(config)
             except ValueError as e:
                 if plan.is_own:
-                    # Its micro-batches may be what is wrong, which others do not have.
+                    # The config's own number of micro-batches may be invalid; other plans have other numbers.
                     raise
                 self._prepared[key] = e
         found = self._prepared[key]
@@ -130,7 +132,7 @@ class Judge:
         return found
 
     def _kept(self, plan: choices.Plan, config: Any, step: estimate.Prepared) -> int:
-        """Traces a step for what its loops stack; once for each size of a micro-batch."""
+        """Traces a step for the bytes that its loops stack; once for each micro-batch size."""
         values = plan.values
         remats = [value for name, value in values.items() if choices.is_remat(name, value)]
         key = (values[choices.MODEL] / values[choices.MICRO], *remats)
@@ -142,18 +144,19 @@ class Judge:
 
 
 class Compiler:
-    """Compiles plans in processes of their own, which can crash, and be ended.
+    """Compiles each plan in a child process, which may crash, and can be killed.
 
     Args:
-      arguments: of this program.
+      arguments: the arguments of this program.
     """
 
     def __init__(self, arguments: Sequence[str]):
+        # The last flag counts: a child must not search again.
         self._arguments = [*arguments, "--noplan", "--json"]
         self._running: set[subprocess.Popen[str]] = set()
 
     def __call__(self, plan: choices.Plan) -> None:
-        """Compiles a plan, and sets what becomes of it."""
+        """Compiles a plan, and sets its outcome."""
         command = [sys.executable, "-m", "xshard.dryrun", *self._arguments, *choices.flags_of(plan)]
         pipe = subprocess.PIPE
         child = subprocess.Popen(
@@ -165,14 +168,14 @@ class Compiler:
         take(plan, child.returncode, out, err)
 
     def stop(self) -> None:
-        """Ends what is being compiled."""
+        """Kills all compilations in progress."""
         for child in list(self._running):
             child.kill()
 
 
 def take(plan: choices.Plan, code: int, out: str, err: str) -> None:
-    """Sets what becomes of a plan from what its dry run has said."""
-    # An experiment may print as well, but not after it.
+    """Sets a plan's outcome from the exit code and the output of its dry run."""
+    # An experiment may print too, but the result is the last line.
     said = out.splitlines()[-1:]
     result = json.loads(said[0]) if said and said[0].startswith("{") else {}
     if code == notice.DONE:
@@ -203,18 +206,18 @@ def run(
 
     Args:
       config: the config of the run.
-      topology: of a slice.
-      prepare: from a config and a topology to its step, as far as it is known without the compiler.
-      arguments: of this program.
-      most: so many plans are compiled at most.
-      as_json: whether what is printed is for machines.
+      topology: the topology of a slice.
+      prepare: takes a config and a topology to the step, prepared up to the compilation.
+      arguments: the arguments of this program.
+      most: the most plans to compile.
+      as_json: whether to print JSON.
 
     Raises:
-      UserError: if there is nothing to choose, if all is refused, or if nothing fits.
+      UserError: if there is nothing to choose, all plans are refused, or no plan fits.
     """
     say = _clock()
     plans = _plans(config, topology)
-    say(f"{len(plans)} plans, of which the memory is estimated")
+    say(f"{len(plans)} plans; estimating their memory")
     judge = Judge(config, lambda config: prepare(config, topology))
     for plan in plans:
         judge(plan)
@@ -226,7 +229,7 @@ def run(
         search(plans, compiler, most, lambda plan, done, of: say(f"{done} of {of}: {_line(plan)}"))
     except KeyboardInterrupt:
         compiler.stop()
-        say("interrupted; what is known:")
+        say("interrupted; results so far:")
         code = notice.INTERRUPTED
     print(jsonfile.dumps(as_data(plans)) if as_json else show(plans, topology), flush=True)
     if code == notice.DONE and not choices.fitting(plans):
@@ -238,7 +241,7 @@ def run(
 
 
 def _plans(config: Any, topology: str) -> list[choices.Plan]:
-    """The plans for a config; raises UserError if there is nothing to choose."""
+    """Returns the plans for a config; raises UserError if there is nothing to choose."""
     chips.parse_topology(topology)
     config_lib.check(config)
     sizes = [int(size) for size in topology.split(":")[1].split("x")]
@@ -254,7 +257,7 @@ def _plans(config: Any, topology: str) -> list[choices.Plan]:
 
 
 def _clock() -> Callable[[str], None]:
-    """Returns a function that says something on stderr, with the time since now."""
+    """Returns a function that prints a text on stderr, with the time since this call."""
     begin = time.monotonic()
 
     def say(text: str) -> None:
@@ -265,7 +268,7 @@ def _clock() -> Callable[[str], None]:
 
 
 def as_data(plans: Sequence[choices.Plan]) -> dict[str, Any]:
-    """All plans, those that fit in order of their rank, for `--json`."""
+    """Returns all plans for `--json`: those that fit in order of rank, then the others."""
     best = sorted(choices.fitting(plans), key=lambda plan: plan.rank)
     rest = [plan for plan in plans if plan.outcome != choices.FITS]
     return {
@@ -276,7 +279,7 @@ def as_data(plans: Sequence[choices.Plan]) -> dict[str, Any]:
 
 
 def show(plans: Sequence[choices.Plan], topology: str) -> str:
-    """The ten best plans, and what became of the others, for people."""
+    """Formats the ten best plans, and the outcomes of the others."""
     best = sorted(choices.fitting(plans), key=lambda plan: plan.rank)[:_SHOWN]
     parts = [f"{topology}, {len(plans)} plans: {_counted(plans)}", _reasons(plans, "\n")]
     if best:
@@ -292,13 +295,13 @@ def show(plans: Sequence[choices.Plan], topology: str) -> str:
 
 
 def _counted(plans: Sequence[choices.Plan]) -> str:
-    """Counts what became of plans."""
+    """Returns a text with the number of plans of each outcome."""
     counts = collections.Counter(plan.outcome for plan in plans)
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
 
 
 def _reasons(plans: Sequence[choices.Plan], between: str = "; ") -> str:
-    """The reasons why plans are not among those that fit, each once, with their number."""
+    """Returns a text with each reason why plans do not fit, and the number of these plans."""
     reasons = collections.Counter((plan.outcome, plan.reason) for plan in plans if plan.reason)
     return between.join(f"{n} {outcome}: {why}" for (outcome, why), n in reasons.most_common())
 
@@ -319,7 +322,7 @@ def _row(number: int, plan: choices.Plan) -> dict[str, str]:
 
 
 def _line(plan: choices.Plan) -> str:
-    """A plan and what became of it, in a line."""
+    """Formats a plan and its outcome on one line."""
     values = " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in plan.values.items())
     if plan.outcome == choices.TOO_LARGE:
         return f"{values}: too large, {summary.size(plan.needs)}"

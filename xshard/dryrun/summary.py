@@ -1,4 +1,4 @@
-"""The result of a dry run, for people."""
+"""Formats the result of a dry run."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _NAMES = {"workspace": "activations and workspace", "program": "the program itse
 
 
 def show(result: dict[str, Any]) -> str:
-    """A result for people."""
+    """Formats a result as text."""
     memory, chip = result["memory"], result["chip"]
     shape = " x ".join(f"{count} {axis}" for axis, count in result["mesh"].items())
     slices = f"{result['slices']} slices of " if result["slices"] > 1 else ""
@@ -17,6 +17,7 @@ def show(result: dict[str, Any]) -> str:
         f"{slices}{result['topology']}: {result['chips']} chips of {size(chip['hbm'])} as {shape}, "
         f"{result['examples']} examples a step"
     )
+    # A step that does not fit, or whose program cannot be read, has only its memory.
     if "collectives" not in result:
         return f"{head}\n\n{show_lib.table(_held(memory, chip))}"
     times = [_show_bound(limit) for limit in result["bounds"] if limit["amount"]]
@@ -44,7 +45,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def warnings(rows: list[dict[str, Any]], topology: str) -> list[str]:
-    """The lines about collectives between chips that are not next to one another."""
+    """Returns a warning about collectives between chips that are not neighbors, if there are any."""
     far = [row for row in rows if row["hops"] and row["hops"] > 1]
     if not far:
         return []
@@ -64,7 +65,7 @@ def warnings(rows: list[dict[str, Any]], topology: str) -> list[str]:
 def _held(memory: dict[str, Any], chip: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, held_bytes in memory.items():
-        # Not a size, but whether they are too much together.
+        # 'fits' is not a size.
         if name != "fits":
             row = {
                 "memory a chip": _NAMES.get(name, name.replace("_", " ")),
@@ -93,7 +94,7 @@ def _sent(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _kernels(result: dict[str, Any]) -> list[str]:
-    """The table of the kernels of a step; none where there are none."""
+    """Returns the table of a step's kernels, if there are any."""
     rows = []
     for row in result["kernels"]:
         known = row["flops"] is not None
@@ -126,7 +127,7 @@ def _show_bound(limit: dict[str, Any]) -> dict[str, str]:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Formats a number of bytes."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

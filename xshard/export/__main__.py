@@ -1,9 +1,9 @@
-"""Writes a trained model for other programs: `python -m xshard.export runs/digits --to=digits.safetensors`.
+"""Exports a trained model to other programs: `python -m xshard.export runs/digits --to=digits.safetensors`.
 
-    python -m xshard.export runs/digits@1000 --to=digits.safetensors    its arrays, by path
-    python -m xshard.export runs/digits --to=digits.stablehlo           its prediction, for jax.export.deserialize
+    python -m xshard.export runs/digits@1000 --to=digits.safetensors    the arrays, by path
+    python -m xshard.export runs/digits --to=digits.stablehlo           the prediction, for jax.export.deserialize
 
-The run is only read, and may be training.
+The run is only read, and may still be training.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from xshard import trained as trained_lib
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exports what the arguments ask for; returns the exit code."""
+    """Exports a model according to the arguments; returns the exit code."""
     return cli.run(lambda: _main(argv))
 
 
@@ -23,23 +23,28 @@ def _parser() -> argparse.ArgumentParser:
     parser = cli.parser("export", __doc__)
     parser.add_argument("run", metavar="RUN[@STEP]", help="a run's work directory")
     parser.add_argument(
-        "--to", required=True, metavar="FILE", help="ends in .safetensors or .stablehlo"
+        "--to",
+        required=True,
+        metavar="FILE",
+        help="the output, ending in .safetensors or .stablehlo",
     )
     parser.add_argument(
-        "--batch_size", type=int, help="the rows that the prediction takes; by default any number"
+        "--batch_size",
+        type=int,
+        help="the number of rows of the prediction's batch; by default any number",
     )
     parser.add_argument(
         "--arguments",
         action="store_true",
-        help="the prediction's first argument is the arrays of the .safetensors, which are not in it",
+        help="make the arrays of the .safetensors the prediction's first argument, instead of including them",
     )
     parser.add_argument(
         "--select",
         default=checkpoint.BY_DEFAULT,
         metavar="REGEX",
-        help="which arrays; by default the parameters and the network's state of each learner",
+        help="the paths of the arrays; by default the parameters and network state of each learner",
     )
-    parser.add_argument("--overwrite", action="store_true", help="FILE may be there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Writes what a run has trained to a file, of a kind that the end of its name says."""
+"""Writes a trained model to a file, in the format of the file name's suffix."""
 
 import importlib.util
 import pathlib
@@ -28,27 +28,27 @@ def write(
     select: str = checkpoint.BY_DEFAULT,
     overwrite: bool = False,
 ) -> str:
-    """Writes a trained model to a file: it is whole, or what it was.
+    """Writes a trained model to a file. The write is atomic: on failure an existing file stays unchanged.
 
     Args:
-      trained: what `xshard.load` has returned.
-      to: the file. One that ends in '.safetensors' has the arrays by their paths, as a checkpoint has them, and
-        `--init_from` takes it. One that ends in '.stablehlo' has `Experiment.predict` as `jax.export.deserialize` reads
-        it, a function of the batch, with the arrays in it.
-      batch: arrays, or their shapes, by name, of a batch that `predict` takes; by default the one that `samples` asks
-        about, or training examples. Of those only what the prediction depends on is an argument.
-      batch_size: the rows of a batch; by default any number, which is refused where a network depends on it.
-      arguments: whether the function takes the arrays, too, as its first argument: those of the .safetensors by path.
-      select: which arrays those are, a regular expression of paths; by default the parameters and the network's state of
-        each learner.
-      overwrite: whether the file may be there already.
+      trained: the result of `xshard.load`.
+      to: the file. With the suffix '.safetensors' it gets the arrays under their paths in a checkpoint; `--init_from`
+        accepts it. With '.stablehlo' it gets `Experiment.predict`, a function of the batch with the arrays included, for
+        `jax.export.deserialize`.
+      batch: a batch for `predict`, as arrays or shapes by name; by default the batch that `samples` predicts, or
+        training examples. Only arrays that the prediction depends on become arguments.
+      batch_size: the number of rows of a batch; by default any number, which fails if the network depends on it.
+      arguments: whether the function takes the arrays of the .safetensors, by path, as its first argument.
+      select: a regular expression for the paths of these arrays; by default the parameters and network state of each
+        learner.
+      overwrite: whether to replace an existing file.
 
     Returns:
-      What was written, in words.
+      A description of what was written.
 
     Raises:
-      UserError: if the file's kind is unknown, it is there already or cannot be written, if the extra is not
-        installed, or if the prediction does not lower.
+      UserError: if the suffix is unknown, the file exists already or cannot be written, the extra is not installed, or
+        the prediction cannot be lowered.
     """
     path = pathlib.Path(to)
     _check(path, overwrite)
@@ -76,19 +76,19 @@ def _check(path: pathlib.Path, overwrite: bool) -> None:
         )
     if path.suffix == PROGRAM and importlib.util.find_spec("flatbuffers") is None:
         raise errors.UserError(
-            "flatbuffers is not installed, by which jax.export writes a program: pip install '.[export]', or "
+            "flatbuffers is not installed, which jax.export needs to write a program: pip install '.[export]', or "
             "'xshard[export]'."
         )
     if not path.parent.is_dir():
         raise errors.UserError(f"--to={path}: there is no directory {path.parent}; make it.")
     if path.is_dir() or (path.exists() and not overwrite):
         raise errors.UserError(
-            f"--to={path} is there already: give another name, delete it, or say --overwrite."
+            f"--to={path} is there already: give another name, delete it, or add --overwrite."
         )
 
 
 def _arrays(trained: trained_lib.Trained, select: str) -> dict[str, np.ndarray]:
-    """The selected arrays of the state, by path, on the host."""
+    """Returns the selected arrays of the state, by path, on the host."""
     leaves = checkpoint.flatten(program.whole(trained))
     paths = checkpoint.selected(select, leaves, "--select")
     if not paths:
@@ -98,6 +98,6 @@ def _arrays(trained: trained_lib.Trained, select: str) -> dict[str, np.ndarray]:
     keys = [p for p in paths if jax.numpy.issubdtype(leaves[p].dtype, jax.dtypes.prng_key)]
     if keys:
         raise errors.UserError(
-            f"--select='{select}' matches {keys[0]!r}, a key of JAX's: narrow it."
+            f"--select='{select}' matches {keys[0]!r}, a JAX random key: narrow it."
         )
     return {path: np.asarray(jax.device_get(leaves[path])) for path in paths}

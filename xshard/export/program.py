@@ -1,4 +1,4 @@
-"""`Experiment.predict` as a program of its own, on one device, that needs nothing but JAX, or a compiler of StableHLO."""
+"""Exports `Experiment.predict` as a standalone program for one device, which needs only JAX or a StableHLO compiler."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -21,13 +21,13 @@ from xshard.run import preflight
 from xshard.stored import replicas, storage
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-# Marks, where the outputs are asked what they depend on, an array of the batch.
+# The mark of a batch array in the analysis of what the outputs depend on.
 _READ = frozenset(["read"])
 _Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 def whole(trained: trained_lib.Trained) -> state_lib.TrainState:
-    """The state with all arrays in a checkpoint's shapes."""
+    """Returns the state with all arrays in the shapes of a checkpoint."""
     mesh = trained.state.step.sharding.mesh
     return storage.Storage(trained.experiment, mesh).to_whole(trained.state)
 
@@ -38,19 +38,19 @@ def export(
     batch_size: int | None,
     arguments: Mapping[str, np.ndarray],
 ) -> tuple[jax_export.Exported, list[str]]:
-    """The prediction, exported, and the arrays of a batch that it takes, in words.
+    """Exports the prediction. Returns it, and descriptions of the batch arrays that it takes.
 
     Args:
-      trained: what is exported.
+      trained: the trained model.
       batch: as for `xshard.export.write`.
-      batch_size: the same.
-      arguments: the arrays by path that are its first argument, if there are any; the others are within it.
+      batch_size: as for `xshard.export.write`.
+      arguments: the arrays that form the first argument, by path; all other arrays are included in the program.
     """
     experiment = trained.experiment
     if batch is None:
         batch = preflight.samples_batch(experiment) or experiment_lib.example(experiment)
     shapes = batches.shapes_of(batch)
-    # The run's key stays on the run's devices: no prediction sees it.
+    # No prediction uses the run's random key, so a constant replaces it.
     state = whole(trained)
     state = jax.device_get(state_lib.TrainState(state.step, state.experiment, jnp.int32(0)))
     _check_own(trained, shapes)
@@ -60,7 +60,7 @@ def export(
     unread = {name: x for name, x in shapes.items() if name not in read}
 
     def with_unread(arguments: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
-        # What a network looks at, and its outputs do not depend on, is zeros within the program.
+        # Batch arrays that the network reads but its outputs do not depend on become zeros in the program.
         rows = next(iter(batch.values())).shape[0]
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batches.shapes(unread, rows))
         return predict(arguments, {**zeros, **batch})
@@ -91,7 +91,7 @@ def _predict(
     arguments: Mapping[str, Any],
     batch: Mapping[str, Any],
 ) -> Any:
-    """The prediction, of replicas and groups on one device: what is mapped over devices in a run, is by `jax.vmap` here."""
+    """Computes the prediction on one device; `jax.vmap` replaces a run's mapping over replicas and groups."""
     experiment, mesh = trained.experiment, trained.state.step.sharding.mesh
     leaves = {**checkpoint.flatten(constants), **arguments}
     state = jax.tree.unflatten(jax.tree.structure(constants), [*leaves.values()])
@@ -102,7 +102,7 @@ def _predict(
     mapped = jax.vmap(
         mapped, 0 if several else None, 0, axis_name=mesh_lib.GROUP, axis_size=mesh_lib.num_groups(mesh)
     )  # fmt: skip
-    # Equal on all of them.
+    # Predictions are equal on all groups and replicas.
     return jax.tree.map(lambda x: x[0, 0, 0], mapped(state.experiment))
 
 
@@ -116,7 +116,7 @@ def _predict_one(
 
 
 def _check_own(trained: trained_lib.Trained, shapes: _Shapes) -> None:
-    """Raises UserError if the prediction reads what is a replica's own of others."""
+    """Raises UserError if the prediction reads `PerReplica` state of a run with another number of replicas."""
     mesh = trained.state.step.sharding.mesh
     if replicas.has_others(trained.state, mesh):
         traced = preflight.jitted_predict(trained.experiment, mesh).trace(trained.state, shapes)
@@ -126,7 +126,7 @@ def _check_own(trained: trained_lib.Trained, shapes: _Shapes) -> None:
 def _read(
     predict: Callable[..., Any], shapes: _Shapes, experiment: experiment_lib.Experiment
 ) -> list[str]:
-    """The names of the arrays of a batch that the prediction depends on."""
+    """Returns the names of the batch arrays that the prediction depends on."""
     names = sorted(shapes)
     program = jax.make_jaxpr(functools.partial(predict, {}))(shapes)
     read = []
@@ -143,7 +143,7 @@ def _read(
 
 
 def _lower(function: Callable[..., Any], args: tuple[Any, ...]) -> jax_export.Exported:
-    """The function for all platforms that it lowers for."""
+    """Exports the function for all platforms if possible, else for those that it lowers for."""
     jitted = jax.jit(function)
     try:
         return jax_export.export(jitted, platforms=PLATFORMS)(*args)

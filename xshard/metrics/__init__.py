@@ -1,1 +1,1 @@
-"""The numbers of a run: rows, writers, clock, terminal."""
+"""The metrics of a run: rows, their writers, the clock and the terminal."""

@@ -1,8 +1,8 @@
-"""Peak figures of TPUs and GPUs, as their makers publish them, and the slices that there are of TPUs.
+"""Published peak figures of TPUs and GPUs, and the available TPU slices.
 
-The rates are peaks, to bound times from below, and of dense matrices. Those of TPUs were read in November 2026;
-where editions of a page differ, as in 819 and 800 GB/s for v5e's memory, the larger is taken, so that the bound
-holds.
+The rates are peaks for dense matrices, and serve as lower bounds of times. The TPU figures were read in November 2026.
+Where editions of a page differ, such as 819 and 800 GB/s for the memory of v5e, the table has the larger figure, so that
+the bound holds.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from xshard import errors
 
 _PAGE = "https://docs.cloud.google.com/tpu/docs/"
 _GIB, _GB, _TERA = 2**30, 1e9, 1e12
-# The slices of v5e and v6e, by their pages; those of v4 and v5p are cubes of 4x4x4, and parts of one.
+# The slices of v5e and v6e, from their pages. Slices of v4 and v5p consist of 4x4x4 cubes, or are parts of one cube.
 _PLANES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _PARTS = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
@@ -23,16 +23,16 @@ class Chip:
     """One chip.
 
     Attributes:
-      name: as in a topology's name, 'v5e'.
-      flops: floating-point operations a second of bfloat16 matrix products.
+      name: the name in a topology, such as 'v5e'.
+      flops: bfloat16 matrix-product FLOPs per second.
       hbm: bytes of memory.
-      hbm_rate: bytes a second from and to it.
-      ici_rate: bytes a second that it can send to its neighbours, on all links together: half of what is
-        published for both directions, and what a pod's all-reduce bandwidth is for each of its chips.
-      dcn_rate: bytes a second of its share of its host's network cards; None: not published.
-      dimensions: of the torus.
-      largest: the chips of the largest slice.
-      source: where the numbers are from.
+      hbm_rate: bytes per second from and to memory.
+      ici_rate: bytes per second that it can send to its neighbors over all links: half of the published bidirectional
+        rate; for v4, the pod's all-reduce bandwidth per chip.
+      dcn_rate: bytes per second of its share of the host's network cards; None: not published.
+      dimensions: the number of dimensions of the torus.
+      largest: the number of chips of the largest slice.
+      source: the page with these figures.
     """
 
     name: str
@@ -68,8 +68,7 @@ CHIPS = {
 }  # fmt: skip
 
 
-# The chips by the names that JAX has for devices, as in jax/_src/pallas/mosaic/tpu_info.py; each of these
-# devices is a whole chip.
+# The chips by JAX's device kinds, as in jax/_src/pallas/mosaic/tpu_info.py. Each of these devices is a whole chip.
 _TPUS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -79,11 +78,10 @@ _TPUS = {
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
 }
-# Of bfloat16 and float16, by the names that NVIDIA's driver has: https://www.nvidia.com/en-us/data-center/a100/
-# and its neighbours h100, h200. What is published for H100 and H200 (1979, NVL 1671, PCIe 1513) is for matrices
-# of which half of each four elements are 0: twice what dense ones can have.
-# The rates agree with those that TorchTitan divides by (312, 989, 835, 756); the names are as others report them,
-# since no such device was here.
+# bfloat16 and float16 peaks by the driver's device names: https://www.nvidia.com/en-us/data-center/a100/ and the pages
+# h100 and h200 beside it. The published figures of H100 and H200 (1979, NVL 1671, PCIe 1513) are for matrices with 2:4
+# sparsity: twice the dense rate. The rates agree with those that TorchTitan uses (312, 989, 835, 756). The names are as
+# others report them, since there was no such device here.
 _GPUS = {
     "NVIDIA A100-SXM4-40GB": 312 * _TERA,
     "NVIDIA A100-SXM4-80GB": 312 * _TERA,
@@ -97,14 +95,14 @@ _GPUS = {
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Floating-point operations a second of matrix products that a device can do at most.
+    """Returns the peak FLOPs per second of matrix products on a device.
 
     Args:
-      device_kind: of a `jax.Device`, such as 'TPU v5 lite' or 'NVIDIA H200'.
-      dtype: what is multiplied: 'bfloat16', on GPUs also 'float16'.
+      device_kind: the kind of a `jax.Device`, such as 'TPU v5 lite' or 'NVIDIA H200'.
+      dtype: the dtype of the operands: 'bfloat16', on GPUs also 'float16'.
 
     Returns:
-      The rate; None where none is published for such a device and type, and for devices not known here.
+      The rate; None if no rate is published for the device and dtype, or the device is unknown.
     """
     if device_kind in _TPUS and dtype == "bfloat16":
         return CHIPS[_TPUS[device_kind]].flops
@@ -114,11 +112,11 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def parse_topology(topology: str) -> Chip:
-    """The chip of a slice that is named as 'v5e:4x8' or 'v5p:4x4x8'.
+    """Returns the chip of a slice with a name such as 'v5e:4x8' or 'v5p:4x4x8'.
 
     Raises:
-      ValueError: if there is no such slice. libtpu is no judge of that: it takes slices that Google does
-        not offer, and ends the process at one of size 0.
+      ValueError: if no such slice is offered. libtpu does not check this: it accepts slices that Google does not offer,
+        and ends the process at one of size 0.
     """
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", topology)
     if match is None:
@@ -145,7 +143,7 @@ def _exists(chip: Chip, shape: tuple[int, ...]) -> bool:
         return True
     if len(shape) != 3 or sorted(shape) != list(shape):
         return False
-    # Cubes of 4x4x4.
+    # Larger slices consist of whole 4x4x4 cubes.
     is_of_cubes = shape[0] > 0 and all(size % 4 == 0 for size in shape)
     return is_of_cubes and math.prod(shape) <= chip.largest
 

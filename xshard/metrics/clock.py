@@ -1,17 +1,17 @@
-"""A clock of where a process's seconds go: into training steps, or into what keeps its devices from them.
+"""A clock that divides a process's time into training and the phases that keep its devices from training.
 
-A host runs ahead of its devices, so that what it does is not what they wait for. What counts as what:
+A host runs ahead of its devices, so host work does not always delay them. The phases are:
 
-start       from the begin of the process until the first training step has been dispatched, that is imports,
-            reading data, restoring, and compiling that step.
-data        the host waits for a batch and the devices have nothing left to do. A wait beside which they
-            compute the steps before costs nothing, and counts as training.
-checkpoint  the host saves: it has waited for all steps before, which is training. What is written in the
+start       from the start of the process until the first training step has been dispatched: imports, reading
+            data, restoring, and compiling that step.
+data        the host waits for a batch while the devices are idle. A wait during which the devices still compute
+            earlier steps costs nothing, and counts as training.
+checkpoint  the host saves. It has waited for all earlier steps first, which counts as training. Writing in the
             background does not count.
-evaluation  the same, for an evaluation, its compilation included.
-training    all the rest.
+evaluation  the same for an evaluation, including its compilation.
+training    the rest.
 
-With several processes each has its own, and they differ little: they meet in every step.
+With several processes each has its own clock. They differ little, since the processes synchronize in every step.
 """
 
 import collections
@@ -31,12 +31,12 @@ START, DATA, CHECKPOINT, EVALUATION, TRAINING = PHASES = (
 )
 
 
-# Some times as long as it takes to hand something to a thread and back.
+# Several times as long as a round trip to another thread.
 _SHORT_SECONDS = 1e-3
 
 
 class Every:
-    """Says once every so many seconds that they have passed; if 0, never."""
+    """A timer that fires once every so many seconds; with 0, never."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
         self._seconds = seconds
@@ -44,7 +44,7 @@ class Every:
         self._due = clock() + seconds
 
     def has_passed(self) -> bool:
-        """Returns whether it is the first call since so many seconds have passed."""
+        """Returns whether this is the first call since the interval has passed."""
         now = self._clock()
         if not self._seconds or now < self._due:
             return False
@@ -53,17 +53,17 @@ class Every:
 
 
 class Rate:
-    """The steps a second, over the last times that it was told of a step."""
+    """The number of steps per second, over the last `times` observations."""
 
     def __init__(self, times: int):
         self._steps: collections.deque[tuple[float, int]] = collections.deque(maxlen=times)
 
     def add(self, now: float, step: int) -> None:
-        """Takes the step that a run is at."""
+        """Records the step that the run has reached."""
         self._steps.append((now, step))
 
     def value(self) -> float | None:
-        """The rate; None while no step has been made between the times."""
+        """Returns the rate; None if no step was made between the observations."""
         if not self._steps:
             return None
         (begin, first), (end, last) = self._steps[0], self._steps[-1]
@@ -73,18 +73,18 @@ class Rate:
 
 
 class Clock:
-    """Counts the seconds of each phase, from the begin of the process on; for one thread."""
+    """Counts the seconds of each phase since the process started; for one thread."""
 
     def __init__(self, begin: float | None = None, now: Callable[[], float] = time.monotonic):
-        """Begins in the phase of the start.
+        """Starts in the phase 'start'.
 
         Args:
-          begin: when the process began, as `now` tells it; by default as the system says.
-          now: the time in seconds.
+          begin: the start time of the process, on the clock of `now`; by default from the operating system.
+          now: returns the time in seconds.
         """
         self._now = now
         if begin is None:
-            # In this order no time counts before the begin: what passes between the two is left out.
+            # `age` is called first, so that the time between the two calls is lost rather than counted twice.
             already = age()
             begin = now() - already
         self._since = begin
@@ -93,17 +93,17 @@ class Clock:
         self._waiting = _Waiting(self)
 
     def seconds(self) -> dict[str, float]:
-        """The seconds of each phase until now."""
+        """Returns the seconds of each phase until now."""
         self._enter(self._phase)
         return dict(self._seconds)
 
     def started(self) -> None:
-        """Ends the start, if it has not ended."""
+        """Ends the phase 'start'."""
         self._enter(TRAINING)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts what is done in it as this phase, and no other that it is within."""
+        """Counts the time inside the context as this phase only, not as the enclosing one."""
         outer = self._enter(name)
         try:
             yield
@@ -111,16 +111,16 @@ class Clock:
             self._enter(outer)
 
     def waiting(self, newest: Any) -> "_Waiting":
-        """A context in which the host waits for data.
+        """Returns a context in which the host waits for data.
 
         Args:
-          newest: a `jax.Array` that the step makes which was dispatched last; None before the first.
+          newest: a `jax.Array` computed by the most recently dispatched step; None before the first step.
         """
         self._waiting.newest = newest
         return self._waiting
 
     def _enter(self, phase: str) -> str:
-        """Counts what has passed, and goes on in another phase; the one before."""
+        """Counts the time since the last change, and enters another phase; returns the previous one."""
         now = self._now()
         before = self._phase
         self._seconds[before] += now - self._since
@@ -130,25 +130,27 @@ class Clock:
 
     def _move_to_data(self, seconds: float) -> None:
         """Counts seconds that have just passed, and are not counted yet, as a wait for data."""
-        # They will be counted as part of the present phase, too.
+        # `_enter` will also count them for the present phase, so they are subtracted from it in advance.
         self._seconds[self._phase] -= seconds
         self._seconds[DATA] += seconds
 
 
 class _Waiting:
-    """The wait for a batch, of which counts what the devices have been idle for.
+    """A wait for a batch, which counts the part during which the devices were idle.
 
-    They have been for none of it if they still compute when it ends. While that is so, as it should be, no more
-    is asked, and it costs a microsecond or two. Else the next wait looks closer: it counts whole if the devices
-    are idle when it begins, and if not, a thread beside it waits for the instant in which they are. Where the
-    wait before was a short one, which a thread would make longer, it counts half instead.
+    If the devices are still busy when the wait ends, no part counts. In a healthy run this is always so, and the check
+    costs a microsecond or two. Otherwise the next wait is measured more closely:
+
+    - If the devices are idle when it begins, all of it counts.
+    - If not, a thread waits for the moment they become idle.
+    - If the previous wait was so short that a thread would prolong it, half of the wait counts instead.
     """
 
     newest: Any = None
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        # Whether the devices were idle when the wait before ended, and how long it was.
+        # Whether the devices were idle when the previous wait ended, and how long that wait was.
         self._was_idle = False
         self._last_seconds = 0.0
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
@@ -156,7 +158,7 @@ class _Waiting:
     def __enter__(self) -> None:
         self._begin = self._clock._now()
         self._ended: concurrent.futures.Future[float] | None = None
-        # Before the first step of a run, and after a roll-back, there is none to be computed.
+        # Before the first step of a run, and after a roll-back, no step is being computed.
         self._was_idle = self._was_idle and self.newest is not None
         self._is_busy = self._was_idle and not self.newest.is_ready()
         if self._is_busy and self._last_seconds > _SHORT_SECONDS:
@@ -190,10 +192,11 @@ _IMPORTED = time.monotonic()
 
 
 def age() -> float:
-    """Returns the seconds since this process began; where the system does not say, since this was imported."""
+    """Returns the seconds since this process started; without support by the system, since this module was imported."""
     try:
         with open("/proc/self/stat", "rb") as file:
-            # See proc(5): the 22nd field, of which the second, a name, may hold anything but ends with ')'.
+            # proc(5): field 22 is the start time. Field 2 is a name that may contain anything and ends with ')', so the
+            # fields are counted from the last ')'.
             ticks = int(file.read().rpartition(b")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, ValueError, IndexError):

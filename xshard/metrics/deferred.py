@@ -1,4 +1,4 @@
-"""Numbers from the device to the host, without stopping the device."""
+"""Transfers metrics from the device to the host without stalling the device."""
 
 import collections
 from collections.abc import Iterator, Mapping
@@ -7,16 +7,16 @@ import jax
 
 from xshard.metrics import rows
 
-# Steps that may have been dispatched and not yet looked at.
+# The number of dispatched steps whose metrics the host has not read yet.
 IN_FLIGHT = 2
 
 
 class Deferred:
     """Metrics on their way to the host, and a bound on the steps in flight.
 
-    The host asks for the metrics of a step only when some later steps have been dispatched, so that the
-    device always has work. The bound is small: host memory holds a batch for each step in flight, and
-    XLA's CPU collectives deadlock when many steps compete for few threads.
+    The host reads the metrics of a step only after some later steps have been dispatched, so the device always has
+    work. The bound is small because host memory holds a batch for each step in flight, and because XLA's CPU
+    collectives deadlock when many steps compete for few threads.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Deferred:
         )
 
     def push(self, step: int, metrics: Mapping[str, jax.Array], keep: bool) -> Iterator[rows.Row]:
-        """Takes a step's metrics; returns the rows that are due, of those that were to be kept."""
+        """Adds a step's metrics; yields the rows of earlier kept steps that are due. `keep` asks for a row of this step."""
         if keep:
             for value in metrics.values():
                 value.copy_to_host_async()
@@ -33,13 +33,13 @@ class Deferred:
         return self._pop(IN_FLIGHT)
 
     def flush(self) -> Iterator[rows.Row]:
-        """Waits for all steps in flight; returns their rows."""
+        """Waits for all steps in flight; yields the rows of those kept."""
         return self._pop(0)
 
     def _pop(self, remain: int) -> Iterator[rows.Row]:
         while len(self._pending) > remain:
             step, metrics, keep = self._pending.popleft()
-            # All metrics come together, from one computation.
+            # One program computes all metrics of a step, so waiting for one of them is enough.
             next(iter(metrics.values())).block_until_ready()
             if keep:
                 row: rows.Row = {"step": step}

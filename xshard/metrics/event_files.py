@@ -1,4 +1,4 @@
-"""The event files that TensorBoard shows: `tensorboard --logdir=WORKDIR`."""
+"""Event files for TensorBoard: `tensorboard --logdir=WORKDIR`."""
 
 import contextlib
 import math
@@ -20,35 +20,35 @@ from xshard import samples
 from xshard.files import disk, jsonfile
 from xshard.metrics import rows
 
-# TensorBoard needs to see it to take a session's start for one.
+# TensorBoard recognizes the start of a session only after an event with this version.
 _VERSION = "brain.Event:2"
-# What an event has places for.
+# Values that an event stores in its own fields.
 _ITS_OWN = ("step", "perf/time")
 _PREFIX = "events.out.tfevents"
-# A number that orders the files: the time, or one more than the last where the clock was set back.
+# The number that orders the files: the time, or one more than the last file's if the clock was set back.
 _NUMBER = re.compile(re.escape(_PREFIX) + r"\.(\d{10})\.")
 _LAST_NUMBER = 10**10 - 1
-# Those of versions before end in a count. TensorFlow's and PyTorch's end in two numbers.
+# Files of earlier xshard versions end in a count; TensorFlow's and PyTorch's end in two numbers.
 _OURS = re.compile(_NUMBER.pattern + r"(.+\.xshard|(?!.*\.\d+\.\d{6}$).+\.\d{6})")
 
 
 class EventFiles:
     """A folder with the rows of a run as event files: numbers as scalars; samples as texts, images and histograms.
 
-    Several groups are tags 'loss/0', 'loss/1'. Each start of the program writes one file with all rows until
-    then, and goes on in it. The file begins with a session log (TensorFlow's `SessionLog.START`) of step 0, at
-    which TensorBoard drops what it has read in files before, and its name comes after theirs.
+    With several groups, tags are 'loss/0', 'loss/1'. Each start of the program writes a new file with all earlier rows,
+    and appends to it. The file begins with a session log (TensorFlow's `SessionLog.START`) at step 0, which makes
+    TensorBoard drop the events of earlier files. The file's name sorts after theirs.
     """
 
     def __init__(self, directory: pathlib.Path, history: Callable[[], Iterator[rows.Row]]):
-        """Writes the file, and deletes those of earlier starts.
+        """Writes the file, and deletes the files of earlier starts except the last.
 
-        The last of them stays until the next start: a TensorBoard that reads in it goes on to the new file
-        from there, but not from one that is gone.
+        The last one stays until the next start: a TensorBoard that is reading it continues with the new file, but it
+        would not continue from a deleted file.
 
         Args:
           directory: the folder, which need not exist.
-          history: the rows until now, of numbers and of samples.
+          history: returns the earlier rows, of numbers and of samples.
 
         Raises:
           ValueError: if the file cannot be written.
@@ -64,37 +64,37 @@ class EventFiles:
                 _delete(directory / name)
 
     def write(self, row: rows.Row) -> None:
-        """Writes a row's numbers, what is not finite as NaN; or its samples."""
+        """Writes a row's numbers, with values that are not finite as NaN; or its samples."""
         with disk.writing(self._path):
             self._out.write(_record(_event(row)))
-            # So that it is seen at once: rows are rare.
+            # Rows are rare, so each is flushed and visible at once.
             self._out.flush()
 
     write_samples = write
 
     def flush(self) -> None:
-        """Does nothing: no row is held back."""
+        """Does nothing: no row is buffered."""
 
     def sync(self) -> None:
-        """Makes what has been written durable; may be called from another thread.
+        """Syncs the file to disk; may be called from another thread.
 
         Raises:
-          ValueError: if it cannot be made so.
+          ValueError: if that fails.
         """
-        # Opened again: the thread that writes may be at its end, and have closed it.
+        # The file is opened again, since the writing thread may have closed it already.
         with disk.writing(self._path):
             disk.sync(self._file)
             disk.sync(self._path)
 
     def close(self) -> None:
-        """Ends the file; what could not be written stays unwritten."""
+        """Closes the file, and ignores rows that cannot be written any more."""
         with contextlib.suppress(OSError):
             self._out.close()
 
     def _begin(self, history: Callable[[], Iterator[rows.Row]]) -> BinaryIO:
-        """Makes the file, which is whole and durable before it has its name; returns it open."""
+        """Creates the file, which is complete and durable before it gets its name; returns it open."""
         temporary = self._path / ".events.new"
-        # Of a start that was killed here; or a link, which is not to be followed.
+        # A start that was killed here may have left one; a link must not be followed.
         temporary.unlink(missing_ok=True)
         out = temporary.open("xb")
         try:
@@ -116,7 +116,7 @@ class EventFiles:
 
 
 def _next_name(names: list[str]) -> str:
-    """A name that comes after those in the folder, which is the order in which TensorBoard reads."""
+    """Returns a name that sorts after those in the folder, since TensorBoard reads files in order of their names."""
     number = int(time.time())
     for name in names:
         match = _NUMBER.match(name)
@@ -128,14 +128,14 @@ def _next_name(names: list[str]) -> str:
 
 
 def _delete(path: pathlib.Path) -> None:
-    """Deletes a file of an earlier start; not a link, nor what is no file."""
+    """Deletes a file of an earlier start, unless it is a link or not a regular file."""
     with contextlib.suppress(OSError):
         if stat.S_ISREG(path.lstat().st_mode):
             path.unlink()
 
 
 def _event(row: rows.Row) -> event_pb2.Event:
-    """A row as an event."""
+    """Converts a row to an event."""
     values = []
     if samples.is_row(row):
         values = [_sample(name, item) for name, item in samples.items(row).items()]
@@ -151,7 +151,7 @@ def _event(row: rows.Row) -> event_pb2.Event:
 
 
 def _sample(name: str, item: samples.Item) -> summary_pb2.Summary.Value:
-    """A sample as TensorBoard's plugins for images, histograms and texts read it."""
+    """Converts a sample to the format of TensorBoard's plugins for images, histograms and texts."""
     if item["kind"] == "image":
         image = summary_pb2.Summary.Image(
             height=item["height"],
@@ -172,7 +172,7 @@ def _sample(name: str, item: samples.Item) -> summary_pb2.Summary.Value:
             bucket=counts,
         )
         return summary_pb2.Summary.Value(tag=name, histo=histogram)
-    # It is taken for Markdown, in which what is indented stays as it is.
+    # TensorBoard renders the text as Markdown; indented text is shown verbatim.
     content = textwrap.indent(item["text"], "    ", lambda line: True).encode("utf-8", "replace")
     dtype = types_pb2.DataType.Value("DT_STRING")
     shape = tensor_shape_pb2.TensorShapeProto()
@@ -187,21 +187,21 @@ def _is_shown(value: object) -> bool:
 
 
 def _number(value: float | None) -> float:
-    """A number as it is, now and when it is read back from a row, where null is what is not finite."""
+    """Returns a number for an event; NaN if it is not finite, or null, as such numbers are in a row that was read back."""
     if value is None or not math.isfinite(value):
         return math.nan
     return value
 
 
 def _record(event: event_pb2.Event) -> bytes:
-    """An event as TensorFlow frames it: its length and its bytes, each with a masked CRC-32C."""
+    """Encodes an event in TensorFlow's record format: its length and its bytes, each with a masked CRC-32C."""
     content = event.SerializeToString()
     length = struct.pack("<Q", len(content))
     return length + _checksum(length) + content + _checksum(content)
 
 
 def _checksum(content: bytes) -> bytes:
-    # tensorboardX has one in Python, which takes minutes for the rows of a long run.
+    # tensorboardX computes the CRC in Python, which takes minutes for the rows of a long run.
     crc = google_crc32c.value(content)
     rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
     return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)

@@ -1,8 +1,8 @@
-"""The model FLOPs of a training step: what its matrix products and convolutions take, however it is computed.
+"""The model FLOPs of a training step: its matrix products and convolutions, however they are computed.
 
-They are counted in the trace of the forward pass, so that what is computed again to save memory does not
-count, nor what XLA makes of it. A step counts three times its forward pass: the backward pass is one product
-for the gradient of each of a product's two operands.
+They are counted in the trace of the forward pass, so recomputation to save memory and XLA's transformations do not
+count. A step counts three times its forward pass, because the backward pass has one product for the gradient of each of
+a product's two operands.
 
 Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B,
 https://arxiv.org/abs/2204.02311.
@@ -27,21 +27,23 @@ from xshard.metrics import chips
 
 
 def of(f: Callable[..., Any], *args: Any) -> int:
-    """The FLOPs of a function's matrix products and convolutions, two for each multiplication with its addition.
+    """Returns the FLOPs of a function's matrix products and convolutions, two for each multiply-add.
 
-    What is in a scan counts as often as it is done; of a conditional's branches the most expensive one; of those of
-    `lax.platform_dependent` the default, whatever the backend, so that a step counts the same on each; what is
-    mapped by `jax.shard_map` for all devices of the axes that it maps; a Pallas kernel as often as its grid
-    says. A product counts whole, however much of it is masked: of causal attention the whole square.
-    Products of a convolution's padding do not count. Nothing else counts: no decompositions, no Fourier
-    transforms, nothing in a foreign function.
+    - The body of a scan counts once per iteration, and a Pallas kernel once per grid cell.
+    - A conditional counts its most expensive branch. `lax.platform_dependent` counts the default branch on any backend,
+      so that a step counts the same on each.
+    - The body of `jax.shard_map` counts for all devices of the axes that it maps.
+    - A product counts whole even if a part is masked: causal attention counts the whole square.
+    - Products with a convolution's padding do not count.
+
+    Nothing else counts: no decompositions, no Fourier transforms, no foreign functions.
 
     Args:
       f: a function.
-      args: its arguments, of which only shapes and types count.
+      args: its arguments; only their shapes and dtypes matter.
 
     Raises:
-      ValueError: if there is such a product in a `while` loop: nothing says how often it is done.
+      ValueError: if a product is in a `while` loop, since its number of iterations is unknown.
     """
     return _of_jaxpr(jax.make_jaxpr(f)(*args).jaxpr)
 
@@ -49,18 +51,18 @@ def of(f: Callable[..., Any], *args: Any) -> int:
 def forward(
     experiment: supervised.Supervised, mesh: jax.sharding.Mesh, batch: Mapping[str, Any]
 ) -> int:
-    """The FLOPs of a training step's forward pass, to the loss: of all groups, on all devices together.
+    """Returns the FLOPs of a training step's forward pass up to the loss, of all groups and devices together.
 
     Args:
-      experiment: of the run.
-      mesh: of the run.
-      batch: as the training step takes it, of all groups; arrays or shapes.
+      experiment: the run's experiment.
+      mesh: the run's mesh.
+      batch: a training batch of all groups; arrays or shapes.
 
     Raises:
-      ValueError: as `of`.
+      ValueError: as for `of`.
     """
     parts = experiment.config.micro_batches
-    # The network computes a part of the batch at a time.
+    # The network computes one micro-batch at a time.
     rows = next(iter(batch.values())).shape[0]
     micro_batch = batches.shapes(batch, rows // parts)
     key = jax.random.key(0)
@@ -73,7 +75,7 @@ def forward(
     def local(state: Any, batch: Mapping[str, Any]) -> jax.Array:
         with within.run_on(mesh, rules):
             value = experiment.learner.value(state, experiment.training_loss, batch, key)
-        # What is sharded over devices needs a dimension to be sharded over.
+        # The result needs a dimension for `out_specs` to shard.
         return value[None]
 
     everywhere, split = jax.P(), jax.P(mesh_lib.BATCH)
@@ -91,10 +93,10 @@ def forward(
 def step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, batch: Mapping[str, Any]
 ) -> int:
-    """The model FLOPs of a training step, of all groups, on all devices together.
+    """Returns the model FLOPs of a training step, of all groups and devices together.
 
-    Of a `Supervised` experiment they are three times those of `forward`, which has the arguments and errors. Of others
-    they are those of all products in the step's program, what is computed again for the backward pass too.
+    For a `Supervised` experiment this is three times `forward`, which describes the arguments and errors. For others it
+    counts all products in the step's program, including recomputation for the backward pass.
     """
     if isinstance(experiment, supervised.Supervised):
         return 3 * forward(experiment, mesh, batch)
@@ -103,7 +105,7 @@ def step(
 
 
 def _example(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """An example for its names, types and shape, whose numbers do not count."""
+    """Returns one example of zeros, for its names, dtypes and shapes."""
     return {name: np.zeros((1, *x.shape[1:]), x.dtype) for name, x in batch.items()}
 
 
@@ -113,24 +115,24 @@ def if_known(
     batch: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> int | None:
-    """The model FLOPs of a training step that can be traced; None, and the reason said, if they cannot be counted."""
+    """Returns the model FLOPs of a training step; if they cannot be counted, passes the reason to `say` and returns None."""
     try:
         return step(experiment, mesh, batch)
     except Exception as e:
-        # Not a mistake in the experiment, whose step has been traced.
+        # This is not a mistake in the experiment, whose step has been traced before.
         say(f"model FLOPs are not logged: {e}")
         return None
 
 
 def peak(mesh: jax.sharding.Mesh, dtype: Any) -> float | None:
-    """The FLOPs a second that all devices together can do at most, which MFU is a share of.
+    """Returns the peak FLOPs per second of all devices together: the denominator of MFU.
 
     Args:
       mesh: the devices.
-      dtype: what the run computes in.
+      dtype: the compute dtype of the run.
 
     Returns:
-      The rate; None where that of such devices in this type is not known.
+      The rate; None if the peak of a device in this dtype is unknown.
     """
     name = np.dtype(dtype).name
     total = 0.0
@@ -154,19 +156,19 @@ def _of_equation(eqn: Any) -> int:
     if not any(inner):
         return 0
     if name == "cond":
-        # One branch is done, and which one only the data says, or the backend.
+        # One branch runs. The data, or the backend, decides which one.
         platforms = params.get("branches_platforms") or ()
         return inner[platforms.index(None)] if None in platforms else max(inner)
     if name == "while":
         raise errors.UserError(
-            "There is a matrix product in a while loop, and nothing says how often it is done: its model FLOPs "
-            "cannot be counted. Use jax.lax.scan, or jax.lax.fori_loop with numbers that are known to Python."
+            "There is a matrix product in a while loop whose number of iterations is unknown: its model FLOPs "
+            "cannot be counted. Use jax.lax.scan, or jax.lax.fori_loop with bounds that are Python integers."
         )
     return sum(inner) * _times(name, params)
 
 
 def _times(name: str, params: Mapping[str, Any]) -> int:
-    """Counts how often the functions in an equation are done."""
+    """Returns how often an equation runs the functions in it."""
     if name == "scan":
         return int(params["length"])
     if name == "shard_map":
@@ -177,7 +179,7 @@ def _times(name: str, params: Mapping[str, Any]) -> int:
 
 
 def _products(eqn: Any, contracted: Sequence[int]) -> int:
-    """Counts the multiplications of a product: for each element of the result, one for each that it sums over."""
+    """Counts the multiplications of a product: the size of the result times the size of the contracted dimensions."""
     left = eqn.invars[0].aval.shape
     return math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
 
@@ -188,12 +190,12 @@ def _dot(eqn: Any) -> int:
 
 
 def _ragged_dot(eqn: Any) -> int:
-    """Counts products of rows in groups, each with a matrix of its own: each row is multiplied once."""
+    """Counts a product in which each group of rows has its own matrix, so that each row is multiplied once."""
     dims = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dims.dot_dimension_numbers
     total = 2 * _products(eqn, contracted)
     if set(dims.lhs_ragged_dimensions) <= set(contracted):
-        # What is summed over is in groups: there is a result for each, of its own rows.
+        # The contracted dimension is grouped: each group's result sums only over its own rows.
         sizes = eqn.invars[2].aval
         return total // sizes.shape[-1]
     return total
@@ -222,20 +224,20 @@ def _convolution(eqn: Any) -> int:
 def _taps(
     size: int, kernel: int, result: int, *, before: int, stride: int, apart: int, spread: int
 ) -> int:
-    """Counts the pairs of a place in the kernel and one in the result that meet an element of the input.
+    """Counts the pairs of a kernel position and a result position that multiply an element of the input.
 
     Args:
       size: the size of the input in this dimension.
-      kernel: that of the kernel.
-      result: that of the result.
+      kernel: the size of the kernel.
+      result: the size of the result.
       before: the padding before the input.
-      stride: the distance of two results.
-      apart: the distance of two elements of the input, between which are zeros.
-      spread: the distance of two elements of the kernel.
+      stride: the distance between two results.
+      apart: the distance between two elements of the input (input dilation); zeros lie between them.
+      spread: the distance between two elements of the kernel (kernel dilation).
     """
     places = np.arange(result)[:, None] * stride + np.arange(kernel) * spread - before
     is_inside = (places >= 0) & (places <= (size - 1) * apart)
-    # Between the elements of the input are zeros.
+    # Positions between two elements of the input hold zeros and do not count.
     return int((is_inside & (places % apart == 0)).sum())
 
 

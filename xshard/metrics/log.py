@@ -1,4 +1,4 @@
-"""The log of a run: training metrics and evaluations, to its writers and to the terminal."""
+"""The log of a run: sends training metrics, evaluations and samples to the writers and the terminal."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALU
 
 
 class Log:
-    """Training metrics and evaluations of a run. A context, at whose end all of it is written."""
+    """The log of a run. As a context, it closes its writers at the end."""
 
     def __init__(
         self,
@@ -37,20 +37,20 @@ class Log:
         clock: clock_lib.Clock,
         terminal: terminal_lib.Terminal,
     ):
-        """Begins, with the writers of the config on process 0.
+        """Opens the config's writers, on process 0.
 
         Args:
-          directory: the work directory; rows of steps after the first are dropped.
-          start: the step that the run goes on from.
+          directory: the work directory; rows of steps after `start` are dropped.
+          start: the step that the run starts or resumes from.
           experiment: the run's experiment, with its config.
           mesh: the run's mesh.
-          batches: the run's.
-          clock: this process's.
-          terminal: where the run shows how it goes.
+          batches: the run's training batches.
+          clock: this process's clock.
+          terminal: the run's terminal.
 
         Attributes:
-          rows: how many rows the writers have, those of earlier parts of the run among them.
-          newest: a metric of the step that was dispatched last; None before the first.
+          rows: the number of rows in the log, including earlier parts of the run.
+          newest: a metric of the most recently dispatched step; None before the first step.
         """
         config = experiment.config
         self._writers: list[writers_lib.Writer] = []
@@ -71,14 +71,14 @@ class Log:
         self._mesh = mesh
         self._clock = clock
         self._terminal = terminal
-        # Counted for the first row, which comes when the devices have steps to make.
+        # FLOPs are counted with the first row. By then the devices are busy, so the trace delays nothing.
         self._flops = functools.cache(
             lambda: flops_lib.if_known(experiment, mesh, batches.shapes(), terminal.say)
         )
         self._peak = flops_lib.peak(mesh, jmp.get_policy(config.precision).compute_dtype)
         self._epoch_examples = batches.epoch_examples
         self._deferred = deferred.Deferred()
-        # The last row, to say what has happened since.
+        # The previous row, to report skips and changes of the loss scale since then.
         self._before: rows_lib.Row = {"step": start}
         self._paced = (start, 0.0)
         self.newest: jax.Array | None = None
@@ -90,37 +90,37 @@ class Log:
         self._terminal.close()
         with contextlib.ExitStack() as stack:
             if kind is not None:
-                # What has made the run fail is what is to be said.
+                # The exception that ended the run must not be replaced by one from closing a writer.
                 stack.enter_context(contextlib.suppress(OSError, ValueError))
             for writer in self._writers:
                 stack.callback(writer.close)
 
     def push(self, step: int, values: Mapping[str, jax.Array]) -> None:
-        """Takes the metrics of a step, and writes those of earlier ones that have come to the host."""
+        """Adds the metrics of a step, and writes the rows of earlier steps that have reached the host."""
         if step == self._start + 1:
-            # The first call has compiled, which says nothing of the steps to come.
+            # The first step includes compilation, so timing starts after it.
             self._clock.started()
             self._terminal.start(self._start)
         keep = step % self._config.log_every_steps == 0 or step == self._config.steps
         if keep:
-            # The host can read only what is on its own devices.
+            # A host can only read arrays on its own devices.
             values = mesh_lib.replicate(self._mesh, values)
         self.newest = next(iter(values.values()), None)
         self._write(self._deferred.push(step, values, keep))
         self._terminal.progress(step)
 
     def flush(self) -> None:
-        """Writes what has been taken; waits for it."""
+        """Waits for all steps that were pushed, and writes their rows."""
         self._write(self._deferred.flush())
         for writer in self._writers:
             writer.flush()
 
     def sync(self) -> None:
-        """Makes durable what has been flushed; from any thread. Raises OSError if it cannot be."""
+        """Syncs all flushed rows to disk; may be called from any thread. Raises OSError if that fails."""
         if self._samples is not None:
             self._samples.sync()
         for writer in self._writers:
-            # A user's own writer need not have it.
+            # Custom writers need not have this method.
             if hasattr(writer, "sync"):
                 writer.sync()
 
@@ -131,22 +131,22 @@ class Log:
         self._terminal.say(text)
 
     def write_ahead(self, row: rows_lib.Row | None) -> None:
-        """Writes a row on a step that is about to be made, if there is one, after those of all steps before."""
+        """Writes a row about the step that comes next, if there is one, after the rows of all earlier steps."""
         if row is not None:
             self.flush()
             self._send(row | {"perf/time": _now()})
 
     def sampled(self) -> int:
-        """The last step of which there are samples, as process 0 sees it; -1 if there is none."""
+        """Returns the last step with samples, as process 0 sees it; -1 if there is none."""
         return -1 if self._samples is None else self._samples.last
 
     def write_samples(self, row: rows_lib.Row) -> None:
-        """Writes the samples of a step, which `xshard.samples.row` has made, unless the step has some."""
+        """Writes a row from `xshard.samples.row`, unless samples of its step exist already."""
         if self._samples is None or row["step"] <= self._samples.last:
             return
         self._samples.write(row)
         for writer in self._writers:
-            # A user's own need not have it.
+            # Custom writers need not have this method.
             if hasattr(writer, "write_samples"):
                 writer.write_samples(row)
 
@@ -154,11 +154,11 @@ class Log:
         for row in rows:
             steps = row["step"]
             for name in [name for name in row if name.rpartition("/")[2] == "global_step"]:
-                # A total, since a skip between two rows would not show.
+                # A running total, since the 'skipped' of one step would miss skips between rows.
                 skipped = steps - np.asarray(row[name])
                 row[name.removesuffix("global_step") + "skipped"] = skipped.tolist()
             if self._epoch_examples is not None:
-                # Under this name the experiment may log what it calls so itself.
+                # An experiment may log its own 'epoch', which takes precedence.
                 examples = steps * self._config.batch_size
                 row.setdefault("epoch", examples / self._epoch_examples)
             seconds = self._clock.seconds()
@@ -175,11 +175,11 @@ class Log:
         writers_lib.write(self._writers, row)
 
     def _rate(self, step: int, seconds: Mapping[str, float]) -> float:
-        """Steps a second since the last row, but for the time that went into evaluations and saving."""
+        """Returns the steps per second since the last row, without the time of evaluations and saves."""
         paced = seconds[clock_lib.TRAINING] + seconds[clock_lib.DATA]
         last_step, last_paced = self._paced
         self._paced = (step, paced)
-        # Two rows may come to the host at one instant.
+        # Two rows may reach the host at the same time.
         return (step - last_step) / max(paced - last_paced, 1e-9)
 
     def _performance(self, rate: float, seconds: Mapping[str, float]) -> rows_lib.Row:
@@ -195,14 +195,14 @@ class Log:
         row["seconds"] = total
         for name in _COSTS:
             row[f"{name}_seconds"] = seconds[name]
-        # What is measured in milliseconds has no more digits.
+        # Times are accurate to about a millisecond, so six digits are enough.
         performance = {f"perf/{name}": float(f"{value:.6g}") for name, value in row.items()}
         performance["perf/time"] = _now()
         return performance
 
 
 def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]:
-    """The row of an evaluation of the state after a step; and the same as a line for people."""
+    """Returns the row of an evaluation of the state after a step, and a line to print."""
     row: rows_lib.Row = {"step": step}
     numbers = []
     for name, value in values.items():
@@ -213,17 +213,17 @@ def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]
 
 
 def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
-    """Says what has happened between two rows that a person should hear of; empty: nothing.
+    """Describes skipped steps and changes of the loss scale between two rows; empty if there are none.
 
     Args:
-      before: the row before, or what is known of it.
+      before: the previous row, possibly with only its 'step'.
       row: a row of training.
     """
     parts = []
     for name in row:
         learner, _, kind = name.rpartition("/")
         of_learner = f" by {learner}" if learner else ""
-        # Of a run that goes on, the skips until its first row are not known.
+        # After a resume, the number of skips before the first row is unknown.
         if kind == "skipped" and (name in before or before["step"] == 0):
             skipped = np.asarray(row[name]) - np.asarray(before.get(name, 0))
             if np.any(skipped):

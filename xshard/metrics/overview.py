@@ -1,4 +1,4 @@
-"""An overview for people: the model, how its parameters lie on the devices, and the steps."""
+"""The overview that a run prints: the model, the sharding of its parameters, the steps and the results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import ml_collections
 from xshard import mesh as mesh_lib
 from xshard.metrics import show
 
-# Of a table that is not to be shown whole.
+# The number of lines of a shortened table.
 _LINES = 24
 
 
@@ -22,7 +22,7 @@ def begin(
     *,
     whole: bool,
 ) -> str:
-    """Says what begins, or goes on: as `model`, and a line for each of what has changed since it was started."""
+    """Returns the text of `model`, and a line for each change since the run was started."""
     changed = [f"changed since the run was started: {change}" for change in changes]
     return "\n".join([model(config, mesh, params, whole=whole), *changed])
 
@@ -34,13 +34,13 @@ def model(
     *,
     whole: bool,
 ) -> str:
-    """A line on the run, and a table with a line for each array of the parameters and one for all.
+    """Returns a line on the run, and a table with a line for each parameter array and a line of totals.
 
     Args:
       config: the run's config.
       mesh: the run's mesh.
-      params: by path; of several groups they have a leading dimension of groups.
-      whole: whether all lines are to be shown, or of many the first and the last.
+      params: the parameters by path; with several groups they have a leading dimension of groups.
+      whole: whether to show all lines of a long table, or only the first and the last ones.
     """
     rows = []
     size = all_bytes = device_bytes = 0
@@ -62,7 +62,7 @@ def model(
 
 
 def plan(start: int, steps: int, store: Any, end: str = "") -> str:
-    """Says from where, in a store, a run goes on, and which steps are to be made; none if it has ended, for `end`."""
+    """Describes the checkpoint that a run resumes from and the steps to train; `end` is the reason why it ended already."""
     text = f"all {steps} steps have been made"
     if end:
         text = f"nothing to train: the run has ended at step {start}: {end}"
@@ -74,10 +74,10 @@ def plan(start: int, steps: int, store: Any, end: str = "") -> str:
 
 
 def results(values: Mapping[str, Any]) -> str:
-    """Says how a run has ended.
+    """Formats the results of a run.
 
     Args:
-      values: as they are in results.json.
+      values: the contents of results.json.
     """
     lines = ["\nresults:"]
     for name, value in values["eval"].items():
@@ -100,8 +100,8 @@ def _row(path: str, leaf: jax.Array) -> dict[str, Any]:
 
 
 def _axes(leaf: jax.Array) -> str:
-    """The mesh axis of each dimension, such as 'group,-,model'; an array that is whole on each device: '-'."""
-    # A sharding names the axes of the first dimensions only, if the others have none.
+    """Returns the mesh axis of each dimension, such as 'group,-,model'; '-' for a replicated array."""
+    # A spec may be shorter than the number of dimensions; the others have no axes.
     names = ["-"] * leaf.ndim
     for dim, axis in enumerate(getattr(leaf.sharding, "spec", ())):
         if axis:

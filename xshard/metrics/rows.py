@@ -1,6 +1,6 @@
-"""Rows of numbers: a mapping of names to numbers, or to lists of them where there are several groups.
+"""Rows: mappings of names to numbers, or to lists of numbers with several groups.
 
-Texts among them are fingerprints of the state alone.
+The only texts in a row are fingerprints of the state.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ Row = dict[str, Any]
 
 
 def flat(row: Row) -> Row:
-    """A row with a name for each number: of a list they are 'loss/0', 'loss/1'."""
+    """Returns a row with one name per number; the numbers of a list become 'loss/0', 'loss/1'."""
     numbers: Row = {}
     for name, value in row.items():
-        # A list has its positions for names.
+        # The names of a list's elements are their positions.
         if isinstance(value, list):
             value = dict(enumerate(value))
         if isinstance(value, Mapping):
@@ -28,21 +28,21 @@ def flat(row: Row) -> Row:
 
 
 def reproducible(row: Row) -> Row:
-    """A row without what differs between runs of the same bits."""
+    """Returns a row without the values that may differ between runs with the same bits."""
     return {name: x for name, x in row.items() if not name.startswith("perf/")}
 
 
 def is_of_training(row: Row) -> bool:
-    """Returns whether a row is a step's, and not an evaluation's or a roll-back's."""
+    """Returns whether a row belongs to a training step, not to an evaluation or a roll-back."""
     return not any(name.startswith(("eval/", "roll_back/")) for name in row)
 
 
 def to_number(value: Any) -> Any:
-    """A Python number, or a list of them for several groups; two uint32 are a fingerprint, which is a text."""
+    """Converts an array to a Python number, or a list with several groups; a uint32 array is a fingerprint, and becomes a text."""
     array = np.asarray(value)
     return hashing.text(array) if array.dtype == np.uint32 else array.tolist()
 
 
 def numbers(row: Row) -> Row:
-    """A row without what is no number."""
+    """Returns a row without fingerprints."""
     return {name: x for name, x in row.items() if not name.startswith(fingerprint.PREFIX)}

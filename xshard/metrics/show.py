@@ -1,4 +1,4 @@
-"""Numbers, times and tables as text, for people."""
+"""Formats numbers, times and tables as text for people."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _PREFIXES = {
 
 
 def number(value: Any) -> str:
-    """A number, or the numbers of several groups, for people."""
+    """Formats a number, or the numbers of several groups."""
     if isinstance(value, list):
         return "[" + " ".join(map(number, value)) + "]"
     if abs(value) < 1e4:
@@ -21,7 +21,7 @@ def number(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span for people, such as 1:02:03."""
+    """Formats a time span, such as 1:02:03."""
     if not np.isfinite(seconds):
         return "?"
     minutes, seconds = divmod(round(seconds), 60)
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """Formats how long ago something was, for people."""
+    """Formats an age in the largest unit of which it has at least two."""
     for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {name}"
@@ -40,7 +40,7 @@ def age(seconds: float) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as aligned columns, under the names of all of their keys."""
+    """Formats rows as aligned columns, with all of their keys as headers."""
     if not rows:
         return "nothing"
     names: dict[str, None] = {}
@@ -57,7 +57,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def scaled(value: float, unit: str) -> str:
-    """A number with a decimal prefix before its unit."""
+    """Formats a number with a decimal prefix before its unit."""
     for scale, prefix in _PREFIXES.items():
         if value >= scale:
             return f"{value / scale:.3g} {prefix}{unit}".rstrip()
@@ -65,7 +65,7 @@ def scaled(value: float, unit: str) -> str:
 
 
 def shortened(lines: Sequence[str], most: int) -> list[str]:
-    """Lines, of which those in the middle are left out if there are more than `most`."""
+    """Returns the lines, without those in the middle if there are more than `most`."""
     if len(lines) <= most:
         return list(lines)
     half = most // 2
@@ -74,7 +74,7 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
 
 
 def listed(texts: Sequence[str], most: int = 8, link: str = ", ") -> str:
-    """Texts in one; of more than `most` the first, and how many more there are."""
+    """Joins texts; if there are more than `most`, the first ones and the number of the others."""
     shown = list(texts[:most])
     if len(texts) > most:
         shown.append(f"and {len(texts) - most} more")
@@ -82,7 +82,7 @@ def listed(texts: Sequence[str], most: int = 8, link: str = ", ") -> str:
 
 
 def printable(text: str) -> str:
-    """A text that may come from a file, without what no terminal and no page can show."""
+    """Returns a text with characters replaced that a terminal or a page cannot show; it may come from a file."""
     return text.encode("utf-8", "replace").decode().translate(_UNPRINTABLE)
 
 

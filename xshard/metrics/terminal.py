@@ -1,4 +1,4 @@
-"""The terminal: lines for people, and one line that is kept up to date."""
+"""Terminal output: messages, and a progress line."""
 
 import contextlib
 import enum
@@ -10,16 +10,16 @@ from typing import Any
 from xshard.metrics import clock, rows
 from xshard.metrics import show as show_lib
 
-# Of the line that is kept up to date: how often, and over how many of its updates the rate is.
+# The interval of the progress line's updates, and the number of updates that its rate is measured over.
 _SECONDS = 0.25
 _RATE_UPDATES = 40
 _NOT_SHOWN = ("step", "global_step")
-# The terminal may be gone, or lack a character.
+# The terminal may be gone, or unable to encode a character. Neither may end a run.
 _UNSHOWN = contextlib.suppress(OSError, ValueError)
 
 
 class Show(enum.Enum):
-    """Levels of output: errors, what stops the run and its results are always shown."""
+    """Levels of output. Errors, the reason for a stop, and the results are always shown."""
 
     QUIET = "quiet"
     NORMAL = "normal"
@@ -27,42 +27,42 @@ class Show(enum.Enum):
 
 
 class Terminal:
-    """The output of a run for people: stdout, whatever that is when something is shown.
+    """The output of a run to stdout, looked up at each print.
 
-    Where stdout is a terminal, one line at its bottom is kept up to date, and all else that this process
-    prints, from any thread, appears above it. Elsewhere each logged row is a line.
+    If stdout is a terminal, a progress line stays at the bottom, and everything else that this process prints, from any
+    thread, appears above it. Otherwise each logged row is printed as a line.
     """
 
     def __init__(self, steps: int, show: Show, now: Callable[[], float] = time.monotonic):
-        """Begins; nothing is shown yet.
+        """Creates the terminal; nothing is shown yet.
 
         Args:
           steps: the number of steps of the run.
-          show: how much.
-          now: the time in seconds.
+          show: the level of output.
+          now: returns the time in seconds.
         """
         self._steps = steps
         self._show = show
         self._now = now
-        # A `rich.progress.Progress` while there is a line that is kept up to date.
+        # A `rich.progress.Progress` while there is a progress line.
         self._line: Any = None
         self._row: rows.Row = {}
         self._rate = clock.Rate(_RATE_UPDATES)
 
     @property
     def verbose(self) -> bool:
-        """Returns whether all is to be shown."""
+        """Returns whether everything is shown."""
         return self._show is Show.VERBOSE
 
     def say(self, text: str) -> None:
-        """Shows a notice, unless it is to be quiet."""
+        """Shows a message, unless the level is quiet."""
         if self._show is not Show.QUIET:
-            # In one piece, since several threads say something. Nothing that a run does depends on it.
+            # One write per message, since several threads print.
             with _UNSHOWN:
                 print(f"{text}\n", end="", flush=True)
 
     def start(self, step: int) -> None:
-        """Begins to count, at a step; on a terminal shows the line that is kept up to date."""
+        """Starts timing at a step; on a terminal, shows the progress line."""
         self._begin = (self._now(), step)
         self._every = clock.Every(_SECONDS, self._now)
         if self._show is not Show.QUIET and self._line is None:
@@ -71,16 +71,16 @@ class Terminal:
             self._draw(step)
 
     def progress(self, step: int) -> None:
-        """Brings the line up to date if it is due; otherwise it costs next to nothing."""
+        """Updates the progress line if an update is due; otherwise costs almost nothing."""
         if self._line is not None and self._every.has_passed():
             self._draw(step)
 
     def row(self, row: rows.Row, rate: float) -> None:
-        """Takes a row of training.
+        """Shows a row of training, on its own line or in the progress line.
 
         Args:
           row: the row.
-          rate: the steps a second since the row before.
+          rate: the steps per second since the previous row.
         """
         self._row = row
         if self._line is not None and not self.verbose:
@@ -93,16 +93,16 @@ class Terminal:
         self.say("  ".join([*parts, f"{rate:.1f} steps/s", f"{self._left(step)} left"]))
 
     def close(self) -> None:
-        """Leaves the line as it is, and what comes then below it."""
+        """Closes the progress line and leaves it on the screen; later output appears below it."""
         if self._line is None:
             return
-        # A row may be of a later step than what has been drawn.
+        # The last row may be of a later step than the line shows.
         self._update(max(self._drawn, self._row.get("step", 0)))
         line, self._line = self._line, None
         _close(line)
 
     def _left(self, step: int) -> str:
-        """The time left at the pace since the start, with all that came between."""
+        """Returns the time left at the average pace since the start, including evaluations and saves."""
         begin, first = self._begin
         if step <= first:
             return show_lib.duration(float("nan"))
@@ -130,26 +130,26 @@ _OPEN: list[Any] = []
 
 
 def _losses(row: rows.Row) -> rows.Row:
-    """The losses of all learners of a row, by name."""
+    """Returns the losses of all learners in a row, by name."""
     return {name: value for name, value in row.items() if name.rpartition("/")[2] == "loss"}
 
 
 def leave() -> None:
-    """Leaves the line that is kept up to date, if there is one: for who ends the process at once."""
+    """Closes the progress line, if there is one; called before a process is ended at once."""
     for line in list(_OPEN):
         _close(line)
 
 
 def _open_line(steps: int) -> Any:
-    """A `rich.progress.Progress`, or None where stdout is no terminal that it could be kept up to date on."""
+    """Opens a `rich.progress.Progress`; None if stdout is not a terminal that supports one."""
     if not sys.stdout.isatty():
         return None
-    # For people only: 0.2 s of imports.
+    # Importing rich takes 0.2 s, which only terminals need.
     from rich import console as console_lib
     from rich import progress
 
     class Console(console_lib.Console):
-        """Shows the cursor: nobody would bring it back for a process that is killed."""
+        """A console that never hides the cursor: nothing would restore it if the process is killed."""
 
         def show_cursor(self, show: bool = True) -> bool:
             del show
@@ -163,7 +163,7 @@ def _open_line(steps: int) -> Any:
         progress.TextColumn("{task.description}", markup=False),
         console=console,
         auto_refresh=False,
-        # What goes elsewhere is to go there.
+        # If stderr is redirected to a file, it must stay there.
         redirect_stderr=sys.stderr.isatty(),
     )
     line.add_task("", total=steps)
@@ -173,7 +173,7 @@ def _open_line(steps: int) -> Any:
 
 
 def _close(line: Any) -> None:
-    # The terminal may be gone, or the line have been left already.
+    # The terminal may be gone, or the line may be closed already.
     with contextlib.suppress(OSError, ValueError):
         line.stop()
         _OPEN.remove(line)

@@ -1,4 +1,4 @@
-"""A run of Weights & Biases."""
+"""A writer that logs to Weights & Biases."""
 
 import html
 import pathlib
@@ -10,20 +10,20 @@ from xshard import errors, samples
 from xshard.files import disk, jsonfile
 from xshard.metrics import rows
 
-# Of small images, in pixels of a screen.
+# The largest width of an enlarged small image, in screen pixels.
 _WIDTH = 480
 
 
 class WandbRun:
-    """One run of Weights & Biases for all parts of a run.
+    """One Weights & Biases run for all parts of a run.
 
-    Its name is the work directory's; the project, the entity, the key and the mode are taken from where wandb
-    itself finds them: WANDB_PROJECT, WANDB_ENTITY, `wandb login`, WANDB_MODE (such as 'offline', whose files
-    `wandb sync WORKDIR/wandb/offline-run-*` sends later).
+    Its name is the work directory's name. wandb finds the project, the entity, the key and the mode itself:
+    WANDB_PROJECT, WANDB_ENTITY, `wandb login`, WANDB_MODE. With the mode 'offline',
+    `wandb sync WORKDIR/wandb/offline-run-*` sends the files later.
 
-    There rows cannot be taken back. Steps that are made again end in the same bits, so that what has been sent
-    of them may stay: wandb takes no row of a step before its newest. What a part of the run that was killed
-    may not have sent is sent by the next one.
+    Rows in wandb cannot be deleted, and wandb rejects rows of steps before its newest. Repeated steps give the same
+    bits, so the rows that were sent stay valid. If a part of the run was killed before it sent its rows, the next part
+    sends them.
     """
 
     def __init__(
@@ -32,18 +32,18 @@ class WandbRun:
         config: dict[str, Any],
         history: Callable[[], Iterator[rows.Row]],
     ):
-        """Begins, or goes on.
+        """Starts or resumes the wandb run, and sends the rows that it lacks.
 
         Args:
-          directory: the work directory. `wandb/xshard.json` in it keeps the id of the run, and the last row
-            that is known to be sent, or on the disk if wandb is offline.
-          config: what is shown as the run's config.
-          history: the rows until now, of numbers and of samples, of which the others are sent.
+          directory: the work directory. Its `wandb/xshard.json` keeps the ID of the wandb run, and the last row known
+            to be sent, or on disk if wandb is offline.
+          config: the run's config, for wandb to show.
+          history: returns the earlier rows, of numbers and of samples.
 
         Raises:
-          ValueError: if Weights & Biases cannot be reached, or knows no key.
+          ValueError: if Weights & Biases cannot be reached, or has no key.
         """
-        # An extra, which is there if a config asks for it: see `xshard.metrics.writers.check`.
+        # wandb is an extra. `xshard.metrics.writers.check` has checked that it is installed.
         import wandb
 
         self._note = directory / "wandb" / "xshard.json"
@@ -59,7 +59,7 @@ class WandbRun:
                 name=directory.name,
                 config=config,
                 resume="allow",
-                # What is printed is kept elsewhere, and the terminal has its own line.
+                # wandb must not capture the output: it goes to the process's log and the progress line.
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as e:
@@ -67,7 +67,7 @@ class WandbRun:
                 f"writers has 'wandb', and Weights & Biases does not begin: {e} `wandb login` gives it a key; "
                 "WANDB_MODE=offline does without."
             ) from e
-        # A part that is killed before its end has a note of its id, too.
+        # The ID is recorded now, so that it survives if this part is killed.
         self._write_note()
         self._wandb = wandb
         for row in history():
@@ -75,8 +75,7 @@ class WandbRun:
 
     def write(self, row: rows.Row) -> None:
         """Sends a row of numbers or of samples, unless it has been sent."""
-        # At one step, what comes ahead of it comes before the training's row, that before the evaluation's, and that
-        # before the one of samples.
+        # The order of rows at one step: roll-back, training, evaluation, samples.
         is_samples = samples.is_row(row)
         is_evaluation = any(name.startswith("eval/") for name in row)
         is_ahead = any(name.startswith("roll_back/") for name in row)
@@ -97,7 +96,7 @@ class WandbRun:
             return self._wandb.Histogram(np_histogram=(item["counts"], item["edges"]))
         if item["kind"] == "text":
             return self._wandb.Html(f"<pre>{html.escape(item['text'])}</pre>")
-        # An image of wandb's own would need Pillow.
+        # wandb.Image would need Pillow.
         source = f"data:image/png;base64,{item['png']}"
         width = max(item["width"], min(20 * item["width"], _WIDTH))
         return self._wandb.Html(
@@ -105,10 +104,10 @@ class WandbRun:
         )
 
     def flush(self) -> None:
-        """Does nothing: wandb's own process sends what it has been given."""
+        """Does nothing: wandb's own process sends the rows in the background."""
 
     def close(self) -> None:
-        """Waits until all is sent, or on the disk if wandb is offline."""
+        """Waits until all rows are sent, or on disk if wandb is offline."""
         self._run.finish()
         self._write_note()
 

@@ -1,4 +1,4 @@
-"""Writers of a run's rows: what one is, which are known, and the two that write plain files."""
+"""Writers of a run's rows: their interface, the built-in ones, and the two that write plain files."""
 
 import csv
 import heapq
@@ -20,44 +20,44 @@ Row = rows_lib.Row
 
 
 class Writer(Protocol):
-    """Takes the rows of a run, on process 0, in the order of their steps.
+    """The interface of writers, which receive the rows of a run, on process 0, in the order of their steps.
 
-    A row is a mapping of names to numbers, or to lists of numbers where there are several groups. All have
-    'step', the number of steps made. A row of training has 'loss' and what else a step measures; one of an
-    evaluation has 'eval/...'; what differs from run to run of the same bits is under 'perf/'. Rows come
-    when their numbers have come to the host, some steps later than they were made.
+    A row maps names to numbers, or to lists of numbers with several groups. Every row has 'step', the number of
+    completed steps. A row of training has 'loss' and the other metrics of a step; a row of an evaluation has 'eval/...'.
+    Values under 'perf/' may differ between runs with the same bits. A row arrives when its numbers have reached the
+    host, some steps after they were computed.
 
-    A run goes on from the checkpoint of some step, and makes the steps after it again: a writer begins by
-    dropping the rows of later steps, as far as what it writes to can drop them.
+    A resumed run starts from a checkpoint and repeats the steps after it. So a writer begins by dropping the rows of
+    later steps, as far as its destination supports that.
 
-    Any method may raise ValueError or OSError: the run then ends, and what it has saved counts. Nothing that
-    was written before may be lost by it.
+    Any method may raise ValueError or OSError. The run then ends, and its checkpoints remain valid. A failing writer
+    must not lose anything that was written before.
     """
 
     def write(self, row: Row, /) -> None:
-        """Takes a row; it must not change it."""
+        """Writes a row; it must not modify the row."""
 
     def flush(self) -> None:
-        """Hands over what has been taken: a checkpoint that counts is to have its rows beside it.
+        """Hands all rows to the destination, so that a committed checkpoint has its rows.
 
-        A writer may have a method `sync`, too, which makes durable what has been handed over: it is called from
-        another thread, before the checkpoint counts. And it may have a method `write_samples`, which takes a row of
-        samples, as `xshard.samples` has it.
+        A writer may also have a method `sync`, which makes the flushed rows durable. It is called from another thread,
+        before the checkpoint is committed. It may have a method `write_samples`, which receives a row of samples in the
+        format of `xshard.samples`.
         """
 
     def close(self) -> None:
-        """Ends; also after one of the methods has raised."""
+        """Closes the writer; also called after one of the methods has raised."""
 
 
 class Part(NamedTuple):
-    """A part of a run: from one start of the program to its end.
+    """One part of a run: from a start of the program to its end.
 
     Attributes:
       directory: the work directory.
-      step: the step that the run goes on from; 0: it is new.
-      config: the run's config, as JSON can hold it.
-      rows: the rows until then, those with fingerprints too.
-      samples: the rows of samples until then.
+      step: the step that the run resumes from; 0 for a new run.
+      config: the run's config, as plain JSON values.
+      rows: returns the rows up to that step, including fingerprints.
+      samples: returns the rows of samples up to that step.
     """
 
     directory: pathlib.Path
@@ -67,20 +67,21 @@ class Part(NamedTuple):
     samples: Callable[[], Iterator[Row]] = lambda: iter(())
 
     def history(self) -> Iterator[Row]:
-        """The rows until then, of numbers, for a writer that is new to the run, or writes its file anew."""
+        """Yields the earlier rows without fingerprints, for a writer that is new to the run or rewrites its file."""
         return map(rows_lib.numbers, self.rows())
 
     def everything(self) -> Iterator[Row]:
-        """The rows of both kinds in the order of their steps; none that was edited so that it has no step."""
+        """Yields earlier rows of numbers and of samples in the order of their steps, without rows that lack a step."""
+        # Both are sorted by step, so the merge holds only one row of each in memory.
         rows, samples = _with_step(self.history()), _with_step(self.samples())
         return heapq.merge(rows, samples, key=lambda row: row["step"])
 
 
 def check(names: Any) -> None:
-    """Raises ValueError unless a config's `writers` names writers, and 'jsonl' among them.
+    """Raises ValueError unless a config's `writers` is a list of valid writers that includes 'jsonl'.
 
-    A name with a dot is the path of a writer of the user's own, such as 'my_project.writers.Mine': a class,
-    or a function, that is called with a `Part` and returns a `Writer`.
+    A name with a dot is the path of a custom writer, such as 'my_project.writers.Mine': a class or function that takes
+    a `Part` and returns a `Writer`.
     """
     if not isinstance(names, Sequence) or isinstance(names, str) or len(set(names)) < len(names):
         raise errors.UserError(
@@ -99,28 +100,28 @@ def check(names: Any) -> None:
 
 
 def open_all(names: Sequence[str], part: Part) -> list[Writer]:
-    """The writers of these names, that of 'jsonl' first: it is what `part.rows` reads."""
+    """Opens the writers of these names, 'jsonl' first, since the others read its file through `part.rows`."""
     return [_find(name)(part) for name in sorted(names, key=lambda name: name != "jsonl")]
 
 
 def write(writers: Sequence[Writer], row: Row) -> None:
-    """Has each of some writers take a row: files of texts with fingerprints, others without."""
+    """Writes a row with each writer: with fingerprints to text files, without to the others."""
     numbers = rows_lib.numbers(row)
     for writer in writers:
         writer.write(row if isinstance(writer, JsonLines | Csv) else numbers)
 
 
 class _File:
-    """A plain file, in which each row is as soon as it is written."""
+    """A plain file that is opened for each row, so that no row is buffered."""
 
     def __init__(self, path: pathlib.Path):
         self._path = path
 
     def flush(self) -> None:
-        """Does nothing: no row is held back."""
+        """Does nothing: no row is buffered."""
 
     def sync(self) -> None:
-        """Makes the file durable, if it is there, and its name."""
+        """Syncs the file, if it exists, and its directory entry to disk."""
         with disk.writing(self._path):
             if disk.exists(self._path):
                 disk.sync(self._path)
@@ -131,16 +132,16 @@ class _File:
 
 
 class JsonLines(_File):
-    """A file of one JSON object a line, each with a 'step'."""
+    """A file with one JSON object per line, each with a 'step'."""
 
     def __init__(self, path: pathlib.Path, step: int):
-        """Opens the file to go on after `step`: later rows, of a run that was cut off, are dropped."""
+        """Opens the file to append rows after `step`; later rows, from an interrupted part of the run, are dropped."""
         super().__init__(path)
         before = disk.read(path) or b""
         kept = [line for line in before.splitlines() if _is_row_until(line, step)]
         self.count = len(kept)
         self.last = json.loads(kept[-1])["step"] if kept else -1
-        # Bytes, and whole: a row that lost no more than its newline would swallow the next one.
+        # The file is compared as bytes. A last row that lost only its newline would otherwise merge with the next row.
         content = b"".join(line + b"\n" for line in kept)
         if content != before:
             with disk.writing(path):
@@ -154,16 +155,16 @@ class JsonLines(_File):
 
 
 class Csv(_File):
-    """A table, for spreadsheets: a column for each name, for each of its groups as 'loss/0', 'loss/1'.
+    """A table for spreadsheets: a column for each name, with several groups one per group: 'loss/0', 'loss/1'.
 
-    What a row does not have is empty, and so is what is not finite, as it is null in JSON. A column that
-    appears later is the last one from there on; the file is then written anew.
+    A cell is empty if the row lacks the value or the value is not finite (null in JSON). A name that first appears
+    later becomes the last column, and the file is rewritten.
     """
 
     def __init__(self, path: pathlib.Path, history: Callable[[], Iterator[Row]]):
-        """Writes what the file is to hold of earlier parts of the run, in place of what is there."""
+        """Rewrites the file with the rows of earlier parts of the run."""
         super().__init__(path)
-        # The rows are read twice, so that of a long run no more than one is in memory.
+        # The rows are read twice, so that only one row of a long run is in memory.
         columns: dict[str, None] = {}
         for row in history():
             columns |= dict.fromkeys(rows_lib.flat(row))
@@ -179,6 +180,7 @@ class Csv(_File):
         cells = _cells(row)
         new = [name for name in cells if name not in self._columns]
         with disk.writing(self._path):
+            # The header is the first line, so a new column rewrites the file.
             if new:
                 content = disk.read(self._path) or b""
                 rows = csv.DictReader(io.StringIO(content.decode(), newline=""))
@@ -201,17 +203,17 @@ def _cells(row: Row) -> Row:
 
 
 def _table(file: TextIO, columns: Sequence[str]) -> "csv.DictWriter[str]":
-    # A line that somebody has made longer than the header has cells that are of no column.
+    # A line edited by hand may have more cells than the header has columns.
     return csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
 
 
 def read(path: pathlib.Path) -> Iterator[Row]:
-    """The rows of a file of JSON lines; none if there is no file. A line that is none is left out."""
+    """Yields the rows of a file of JSON lines; none if the file does not exist. Invalid lines are skipped."""
     return (row for _, row in jsonfile.read_lines(path) if row is not None)
 
 
 def read_steps(path: pathlib.Path) -> Iterator[Row]:
-    """The rows of a file, as `read`, without those that were edited so that they have no step."""
+    """Yields the rows of a file like `read`, without rows that lack a step, as after editing by hand."""
     return _with_step(read(path))
 
 
@@ -222,7 +224,7 @@ def _with_step(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def of_training(path: pathlib.Path) -> dict[int, Row]:
-    """The rows of training by step, without what differs between runs of the same bits."""
+    """Returns the rows of training by step, without values that may differ between runs with the same bits."""
     rows = {}
     for row in read_steps(path):
         if rows_lib.is_of_training(row):
@@ -231,12 +233,12 @@ def of_training(path: pathlib.Path) -> dict[int, Row]:
 
 
 def count(writers: Sequence[Writer]) -> int:
-    """Counts the rows in the file of JSON lines, if it is among these."""
+    """Returns the number of rows in the file of JSON lines, if these writers include it; else 0."""
     return sum(writer.count for writer in writers if isinstance(writer, JsonLines))
 
 
 def evaluations(path: pathlib.Path, last: int) -> Iterator[Row]:
-    """The evaluations until a step, from a file of JSON lines: 'step', and their numbers by name."""
+    """Yields the evaluations up to a step from a file of JSON lines: 'step' and the metrics by name."""
     prefix = "eval/"
     for row in read_steps(path):
         names = [name for name in row if name.startswith(prefix)]
@@ -246,7 +248,7 @@ def evaluations(path: pathlib.Path, last: int) -> Iterator[Row]:
 
 
 def evaluation(path: pathlib.Path, step: int) -> dict[str, Any] | None:
-    """The numbers of an evaluation of a step, from its row in a file of JSON lines; None if there is none."""
+    """Returns the metrics of the evaluation at a step, from a file of JSON lines; None if there is none."""
     for row in evaluations(path, step):
         if row.pop("step") == step:
             return row
@@ -254,7 +256,7 @@ def evaluation(path: pathlib.Path, step: int) -> dict[str, Any] | None:
 
 
 def _not_null(value: Any) -> Any:
-    """A number of a row, in which null is what is not finite."""
+    """Returns a number of a row; null stands for a value that is not finite, and becomes NaN."""
     if isinstance(value, list):
         return [_not_null(number) for number in value]
     if value is None:
@@ -263,7 +265,7 @@ def _not_null(value: Any) -> Any:
 
 
 def _tensorboard(part: Part) -> Writer:
-    # Half a second of imports, for those who want it.
+    # Imported here, since it takes half a second.
     from xshard.metrics import event_files
 
     return event_files.EventFiles(part.directory / "tensorboard", part.everything)

@@ -1,1 +1,1 @@
-"""A new experiment, to begin with."""
+"""A generator of new experiments."""

@@ -1,7 +1,7 @@
-"""Writes a small experiment to begin with: `python -m xshard.new DIR`.
+"""Writes a small experiment to start from: `python -m xshard.new DIR`.
 
-DIR is a new directory, or an empty one. What is written is a whole experiment, which passes its own test
-and trains in some seconds on a CPU; comments in it say what to change. No file is ever overwritten.
+DIR is a new or empty directory. The experiment is complete: it passes its own test and trains in some seconds on a CPU.
+Comments in it tell you what to change. No file is ever overwritten.
 """
 
 import errno
@@ -21,10 +21,10 @@ def write(directory: pathlib.Path) -> None:
     """Writes the files of a new experiment.
 
     Args:
-      directory: where to; made if it is not there, with those above it.
+      directory: the directory, which is created with its parents if it does not exist.
 
     Raises:
-      ValueError: if it is a file, holds anything, or cannot be written.
+      ValueError: if it is a file, is not empty, or cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def write(directory: pathlib.Path) -> None:
                 "give a new directory."
             )
         for name in FILES:
-            # "x" fails where somebody else has made such a file meanwhile.
+            # Mode "x" fails if another program has created the file in the meantime.
             with (directory / name).open("x") as out:
                 out.write((TEMPLATE / name).read_text())
     except OSError as e:
@@ -52,7 +52,7 @@ def write(directory: pathlib.Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes an experiment, and says what to do next; returns the exit code."""
+    """Writes an experiment, and prints the next commands; returns the exit code."""
     return cli.run(lambda: _main(argv))
 
 
@@ -66,7 +66,7 @@ def _main(argv: Sequence[str]) -> int:
         print(f"  cd {shlex.quote(str(directory))}")
     print("  python -m xshard.main --config=config.py --workdir=runs/first    # trains it")
     print("  python -m pytest                                                 # tests it\n")
-    print("Then make it yours: the comments that begin with 'Yours' say what to change.")
+    print("Then make it yours: comments that begin with 'Yours' tell you what to change.")
     return 0
 
 

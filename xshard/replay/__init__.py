@@ -1,1 +1,1 @@
-"""Tools that trace what a run has logged to its cause."""
+"""Tools that trace differences and non-finite values in a run's log to their causes."""

@@ -1,14 +1,14 @@
-"""Makes a step of a run again, and says what in it was first not finite: `python -m xshard.replay runs/digits --step=41287`.
+"""Repeats a step of a run, and finds its first value that is not finite: `python -m xshard.replay runs/digits --step=41287`.
 
-It begins with the newest checkpoint before the step, or with the run's first state, makes the steps up to it again, and
-compares what they log with the run's rows, bit for bit. Without --step it takes the first step that was not finite, or
-skipped. The run is only read, and may be training.
+It starts from the newest checkpoint before the step, or from the run's first state, repeats the steps up to it, and compares
+their metrics with the run's rows, bit for bit. Without --step it selects the first step that was not finite or was skipped.
+The run is only read, and may still be training.
 
-With --verify_resume=N and the flags of `python -m xshard.main` in the place of a run, it checks that a run of N steps that is
-killed and run again ends in the same bits as one that is not: see `xshard.replay.verify`. With --verify_devices=M it is run
-again on other devices, and compared within a tolerance.
+With --verify_resume=N, and the flags of `python -m xshard.main` instead of a run, it checks that a run of N steps that is
+killed and resumed ends with the same bits as an undisturbed run: see `xshard.replay.verify`. With --verify_devices=M it
+resumes on other devices, and compares within a tolerance.
 
-Exit codes: 0 the rows are as they were, as far as there are any; 4 they are not, or the bits are others; 1 failed.
+Exit codes: 0 reproduced, as far as there are rows; 4 not reproduced, or not the same bits; 1 failed.
 """
 
 import argparse
@@ -26,47 +26,51 @@ _OF_VERIFY = ("verify_resume", "verify_devices", "verify_processes", "verify_tol
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replays what the arguments ask for; returns the exit code."""
+    """Replays or verifies according to the arguments; returns the exit code."""
     return cli.run(lambda: _main(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
-    # A flag of a run's may begin like one of these.
+    # Abbreviations are off, since a flag of xshard.main may begin like one of these.
     parser = cli.parser("replay", __doc__, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run's work directory")
-    parser.add_argument("--step", type=int, help="the step that is taken apart")
+    parser.add_argument("--step", type=int, help="the step to analyze")
     parser.add_argument(
         "--cpu_devices",
         type=int,
         default=0,
-        help="the virtual devices that the CPU is split into; by default as many as the run had",
+        help="the number of virtual devices to split the CPU into; by default as many as the run had",
     )
     parser.add_argument(
         "--verify_resume",
         type=int,
         metavar="N",
-        help="check that N steps end in the same bits when they are interrupted; with the flags of xshard.main",
+        help="check that a run of N steps ends with the same bits when interrupted; add the flags of xshard.main",
     )
     parser.add_argument(
         "--verify_devices",
         type=int,
         metavar="M",
-        help="resume on M virtual devices of the CPU; compares within --verify_tolerance",
+        help="resume on M virtual devices of the CPU, and compare within --verify_tolerance",
     )
     parser.add_argument(
-        "--verify_processes", type=int, metavar="P", default=1, help="of so many processes together"
+        "--verify_processes",
+        type=int,
+        metavar="P",
+        default=1,
+        help="the processes that share these devices",
     )
     parser.add_argument(
         "--verify_tolerance",
         type=float,
         default=1e-3,
-        help="so far numbers may be apart, as a part of the largest of their array, or two roundings of their type",
+        help="the largest difference, as a fraction of the largest number of the array; at least two roundings of the dtype",
     )
     return parser
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and with --verify_resume the flags of `xshard.main`; leaves with 2 if they are neither."""
+    """Returns the options, and with --verify_resume the flags of `xshard.main`; exits with 2 if they are invalid."""
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
     if options.verify_resume is not None:
@@ -90,7 +94,7 @@ def _main(argv: Sequence[str]) -> int:
         devices = devices or _devices_of(options.run)
         config = jsonfile.read_if_exists(workdir.Workdir(options.run).config) or {}
     origin.set_up_cpu(config, devices)
-    # Here: what they import asks for devices.
+    # Imported here, since their imports initialize the devices.
     from xshard.replay import report, verify
 
     if options.verify_resume is not None:
@@ -105,7 +109,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _devices_of(directory: str) -> int:
-    """The number of devices that a run had, of whichever kind; 0 if it is not known."""
+    """Returns the number of devices that a run had, of any kind; 0 if unknown."""
     content = jsonfile.read_if_exists(workdir.Workdir(directory).origin) or {}
     match = re.match(r"(\d+) ", str(content.get("devices", "")))
     return int(match[1]) if match else 0

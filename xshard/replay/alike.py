@@ -1,4 +1,4 @@
-"""Compares what two runs of the same flags have left: rows, results, and the arrays of the last checkpoint."""
+"""Compares two runs with the same flags: their rows, results, and the arrays of their last checkpoints."""
 
 import hashlib
 import itertools
@@ -24,10 +24,10 @@ class Comparison(NamedTuple):
     """The first difference between two runs.
 
     Attributes:
-      row: the first number of a row; None if none differs.
-      array: the path of the first array of the last checkpoint; empty if none differs.
-      results: which results differ, with their values.
-      size: how much was compared, in words.
+      row: the first number of a row that differs; None if none does.
+      array: the path of the first array of the last checkpoint that differs; empty if none does.
+      results: the results that differ, with their values.
+      size: a description of how much was compared.
     """
 
     row: past.Difference | None
@@ -36,7 +36,7 @@ class Comparison(NamedTuple):
     size: str = ""
 
     def lines(self) -> list[str]:
-        """Lines for people; none if nothing differs."""
+        """Returns lines to print; none if nothing differs."""
         texts = {"row of step": "", "array": self.array, "results": self.results}
         if self.row:
             step, column, *values = self.row
@@ -47,14 +47,14 @@ class Comparison(NamedTuple):
 def compare(
     first: pathlib.Path, second: pathlib.Path, tolerance: float = 0.0, restored: int = 0
 ) -> Comparison:
-    """Compares the runs in two work directories, both of which have ended.
+    """Compares two runs that have ended.
 
     Args:
-      first: the one.
-      second: the other.
-      tolerance: 0: their bits. Else floating-point numbers may be so far apart, as a part of the largest in their array, or
-        two roundings of their type; those of rows as a part of the largest in their column.
-      restored: until this step, and in the state that it leaves, rows are to be of the same bits all the same.
+      first: the work directory of one run.
+      second: the work directory of the other run.
+      tolerance: 0 compares bits. Otherwise, the largest difference of floating-point numbers: in arrays as a fraction of
+        the array's largest number, but at least two roundings of the dtype; in rows as a fraction of the column's largest.
+      restored: the rows up to this step, and the state that it leaves, must have the same bits in any case.
     """
     rows = rows_of(first), rows_of(second)
     array, count, gap = _first_array(first, second, tolerance)
@@ -67,10 +67,10 @@ def compare(
 
 
 def first_row(first: list[writers.Row], second: list[writers.Row]) -> past.Difference | None:
-    """The first number that differs between rows."""
+    """Returns the first number that differs between rows; None if none does."""
     for here, there in itertools.zip_longest(first, second, fillvalue=dict[str, Any]()):
         columns = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        # Fingerprints are of the state that the step begins with, the others of what it makes of that.
+        # Fingerprints come first: they are of the state that the step begins with, the other values of its results.
         columns.sort(key=lambda name: not name.startswith(fingerprint.PREFIX))
         for column in columns:
             step = here.get("step") or there["step"]
@@ -79,18 +79,18 @@ def first_row(first: list[writers.Row], second: list[writers.Row]) -> past.Diffe
 
 
 def rows_of(directory: pathlib.Path) -> list[writers.Row]:
-    """A run's rows, without what differs between runs of the same bits."""
+    """Returns a run's rows, without values that may differ between runs with the same bits."""
     return [*map(rows_lib.reproducible, writers.read(workdir.Workdir(directory).metrics))]
 
 
 def checkpoints(directory: pathlib.Path) -> dict[int, format_lib.Attempt]:
-    """A run's checkpoints that count, by step."""
+    """Returns a run's committed checkpoints by step."""
     store = store_lib.Store(workdir.Workdir(directory).checkpoints)
     return {attempt.step: attempt for attempt in format_lib.committed(store)}
 
 
 def checksum(x: Any) -> str:
-    """The type, the shape and the SHA-256 of an array."""
+    """Returns the dtype, the shape and the SHA-256 of an array."""
     array = np.asarray(x)
     return f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
 
@@ -98,10 +98,11 @@ def checksum(x: Any) -> str:
 def _first_array(
     first: pathlib.Path, second: pathlib.Path, tolerance: float
 ) -> tuple[str, int, float]:
-    """The first array of the last checkpoints that differs, or none; how many there are; and how far they are apart."""
+    """Compares the last checkpoints; returns the first array that differs or '', the number of arrays, and the largest gap."""
     saved = [checkpoints(directory) for directory in (first, second)]
     ends = [attempts[max(attempts)] for attempts in saved]
     metas = [source.read_array_metas(end) for end in ends]
+    # An array that only one run has is a difference.
     differing = sorted(metas[0].keys() ^ metas[1].keys())
     paths = sorted(metas[0].keys() & metas[1].keys())
     arrays = []
@@ -121,12 +122,13 @@ def _first_array(
 
 
 def _gap(x: np.ndarray, y: np.ndarray) -> float:
-    """The largest difference of arrays as a part of the largest number; infinite where they cannot be near."""
+    """Returns the largest difference as a fraction of the largest number; inf if dtypes or shapes differ or are not floats."""
     if checksum(x) == checksum(y):
         return 0.0
     if (x.dtype, x.shape) != (y.dtype, y.shape) or not jnp.issubdtype(x.dtype, jnp.floating):
         return np.inf
     wide, other = x.astype(np.float64), y.astype(np.float64)
+    # `tiny` avoids a division by zero for an array of zeros.
     gap = np.max(np.abs(wide - other)) / max(np.max(np.abs(wide)), np.finfo(np.float64).tiny)
     return float(gap) if np.isfinite(gap) else np.inf
 
@@ -134,7 +136,7 @@ def _gap(x: np.ndarray, y: np.ndarray) -> float:
 def _without_near(
     first: list[writers.Row], second: list[writers.Row], tolerance: float, restored: int
 ) -> tuple[list[writers.Row], list[writers.Row]]:
-    """Rows after a step, with the numbers of the first in the second's place where they are near."""
+    """Returns the rows of both, where numbers of the second after `restored` that are near the first's are replaced by them."""
     largest: dict[str, float] = {}
     for row in first:
         for name, x in row.items():
@@ -150,14 +152,14 @@ def _without_near(
         near.append(there)
 
     def cut(row: writers.Row) -> writers.Row:
-        # The state that is restored is of the same bits; on other devices the next one is not.
+        # The restored state has the same bits. On other devices, later states and so their fingerprints may differ.
         return row if row["step"] <= restored + 1 else rows_lib.numbers(row)
 
     return [*map(cut, first)], [*map(cut, near), *second[len(first) :]]
 
 
 def _near(here: Any, there: Any, tolerance: float, largest: float = 0.0) -> Any:
-    """Takes from here what is near what is there, else what is there; of each item of lists and dictionaries by itself."""
+    """Returns `there` with each number that is within the tolerance of its counterpart in `here` replaced by it."""
     if isinstance(here, dict) and isinstance(there, dict):
         return {name: _near(here.get(name), x, tolerance) for name, x in there.items()}
     if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
@@ -170,7 +172,7 @@ def _near(here: Any, there: Any, tolerance: float, largest: float = 0.0) -> Any:
 
 def _results(*directories: pathlib.Path, tolerance: float) -> str:
     here, there = (jsonfile.read(directory / workdir.RESULTS) for directory in directories)
-    # Samples are shown with digits of numbers.
+    # Samples may contain digits of numbers, which differ within the tolerance.
     left_out = {"run", "samples"} if tolerance else {"run"}
     names = sorted((here.keys() | there.keys()) - left_out)
     if tolerance:

@@ -1,4 +1,4 @@
-"""A step taken apart: what in it is first not finite, for which examples, and what would cure it."""
+"""The analysis of a step: its first value that is not finite, the examples that cause it, and what would cure it."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,21 +19,21 @@ from xshard.replay import program as program_lib
 from xshard.run import preflight
 
 _SCALE = "current_loss_scale"
-# How many examples are tried, before it is said to be so whatever the examples are.
+# The number of examples that are tried before the cause is reported as independent of the examples.
 _TRIED = 16
 
 
 class Operation(NamedTuple):
-    """A value of a step, and where it comes of.
+    """A value of a step, and its origin.
 
     Attributes:
-      primitive: JAX's name of what computes it; empty of an input.
-      input: the path of the input that it is; empty of others.
-      line: of the user's code; empty if none is known.
-      innermost: the innermost line that is not JAX's.
+      primitive: the JAX primitive that computes it; empty for an input.
+      input: the path of the input; empty for other values.
+      line: the line of the user's code; empty if unknown.
+      innermost: the innermost line outside of JAX.
       module: the path of the Haiku module; empty outside of modules.
-      backward: whether it is of the backward pass, or a derivative that only this reads.
-      kind: its type and shape on one replica.
+      backward: whether it belongs to the backward pass, or is a derivative that only the backward pass reads.
+      kind: its dtype and shape on one replica.
       gives: inf or nan.
     """
 
@@ -52,13 +52,13 @@ class Finding(NamedTuple):
 
     Attributes:
       first: the first value.
-      nan: what makes the first nan of it, if that is another value.
-      replicas: on which replicas, by their numbers in all groups together.
-      rows: the rows of the batch of all groups that do it, a list for each cause; None if it is so whatever the
-        examples are.
-      results: what it makes not finite.
-      cure: what would make it finite, or that no loss scale does; empty where that was not asked.
-      scale_exponent: by which power of two the loss scale was too high; None where that is not why.
+      nan: the value where it first becomes nan, if that is another one.
+      replicas: the replicas on which it is not finite, numbered over all groups.
+      rows: the rows of the batch of all groups that cause it, a list for each cause; None if it does not depend on the
+        examples.
+      results: the results that become not finite.
+      cure: the change that would make the step finite, or a note that no loss scale would; empty if not examined.
+      scale_exponent: the power of two by which the loss scale was too high; None if that is not the cause.
     """
 
     first: Operation
@@ -71,10 +71,10 @@ class Finding(NamedTuple):
 
 
 class Anatomy:
-    """A step of a run, of which all values can be looked at."""
+    """A repeated step of a run, with observations of all its values."""
 
     def __init__(self, run: past.Past, step: past.Step):
-        """Traces the step once more, and looks at it."""
+        """Traces the step once more, and observes its values."""
         self._run, self._step = run, step
         traced = run.one_program().trace(step.state, step.batch)
         self.program = program_lib.Program(traced, (step.state, step.batch))
@@ -82,7 +82,7 @@ class Anatomy:
         self.looks = self._evaluate(step.state, step.batch)
 
     def find(self) -> Finding | None:
-        """Finds what is first not finite; None if all that reaches a result is finite, evaluated value by value."""
+        """Finds the first value that is not finite; None if every value that reaches a result is finite."""
         cause = cause_lib.find(self.program, self.looks, self._run.mesh)
         if cause is None:
             return None
@@ -112,7 +112,7 @@ class Anatomy:
         )
 
     def _blame(self, cause: cause_lib.Cause) -> list[list[int]] | None:
-        """The rows of the batch that do it, by leaving others out; None if it is so whatever they are."""
+        """Finds the rows of the batch that cause it, by replacing others; None if it does not depend on the rows."""
         host = {name: np.asarray(x) for name, x in self._step.batch.items()}
         replicas = len(self.looks.largest)
         size = len(next(iter(host.values()))) // replicas
@@ -129,6 +129,7 @@ class Anatomy:
             looks = self._evaluate(self._step.state, changed)
             return any(looks.bad(replica, cause.value) for replica in cause.replicas)
 
+        # An example is harmless if the value is finite when every row is a copy of it.
         tried = rows[np.unique(np.linspace(0, len(rows) - 1, _TRIED).astype(int))]
         harmless = next((row for row in tried if not is_bad(np.full_like(rows, row))), None)
         if harmless is None:
@@ -137,7 +138,7 @@ class Anatomy:
         return cause_lib.blame_examples(only, [x for m in mine for x in np.split(m, parts)])
 
     def _cure(self, cause: cause_lib.Cause) -> tuple[str, int | None]:
-        """The cure that makes it finite: a lower loss scale, a wider type, or neither."""
+        """Returns the cure: a lower loss scale, a wider dtype, or that neither helps; and the scale's exponent if it does."""
         scale = max((float(jnp.max(x)) for x in _scales(self._step.state)), default=1.0)
         text = ""
         if scale > 1:
@@ -145,6 +146,7 @@ class Anatomy:
             if exponent is not None:
                 return text, exponent
         policy = jmp.get_policy(self._run.config.precision)
+        # A computation in float32 or wider cannot be cured by a wider type.
         if jnp.dtype(policy.compute_dtype).itemsize > 2:
             return text, None
         return "; ".join(filter(None, (text, self._in_float32(cause, policy)))), None
@@ -159,6 +161,7 @@ class Anatomy:
         most = int(np.ceil(np.log2(scale)))
         if looks_at(most) is None:
             return "not finite at a loss scale of 1 either: no loss scale would cure it", None
+        # Bisection for the smallest exponent: the step is finite at `high` and not at `low`.
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
@@ -173,7 +176,7 @@ class Anatomy:
         return text, high
 
     def _in_float32(self, cause: cause_lib.Cause, policy: jmp.Policy) -> str:
-        """The outcome of the same step in float32."""
+        """Describes the outcome of the same step in float32."""
         config = ml_collections.ConfigDict(self._run.config)
         parameters = jnp.dtype(policy.param_dtype).name
         config.update(precision=f"params={parameters},compute=float32,output=float32")
@@ -185,6 +188,7 @@ class Anatomy:
         if cause_lib.find(program, looks, self._run.mesh) is not None:
             return "not finite in float32 either: the precision is not why"
         value = self.program.values[cause.value]
+        # The float32 program numbers its values differently, so the value is found by its place in the code.
         alike = [n for n, x in enumerate(program.values) if _place(x) == _place(value)]
         text = "in float32 the step is finite"
         if alike and jnp.issubdtype(value.dtype, jnp.floating):
@@ -193,7 +197,7 @@ class Anatomy:
         return text
 
     def table(self, most: int = 5) -> str:
-        """The norm of each gradient, and the largest values, of a step that is finite."""
+        """Formats the norm of each gradient, and the largest values, of a finite step."""
         return "\n".join([*self._norms(), *self._largest(most)])
 
     def _norms(self) -> list[str]:
@@ -202,7 +206,7 @@ class Anatomy:
         lines = ["gradients, as the update is given them: norm, largest |element|"]
         params = state_lib.params(self._step.state)
         for index, ((learner, path), number) in enumerate(self.program.gradients.items()):
-            # Of slices each has the same; of a sharded update each replica of a slice has a part.
+            # All slices have the same gradients. With a sharded update, each replica of a slice has a part.
             of_replicas = squares[:, 0, :, index]
             groups = shape[0]
             name = "/".join(filter(None, (learner, path)))
@@ -226,20 +230,20 @@ class Anatomy:
 
 
 def _place(value: program_lib.Value) -> tuple[Any, ...]:
-    """The features that an operation has in the same step at another precision, too."""
+    """Returns features that identify an operation in the same step at another precision."""
     equation = value.equation
     primitive = "" if equation is None else equation.primitive.name
     return primitive, program_lib.lines(value), program_lib.name_stack(value), value.shape
 
 
 def _scales(state: state_lib.TrainState) -> list[jax.Array]:
-    """The loss scales that change, of all learners."""
+    """Returns the dynamic loss scales of all learners."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return [x for path, x in leaves if _is_scale(path)]
 
 
 def _scaled(state: state_lib.TrainState, factor: float) -> state_lib.TrainState:
-    """The state with other loss scales, of at least 1."""
+    """Returns the state with its loss scales multiplied by `factor`, but at least 1."""
 
     def change(path: Any, x: jax.Array) -> jax.Array:
         if not _is_scale(path):

@@ -1,4 +1,4 @@
-"""The first step at which two runs part, by the fingerprints in their rows, and what differs between the runs."""
+"""Finds the first step at which two runs differ, by the fingerprints in their rows, and lists the runs' differences."""
 
 import pathlib
 from typing import Any, NamedTuple
@@ -9,18 +9,18 @@ from xshard.files import jsonfile, workdir
 from xshard.metrics import show, writers
 from xshard.stored import fingerprint
 
-# Of rows that are a stretch of steps apart, so many values that differ are named.
+# The number of differing values that a message names.
 _NAMES = 8
 
 
 class Parting(NamedTuple):
-    """The place where two runs part.
+    """The point where two runs begin to differ.
 
     Attributes:
-      alike: the last logged step before which nothing differs; 0: there is none.
-      step: the first logged step of which something differs; None: nothing does.
-      states: the arrays, such as 'params', that differ in the state that `step` began with; empty if they are alike, or
-        if the rows have no fingerprints.
+      alike: the last logged step up to which nothing differs; 0 if there is none.
+      step: the first logged step with a difference; None if there is none.
+      states: the kinds of arrays, such as 'params', that differ in the state that `step` began with; empty if none
+        differs, or if the rows have no fingerprints.
       values: the logged values of `step` that differ.
       by_fingerprints: whether the rows have fingerprints.
     """
@@ -33,12 +33,12 @@ class Parting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The rows of a run, and what it says of itself.
+    """The rows of a run, and its recorded facts.
 
     Attributes:
       directory: its work directory.
-      rows: its rows of training by step, without what differs between runs of the same bits.
-      facts: its config and its origin by name.
+      rows: its rows of training by step, without values that may differ between runs with the same bits.
+      facts: the values of its config and its origin by name.
     """
 
     directory: pathlib.Path
@@ -50,7 +50,7 @@ def read(directory: str) -> Run:
     """Reads a run; nothing is written.
 
     Raises:
-      UserError: if there is none, or if it has logged nothing.
+      UserError: if there is no run, or if it has logged nothing.
     """
     there = workdir.Workdir(directory)
     config = jsonfile.read_if_exists(there.config)
@@ -61,6 +61,7 @@ def read(directory: str) -> Run:
     rows = writers.of_training(there.metrics)
     if not rows:
         raise errors.UserError(f"{there.metrics} has no rows of training, to be compared.")
+    # The identity differs between any two runs, so it explains nothing.
     config.pop(workdir.IDENTITY, None)
     origin = jsonfile.read_if_exists(there.origin) or {}
     facts = {f"config.{name}": x for name, x in config_lib.flatten(config).items()}
@@ -68,17 +69,18 @@ def read(directory: str) -> Run:
 
 
 def parting(first: Run, second: Run) -> Parting:
-    """The step at which two runs part, among the steps that both have logged.
+    """Returns where two runs begin to differ, among the steps that both have logged.
 
     Raises:
-      UserError: if there are none.
+      UserError: if there are no such steps.
     """
+    # The runs may log at different intervals.
     steps = sorted(first.rows.keys() & second.rows.keys())
     if not steps:
         logged = [f"{min(run.rows)} to {max(run.rows)}" for run in (first, second)]
         raise errors.UserError(
             f"{first.directory} and {second.directory} have logged no step in common ({logged[0]}; {logged[1]}): compare "
-            "runs of one log_every_steps, or of which one's divides the other's."
+            "runs with the same log_every_steps, or with one that divides the other's."
         )
     alike, by_fingerprints = 0, False
     for step in steps:
@@ -101,7 +103,7 @@ def parting(first: Run, second: Run) -> Parting:
 
 
 def differences(first: Run, second: Run) -> list[dict[str, Any]]:
-    """A row for each fact in which two runs differ."""
+    """Returns a row for each fact in which two runs differ."""
     rows = []
     for name in sorted(first.facts.keys() | second.facts.keys()):
         here, there = (run.facts.get(name, "unknown") for run in (first, second))
@@ -111,7 +113,7 @@ def differences(first: Run, second: Run) -> list[dict[str, Any]]:
 
 
 def report(first: Run, second: Run) -> tuple[str, bool]:
-    """Says for people where two runs part, and in what they differ; and whether they are alike."""
+    """Returns a text on where and in what two runs differ, and whether they are equal."""
     parted = parting(first, second)
     lines = [described(parted)]
     rows = differences(first, second)
@@ -123,7 +125,7 @@ def report(first: Run, second: Run) -> tuple[str, bool]:
 
 
 def described(parted: Parting) -> str:
-    """Says for people, in one line, where two runs part, or that they do not."""
+    """Describes in one line where two runs begin to differ, or that they do not."""
     if parted.step is None:
         what = "fingerprints and values" if parted.by_fingerprints else "logged values"
         return f"The runs are alike: the {what} of all steps that both have logged, to step {parted.alike}."
@@ -153,7 +155,7 @@ def described(parted: Parting) -> str:
 
 
 def _of_groups(name: str, here: Any, there: Any) -> list[str]:
-    """A name of what differs; of several groups one for each that does."""
+    """Returns the name of a difference; with several groups, one name for each group that differs."""
     if not (isinstance(here, list) and isinstance(there, list) and len(here) == len(there)):
         return [name]
     pairs = enumerate(zip(here, there, strict=True))

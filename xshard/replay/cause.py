@@ -1,4 +1,4 @@
-"""The cause of what is not finite in a step, from what was seen of its values."""
+"""Finds the cause of non-finite results of a step, from the observations of its values."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,12 +11,12 @@ from xshard.optimizers import varying
 from xshard.replay import evaluate
 from xshard.replay import program as program_lib
 
-# A value on a replica.
+# A replica's number, and a value's number.
 _Node = tuple[int, int]
 _AXES = ("axes", "axis_name")
-# So many causes are looked for.
+# The most causes among the examples that are searched for.
 _MOST_CAUSES = 4
-# What these give is among what they are given.
+# Primitives whose results are elements of their operands.
 _CHOOSE = frozenset(
     (
         "select_n",
@@ -33,13 +33,13 @@ _CHOOSE = frozenset(
 
 
 class Cause(NamedTuple):
-    """The first value that is not finite, of all those that make a result so.
+    """The first value that is not finite, among those that make a result not finite.
 
     Attributes:
-      value: its number.
-      replicas: those on which it is not finite, by their numbers in all groups together.
-      nan: the number of the value that is first nan; None if none is.
-      results: the names of the results that it makes not finite.
+      value: the value's number.
+      replicas: the replicas on which it is not finite, numbered over all groups.
+      nan: the number of the first nan value; None if there is none.
+      results: the names of the results that become not finite.
     """
 
     value: int
@@ -51,11 +51,13 @@ class Cause(NamedTuple):
 def find(
     program: program_lib.Program, looks: evaluate.Looks, mesh: jax.sharding.Mesh
 ) -> Cause | None:
-    """Finds where what is not finite in the results of a step begins; None if all of them are finite.
+    """Finds the origin of a step's non-finite results; None if all results are finite.
 
-    From a result it goes back through values that are not finite: an infinity that reaches no result, such as a mask's,
-    is no cause. From nan it goes back through nan. What makes nan of infinities is told beside what made these.
+    The search goes back from a result through values that are not finite, so an infinity that reaches no result, such as
+    a mask's, is not a cause. From nan it first goes back through nan values only. If an operation makes nan from
+    infinities, both this operation and the origin of the infinities are reported.
     """
+    # Losses and gradients are searched first, since the new state and other metrics follow from them.
     kinds = (_of_updates(program), list(program.results.items()))
     replicas = range(len(looks.largest))
     for results in kinds:
@@ -70,7 +72,7 @@ def find(
     origins = graph.origins(ends, only_nan=True)
     nans = [value for r, value in origins if np.isnan(looks.largest[r, value])]
     deeper = graph.origins(origins, only_nan=False)
-    # A constant of the program, such as a mask's, is no event: what makes nan of it is.
+    # A constant of the program, such as a mask's infinity, is not a cause. The operation that makes nan from it is.
     computed = [node for node in deeper if not _is_constant(program, node[1])]
     first = min((value for _, value in computed or origins), default=0)
     where = sorted({r for r, value in [*deeper, *origins] if value == first})
@@ -78,7 +80,7 @@ def find(
 
 
 def _of_updates(program: program_lib.Program) -> list[tuple[str, int]]:
-    """The values that a run watches: the losses and the gradients."""
+    """Returns the values that a run observes: the losses and the gradients."""
     of = lambda learner: f" of {learner}" if learner else ""
     losses = [(f"the loss{of(learner)}", value) for learner, value in program.losses.items()]
     gradients = [
@@ -89,13 +91,13 @@ def _of_updates(program: program_lib.Program) -> list[tuple[str, int]]:
 
 
 def _is_constant(program: program_lib.Program, value: int) -> bool:
-    """Returns whether what is not finite and comes of nothing else is a number that the program was written with."""
+    """Returns whether a non-finite value without non-finite sources is a constant of the program."""
     equation = program.values[value].equation
     return equation is not None and equation.primitive.name in _CHOOSE
 
 
 class _Graph:
-    """The values that are not finite, and which come of which."""
+    """The graph of values that are not finite, with edges to their sources that are not finite either."""
 
     def __init__(
         self, program: program_lib.Program, looks: evaluate.Looks, mesh: jax.sharding.Mesh
@@ -105,7 +107,7 @@ class _Graph:
         self._axes = {name: mesh.shape[name] for name in mesh_lib.BATCH}
 
     def origins(self, ends: Iterable[_Node], *, only_nan: bool) -> list[_Node]:
-        """The values that come of none that is not finite; with `only_nan`, of nan those that come of no nan."""
+        """Returns the values without non-finite sources; with `only_nan`, a nan counts if it has no nan source."""
         seen: set[_Node] = set()
         left, origins = list(ends), []
         while left:
@@ -136,7 +138,7 @@ class _Graph:
         ]
 
     def _is_before(self, source: _Node, node: _Node) -> bool:
-        """Returns whether what is not finite was so in the same round of the loops around both, or in an earlier one."""
+        """Returns whether the source was first not finite in the same round of the common loops as the node, or earlier."""
         loops = [self._program.values[number].loops for _, number in (source, node)]
         common = sum(a == b for a, b in zip(*loops, strict=False))
         common = min(common, program_lib.DEPTH)
@@ -144,7 +146,7 @@ class _Graph:
         return bool(first <= second)
 
     def _peers(self, replica: int, equation: Any) -> list[int]:
-        """The replicas that an equation reads: of a collective all along its axes."""
+        """Returns the replicas whose values an equation reads: for a collective, all along its axes."""
         over = _collective_axes(equation)
         if not over:
             return [replica]
@@ -163,15 +165,14 @@ def _collective_axes(equation: Any) -> list[str]:
 def blame_examples(
     is_bad: Callable[[np.ndarray], bool], parts: Sequence[np.ndarray]
 ) -> list[list[int]]:
-    """Finds the examples for which something is not finite, by leaving others out.
+    """Finds the examples that cause non-finite values, by bisection.
 
     Args:
-      is_bad: whether it is so where only these rows are as they were, and each other one is a copy of one that does
-        no harm.
-      parts: the rows, by replica and micro-batch.
+      is_bad: returns whether the problem occurs if only these rows keep their examples and all others get a harmless one.
+      parts: the rows by replica and micro-batch.
 
     Returns:
-      The rows of each cause: of several that do it together, all of them.
+      The rows of each cause. If several rows cause it together, all of them.
     """
     blamed: list[list[int]] = []
     left = [np.asarray(rows) for rows in reversed(parts)]
@@ -184,7 +185,7 @@ def blame_examples(
             blamed.append(rows.tolist())
             continue
         bad = [half for half in halves if is_bad(half)]
-        # Together they do what neither half does.
+        # Neither half alone causes it, so the rows cause it together.
         if not bad:
             blamed.append(rows.tolist())
         left += reversed(bad)

@@ -1,7 +1,7 @@
-"""A step, evaluated with a look at each of its values: how large it is, and when it was first not finite.
+"""Evaluates a step and observes each of its values: its largest magnitude, and when it was first not finite.
 
-The program that runs is the step's own, equation by equation, on all replicas and with its collectives. What is computed
-in half precision is rounded to it each time, where XLA may keep more digits from one equation to the next.
+The evaluation runs the step's own program equation by equation, on all replicas and with its collectives. Half-precision
+values are rounded after each equation, where XLA may keep more digits from one equation to the next.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ class Looks(NamedTuple):
     """The observations of a program's values.
 
     Attributes:
-      largest: the largest magnitude of each value, [replicas of all groups, values]: inf or nan if some element is so; of
-        loops the largest of all rounds, or what was there when it was first not finite; 0 of integers.
-      rounds: the rounds of the loops around it in which that was, [replicas, values, loops].
+      largest: the largest magnitude of each value, [replicas of all groups, values]: inf or nan if an element is; in a
+        loop, the largest of all rounds, or the magnitude in the first round that was not finite; 0 for integers.
+      rounds: the rounds of the enclosing loops in which a value was first not finite, [replicas, values, loops].
       squares: the sum of the squares of each gradient on each replica, [replicas, gradients].
     """
 
@@ -37,13 +37,14 @@ class Looks(NamedTuple):
 
 
 def evaluator(program: program_lib.Program, mesh: jax.sharding.Mesh) -> Callable[..., Looks]:
-    """The function of a state and a batch that looks at all values of a step; it compiles once."""
+    """Returns the function that takes a state and a batch to observations of all values of a step; it compiles once."""
     params = program.mapped.params
     along = jax.P(mesh_lib.BATCH)
 
     def on_replica(*inputs: Any) -> Any:
         look = _Look(program)
         _, seen = look.run(program.block, inputs, ())
+        # The zero keeps the stack from being empty.
         squares = jnp.stack([*look.squares, jnp.zeros((), jnp.float32)])
         return jax.tree.map(lambda x: x[None], (*seen, squares))
 
@@ -76,9 +77,9 @@ def evaluator(program: program_lib.Program, mesh: jax.sharding.Mesh) -> Callable
     return look
 
 
-# Of the values of a function: the largest magnitudes, and the rounds.
+# The observations of a function's values: the largest magnitudes, and the rounds.
 _Seen = tuple[jax.Array, jax.Array]
-# The results of an equation, and what was seen of its values.
+# The results of an equation, and the observations of its values.
 _Evaluated = tuple[list[Any], list[_Seen]]
 # The rounds of the loops around an equation, outermost first.
 _Rounds = tuple[Any, ...]
@@ -95,7 +96,7 @@ class _Look:
     def run(
         self, block: program_lib.Block, inputs: Sequence[Any], rounds: _Rounds
     ) -> tuple[list[Any], _Seen]:
-        """Evaluates a function: its results, and what was seen of the values that have numbers in it."""
+        """Evaluates a function; returns its results, and the observations of its numbered values."""
         begin = self._next
         values: dict[Any, Any] = dict(zip(block.jaxpr.constvars, block.consts, strict=True))
         values |= dict(zip(block.jaxpr.invars, inputs, strict=True))
@@ -140,6 +141,7 @@ class _Look:
         first = self._next
 
         def body(carry: Any, scanned: Any) -> tuple[Any, Any]:
+            # JAX may trace the body several times; its values keep their numbers.
             self._next = first
             number, seen, carried = carry
             outputs, new = self.run(block, [*fixed, *carried, *scanned], (*rounds, number))
@@ -198,7 +200,8 @@ class _Look:
         branches = [branch(i) for i in range(len(blocks))]
         platforms = eqn.params.get("branches_platforms")
         if platforms:
-            # Of `lax.platform_dependent`: what is for another platform cannot be compiled for this one.
+            # The branches of `lax.platform_dependent` are selected when lowering: other platforms' branches cannot be
+            # compiled for this one.
             named: dict[str, Callable[..., Any]] = {}
             for names, of_platforms in zip(platforms, branches, strict=True):
                 named |= dict.fromkeys(names or ["default"], of_platforms)
@@ -209,9 +212,10 @@ class _Look:
         return outputs, [seen]
 
     def _see(self, values: Sequence[Any], rounds: _Rounds) -> _Seen:
-        """Looks at values, which have the next numbers."""
+        """Observes values, which get the next numbers."""
         for x in values:
             if self._next in self._gradients:
+                # Summed in float32, since squares may overflow half precision.
                 square = jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))
                 self.squares[self._gradients[self._next]] = square
             self._next += 1
@@ -230,7 +234,7 @@ def _bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _rounded(x: Any) -> Any:
-    """A value in half precision as its type has it."""
+    """Rounds a half-precision value to its dtype, since XLA may otherwise keep more digits."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
         return x
     info = jnp.finfo(x.dtype)
@@ -238,10 +242,11 @@ def _rounded(x: Any) -> Any:
 
 
 def _magnitude(x: Any) -> jax.Array:
-    """The largest magnitude, float32: inf or nan if an element is so, and only then."""
+    """Returns the largest magnitude as float32: inf or nan only if an element is."""
     if not x.size:
         return jnp.zeros((), jnp.float32)
     largest = jnp.max(jnp.abs(x))
+    # A finite float64 beyond float32's range must not become inf.
     if largest.dtype == jnp.float64:
         most = jnp.asarray(jnp.finfo(jnp.float32).max, jnp.float64)
         largest = jnp.where(jnp.isfinite(largest), jnp.minimum(largest, most), largest)
@@ -258,7 +263,7 @@ def _joined(parts: Sequence[_Seen]) -> _Seen:
 
 
 def _later(before: _Seen, now: _Seen) -> _Seen:
-    """The observations until and in a round: of what was not finite, the first time."""
+    """Merges the observations before and in a round; a value that was not finite keeps its first observation."""
     (largest, rounds), (new, new_rounds) = before, now
     was_finite = jnp.isfinite(largest)
     is_first = was_finite & ~jnp.isfinite(new)

@@ -1,4 +1,4 @@
-"""A run's steps, made again from its checkpoints, and compared with its rows. Nothing is written."""
+"""Repeats a run's steps from its checkpoints, and compares them with its rows. Nothing is written."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -20,13 +20,13 @@ from xshard.run import history, preflight, resuming, states
 
 
 class Step(NamedTuple):
-    """A step as it was made again.
+    """A repeated step.
 
     Attributes:
-      number: the step.
-      state: before it.
+      number: the step's number.
+      state: the state before the step.
       batch: its batch.
-      row: its metrics, as a row has them.
+      row: its metrics, in the form of a row.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The first number of a row that is another now."""
+    """The first number of a row that differs in the repeated step."""
 
     step: int
     column: str
@@ -45,15 +45,15 @@ class Difference(NamedTuple):
 
 
 class Past:
-    """A run in a work directory, as it can be made again here."""
+    """A run in a work directory, whose steps can be repeated here."""
 
     def __init__(self, directory: str):
-        """Reads a run, and makes its experiment, mesh and data; UserError if that cannot be done.
+        """Reads a run, and creates its experiment, mesh and data; raises UserError if that fails.
 
         Attributes:
-          config: the run's.
-          mesh: the run's, of the devices that are here.
-          changes: what is other than it was, one text each.
+          config: the run's config.
+          mesh: the run's mesh, of the devices here.
+          changes: descriptions of what differs from the original run: code, libraries, devices, flags.
           rows: the rows of training by step.
         """
         self._workdir = workdir.Workdir(directory)
@@ -74,7 +74,7 @@ class Past:
         self._predict = evaluation.predictions(predict, self.mesh)
 
     def one_program(self) -> Any:
-        """The training step as one program, jitted, to be looked into; UserError as of `preflight.one_program`."""
+        """Returns the training step as one jitted program, for analysis; raises UserError like `preflight.one_program`."""
         if isinstance(self.step_program, logical.Program):
             return preflight.one_program(self.experiment, self.mesh)
         return self.step_program
@@ -86,23 +86,23 @@ class Past:
         if old.get("training") and now["training"] and old["training"] != now["training"]:
             raise errors.UserError(
                 f"The run in {self._workdir.path} was trained on {old['training']}; now there are {now['training']}. Its "
-                "steps cannot be made again: give it its data back."
+                "steps cannot be repeated: restore its data."
             )
         changes = []
         for name in ("commit", "libraries", "devices", "flags"):
-            # Of an older version, or where there is no git, it is not known; that there were no flags is.
+            # A run of an older version, or without git, did not record the value; recorded empty flags are known.
             is_known = old.get(name) or (name == "flags" and name in old)
             if is_known and old[name] != now[name]:
                 changes.append(f"{name}: {old[name] or 'none'} -> {now[name] or 'none'}")
         return changes
 
     def suspects(self) -> range:
-        """The steps of which the first one that is not as it should be is to be found.
+        """Returns the range of steps that contains the first bad one.
 
-        That is those since the row before the first one that is not finite, or by which a step has been skipped.
+        These are the steps since the last good row: up to the first row that is not finite or counts a new skip.
 
         Raises:
-          UserError: if no step has been so, as far as the rows say.
+          UserError: if the rows show no bad step.
         """
         before, skipped = 0, dict[str, Any]()
         for step, row in self.rows.items():
@@ -118,15 +118,15 @@ class Past:
             return range(int(stopped[1]), int(stopped[1]) + 1)
         raise errors.UserError(
             f"Of the {len(self.rows)} rows in {self._workdir.metrics} all are finite, and no step was skipped: give "
-            "--step, a step that is to be taken apart."
+            "--step, the step to analyze."
         )
 
     def check(self, step: int) -> None:
-        """Raises UserError if the run has not come to a step, as far as is known."""
+        """Raises UserError if the run has not reached a step, as far as is known."""
         numbers = [int(x) for x in re.findall(r"^step (\d+):", self._why)]
         reached = self._workdir.reached()
         known = max([*self.rows, *numbers, reached.step if reached else 0], default=0)
-        # What was made since the last row has none.
+        # Steps since the last row are not logged yet.
         last = min(known + self.config.log_every_steps, self.config.steps)
         if not 1 <= step <= last:
             raise errors.UserError(
@@ -135,10 +135,10 @@ class Past:
             )
 
     def steps(self, keep: range) -> Iterator[Step]:
-        """Makes steps again, from the nearest checkpoint before the first that is kept, or from the first state.
+        """Repeats steps from the nearest checkpoint before the first kept one, or from the first state.
 
         Yields:
-          Each step to the last that is kept; of the others than those that are kept the state is used up.
+          Each step up to the last kept one. The states of steps that are not in `keep` are donated and unusable.
         """
         state = self._begin(keep.start - 1)
         self.first_step = int(state.step)
@@ -155,7 +155,7 @@ class Past:
             yield Step(number, before, batch, row)
 
     def _begin(self, last: int) -> state_lib.TrainState:
-        """The state of the newest checkpoint until a step, or the first one."""
+        """Restores the newest checkpoint up to a step, or creates the first state."""
         example = self._batches.example
         saved = states.States(self.experiment, self.mesh, example, self._workdir)
         for step in reversed([step for step in saved.manager.all_steps() if step <= last]):
@@ -163,16 +163,16 @@ class Past:
                 resuming.check_replicas(saved.manager, saved.target, step)
                 restored = saved.restore(step)
             except checkpoint.CheckpointError:
-                # Damaged, or deleted meanwhile: an earlier one does as well.
+                # The checkpoint is damaged, or was deleted meanwhile. An earlier one gives the same steps.
                 continue
             self._batches.restore(restored.data)
             return restored.state
         return saved.init()
 
     def difference(self, step: Step) -> Difference | None:
-        """The first number of a step's row that is another than was logged; None if all are as they were, or none was."""
+        """Returns the first number of a step that differs from its logged row; None if none differs or there is no row."""
         logged = self.rows.get(step.number, {})
-        # In a row it is the total, which the number of updates has in it.
+        # A logged 'skipped' is a running total, not the step's own; 'global_step' covers it.
         totals = _skipped(logged)
         for name, now in step.row.items():
             if name in logged and name not in totals and jsonfile.finite(now) != logged[name]:
@@ -180,21 +180,21 @@ class Past:
         return None
 
     def examples(self, step: int, batch: Mapping[str, jax.Array], rows: list[int]) -> list[int]:
-        """The numbers of the examples in these rows of a step's batch, if they come in the order of the seed; else none."""
+        """Returns the numbers of the examples in these rows of a step's batch, if the data is in the seed's order; else none."""
         kind = type(self.experiment)
         if kind.train_data is experiment_lib.Experiment.train_data:
             return []
         examples, size = self.experiment.train_data(), self.config.batch_size
         numbers = data.order(examples, self.config.seed, mesh_lib.num_groups(self.mesh))
-        # Batches that the run has passed over count, too.
+        # Batches that roll-backs passed over count too.
         before = step - 1 + sum(count for at, count in self._passes.items() if at <= step)
-        # With rows that fill places after those of all groups.
+        # Padding rows come after the rows of all groups.
         groups, places = np.divmod(np.arange(len(next(iter(batch.values())))), size)
         positions = before * size + places
         order = np.concatenate(
             [numbers(group, positions[groups == group]) for group in np.unique(groups).tolist()]
         )
-        # An iterator of the experiment's own may have another order, or change what it reads.
+        # A custom iterator may have another order, or transform examples. So the rows are compared with the examples.
         taken = data.take(examples, order)
         for name in taken.keys() & batch.keys():
             pairs = zip(taken[name], np.asarray(batch[name]), strict=True)
@@ -204,19 +204,19 @@ class Past:
 
 
 def is_as_it_should_be(row: rows_lib.Row) -> bool:
-    """Returns whether a step's metrics are finite, and no update was skipped."""
+    """Returns whether all metrics of a step are finite, and it skipped no update."""
     return not np.any([*_skipped(row).values()]) and all(
         _is_finite(jsonfile.finite(x)) for x in row.values()
     )
 
 
 def _skipped(row: rows_lib.Row) -> rows_lib.Row:
-    """Those of its numbers that count skipped updates, of each learner."""
+    """Returns the row's counts of skipped updates, of each learner."""
     return {name: x for name, x in row.items() if name.rpartition("/")[2] == "skipped"}
 
 
 def _is_finite(value: Any) -> bool:
-    """Returns whether a number of a row, or those of several groups, are finite: else they are null."""
+    """Returns whether a number of a row, or all numbers of several groups, are finite; others are null in a row."""
     return None not in value if isinstance(value, list) else value is not None
 
 

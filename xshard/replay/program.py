@@ -1,8 +1,7 @@
-"""The values of a step's program: which is computed from which, and where in the user's code.
+"""The data flow of a step's program: which value is computed from which, and on which line of the user's code.
 
-A program of functions within functions is laid out flat, in the order in which it runs. What JAX calls in the place
-where it is written, as a function under `jax.jit`, has no values of its own beside those of its body; a loop has those of
-one round, once.
+Nested functions are laid out flat, in the order in which they run. Calls, such as of a function under `jax.jit`, are
+inlined: they have the values of their body, and none of their own. A loop has the values of one round.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ from jax.extend import core
 from xshard import errors
 from xshard.optimizers import inspection, trees, varying
 
-# Equations that are their bodies, and the parameter which holds those.
+# Equations that are inlined, and the parameter that holds their body.
 INLINED = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -26,7 +25,7 @@ INLINED = {
     "custom_vjp_call": "call_jaxpr",
 }
 _JAX = os.path.dirname(jax.__file__) + os.sep
-# Equations that only move what they read, whole: their values are those.
+# Equations that only rearrange their operand: their value is the operand's.
 _MOVES = frozenset(
     (
         "reshape",
@@ -39,12 +38,12 @@ _MOVES = frozenset(
         "stop_gradient",
     )
 )
-# Loops within loops within loops: what lies deeper is told by its outer ones.
+# The number of nested loops whose rounds are recorded. A value in a deeper loop has the rounds of the outer ones.
 DEPTH = 4
-# An equation, after those that it is in; and the loops that these are.
+# An equation, preceded by the equations that contain it; and the numbers of the loops among these.
 _Place = tuple[Any, ...]
 _Loops = tuple[int, ...]
-# What a run reads of a step, by field of `Stepped`.
+# The results that a run reads of a step, by field of `Stepped`.
 _RESULTS = {"state": "the state {}", "metrics": "what is logged as {}"}
 
 
@@ -53,11 +52,12 @@ class Value:
     """A value of the program.
 
     Attributes:
-      place: the equation that makes it, after those that it is in; empty of an input of the program, or of a loop's body.
+      place: the equation that computes it, preceded by those that contain it; empty for an input of the program or of a
+        loop's body.
       sources: the numbers of the values that it is computed from.
-      loops: the loops that it is in, outermost first, each by a number of its own.
+      loops: the unique numbers of the loops that contain it, outermost first.
       shape: its shape on one replica.
-      dtype: its type.
+      dtype: its dtype.
     """
 
     place: _Place
@@ -68,12 +68,12 @@ class Value:
 
     @property
     def equation(self) -> Any:
-        """The equation that makes it; None of an input."""
+        """The equation that computes it; None for an input."""
         return self.place[-1] if self.place else None
 
     @property
     def is_made_once(self) -> bool:
-        """Returns whether it is in no loop and no branch."""
+        """Returns whether it is outside of all loops and branches."""
         return not self.loops and all(e.primitive.name in INLINED for e in self.place[:-1])
 
 
@@ -83,10 +83,10 @@ class Block(NamedTuple):
     Attributes:
       jaxpr: the function.
       consts: the values of its constants.
-      inputs: whether its inputs have numbers of their own, which come first.
-      parts: for each equation the functions that it holds, each a `Block`.
-      size: how many values have numbers in it.
-      looked_at: how many of them are floating-point numbers.
+      inputs: whether its inputs are numbered as values of their own; they come first.
+      parts: for each equation, the functions that it contains, each a `Block`.
+      size: the number of numbered values in it.
+      looked_at: the number of floating-point values among them.
     """
 
     jaxpr: core.Jaxpr
@@ -101,21 +101,21 @@ class Program:
     """A training step on one replica, laid out.
 
     Attributes:
-      values: all values, by number, in the order in which they are computed.
+      values: all values by number, in the order of computation.
       inputs: the names of the inputs, which are the first values.
-      results: the numbers of the results by name, but for those that are none of the program's values: of the state by
-        path, and of what is logged.
-      losses: those of the losses that a run watches, by learner.
-      gradients: the numbers of the gradients, as the update is given them, by learner and parameter.
-      mapped: the equation of the whole program that runs it on all replicas.
+      results: the value numbers of the results by name: the state by path, and the metrics. Results that are not values
+        of the program are left out.
+      losses: the value numbers of the losses that a run observes, by learner.
+      gradients: the value numbers of the gradients that the update receives, by learner and parameter.
+      mapped: the equation of the outer program that runs this one on all replicas.
     """
 
     def __init__(self, traced: Any, arguments: Any):
         """Lays out a step.
 
         Args:
-          traced: of `preflight.jitted_step`, as `trace` returns it.
-          arguments: the state and the batch that it was traced for, of which the paths count.
+          traced: the result of `trace` on `preflight.jitted_step`.
+          arguments: the state and the batch that it was traced for; only their paths matter.
         """
         self.values: list[Value] = []
         self._loops = 0
@@ -138,9 +138,9 @@ class Program:
             number = None if isinstance(variable, core.Literal) else by_output.get(variable)
             if number is None:
                 continue
-            # A field of `Stepped`; fingerprints are integers.
+            # path[0] is a field of `Stepped`. Fingerprints are integers, and are left out.
             if path[0].name == "observed":
-                # An `Observed` of each learner by name.
+                # `observed` has an `Observed` for each learner.
                 self._take_observed(path[1].key, path[2].name, number)
             elif path[0].name in _RESULTS:
                 self.results[_named(path[1:], _RESULTS[path[0].name])] = number
@@ -160,7 +160,7 @@ class Program:
         place: _Place,
         loops: _Loops,
     ) -> tuple[Block, list[int | None]]:
-        """A function, and the numbers of its results; without `inputs`, with inputs that have numbers of their own."""
+        """Lays out a function; returns it and its results' numbers. Without `inputs`, its inputs become new values."""
         jaxpr, consts = varying.opened(function), getattr(function, "consts", ())
         begin, parts = len(self.values), []
         has_inputs = inputs is None
@@ -204,6 +204,7 @@ class Program:
                 block, outputs = self._lay_out(branch, inputs[1:], place, loops)
                 blocks.append(block)
                 branches.append(outputs)
+            # A conditional's result may come from any of its branches.
             sources = zip(*branches, strict=True)
             outcomes = zip(eqn.outvars, sources, strict=True)
             return blocks, [self._add(place, loops, of, x.aval) for x, of in outcomes]
@@ -225,13 +226,14 @@ class Program:
         begin = len(self.values)
         block, outputs = self._lay_out(body, None, place, (*loops, self._loops))
         for index, source in enumerate(inputs):
+            # A loop-carried input also depends on the previous round.
             carried = outputs[index - consts] if consts <= index < consts + carries else None
             known = [x for x in (source, carried) if x is not None]
             self.values[begin + index].sources += known
         return block, outputs
 
     def _take_observed(self, learner: str, what: str, number: int) -> None:
-        """Takes what a run watches: a loss, or the gradients, which are what it is asked of whether they are finite."""
+        """Records an observed loss, or the gradients: the operands of the `is_finite` equations behind `number`."""
         if what == "loss":
             self.losses[learner] = number
         if what != "gradients":
@@ -243,11 +245,11 @@ class Program:
                 self.gradients[learner, path] = gradient
 
     def is_backward(self, number: int) -> bool:
-        """Returns whether a value is of the backward pass, or a derivative that only this reads."""
+        """Returns whether a value belongs to the backward pass, or is a derivative that only the backward pass reads."""
         return "jvp(" in name_stack(self.values[number]) and number not in self._forward
 
     def _find_forward(self) -> set[int]:
-        """The values that a result comes of otherwise than through the backward pass."""
+        """Returns the values that a result depends on by a path outside of the backward pass."""
         seen: set[int] = set()
         left = list(self.results.values())
         while left:
@@ -258,7 +260,7 @@ class Program:
         return seen
 
     def _asked(self, number: int) -> list[int]:
-        """The equations `is_finite` that a value comes of directly, in the order of the program."""
+        """Returns the nearest `is_finite` equations that a value depends on, in program order."""
         seen, left, asked = set(), [number], []
         while left:
             value = left.pop()
@@ -278,22 +280,22 @@ def _named(path: tuple[Any, ...], form: str) -> str:
 
 
 def is_looked_at(value: Any) -> bool:
-    """Returns whether a value, or an array, may be not finite."""
+    """Returns whether a value, or an array, has a dtype that can hold inf or nan."""
     return value.dtype is not None and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
 
 
 def moves(equation: Any) -> bool:
-    """Returns whether an equation only moves what it reads, and has no number of its own."""
+    """Returns whether an equation only rearranges its operand, and so has no value of its own."""
     return equation.primitive.name in _MOVES
 
 
 def name_stack(value: Value) -> str:
-    """The names under which an equation was traced, such as 'transpose(jvp(mlp))/linear_0'."""
+    """Returns the name scopes in which an equation was traced, such as 'transpose(jvp(mlp))/linear_0'."""
     return "/".join(filter(None, (str(eqn.source_info.name_stack) for eqn in value.place)))
 
 
 def module_path(value: Value) -> str:
-    """The path of the Haiku module that made an equation, or whose backward pass it is in; empty if there is none."""
+    """Returns the path of the Haiku module whose forward or backward pass has an equation; empty if there is none."""
     words = name_stack(value)
     for transformation in (
         "transpose(",
@@ -308,9 +310,10 @@ def module_path(value: Value) -> str:
 
 
 def lines(value: Value) -> tuple[str, str]:
-    """The line of the user's code that an equation is of, and the innermost line that is not JAX's; empty if unknown.
+    """Returns the user's line that an equation comes from, and the innermost line outside of JAX; empty if unknown.
 
-    A body that JAX has traced before, for a call elsewhere, has the lines of that call: its own caller's count.
+    If JAX reuses the trace of a function that was called elsewhere before, its equations have the lines of that earlier
+    call. Then the lines of the actual caller are returned.
     """
     users, innermost = "", ""
     caller: list[tuple[str, int]] = []
@@ -326,12 +329,12 @@ def lines(value: Value) -> tuple[str, str]:
 
 
 def _shown(file: str, line: int) -> str:
-    """A line as text, of what is installed by its path there."""
+    """Formats a line as text; installed files have their path below site-packages."""
     return f"{errors.shown(file.rpartition('-packages' + os.sep)[2])}:{line}"
 
 
 def _frames(traceback: Any) -> list[tuple[str, int]]:
-    """The files and lines of a trace, the innermost first, but for those of JAX and of the standard library."""
+    """Returns the files and lines of a traceback, innermost first, without JAX's and the standard library's."""
     if traceback is None:
         return []
     frames = [(frame.file_name, frame.line_num) for frame in traceback.frames]

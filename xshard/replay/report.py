@@ -1,4 +1,4 @@
-"""The report on a step that was made again."""
+"""The report on a repeated step."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,18 +9,18 @@ from xshard.replay import anatomy, past
 
 
 def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool:
-    """Makes a step of a run again, compares it with the run's rows, and says what in it is first not finite.
+    """Repeats a step of a run, compares it with the run's rows, and reports its first value that is not finite.
 
     Args:
       directory: the run's work directory.
-      step: the step; None: the first one that was not finite, or skipped.
-      say: takes lines.
+      step: the step; None: the first one that was not finite, or was skipped.
+      say: takes lines to print.
 
     Returns:
-      Whether all rows on the way are as they were.
+      Whether all rows on the way were reproduced.
 
     Raises:
-      UserError: if there is no such run or step, or if it cannot be made again here.
+      UserError: if there is no such run or step, or if it cannot be repeated here.
     """
     run = past.Past(directory)
     for change in run.changes:
@@ -35,7 +35,7 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
     for again in run.steps(suspects):
         compared += again.number in run.rows
         different = different or run.difference(again)
-        # Asked for by its number, it is the only one.
+        # A step given by its number is the only suspect. Otherwise stop at the first bad one.
         if again.number in suspects and not past.is_as_it_should_be(again.row):
             break
     assert again is not None
@@ -47,20 +47,20 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
 
 
 def describe(run: past.Past, step: past.Step) -> str:
-    """A step that was made again, taken apart."""
+    """Analyzes a repeated step, and describes what was found."""
     taken_apart = anatomy.Anatomy(run, step)
     finding = taken_apart.find()
     is_well = past.is_as_it_should_be(step.row)
     if finding is None and not is_well:
         return (
-            "The step is not finite, or is skipped, and no value of it is not finite when they are looked at one by one: it "
-            "is so at the edge of what a type holds, as XLA puts operations together."
+            "The step is not finite, or is skipped, but all of its values are finite when computed one by one: it is at the "
+            "edge of a type's range, and XLA's fused operations round differently."
         )
     if finding is None:
         return f"All that reaches a result of the step is finite.\n{taken_apart.table()}"
     text = _finding(run, step, finding)
     if is_well:
-        text += "\nAs XLA has put operations together, all that the step logs was finite."
+        text += "\nIn the program with XLA's fused operations, all metrics of the step were finite."
     return text
 
 
@@ -74,7 +74,7 @@ def _compared(run: past.Past, different: past.Difference | None, compared: int) 
         return f"{text}; changed since: {'; '.join(run.changes)}"
     if not run.first_step:
         text += "; a run that began with --init_from has another first state"
-    return f"{text}; commit, libraries, devices and XLA's flags are those that the run says it had"
+    return f"{text}; commit, libraries, devices and XLA's flags are those that the run recorded"
 
 
 def _finding(run: past.Past, step: past.Step, finding: anatomy.Finding) -> str:
@@ -107,7 +107,7 @@ def _where(operation: anatomy.Operation) -> list[str]:
 
 
 def _replicas(run: past.Past, replicas: Sequence[int]) -> str:
-    """The replicas, by group and slice where there are several."""
+    """Describes the replicas, with their groups and slices if there are several."""
     groups, slices = mesh_lib.num_groups(run.mesh), mesh_lib.num_slices(run.mesh)
     size = mesh_lib.num_replicas(run.mesh)
     if len(replicas) == groups * size:
@@ -132,7 +132,7 @@ def _examples(run: past.Past, step: past.Step, finding: anatomy.Finding) -> list
     lines = []
     for rows in finding.rows:
         numbers = run.examples(step.number, step.batch, rows)
-        # A row counts from the first of its own group's.
+        # Rows are numbered within their group.
         text = f"row {show.listed([str(row % size) for row in rows])} of the batch"
         if numbers:
             text = f"{show.listed(list(map(str, numbers)))} ({text})"

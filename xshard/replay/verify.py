@@ -1,10 +1,10 @@
-"""Checks that an experiment resumes to the same bits: a run undisturbed beside one that is killed and run again.
+"""Checks that an experiment resumes to the same bits: compares an undisturbed run with one that is killed and resumed.
 
-Where they differ, further runs tell what kind of thing it is: two undisturbed runs may differ as well, or only as long as
-Python's hashes do; or the batches are others after a checkpoint has been restored.
+If they differ, further runs determine the kind of cause: whether two undisturbed runs differ as well, whether they differ
+only by Python's hash seed, or whether the batches after a restore are others.
 
-Where it is asked to resume on other numbers of devices, or processes, sums are made in another order there, and bits may
-differ: it compares within a tolerance.
+On another number of devices or processes, sums are added in another order and bits may differ, so runs are compared within a
+tolerance.
 """
 
 import os
@@ -27,18 +27,18 @@ from xshard.metrics import show, writers
 from xshard.replay import alike, past
 from xshard.stored import fingerprint
 
-# A checkpoint comes after each third of the steps.
+# The number of checkpoints: one after each third of the steps.
 _SAVES, _POLL_SECONDS = 3, 0.05
 _REFUSED = ("coordinator_address", "num_processes", "process_id", "mode", "restart_from_scratch")
 
 
 class Elsewhere(NamedTuple):
-    """Other places to resume on than those that the flags say.
+    """Other devices and processes to resume on.
 
     Attributes:
-      devices: so many virtual devices of the CPU.
-      processes: of so many processes together.
-      tolerance: numbers may be so far apart, as a part of the largest of their array.
+      devices: the number of virtual CPU devices, of all processes together.
+      processes: the number of processes.
+      tolerance: the largest difference of numbers, as a fraction of the largest number of their array.
     """
 
     devices: int
@@ -50,7 +50,7 @@ class Elsewhere(NamedTuple):
         return f"{self.devices} devices{processes}"
 
     def check(self) -> None:
-        """Raises UserError unless there can be such places."""
+        """Raises UserError if the numbers are invalid, or the backend is not the CPU."""
         if self.devices < 1 or self.processes < 1 or self.devices % self.processes:
             raise errors.UserError(
                 f"--verify_devices={self.devices} must be a number of devices from 1 that --verify_processes={self.processes} "
@@ -58,8 +58,8 @@ class Elsewhere(NamedTuple):
             )
         if not 0 < self.tolerance < 1:
             raise errors.UserError(
-                f"--verify_tolerance={self.tolerance} must be a number between 0 and 1: so far, as a part of the largest number of "
-                "an array, numbers may be apart."
+                f"--verify_tolerance={self.tolerance} must be a number between 0 and 1: the largest difference of numbers, as a fraction of "
+                "the largest number of their array."
             )
         if jax.default_backend() != "cpu":
             raise errors.UserError(
@@ -69,21 +69,21 @@ class Elsewhere(NamedTuple):
 
 
 def kill(config: dict[str, Any]) -> tuple[int, int]:
-    """The step at whose row a run is killed, drawn by its seed, and that of the checkpoint before."""
+    """Returns the step at whose row a run is killed, drawn from its seed, and the step of the checkpoint before it."""
     every = config["checkpoint"]["every_steps"]
     step = random.Random(config["seed"]).randrange(every + 1, config["steps"])
     return step, (step - 1) // every * every
 
 
 class Killer:
-    """A writer of rows that kills its own process at a step of chance, once the checkpoint before is whole."""
+    """A writer that kills its own process at a random step, once the checkpoint before that step is complete."""
 
     def __init__(self, part: writers.Part):
         self._directory = part.directory
         self._step, self._saved = kill(part.config)
 
     def write(self, row: writers.Row) -> None:
-        """Ends the process without a word, as where a machine fails, if the row is that of the step."""
+        """Kills the process at the row of the chosen step, without cleanup, as when a machine fails."""
         if row["step"] < self._step:
             return
         while self._saved not in alike.checkpoints(self._directory):
@@ -103,16 +103,21 @@ def verify(
     say: Callable[[str], None],
     elsewhere: Elsewhere | None = None,
 ) -> bool:
-    """Makes runs, in processes of their own, and says whether all is equal: rows but for 'perf/', results and arrays.
+    """Runs an experiment undisturbed and interrupted, in child processes, and compares rows, results and arrays.
+
+    Values under 'perf/' are not compared.
 
     Args:
-      flags: those of `xshard.main`; a work directory that they name is left alone.
-      steps: so many steps are made.
-      say: takes a text for people.
-      elsewhere: where the killed run goes on, if not where it was.
+      flags: the flags of `xshard.main`; a work directory among them is not touched.
+      steps: the number of steps of each run.
+      say: takes texts to print.
+      elsewhere: other devices for the killed run to resume on, if any.
+
+    Returns:
+      Whether everything is equal.
 
     Raises:
-      UserError: if a run fails, or if the flags ask for more than to train in one process.
+      UserError: if a run fails, or if the flags ask for anything but training in one process.
     """
     if steps < _SAVES:
         raise errors.UserError(f"--verify_resume={steps} must be a number of steps from {_SAVES}.")
@@ -128,6 +133,7 @@ def verify(
     before = alike.rows_of(runs.train("resumed", is_killed=True))
     row = alike.first_row(alike.rows_of(whole)[: len(before)], before)
     same = f"the same within {elsewhere.tolerance:g}" if elsewhere else "the same bits"
+    # Runs that differ before the kill are impure, whatever the resume does.
     if row:
         compared, what = alike.Comparison(row), f"{steps} steps, twice, until a kill at step {step}"
     else:
@@ -145,12 +151,13 @@ def verify(
 
 
 class _Runs:
-    """Runs of the same flags in a new folder."""
+    """Runs with the same flags, in a new folder."""
 
     def __init__(self, flags: Sequence[str], steps: int, elsewhere: Elsewhere | None = None):
         self._elsewhere = elsewhere
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="xshard_verify_"))
         self._steps, every = steps, steps // _SAVES
+        # Each step is logged and fingerprinted, and each checkpoint kept, to find the first difference.
         values = {
             "steps": steps,
             "log_every_steps": 1,
@@ -168,7 +175,7 @@ class _Runs:
         self._command += [f"--config.{name}={value}" for name, value in values.items()]
 
     def compare(self, other: pathlib.Path, restored: int) -> alike.Comparison:
-        """The undisturbed run beside one that was elsewhere after a step, if that is asked for; else their bits."""
+        """Compares the undisturbed run with another: within the tolerance after `restored` if on other devices, else bits."""
         tolerance = self._elsewhere.tolerance if self._elsewhere else 0.0
         return alike.compare(self.folder / "whole", other, tolerance, restored)
 
@@ -180,7 +187,7 @@ class _Runs:
         environment: str = "",
         is_elsewhere: bool = False,
     ) -> pathlib.Path:
-        """The directory of a run that has been made, or gone on with."""
+        """Starts or resumes a run, waits for it, and returns its directory."""
         writer = [f"{__name__}.{Killer.__name__}"] if is_killed else []
         command = [*self._command, f"--config.writers={('jsonl', *writer)}"]
         command.append(f"--workdir={self.folder / name}")
@@ -200,23 +207,24 @@ class _Runs:
         return self.folder / name
 
     def kind(self, saved: int, compared: alike.Comparison) -> str:
-        """The kind of thing by which a run that was resumed differs."""
+        """Determines and describes why a resumed run differs."""
         whole = self.folder / "whole"
         if alike.compare(whole, self.train("again")).lines():
             return self.kind_of_impure()
         only = "two undisturbed runs are equal, and after the resume"
         step, column = compared.row[:2] if compared.row else (self._steps, "")
+        # The fingerprint of step saved + 1 is of the restored state itself.
         if step <= saved + 1 and column.startswith(fingerprint.PREFIX):
-            return f"the state: {only} step {step} begins with another one than before the kill"
+            return f"the state: {only} step {step} begins with another state than before the kill"
         where = self._elsewhere
         if where and self.compare(self.train("elsewhere", is_elsewhere=True), -1).lines():
             return (
-                f"the number of devices: a run on {where} that nothing disturbs differs, too, so it is not the resume; does a "
-                "replica draw by its own key, or compute of its part of a batch alone? Else sums in another order come to more "
+                f"the number of devices: an undisturbed run on {where} differs, too, so the resume is not the cause; does a "
+                "replica draw by its own key, or use only its part of a batch? Otherwise, sums in another order differ by more "
                 "than --verify_tolerance."
             )
         if column.startswith("eval/") or (compared.row is None and not compared.array):
-            return f"the evaluation: {only} the same state is judged in another way; is there an attribute that changes?"
+            return f"the evaluation: {only} the same state is evaluated differently; does an attribute change?"
         first, restored = (_batches(whole, range(i, step + 1)) for i in (1, saved + 1))
         for number, batch in restored.items():
             if batch != first[number]:
@@ -225,26 +233,27 @@ class _Runs:
                     "iterator return all that decides what comes next?"
                 )
         return (
-            f"state outside of TrainState: {only} state and batches are as before, but a step is another; is there an "
-            "attribute or a global that changes?"
+            f"state outside of TrainState: {only} state and batches are as before, but a step differs; does an "
+            "attribute or a global variable change?"
         )
 
     def kind_of_impure(self) -> str:
-        """The kind of thing by which undisturbed runs differ."""
+        """Determines and describes why undisturbed runs differ."""
+        # A fixed hash seed makes the order of sets, and hash(), the same in each process.
         pair = [self.train(f"hash_{i}", environment="PYTHONHASHSEED=0") for i in range(2)]
         if alike.compare(pair[0], pair[1]).lines():
             return (
-                "impure: undisturbed runs differ, too, so it is not the resume; is there the time, Python's random, "
-                "os.urandom or a thread?"
+                "impure: undisturbed runs differ, too, so the resume is not the cause; does the experiment use the time, "
+                "Python's random, os.urandom or a thread?"
             )
         return (
-            "hash order: undisturbed runs differ, too, but not with PYTHONHASHSEED=0; is there the order of a set, or "
-            "hash()?"
+            "hash order: undisturbed runs differ, too, but not with PYTHONHASHSEED=0; does the experiment use the order of "
+            "a set, or hash()?"
         )
 
 
 def _batches(directory: pathlib.Path, steps: range) -> dict[int, dict[str, str]]:
-    """The checksums of the batches of steps, made again from the checkpoint before the first, or from the first state."""
+    """Returns the checksums of the batches of repeated steps, by step and name."""
     checksums = {}
     for step in past.Past(str(directory)).steps(steps):
         checksums[step.number] = {name: alike.checksum(x) for name, x in step.batch.items()}
@@ -252,7 +261,7 @@ def _batches(directory: pathlib.Path, steps: range) -> dict[int, dict[str, str]]
 
 
 def _examples(directory: pathlib.Path, step: int) -> str:
-    """Says which examples a step is made of in the order of the seed; empty if that is not the run's."""
+    """Describes the examples of a step in the seed's order; empty if the run's data is in another order."""
     run = past.Past(str(directory))
     (again,) = run.steps(range(step, step + 1))
     rows = range(len(next(iter(again.batch.values()))))
@@ -261,7 +270,7 @@ def _examples(directory: pathlib.Path, step: int) -> str:
 
 
 def _on(place: Elsewhere, command: Sequence[str]) -> list[str]:
-    """The command of a run in another place."""
+    """Returns the command of a run on other devices."""
     devices = f"--cpu_devices={place.devices // place.processes}"
     rest = cli.without_flags(command, ["cpu_devices"])
     if place.processes == 1:

@@ -1,1 +1,1 @@
-"""A page on one run or several side by side: `python -m xshard.report runs/digits`."""
+"""A report page on one or several runs: `python -m xshard.report runs/digits`."""

@@ -1,11 +1,10 @@
-"""Makes a page on runs: `python -m xshard.report runs/digits`.
+"""Writes a report page on runs: `python -m xshard.report runs/digits`.
 
     python -m xshard.report runs/a                           one run
     python -m xshard.report runs/a runs/b --output=ab.html   several, side by side
     python -m xshard.report runs/digits_sweep/*/             all runs of a sweep
 
-The page needs nothing but itself and a browser: no network. Work directories are only read; runs may go
-on meanwhile.
+The page is one file and needs only a browser, no network. Work directories are only read; the runs may continue.
 """
 
 import importlib.util
@@ -19,7 +18,7 @@ from xshard.report import runs as runs_lib
 
 
 def main(argv: Sequence[str]) -> int:
-    """Makes the report that the arguments ask for; returns the exit code."""
+    """Writes the report that the arguments ask for; returns the exit code."""
     return cli.run(lambda: _main(argv))
 
 
@@ -34,17 +33,17 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def make(workdirs: Sequence[str], output: pathlib.Path) -> str:
-    """Writes the report on runs; returns what was written, in words.
+    """Writes the report on runs; returns a description of what was written.
 
     Raises:
-      UserError: if a directory is no run's, if the page cannot be written, or if plotly is missing.
+      UserError: if a directory holds no run, the page cannot be written, or plotly is missing.
     """
     if importlib.util.find_spec("plotly") is None:
         raise errors.UserError(
             "plotly is not installed, which draws the charts: pip install '.[report]', or "
             "'xshard[report]'."
         )
-    # Here, since it needs plotly, which is an extra.
+    # Imported here, since it needs plotly, which is an extra.
     from xshard.report import page
 
     if output.suffix != ".html" or output.is_dir():

@@ -1,4 +1,4 @@
-"""The charts of a report, and the lines in each: no drawing yet."""
+"""Computes the charts of a report and their lines; `xshard.report.figures` draws them."""
 
 import collections
 import dataclasses
@@ -30,13 +30,14 @@ class Line:
     """One curve.
 
     Attributes:
-      runs: the number of its run; of a mean over seeds, those of all its runs.
-      what: what it shows of its run, as 'evaluation, group 1'.
+      runs: the number of its run; for a mean over seeds, the numbers of all its runs.
+      what: the part of the run that it shows, such as 'evaluation, group 1'.
       steps: shape [rows].
-      values: shape [rows], nan where there is no finite one.
-      dash: of the line, and `mode` how its rows are drawn, as plotly names it.
-      band: the least and the greatest of the runs that a mean is of.
-      is_member: whether it is one of several that have a mean.
+      values: shape [rows]; nan for values that are not finite.
+      dash: the dash style of the line, in plotly's terms.
+      mode: how its rows are drawn, in plotly's terms.
+      band: for a mean, the smallest and the largest values of its runs.
+      is_member: whether it is one of several curves that have a mean.
     """
 
     runs: tuple[int, ...]
@@ -50,36 +51,36 @@ class Line:
 
 
 class Chart(NamedTuple):
-    """Curves over steps; on one axis all that there is of one metric."""
+    """A chart with all curves of one metric over the steps."""
 
     name: str
     lines: list[Line]
 
     @property
     def section(self) -> str:
-        """The part of the page that it is in."""
+        """The section of the page that contains it."""
         if self.name.startswith("perf/"):
             return SPEED
         return UPDATES if _of_learner(self.name) in _UPDATES else LEARNING
 
     @property
     def is_log(self) -> bool:
-        """Tells an axis of factors, as the loss scale's."""
+        """Whether the axis is logarithmic at first, as for the loss scale and norms."""
         return _of_learner(self.name) == "loss_scale" or self.name.endswith("_norm")
 
     @property
     def is_smoothed(self) -> bool:
-        """Tells noisy curves from those that go in steps."""
+        """Whether its curves are smoothed: noisy ones are, those that change in steps are not."""
         return _of_learner(self.name) not in ("loss_scale", "skipped", "learning_rate")
 
 
 def _of_learner(name: str) -> str:
-    """The name of a metric without that of its learner, where there are several."""
+    """Returns the name of a metric without its learner's name."""
     return name.rpartition("/")[2]
 
 
 def charts(runs: Sequence[runs_lib.Run]) -> list[Chart]:
-    """All charts of runs, in the order of the page."""
+    """Returns all charts of runs, in the order of the page."""
     lines = collections.defaultdict(list)
     for number, run in enumerate(runs):
         for metric, line in _lines(number, run):
@@ -87,11 +88,12 @@ def charts(runs: Sequence[runs_lib.Run]) -> list[Chart]:
     families = seeds(runs)
     drawn = [Chart(metric, _with_means(own, families)) for metric, own in lines.items()]
     sections = (LEARNING, UPDATES, SPEED)
+    # In its section the loss comes first; the sort keeps the order of the others.
     return sorted(drawn, key=lambda chart: (sections.index(chart.section), chart.name != "loss"))
 
 
 def seeds(runs: Sequence[runs_lib.Run]) -> list[int]:
-    """The number of each run's family: runs of one family differ in no key of the config but the seed."""
+    """Returns the number of each run's family: the configs of runs of one family differ only in the seed."""
     numbers: dict[str, int] = {}
     families = []
     for run in runs:
@@ -101,11 +103,11 @@ def seeds(runs: Sequence[runs_lib.Run]) -> list[int]:
 
 
 def smooth(values: np.ndarray, weight: float) -> np.ndarray:
-    """The exponential moving average without its bias to 0; nan stays nan, and counts in no mean.
+    """Returns the exponential moving average, corrected for its bias to 0; nan stays nan and enters no average.
 
     Args:
       values: shape [rows].
-      weight: of what came before, from 0 to less than 1.
+      weight: the weight of the earlier rows, from 0 to less than 1.
     """
     averages = []
     total = total_weight = 0.0
@@ -114,14 +116,14 @@ def smooth(values: np.ndarray, weight: float) -> np.ndarray:
             averages.append(math.nan)
             continue
         total = weight * total + (1 - weight) * value
-        # Less than 1 at first, when there is little that came before.
+        # The sum of all weights so far, which is less than 1 at first, corrects the bias.
         total_weight = weight * total_weight + (1 - weight)
         averages.append(total / total_weight)
     return np.array(averages)
 
 
 def thin(values: np.ndarray, parts: int) -> np.ndarray:
-    """Numbers of the rows to draw: the least and the greatest of each part, so that no peak is lost.
+    """Returns the numbers of the rows to draw: the smallest and the largest of each part, so that no peak is lost.
 
     Args:
       values: shape [rows].
@@ -136,19 +138,19 @@ def thin(values: np.ndarray, parts: int) -> np.ndarray:
         if len(known):
             kept |= {known[values[known].argmin()], known[values[known].argmax()]}
         else:
-            # So that the part stays a gap.
+            # One non-finite row is kept, so that the part is drawn as a gap.
             kept.add(part[0])
     return np.array(sorted(kept))
 
 
 def _lines(number: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
-    """The curve of each group under each name, with the metric that it is of."""
+    """Yields the curve of each group under each name, with its metric."""
     for columns, judge, mode in (
         (run.training, "training", "lines"),
         (run.evaluation, "evaluation", "lines+markers"),
         (run.separate, "evaluation job", "markers"),
     ):
-        # In an order that all charts have in common, since a line's place in a chart gives it its colour.
+        # All charts use the same order, since a line's position in a chart determines its color.
         for name in sorted(columns, key=lambda name: _variants(name)[0]):
             steps, values = columns[name]
             variants, metric = _variants(name)
@@ -164,7 +166,7 @@ def _lines(number: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
 
 
 def _with_means(lines: list[Line], families: list[int]) -> list[Line]:
-    """The lines, and before those of runs that differ in their seeds their mean."""
+    """Returns the lines; lines of runs that differ only in their seeds come after their mean."""
     alike = collections.defaultdict(list)
     for line in lines:
         alike[families[line.runs[0]], line.what].append(line)
@@ -180,7 +182,7 @@ def _with_means(lines: list[Line], families: list[int]) -> list[Line]:
 
 
 def _mean(lines: list[Line]) -> Line | None:
-    """The mean of several lines at the steps that all of them have; None if there is no such step."""
+    """Returns the mean of several lines at the steps that all of them have; None for one line, or no common step."""
     steps = functools.reduce(np.intersect1d, [line.steps for line in lines])
     if len(lines) == 1 or not len(steps):
         return None
@@ -189,15 +191,15 @@ def _mean(lines: list[Line]) -> Line | None:
         lines[0],
         runs=tuple(line.runs[0] for line in lines),
         steps=steps,
-        # Not finite where any of them is not: a mean of the others would hide it. Divided before it is summed,
-        # since a sum of the largest numbers is not finite.
+        # The mean is not finite where any line is not, since a mean of the others would hide that. Values are divided
+        # before they are summed, since a sum of very large numbers would overflow.
         values=(values / len(lines)).sum(axis=0),
         band=(values.min(axis=0), values.max(axis=0)),
     )
 
 
 def _variants(name: str) -> tuple[str, str]:
-    """Returns what a metric is of, as in 'ensemble/average/loss', in alphabetic order; and the metric."""
+    """Splits a name such as 'ensemble/average/loss' into its variants, in alphabetic order, and its metric."""
     variants: set[str] = set()
     while name.startswith(("average/", "ensemble/")):
         variant, _, name = name.partition("/")

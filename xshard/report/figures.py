@@ -1,4 +1,4 @@
-"""Draws charts with plotly. All text from files is escaped here: plotly takes it as HTML."""
+"""Draws charts with plotly. Text from files is escaped here, since plotly interprets text as HTML."""
 
 import collections
 import html
@@ -15,24 +15,24 @@ from xshard.report import charts
 from xshard.report import runs as runs_lib
 
 WEIGHTS = (0.0, 0.6, 0.9, 0.97, 0.99)
-# The number of the weight that is shown first.
+# The index of the weight that is selected at first.
 _LEVEL = 1
-# The opacity of what stands behind an average or a mean.
+# The opacity of curves behind an average or a mean.
 _FAINT = 0.35
-# Parts of all curves of a chart together, of each of which two rows are drawn, and of any curve at least.
+# The number of parts of all curves of a chart together, and the fewest of any curve. Two rows of each part are drawn.
 _PARTS, _FEWEST_PARTS = 2000, 100
-# Marks in a chart of what may be in every row.
+# The most marks of one kind in a chart.
 _MARKS = 300
 _RED = "#d62728"
 
 
 def text(value: object) -> str:
-    """A text as HTML."""
+    """Escapes a text for HTML."""
     return html.escape(show.printable(str(value)))
 
 
 def colour(number: int) -> str:
-    """A colour far from its neighbours', by the golden angle; the first is blue."""
+    """Returns a color that differs clearly from the colors of neighboring numbers, by the golden angle; the first is blue."""
     return f"hsl({(215 + 137.508 * number) % 360:.0f}, 65%, {42 + 12 * (number % 2)}%)"
 
 
@@ -40,7 +40,7 @@ def figure(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> go.Figure:
     """Draws a chart, with a slider for its smoothing."""
     families = charts.seeds(runs)
     traces: list[dict[str, Any]] = []
-    # By the numbers of their traces: the averages of a line, with each weight.
+    # For the number of each smoothed trace, its averages with each weight.
     averages: dict[int, list[Any]] = {}
     for number, line in enumerate(chart.lines):
         shade = colour(families[line.runs[0]] if len(runs) > 1 else number)
@@ -68,13 +68,13 @@ def figure(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> go.Figure:
 
 
 def parts(chart: charts.Chart) -> int:
-    """The number of parts of each curve, of each of which two rows are drawn."""
+    """Returns the number of parts of each curve of a chart; two rows of each part are drawn."""
     return max(_FEWEST_PARTS, _PARTS // len(chart.lines))
 
 
 def bars(runs: Sequence[runs_lib.Run]) -> go.Figure | None:
-    """Shares of the time of each run's attempts, and between them; None if they were not recorded."""
-    # The seconds of each part of each run.
+    """Draws how the time of each run's attempts, and the time between them, was spent; None if it was not recorded."""
+    # For each run, the seconds of each part.
     spent: dict[str, collections.Counter[str]] = {}
     for run in runs:
         for attempt in run.attempts:
@@ -107,7 +107,7 @@ def bars(runs: Sequence[runs_lib.Run]) -> go.Figure | None:
 
 
 def _base(line: charts.Line, runs: Sequence[runs_lib.Run], shade: str) -> dict[str, Any]:
-    """Returns all that the traces of one line have in common."""
+    """Returns the properties that all traces of one line share."""
     label = line.what
     if len(runs) > 1:
         run = runs[line.runs[0]].name
@@ -119,7 +119,7 @@ def _base(line: charts.Line, runs: Sequence[runs_lib.Run], shade: str) -> dict[s
         "type": "scatter",
         "mode": line.mode,
         "name": name,
-        # All that is drawn of a line comes and goes with its name.
+        # A click on the name in the legend shows or hides all traces of the line.
         "legendgroup": name,
         "line": {"color": shade, "dash": line.dash, "width": 1.3},
         "marker": {"color": shade, "size": 6},
@@ -129,12 +129,12 @@ def _base(line: charts.Line, runs: Sequence[runs_lib.Run], shade: str) -> dict[s
 def _band(
     line: charts.Line, band: tuple[np.ndarray, np.ndarray], base: dict[str, Any]
 ) -> dict[str, Any]:
-    """The area from the least to the greatest of the runs that a mean is of, with gaps as the mean's."""
+    """Draws the area between the smallest and the largest values of a mean's runs, with the same gaps as the mean."""
     low, high = band
     x: list[Any] = []
     y: list[Any] = []
     for piece in np.ma.clump_unmasked(np.ma.masked_invalid(low)):
-        # Along the lower edge and back along the upper one; of few enough rows, by their extremes.
+        # The outline runs along the lower edge and back along the upper one, each thinned to its extremes.
         lowest = piece.start + charts.thin(low[piece], _MARKS)
         highest = piece.start + charts.thin(high[piece], _MARKS)[::-1]
         x += [*line.steps[lowest].tolist(), *line.steps[highest].tolist(), None]
@@ -158,7 +158,7 @@ def _crosses(line: charts.Line, base: dict[str, Any]) -> dict[str, Any]:
     known = np.flatnonzero(np.isfinite(line.values))
     heights = np.ones(len(lost))
     if len(known):
-        # The first finite row for those that have none before them.
+        # Rows before the first finite row are drawn at its height.
         before = np.maximum(np.searchsorted(known, lost) - 1, 0)
         heights = line.values[known[before]]
     return base | {
@@ -172,7 +172,7 @@ def _crosses(line: charts.Line, base: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slider(averages: dict[int, list[Any]]) -> dict[str, Any]:
-    """Puts averages in the place of one another, by their traces' numbers; the rows stay as they are."""
+    """Returns a slider that replaces the averages of the smoothed traces, by their numbers."""
     steps = []
     for level, weight in enumerate(WEIGHTS):
         values = [levels[level] for levels in averages.values()]
@@ -202,7 +202,7 @@ def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]
         "yanchor": "bottom",
     }
     return {
-        # Without plotly's own template, which is as long as many a chart.
+        # An empty template: plotly's own would be as large as many charts.
         "template": go.layout.Template(),
         "height": 470,
         "margin": {"t": 60, "r": 20},
@@ -221,10 +221,10 @@ def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]
 
 
 def _restarts(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> list[dict[str, Any]]:
-    """Dotted lines at the first step of each attempt but the first."""
+    """Returns dotted lines at the first step of each attempt except the first."""
     shown = {number for line in chart.lines for number in line.runs}
     firsts = {attempt.first for number in shown for attempt in runs[number].attempts[1:]}
-    # One that did not come to its first step has none.
+    # An attempt that ended before its first step has no first step.
     steps = [first for first in firsts if first is not None]
     dotted = {"color": "gray", "width": 1, "dash": "dot"}
     return [
@@ -234,5 +234,5 @@ def _restarts(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> list[dict[st
 
 
 def _listed(values: np.ndarray) -> list[float | None]:
-    """Values as JSON can hold them."""
+    """Returns values as JSON numbers; None for those that are not finite."""
     return [value if math.isfinite(value) else None for value in values.tolist()]

@@ -1,4 +1,4 @@
-"""The page's samples: texts, images and histograms that the runs have shown, the newest first."""
+"""The samples on the page: texts, images and histograms of the runs, newest first."""
 
 import html
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from xshard import samples
 from xshard.report import figures
 from xshard.report import runs as runs_lib
 
-# Of an image, and of a histogram, on the page.
+# The width of images and histograms on the page, and the height of histograms.
 _WIDTH, _HEIGHT = 480, 120
 
 
 def gallery(runs: Sequence[runs_lib.Run]) -> str:
-    """All samples by run and by name: the newest is shown, and those before at a click; empty if there are none."""
+    """Returns all samples by run and name, with earlier ones behind a click; empty if there are none."""
     parts = []
     for run in runs:
         by_name: dict[str, list[str]] = {}
@@ -35,7 +35,7 @@ def _drawing(item: samples.Item) -> str:
         lines = "\n".join(figures.text(line) for line in item["text"].splitlines())
         return f"<pre>{lines}</pre>"
     if item["kind"] == "image":
-        # Small ones are made larger, by whole pixels.
+        # Small images are enlarged by an integer factor.
         width = item["width"] * max(1, _WIDTH // item["width"])
         source = html.escape(f"data:image/png;base64,{item['png']}")
         style = "image-rendering: pixelated; max-width: 100%"

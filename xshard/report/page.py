@@ -1,4 +1,4 @@
-"""Lays out the page, in HTML that needs nothing but itself."""
+"""Lays out the page, as one self-contained HTML file."""
 
 import shlex
 import string
@@ -14,7 +14,7 @@ from xshard.files import workdir
 from xshard.report import charts, figures, gallery, tables
 from xshard.report import runs as runs_lib
 
-# Nothing may leave the page: plotly has a button that would upload a chart.
+# The policy forbids all connections, since plotly has a button that would upload a chart.
 _PAGE = string.Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -44,7 +44,7 @@ $alarms
 $summary
 $notes
 $sections
-<p>A click on a name in a legend hides its curves, two show no others. Drag to zoom; two clicks go back.</p>
+<p>Click a name in a legend to hide its curves; double-click it to show only these. Drag to zoom; double-click to reset.</p>
 </body>
 </html>
 """)
@@ -59,11 +59,11 @@ def get_config(path):
     return ml_collections.ConfigDict(config)
 """
 _REPEAT_EXPLANATION = (
-    "The command of a run is not recorded. With this file, which takes a run's config from its work "
-    "directory, the command below begins the same run in another directory. Add the flags that are no part "
+    "The command of a run is not recorded. This file loads a run's config from its work directory. With it, "
+    "the command below begins the same run in another directory. Add the flags that are not part "
     "of the config, such as --cpu_devices and --init_from."
 )
-# A forged file may have any number of names.
+# A limit for forged files, which may have any number of names.
 _CHARTS = 200
 _CONFIG = {
     "responsive": True,
@@ -74,7 +74,7 @@ _CONFIG = {
 
 
 def build(runs: Sequence[runs_lib.Run]) -> str:
-    """Makes the page on runs, of which there is one or more."""
+    """Returns the page on one or more runs."""
     all_charts = charts.charts(runs)
     sections: dict[str, str] = {}
     for number, chart in enumerate(all_charts[:_CHARTS]):
@@ -82,7 +82,7 @@ def build(runs: Sequence[runs_lib.Run]) -> str:
         sections[chart.section] = sections.get(chart.section, "") + drawing
     bars = figures.bars(runs)
     if bars is not None:
-        captions = ["All attempts of a run together, and the time between them."]
+        captions = ["All attempts of a run, and the time between them."]
         sections["Where the time went"] = _figure("Shares", bars, len(all_charts), captions)
     shown = gallery.gallery(runs)
     if shown:
@@ -110,7 +110,7 @@ def build(runs: Sequence[runs_lib.Run]) -> str:
 
 
 def _repeat(run: runs_lib.Run) -> str:
-    """Says how to begin a run again."""
+    """Describes how to repeat a run."""
     config = f"--config=repeat.py:{run.path / 'config.json'}"
     command = shlex.join(["python", "-m", "xshard.main", config, "--workdir=runs/again"])
     explanation = _paragraphs("", [_REPEAT_EXPLANATION])
@@ -125,6 +125,7 @@ def _figure(title: str, figure: go.Figure, number: int, captions: Sequence[str])
     drawing = plotly.io.to_html(
         figure,
         config=_CONFIG,
+        # The head of the page contains plotly once.
         include_plotlyjs=False,
         full_html=False,
         div_id=f"chart-{number}",
@@ -134,22 +135,24 @@ def _figure(title: str, figure: go.Figure, number: int, captions: Sequence[str])
 
 
 def _captions(chart: charts.Chart) -> list[str]:
-    """Says how a chart is drawn, and what it cannot show."""
+    """Returns notes on how a chart is drawn, and on values that it cannot show."""
     captions = []
-    # What a mean lacks its members lack.
+    # A mean is not finite only where its members are not, so means are not counted.
     rows = [line for line in chart.lines if line.band is None]
     values = np.concatenate([line.values for line in rows])
     lost = np.count_nonzero(np.isnan(values))
     low = np.count_nonzero(values <= 0)
     if len(rows) < len(chart.lines):
         captions.append(
-            "A band goes from the least to the greatest of runs that differ only in their seeds, around "
+            "A band spans the smallest to the largest value of runs that differ only in their seeds, around "
             "their mean, at the steps that all of them have."
         )
     if lost:
-        captions.append(f"{lost} values are not finite: red crosses, as high as the row before.")
+        captions.append(
+            f"{lost} values are not finite: red crosses at the height of the row before."
+        )
     if low and chart.is_log:
-        captions.append(f"{low} values are not above 0, which a log scale cannot show: gaps.")
+        captions.append(f"{low} values are not above 0; a log scale shows them as gaps.")
     if max(len(line.steps) for line in rows) > 2 * figures.parts(chart):
-        captions.append("Of long curves the least and the greatest row of each part are drawn.")
+        captions.append("Long curves show only the smallest and the largest row of each part.")
     return captions

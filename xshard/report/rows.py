@@ -1,4 +1,4 @@
-"""The rows of a metrics.jsonl as columns, one for each name."""
+"""Reads the rows of a metrics.jsonl as columns, one for each name."""
 
 import collections
 import math
@@ -17,19 +17,19 @@ _EVALUATION = "eval/"
 
 
 class Column(NamedTuple):
-    """The ascending steps under one name, [rows], and the numbers, [rows, groups]; nan for none finite."""
+    """The numbers under one name: steps, ascending, [rows]; and values, [rows, groups], nan if not finite."""
 
     steps: np.ndarray
     values: np.ndarray
 
 
 Columns = dict[str, Column]
-# The steps of the rows that have a name, and what they have under it.
+# For each name, the steps of the rows that have it, and their values.
 _Table = collections.defaultdict[str, tuple[list[int], list[Any]]]
 
 
 class Rows(NamedTuple):
-    """The columns of training rows, those of evaluation rows without 'eval/', and notes for people."""
+    """The columns of training rows, the columns of evaluation rows without 'eval/', and notes to show."""
 
     training: Columns
     evaluation: Columns
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 
 def read(path: pathlib.Path) -> Rows:
-    """Reads a file, which a run may be writing; a file that is not there has no rows."""
+    """Reads a file, which a run may be writing; a missing file has no rows."""
     training: _Table = collections.defaultdict(lambda: ([], []))
     evaluation: _Table = collections.defaultdict(lambda: ([], []))
     notes: list[str] = []
@@ -56,16 +56,16 @@ def read(path: pathlib.Path) -> Rows:
 
 
 def newest_samples(path: pathlib.Path, most: int, notes: list[str]) -> list[dict[str, Any]]:
-    """The newest rows of a file of samples, at most so many, by ascending steps; each step once.
+    """Returns the newest rows of a file of samples, by ascending steps; each step once.
 
     Args:
-      path: the file, which need not be there, and which a run may be writing.
-      most: how many.
-      notes: takes what is to be said of it.
+      path: the file, which may be missing, and which a run may be writing.
+      most: the most rows to return.
+      notes: receives notes on the file to show.
     """
     rows: dict[int, dict[str, Any]] = {}
     for step, row in _rows(path, notes):
-        # Of two rows of a step the later one counts.
+        # If a step has two rows, the later one counts.
         rows[step] = {"step": step, **row}
         if len(rows) > most:
             del rows[min(rows)]
@@ -73,7 +73,7 @@ def newest_samples(path: pathlib.Path, most: int, notes: list[str]) -> list[dict
 
 
 def numbers_of(values: Any) -> dict[str, list[float]]:
-    """The numbers of all groups under each name of a mapping; what is none is left out."""
+    """Returns the numbers of all groups under each name of a mapping, without values that are not numbers."""
     if not isinstance(values, dict):
         return {}
     columns = {show.printable(name): _numbers(value) for name, value in values.items()}
@@ -81,7 +81,7 @@ def numbers_of(values: Any) -> dict[str, list[float]]:
 
 
 def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows one by one, with their steps: all of a long run's would need a lot of memory."""
+    """Yields rows with their steps, one by one: all rows of a long run would take a lot of memory."""
     damaged: list[int] = []
     ends_whole, number = True, 0
     try:
@@ -94,7 +94,7 @@ def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[tuple[int, dict[str,
                 yield step, row
     except errors.UserError as e:
         notes.append(str(e))
-    # A run that is writing has not come to the end of its last line yet: that is no damage.
+    # An incomplete last line is not damage: a run may be writing it.
     if not ends_whole and number in damaged:
         damaged.remove(number)
         notes.append(f"The last line of {path.name} is cut off, or being written: it is left out.")
@@ -106,7 +106,7 @@ def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[tuple[int, dict[str,
 
 
 def _step(value: Any) -> int | None:
-    """A step as an array holds it; a step of another kind is no step."""
+    """Returns a step as an integer of 64 bits; None if it is not one."""
     try:
         return int(np.int64(value))
     except (ValueError, TypeError, OverflowError):
@@ -116,7 +116,7 @@ def _step(value: Any) -> int | None:
 def _columns(table: _Table, file: str, notes: list[str]) -> Columns:
     columns = {}
     for name, (all_steps, all_values) in table.items():
-        # Of two rows of a step the later one counts: the step was made again.
+        # If a step has two rows, the later one counts: the run has repeated the step.
         steps, last = np.unique(np.array(all_steps, np.int64)[::-1], return_index=True)
         values = [all_values[-1 - index] for index in last.tolist()]
         kept, array = _array(values)
@@ -124,8 +124,8 @@ def _columns(table: _Table, file: str, notes: list[str]) -> Columns:
         lost = len(values) - len(array)
         if lost:
             notes.append(
-                f"{file}: {lost} values of '{name}' are no numbers, or for another number of groups "
-                "than the last one, and left out."
+                f"{file}: {lost} values of '{name}' are not numbers, or have another number of groups "
+                "than the last one, and are left out."
             )
         if len(array):
             columns[name] = Column(steps[kept], np.where(np.isfinite(array), array, np.nan))
@@ -133,9 +133,8 @@ def _columns(table: _Table, file: str, notes: list[str]) -> Columns:
 
 
 def _array(values: list[Any]) -> tuple[slice | list[int], np.ndarray]:
-    """The numbers of those values that are like the last one, [rows, groups], and which values they are."""
-    # Most columns are plain numbers, and there may be millions of them: without a call for each.
-    # NumPy has nan for None.
+    """Returns the indices of the values with as many groups as the last one, and their numbers, [rows, groups]."""
+    # Most columns are plain numbers. There may be millions, so these are converted at once. NumPy converts None to nan.
     if set(map(type, values)) <= {float, types.NoneType}:
         return slice(None), np.array(values, np.float64)[:, np.newaxis]
     numbers = [_numbers(value) for value in values]
@@ -145,7 +144,7 @@ def _array(values: list[Any]) -> tuple[slice | list[int], np.ndarray]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """The numbers of all groups, nan for null; none if it is something else."""
+    """Returns the numbers of all groups, with nan for null; an empty list for anything else."""
     numbers = value if isinstance(value, list) else [value]
     if not all(number is None or isinstance(number, int | float) for number in numbers):
         return []
@@ -153,7 +152,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _number(number: float | None) -> float:
-    """The number; nan in the place of none, or of an integer that is too large."""
+    """Returns the number as a float; nan for None, or for an integer that is too large."""
     try:
         return math.nan if number is None else float(number)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Reads what a work directory says of its run. Nothing is written there, and no device is touched."""
+"""Reads the runs of a report from their work directories. Nothing is written there, and no device is used."""
 
 import pathlib
 import threading
@@ -15,12 +15,12 @@ from xshard.pod import status
 from xshard.report import rows as rows_lib
 
 _CHECKPOINT_SECONDS = 30.0
-# A page of more would be too large to be looked at.
+# The number of sample rows on a page; more would make it too large.
 _SAMPLES = 10
 
 
 class Checkpoints(NamedTuple):
-    """The checkpoints of a run, what the newest was written with, and why nothing is known of them, if so."""
+    """The checkpoints of a run, the versions that the newest was written with, and the problem if they are unknown."""
 
     place: str
     entries: list[checkpoint.Entry]
@@ -33,12 +33,12 @@ class Run(NamedTuple):
 
     Attributes:
       path: its work directory.
-      name: the end of that path which no other run has.
-      separate: columns of the evaluation job; those of the run's own evaluations are `evaluation`.
-      attempts: one after the other; none of a run of a version that did not record them.
-      state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'; `doing` is the same in words.
-      results: the final evaluation; empty if it has not been made.
-      samples: the newest rows of samples, as `xshard.samples` has them, by ascending steps.
+      name: the shortest end of that path that no other run has.
+      separate: the columns of the evaluation job; `evaluation` has the run's own evaluations.
+      attempts: the attempts in order; empty for a run of a version that did not record them.
+      state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'; `doing` describes it in words.
+      results: the final evaluation; empty if there is none yet.
+      samples: the newest rows of samples, in the format of `xshard.samples`, by ascending steps.
     """
 
     path: pathlib.Path
@@ -61,11 +61,11 @@ def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) 
     """Reads runs.
 
     Args:
-      paths: their work directories; one that is given twice counts once.
-      checkpoint_seconds: how long all places of checkpoints have to answer.
+      paths: their work directories; duplicates count once.
+      checkpoint_seconds: the timeout for reading all checkpoint directories together.
 
     Raises:
-      UserError: if any of them is no run's directory; all such are named.
+      UserError: if any path holds no run; the message names all such paths.
     """
     unique: dict[pathlib.Path, pathlib.Path] = {}
     for path in map(pathlib.Path, paths):
@@ -80,7 +80,7 @@ def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) 
     if problems:
         raise errors.UserError("\n".join(problems))
     deadline = time.monotonic() + checkpoint_seconds
-    # All places are asked before the first answer is waited for.
+    # All readers start before the first result is awaited.
     readers = [
         _CheckpointReader(directory, config.get("checkpoint.directory"))
         for directory, config in zip(directories, configs, strict=True)
@@ -93,19 +93,19 @@ def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) 
 
 
 class _CheckpointReader:
-    """Looks at a run's checkpoints in a thread of its own: an object store may not answer for long."""
+    """Lists a run's checkpoints in a thread, since an object store may not answer for a long time."""
 
     def __init__(self, directory: pathlib.Path, elsewhere: str | None):
         self._place = str(elsewhere or directory / "checkpoints")
-        # A run that has not begun to save has no such directory, and that is no error.
+        # A run that has not saved yet has no such directory, which is not an error.
         self._may_lack = not elsewhere
         self._result = Checkpoints(self._place, [], {}, "it has not answered in time")
-        # The program does not wait for it when it ends.
+        # A daemon thread, so that the program can exit without waiting for it.
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def wait(self, deadline: float) -> Checkpoints:
-        """The checkpoints, or why they are not known, at a time of the monotonic clock."""
+        """Waits until a time of the monotonic clock; returns the checkpoints, or why they are unknown."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return self._result
 
@@ -116,7 +116,7 @@ class _CheckpointReader:
             else:
                 self._result = Checkpoints(self._place, *checkpoint.read_catalog(self._place), "")
         except Exception as e:
-            # Whatever it is, the rest of the page does not depend on it.
+            # No error here may prevent the rest of the page.
             self._result = Checkpoints(self._place, [], {}, str(e) or type(e).__name__)
 
 
@@ -130,7 +130,7 @@ def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Che
     columns = [*rows.training.values(), *rows.evaluation.values()]
     if not columns:
         notes.append("no metrics yet.")
-    # Rows may be older than what the process said last, or a result than a run that goes on.
+    # Rows may be older than the status, and results may be from before the run was resumed.
     steps = [int(column.steps[-1]) for column in columns]
     steps += [row["step"] for row in processes[:1] if row["step"] is not None]
     if not steps and jsonfile.is_number(results.get("step")):
@@ -157,18 +157,18 @@ def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Che
 
 
 def _noted(notes: list[str], read: Callable[[], Any], otherwise: Any) -> Any:
-    """Reads something of a run, or takes what is to be taken if there is nothing; why it cannot be read is noted."""
+    """Returns the result of `read`, or `otherwise` if it is empty or fails; a failure is added to the notes."""
     try:
         return read() or otherwise
     except errors.UserError as e:
-        # Two may read one file.
+        # Two readers of one file may report the same problem.
         if str(e) not in notes:
             notes.append(str(e))
         return otherwise
 
 
 def _config(path: pathlib.Path) -> dict[str, Any]:
-    """A run's config, flat; UserError if there is no run."""
+    """Reads a run's config, flattened; raises UserError if there is no run."""
     if not path.exists():
         raise errors.UserError(f"{path}: there is no such directory.")
     if not path.is_dir():
@@ -188,8 +188,8 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
 def _state(
     processes: list[dict[str, Any]], results: dict[str, Any], step: float | None
 ) -> tuple[str, str]:
-    """A run's state, and the same in words."""
-    # If a process has failed it speaks for all, else the first one does.
+    """Returns a run's state, and a description of it."""
+    # The status of a failed process counts, else process 0's.
     failed = [row for row in processes if row["doing"].startswith("failed")]
     speaker = next(iter([*failed, *processes]), None)
     doing = show.printable(speaker["doing"]) if speaker else ""
@@ -215,7 +215,7 @@ def _state(
 
 
 def _names(paths: Sequence[pathlib.Path]) -> list[str]:
-    """The end of each path, as long as it takes to tell it from the others."""
+    """Returns the ends of the paths, just long enough to be distinct."""
     longest = max((len(path.parts) for path in paths), default=0)
     for length in range(1, longest + 1):
         names = [str(pathlib.PurePath(*path.parts[-length:])) for path in paths]

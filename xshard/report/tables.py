@@ -1,4 +1,4 @@
-"""The page's tables: runs side by side, checkpoints, configs."""
+"""The tables on the page: runs side by side, checkpoints, configs."""
 
 import json
 import math
@@ -15,15 +15,17 @@ from xshard.report import charts, figures
 from xshard.report import rows as rows_lib
 from xshard.report import runs as runs_lib
 
-# In the place of what there is not.
+# The text of an empty cell.
 NOTHING = "\N{EN DASH}"
+# The longest value of a config, in characters.
 _LONGEST = 300
+# The number of newest checkpoints to show; the best and the pinned ones are shown in any case.
 _CHECKPOINTS = 60
 _RATES = ("steps_per_second", "examples_per_second", "flops_per_second", "utilisation")
 
 
 class Cell(NamedTuple):
-    """A cell: its text, which is escaped only when it becomes HTML, its CSS class, and a run's colour."""
+    """A cell: its text, which is escaped when it is converted to HTML, its CSS class, and its run's color."""
 
     content: str
     kind: str = ""
@@ -31,7 +33,7 @@ class Cell(NamedTuple):
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """A table that scrolls sideways where the window is narrow."""
+    """Returns a table that scrolls sideways in a narrow window."""
     head = "".join(f"<th>{figures.text(name)}</th>" for name in names)
     lines = [f"<tr>{head}</tr>"]
     for row in rows:
@@ -42,7 +44,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
 
 
 def comparison(runs: Sequence[runs_lib.Run]) -> str:
-    """One row for each run, and a column for each key in which their configs differ."""
+    """Returns a table with a row for each run, and a column for each key in which their configs differ."""
     finals = [_final(run) for run in runs]
     evaluated = list(dict.fromkeys(name for final, _ in finals for name in final))
     changed = _differing(runs)
@@ -70,7 +72,7 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
 
 
 def checkpoints(runs: Sequence[runs_lib.Run]) -> str:
-    """The checkpoints of all runs, and what is not known of them."""
+    """Returns the checkpoints of all runs, and the reasons why some are unknown."""
     entries = [entry for run in runs for entry in run.checkpoints.entries]
     evaluated = list(dict.fromkeys(name for entry in entries for name in entry.metrics))
     parts, rows = [], []
@@ -93,7 +95,7 @@ def checkpoints(runs: Sequence[runs_lib.Run]) -> str:
 
 
 def config(runs: Sequence[runs_lib.Run]) -> str:
-    """The configs of runs: the keys in which they differ first."""
+    """Returns a table of the runs' configs, with the keys in which they differ first."""
     changed = _differing(runs)
     keys = dict.fromkeys([*changed, *(key for run in runs for key in run.config)])
     rows = []
@@ -110,7 +112,7 @@ def config(runs: Sequence[runs_lib.Run]) -> str:
 
 
 def numbers(values: Sequence[float], after: str = "") -> Cell:
-    """The numbers of several groups; of many their range."""
+    """Returns a cell with the numbers of all groups, or their range if there are many."""
     if not values:
         return Cell(NOTHING)
     known = [value for value in values if math.isfinite(value)]
@@ -128,7 +130,7 @@ def _html(cell: Cell) -> str:
 
 
 def _number(value: float | None) -> str:
-    """A number with the digits that matter."""
+    """Formats a number: integers in full, others with four digits."""
     if value is None:
         return NOTHING
     if not math.isfinite(value):
@@ -159,12 +161,12 @@ def _saved(entry: checkpoint.Entry, evaluated: Sequence[str]) -> list[Cell]:
 
 
 def _final(run: runs_lib.Run) -> tuple[dict[str, list[float]], str]:
-    """The results of a run; until there are any its last evaluation, and at which step that was."""
+    """Returns the results of a run; until there are any, its last evaluation and a note on its step."""
     if run.results and run.state in ("done", "unknown"):
         return run.results, ""
     columns = {k: c for k, c in run.evaluation.items() if not k.startswith("perf/")}
     last = max((int(column.steps[-1]) for column in columns.values()), default=None)
-    # A metric that the last evaluation does not have is none of its results.
+    # Metrics that the last evaluation lacks are left out.
     newest = {name: _last(c) for name, c in columns.items() if c.steps[-1] == last}
     return newest, f" at step {_number(last)}"
 
@@ -174,7 +176,7 @@ def _last(column: rows_lib.Column | None) -> list[float]:
 
 
 def _median(column: rows_lib.Column | None) -> Cell:
-    """The median of a rate's finite rows."""
+    """Returns a cell with the median of a rate's finite rows."""
     if column is None or np.isnan(column.values).all():
         return Cell(NOTHING)
     median = float(np.nanmedian(column.values))
@@ -182,13 +184,13 @@ def _median(column: rows_lib.Column | None) -> Cell:
 
 
 def _differing(runs: Sequence[runs_lib.Run]) -> list[str]:
-    """The keys whose values are not the same in all configs."""
+    """Returns the keys whose values are not the same in all configs."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     return [key for key in keys if len({json.dumps(run.config.get(key)) for run in runs}) > 1]
 
 
 def _setting(run: runs_lib.Run, key: str) -> Cell:
-    """A config's value as JSON, so that the text '1' is none of a number."""
+    """Returns a cell with a config's value as JSON, so that the text '1' differs from the number 1."""
     if key not in run.config:
         return Cell(NOTHING)
     shown = json.dumps(run.config[key], ensure_ascii=False)
