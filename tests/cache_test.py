@@ -82,7 +82,7 @@ def test_no_run_ends_for_it(tmp_path):
     (tmp_path / cache.FOLDER).write_text("a file")
     with cache.kept(tmp_path, lines.append):
         assert compute(3)
-    assert len(lines) == 1 and "what is compiled is not kept for a restart" in lines[0]
+    assert len(lines) == 1 and "compiled programs are not cached for a restart" in lines[0]
 
 
 def test_a_folder_that_the_user_has_named_is_used(tmp_path):

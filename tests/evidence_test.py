@@ -154,7 +154,9 @@ def test_a_checkpoint_of_another_run_that_was_moved_here(run, tmp_path):
     assert loop.run(make_config(seed=1, steps=20), str(other), "") == 0
     (newest,) = (other / "checkpoints").glob("step_00000020.*")
     newest.rename(run / "checkpoints" / newest.name)
-    with pytest.raises(errors.UserError, match="step_00000020.* is of run .*, and this is run"):
+    with pytest.raises(
+        errors.UserError, match="step_00000020.* belongs to run .*, but this is run"
+    ):
         go_on(run)
 
 

@@ -274,7 +274,9 @@ def test_a_file_that_is_none(directory):
             path.unlink()
             make(path)
             kind = list if isinstance(FILES.get(name), list) else dict
-            with pytest.raises(errors.UserError, match=f"{path} cannot be read: it is no regular"):
+            with pytest.raises(
+                errors.UserError, match=f"{path} cannot be read: it is not a regular"
+            ):
                 jsonfile.read(path, kind)
             runs_of = user_error(lambda: runs.read([str(directory)]))
             if name in ("metrics.jsonl", "results.json", "status.json"):

@@ -312,7 +312,7 @@ def test_changed_data_is_not_the_same_run(tmp_path, monkeypatch, capsys):
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     with monkeypatch.context() as patch:
         patch.setattr(toy.Toy, "train_data", changed)
-        with pytest.raises(ValueError, match="give it its data back, or begin .* --init_from="):
+        with pytest.raises(ValueError, match="restore that data, or start .* --init_from="):
             loop.run(make_config(), str(tmp_path / "run"), "")
         assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
         # What the message says.
@@ -353,7 +353,7 @@ def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
     harness.assert_equal(
         state.experiment.opt_state, run.checkpoints.states.init().experiment.opt_state
     )
-    assert "initialised 4 arrays from" in capsys.readouterr().out
+    assert "initialized 4 arrays from" in capsys.readouterr().out
     # Averages begin where the parameters that were taken are, however the update is cut.
     averaged = make_config(experiment="tests.toy.Averaged", hidden=20)
     with averaged.unlocked():
@@ -414,7 +414,7 @@ def test_slots_of_what_is_not_trained_are_left_out_of_older_checkpoints(
     assert loop.run(config(), str(tmp_path / "whole"), "") == 0
     begin("older", with_frozen_slots)
     assert loop.run(config(), str(tmp_path / "older"), "") == 0
-    assert "holds what is not used here: opt_state/" in capsys.readouterr().err
+    assert "holds arrays that are not used here: opt_state/" in capsys.readouterr().err
     states = [final_state(tmp_path / name, config()) for name in ("whole", "older")]
     harness.assert_equal(*states)
     assert "0/mu/mlp/~/linear_1/w" in states[0].experiment.opt_state["adam"]

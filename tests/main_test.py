@@ -168,7 +168,7 @@ def test_a_new_run_begins_with_another_one_s_parameters(finished, tmp_path, run)
         "--cpu_devices=4",
         f"--init_from={finished}",
     )
-    assert code == 0 and "initialised 4 arrays from" in out, out + err
+    assert code == 0 and "initialized 4 arrays from" in out, out + err
 
 
 def write(path, text):
@@ -226,7 +226,7 @@ def test_bad_work_directories(tmp_path, run, case):
         "a file": "is a file; give a directory",
         "below a file": "is below {file}, which is a file; give a directory",
         "somebody's": "no config.json",
-        "config": "it is not an object. It is to be the run's config",
+        "config": "it is not an object. It must hold the run's config",
         "checkpoints": "is a file; move it away",
     }
     assert expected[case].format(file=tmp_path / "file") in err, err

@@ -62,5 +62,5 @@ def test_what_is_damaged_is_said_to_be(tmp_path):
 
 def test_an_empty_folder_and_none(tmp_path):
     assert checkpoint.read_catalog(tmp_path) == checkpoint.Catalog([], {})
-    with pytest.raises(checkpoint.CheckpointError, match="is no directory"):
+    with pytest.raises(checkpoint.CheckpointError, match="is not a directory"):
         checkpoint.read_catalog(tmp_path / "nothing")

@@ -106,7 +106,7 @@ def test_another_number_of_devices_and_another_sharding(tmp_path):
     "change,match",
     [
         (lambda t: t["names"].pop("empty"), "'names/empty' is only in it"),
-        (lambda t: t["names"].update(new=jnp.ones(2)), "'names/new' is missing in it"),
+        (lambda t: t["names"].update(new=jnp.ones(2)), "'names/new' is missing from it"),
         (lambda t: t["names"].update(empty=jnp.ones(2)), r"'names/empty' is float32\[0, 4\] in it, float32\[2\] here"),
         (lambda t: t["names"].update(scalar=jnp.int32(1)), r"float32\[\] in it, int32\[\] here"),
         (lambda t: t.update(keys=[jax.random.key(0, impl="rbg"), t["keys"][1]]), "fry2x32.* in it, rbg"),
@@ -129,12 +129,12 @@ def test_what_a_checkpoint_may_hold_besides_is_left_out(tmp_path):
     restored = manager.restore(kept, may_hold=lambda: old)
     harness.assert_equal(restored.state, kept)
     assert not restored.is_whole and manager.restore(old).is_whole
-    assert any("holds what is not used here: b" in line for line in said)
+    assert any("holds arrays that are not used here: b" in line for line in said)
     # Only that, and nothing in its place; what is not there need not be made.
     for other in ({**old, "b": jnp.ones(3)}, {"a": old["a"], "c": old["b"]}, kept):
         with pytest.raises(checkpoint.CheckpointError, match="'b' is only in it"):
             manager.restore(kept, may_hold=lambda other=other: other)
-    with pytest.raises(checkpoint.CheckpointError, match="'c' is missing in it"):
+    with pytest.raises(checkpoint.CheckpointError, match="'c' is missing from it"):
         manager.restore({**old, "c": old["b"]}, may_hold=pytest.fail)
 
 

@@ -105,7 +105,7 @@ def test_a_failure_is_raised_by_the_next_save_which_is_under_way_all_the_same(
         ({"a": np.array(["x"])}, {}, "'a' is of type <U1, which zarr cannot hold"),
         ({"a": np.array([None])}, {}, "'a' is of type object"),
         ({"a": jnp.zeros(3, jnp.uint4)}, {}, "'a' is of type uint4"),
-        ({"a": jnp.zeros(3)}, {"metadata": {"x": jnp}}, "metadata of step 1 must be what JSON can hold"),
+        ({"a": jnp.zeros(3)}, {"metadata": {"x": jnp}}, "metadata of step 1 must be JSON-serializable"),
         ({"a": jnp.zeros(3)}, {"data": {1, 2}}, "data of step 1 must be"),
     ],
 )  # fmt: skip

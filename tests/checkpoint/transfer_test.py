@@ -48,7 +48,7 @@ def test_neither_slots_nor_steps_by_default(tmp_path):
     np.testing.assert_array_equal(
         state["opt_state"]["mu"], make_state(value=-1.0)["opt_state"]["mu"]
     )
-    assert int(state["step"]) == -9 and "initialised 3 arrays" in said[-1]
+    assert int(state["step"]) == -9 and "initialized 3 arrays" in said[-1]
 
 
 def with_averages(state, names, value):
@@ -66,9 +66,9 @@ def test_the_network_s_state_goes_with_its_parameters(tmp_path):
     np.testing.assert_array_equal(averages["mean"], np.full(3, 2.0))
     # What the checkpoint lacks is no error where nobody has asked for it by name.
     np.testing.assert_array_equal(averages["scale"], np.full(3, -1.0))
-    assert "initialised 4 arrays" in said[-1]
+    assert "initialized 4 arrays" in said[-1]
     assert "not used: net_state/batch_norm/var" in said[-1]
-    assert "left as new: net_state/batch_norm/scale" in said[-1]
+    assert "left at their initial values: net_state/batch_norm/scale" in said[-1]
     with pytest.raises(checkpoint.CheckpointError, match="'net_state/batch_norm/scale' is missing"):
         take(str(tmp_path), new, select="^net_state/")
     state, _ = take(str(tmp_path), new, select=checkpoint.PARAMS)
@@ -85,7 +85,7 @@ def test_a_pattern_leaves_the_rest_and_says_what_was_not_used(tmp_path):
     source = save_state(tmp_path, head=7)
     with pytest.raises(
         checkpoint.CheckpointError,
-        match=r"'params/head/w' is float32\[5, 7\] in it, float32\[5, 3\] here. Narrow it",
+        match=r"'params/head/w' is float32\[5, 7\] in it, float32\[5, 3\] here. Narrow the",
     ):
         take(source, make_state())
     new = make_state(value=-1.0)
@@ -115,7 +115,7 @@ def test_one_group_of_several(tmp_path, group):
     state, _ = take(source, make_state(value=-1.0), group=group)
     wanted = make_state(groups=3, value=2.0)["params"]
     jax.tree.map(lambda x, w: np.testing.assert_array_equal(x, w[group]), state["params"], wanted)
-    with pytest.raises(checkpoint.CheckpointError, match="--init_group=3: .* the groups 0 to 2"):
+    with pytest.raises(checkpoint.CheckpointError, match="--init_group=3: .* has groups 0 to 2"):
         take(source, make_state(), group=3)
 
 
@@ -137,7 +137,7 @@ def test_all_groups_begin_alike_on_their_devices(tmp_path, stored):
     "source,select,match",
     [
         ("", "nothing", "'nothing' matches none of the paths of this run, such as global_step"),
-        ("", "(", "is no regular expression"),
+        ("", "(", "is not a valid regular expression"),
         ("@7", "^params/", r"no checkpoint of step 7 in .*\[1, 2\]"),
         ("/elsewhere", "^params/", "There is no checkpoint in .*elsewhere"),
     ],
@@ -173,7 +173,7 @@ def test_a_file_is_as_good_as_a_checkpoint(tmp_path, groups, dtype):
             wanted = jax.tree.map(lambda x: jnp.stack([x, x]), wanted)
         same = lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.float32))
         jax.tree.map(same, state["params"], wanted)
-        assert "initialised 3 arrays" in said[-1] and "a.safetensors" in said[-1]
+        assert "initialized 3 arrays" in said[-1] and "a.safetensors" in said[-1]
 
 
 def test_a_file_is_read_in_the_parts_that_devices_hold(tmp_path):
@@ -231,7 +231,7 @@ def test_paths_are_renamed(tmp_path, of_file, texts, form, body, head):
             "no path in .* begins with 'params/bodi' .near it: params/body",
         ),
         (["params/body=params/bode"], "this run has no 'params/bode/b' .near it: .*params/body/b"),
-        (["params/head=params/body"], "makes 'params/body/w' of both"),
+        (["params/head=params/body"], "to 'params/body/w': rename one"),
     ],
 )
 def test_a_renaming_that_does_not_fit_is_named(tmp_path, texts, message):

@@ -347,6 +347,8 @@ def test_a_run_goes_on_only_where_its_bits_are_the_same(tmp_path, name):
         run.complete()
     origin = json.loads((tmp_path / "origin.json").read_text())
     (tmp_path / "origin.json").write_text(json.dumps({**origin, name: "another"}))
-    with pytest.raises(errors.UserError, match=f"its {name} was another; .*arithmetic=float"):
+    with pytest.raises(
+        errors.UserError, match=f"Its {name} changed from another to .*arithmetic=float"
+    ):
         loop.Run(made, str(tmp_path))
     loop.Run(config(steps=1, arithmetic="float"), str(tmp_path))

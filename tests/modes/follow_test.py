@@ -271,7 +271,7 @@ def test_another_run_or_a_checkpoint_that_does_not_fit(run, tmp_path):
         wide.experiment = "tests.toy.Wide"
     (tmp_path / "wide").mkdir()
     (tmp_path / "wide/config.json").write_text(wide.to_json_best_effort())
-    with pytest.raises(checkpoint.CheckpointError, match="of another model or optimizer"):
+    with pytest.raises(checkpoint.CheckpointError, match="saved with another model or optimizer"):
         follow.run(wide, str(tmp_path / "wide"), "", None)
 
 

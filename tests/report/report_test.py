@@ -254,8 +254,8 @@ def test_checkpoints_elsewhere(tmp_path, real):
     ]
     page = report(tmp_path, *paths)
     assert {row["run"] for row in rows(page, 1)} == {"a"}
-    assert f"b: {places[1]}: cannot be read: {places[1]} is no directory" in words(page)
-    assert f"c: {places[2]}: cannot be read: '{places[2]}' is no place" in words(page)
+    assert f"b: {places[1]}: cannot be read: {places[1]} is not a directory" in words(page)
+    assert f"c: {places[2]}: cannot be read: '{places[2]}' is not a valid place" in words(page)
 
 
 def test_a_place_of_checkpoints_that_does_not_answer_holds_nothing_up(tmp_path, monkeypatch):

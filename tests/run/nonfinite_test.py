@@ -128,7 +128,10 @@ def test_a_step_is_looked_at_before_it_is_saved(tmp_path, capsys):
 def test_a_last_update_that_leaves_what_is_not_finite(tmp_path, capsys, policy):
     config = make_config(experiment="tests.toy.Overflowing", on_nonfinite=policy, overflow_at=8)
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
-    assert "error: step 8: what it leaves is not finite: params/linear/" in capsys.readouterr().err
+    assert (
+        "error: step 8: the resulting state is not finite: params/linear/"
+        in capsys.readouterr().err
+    )
     assert saved(tmp_path) == {6: "complete"} and results_of(tmp_path)["finite"] is False
 
 

@@ -264,7 +264,10 @@ def test_a_state_that_is_not_finite_though_its_loss_is(tmp_path, capsys):
     config = make_config(experiment="tests.toy.Overflowing", poisoned=(), limit=2)
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     assert [entry["step"] for entry in recorded(tmp_path)] == [12, 12]
-    assert "error: step 12: what it leaves is not finite: params/linear/" in capsys.readouterr().err
+    assert (
+        "error: step 12: the resulting state is not finite: params/linear/"
+        in capsys.readouterr().err
+    )
 
 
 class Bursting(toy.Poisoned):

@@ -73,8 +73,8 @@ def test_a_run_on_other_numbers_is_refused_by_name_before_it_begins(tmp_path, on
         loop.run(config(steps=6), str(tmp_path), "")
     text = str(e.value)
     assert (
-        "'seen/value' is a replica's own" in text
-        and "of 8 replicas a group, and here are 4" in text
+        "'seen/value' differs by replica" in text
+        and "of 8 replicas per group, and this run has 4" in text
     )
     assert files(tmp_path) == before
     on(8)
@@ -102,7 +102,7 @@ def test_what_reads_it_elsewhere_is_refused_by_name(tmp_path, on):
     assert loop.run(config(reads=True), str(tmp_path), "") == 0
     trained = xshard.load(str(tmp_path))
     batch = {"x": np.ones((5, 3), np.float32), "y": np.zeros(5, np.float32)}
-    message = r"Counting\.{} \(.* reads the state 'seen/value'.*\n?.*values of 8 replicas a group, and here are {}"
+    message = r"Counting\.{} \(.* reads the state 'seen/value'.*\n?.*values of 8 replicas per group, and this mesh has {}"
     with pytest.raises(errors.UserError, match=message.format("predict", 1)):
         trained.predict(batch)
     on(4)

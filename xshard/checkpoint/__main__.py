@@ -113,7 +113,8 @@ def diff(store: store_lib.Store, a: int, b: int) -> Rows:
         if array is not None and other is not None and array.kind == other.kind:
             in_both[path] = array
         else:
-            rows.append({"path": path, "largest difference": "only in one, or of another shape"})
+            reason = "only in one checkpoint, or of another shape or type"
+            rows.append({"path": path, "largest difference": reason})
     # The arrays are read and compared one by one, so that both checkpoints together may exceed the memory.
     lefts = parts.read_arrays(first, in_both, _BUDGET_BYTES)
     others = {path: of_second[path] for path in in_both}
@@ -155,7 +156,7 @@ def heal(store: store_lib.Store, step: int) -> Rows:
         )
     if any(attempt.counts for attempt in there):
         raise format_lib.CheckpointError(
-            f"{store} has another checkpoint of step {step}, which counts; there is nothing to take back."
+            f"{store} already has a checkpoint of step {step} that counts; there is nothing to heal."
         )
     rows: Rows = []
     for attempt in marked:
@@ -195,7 +196,7 @@ def to_orbax(store: store_lib.Store, step: int) -> Rows:
 def from_orbax(source: store_lib.Store, store: store_lib.Store) -> Rows:
     """Converts an orbax checkpoint to a checkpoint of step 0."""
     if format_lib.attempts(store):
-        raise format_lib.CheckpointError(f"{store} holds checkpoints already; give another place.")
+        raise format_lib.CheckpointError(f"{store} already holds checkpoints; give another place.")
     arrays = orbax.read(source)
     if not any(path.startswith("params/") for path in arrays):
         arrays = {f"params/{path}": value for path, value in arrays.items()}
@@ -220,7 +221,7 @@ def _main(argv: Sequence[str]) -> int:
         is_missing = store.path is not None and not store.path.is_dir()
         # An import creates the folder that it writes to.
         if is_missing and command is not from_orbax:
-            raise format_lib.CheckpointError(f"{store} is no directory.")
+            raise format_lib.CheckpointError(f"{store} is not a directory.")
         arguments[key] = store
     rows = command(**arguments)
     print(jsonfile.dumps(rows, indent=1) if as_json else show_lib.table(rows))
@@ -316,7 +317,7 @@ def _damage(attempt: format_lib.Attempt) -> str:
         saved = source_lib.read_meta(attempt)["metadata"].get("fingerprint")
         known = hashing.total(saved.values()) if isinstance(saved, dict) else None
         if known not in (None, digest):
-            return f"the fingerprint of its arrays is {digest}, and on the devices it was {known}"
+            return f"the fingerprint of its arrays is {digest}, but on the devices it was {known}"
         source_lib.added_metrics(attempt)
         return ""
 

@@ -80,10 +80,10 @@ class Agreement:
         def problem() -> str:
             seen = {attempt.folder for attempt in format_lib.committed(self._store)}
             if seen and not folders:
-                return f"sees {len(seen)} checkpoints in {self._store}, where process 0 sees none"
+                return f"sees {len(seen)} checkpoints in {self._store}, but process 0 sees none"
             for folder in folders:
                 if folder not in seen:
-                    return f"does not see {self._store}/{folder}, which process 0 sees"
+                    return f"does not see {self._store}/{folder}, but process 0 does"
             return ""
 
         self._wait_until_none(problem)
@@ -99,8 +99,8 @@ class Agreement:
             seen = format_lib.read_owner(self._store)
             if seen is not None and seen.id == owner.id:
                 return ""
-            whose = "nobody's" if seen is None else f"run {seen.id}'s ({seen.workdir})"
-            return f"sees {self._store} as {whose}, where process 0 has made it run {owner.id}'s"
+            whose = "no run" if seen is None else f"run {seen.id} ({seen.workdir})"
+            return f"sees that {self._store} belongs to {whose}, but process 0 recorded run {owner.id} as its owner"
 
         self._wait_until_none(problem)
 
@@ -154,7 +154,7 @@ class Agreement:
         for host, digest in others:
             if digest != first[1]:
                 raise format_lib.CheckpointError(
-                    f"{damage} But {host} sees {digest}, and {first[0]} {first[1]}: {_FIX}"
+                    f"{damage} But {host} sees {digest}, and {first[0]} sees {first[1]}. {_FIX}"
                 )
 
     def _wait_until_none(self, problem: Callable[[], str]) -> None:
@@ -178,7 +178,7 @@ class Agreement:
                 raise format_lib.CheckpointError(f"{'; '.join(problems)}. {_FIX}")
             if seconds > _SAY_SECONDS and not has_said:
                 has_said = True
-                self._say(f"{problems[0]}; waiting for it, at most {LAG_SECONDS:.0f} s")
+                self._say(f"{problems[0]}; waiting at most {LAG_SECONDS:.0f} s for this to change")
             time.sleep(_LOOK_AGAIN_SECONDS)
 
     def _texts(self, look: Callable[[], str]) -> list[tuple[str, str]]:
@@ -213,7 +213,7 @@ def _verdict(answers: list[dict[str, str]], *, is_last: bool) -> str:
     unreadable = _joined(answers, "unreadable")
     if is_last and unreadable:
         raise format_lib.CheckpointError(
-            f"{unreadable} It may be whole: see to the disk, and start again."
+            f"{unreadable} The checkpoint may be whole: check the disk, then start again."
         )
     return _joined(answers, "damaged")
 

@@ -209,7 +209,7 @@ def check_sum(content: bytes, meta: ArrayMeta, chunk: Place) -> None:
     """Raises ValueError if a stored chunk, or its last bytes, do not end with the checksum that was recorded."""
     expected = meta.sum_of(chunk)
     if expected is not None and stored_sum(content) != expected:
-        raise ValueError("it is another chunk than was written")
+        raise ValueError("the chunk does not match its recorded checksum")
 
 
 def decode(content: bytes, meta: ArrayMeta, chunk: Place) -> np.ndarray:

@@ -58,7 +58,7 @@ def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
     """
     store = folder if isinstance(folder, store_lib.Store) else store_lib.Store(folder)
     if store.path is not None and not store.path.is_dir():
-        raise format_lib.CheckpointError(f"{store} is no directory.")
+        raise format_lib.CheckpointError(f"{store} is not a directory.")
     # The content of each attempt's COMMIT; empty if the attempt does not count or is damaged.
     contents: dict[format_lib.Attempt, dict[str, Any]] = {}
     for attempt in format_lib.attempts(store):

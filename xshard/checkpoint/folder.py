@@ -104,7 +104,7 @@ class Folder:
         try:
             writer.remove(attempt)
         except Exception as e:
-            self._say(f"{attempt} does not count, but could not be removed: {store_lib.reason(e)}")
+            self._say(f"{attempt} does not count, but could not be deleted: {store_lib.reason(e)}")
 
     def remove_old(self) -> None:
         """Deletes the checkpoints that no rule keeps. A failure is reported and otherwise ignored."""
@@ -124,7 +124,7 @@ class Folder:
         try:
             self._remove_dead(format_lib.attempts(self.store))
         except format_lib.CheckpointError as e:
-            self._say(f"what was left in {self.store} could not be deleted: {e}")
+            self._say(f"leftover folders in {self.store} could not be deleted: {e}")
         self.remove_old()
 
     def mark_damaged(self, attempt: format_lib.Attempt, damage: str) -> None:

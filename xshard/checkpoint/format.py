@@ -193,12 +193,12 @@ def read_owner(store: store_lib.Store) -> Owner | None:
     try:
         owner = Owner(**unseal(content))
         if not isinstance(owner.config, dict):
-            raise ValueError("its config is no object")
+            raise ValueError("its config is not an object")
         return owner
     except (ValueError, TypeError) as e:
         raise CheckpointError(
-            f"{store}/{RUN} is not what a run has written ({e}), so that it cannot be told whose these "
-            "checkpoints are: give another checkpoint.directory."
+            f"{store}/{RUN} is not a valid record of a run ({e}), so the owner of these checkpoints is "
+            "unknown: give another checkpoint.directory."
         ) from e
 
 
@@ -210,7 +210,7 @@ def claim(store: store_lib.Store, owner: Owner) -> None:
         store.create(RUN, seal(owner._asdict()))
     elif other.id != owner.id:
         raise CheckpointError(
-            f"{store} holds the checkpoints of run {other.id} ({other.workdir}), and this is run {owner.id} "
+            f"{store} holds the checkpoints of run {other.id} ({other.workdir}), but this is run {owner.id} "
             f"({owner.workdir}): give another checkpoint.directory; --init_from takes their parameters."
         )
 

@@ -99,8 +99,8 @@ class Lease:
                 self._lost = holder
         if self._lost:
             raise store_lib.CheckpointError(
-                f"{self._store} is not this process's any more ({self._lost} has it), since it was not heard "
-                f"of for {WATCH_SECONDS:g} s; end one of the two runs"
+                f"this process no longer holds the lease on {self._store} ({self._lost} holds it), because it did not "
+                f"renew the lease for {WATCH_SECONDS:g} s; end one of the two runs"
             )
 
     def release(self) -> None:
@@ -122,7 +122,9 @@ class Lease:
         if content is None:
             return generation
         owner = _owner_of(content)
-        say(f"{self._store} is {owner}'s; watching for {WATCH_SECONDS:g} s whether it is alive")
+        say(
+            f"{self._store} is locked by {owner}; watching for {WATCH_SECONDS:g} s whether that process is alive"
+        )
         # The watch measures elapsed time on this host only, since the clocks of two hosts may differ.
         end = time.monotonic() + WATCH_SECONDS
         while time.monotonic() < end:
@@ -154,6 +156,6 @@ def _owner_of(content: bytes) -> str:
 
 def _in_use(store: store_lib.Store, owner: str) -> store_lib.CheckpointError:
     return store_lib.CheckpointError(
-        f"{store} is in use by {owner}: two runs cannot write one place. Wait for its end, or give "
-        "another one."
+        f"{store} is in use by {owner}: two runs cannot write to the same place. Wait for the other run to end, "
+        "or give another place."
     )

@@ -298,7 +298,7 @@ class Manager:
                 return restored
             # All processes have the same verdict here, so all of them go on to the same next checkpoint.
             damages.append(damage)
-            logging.error("DAMAGED CHECKPOINT: %s Trying the one before.", damage)
+            logging.error("DAMAGED CHECKPOINT: %s Trying the previous one.", damage)
             self._folder.mark_damaged(attempt, damage)
         raise format_lib.CheckpointError(
             f"All checkpoints in {self.store} are damaged: {' '.join(damages)}"

@@ -54,14 +54,16 @@ def read(source: store_lib.Store) -> dict[str, np.ndarray]:
     content = source.read(_METADATA)
     if content is None:
         raise store_lib.CheckpointError(
-            f"{source} is no checkpoint of orbax's: it has no {_METADATA}. Of a CheckpointManager's, give "
-            "STEP/default."
+            f"{source} is not an orbax checkpoint: it has no {_METADATA}. For a checkpoint of a "
+            "CheckpointManager, give STEP/default."
         )
     try:
         meta = jsonfile.loads(content)
         names = _names(meta)
     except ValueError as e:
-        raise store_lib.CheckpointError(f"{source}/{_METADATA} is not orbax's: {e}.") from e
+        raise store_lib.CheckpointError(
+            f"{source}/{_METADATA} is not a valid orbax file: {e}."
+        ) from e
     # All arrays are opened before one is read, so that their total size is checked before memory is allocated.
     futures = {path: _open(source, name, meta) for path, name in names.items()}
     try:
@@ -78,11 +80,11 @@ def _names(meta: dict[str, Any]) -> dict[str, str]:
     """Returns the folder name of each array, by path; raises ValueError if the description is invalid."""
     tree = meta.get("tree_metadata")
     if not isinstance(tree, dict) or not tree:
-        raise ValueError("its tree_metadata is no object of arrays")
+        raise ValueError("its tree_metadata is not an object of arrays")
     names = {}
     for name, entry in tree.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("value_metadata"), dict):
-            raise ValueError(f"its entry {name!r} is no object with value_metadata")
+            raise ValueError(f"its entry {name!r} is not an object with value_metadata")
         if entry["value_metadata"].get("skip_deserialize"):
             continue
         keys = _keys(name, entry.get("key_metadata"))
@@ -91,9 +93,11 @@ def _names(meta: dict[str, Any]) -> dict[str, str]:
         # A forged description must not lead to files outside the checkpoint.
         is_elsewhere = not {"", ".", ".."}.isdisjoint(folder.split("/"))
         if is_elsewhere or "\0" in folder:
-            raise ValueError(f"its entry {name!r} is called {path!r}, which is no path of an array")
+            raise ValueError(
+                f"its entry {name!r} is named {path!r}, which is not a path of an array"
+            )
         if path in names:
-            raise ValueError(f"it has two arrays {path!r}")
+            raise ValueError(f"it has two arrays named {path!r}")
         names[path] = folder
     return names
 
@@ -121,8 +125,8 @@ def _check_size(source: store_lib.Store, arrays: dict[str, Any]) -> None:
         return
     largest = max(sizes, key=lambda path: sizes[path])
     raise store_lib.CheckpointError(
-        f"{source} says that its arrays have {total} bytes, '{largest}' {sizes[largest]} of them; "
-        f"this machine has {memory}, and they are imported in memory."
+        f"{source} declares arrays of {total} bytes, {sizes[largest]} of them in '{largest}'; "
+        f"an import holds them all in memory, and this machine has {memory} bytes."
     )
 
 

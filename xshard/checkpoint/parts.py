@@ -229,7 +229,7 @@ def _allocate(attempt: format_lib.Attempt, part: Part) -> np.ndarray:
         return _aligned(arrays_lib.box_shape(part.box), jnp.dtype(part.meta.dtype))
     except (MemoryError, OSError) as e:
         raise format_lib.CheckpointError(
-            f"'{part.path}' in {attempt} is {part.meta}: there is no memory for {part.nbytes} bytes."
+            f"'{part.path}' in {attempt} is {part.meta}: not enough memory for {part.nbytes} bytes."
         ) from e
 
 

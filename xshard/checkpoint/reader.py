@@ -106,7 +106,7 @@ def restore(
     of_run = commit.get(format_lib.OWNER)
     if owner is not None and of_run is not None and of_run["id"] != owner.id:
         raise format_lib.CheckpointError(
-            f"{attempt} is of run {of_run['id']}, and this is run {owner.id}: move it away, or give another "
+            f"{attempt} belongs to run {of_run['id']}, but this is run {owner.id}: move it away, or give another "
             "checkpoint.directory."
         )
     stored = source.array_metas(meta)
@@ -117,7 +117,9 @@ def restore(
     described = {path: arrays_lib.describe(leaf) for path, leaf in wanted.items()}
     unread = _unread(stored, described, may_hold)
     if unread:
-        say(f"{attempt} holds what is not used here: {show.listed(sorted(unread), _SHOWN, '; ')}")
+        say(
+            f"{attempt} holds arrays that are not used here: {show.listed(sorted(unread), _SHOWN, '; ')}"
+        )
     _check_same(attempt, stored, described, unread)
     leaves = []
     for path, leaf in wanted.items():
@@ -233,14 +235,14 @@ def _check_same(
     """Raises CheckpointError if the stored arrays differ from the target's in path, shape or type."""
     missing = sorted(wanted.keys() - stored.keys())
     more = sorted(stored.keys() - wanted.keys() - unread)
-    problems = [f"'{path}' is missing in it" for path in missing]
+    problems = [f"'{path}' is missing from it" for path in missing]
     problems += [f"'{path}' is only in it" for path in more]
     for path in sorted(stored.keys() & wanted.keys()):
         if stored[path].kind != wanted[path].kind:
             problems.append(f"'{path}' is {stored[path]} in it, {wanted[path]} here")
     if problems:
         raise format_lib.CheckpointError(
-            f"{attempt} is of another model or optimizer: {show.listed(problems, _SHOWN, '; ')}. "
-            "Restore it with the config it was saved with, begin anew in another directory, or take a "
-            "part of it with --init_from."
+            f"{attempt} was saved with another model or optimizer: {show.listed(problems, _SHOWN, '; ')}. "
+            "Restore it with the config that it was saved with, start a new run in another directory, or "
+            "take a part of it with --init_from."
         )

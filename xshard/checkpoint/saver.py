@@ -189,7 +189,7 @@ class Saver:
         except Exception as e:
             self._failure = store_lib.CheckpointError(
                 f"Step {request.step} could not be saved in {self._folder.store}: {store_lib.reason(e)}. "
-                "Earlier checkpoints are as they were."
+                "Earlier checkpoints are unchanged."
             )
             self._failure.__cause__ = e
         finally:
@@ -213,7 +213,7 @@ class Saver:
         if nonfinite and self._refuse_nonfinite and not errors:
             self._agreement.from_first(lambda: folder.remove_failed(attempt))
             listed = ", ".join(nonfinite)
-            raise NonfiniteError(f"step {step}: what it leaves is not finite: {listed}", step)
+            raise NonfiniteError(f"step {step}: the resulting state is not finite: {listed}", step)
 
         def complete() -> None:
             nbytes = sum(plan.loads)
@@ -284,7 +284,7 @@ def _check_json(request: Request) -> None:
             json.dumps(getattr(request, name))
         except (TypeError, ValueError) as e:
             raise store_lib.CheckpointError(
-                f"The {name} of step {request.step} must be what JSON can hold: {e}."
+                f"The {name} of step {request.step} must be JSON-serializable: {e}."
             ) from e
 
 

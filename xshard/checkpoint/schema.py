@@ -51,7 +51,7 @@ def _is_shape(value: Any) -> bool:
 
 
 _COUNT = _Field("an integer of at least 0", _is_count)
-_TEXT = _Field("a text", _is_text)
+_TEXT = _Field("a string", _is_text)
 _OBJECT = _Field("an object", lambda value: isinstance(value, dict))
 _METRICS = _Field("an object of numbers", lambda value: _is_mapping_of(jsonfile.is_number, value))
 _SHAPE = _Field("a shape", _is_shape)
@@ -62,7 +62,7 @@ _COMMIT = {
     "time": _Field(
         "a time", lambda value: type(value) in (int, float) and 0 <= value <= _LAST_SECOND
     ),
-    "sha256": _Field("an object of texts", lambda value: _is_mapping_of(_is_text, value)),
+    "sha256": _Field("an object of strings", lambda value: _is_mapping_of(_is_text, value)),
     "metrics": _METRICS,
 }
 _META = {
@@ -76,7 +76,7 @@ _META = {
 _ARRAY = {
     "shape": _SHAPE,
     "chunk_shape": _SHAPE,
-    "dtype": _Field("a type that zarr has", lambda value: value in arrays_lib.TYPES),
+    "dtype": _Field("a type that zarr supports", lambda value: value in arrays_lib.TYPES),
 }
 
 
@@ -109,7 +109,7 @@ def meta(content: bytes) -> dict[str, Any]:
     version = value.get("version")
     if _is_count(version) and version != format_lib.VERSION:
         raise format_lib.CheckpointError(
-            f"has format version {version}; this code reads {format_lib.VERSION}."
+            f"has format version {version}; this code reads version {format_lib.VERSION}."
         )
     _check("", value, _META)
     for path, entry in value["arrays"].items():
@@ -125,7 +125,7 @@ def _check_array(name: str, entry: Any) -> None:
         _check(name, entry, {"sharding": _TEXT})
     shape, chunk = entry["shape"], entry["chunk_shape"]
     if not _is_part(chunk, shape):
-        raise ValueError(f"{name}/chunk_shape is {_shown(chunk)}, no part of {_shown(shape)}")
+        raise ValueError(f"{name}/chunk_shape is {_shown(chunk)}, not a chunk of {_shown(shape)}")
     if entry.get("sums") is not None:
         _check(name, entry, {"sums": _Field("a list of checksums", _are_counts)})
         count = arrays_lib.ArrayMeta(tuple(shape), entry["dtype"], tuple(chunk)).chunk_count

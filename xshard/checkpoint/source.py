@@ -61,7 +61,7 @@ def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
     content = _read_file(attempt, format_lib.COMMIT)
     commit = _parse(attempt, format_lib.COMMIT, content, schema.commit)
     if (commit["step"], commit["attempt"]) != (attempt.step, attempt.nonce):
-        raise DamagedError(f"{attempt}/{format_lib.COMMIT} is another checkpoint's.")
+        raise DamagedError(f"{attempt}/{format_lib.COMMIT} belongs to another checkpoint.")
     # The state does not depend on METRICS, so a damaged METRICS is treated as absent.
     with contextlib.suppress(DamagedError):
         commit["metrics"] |= settled(lambda: added_metrics(attempt))

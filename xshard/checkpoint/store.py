@@ -115,7 +115,7 @@ class Store:
             # If the reply to a successful write was lost, the retry fails because the object now exists.
             existing = self.read(name)
         if existing != content:
-            raise CheckpointError(f"{self.url}/{name} appeared while this process wrote it")
+            raise CheckpointError(f"{self.url}/{name} already exists with other content")
 
     def replace(self, name: str, content: bytes, generation: bytes) -> bytes | None:
         """Replaces an object if it still has a given generation; returns its new generation, or None if it has not."""
@@ -240,7 +240,7 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
     options = dict(urllib.parse.parse_qsl(query))
     if not driver or not bucket or not path or options.keys() - known.keys():
         raise CheckpointError(
-            f"'{url}' is no place for checkpoints: give a path, gs://BUCKET/FOLDER or "
+            f"'{url}' is not a valid place for checkpoints: give a path, gs://BUCKET/FOLDER or "
             "s3://BUCKET/FOLDER[?endpoint=URL&region=REGION]."
         )
     spec = {"driver": driver, "bucket": bucket, "path": f"{path}/"}

@@ -77,7 +77,7 @@ def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
         old, equals, new = text.partition("=")
         if not equals or "=" in new or old == new:
             raise format_lib.CheckpointError(
-                f"--init_rename={text}: a renaming is OLD=NEW, as params/encoder=params/backbone/encoder."
+                f"--init_rename={text}: a renaming has the form OLD=NEW, such as params/encoder=params/backbone/encoder."
             )
         pairs.append((old.strip("/"), new.strip("/")))
     return tuple(pairs)
@@ -119,11 +119,11 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
         leaves[path] = value
     unused = sorted(set(_selected(source, stored.metas)) - requests.keys())
     lacking = sorted(set(_selected(source, leaves)) - requests.keys())
-    message = f"initialised {len(requests)} arrays from {stored.where}"
+    message = f"initialized {len(requests)} arrays from {stored.where}"
     if unused:
         message += f"; not used: {', '.join(unused[:_SHOWN])}"
     if lacking:
-        message += f"; not in it, and left as new: {', '.join(lacking[:_SHOWN])}"
+        message += f"; not taken, and left at their initial values: {', '.join(lacking[:_SHOWN])}"
     say(message)
     return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
 
@@ -149,9 +149,9 @@ def _requests(source: Source, leaves: dict[str, Any]) -> tuple[_Stored, dict[str
             problems.append(problem + ("" if path in stored.metas else _near(path, stored.metas)))
     if problems:
         raise format_lib.CheckpointError(
-            f"{stored.where} does not have what --init_select='{source.select}' selects: "
-            f"{show.listed(problems, _SHOWN, '; ')}. Narrow it, as in --init_select='^params/(?!head)', or say what is called "
-            "otherwise there, as in --init_rename=params/old=params/new."
+            f"{stored.where} does not fit --init_select='{source.select}': "
+            f"{show.listed(problems, _SHOWN, '; ')}. Narrow the selection, as in --init_select='^params/(?!head)', or "
+            "rename paths, as in --init_rename=params/old=params/new."
         )
     requests = {}
     for path in fitting:
@@ -205,7 +205,7 @@ def _renamed(
                 break
         if path in names:
             raise format_lib.CheckpointError(
-                f"--init_rename makes '{path}' of both '{names[path]}' and '{name}' in {where}: rename one of them."
+                f"--init_rename maps both '{names[path]}' and '{name}' in {where} to '{path}': rename one of them."
             )
         names[path] = name
     for (old, new), paths in renamed.items():
@@ -286,7 +286,7 @@ def _request(path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: _Groups) 
             group = groups.chosen
             if not 0 <= group < groups.stored:
                 raise format_lib.CheckpointError(
-                    f"--init_group={group}: the checkpoint has the groups 0 to {groups.stored - 1}."
+                    f"--init_group={group}: the checkpoint has groups 0 to {groups.stored - 1}."
                 )
     data, _ = arrays_lib.key_data(leaf)
     return reader.Leaf(path, meta, tuple(data.shape), leaf.sharding, group, repeat)
@@ -297,7 +297,7 @@ def _problem(
 ) -> str:
     """Explains why an array of the checkpoint cannot be taken; returns an empty text if it can."""
     if stored is None:
-        return f"'{path}' is missing in it"
+        return f"'{path}' is missing from it"
     is_same_type = (stored.dtype, stored.key_impl) == (wanted.dtype, wanted.key_impl)
     fits = is_same_type or (_is_float(stored) and _is_float(wanted))
     if fits and stored.shape == groups.stored_shape(path, wanted.shape):
@@ -323,5 +323,5 @@ def selected(pattern: str, paths: Iterable[str], flag: str) -> list[str]:
         return [path for path in paths if re.search(pattern, path)]
     except re.error as e:
         raise format_lib.CheckpointError(
-            f"{flag}='{pattern}' is no regular expression: {e}."
+            f"{flag}='{pattern}' is not a valid regular expression: {e}."
         ) from e

@@ -91,7 +91,7 @@ def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
     listed = set(merged.list().result())
     if listed != expected:
         raise format_lib.CheckpointError(
-            f"{len(expected - listed)} keys are missing and {len(listed - expected)} are too many, "
+            f"{len(expected - listed)} keys are missing and {len(listed - expected)} are unexpected, "
             f"such as {sorted(listed ^ expected)[0].decode()}"
         )
     return len(expected)
@@ -106,7 +106,7 @@ def with_sums(
         name = attempt.part(process) + format_lib.SUMS
         content = attempt.store.read(name)
         if content is None:
-            raise format_lib.CheckpointError(f"{name} is gone")
+            raise format_lib.CheckpointError(f"{name} is missing")
         sums |= json.loads(content)
     summed = {}
     for path, meta in arrays.items():
@@ -167,7 +167,7 @@ def commit(
     for name in (format_lib.META, format_lib.MANIFEST):
         content = attempt.store.read(attempt.prefix + name)
         if content is None:
-            raise format_lib.CheckpointError(f"{attempt}/{name} is gone")
+            raise format_lib.CheckpointError(f"{attempt}/{name} is missing")
         checksums[name] = format_lib.checksum(content)
     # Every folder must be durable before COMMIT exists: a power loss must not leave COMMIT without its data.
     attempt.store.sync(attempt.prefix)
@@ -199,7 +199,7 @@ def remove(attempt: format_lib.Attempt, *, by_hand: bool = False) -> None:
     """
     if attempt.is_link:
         raise format_lib.CheckpointError(
-            f"{attempt} is a link that no run has made: delete it, and what it leads to, by hand."
+            f"{attempt} is a symbolic link, which a run never creates: delete it and its target by hand."
         )
     if by_hand:
         format_lib.note_removed(attempt)

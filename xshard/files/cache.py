@@ -42,7 +42,7 @@ def kept(directory: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
     try:
         own = _begin(folder)
     except OSError as e:
-        say(f"what is compiled is not kept for a restart: {e}")
+        say(f"compiled programs are not cached for a restart: {e}")
         yield
         return
     with _used(own):

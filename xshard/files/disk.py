@@ -110,8 +110,8 @@ def writing(path: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise errors.UserError(
-            f"{path} could not be written: {e.strerror or e}. What has been saved counts; the same command "
-            "goes on from it when there is room."
+            f"{path} could not be written: {e.strerror or e}. Everything saved so far counts; the same "
+            "command resumes from it when there is room."
         ) from e
 
 

@@ -68,8 +68,8 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
             fatal.append(text)
     if fatal:
         raise errors.UserError(
-            f"{whose} a run with another config ({'; '.join(fatal)}). Going on would make it neither the one nor "
-            "the other: give its own values, or a new directory; --init_from takes its parameters."
+            f"{whose} a run with another config ({'; '.join(fatal)}). A run cannot continue with these changes: "
+            "give its old values, or a new directory; --init_from takes its parameters."
         )
     return texts
 

@@ -144,7 +144,7 @@ def _open(path: pathlib.Path) -> BinaryIO:
     descriptor = disk.retried(lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -163,7 +163,7 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError("it has a key twice")
+        raise ValueError("it has a duplicate key")
     return value
 
 

@@ -80,6 +80,6 @@ def write(path: pathlib.Path, arrays: Mapping[str, Any], metadata: Mapping[str, 
 def _check_installed() -> None:
     if importlib.util.find_spec("safetensors") is None:
         raise errors.UserError(
-            f"safetensors is not installed, which reads and writes {SUFFIX}: pip install '.[export]', or "
+            f"safetensors is not installed, and {SUFFIX} files need it: pip install '.[export]', or "
             "'xshard[export]'."
         )

@@ -117,8 +117,8 @@ class Workdir:
             names = [path.name for path in of_runs if disk.exists(path)]
             if names:
                 raise errors.UserError(
-                    f"--workdir={self.path} holds {', '.join(names)} but no {self.config.name}, so that "
-                    "it cannot be told whose they are; give a new directory."
+                    f"--workdir={self.path} holds {', '.join(names)} but no {self.config.name}, so "
+                    "the run that wrote them is unknown; give a new directory."
                 )
             return []
         old.pop(IDENTITY, None)
@@ -134,7 +134,7 @@ class Workdir:
             return identity_lib.Identity(str(content["id"]), str(content["fingerprint"]))
         except (TypeError, KeyError) as e:
             raise errors.UserError(
-                f"{self.config} is not what a run has written: '{IDENTITY}' is {content!r}; give a new --workdir."
+                f"{self.config} is not a valid config of a run: '{IDENTITY}' is {content!r}; give a new --workdir."
             ) from e
 
     def reached(self) -> Reached | None:
@@ -147,8 +147,8 @@ class Workdir:
             return Reached(step, folder, str(content["checkpoints"]))
         except (TypeError, KeyError, ValueError) as e:
             raise errors.UserError(
-                f"{self._reached} is not what a run has written: {content!r}. Delete it if you know that the newest "
-                "checkpoint is there."
+                f"{self._reached} is not valid: {content!r}. Delete it if you know that the newest checkpoint is "
+                "in its place."
             ) from e
 
     def note_reached(self, reached: Reached) -> None:
@@ -180,17 +180,17 @@ class Workdir:
         if old.training and origin.training and old.training != origin.training:
             raise errors.UserError(
                 f"--workdir={self.path} holds a run with other training data: {old.training}; now there are "
-                f"{origin.training}. Going on would make it neither the one nor the other: give it its data back, "
-                "or begin a new run in a new directory, with the parameters of this one by "
+                f"{origin.training}. A run cannot continue with other data: restore that data, "
+                "or start a new run in a new directory, with the parameters of this one by "
                 f"--init_from={self.path}."
             )
         for name in ("chip", "libraries", "flags") if exact and old.chip else ():
             was, now = getattr(old, name), getattr(origin, name)
             if was != now:
                 raise errors.UserError(
-                    f"--workdir={self.path} holds a run with reduction.arithmetic='exact', which goes on in the same bits, and "
-                    f"its {name} was {was or 'none'}; now it is {now or 'none'}, which may compute others. Go on where it was, "
-                    "or without the promise: --config.reduction.arithmetic=float."
+                    f"--workdir={self.path} holds a run with reduction.arithmetic='exact', which continues bit for bit. "
+                    f"Its {name} changed from {was or 'none'} to {now or 'none'}, so the bits may differ. Restore the "
+                    f"former {name}, or give up equal bits with --config.reduction.arithmetic=float."
                 )
         changes = []
         if old.evaluation and old.evaluation != origin.evaluation:
@@ -322,7 +322,7 @@ def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:
         return jsonfile.read_if_exists(path)
     except errors.UserError as e:
         raise errors.UserError(
-            f"{e} It is to be the run's {what}: give it back, or give a new --workdir."
+            f"{e} It must hold the run's {what}: restore it, or give a new --workdir."
         ) from e
 
 

@@ -144,7 +144,7 @@ class _Uses:
             self._check_whole(noted)
             if layout is not None:
                 raise errors.UserError(
-                    f"{self._where} leaves as {path!r} in the state what is not a shard; with shard_params=True each "
+                    f"{self._where} returns a state in which {path!r} is not a shard; with shard_params=True each "
                     f"replica holds a shard of this array of shape {layout.shape}. Compute it elementwise from parameters, "
                     f"like a moving average; {_OTHERWISE}."
                 )
@@ -253,7 +253,7 @@ class _Uses:
                 continue
             self._check_whole(noted)
             raise errors.UserError(
-                f"{self._where} gives Learner.update parameters that are not made of those in its state; with "
+                f"{self._where} passes Learner.update parameters that are not computed from those in its state; with "
                 "shard_params=True each replica holds shards of the parameters. Compute them elementwise from the state's "
                 f"parameters; {_OTHERWISE}."
             )
@@ -267,8 +267,8 @@ class _Uses:
         if name == "while" or inputs[0] - {mesh_lib.GROUP, _OTHER}:
             raise errors.UserError(
                 f"{self._where} applies a network in a {name}{_line(eqn)}; with shard_params=True the network gathers "
-                "parameters. All replicas must do so together, and some may not execute this code. Apply the network before, "
-                "and choose by jnp.where; use a loop with a fixed number of iterations, such as jax.lax.scan; "
+                "parameters. All replicas must do so together, and some may not execute this code. Apply the network outside, "
+                "and select with jnp.where; use a loop with a fixed number of iterations, such as jax.lax.scan; "
                 f"{_OTHERWISE}."
             )
 
@@ -279,7 +279,7 @@ class _Uses:
             f"{self._where} uses {path!r} as if it were whole{by}; with shard_params=True each replica holds a shard of it. "
             "Parameters that a network requests from Haiku in Learner.apply are gathered, and elementwise arithmetic, such as a "
             "moving average, is correct on shards. Compute anything else in the network, and return it among its outputs; "
-            f"leave it to the rule, such as optax.add_decayed_weights for a penalty; {_OTHERWISE}."
+            f"leave it to the update rule, such as optax.add_decayed_weights for a penalty; {_OTHERWISE}."
         )
 
 

@@ -33,10 +33,11 @@ def check_count(target: state_lib.TrainState, mesh: jax.sharding.Mesh, stored: S
         count = _shape(leaf, stored.get(path), mesh)[len(mesh_lib.group_axes(mesh))]
         if count != _count(leaf, mesh):
             raise errors.UserError(
-                f"The state {path!r} is a replica's own (xshard.PerReplica): the checkpoint has values of {count} "
-                f"replicas a group, and here are {_count(leaf, mesh)}. A run resumes only with the same number. Use as many "
-                "devices, groups and model_parallel as before; or begin another run with --init_from. State that belongs to "
-                "examples can be marked xshard.PerExample, which is restored on any number of replicas."
+                f"The state {path!r} differs by replica (xshard.PerReplica): the checkpoint has values of {count} "
+                f"replicas per group, and this run has {_count(leaf, mesh)}. A run resumes only with the same number. Use the "
+                "same number of devices and groups and the same model_parallel as before, or start another run with "
+                "--init_from. State that belongs to examples can be marked xshard.PerExample, which is restored on any "
+                "number of replicas."
             )
 
 
@@ -88,9 +89,9 @@ def check_unread(
         inputs[paths.index(path)] = _OWN
         if any(_OWN & axes for axes in varying.outputs(program.jaxpr, inputs)):
             raise errors.UserError(
-                f"{contract.described(method)} reads the state {path!r}, which is a replica's own (xshard.PerReplica): there "
-                f"are values of {_count(leaf, mesh)} replicas a group, and here are {here}. Call it on as many replicas, or read "
-                "state that is equal on all of them, such as a mean by jax.lax.pmean in the step."
+                f"{contract.described(method)} reads the state {path!r}, which differs by replica (xshard.PerReplica): it "
+                f"has values of {_count(leaf, mesh)} replicas per group, and this mesh has {here}. Use the same number of "
+                "replicas, or read state that is equal on all of them, such as a mean by jax.lax.pmean in the step."
             )
 
 
