@@ -104,7 +104,7 @@ def test_warn_goes_on_says_so_once_and_does_not_end_well(tmp_path, capsys, shard
         # The second time there is nothing left to train, and it is not done either.
         assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
         captured = capsys.readouterr()
-        assert "error: step 8: what it leaves is not finite: params/mlp" in captured.err
+        assert "error: step 8: the resulting state is not finite: params/mlp" in captured.err
         results = results_of(tmp_path)
         assert results["step"] == 8 and results["finite"] is False
         # The newest of finite parameters outlives the rule that keeps one.

@@ -234,7 +234,7 @@ def _describe_update(loss: Any, bad: np.ndarray, paths: Sequence[str]) -> str:
 
 def of_state(step: int, paths: Sequence[str]) -> str:
     """Describes a state that is not finite after a step, by the paths of its arrays."""
-    return f"step {step}: the state after it is not finite: {show.listed(paths)}"
+    return f"step {step}: the resulting state is not finite: {show.listed(paths)}"
 
 
 def message(why: str) -> str:
