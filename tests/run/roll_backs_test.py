@@ -481,7 +481,7 @@ def test_where_replicas_part_it_makes_the_same_steps_again(
         assert entry["restored"] == step // 4 * 4
         assert (entry["first_batch"], entry["last_batch"]) == (batch, batch - 1)
     assert len(recorded(tmp_path)) == 2 + len(steps)
-    assert "on from there with the same data (roll-back" in capsys.readouterr().out
+    assert "repeating the steps with the same data (roll-back" in capsys.readouterr().out
 
 
 def test_killed_or_stopped_in_it_ends_as_if_undisturbed(tmp_path, undisturbed, monkeypatch):
