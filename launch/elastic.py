@@ -12,7 +12,7 @@ _A_SLICE = (
     "a TPU slice computes on all of its hosts or on none; give the same command on another slice"
 )
 _WHY_NOT = {
-    "mpi": "mpirun starts nothing again; give the same command with another --num_processes",
+    "mpi": "mpirun does not start a run again; give the same command with another --num_processes",
     "tpu_vm": _A_SLICE,
     "gke": _A_SLICE,
     "xmanager": "it starts one process",
@@ -40,7 +40,7 @@ def parse(text: str) -> Hosts:
             return hosts
     raise engine.LaunchError(
         f"--elastic={text} must be MIN:MAX, two whole numbers with 1 <= MIN <= MAX, as in --elastic=2:4: the "
-        "fewest hosts on which the run may go on, and the number on which it starts."
+        "fewest hosts on which the run may continue, and the number on which it starts."
     )
 
 
@@ -68,20 +68,20 @@ def _warning(job: engine.Job) -> str:
     config = sweep.asked_for(job)
     if config is None:
         return (
-            "--elastic: the config of the command cannot be read here. Without logical_replicas in it, what the run "
-            "computes changes with the number of its hosts."
+            "--elastic: the config of the command cannot be read here. Without logical_replicas in it, the results of "
+            "the run change with the number of its hosts."
         )
     if not config.get("logical_replicas"):
         raise engine.LaunchError(
-            f"{job.elastic} is for runs whose trajectory does not depend on the number of hosts, and "
+            f"{job.elastic} is for runs whose trajectory does not depend on the number of hosts, but "
             f"the config of {job.name} has logical_replicas={config.get('logical_replicas', 0)}: add --config.logical_replicas=N "
-            "--config.reduction.arithmetic=exact (docs/one_trajectory.md), or give --num_processes in the place of --elastic."
+            "--config.reduction.arithmetic=exact (docs/one_trajectory.md), or give --num_processes instead of --elastic."
         )
     reduction = config.get("reduction")
     arithmetic = reduction.get("arithmetic") if isinstance(reduction, dict) else None
     if arithmetic in (None, "float"):
         return (
-            "--elastic: without --config.reduction.arithmetic=exact the run is rounded otherwise on another number of "
-            "hosts, and its bits are not those of a run that lost none."
+            "--elastic: without --config.reduction.arithmetic=exact, rounding depends on the number of hosts, so a run "
+            "that loses hosts ends with other bits than a run that loses none."
         )
     return ""

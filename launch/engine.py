@@ -62,7 +62,7 @@ class Job:
             if argument.startswith("--workdir=") and argument != "--workdir=":
                 return pathlib.Path(argument.partition("=")[2]).absolute()
         raise LaunchError(
-            f"The command {shlex.join(self.command)} has no --workdir=DIR, where its state is to be."
+            f"The command {shlex.join(self.command)} has no --workdir=DIR, the directory for its state."
         )
 
     def with_flags(self, **flags: object) -> "Job":
@@ -88,7 +88,7 @@ class Plan:
 
     def __str__(self) -> str:
         parts = [f"# {path}\n{content}" for path, content in self.files.items()]
-        parts += [f"# {path}, meanwhile\n{content}" for path, content in self.private.items()]
+        parts += [f"# {path}, temporary\n{content}" for path, content in self.private.items()]
         return "\n".join([*parts, *(shlex.join(command) for command in self.commands)])
 
     def run(self, *, replace: bool = False) -> int:
@@ -121,7 +121,7 @@ class Plan:
                 code = subprocess.run(command, check=False, env=environment).returncode
             except FileNotFoundError as e:
                 raise LaunchError(
-                    f"{command[0]} is not on PATH; --dry_run shows what it is for."
+                    f"{command[0]} is not on PATH; --dry_run shows the command that needs it."
                 ) from e
             if code:
                 # 128 plus the signal's number if a signal ended the program, as in a shell.
@@ -170,8 +170,8 @@ class Engine:
 
     def _nothing(self, verb: str) -> Plan:
         raise LaunchError(
-            f"there is no '{verb}' for this engine: 'status DIR' shows a run, DIR/launch.log or its terminal "
-            "what it prints, and 'touch DIR/STOP' has it save and leave."
+            f"there is no '{verb}' for this engine: 'status DIR' shows a run, DIR/launch.log or the run's terminal "
+            "shows its output, and 'touch DIR/STOP' makes it save and stop."
         )
 
 
@@ -186,7 +186,7 @@ def check_name(name: str) -> str:
     """Returns the name; raises LaunchError unless every engine accepts it."""
     if len(name) > _LONGEST_NAME or not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name):
         raise LaunchError(
-            f"--name={name} must be of at most {_LONGEST_NAME} lower case letters, digits and '-', and begin with a letter."
+            f"--name={name} must be at most {_LONGEST_NAME} lower case letters, digits and '-', and begin with a letter."
         )
     return name
 

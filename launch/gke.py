@@ -55,7 +55,7 @@ class Gke(engine.Engine):
         job = engine.only_job(jobs, "gke")
         if job.processes != 1 or job.cpu_devices:
             raise engine.LaunchError(
-                "--num_processes and --cpu_devices are not for gke: --tpu says how many hosts there are."
+                "--num_processes and --cpu_devices are not for gke: --tpu determines the number of hosts."
             )
         # In the current directory, because the work directory is on the cluster's storage.
         path = pathlib.Path(f"{job.name}.jobset.yaml")
@@ -155,7 +155,7 @@ class Gke(engine.Engine):
         sizes = topology.split("x")
         if kind not in _TYPES or not all(size.isdecimal() and int(size) for size in sizes):
             raise engine.LaunchError(
-                f"--tpu={self.tpu} must be type:topology, as v5e:4x4; the types: {', '.join(_TYPES)}."
+                f"--tpu={self.tpu} must be type:topology, such as v5e:4x4; the types: {', '.join(_TYPES)}."
             )
         if not self.image:
             raise engine.LaunchError("--engine=gke needs --image=IMAGE, with the code in it.")
@@ -163,7 +163,7 @@ class Gke(engine.Engine):
         chips = math.prod(map(int, sizes))
         if chips > host_chips and chips % host_chips:
             raise engine.LaunchError(
-                f"--tpu={self.tpu} has {chips} chips, which must be a multiple of the {host_chips} of a host."
+                f"--tpu={self.tpu} has {chips} chips, which must be a multiple of the {host_chips} chips of a host."
             )
         selector = {
             "cloud.google.com/gke-tpu-accelerator": accelerator,

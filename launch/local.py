@@ -94,10 +94,10 @@ class Supervisor:
             if code in (notice.DONE, notice.INTERRUPTED) or self._stopped:
                 return code
             if code == notice.NONFINITE:
-                self._say(f"not started again, since it would end so again: {pod.cause}")
+                self._say(f"not started again, because it would end the same way: {pod.cause}")
                 return code
             if code == notice.PREEMPTED and (self._job.workdir / notice.STOP_FILE).exists():
-                self._say(f"not started again: {self._job.workdir / notice.STOP_FILE} is there")
+                self._say(f"not started again: {self._job.workdir / notice.STOP_FILE} exists")
                 return code
             # A failure after new steps starts a new count. An early stop counts as a failure only if no step was made.
             step = self._step()
@@ -127,8 +127,8 @@ class Supervisor:
         of_all = f"{left} of {self._job.processes} hosts are left"
         if left < self._job.least:
             self._say(
-                f"{pod.cause}; not started again: {of_all}, and {self._elastic} asks for at least "
-                f"{self._job.least}. The same command goes on from the last checkpoint when the hosts are back"
+                f"{pod.cause}; not started again: {of_all}, but {self._elastic} requires at least "
+                f"{self._job.least}. The same command resumes from the last checkpoint when the hosts are back"
             )
             return False
         self._say(f"{pod.cause}; {of_all}: starting it again on these")
@@ -138,7 +138,7 @@ class Supervisor:
     def _back_off(self, failures: int, cause: str) -> None:
         seconds = min(2.0 ** (failures - 1), _MOST_BACKOFF_SECONDS)
         self._say(
-            f"{cause}; failure {failures} of {self._options.max_failures}, again in {seconds:g} s"
+            f"{cause}; failure {failures} of {self._options.max_failures}, starting again in {seconds:g} s"
         )
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._stopped:

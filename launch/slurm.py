@@ -105,8 +105,8 @@ class Slurm(engine.Engine):
         for option in self.options:
             if re.match("--(nodes|ntasks)", option):
                 raise engine.LaunchError(
-                    f"{job.elastic} asks sbatch for --nodes={nodes} with one process on each, and "
-                    f"--sbatch={option} for something else: leave one of them out."
+                    f"{job.elastic} asks sbatch for --nodes={nodes} with one process on each, but "
+                    f"--sbatch={option} asks for another size: leave one of them out."
                 )
         return {"nodes": nodes, "ntasks-per-node": 1}
 

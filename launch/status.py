@@ -29,7 +29,7 @@ def show(words: Sequence[str], as_json: bool) -> int:
         return _compare(words, as_json)
     if len(words) != 1:
         raise engine.LaunchError(
-            "give one work directory, or two whose runs are to be compared: python -m launch status runs/digits."
+            "give one work directory, or two to compare their runs: python -m launch status runs/digits."
         )
     directory = pathlib.Path(words[0])
     if (directory / sweep.POINTS_FILE).exists():
@@ -72,7 +72,7 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
         processes = status_lib.read(directory)
     except errors.UserError as e:
         raise engine.LaunchError(
-            f"{e} {directory} is no work directory of a run, or of one that has not begun."
+            f"{e} {directory} is not the work directory of a run, or its run has not begun."
         ) from e
     return [_row(index, process) for index, process in enumerate(processes)]
 

@@ -117,27 +117,27 @@ def _taken(job: engine.Job, there: str, begun: str) -> str:
     Raises:
       LaunchError: if the run cannot be adopted.
     """
-    its_own = f"it began run {begun}" if begun else "it was there before"
+    its_own = f"it started run {begun}" if begun else "it was there before"
     if not there:
-        return f"{job.name}: run {begun}, which this sweep began, is not there any more; it begins again"
+        return f"{job.name}: run {begun}, which this sweep started, no longer exists; the job starts a new run"
     differs = _differences(job)
     if differs:
         raise engine.LaunchError(
-            f"{job.workdir} holds run {there}, which this sweep did not begin ({its_own}), and which has another "
-            f"config ({differs}): move it away, or give --workdir another directory."
+            f"{job.workdir} holds run {there}, which this sweep did not start ({its_own}), with another config than the "
+            f"requested one ({differs}): move it away, or give --workdir another directory."
         )
-    return f"{job.name}: takes run {there}, which this sweep did not begin ({its_own}): its config is what is asked for"
+    return f"{job.name}: adopts run {there}, which this sweep did not start ({its_own}): its config is the requested one"
 
 
 def _differences(job: engine.Job) -> str:
     """Returns the differences between the config in a job's work directory and the requested one; empty if none."""
     there, asked = jsonfile.read(job.workdir / "config.json"), asked_for(job)
     if asked is None:
-        return "it cannot be told which one is asked for"
+        return "the requested config cannot be read"
     there.pop(workdir.IDENTITY, None)
     old, new = config_lib.flatten(there), config_lib.flatten(asked)
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    texts = [f"{key}: {old.get(key)!r} for {new.get(key)!r}" for key in changed]
+    texts = [f"{key}: {old.get(key)!r} instead of {new.get(key)!r}" for key in changed]
     return show.listed(texts, _SHOWN, "; ")
 
 
@@ -173,7 +173,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
     print(f"{count} of {len(all_jobs)} jobs are done; {parallel} at a time", flush=True)
     if failed:
         print(
-            f"not finite, and not run again while their {workdir.RESULTS} are there: {', '.join(failed)}",
+            f"not finite, and not run again while their {workdir.RESULTS} exist: {', '.join(failed)}",
             flush=True,
         )
     supervisors: list[local.Supervisor] = []
@@ -285,7 +285,7 @@ def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
     if begun is not None and there != begun:
         # The results in the directory are of another run than the sweep started, so they are not shown.
         has = f"run {there}" if there else "no run"
-        doing = f"not known: it holds {has}, and the sweep began run {begun}"
+        doing = f"not known: it holds {has}, but the sweep started run {begun}"
         return {"run": directory.name, **point, "doing": doing, "step": ""}
     process = processes[0] if processes else {"doing": "not started", "step": None}
     doing = str("done" if results else process["doing"])

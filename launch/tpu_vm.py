@@ -32,8 +32,8 @@ class TpuVm(engine.Engine):
         job = engine.only_job(jobs, "tpu_vm")
         if job.processes != 1 or job.cpu_devices:
             raise engine.LaunchError(
-                "--num_processes and --cpu_devices are not for tpu_vm: there is one process a host, and JAX "
-                "finds its chips."
+                "--num_processes and --cpu_devices are not for tpu_vm: there is one process per host, and JAX "
+                "detects its chips."
             )
         log, pid, token = f"{job.name}.log", f"{job.name}.pid", f"{job.name}.token"
         # setsid and nohup detach the program, so that the end of the ssh connection does not stop it. The file with its
@@ -69,7 +69,7 @@ class TpuVm(engine.Engine):
 
     def _ssh(self, worker: str, remote: str) -> list[str]:
         if not self.tpu or self.tpu.startswith("-"):
-            raise engine.LaunchError("--engine=tpu_vm needs --tpu=NAME, the TPU VM's.")
+            raise engine.LaunchError("--engine=tpu_vm needs --tpu=NAME, the name of the TPU VM.")
         begin = [*_GCLOUD, "ssh", self.tpu]
         return [*begin, f"--worker={worker}", *self._where(), f"--command={remote}"]
 

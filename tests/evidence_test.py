@@ -91,7 +91,7 @@ def test_checkpoints_elsewhere_that_are_not_mounted(tmp_path):
     place.rename(tmp_path / "unmounted")
     place.mkdir()
     with pytest.raises(
-        errors.UserError, match=r"come to step 12, and no checkpoint is in .*disk\."
+        errors.UserError, match=r"reached step 12, but no checkpoint is in .*disk\."
     ):
         loop.run(make_config(place, steps=24), str(run), "")
     assert rows.read(run) == logged

@@ -374,7 +374,7 @@ def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
     with_checkpoint(run.config, every_steps=3)
     assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0
     assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0
-    assert "is for a new run; this one goes on from its own" in capsys.readouterr().err
+    assert "is for a new run; this run resumes from its own checkpoint" in capsys.readouterr().err
 
 
 def with_frozen_slots(state, layer="linear_0"):
@@ -587,7 +587,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
         process.send_signal(number)
         output = process.communicate()[0]
     assert process.returncode == code, output
-    assert "state saved in" in output and "to go on: " in output and "-m xshard.main" in output
+    assert "state saved in" in output and "to resume: " in output and "-m xshard.main" in output
     process = start(tmp_path / "run")
     assert process.communicate()[0] and process.returncode == 0
     assert_same_end(tmp_path / "run", uninterrupted)

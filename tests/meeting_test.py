@@ -104,7 +104,7 @@ def test_who_does_not_come_is_named():
             stranger.say_hello(index=index, count=5)
             assert stranger.hear() == {"welcome": True}
         said = str(first.result())
-    assert said.startswith("process 3, 4 of 5 did not come to 127.0.0.1:")
+    assert said.startswith("process 3, 4 of 5 did not connect to 127.0.0.1:")
     assert "--num_processes=5 is right" in said
     assert [stranger.hear() for stranger in strangers] == [{"error": said}] * 2
 
@@ -158,7 +158,7 @@ def test_another_number_of_processes(impatient):
 def test_two_with_one_number(impatient):
     first, second, _ = make_places(3)
     said = [str(e) for e in meet([first, second, second])]
-    assert all("two processes are --process_id=1" in text for text in said)
+    assert all("two processes have --process_id=1" in text for text in said)
 
 
 def test_other_code_or_config_is_named(impatient):
@@ -200,7 +200,7 @@ def test_a_long_value_is_compared_by_its_checksum(impatient):
     with processes() as start:
         futures = [start(p, facts={"t": f"{long}{p.index}"}) for p in (first, second)]
         said = str(futures[0].result())
-    assert "has other code or another config (t: xxx" in said and len(said) < 2000
+    assert "has different code or a different config (t: xxx" in said and len(said) < 2000
 
 
 def test_more_facts_than_a_message_holds():
@@ -209,14 +209,14 @@ def test_more_facts_than_a_message_holds():
         first = start(at[0], seconds=1.0)
         last = start(at[1], facts={f"package/{i:0100}.py": "0a1b2c3d" for i in range(10_000)})
         assert "has 10000 facts" in str(last.result())
-        assert "did not come" in str(first.result())
+        assert "did not connect" in str(first.result())
 
 
 def test_after_a_wrong_process_the_right_one_still_begins_the_run():
     first, second = make_places(2)
     with processes() as start:
         futures = [start(first)]
-        assert "other code or another config" in str(start(second, facts=OTHER).result())
+        assert "different code or a different config" in str(start(second, facts=OTHER).result())
         assert "--num_processes=3" in str(start(places.Place(first.address, 3, 1)).result())
         futures.append(start(second))
         assert [future.result() for future in futures] == [[socket.gethostname()] * 2] * 2
@@ -232,10 +232,10 @@ def test_another_launch_and_no_launch_are_turned_away(monkeypatch):
         host = start(first, seconds=3.0)
         for token in ("", "another"):
             said = str(start(second, token=token, facts=OTHER).result())
-            assert "it has another token of a launch (XSHARD_LAUNCH_TOKEN)" in said
+            assert "it has a different launch token (XSHARD_LAUNCH_TOKEN)" in said
         said = str(host.result())
-    assert said.startswith("process 1 of 2 did not come")
-    assert "that came, the last from 127.0.0.1, did not have this launch's token" in said
+    assert said.startswith("process 1 of 2 did not connect")
+    assert "that connected, the last from 127.0.0.1, did not have this launch's token" in said
 
 
 def test_who_does_not_know_the_token_hears_nothing_and_learns_nothing():
@@ -402,7 +402,7 @@ def test_a_slow_guest_holds_up_neither_the_others_nor_the_deadline(monkeypatch):
         host = start(first, seconds=2.0)
         silent = Stranger(first)
         assert silent.greet()
-        assert "did not come" in str(host.result()) and silent.is_dropped()
+        assert "did not connect" in str(host.result()) and silent.is_dropped()
 
 
 def test_200_connections_at_once():
@@ -449,8 +449,8 @@ def test_who_was_there_and_is_gone_is_named():
         assert gone.hear() == {"welcome": True}
         gone.connection.shutdown(socket.SHUT_RDWR)
         said = str(host.result())
-    assert said.startswith("process 1, 2 of 3 did not come")
-    assert "process 1 on stranger (pid 4711) came, and was gone again" in said
+    assert said.startswith("process 1, 2 of 3 did not connect")
+    assert "process 1 on stranger (pid 4711) connected, but left before" in said
 
 
 def test_a_process_0_that_ends_is_noticed_at_once():
@@ -463,7 +463,7 @@ def test_a_process_0_that_ends_is_noticed_at_once():
             for _ in range(2):
                 seals.read(file.readline()[:-1])
             connection.sendall(seals.line({"welcome": True}))
-        assert "has ended or cannot be reached any more" in str(last.result())
+        assert "has ended or can no longer be reached" in str(last.result())
 
 
 # Signals.

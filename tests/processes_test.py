@@ -41,7 +41,7 @@ def test_one_that_does_not_come_is_missed(monkeypatch):
     said = []
 
     def missing(self):
-        raise processes.LostError(f"{self._what}: process 1 of 2 did not come within 7200 s")
+        raise processes.LostError(f"{self._what}: process 1 of 2 did not respond within 7200 s")
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes.Exchange, "__call__", missing)

@@ -212,7 +212,7 @@ def test_a_run_on_a_real_terminal_that_ctrl_c_stops(tmp_path):
         "SIGINT: saving after",
     ):
         assert text in above
-    assert "to go on: " in below and "saved 84 B" in above + below
+    assert "to resume: " in below and "saved 84 B" in above + below
 
 
 def test_what_comes_after_a_process_that_leaves_at_once_is_on_a_line_of_its_own():

@@ -308,7 +308,7 @@ def test_a_step_that_never_ends_ends_the_run_which_is_started_again(tmp_path, pr
     said = next(line for line in output.splitlines() if "no progress for" in line)
     # The host is some steps ahead of the one that does not end.
     assert re.search(r"since \d\d:\d\d:\d\d, in training at step [789]: a device", said)
-    assert "--step_timeout_seconds=15" in said and "goes on from it" in said
+    assert "--step_timeout_seconds=15" in said and "resumes from the last checkpoint" in said
     # What the threads are at, of the process that has seen it first: the main thread in the loop, and the function that
     # waits, of one of the processes. What others than process 0 print is in their logs.
     logs = [path.read_text() for path in (tmp_path / "run").glob("logs/*.log")]

@@ -54,7 +54,7 @@ def test_it_is_refused_before_anything_is_started(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [((LOGICAL, EXACT), ""), ((LOGICAL,), "is rounded otherwise on another number of hosts"),
+    [((LOGICAL, EXACT), ""), ((LOGICAL,), "rounding depends on the number of hosts"),
      (("--config.no_such_key=1",), "the config of the command cannot be read here")],
 )  # fmt: skip
 def test_what_is_not_promised_is_said(tmp_path, capsys, options, said):
@@ -99,8 +99,8 @@ def test_it_goes_on_with_the_hosts_that_are_left_until_they_are_too_few(tmp_path
     assert "2 of 3 hosts are left: starting it again" in output and "here 1 of 2" in output
     code, output = run(tmp_path, monkeypatch, ends, 4, 3)
     assert code == 137 and output.splitlines()[-1].startswith(
-        "launch: process 2 of 3 was ended by SIGKILL; not started again: 2 of 3 hosts are left, and "
-        "--elastic=3:4 asks for at least 3"
+        "launch: process 2 of 3 was ended by SIGKILL; not started again: 2 of 3 hosts are left, but "
+        "--elastic=3:4 requires at least 3"
     )
 
 
@@ -109,7 +109,7 @@ def test_of_two_it_may_go_on_alone_but_not_with_none(tmp_path, monkeypatch):
     assert code == 0 and "here 0 of 1" in output
     both = {2: {0: -9, 1: -9}}
     code, output = run(tmp_path, monkeypatch, both, 2, 1, settle=harness.FOREVER)
-    assert code == 137 and "0 of 2 hosts are left, and --elastic=1:2 asks for at least 1" in output
+    assert code == 137 and "0 of 2 hosts are left, but --elastic=1:2 requires at least 1" in output
 
 
 @pytest.mark.parametrize("end", [1, -6, -11, -15])
@@ -163,5 +163,7 @@ def test_slurm_runs_a_process_on_each_node_that_it_has_been_given(tmp_path):
 
 @pytest.mark.parametrize("option", ["--nodes=4", "--ntasks=4", "--ntasks-per-node=2"])
 def test_slurm_refuses_two_sizes(tmp_path, option):
-    with pytest.raises(engine.LaunchError, match=f"--nodes=2-4 .*--sbatch={option} for something"):
+    with pytest.raises(
+        engine.LaunchError, match=f"--nodes=2-4 .*--sbatch={option} asks for another size"
+    ):
         slurm.Slurm(options=(option,)).launch([toy(tmp_path)])

@@ -253,7 +253,7 @@ def test_tpu_vm_starts_shows_and_stops(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "fields, given, message",
-    [({"processes": 2}, {"tpu": "x"}, "one process a host"), ({}, {"tpu": None}, "needs --tpu=NAME"),
+    [({"processes": 2}, {"tpu": "x"}, "one process per host"), ({}, {"tpu": None}, "needs --tpu=NAME"),
      ({}, {"tpu": "--evil"}, "needs --tpu=NAME")],
 )  # fmt: skip
 def test_tpu_vm_refuses(tmp_path, fields, given, message):
@@ -453,7 +453,7 @@ def test_dry_run_does_nothing_and_names_no_secret(tmp_path, name):
         (["logs"], "use 'status DIR'"),
         (["kill", "x;y", "--engine=slurm"], "lower case letters"),
         (["list"], "there is no 'list' for this engine"),
-        (["status", "no/such/dir"], "is no work directory of a run"),
+        (["status", "no/such/dir"], "is not the work directory of a run"),
         (["status"], "give one work directory"),
         (["status", "a", "b", "c"], "give one work directory, or two"),
         (["status", "no/such/dir", "other"], "no/such/dir holds no config.json"),

@@ -55,11 +55,11 @@ def test_a_cut_that_lasts_ends_all_and_names_the_host(hosts, tmp_path, lost):
     there, cut_off = ends[1][1], ends[lost][1]
     if lost:
         # Process 0 says so for all; the one that is cut off sees nobody.
-        assert f"error: process {lost} on h{lost}: not heard of for {HEARTBEAT}" in ends[0][1]
+        assert f"error: process {lost} on h{lost}: not heard from for {HEARTBEAT}" in ends[0][1]
         assert "process 0 on h0, which coordinates, has not answered" in cut_off
     else:
         assert "process 0 on h0, which coordinates, has not answered" in there
-        assert "error: process 1 on h1, process 2 on h2: not heard of for" in cut_off
+        assert "error: process 1 on h1, process 2 on h2: not heard from for" in cut_off
     hosts.join(lost)
     with pod(hosts, directory, f"--config.steps={step(directory) + 200}") as processes:
         (first, output), *others = [harness.finish(process) for process in processes]

@@ -65,7 +65,7 @@ def test_a_point_that_is_not_finite_has_ended_and_is_not_done(tmp_path):
     assert done.split()[0] == "001" and "done" in done
     code, again = harness.finish(start(tmp_path, points, option))
     assert code == 3 and "1 of 2 jobs are done" in again and "started" not in again
-    assert "not finite, and not run again while their results.json are there: " in again
+    assert "not finite, and not run again while their results.json exist: " in again
     assert "failed: not finite" in again.strip().splitlines()[-2], again
 
 
@@ -144,10 +144,10 @@ def test_a_run_that_was_begun_again_is_taken_if_its_config_is_what_is_asked_for(
     assert ended.noted() == {"000": "a", "001": "b"} and ended.doing() == ["done", "done"]
     ended.end(1, "c")
     # Until the sweep is asked, it is nobody's.
-    assert ended.doing() == ["done", "not known: it holds run c, and the sweep began run b"]
+    assert ended.doing() == ["done", "not known: it holds run c, but the sweep started run b"]
     ended.claim()
     said = capsys.readouterr().out
-    assert "s-001: takes run c, which this sweep did not begin (it began run b)" in said
+    assert "s-001: adopts run c, which this sweep did not start (it started run b)" in said
     assert "s-000" not in said
     assert ended.noted() == {"000": "a", "001": "c"} and ended.doing() == ["done", "done"]
     ended.claim()
@@ -160,14 +160,14 @@ def test_another_run_of_another_config_is_refused_by_name(ended, run):
     its_name = run or "of an older version"
     with pytest.raises(engine.LaunchError) as e:
         ended.claim()
-    assert f"runs/001 holds run {its_name}, which this sweep did not begin (it began" in str(
+    assert f"runs/001 holds run {its_name}, which this sweep did not start (it started" in str(
         e.value
     )
-    assert "(seed: 7 for 1; steps: 3 for 12)" in str(e.value)
+    assert "(seed: 7 instead of 1; steps: 3 instead of 12)" in str(e.value)
     assert ended.noted() == {"000": "a", "001": "b"}
     assert ended.doing() == [
         "done",
-        f"not known: it holds run {its_name}, and the sweep began run b",
+        f"not known: it holds run {its_name}, but the sweep started run b",
     ]
 
 
@@ -179,9 +179,9 @@ def test_its_own_run_may_go_on_with_another_config(ended, capsys):
 
 def test_a_run_that_is_gone_begins_again(ended, capsys):
     shutil.rmtree(ended.jobs[0].workdir)
-    assert ended.doing() == ["not known: it holds no run, and the sweep began run a", "done"]
+    assert ended.doing() == ["not known: it holds no run, but the sweep started run a", "done"]
     ended.claim()
-    assert "s-000: run a, which this sweep began, is not there any more" in capsys.readouterr().out
+    assert "s-000: run a, which this sweep started, no longer exists" in capsys.readouterr().out
     assert ended.noted() == {"001": "b"} and ended.doing() == ["not started", "done"]
     assert not sweep.has_ended(ended.jobs[0])
 
@@ -190,13 +190,13 @@ def test_a_run_that_was_there_before_the_sweep(tmp_path, capsys):
     new = Sweep(tmp_path / "runs")
     new.end(0, "x", seed=5)
     with pytest.raises(
-        engine.LaunchError, match=r"run x, .*\(it was there before\).*seed: 5 for 0"
+        engine.LaunchError, match=r"run x, .*\(it was there before\).*seed: 5 instead of 0"
     ):
         new.claim()
     assert not (tmp_path / "runs" / "sweep.json").exists()
     new.end(0, "x")
     new.claim()
-    assert "s-000: takes run x, which this sweep did not begin" in capsys.readouterr().out
+    assert "s-000: adopts run x, which this sweep did not start" in capsys.readouterr().out
     assert new.noted() == {"000": "x"}
 
 

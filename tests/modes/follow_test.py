@@ -93,7 +93,7 @@ def test_it_waits_for_a_run_and_goes_on_as_the_run_does(tmp_path, capsys):
     assert job.follow() is None
     out = capsys.readouterr().out
     assert out.count("waiting for a run in") == 1
-    assert out.count("the run ends at step 6, which has been judged; waiting for step 12") == 1
+    assert out.count("the run ends at step 6, which is evaluated; waiting for step 12") == 1
     found = judged(tmp_path)
     assert list(found) == [3, 6, 9, 12]
     assert best(tmp_path)["best"][0]["value"] == min(found.values())
@@ -214,7 +214,7 @@ def test_quiet(run, capsys):
     show = terminal.Show.QUIET
     assert follow.run(make_config(keep_last=10), str(run), "", None, show) == 0
     out = capsys.readouterr().out
-    assert out.startswith("all checkpoints to step 12 have been judged") and len(judged(run)) == 4
+    assert out.startswith("all checkpoints to step 12 are evaluated") and len(judged(run)) == 4
 
 
 def test_it_says_to_which_step_it_has_judged(run, capsys):
@@ -223,7 +223,7 @@ def test_it_says_to_which_step_it_has_judged(run, capsys):
         config.steps = 5
     assert follow.run(config, str(run), "", None) == 0
     last = max(judged(run))
-    assert f"all checkpoints to step {last} have been judged" in capsys.readouterr().out
+    assert f"all checkpoints to step {last} are evaluated" in capsys.readouterr().out
     assert last != 5
 
 
@@ -233,7 +233,7 @@ def test_a_damaged_checkpoint_is_left_out(run, capsys):
     (folder / "meta.json").write_bytes(b"{}")
     follow.run(config, str(run), "", None)
     assert list(judged(run)) == [3, 9, 12]
-    assert "step 6 is left out" in capsys.readouterr().out
+    assert "step 6 is skipped" in capsys.readouterr().out
 
 
 class Watch:
@@ -300,4 +300,4 @@ def test_real_processes(tmp_path):
             assert run.returncode == 0, out
         out = job.communicate()[0]
         assert job.returncode == 0, out
-    assert 12 in judged(tmp_path) and "all checkpoints to step 12 have been judged" in out
+    assert 12 in judged(tmp_path) and "all checkpoints to step 12 are evaluated" in out

@@ -166,7 +166,7 @@ def test_what_is_damaged_or_not_finite_is_told(tmp_path):
     assert "1 lines are no rows and left out (line 6)" in words(page)
     assert "2 values are not finite: red crosses" in words(page)
     assert "results.json cannot be read: it is not an object" in words(page)
-    assert "status.json is not what a run writes" in words(page)
+    assert "status.json was not written by a run" in words(page)
     (row,) = rows(page)
     assert row["step"] == "400 of 400" and row["training loss"] == "not finite"
     assert '<td class="failed">not finite</td>' in page

@@ -60,7 +60,7 @@ def test_stop_ends_the_run_and_keeps_what_is_finite(tmp_path, capsys, loss_scale
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     said = capsys.readouterr().err
     assert "error: step 5: the loss is nan, and 4 of 4 gradients are not finite: mlp/" in said
-    assert "Look at the learning rate" in said
+    assert "Check the learning rate" in said
     assert f"newest checkpoint of finite parameters is step 4, in {tmp_path}" in said
     assert saved(tmp_path) == {4: "complete"}
     results = results_of(tmp_path)
@@ -104,12 +104,12 @@ def test_warn_goes_on_says_so_once_and_does_not_end_well(tmp_path, capsys, shard
         # The second time there is nothing left to train, and it is not done either.
         assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
         captured = capsys.readouterr()
-        assert "error: step 8: what it leaves is not finite: params/mlp" in captured.err
+        assert "error: step 8: the resulting state is not finite: params/mlp" in captured.err
         results = results_of(tmp_path)
         assert results["step"] == 8 and results["finite"] is False
         # The newest of finite parameters outlives the rule that keeps one.
         assert saved(tmp_path) == {4: "complete", 8: "not finite"}
-    assert captured.out.count("going on, as on_nonfinite=warn says") == 0
+    assert captured.out.count("the run continues, because on_nonfinite=warn") == 0
     stopped = make_config(shard_update=shard_update)
     with pytest.raises(ValueError, match=r"checkpoint of step 8 in .* is not finite") as e:
         loop.run(stopped, str(tmp_path), "")
@@ -177,7 +177,7 @@ def test_a_dynamic_scale_at_its_minimum(tmp_path, capsys):
     )
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     # Of 15 that come before, each has lowered the scale from 2**15.
-    assert "8 steps in a row were skipped, and no loss scale is left" in capsys.readouterr().err
+    assert "8 steps in a row were skipped without lowering a loss scale" in capsys.readouterr().err
     assert results_of(tmp_path)["why"].count("step 23: the loss is nan") == 1
     # A run that ends before it has tried so long has not ended well either, however often it is looked at.
     short = make_config(experiment="tests.run.nonfinite_test.Poison", steps=30, log_every_steps=20)
@@ -384,9 +384,9 @@ def test_a_stretch_is_said_once_and_its_end():
     watching, said = watch()
     push(watching, [F, T, T, S, T, F, F, T])
     assert said == [
-        "step 2: the loss is inf, and 1 of 2 gradients are not finite: m/w; going on, as on_nonfinite=warn says",
-        "step 6: finite again, as it was before step 2",
-        "step 8: the loss is inf, and 1 of 2 gradients are not finite: m/w; going on, as on_nonfinite=warn says",
+        "step 2: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run continues, because on_nonfinite=warn",
+        "step 6: finite again (not finite since step 2)",
+        "step 8: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run continues, because on_nonfinite=warn",
     ]
     assert watching.at_end().startswith("step 8: the loss is inf")
     push(watching, [F], 9)
@@ -396,7 +396,7 @@ def test_a_stretch_is_said_once_and_its_end():
 def test_stretches_without_end_are_not_said_without_end():
     watching, said = watch()
     push(watching, [T, F] * 50)
-    assert len(said) == 20 and said[-2].endswith("of further ones nothing is said")
+    assert len(said) == 20 and said[-2].endswith("later ones are not reported")
 
 
 def test_a_step_is_looked_at_when_later_ones_have_been_dispatched():

@@ -121,7 +121,7 @@ def test_a_flipped_bit_is_named_within_two_steps(tmp_path, monkeypatch, name, ki
         run.train()
     of_group = " of group 1" if "group_assignment" in variant else ""
     number = 1 if of_group else 5
-    said = f"{kind}: replica {number}{of_group} (device 5 of process 0) holds another copy than"
+    said = f"{kind}: replica {number}{of_group} (device 5 of process 0) differs from"
     # The first step from the fifth on that compares what it begins with.
     compared = -(-5 // made.fingerprint_every_steps) * made.fingerprint_every_steps
     assert f"After step {compared - 1} the replicas" in str(e.value) and said in str(e.value)
@@ -147,7 +147,7 @@ def test_processes_compare_theirs(tmp_path):
     said = done.stdout + done.stderr
     assert "'seen', which" in said and "with the same data (roll-back 1 of at most 1)" in said
     assert (
-        "The run has gone back 1 time, as often as roll_back.limit says: (1) After step 1 the"
+        "The run has rolled back 1 time, the most that roll_back.limit allows: (1) After step 1 the"
         in said
     )
 
@@ -184,7 +184,7 @@ def changing(monkeypatch, name, change):
     ("name", "said", "change"),
     [
         ("params/linear/w", "the parameters (fingerprint/params is ", lambda x: x.at[2, 0].add(1e-6)),
-        ("opt_state/adam/0/nu/linear/w", "the slots of the rules, with", lambda x: x.at[1, 0].add(1)),
+        ("opt_state/adam/0/nu/linear/w", "the optimizer slots, with", lambda x: x.at[1, 0].add(1)),
         ("opt_state/dynamic_loss_scale/current_loss_scale", "counts and loss scale", lambda x: 2 * x),
         ("net_state/~/mean", "the state of the networks (fingerprint/net_state", lambda x: -x),
         ("rng", "the step, the key and", lambda x: jax.random.clone(jax.random.fold_in(x, 1))),

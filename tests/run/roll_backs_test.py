@@ -114,7 +114,7 @@ def test_it_is_said(tmp_path, capsys):
     captured = capsys.readouterr()
     assert "step 7: the loss is nan" in captured.out and "error" not in captured.err
     assert (
-        "went back to step 4, and on from there past batches 5 to 11 of the data (roll-back 2 of at most 3)"
+        "rolled back to step 4, skipping batches 5 to 11 of the data (roll-back 2 of at most 3)"
         in captured.out
     )
     # The table of the model once, where it goes on from each time.
@@ -217,9 +217,9 @@ def test_the_last_of_so_many_ends_the_run_with_the_story(tmp_path, capsys):
     for _ in range(2):
         assert loop.run(make_config(limit=1), str(tmp_path), "") == notice.NONFINITE
         said = capsys.readouterr().err
-        assert "error: step 8: the loss is nan" in said and "gone back 1 time, as often as" in said
+        assert "error: step 8: the loss is nan" in said and "rolled back 1 time, the most" in said
         assert "(1) step 7: the loss is nan" in said
-        assert "went back to step 4, and on from there past batches 5 to 7" in said
+        assert "rolled back to step 4, skipping batches 5 to 7" in said
         why = json.loads((tmp_path / "results.json").read_text())["why"]
         assert why in said and len(recorded(tmp_path)) == 1
     assert loop.run(make_config(limit=2), str(tmp_path), "") == 0
@@ -357,7 +357,7 @@ def test_a_loss_that_jumps(tmp_path, groups):
     (entry,) = recorded(tmp_path / "whole")
     where = "in group 0 of 2 " if groups else ""
     assert entry["why"].startswith(f"step 7: {where}the loss is 1")
-    assert "above 5 times the median of before, 1." in entry["why"]
+    assert "above 5 times the earlier median, 1." in entry["why"]
     assert rolled(tmp_path / "whole") == [(5, 1, 7, 5, 7)]
     # What it goes by is in the checkpoint.
     stopped = tmp_path / "stopped"
@@ -394,10 +394,10 @@ class Acting(toy.Poisoned):
     ("changes", "match"),
     [
         ({"experiment": "tests.run.roll_backs_test.Acting"}, "acting on the model"),
-        ({"on_nonfinite": "stop", "loss_factor": 3.0}, "loss_factor=3.0 is for on_nonfinite='roll_back'"),
+        ({"on_nonfinite": "stop", "loss_factor": 3.0}, "loss_factor=3.0 requires on_nonfinite='roll_back'"),
         ({"loss_factor": 0.5}, "loss_factor=0.5 must be a number above 1, or 0"),
-        ({"learning_rate_factor": 0.5}, "backs_off=True., and this experiment has none"),
-        ({"on_nonfinite": "skip", "learning_rate_factor": 0.5}, "factor=0.5 is for on_nonfinite='roll_back'"),
+        ({"learning_rate_factor": 0.5}, "backs_off=True., but this experiment has none"),
+        ({"on_nonfinite": "skip", "learning_rate_factor": 0.5}, "factor=0.5 requires on_nonfinite='roll_back'"),
         ({"learning_rate_factor": 2.0}, "learning_rate_factor=2.0 must be a number above 0, at most 1"),
         ({"on_parted": "skip"}, "on_parted='skip' must be 'stop' or 'roll_back', which"),
         ({"limit": 0}, "limit=0 must be an integer of at least 1"),
@@ -439,7 +439,7 @@ def test_it_goes_on_with_another_policy(tmp_path):
 def test_without_a_checkpoint_to_go_back_to_it_ends(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(manager_lib.Manager, "finite_steps", lambda self: [])
     assert loop.run(make_config(), str(tmp_path), "") == notice.NONFINITE
-    assert "there is no checkpoint to go back to" in capsys.readouterr().err
+    assert "there is no checkpoint to roll back to" in capsys.readouterr().err
     assert jax.process_count() == 1 and not (tmp_path / "roll_backs.json").exists()
 
 
@@ -480,11 +480,11 @@ def test_where_replicas_part_it_makes_the_same_steps_again(
     found = [entry for entry in recorded(tmp_path) if entry["why"].startswith("After step")]
     for entry, step, batch in zip(found, steps, first, strict=True):
         assert entry["step"] == step and "replica 3 (device 3 of process 0)" in entry["why"]
-        assert "Nothing was saved" not in entry["why"]
+        assert "was not saved" not in entry["why"]
         assert entry["restored"] == step // 4 * 4
         assert (entry["first_batch"], entry["last_batch"]) == (batch, batch - 1)
     assert len(recorded(tmp_path)) == 2 + len(steps)
-    assert "on from there with the same data (roll-back" in capsys.readouterr().out
+    assert "repeating the steps with the same data (roll-back" in capsys.readouterr().out
 
 
 def test_killed_or_stopped_in_it_ends_as_if_undisturbed(tmp_path, undisturbed, monkeypatch):
@@ -509,8 +509,10 @@ def test_a_device_that_goes_on_so_ends_the_run_with_the_story(tmp_path, monkeypa
     flips.after(monkeypatch, [6] * 9, FLIPPED, 3)
     with pytest.raises(replication.PartedError) as e:
         loop.run(config, str(tmp_path), "")
-    assert "gone back 2 times, as often as roll_back.limit says: (1) After step 6" in str(e.value)
-    assert str(e.value).count("Nothing was saved of this step") == 1
+    assert "rolled back 2 times, the most that roll_back.limit allows: (1) After step 6" in str(
+        e.value
+    )
+    assert str(e.value).count("This step was not saved") == 1
     # Where the config does not say so, the first one does.
     for on_parted, on_nonfinite, count in (("stop", "roll_back", 0), ("roll_back", "stop", 2)):
         other = tmp_path / on_parted

@@ -117,8 +117,8 @@ class Follower:
         end = (jsonfile.read_if_exists(self._run.config) or {}).get("steps", self._config.steps)
         if end <= self._judged < self._config.steps:
             self._say(
-                f"the run ends at step {end}, which has been judged; waiting for step {self._config.steps}, as this "
-                f"job's config says: with --config.steps={end} it ends"
+                f"the run ends at step {end}, which is evaluated; waiting for step {self._config.steps}, as this job's "
+                f"config says; with --config.steps={end} the job ends too"
             )
         return self._judged >= self._config.steps
 
@@ -177,7 +177,7 @@ class Follower:
             if step in self._checkpoints.agree(self._checkpoints.all_steps):
                 raise
             # The checkpoint is damaged, or was deleted while it was read. Neither must stop the job.
-            self._say(f"step {step} is left out: {e}")
+            self._say(f"step {step} is skipped: {e}")
             self._judged = step
             if self._best is not None:
                 self._best.release()
@@ -293,9 +293,9 @@ def run(
     stop = follower.follow()
     own = workdir.Workdir(directory).path / FOLDER
     if stop is not None:
-        print(f"{stop.why}: stopped; what has been judged is in {own}\nto go on: {command}")
+        print(f"{stop.why}: stopped; the results so far are in {own}\nto resume: {command}")
         return stop.code
-    print(f"all checkpoints to step {follower.last_step()} have been judged; in {own}")
+    print(f"all checkpoints to step {follower.last_step()} are evaluated; the results are in {own}")
     return notice.DONE
 
 
@@ -305,7 +305,7 @@ def _read_best(path: pathlib.Path) -> dict[str, Any]:
     content |= jsonfile.read_if_exists(path) or {}
     if not _is_best(content["best"], content["pinned"]):
         raise errors.UserError(
-            f"{path} was not written by this job; delete it, and the best checkpoints are chosen again."
+            f"{path} was not written by this job; delete it, and the job ranks the checkpoints again."
         )
     return content
 

@@ -56,11 +56,11 @@ def run(
         if watch is not None:
             asked = watch.poll()
             if asked is not None and asked.kind == notice.STOP:
-                print(f"{asked.why}: stopped; there is no trace")
+                print(f"{asked.why}: stopped; no trace was written")
                 return asked.code
     jax.block_until_ready((state, values))
     jax.profiler.stop_trace()
-    print(f"look at it: xprof --logdir {traces} (pip install xprof)")
+    print(f"to view it: xprof --logdir {traces} (pip install xprof)")
     return notice.DONE
 
 
@@ -68,6 +68,6 @@ def _range(steps: str) -> tuple[int, int]:
     first, colon, last = steps.partition(":")
     if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
         raise errors.UserError(
-            f"--profile_steps={steps} must be FIRST:END with FIRST below END, as 10:13 is, which traces 10, 11 and 12."
+            f"--profile_steps={steps} must be FIRST:END with FIRST below END: 10:13 traces steps 10, 11 and 12."
         )
     return int(first), int(last)

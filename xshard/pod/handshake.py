@@ -126,8 +126,8 @@ def mismatch(own: Hello, other: Hello, present: Hello | None) -> MismatchError |
         )
     if present is not None:
         return MismatchError(
-            f"two processes are --process_id={other.index}: on {present.host} (pid {present.pid}) and on "
-            f"{other.host} (pid {other.pid}). Each needs a number of its own."
+            f"two processes have --process_id={other.index}: on {present.host} (pid {present.pid}) and on "
+            f"{other.host} (pid {other.pid}). Give each another number."
         )
     names: list[str] = []
     values: list[str] = []
@@ -140,8 +140,8 @@ def mismatch(own: Hello, other: Hello, present: Hello | None) -> MismatchError |
             values.append(f"{name}: {there} there, {here} on {own.host}")
     if not names:
         return None
-    begin = f"{other.name} has other code or another config"
-    end = "give all hosts the same."
+    begin = f"{other.name} has different code or a different config"
+    end = "give all hosts the same code and config."
     return MismatchError(
         f"{begin} ({show.listed(values, _SHOWN, '; ')}): {end}",
         f"{begin} ({show.listed(names, _SHOWN, '; ')}): {end} {own.name} prints the values.",

@@ -79,8 +79,8 @@ class _Guest:
             patient_until = min(patient_until, now + _PATIENCE_SECONDS)
             if now >= min(patient_until, deadline):
                 raise places.StartError(
-                    f"{self._at.address} took the connection of process {self._at.index}, but did not answer "
-                    f"as process 0 of this run does: {refusal}"
+                    f"{self._at.address} accepted the connection of process {self._at.index}, but did not answer "
+                    f"as process 0 of this run: {refusal}"
                 )
             self._pause()
 
@@ -117,11 +117,11 @@ class _Guest:
         except (OSError, handshake.GoneError, handshake.MalformedError) as e:
             if self._is_welcome:
                 raise places.StartError(
-                    f"process 0, to which process {self._own.index} was connected, has ended or cannot be "
-                    "reached any more: see what it printed."
+                    f"process 0, to which process {self._own.index} was connected, has ended or can no longer be "
+                    "reached: see its output."
                 ) from e
             raise _RefusedError(
-                "either it has ended (see what it printed), or that port is another program's."
+                "either it has ended (see its output), or another program uses that port."
             ) from e
         finally:
             # Process 0 does not need data that is still unsent, so the connection is closed without waiting.
@@ -161,8 +161,8 @@ class _Guest:
             self._seals.read(sealed)
         except handshake.MalformedError as e:
             raise _RefusedError(
-                f"it has another token of a launch ({handshake.VARIABLE}). Start all processes by one launch, "
-                "or all by hand; or that port is another run's."
+                f"it has a different launch token ({handshake.VARIABLE}). Start all processes by one launch, or all "
+                "by hand; if you did, another run uses that port."
             ) from e
         # Process 0 has shown the token, so it may see this process's config. The empty line shows it the token in turn.
         self._writer.write(self._seals.line({}) + self._hello())
@@ -177,8 +177,8 @@ class _Guest:
         if len(line) > handshake.LONGEST:
             raise places.StartError(
                 f"process {self._own.index} has {len(self._own.facts)} facts to compare with process 0's, the "
-                f"config's keys and a checksum of each source file: {len(line)} bytes, and {handshake.LONGEST} "
-                "are the most. Move the experiment into a smaller package."
+                f"config's keys and a checksum of each source file: {len(line)} bytes, but at most "
+                f"{handshake.LONGEST} are allowed. Move the experiment into a smaller package."
             )
         return line
 

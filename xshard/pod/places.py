@@ -102,7 +102,7 @@ def listen(at: Place) -> socket.socket:
         if e.errno == errno.EADDRINUSE:
             why = "is taken by another program"
         raise StartError(
-            f"process 0 on {socket.gethostname()} cannot wait for the others at {at.address}: port "
+            f"process 0 on {socket.gethostname()} cannot listen for the others at {at.address}: port "
             f"{port} {why}. Give another port to all processes, or end the other program."
         ) from e
 

@@ -87,7 +87,7 @@ class Exchange:
             return f"{self._what}: process 0, which coordinates, cannot be reached ({text})"
         missing = [str(i) for i in range(self.count) if i not in values]
         return (
-            f"{self._what}: process {', '.join(missing) or '?'} of {self.count} did not come within "
+            f"{self._what}: process {', '.join(missing) or '?'} of {self.count} did not respond within "
             f"{self._seconds:g} s ({text})"
         )
 
@@ -186,7 +186,7 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
                 differing.append(f"process {i}: {other[name]}")
         if differing:
             raise errors.UserError(
-                f"the data: {name} differs between the processes, which would not train one model. Process 0: "
+                f"the data: {name} differs between the processes, which must train one model. Process 0: "
                 f"{value}; {'; '.join(differing)}. Give all hosts the same files."
             )
 

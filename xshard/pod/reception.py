@@ -260,18 +260,18 @@ class Host:
 
     def _who_is_missing(self) -> str:
         missing = [str(i) for i in range(1, self._at.count) if i not in self._seated]
-        they = "they"
+        their = "their"
         if len(missing) == 1:
-            they = "it"
+            their = "its"
         text = (
-            f"process {', '.join(missing)} of {self._at.count} did not come to {self._at.address} within "
-            f"the start timeout. See what {they} printed, and whether --num_processes={self._at.count} is right."
+            f"process {', '.join(missing)} of {self._at.count} did not connect to {self._at.address} within "
+            f"the start timeout. See {their} output, and check that --num_processes={self._at.count} is right."
         )
         if self._last_to_leave:
-            text += f" {self._last_to_leave} came, and was gone again before the others came."
+            text += f" {self._last_to_leave} connected, but left before the others connected."
         if self._turned_away:
             text += (
-                f" {self._turned_away} that came, the last from {self._last_turned_away}, did not have "
-                f"this launch's token ({handshake.VARIABLE}): all processes must be started by one launch."
+                f" {self._turned_away} that connected, the last from {self._last_turned_away}, did not have "
+                f"this launch's token ({handshake.VARIABLE}): start all processes by one launch."
             )
         return text

@@ -56,8 +56,8 @@ def place(
         flags = {"coordinator_address": address, "num_processes": count, "process_id": index}
         missing = [f"--{name}" for name, value in flags.items() if value is None]
         raise places.StartError(
-            f"{' and '.join(missing)} must be given too: --coordinator_address, --num_processes and "
-            "--process_id go together, and without them what JAX detects decides."
+            f"{' and '.join(missing)} must be given too: give --coordinator_address, --num_processes and "
+            "--process_id together, or none of them if JAX can detect the cluster."
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -81,8 +81,8 @@ def _detect(seconds: int) -> places.Place | None:
         )
     except (RuntimeError, OSError) as e:
         raise places.StartError(
-            f"JAX finds a cluster around this process, but not its place in it ({e}): give "
-            "--coordinator_address, --num_processes and --process_id; --num_processes=1 for a run alone."
+            f"JAX detects a cluster, but not the place of this process in it ({e}): give --coordinator_address, "
+            "--num_processes and --process_id; or --num_processes=1 for a run of one process."
         ) from e
     if address is None or not count or count == 1 or index is None:
         return None

@@ -53,7 +53,7 @@ def _leave(number: int, frame: object) -> None:
     del frame
     with contextlib.suppress(OSError):
         name = signal.Signals(number).name
-        os.write(2, f"{name}: stopped before the run began; nothing was to be saved.\n".encode())
+        os.write(2, f"{name}: stopped before the run began; there was nothing to save.\n".encode())
     os._exit(notice.PREEMPTED)
 
 

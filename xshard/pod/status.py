@@ -65,7 +65,7 @@ def read(directory: pathlib.Path) -> list[dict[str, Any]]:
     path = directory / FILE
     rows = jsonfile.read(path, list)
     if not rows or not all(is_row(row) for row in rows):
-        raise errors.UserError(f"{path} is not what a run writes.")
+        raise errors.UserError(f"{path} was not written by a run.")
     return rows
 
 

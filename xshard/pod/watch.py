@@ -28,7 +28,7 @@ from xshard.pod import notice as notice_lib
 _TICK_SECONDS = 0.5
 # How long a process that leaves waits for the others to read the reason.
 _LEAVE_SECONDS = 5.0
-_GO_ON = "The last checkpoint counts; the same command goes on from it."
+_GO_ON = "The same command resumes from the last checkpoint."
 _TIMEOUTS = rendezvous.Timeouts()
 
 
@@ -167,10 +167,10 @@ class Watch:
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
-                self._say("interrupted; what was saved before is in the work directory")
+                self._say("interrupted; checkpoints that were saved before are kept")
                 ends.leave(notice_lib.INTERRUPTED)
             self._stop(f"SIGINT{where}", notice_lib.INTERRUPTED)
-            self._say("SIGINT: saving after this step; once more leaves at once.")
+            self._say("SIGINT: saving after this step; a second SIGINT ends the run at once.")
         elif number not in self._numbers and not self._agreement.is_stopping:
             # Some signals come repeatedly: SIGTERM to every host of a job, SIGXCPU every second.
             self._numbers.add(number)
@@ -184,8 +184,8 @@ class Watch:
         silent = self._heartbeat.unanswered()
         if silent and self._index:
             self._say(
-                f"error: {self._name(0)}, which coordinates, has not answered for {silent:.0f} s: it, its "
-                f"host or the network is gone. {_GO_ON}"
+                f"error: {self._name(0)}, which coordinates, has not answered for {silent:.0f} s: the "
+                f"process, its host or the network is down. {_GO_ON}"
             )
             ends.leave(notice_lib.FAILED)
 
@@ -197,10 +197,12 @@ class Watch:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
         message = (
             f"no progress for {seconds:.0f} s, since {since}, in {doing} at step {step}: a device, a "
-            f"collective, the data or a function of the host stands still (--step_timeout_seconds="
+            f"collective, the data or a function on the host is blocked (--step_timeout_seconds="
             f"{self._timeouts.step})"
         )
-        self._say(f"error: {self._name(self._index)}: {message}. {_GO_ON} What each thread is at:")
+        self._say(
+            f"error: {self._name(self._index)}: {message}. {_GO_ON} The stack of each thread:"
+        )
         # stderr may be replaced by an object without a file descriptor, which faulthandler needs.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             faulthandler.dump_traceback(sys.stderr)
@@ -268,7 +270,7 @@ class Watch:
         self._write_status()
         if silent:
             names = ", ".join(map(self._name, sorted(self._heartbeat.lost)))
-            message = f"{names}: not heard of for {silent:.0f} s; gone, or the host or the network is. {_GO_ON}"
+            message = f"{names}: not heard from for {silent:.0f} s; the process, its host or the network is down. {_GO_ON}"
             with self._leaving:
                 self._fail_all(message)
                 self._leave(notice_lib.FAILED, f"error: {message}")
@@ -291,7 +293,7 @@ class Watch:
         if self._index:
             who = f"{self._name(0)}, which coordinates,"
         with self._leaving:
-            self._say(f"error: {who} is gone, or its host or network: see JAX above. {_GO_ON}")
+            self._say(f"error: {who} cannot be reached; see the messages of JAX above. {_GO_ON}")
             ends.leave(notice_lib.FAILED)
 
     def _fail_all(self, message: str) -> None:

@@ -65,14 +65,14 @@ def announce(
     # A callback that ended this run would end the resumed one too, so no command is printed.
     if "ended" not in values:
         more = cli.with_flag(command, "config.steps", 2 * max(steps, values["step"]))
-        print(f"to train on{each_process()}: {more}")
+        print(f"to train further{each_process()}: {more}")
     return notice.DONE
 
 
 def stopped(stop: notice.Notice, step: int, store: Any, command: str) -> int:
     """Prints why and at which step a run stopped, and the command that resumes it; returns the exit code."""
     print(f"{stop.why}: stopped at step {step}, state saved in {store}")
-    print(f"to go on{each_process()}: {command}")
+    print(f"to resume{each_process()}: {command}")
     return stop.code
 
 
@@ -94,4 +94,4 @@ def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
 def each_process() -> str:
     """Returns the words that say that every process must run a command; empty for a single process."""
     count = jax.process_count()
-    return f", by each of {count} processes" if count > 1 else ""
+    return f", in each of the {count} processes" if count > 1 else ""

@@ -42,11 +42,11 @@ class RollBack(NamedTuple):
         return self.last_batch - self.first_batch + 1
 
     def __str__(self) -> str:
-        on = "with the same data"
+        then = "repeating the steps with the same data"
         if self.passed:
-            on = f"past batches {self.first_batch} to {self.last_batch} of the data"
+            then = f"skipping batches {self.first_batch} to {self.last_batch} of the data"
         lowered = f", with updates times {self.update_scale:g}" if self.update_scale < 1 else ""
-        return f"{self.why}; went back to step {self.restored}, and on from there {on}{lowered}"
+        return f"{self.why}; rolled back to step {self.restored}, {then}{lowered}"
 
 
 def _is_roll_back(value: Any) -> bool:
@@ -71,7 +71,7 @@ def read(path: pathlib.Path) -> list[RollBack]:
     if all(map(_is_roll_back, values)):
         return [RollBack(**value) for value in values]
     raise errors.UserError(
-        f"{path} is not what a run has written: it must hold the run's roll-backs, which determine the batches that "
+        f"{path} was not written by a run: it must hold the run's roll-backs, which determine the batches that "
         "the run skips. Restore the file, or give a new --workdir."
     )
 

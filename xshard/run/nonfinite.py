@@ -21,8 +21,8 @@ from xshard.optimizers import trees
 from xshard.run import jumps
 
 _LOOK_AT = (
-    "Look at the learning rate, at NaN and infinities in the data, and at divisions by 0 and logarithms and square "
-    "roots of 0 in the loss; docs/half_precision.md has more."
+    "Check the learning rate, the data for NaN and infinities, and the loss for divisions by 0 and logarithms or square "
+    "roots of 0; see docs/half_precision.md."
 )
 # A run that ends with this many STUCK steps in a row did not end well, even if max_skips_in_a_row tolerates more.
 _STUCK_AT_THE_END = 10
@@ -172,7 +172,7 @@ class Watch:
         for learner, group in np.argwhere(np.isfinite(medians)):
             loss, median = (show.number(float(x[learner, group])) for x in (losses, medians))
             factor = show.number(self._jumps.factor)
-            description = f"the loss is {loss}, above {factor} times the median of before, {median}"
+            description = f"the loss is {loss}, above {factor} times the earlier median, {median}"
             descriptions.append(self._whose(learner, group) + description)
         if descriptions:
             raise NonfiniteError(f"step {step}: {'; '.join(descriptions)}", step)
@@ -180,7 +180,7 @@ class Watch:
     def _whose(self, learner: int, group: int) -> str:
         """Returns a prefix that names the learner and the group, each only if there are several."""
         name, groups = list(self._paths)[learner], self._last.shape[1]
-        of_learner = f"of {name} " if name else ""
+        of_learner = f"for learner {name} " if name else ""
         return of_learner + (f"in group {group} of {groups} " if groups > 1 else "")
 
     def _warn(self, step: int) -> None:
@@ -190,18 +190,18 @@ class Watch:
         self._stretches += 1
         if self._stretches > _STRETCHES:
             return
-        warning = f"{self._describe()}; going on, as on_nonfinite={self._policy} says"
+        warning = f"{self._describe()}; the run continues, because on_nonfinite={self._policy}"
         if self._stretches == _STRETCHES:
-            warning += "; of further ones nothing is said"
+            warning += "; later ones are not reported"
         self._say(warning)
 
     def _recover(self, step: int) -> None:
         begin, self._begin = self._begin, None
         if self._stretches <= _STRETCHES:
-            self._say(f"step {step}: finite again, as it was before step {begin}")
+            self._say(f"step {step}: finite again (not finite since step {begin})")
 
     def _skipped(self) -> str:
-        skipped = f"{self._most_stuck()} steps in a row were skipped, and no loss scale is left to be lowered"
+        skipped = f"{self._most_stuck()} steps in a row were skipped without lowering a loss scale"
         # A run that was resumed at its last step knows the count from the checkpoint, but saw none of the steps.
         return f"{skipped}; the last, {self._describe()}" if self._bad else skipped
 
@@ -234,7 +234,7 @@ def _describe_update(loss: Any, bad: np.ndarray, paths: Sequence[str]) -> str:
 
 def of_state(step: int, paths: Sequence[str]) -> str:
     """Describes a state that is not finite after a step, by the paths of its arrays."""
-    return f"step {step}: what it leaves is not finite: {show.listed(paths)}"
+    return f"step {step}: the resulting state is not finite: {show.listed(paths)}"
 
 
 def message(why: str) -> str:

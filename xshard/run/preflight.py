@@ -92,7 +92,7 @@ def one_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
     if replicas is not None and replicas.count != mesh_lib.num_replicas(mesh):
         devices = replicas.count * mesh_lib.num_groups(mesh)
         raise errors.UserError(
-            f"The config has logical_replicas={replicas.count}, and there are {mesh_lib.num_replicas(mesh)} devices for each "
+            f"The config has logical_replicas={replicas.count}, but there are {mesh_lib.num_replicas(mesh)} devices for each "
             f"group. To inspect a step, each replica needs its own device: on CPUs, give --cpu_devices={devices}."
         )
     return jax.jit(step.make_watched_step(experiment, mesh))
@@ -136,21 +136,21 @@ def _differs(
 ) -> str:
     name = trees.path_name(path)
     why = (
-        f"{name!r}, of type {leaf.dtype}, which differs between the replicas: it depends on their part of the batch, "
-        "their keys or their number"
+        f"{name!r}, of type {leaf.dtype}, which differs between the replicas: it depends on each replica's part of the "
+        "batch, key or index"
     )
     if any(
         name.removeprefix(f"{of}/").startswith("net_state/") for of in state_lib.learners(state)
     ):
         return (
-            f"A network keeps the state {why}. One copy of a network's state is kept, and only of floating-point state "
-            "can it be the mean. Count steps rather than examples, or keep a float32 mean over the batch."
+            f"A network keeps the state {why}. Only one copy of a network's state is kept: the mean over the replicas, which "
+            "needs a floating-point type. Count steps rather than examples, or keep a float32 mean over the batch."
         )
     return (
-        f"{contract.described(experiment.train_step)} leaves the state {why}, and a checkpoint keeps one copy of it. Wrap it "
-        "in xshard.PerReplica or xshard.PerExample, in init and in the step; make it equal with a collective, such as "
-        "jax.lax.pmean(x, ('slice', 'replica')); or, where it is equal for a reason that cannot be seen, say so with "
-        "xshard.equal_on_replicas."
+        f"{contract.described(experiment.train_step)} leaves the state {why}, but a checkpoint keeps only one copy of it. "
+        "Wrap it in xshard.PerReplica or xshard.PerExample, in init and in the step; make it equal with a collective, such "
+        "as jax.lax.pmean(x, ('slice', 'replica')); or, if it is equal for a reason that the program does not show, declare "
+        "that with xshard.equal_on_replicas."
     )
 
 
@@ -178,9 +178,9 @@ def _asking(experiment: experiment_lib.Experiment, act: _Ask | None) -> Iterator
         return
     if type(experiment).predict is experiment_lib.Experiment.predict:
         raise errors.UserError(
-            f"What {contract.described(experiment.train_batches)} returned acts on the model (acts_every_steps), and "
-            f"{type(experiment).__name__} makes no predictions: define predict(state, batch), or leave "
-            "acts_every_steps out."
+            f"The data that {contract.described(experiment.train_batches)} returned acts on the model "
+            f"(acts_every_steps), but {type(experiment).__name__} makes no predictions: define predict(state, batch), or "
+            "leave acts_every_steps out."
         )
     yield act
 
@@ -230,13 +230,13 @@ def _check_prediction(
         name = trees.path_name(path) or "outputs"
         among = "replicas"
         fix = (
-            "It depends on the replica's number, or on what is a replica's own: make it equal with a collective, "
-            "such as jax.lax.pmean(x, ('slice', 'replica'))."
+            "It depends on the replica's index, or on per-replica state: make it equal with a collective, such as "
+            "jax.lax.pmean(x, ('slice', 'replica'))."
         )
         if mesh_lib.GROUP in axes & _several(mesh):
             among = "groups"
-            fix = "Return that of all groups together, as of jax.lax.all_gather(outputs, 'group')."
+            fix = "Return the outputs of all groups, as jax.lax.all_gather(outputs, 'group') does."
         raise errors.UserError(
             f"{contract.described(experiment.predict)} returns {name!r}, {leaf.dtype} of shape {leaf.shape}, which differs "
-            f"between the {among}; a prediction is one, equal on all devices. {fix}"
+            f"between the {among}; a prediction must be equal on all devices. {fix}"
         )

@@ -23,14 +23,14 @@ from xshard.stored import fingerprint, hashing
 
 _PATHS = 8
 _ADVICE = (
-    "Nothing was saved of this step. If one device alone differs, and in another step when the run is repeated, suspect that "
-    "device; on_parted='roll_back' makes such steps again. Else make it equal with a collective, such as jax.lax.pmean(x, "
-    "('slice', 'replica')), draw keys that are equal on all replicas, or wrap it in xshard.PerReplica; look at each "
-    "xshard.equal_on_replicas, and at rules of your own."
+    "This step was not saved. If only one device differs, and at another step when the run is repeated, suspect that device; "
+    "on_parted='roll_back' repeats the steps. Otherwise make the state equal with a collective, such as jax.lax.pmean(x, "
+    "('slice', 'replica')), draw keys that are equal on all replicas, or wrap the state in xshard.PerReplica; check each "
+    "xshard.equal_on_replicas, and custom optimizer rules."
 )
 _KINDS = {
     fingerprint.PARAMS: "the parameters",
-    fingerprint.SLOTS: "the slots of the rules, with their counts and loss scale",
+    fingerprint.SLOTS: "the optimizer slots, with their counts and loss scale",
     fingerprint.NET_STATE: "the state of the networks",
     fingerprint.OTHER: "the step, the key and the experiment's own state",
 }
@@ -142,13 +142,15 @@ class Watch:
         for kind, words in _KINDS.items():
             here, there = now.get(kind), saved.get(kind)
             if here != there:
-                texts.append(f"{words} ({fingerprint.PREFIX}{kind} is {here}, and was {there})")
+                texts.append(
+                    f"{words} ({fingerprint.PREFIX}{kind} is {here}, but was {there} when saved)"
+                )
         if texts:
             raise errors.UserError(
-                f"The checkpoint of step {int(state.step)} has come back as another state than was saved: {'; '.join(texts)}. "
-                "A restored state must have the bits of the saved one, on any devices. Nothing was trained or written. Run "
+                f"The state restored from the checkpoint of step {int(state.step)} differs from the saved state: "
+                f"{'; '.join(texts)}. It must have the same bits on any devices. Nothing was trained or written. Run "
                 f"'python -m xshard.checkpoint verify {where}'. If it finds damage, run 'python -m xshard.checkpoint rm {where}': "
-                "the run then goes on from the checkpoint before. If it finds none, suspect this machine's memory or a device, "
+                "the run then resumes from the checkpoint before. If it finds none, suspect this machine's memory or a device, "
                 "and start again on another machine."
             )
 
@@ -176,8 +178,8 @@ class Watch:
         listed = "; ".join(f"{name}: {text}" for name, texts in parted.items() for text in texts)
         return (
             f"After step {step} the replicas hold different bits of {self._paths(state)} "
-            f"{contract.described(self._experiment.train_step)} leaves as equal on all of them, and of which a checkpoint "
-            f"keeps one copy ({listed})"
+            f"{contract.described(self._experiment.train_step)} must leave equal on all of them, because a checkpoint keeps "
+            f"only one copy ({listed})"
         )
 
     def _paths(self, state: state_lib.TrainState) -> str:
@@ -186,7 +188,7 @@ class Watch:
         compiled = processes.compiled_by_all(program, "the fingerprint of each array")
         names = list(self._parted(state, compiled(state).table, each=True))
         if not names:
-            return "what"
+            return "some state, which"
         more = f" and {len(names) - _PATHS} more" if len(names) > _PATHS else ""
         return f"{', '.join(map(repr, names[:_PATHS]))}{more}, which"
 
@@ -236,7 +238,7 @@ def _minority(
     of_group = f" of group {group}" if mesh_lib.num_groups(mesh) > 1 else ""
     # Without a majority there is no telling which copy is right.
     if 2 * count <= len(held):
-        yield f"{len(held)} replicas{of_group} hold {len(counts)} different copies, none of them most"
+        yield f"{len(held)} replicas{of_group} hold {len(counts)} different copies, without a majority"
         return
     for place, value in held.items():
         if value != most:
@@ -245,4 +247,4 @@ def _minority(
                 f"device {x.id} of process {x.process_index}" for x in mesh.devices[group][place]
             ]
             where = f"replica {number}{of_group} ({', '.join(devices)})"
-            yield f"{where} holds another copy than {count} of {len(held)}"
+            yield f"{where} differs from {count} of {len(held)} replicas"

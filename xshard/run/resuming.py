@@ -77,7 +77,7 @@ def _identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set
     if set_aside and set_aside == directory.id_to_set_aside():
         if store.path is None:
             raise errors.UserError(
-                f"--restart_from_scratch cannot move what is in {store}: give another checkpoint.directory too."
+                f"--restart_from_scratch cannot move the checkpoints in {store}: give another checkpoint.directory too."
             )
         return Run(new, sets_aside=set_aside)
     changes = directory.check(config)
@@ -95,7 +95,7 @@ def _identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set
     if own is not None and own.id != owner.id:
         raise errors.UserError(
             f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}), and --workdir={directory.path} "
-            f"holds run {own.id}: give another checkpoint.directory; --init_from takes their parameters."
+            f"holds run {own.id}: give another checkpoint.directory; --init_from starts a run with their parameters."
         )
     if own is not None:
         return Run(own, changes)
@@ -130,9 +130,10 @@ def check_reached(
         return reached.step
     store = manager.store
     newest = "no checkpoint is" if latest is None else f"step {latest} is the newest"
-    moved = "" if reached.checkpoints == str(store) else f" It was in {reached.checkpoints}."
+    place = reached.checkpoints
+    moved = "" if place == str(store) else f" The checkpoint was in {place}."
     raise errors.UserError(
-        f"This run has come to step {reached.step}, and {newest} in {store}.{moved} Nothing was changed. Make "
+        f"This run has reached step {reached.step}, but {newest} in {store}.{moved} Nothing was changed. Make "
         f"{reached.folder} available again, for example by mounting its disk; {_or_begin_again(directory)}"
     )
 
@@ -143,12 +144,12 @@ def _check_is_new(manager: checkpoint.Manager, directory: workdir.Workdir, run: 
     if damaged:
         raise errors.UserError(
             f"All checkpoints in {manager.store} are damaged (steps {', '.join(map(str, damaged))}): "
-            f"'python -m xshard.checkpoint heal' takes a mark back that is wrong; {_or_begin_again(directory)}"
+            f"'python -m xshard.checkpoint heal' removes a mark that is wrong; {_or_begin_again(directory)}"
         )
     if run.is_older and directory.has_history():
         raise errors.UserError(
             f"{directory.path} holds rows or results of a run of an older version, which may have had "
-            f"checkpoints, and there are none in {manager.store}. Nothing was changed. Bring them back; "
+            f"checkpoints, but there are none in {manager.store}. Nothing was changed. Bring them back; "
             f"{_or_begin_again(directory)}"
         )
 
@@ -183,10 +184,10 @@ def check_finite(manager: checkpoint.Manager, step: int) -> None:
         steps = manager.agree(manager.all_steps)
         commands = [f"python -m xshard.checkpoint rm {store} {n}" for n in steps if n > newest]
         way = (
-            f"The newest of finite parameters is step {newest}; to go on from it delete those after it: "
+            f"The newest checkpoint of finite parameters is step {newest}; to resume from it, delete those after it: "
             f"{'; '.join(commands)}."
         )
     raise errors.UserError(
-        f"The checkpoint of step {step} in {store} is not finite ({show.listed(bad)}), and the run could "
-        f"only fail again. {way} --config.on_nonfinite=warn goes on as it is."
+        f"The checkpoint of step {step} in {store} is not finite ({show.listed(bad)}), so the run would only "
+        f"fail again. {way} --config.on_nonfinite=warn resumes from step {step} all the same."
     )

@@ -132,7 +132,7 @@ class RollBacks:
         except checkpoint.NonfiniteError as e:
             if not (is_stopped and nonfinite.NonfiniteError in self._reasons):
                 raise
-            self._say(f"not saved: {e}; the run goes on from the checkpoint before")
+            self._say(f"not saved: {e}; the run resumes from the checkpoint before")
 
     def add(self, step: int, why: str, reason: type[Any] = nonfinite.NonfiniteError) -> None:
         """Decides on a roll-back and records it on the disk; the next attempt carries it out.
@@ -160,7 +160,7 @@ class RollBacks:
         choose = self._choose if is_past else self._choose_equal
         restored = self._manager.agree(lambda: choose(step))
         if restored is None:
-            raise reason(f"{why}; there is no checkpoint to go back to", step)
+            raise reason(f"{why}; there is no checkpoint to roll back to", step)
         given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
         last = self._used(step if is_past else restored)
         # The factor accumulates over roll-backs. Parted replicas are no sign of too large updates, so they keep it.
@@ -196,7 +196,7 @@ class RollBacks:
     def _story(self) -> str:
         times = f"{len(self._all)} time{'s' if len(self._all) > 1 else ''}"
         before = "; ".join(f"({number}) {entry}" for number, entry in enumerate(self._all, 1))
-        return f". The run has gone back {times}, as often as roll_back.limit says: {before}"
+        return f". The run has rolled back {times}, the most that roll_back.limit allows: {before}"
 
     def _looked_at(self, step: int) -> int:
         """Returns the scheduled save at which every run detects a state that is not finite, though its loss is.
@@ -227,16 +227,16 @@ def _check(
         for name, default in (("loss_factor", 0), ("learning_rate_factor", 1)):
             if options[name] != default:
                 raise errors.UserError(
-                    f"roll_back.{name}={options[name]} is for on_nonfinite='roll_back', and that is "
-                    f"{config.on_nonfinite!r}: set the one or leave out the other."
+                    f"roll_back.{name}={options[name]} requires on_nonfinite='roll_back', but on_nonfinite is "
+                    f"{config.on_nonfinite!r}: set on_nonfinite, or leave out roll_back.{name}."
                 )
     elif batches.rehearsal() is not None:
         raise errors.UserError(
-            "on_nonfinite='roll_back' goes past batches without making steps of them, and those of train_batches come "
-            "of acting on the model (acts_every_steps): set on_nonfinite to 'stop', 'skip' or 'warn'."
+            "on_nonfinite='roll_back' skips batches without training on them, but the batches of train_batches come "
+            "from acting on the model (acts_every_steps): set on_nonfinite to 'stop', 'skip' or 'warn'."
         )
     elif options.learning_rate_factor < 1 and not history.has_scale(target):
         raise errors.UserError(
             f"roll_back.learning_rate_factor={options.learning_rate_factor} lowers the updates of rules made by "
-            "OptaxOptimizer(..., backs_off=True), and this experiment has none: make one so, or set the factor to 1."
+            "OptaxOptimizer(..., backs_off=True), but this experiment has none: pass backs_off=True, or set the factor to 1."
         )

@@ -106,7 +106,7 @@ class Checkpoints:
             return resuming.Begin(state if source is None else self._init_from(source, state))
         if source is not None:
             states.say(
-                f"--init_from={source.place} is for a new run; this one goes on from its own"
+                f"--init_from={source.place} is for a new run; this run resumes from its own checkpoint"
             )
         if self._must_be_finite:
             resuming.check_finite(self.manager, latest)
@@ -115,7 +115,7 @@ class Checkpoints:
             resuming.check_finite(self.manager, restored.step)
         if reached is not None and restored.step < reached:
             states.say(
-                f"goes back from step {reached} to {restored.step}: later ones are damaged, or deleted"
+                f"goes back from step {reached} to {restored.step}: the later checkpoints are damaged or deleted"
             )
         self._batches.restore(restored.data)
         evaluated = restored.metadata.get("evaluated", True)
@@ -147,7 +147,7 @@ class Checkpoints:
         if log.rows < begin.rows:
             self._notify(
                 f"{self._directory.metrics} holds {log.rows} of the {begin.rows} rows that were logged before this "
-                "checkpoint; the other metrics files are made of these."
+                "checkpoint; the other metrics files are rebuilt from these."
             )
 
     def late_evaluation(self, step: int) -> dict[str, Any] | None:
@@ -281,7 +281,7 @@ class Checkpoints:
                 raise
             # The step is not saved, so `save` may try it again.
             self._last = None
-            states.say(f"NOT SAVED: {e} Training goes on, as checkpoint.on_failure=go_on says.")
+            states.say(f"NOT SAVED: {e} Training continues, because checkpoint.on_failure=go_on.")
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
