@@ -84,7 +84,10 @@ def test_a_bit_that_flips_in_all_copies(tmp_path, monkeypatch, capsys):
     # Step 5, which began with another bit, is not in both; by step 6 it has come to the slots.
     assert found[:2] == (4, 6) and {"params", "slots"} <= set(found.states)
     bisect.main([str(tmp_path / "A"), str(tmp_path / "B")])
-    assert "The runs part in steps 4 to 5 (alike to the row of step 4)" in capsys.readouterr().out
+    assert (
+        "The runs diverge in steps 4 to 5 (equal up to the row of step 4)"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_is_no_run_or_has_nothing_in_common(tmp_path, capsys):
