@@ -120,7 +120,7 @@ def test_a_checkpoint_of_another_order_of_examples():
     "iterator, match",
     [
         (lambda part: iter([]), "list_iterator, which has no get_state, set_state"),
-        (lambda part: Counter(part, rows=3), r"arrays of \{'x': 3\} rows; .* the 8 rows"),
+        (lambda part: Counter(part, rows=3), r"arrays of \{'x': 3\} rows. .* the 8 rows"),
         (lambda part: Counter(part, last=0), "ended before the run"),
     ],
 )

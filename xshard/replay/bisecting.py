@@ -79,7 +79,7 @@ def parting(first: Run, second: Run) -> Parting:
     if not steps:
         logged = [f"{min(run.rows)} to {max(run.rows)}" for run in (first, second)]
         raise errors.UserError(
-            f"{first.directory} and {second.directory} have no logged step in common ({logged[0]}; {logged[1]}): compare "
+            f"{first.directory} and {second.directory} have logged no step in common ({logged[0]}; {logged[1]}): compare "
             "runs with the same log_every_steps, or with one that divides the other's."
         )
     alike, by_fingerprints = 0, False

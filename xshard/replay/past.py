@@ -130,8 +130,8 @@ class Past:
         last = min(known + self.config.log_every_steps, self.config.steps)
         if not 1 <= step <= last:
             raise errors.UserError(
-                f"--step={step}: by its rows and checkpoints, the run in {self._workdir.path} has made "
-                f"{f'steps 1 to {known}' if known else 'no steps'}. Give a step that it has made."
+                f"--step={step}: the run in {self._workdir.path} has made {f'steps 1 to {known}' if known else 'no steps'}, "
+                "by its rows and checkpoints. Give a step that it has made."
             )
 
     def steps(self, keep: range) -> Iterator[Step]:
