@@ -180,7 +180,7 @@ def test_what_cannot_be_written_is_named_and_nothing_is(tmp_path, monkeypatch):
     with pytest.raises(errors.UserError, match="a JAX random key"):
         export.write(trained, path, select="rng")
     path.write_bytes(b"mine")
-    with pytest.raises(errors.UserError, match="is there already.*--overwrite"):
+    with pytest.raises(errors.UserError, match="already exists.*--overwrite"):
         export.write(trained, path)
 
     def full(*args):
@@ -209,7 +209,7 @@ def test_the_command(tmp_path, capsys):
     assert program.main([f"{tmp_path}/run@4", f"--to={path}"]) == 0
     assert f"{path}: 4 arrays" in capsys.readouterr().out
     assert program.main([f"{tmp_path}/run", f"--to={path}"]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert program.main([f"{tmp_path}/run", f"--to={path}", "--overwrite"]) == 0
     assert program.main([f"{tmp_path}/run", "--to=a.stablehlo", "--batch_size=0"]) == 1
     header = path.read_bytes()

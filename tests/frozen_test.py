@@ -62,9 +62,9 @@ def test_it_is_what_gradients_of_none_do(tmp_path):
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        ("^mlp/~/linera_0", "found in no parameter's path; near it: .*mlp/~/linear_0"),
+        ("^mlp/~/linera_0", "matches no parameter's path; near it: .*mlp/~/linear_0"),
         ("mlp", "all parameters"),
-        ("(", "no regular expression"),
+        ("(", "not a regular expression"),
     ],
 )
 def test_a_pattern_that_does_not_fit_is_named(tmp_path, kept, message):

@@ -286,7 +286,7 @@ def test_other_data_is_not_the_same_run(tmp_path, monkeypatch):
         loop.run(make_config(), str(tmp_path), "")
     # A directory of a version that did not keep what the data was.
     (tmp_path / "origin.json").unlink()
-    with pytest.raises(ValueError, match="made with 50 training examples, and there are 49 now"):
+    with pytest.raises(ValueError, match="written with 50 training examples, but there are now 49"):
         loop.run(make_config(), str(tmp_path), "")
 
 

@@ -283,7 +283,10 @@ def test_steps_may_be_added(finished, run):
     # Fewer than there are: nothing is lost, and the advice still leads on.
     code, out, err = run(*flags[:-1], "--config.steps=3")
     assert code == 0, err
-    assert "nothing to train: steps=3, and 14 have been made" in out and "--config.steps=28" in out
+    assert (
+        "nothing to train: steps=3, and the run has already made 14" in out
+        and "--config.steps=28" in out
+    )
 
 
 def __getattr__(name):

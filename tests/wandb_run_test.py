@@ -99,7 +99,7 @@ def test_a_first_part_that_is_killed_is_of_the_same_run(tmp_path, sent):
 
 def test_what_weights_and_biases_refuses_is_a_message(tmp_path, sent):
     sent.error = "no key."
-    with pytest.raises(ValueError, match="does not begin: no key. .*WANDB_MODE=offline"):
+    with pytest.raises(ValueError, match="cannot start: no key. .*WANDB_MODE=offline"):
         part(tmp_path, 0, [])
 
 

@@ -92,7 +92,7 @@ def _check(where: str, returned: Any, metrics: Mapping[str, bool] | None) -> Non
             continue
         if metric not in metrics:
             raise errors.UserError(
-                f"early_stopping({metric!r}) of {where} must go by a metric of the evaluation: "
+                f"early_stopping({metric!r}) of {where} must name a metric of the evaluation: "
                 f"{', '.join(sorted(metrics))}."
             )
         if metrics[metric]:
@@ -101,9 +101,9 @@ def _check(where: str, returned: Any, metrics: Mapping[str, bool] | None) -> Non
 
 def _of_groups(metric: str) -> str:
     return (
-        f"early_stopping({metric!r}) goes by one number, but this metric has one for each group, and groups train "
-        f"and end together. Give 'ensemble/{metric}', one number for all of them; or your own callback, which gets "
-        "the list."
+        f"early_stopping({metric!r}) needs one number, but this metric has one for each group, and groups train "
+        f"and end together. Give 'ensemble/{metric}', one number for all groups; or write your own callback, which "
+        "receives the list."
     )
 
 

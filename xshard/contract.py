@@ -94,7 +94,7 @@ def scalar(where: str, name: Any, value: Any) -> jax.Array:
     if name in _OWN_METRICS:
         raise errors.UserError(
             f"{where} returned a scalar called {name!r}, which every run logs by itself. Leave it out, or give it "
-            f"another name; taken are {', '.join(_OWN_METRICS)}."
+            f"another name. These names are taken: {', '.join(_OWN_METRICS)}."
         )
     if isinstance(value, Mapping):
         inner = next(iter(value), "name")

@@ -234,7 +234,11 @@ def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
     # Most runtime errors in the middle of a computation may be caused by a peer that died. These three never are.
     is_own = str(e).startswith(("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED"))
     if isinstance(e, jax.errors.JaxRuntimeError) and not is_own:
-        print(f"{cli.summary(e)}\nwaiting to hear of the cause", file=sys.stderr, flush=True)
+        print(
+            f"{cli.summary(e)}\nwaiting for another process to report the cause",
+            file=sys.stderr,
+            flush=True,
+        )
         watching.await_cause()
     cli.print_error(e, has_debug_flag=True)
     watching.fail(cli.summary(e))

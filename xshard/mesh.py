@@ -118,8 +118,8 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
     good = [n for n in _divisors(replicas) if len(sizes) in (1, n)]
     if not isinstance(slices, int) or slices not in good:
         raise errors.UserError(
-            f"slices={slices!r} must divide the {replicas} replicas of a group, and be the number of slices "
-            f"that the devices are in where these say it ({len(sizes)}); good values: "
+            f"slices={slices!r} must divide the {replicas} replicas of a group, and equal the number of slices "
+            f"that the devices report, if they report any ({len(sizes)}); good values: "
             f"{good or 'none: each group needs as many replicas in each slice'}."
         )
 

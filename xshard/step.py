@@ -303,7 +303,7 @@ def _check_observed(
         name = missing[0]
         raise errors.UserError(
             f"{contract.described(experiment.train_step)} returned metrics without those of the learner "
-            f"{name or 'whose state it is'!r}: return what its update returned under the name that its state has, as in "
+            f"{name or 'whose state it is'!r}: return the outcome of its update under the name of its state, as in "
             f"state, outcome = learner.update(...); return state, {f'{{{name!r}: outcome}}' if name else 'outcome'}. "
             "The run reads from it whether the step is finite."
         )

@@ -82,16 +82,16 @@ def test_a_position_is_where_the_next_batch_is(iterator, count):
 
 def test_states_that_are_not_shared_need_as_many_processes():
     differ = [{"step": 5, "iterator": {"file": n}} for n in range(2)]
-    with pytest.raises(ValueError, match="for each of 2 processes; there are 1"):
+    with pytest.raises(ValueError, match="for each of 2 processes, but there are now 1"):
         make().restore(differ)
     # Equal states of an iterator that does not say that they are one place.
-    with pytest.raises(ValueError, match="Go on with 2; or .* state_is_shared = True"):
+    with pytest.raises(ValueError, match="Resume with 2; or .* state_is_shared = True"):
         make(iterator=Counter).restore([{"step": 5, "iterator": {"base64": "Mg=="}}] * 2)
 
 
 def test_a_state_of_another_iterator():
     for state in ({"next_index": 3}, {"base64": "Mg=="}):
-        with pytest.raises(ValueError, match="of another iterator than this one, which counts"):
+        with pytest.raises(ValueError, match="a different iterator wrote; this one counts"):
             make().restore([{"step": 5, "iterator": state}])
 
 
@@ -110,7 +110,9 @@ def test_a_summary_tells_data_apart():
 
 
 def test_a_checkpoint_of_another_order_of_examples():
-    with pytest.raises(ValueError, match="step 5 is of a version .* another order"):
+    with pytest.raises(
+        ValueError, match="a different order of examples wrote the checkpoint of step 5"
+    ):
         make().restore([{"step": 5, "examples": 20}])
 
 
@@ -118,7 +120,7 @@ def test_a_checkpoint_of_another_order_of_examples():
     "iterator, match",
     [
         (lambda part: iter([]), "list_iterator, which has no get_state, set_state"),
-        (lambda part: Counter(part, rows=3), r"arrays of \{'x': 3\} rows; .* the 8 rows"),
+        (lambda part: Counter(part, rows=3), r"arrays of \{'x': 3\} rows. .* the 8 rows"),
         (lambda part: Counter(part, last=0), "ended before the run"),
     ],
 )
@@ -137,7 +139,9 @@ def test_a_state_that_json_cannot_hold():
             return [np.array([None])]
 
     for kind in (Odd, Objects):
-        with pytest.raises(ValueError, match=f"get_state of {kind.__name__} returned what JSON c"):
+        with pytest.raises(
+            ValueError, match=f"get_state of {kind.__name__} returned a value that JSON c"
+        ):
             make(iterator=kind)
 
 
@@ -266,7 +270,7 @@ def test_evaluation_takes_each_example_once():
         ({"batch_size": 0}, "batch_size=0 .* the nearest: 8"),
         ({"batch_size": -8}, "batch_size=-8"),
         ({"batch_size": 8, "micro_batches": 2}, "= 16; the nearest: 16"),
-        ({"batch_size": 24}, "batch_size=24 must be at most the 20 examples"),
+        ({"batch_size": 24}, "batch_size=24 exceeds the 20 examples"),
     ],
 )
 def test_batch_sizes_that_do_not_fit(kwargs, match):

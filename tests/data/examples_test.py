@@ -88,7 +88,7 @@ def test_random_transformations_of_grain_differ_between_epochs_and_come_back():
 
 def test_other_data_than_the_checkpoints():
     iterator = data.iterate(DATA, part())
-    with pytest.raises(ValueError, match="made with 21 training examples, and there are 20 now"):
+    with pytest.raises(ValueError, match="written with 21 training examples, but there are now 20"):
         iterator.set_state({"batches": 3, "examples": 21})
 
 
@@ -134,7 +134,7 @@ class Uneven(Files):
 @pytest.mark.parametrize(
     "examples, match",
     [
-        ({"x": np.ones(7)}, "batch_size=8 must be at most the 7 examples"),
+        ({"x": np.ones(7)}, "batch_size=8 exceeds the 7 examples"),
         ({"x": np.ones(20), "y": np.ones(3)}, "one row for each example"),
         ({"x": np.ones(0)}, "different numbers of rows, or of none"),
         ({}, "is an empty dict"),

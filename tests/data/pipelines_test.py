@@ -174,9 +174,9 @@ def test_what_does_not_fit():
 @pytest.mark.parametrize(
     "kwargs, match",
     [
-        ({"count": 2}, "4 streams of 2 rows .* now it is 2 streams of 4 rows"),
-        ({"batch_size": 16}, "4 streams of 2 rows .* now it is 4 streams of 4 rows"),
-        ({"make": mixed}, "CRC-32 .* now it is 4 streams of 2 rows of a batch, CRC-32"),
+        ({"count": 2}, "4 streams of 2 rows .* the run now has 2 streams of 4 rows"),
+        ({"batch_size": 16}, "4 streams of 2 rows .* the run now has 4 streams of 4 rows"),
+        ({"make": mixed}, "CRC-32 .* the run now has 4 streams of 2 rows of a batch, CRC-32"),
         ({"groups": 2}, "lacks the streams 1/0, 1/1, 1/2, 1/3 of this process"),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_state_of_other_streams(kwargs, match):
 
 
 def test_a_state_of_another_iterator():
-    with pytest.raises(ValueError, match="of another iterator than this one, which has streams"):
+    with pytest.raises(ValueError, match="a different iterator wrote; this one has streams"):
         restored([{"batches": 3, "examples": 20}], 1)
 
 

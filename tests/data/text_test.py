@@ -69,7 +69,7 @@ def test_files_are_texts(tmp_path):
     paths = sorted(tmp_path.iterdir())
     files = text.Files(paths)
     assert [files[i] for i in range(len(files))] == TEXTS
-    with pytest.raises(ValueError, match="gone.txt is no file"):
+    with pytest.raises(ValueError, match="gone.txt is not a file"):
         text.Files([*paths, tmp_path / "gone.txt"])
     (tmp_path / "1.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="1.txt cannot be read as UTF-8 .*0xff in position 0"):

@@ -153,7 +153,7 @@ def test_two_runs_that_are_the_same_so_far(tmp_path, capsys):
     two = [logged(tmp_path / "a", [3, 2, 1]), logged(tmp_path / "b", [3, 2])]
     assert status.show(two, False) == 0
     same, ends = capsys.readouterr().out.splitlines()
-    assert same.startswith("The runs are alike: the fingerprints") and same.endswith("to step 2.")
+    assert same.startswith("The runs are equal: the fingerprints") and same.endswith("to step 2.")
     assert ends == f"They have logged: {two[0]} to step 3, {two[1]} to step 2."
     assert status.show([two[0], two[0]], False) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
@@ -163,7 +163,9 @@ def test_two_runs_that_are_not_the_same(tmp_path, capsys):
     two = [logged(tmp_path / "a", [3, 2, 1]), logged(tmp_path / "b", [3, 7, 1])]
     assert status.show(two, False) == 1
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("The runs part in step 2 (alike to the row of step 1): it began with")
+    assert line.startswith(
+        "The runs diverge in step 2 (equal up to the row of step 1): it began with"
+    )
     assert status.show(two, True) == 1
     shown = json.loads(capsys.readouterr().out)
     assert shown["alike"] == 1 and shown["step"] == 2 and shown["values"] == ["loss"]

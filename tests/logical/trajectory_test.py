@@ -319,7 +319,9 @@ def test_a_run_with_its_update_in_shards_goes_on_elsewhere(tmp_path, on):
 )
 def test_state_of_a_replicas_own_takes_even_shares(tmp_path, on, changes, path):
     on(3)
-    with pytest.raises(errors.UserError, match=f"{path}a replica's own.*one of \\[1, 2, 4\\]"):
+    with pytest.raises(
+        errors.UserError, match=f"{path}differs between replicas.*one of \\[1, 2, 4\\]"
+    ):
         loop.Run(config(**changes), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

@@ -101,7 +101,7 @@ def test_grad_loss(opt):
         (
             harness.loss,
             {"var_list": ["mlp/linear_0/W"]},
-            "'mlp/linear_0/W', which is no parameter; near",
+            "'mlp/linear_0/W', which is not a parameter; near",
         ),
         (harness.loss, {"var_list": lambda module, name: False}, "var_list selects none of"),
         ([], {}, "loss is an empty sequence"),

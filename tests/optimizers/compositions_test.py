@@ -354,7 +354,7 @@ def test_state_is_made_without_a_loss():
         jax.random.key(0), params
     )
     harness.assert_equal(alone, by_loss)
-    with pytest.raises(ValueError, match="Optimizer.init makes state"):
+    with pytest.raises(ValueError, match="Optimizer.init creates state"):
         hk.transform_with_state(lambda params: make().init(params)).apply(
             {}, alone[1], None, params
         )

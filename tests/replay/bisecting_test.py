@@ -29,9 +29,7 @@ def test_the_same_twice(tmp_path, capsys):
     capsys.readouterr()
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 0
     said = capsys.readouterr().out
-    assert (
-        "alike: the fingerprints and values of all steps that both have logged, to step 8" in said
-    )
+    assert "equal: the fingerprints and values of all steps that both logged, up to step 8" in said
     assert "configs and origins are the same" in said
 
 
@@ -43,7 +41,7 @@ def test_another_seed(tmp_path, capsys):
     capsys.readouterr()
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 1
     said = capsys.readouterr().out
-    assert "part before step 1: their first states differ in other, params" in said
+    assert "diverge before step 1: their first states differ in other, params" in said
     assert "config.seed" in said and "config.steps" not in said
 
 
@@ -59,7 +57,7 @@ def test_a_run_that_went_on_with_another_config(tmp_path, capsys, every):
     assert found[:3] == (4, 5, []) and "loss" in found.values
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 1
     said = capsys.readouterr().out
-    assert ("part in step 5" in said) == bool(every) and "config.micro_batches" in said
+    assert ("diverge in step 5" in said) == bool(every) and "config.micro_batches" in said
     assert ("rows have no fingerprints" in said) != bool(every)
 
 
@@ -84,7 +82,10 @@ def test_a_bit_that_flips_in_all_copies(tmp_path, monkeypatch, capsys):
     # Step 5, which began with another bit, is not in both; by step 6 it has come to the slots.
     assert found[:2] == (4, 6) and {"params", "slots"} <= set(found.states)
     bisect.main([str(tmp_path / "A"), str(tmp_path / "B")])
-    assert "The runs part in steps 4 to 5 (alike to the row of step 4)" in capsys.readouterr().out
+    assert (
+        "The runs diverge in steps 4 to 5 (equal up to the row of step 4)"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_is_no_run_or_has_nothing_in_common(tmp_path, capsys):

@@ -80,8 +80,8 @@ def test_the_first_step_that_was_skipped(directory, capsys):
     before = contents(directory)
     assert program.main([str(directory)]) == 0
     said = capsys.readouterr().out
-    assert "step 3, made again from the checkpoint of step 2" in said
-    assert "not finite before the step is made: the batch's 'y' is nan" in said
+    assert "step 3, repeated from the checkpoint of step 2" in said
+    assert "not finite before the step: the batch's 'y' is nan" in said
     assert "replica 0 of 8\n" in said and "(row 0 of the batch)" in said
     assert "reaches      the loss, the gradient of mlp/~/linear_0/b" in said
     assert contents(directory) == before
@@ -91,7 +91,7 @@ def test_a_step_that_is_finite(directory, capsys):
     assert program.main([str(directory), "--step=4"]) == 0
     said = capsys.readouterr().out
     assert "1 rows compared: reproduced, bit for bit" in said
-    assert "All that reaches a result of the step is finite." in said
+    assert "Every value that reaches a result of the step is finite." in said
     (row,) = [row for row in past.Past(str(directory)).rows.items() if row[0] == 4]
     norms = [line.split() for line in said.splitlines() if "mlp/~/" in line]
     total = np.sqrt(sum(float(norm) ** 2 for norm, _, path in norms))
@@ -138,7 +138,7 @@ def test_what_is_no_step(directory, tmp_path, capsys):
     assert "--step=9: the run in" in message(directory, "--step=9")
     assert "steps 1 to 6" in message(directory, "--step=0")
     fine = rewrite(directory, tmp_path, lambda row: {**row, "skipped": 0})
-    assert "all are finite, and no step was skipped: give --step" in message(fine)
+    assert "are finite, and no step was skipped: give --step" in message(fine)
 
 
 def test_one_of_two_learners(tmp_path, capsys):
@@ -149,7 +149,7 @@ def test_one_of_two_learners(tmp_path, capsys):
     capsys.readouterr()
     assert program.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "step 1, made again from the first state" in said
+    assert "step 1, repeated from the first state" in said
     assert "first not finite: log gives nan\n  line         tests/replay/pair.py:" in said
     # Its derivative is finite, and the other learner has nothing of it.
     assert "reaches      the loss of second\n" in said

@@ -162,8 +162,8 @@ def test_what_is_damaged_or_not_finite_is_told(tmp_path):
     (path / "results.json").write_text("[1]")
     (path / "status.json").write_text('[{"doing": "training", "time": "noon", "step": "a"}]')
     page = report(tmp_path, path)
-    assert "The last line of metrics.jsonl is cut off" in words(page)
-    assert "1 lines are no rows and left out (line 6)" in words(page)
+    assert "The last line of metrics.jsonl is incomplete" in words(page)
+    assert "skipped 1 invalid line(s): 6" in words(page)
     assert "2 values are not finite: red crosses" in words(page)
     assert "results.json cannot be read: it is not an object" in words(page)
     assert "status.json was not written by a run" in words(page)
@@ -221,7 +221,7 @@ def test_bad_directories_are_all_named_and_nothing_is_written(tmp_path, capsys):
     message = error(capsys, good, *bad, f"--output={out}")
     for part in (
         f"{bad[0]}: there is no such directory",
-        f"{bad[1]} is no run's work directory: it has no config.json. Those below it are: give {bad[1]}/*/",
+        f"{bad[1]} is not a run's work directory: it has no config.json. The directories below it are: give {bad[1]}/*/",
         f"{bad[2]} is a file; give the work directories of runs",
         f"{bad[3] / 'config.json'} cannot be read",
     ):
@@ -264,7 +264,8 @@ def test_a_place_of_checkpoints_that_does_not_answer_holds_nothing_up(tmp_path, 
     path = samples.write(tmp_path / "one", None, checkpoint={"directory": "gs://bucket/x"})
     (run,) = runs.read([str(path)], checkpoint_seconds=0.05)
     silent.set()
-    assert run.checkpoints.problem == "it has not answered in time" and not run.checkpoints.entries
+    assert run.checkpoints.problem == "the storage did not answer in time"
+    assert not run.checkpoints.entries
 
 
 def test_no_device_is_touched(tmp_path, real):

@@ -35,17 +35,17 @@ def test_damaged_lines(tmp_path):
     read = rows.read(path)
     np.testing.assert_array_equal(read.training["loss"].steps, [1, 2])
     cut, damaged = read.notes
-    assert "last line of metrics.jsonl is cut off" in cut
-    assert "3 lines are no rows" in damaged and "(line 2, 3, 4)" in damaged
+    assert "last line of metrics.jsonl is incomplete" in cut
+    assert damaged.endswith("skipped 3 invalid line(s): 2, 3, 4.")
     # A row that only lacks its newline is a row, whatever came before it.
     path.write_text(f"{texts[0]}\nnonsense\n{texts[1]}")
     read = rows.read(path)
     np.testing.assert_array_equal(read.training["loss"].steps, [1, 2])
-    assert read.notes == ["metrics.jsonl: 1 lines are no rows and left out (line 2)."]
+    assert read.notes == ["metrics.jsonl: skipped 1 invalid line(s): 2."]
     # With its newline the last one is no row that is being written.
     path.write_text(f"{texts[0]}\n{texts[1][:9]}\n")
     (note,) = rows.read(path).notes
-    assert "1 lines are no rows" in note
+    assert "skipped 1 invalid line(s)" in note
 
 
 def test_a_step_that_was_made_again_counts_as_it_was_the_last_time(tmp_path):

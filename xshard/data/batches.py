@@ -142,8 +142,8 @@ class TrainBatches:
         step = positions[0]["step"]
         if any("iterator" not in position for position in positions):
             raise errors.UserError(
-                f"The checkpoint of step {step} is of a version with another order of examples: going on "
-                "would repeat some and leave others out. Begin anew in another directory with --init_from."
+                f"A version of xshard with a different order of examples wrote the checkpoint of step {step}. A resume "
+                "would repeat some examples and omit others. Start a new run in another directory with --init_from."
             )
         states = [position["iterator"] for position in positions]
         if hasattr(self._iterator, "join_states"):
@@ -155,10 +155,10 @@ class TrainBatches:
             states = [states[0]] * jax.process_count()
         if len(states) != jax.process_count():
             raise errors.UserError(
-                f"The checkpoint of step {step} has a state of the experiment's iterator for each of "
-                f"{len(states)} processes; there are {jax.process_count()} processes now. Go on with "
-                f"{len(states)}; or give the iterator a state that all processes share, such as a number of "
-                "batches, and the attribute state_is_shared = True; or a method join_states, as xshard.data.pipelines.Streams has."
+                f"The checkpoint of step {step} has one state of the experiment's iterator for each of {len(states)} "
+                f"processes, but there are now {jax.process_count()} processes. Resume with {len(states)}; or give the "
+                "iterator a state that all processes share, such as a number of batches, and set its attribute "
+                "state_is_shared = True; or define its method join_states, as xshard.data.pipelines.Streams does."
             )
         self._iterator.set_state(_unplain(states[jax.process_index()]))
 
@@ -167,14 +167,14 @@ class TrainBatches:
             batch = next(self._iterator)
         except StopIteration as e:
             raise errors.UserError(
-                "The training data has ended before the run; give an iterator that begins again, as "
-                "grain's repeat() does, or fewer steps."
+                "The training data ended before the run did. Use an iterator that starts over, as "
+                "grain's repeat() does, or set fewer steps."
             ) from e
         sizes = {name: len(array) for name, array in batch.items()}
         if set(sizes.values()) != {len(self._rows.mine)}:
             raise errors.UserError(
-                f"The experiment's iterator gave arrays of {sizes} rows; this process needs the "
-                f"{len(self._rows.mine)} rows of its Part, in each of at least one array."
+                f"The experiment's iterator returned arrays of {sizes} rows. It must return at least one array, each "
+                f"with the {len(self._rows.mine)} rows of this process's Part."
             )
         return batch
 
@@ -191,8 +191,8 @@ class TrainBatches:
             json.dumps(_plain(self._iterator.get_state()))
         except TypeError as e:
             raise errors.UserError(
-                f"get_state of {type(self._iterator).__name__} returned what JSON cannot hold ({e}); it must be of "
-                "numbers, texts, lists, tuples and dictionaries, bytes, and arrays of numbers."
+                f"get_state of {type(self._iterator).__name__} returned a value that JSON cannot hold ({e}). It may "
+                "contain numbers, texts, lists, tuples, dictionaries, bytes, and arrays of numbers."
             ) from e
 
 
@@ -296,12 +296,12 @@ def _check_acts(iterator: Any, every: Any) -> None:
     kind = type(iterator).__name__
     if type(every) is not int or every < 1:
         raise errors.UserError(
-            f"{kind}.acts_every_steps={every!r} must be a number of steps, at least 1; an iterator that does not act "
-            "has no such attribute."
+            f"{kind}.acts_every_steps={every!r} must be a number of steps, at least 1. If the iterator does not "
+            "act, remove the attribute."
         )
     if not callable(getattr(iterator, "act", None)):
         raise errors.UserError(
-            f"{kind} has acts_every_steps={every}, but no method act(step, predict) to call then: "
+            f"{kind} has acts_every_steps={every}, but no method act(step, predict): "
             "define it, or leave acts_every_steps out."
         )
 

@@ -106,15 +106,15 @@ class _Iterator:
     def set_state(self, state: dict[str, int]) -> None:
         if not isinstance(state, dict) or state.keys() != {"batches", "examples"}:
             raise errors.UserError(
-                f"The checkpoint's place in the training data is {state!r}, of another iterator than this one, "
-                "which counts batches: restore the experiment's earlier train_batches, or begin anew in "
+                f"The checkpoint's position in the training data is {state!r}, which a different iterator wrote; "
+                "this one counts batches. Restore the experiment's earlier train_batches, or start a new run in "
                 "another directory with --init_from."
             )
         if state["examples"] != self.epoch_examples:
             raise errors.UserError(
-                f"The checkpoint was made with {state['examples']} training examples, and there are "
-                f"{self.epoch_examples} now: going on would not be the same run. Give it its data back, or begin anew "
-                "in another directory with --init_from."
+                f"The checkpoint was written with {state['examples']} training examples, but there are now "
+                f"{self.epoch_examples}, so a resume would not continue the same run. Restore the earlier data, or "
+                "start a new run in another directory with --init_from."
             )
         self._iterator.set_state({"next_index": state["batches"]})
 
@@ -142,7 +142,7 @@ def iterate(examples: Examples, part: Part) -> BatchIterator:
     check(examples)
     size = num_examples(examples)
     if part.batch_size > size:
-        raise errors.UserError(f"batch_size={part.batch_size} must be at most the {size} examples.")
+        raise errors.UserError(f"batch_size={part.batch_size} exceeds the {size} examples.")
     numbers = order(examples, part.seed, len(part.rows))
 
     def read(step: int) -> Arrays:
@@ -305,7 +305,7 @@ def _check_source(examples: Any, what: str, form: str) -> None:
     if not isinstance(example, Mapping):
         raise errors.UserError(
             f"{what} is of type {kind}, whose first example is of type {type(example).__name__}. An example must "
-            f"be a dictionary of arrays; or all examples together {form}."
+            f"be a dictionary of arrays. Or return all examples together: {form}."
         )
     for name, array in example.items():
         _check_type(np.asarray(array).dtype, f"{what} has examples with {{}} under {name!r}")

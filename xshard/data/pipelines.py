@@ -47,7 +47,7 @@ class Stream:
         """
         if len(examples) < self.count:
             raise errors.UserError(
-                f"There are {len(examples)} examples for {self.count} streams; each needs one at least: give more "
+                f"There are {len(examples)} examples for {self.count} streams; each needs at least one. Give more "
                 "examples, or fewer streams."
             )
         return examples.shuffle(self.seed)[self.index :: self.count].repeat()
@@ -144,8 +144,8 @@ class Streams:
         lacking = self._iterators.keys() - state["streams"].keys()
         if lacking:
             raise errors.UserError(
-                f"The checkpoint's place in the training data lacks the streams {', '.join(sorted(lacking))} of this "
-                "process (group/stream). Go on with the groups that the run had."
+                f"The checkpoint's position in the training data lacks the streams {', '.join(sorted(lacking))} of this "
+                "process (group/stream). Resume with the groups that the run had."
             )
         for name, stream in self._iterators.items():
             stream.set_state(state["streams"][name])
@@ -154,16 +154,16 @@ class Streams:
         wanted = {"count": self._count, "rows": self._rows, "data": self._data}
         if not isinstance(state, Mapping) or state.keys() != {"streams", *wanted}:
             raise errors.UserError(
-                f"The checkpoint's place in the training data is {str(state)[:200]}, of another iterator than this one, "
-                "which has streams: restore the experiment's earlier train_batches, or begin anew in another "
-                "directory with --init_from."
+                f"The checkpoint's position in the training data is {str(state)[:200]}, which a different iterator "
+                "wrote; this one has streams. Restore the experiment's earlier train_batches, or start a new run in "
+                "another directory with --init_from."
             )
         had = {name: state[name] for name in wanted}
         if had != wanted:
             raise errors.UserError(
-                f"The checkpoint was made with {_in_words(had)}; now it is {_in_words(wanted)}. Going on would not be "
-                "the same run: restore its earlier streams, batch size and data, or begin anew in another "
-                "directory with --init_from."
+                f"The checkpoint was written with {_in_words(had)}; the run now has {_in_words(wanted)}. A resume would "
+                "not continue the same run. Restore the earlier streams, batch size and data, or start a new run in "
+                "another directory with --init_from."
             )
 
 

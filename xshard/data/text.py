@@ -36,7 +36,7 @@ class Files:
         for path in self._paths:
             if not os.path.isfile(path):
                 raise errors.UserError(
-                    f"{path} is no file; each entry must be one, of text in UTF-8."
+                    f"{path} is not a file. Each entry must be a text file in UTF-8."
                 )
 
     def __len__(self) -> int:

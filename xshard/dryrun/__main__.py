@@ -146,8 +146,8 @@ def _check(config: Any) -> None:
         )
     if importlib.util.find_spec("libtpu") is None:
         raise errors.UserError(
-            "libtpu is not installed, which contains the TPU compiler: pip install '.[dryrun]', or "
-            "'xshard[dryrun]', about 200 MB to download. It needs no TPU, but Linux on x86-64."
+            "libtpu is not installed. It contains the TPU compiler: pip install '.[dryrun]', or "
+            "'xshard[dryrun]', about 200 MB to download. It runs on Linux on x86-64, and needs no TPU."
         )
 
 
@@ -171,7 +171,7 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
         )
     except jax.errors.JaxRuntimeError as e:
         raise errors.UserError(
-            f"--topology={topology}, --slices={slices}: libtpu cannot be loaded, or knows no such topology ({cli.message(e)})."
+            f"--topology={topology}, --slices={slices}: libtpu cannot be loaded, or does not know this topology ({cli.message(e)})."
         ) from e
     return list(description.devices)
 
@@ -184,7 +184,7 @@ def _compiler_error(e: Exception, result: dict[str, Any], state: Any) -> errors.
         return _does_not_fit(needed, available, result, state)
     return errors.UserError(
         f"libtpu {described.libtpu_version()} cannot compile the step for {result['topology']}, slices={result['slices']}: "
-        f"{cli.message(e)} Another topology, other reduction.* or slices may do; so may the libtpu that jax "
+        f"{cli.message(e)} Try another topology, other values of reduction.* or slices, or the libtpu that jax "
         f"{jax.__version__} is made for: pip install '.[dryrun]'."
     )
 

@@ -72,7 +72,7 @@ def _prune(plans: Sequence[choices.Plan], failed: choices.Plan) -> None:
     """Rules out plans that need more memory than one that did not fit."""
     for plan in plans if failed.outcome == choices.TOO_LARGE else ():
         if plan.outcome == choices.WAITING and choices.needs_more(plan.values, failed.values):
-            why = "larger activations than a plan that does not fit, and is otherwise the same"
+            why = "larger activations than an otherwise equal plan that does not fit"
             plan.end(choices.PRUNED, why)
 
 
@@ -234,7 +234,7 @@ def run(
     print(jsonfile.dumps(as_data(plans)) if as_json else show(plans, topology), flush=True)
     if code == notice.DONE and not choices.fitting(plans):
         raise errors.UserError(
-            f"--plan: no plan fits {topology} of those that were compiled. Give a larger topology, a smaller "
+            f"--plan: none of the compiled plans fits {topology}. Give a larger topology, a smaller "
             "--config.batch_size or model, or more --plan_compiles."
         )
     return code

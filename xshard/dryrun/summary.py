@@ -56,9 +56,9 @@ def warnings(rows: list[dict[str, Any]], topology: str) -> list[str]:
     shape = [int(size) for size in topology.split(":")[1].split("x")]
     good = ", ".join(map(str, torus.whole_axes(shape)))
     return [
-        f"Warning: not between neighbours on the torus: {named}. What goes over several links shares them with "
-        "others, and takes longer than the bound of ICI says. Replicas and the devices of a model are "
-        f"neighbours where model_parallel fills whole axes of the torus: {good}."
+        f"Warning: these collectives are not between neighbors on the torus: {named}. Data that crosses several "
+        "links shares them with other data, and takes longer than the ICI bound. Replicas, and the devices of a "
+        f"model, are neighbors where model_parallel fills whole axes of the torus: {good}."
     ]
 
 

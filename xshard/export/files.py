@@ -76,14 +76,14 @@ def _check(path: pathlib.Path, overwrite: bool) -> None:
         )
     if path.suffix == PROGRAM and importlib.util.find_spec("flatbuffers") is None:
         raise errors.UserError(
-            "flatbuffers is not installed, which jax.export needs to write a program: pip install '.[export]', or "
+            "flatbuffers is not installed. jax.export needs it to write a program: pip install '.[export]', or "
             "'xshard[export]'."
         )
     if not path.parent.is_dir():
-        raise errors.UserError(f"--to={path}: there is no directory {path.parent}; make it.")
+        raise errors.UserError(f"--to={path}: there is no directory {path.parent}; create it.")
     if path.is_dir() or (path.exists() and not overwrite):
         raise errors.UserError(
-            f"--to={path} is there already: give another name, delete it, or add --overwrite."
+            f"--to={path} already exists: give another name, delete it, or add --overwrite."
         )
 
 

@@ -137,7 +137,7 @@ def _read(
             read.append(name)
     if not read:
         raise errors.UserError(
-            f"{contract.described(experiment.predict)} depends on no array of its batch ({', '.join(names)})."
+            f"{contract.described(experiment.predict)} does not depend on any array of its batch ({', '.join(names)})."
         )
     return read
 

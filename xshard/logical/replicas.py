@@ -139,9 +139,10 @@ def check_even(
     if own and replicas is not None and replicas.places != replicas.count:
         good = [n for n in range(1, replicas.count + 1) if replicas.count % n == 0]
         raise errors.UserError(
-            f"{what} makes {own[0]!r} as a replica's own (xshard.PerReplica, xshard.PerExample, or a slot with "
-            f"reduction.shard_update), of which all devices must hold equally much; {mesh_lib.num_replicas(mesh)} devices of a "
-            f"group do not divide logical_replicas={replicas.count}. Use another number of devices for each group, one of {good}."
+            f"{what} creates {own[0]!r}, which differs between replicas (xshard.PerReplica, xshard.PerExample, or a slot "
+            "with reduction.shard_update). All devices must hold equal parts of such state, but the "
+            f"{mesh_lib.num_replicas(mesh)} devices of a group do not divide "
+            f"logical_replicas={replicas.count}. Use another number of devices for each group, one of {good}."
         )
 
 

@@ -123,7 +123,7 @@ def _next_name(names: list[str]) -> str:
         if match:
             number = max(number, int(match[1]) + 1)
     if number > _LAST_NUMBER:
-        raise OSError(None, f"no name comes after that of {names[-1]}; move it away")
+        raise OSError(None, f"no file name sorts after {names[-1]}; move that file away")
     return f"{_PREFIX}.{number:010}.{socket.gethostname()}.xshard"
 
 

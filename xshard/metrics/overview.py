@@ -69,7 +69,7 @@ def plan(start: int, steps: int, store: Any, end: str = "") -> str:
     elif start < steps:
         text = f"training from step {start} to {steps}; the first step compiles"
     elif start > steps:
-        text = f"nothing to train: steps={steps}, and {start} have been made"
+        text = f"nothing to train: steps={steps}, and the run has already made {start}"
     return f"resumed from the checkpoint of step {start} in {store}\n{text}" if start else text
 
 

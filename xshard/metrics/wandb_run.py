@@ -64,8 +64,8 @@ class WandbRun:
             )
         except wandb.Error as e:
             raise errors.UserError(
-                f"writers has 'wandb', and Weights & Biases does not begin: {e} `wandb login` gives it a key; "
-                "WANDB_MODE=offline does without."
+                f"writers has 'wandb', but Weights & Biases cannot start: {e} Run `wandb login` to give it a "
+                "key, or set WANDB_MODE=offline."
             ) from e
         # The ID is recorded now, so that it survives if this part is killed.
         self._write_note()

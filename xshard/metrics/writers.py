@@ -91,7 +91,7 @@ def check(names: Any) -> None:
         _find(name)
     if "jsonl" not in names:
         raise errors.UserError(
-            f"writers={tuple(names)} must have 'jsonl': a run's status and reports are made of it."
+            f"writers={tuple(names)} must have 'jsonl': a run's status and reports are read from it."
         )
     if "wandb" in names and importlib.util.find_spec("wandb") is None:
         raise errors.UserError(

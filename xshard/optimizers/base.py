@@ -136,8 +136,8 @@ class Optimizer(hk.Module):
         """
         if not hk.running_init():
             raise ValueError(
-                "Optimizer.init makes state: call it in hk.transform_with_state(...).init. A step is given its "
-                "state by apply."
+                "Optimizer.init creates state: call it in hk.transform_with_state(...).init. In a step, apply "
+                "provides the state."
             )
         trees.check_params(params)
         trained = trees.select(trees.as_arrays(params), var_list)

@@ -95,7 +95,7 @@ class Partition:
         if self._axis["axis_index_groups"] or not _factorize(sizes, self.count):
             raise ValueError(
                 "scatter_steps and gather_steps must be sizes whose product is the number of replicas, "
-                f"{self.count}, and none where there is a group_assignment; received {sizes!r}."
+                f"{self.count}, and must be left out with a group_assignment; received {sizes!r}."
             )
         return [{**self._axis, "axis_index_groups": groups} for groups in mesh.step_groups(sizes)]
 

@@ -200,7 +200,9 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
     if unknown:
         near = difflib.get_close_matches(unknown[0], leaves, cutoff=0.3)
         near = near or sorted(leaves)[:3]
-        raise ValueError(f"var_list names {unknown[0]!r}, which is no parameter; near it: {near}.")
+        raise ValueError(
+            f"var_list names {unknown[0]!r}, which is not a parameter; near it: {near}."
+        )
     if not chosen:
         raise ValueError(f"var_list selects none of {sorted(leaves)[:5]}; select at least one.")
     return {path: leaf for path, leaf in leaves.items() if path in chosen}
@@ -222,15 +224,15 @@ def unfrozen(params: Params, pattern: str) -> list[str] | None:
     try:
         others = [path for path in leaves if not re.search(pattern, path)]
     except re.error as e:
-        raise errors.UserError(f"frozen={pattern!r} is no regular expression: {e}.") from e
+        raise errors.UserError(f"frozen={pattern!r} is not a regular expression: {e}.") from e
     if len(others) == len(leaves):
         near = difflib.get_close_matches(pattern.strip("^$/"), leaves, cutoff=0.3)
         raise errors.UserError(
-            f"frozen={pattern!r} is found in no parameter's path; near it: {near or sorted(leaves)[:3]}."
+            f"frozen={pattern!r} matches no parameter's path; near it: {near or sorted(leaves)[:3]}."
         )
     if not others:
         raise errors.UserError(
-            f"frozen={pattern!r} is found in the paths of all parameters, such as {sorted(leaves)[:3]}: leave at least "
+            f"frozen={pattern!r} matches the paths of all parameters, such as {sorted(leaves)[:3]}: leave at least "
             "one to be trained."
         )
     return others

@@ -62,7 +62,7 @@ def compare(
     size = f"{len(rows[0])} rows, {count} arrays"
     if tolerance:
         rows = _without_near(*rows, tolerance, restored)
-        size += f", of which numbers are at most {gap:.1g} of their array's largest apart,"
+        size += f" (the largest difference in an array is {gap:.1g} of its largest number)"
     return Comparison(first_row(*rows), array, results, size)
 
 

@@ -172,7 +172,7 @@ class Anatomy:
         dtype = self.program.values[cause.value].dtype
         if looks is not None and jnp.issubdtype(dtype, jnp.floating):
             magnitude = float(looks.largest[cause.replicas, cause.value].max()) * 2**high
-            text += f"; what overflows is {magnitude:.3g}, and {dtype} holds {float(jnp.finfo(dtype).max):.6g}"
+            text += f"; the value that overflows is {magnitude:.3g}, and the largest {dtype} is {float(jnp.finfo(dtype).max):.6g}"
         return text, high
 
     def _in_float32(self, cause: cause_lib.Cause, policy: jmp.Policy) -> str:
@@ -186,14 +186,14 @@ class Anatomy:
         program = program_lib.Program(traced, (state, batch))
         looks = evaluate.evaluator(program, self._run.mesh)(state, batch)
         if cause_lib.find(program, looks, self._run.mesh) is not None:
-            return "not finite in float32 either: the precision is not why"
+            return "not finite in float32 either: the precision is not the cause"
         value = self.program.values[cause.value]
         # The float32 program numbers its values differently, so the value is found by its place in the code.
         alike = [n for n, x in enumerate(program.values) if _place(x) == _place(value)]
         text = "in float32 the step is finite"
         if alike and jnp.issubdtype(value.dtype, jnp.floating):
             magnitude = float(looks.largest[np.ix_(cause.replicas, alike)].max())
-            text += f", and this value is {magnitude:.3g}: {value.dtype} holds {float(jnp.finfo(value.dtype).max):.6g}"
+            text += f", and this value is {magnitude:.3g}: the largest {value.dtype} is {float(jnp.finfo(value.dtype).max):.6g}"
         return text
 
     def table(self, most: int = 5) -> str:
@@ -203,7 +203,7 @@ class Anatomy:
     def _norms(self) -> list[str]:
         shape = tuple(self._run.mesh.shape[axis] for axis in mesh_lib.BATCH)
         squares = self.looks.squares.reshape(*shape, -1)
-        lines = ["gradients, as the update is given them: norm, largest |element|"]
+        lines = ["gradients that the update receives: norm, largest |element|"]
         params = state_lib.params(self._step.state)
         for index, ((learner, path), number) in enumerate(self.program.gradients.items()):
             # All slices have the same gradients. With a sharded update, each replica of a slice has a part.

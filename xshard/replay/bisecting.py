@@ -118,7 +118,7 @@ def report(first: Run, second: Run) -> tuple[str, bool]:
     lines = [described(parted)]
     rows = differences(first, second)
     if rows:
-        lines += ["", "What differs between the runs:", show.table(rows)]
+        lines += ["", "Differences between the runs:", show.table(rows)]
     else:
         lines += ["", "Their configs and origins are the same."]
     return "\n".join(lines), parted.step is None
@@ -128,29 +128,27 @@ def described(parted: Parting) -> str:
     """Describes in one line where two runs begin to differ, or that they do not."""
     if parted.step is None:
         what = "fingerprints and values" if parted.by_fingerprints else "logged values"
-        return f"The runs are alike: the {what} of all steps that both have logged, to step {parted.alike}."
-    until = f"alike to the row of step {parted.alike}" if parted.alike else "not alike in any row"
+        return f"The runs are equal: the {what} of all steps that both logged, up to step {parted.alike}."
+    until = f"equal up to the row of step {parted.alike}" if parted.alike else "no row is equal"
     if not parted.by_fingerprints:
         return (
-            f"The runs part at step {parted.step} at the latest ({until}), in {_listed(parted.values)}; their rows "
-            "have no fingerprints (fingerprint_every_steps), so that it may have been before."
+            f"The runs diverge at step {parted.step} or earlier ({until}), in {_listed(parted.values)}. Their rows have "
+            "no fingerprints (fingerprint_every_steps), which would show an earlier difference."
         )
     if not parted.states:
         return (
-            f"The runs part in step {parted.step} ({until}): it began with the same state, and made other values of "
-            f"{_listed(parted.values)}. So its batch, its keys, its program or the devices differ."
+            f"The runs diverge in step {parted.step} ({until}): it began with the same state, but computed different "
+            f"values of {_listed(parted.values)}. So its batch, its keys, its program or the devices differ."
         )
     if parted.step == 1:
-        return (
-            f"The runs part before step 1: their first states differ in {_listed(parted.states)}."
-        )
+        return f"The runs diverge before step 1: their first states differ in {_listed(parted.states)}."
     begin = parted.alike or 1
     where = (
         f"in step {begin}" if begin == parted.step - 1 else f"in steps {begin} to {parted.step - 1}"
     )
     return (
-        f"The runs part {where} ({until}): the state that step {parted.step} begins with differs in "
-        f"{_listed(parted.states)}. A smaller log_every_steps tells it more exactly."
+        f"The runs diverge {where} ({until}): the state that step {parted.step} begins with differs in "
+        f"{_listed(parted.states)}. A smaller log_every_steps narrows the range."
     )
 
 

@@ -85,7 +85,7 @@ class Past:
         now = origin.origin(module, self._batches.summary(), "")._asdict()
         if old.get("training") and now["training"] and old["training"] != now["training"]:
             raise errors.UserError(
-                f"The run in {self._workdir.path} was trained on {old['training']}; now there are {now['training']}. Its "
+                f"The run in {self._workdir.path} was trained on {old['training']}; the data is now {now['training']}. Its "
                 "steps cannot be repeated: restore its data."
             )
         changes = []
@@ -117,7 +117,7 @@ class Past:
         if stopped:
             return range(int(stopped[1]), int(stopped[1]) + 1)
         raise errors.UserError(
-            f"Of the {len(self.rows)} rows in {self._workdir.metrics} all are finite, and no step was skipped: give "
+            f"All {len(self.rows)} rows in {self._workdir.metrics} are finite, and no step was skipped: give "
             "--step, the step to analyze."
         )
 
@@ -130,8 +130,8 @@ class Past:
         last = min(known + self.config.log_every_steps, self.config.steps)
         if not 1 <= step <= last:
             raise errors.UserError(
-                f"--step={step}: the run in {self._workdir.path} has {f'steps 1 to {known}' if known else 'no steps'} by "
-                "its rows and checkpoints; give one that it has made."
+                f"--step={step}: the run in {self._workdir.path} has made {f'steps 1 to {known}' if known else 'no steps'}, "
+                "by its rows and checkpoints. Give a step that it has made."
             )
 
     def steps(self, keep: range) -> Iterator[Step]:

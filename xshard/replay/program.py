@@ -44,7 +44,7 @@ DEPTH = 4
 _Place = tuple[Any, ...]
 _Loops = tuple[int, ...]
 # The results that a run reads of a step, by field of `Stepped`.
-_RESULTS = {"state": "the state {}", "metrics": "what is logged as {}"}
+_RESULTS = {"state": "the state {}", "metrics": "the logged {}"}
 
 
 @dataclasses.dataclass
@@ -125,7 +125,10 @@ class Program:
         forms = ("the state {}", "the batch's {}")
         names = [_named(path[1:], forms[path[0].idx]) for path, _ in leaves]
         by_variable = dict(zip(self.whole.jaxpr.invars, names, strict=True))
-        self.inputs = [by_variable.get(x, "what is computed of it") for x in self.mapped.invars]
+        self.inputs = [
+            by_variable.get(x, "a value computed from the state or the batch")
+            for x in self.mapped.invars
+        ]
         self.block, outputs = self._lay_out(
             varying.opened(self.mapped.params["jaxpr"]), None, (), ()
         )

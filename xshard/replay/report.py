@@ -27,7 +27,7 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
         say(f"changed since the run: {change}")
     is_elsewhere = any(change.startswith("devices") for change in run.changes)
     if is_elsewhere and not logical.is_exact(run.config):
-        say("on other devices sums are added in another order, and bits may differ")
+        say("on other devices sums are computed in another order, so bits may differ")
     if step is not None:
         run.check(step)
     suspects = run.suspects() if step is None else range(step, step + 1)
@@ -40,7 +40,7 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
             break
     assert again is not None
     begin = f"the checkpoint of step {run.first_step}" if run.first_step else "the first state"
-    say(f"step {again.number}, made again from {begin}")
+    say(f"step {again.number}, repeated from {begin}")
     say(_compared(run, different, compared))
     say(describe(run, again))
     return different is None
@@ -57,7 +57,7 @@ def describe(run: past.Past, step: past.Step) -> str:
             "edge of a type's range, and XLA's fused operations round differently."
         )
     if finding is None:
-        return f"All that reaches a result of the step is finite.\n{taken_apart.table()}"
+        return f"Every value that reaches a result of the step is finite.\n{taken_apart.table()}"
     text = _finding(run, step, finding)
     if is_well:
         text += "\nIn the program with XLA's fused operations, all metrics of the step were finite."
@@ -80,13 +80,13 @@ def _compared(run: past.Past, different: past.Difference | None, compared: int) 
 def _finding(run: past.Past, step: past.Step, finding: anatomy.Finding) -> str:
     first, nan = finding.first, finding.nan
     if first.input:
-        lines = [f"not finite before the step is made: {first.input} is {first.gives}"]
+        lines = [f"not finite before the step: {first.input} is {first.gives}"]
     else:
         lines = [f"first not finite: {first.primitive} gives {first.gives}", *_where(first)]
     lines.append(f"  on           {_replicas(run, finding.replicas)}")
     lines += _examples(run, step, finding)
     if nan is not None:
-        lines += [f"of which {nan.primitive} makes nan:", *_where(nan)]
+        lines += [f"which {nan.primitive} turns into nan:", *_where(nan)]
     lines.append(f"  reaches      {show.listed(finding.results)}")
     if finding.cure:
         lines.append(f"  cure         {finding.cure}")
@@ -126,7 +126,7 @@ def _replicas(run: past.Past, replicas: Sequence[int]) -> str:
 
 def _examples(run: past.Past, step: past.Step, finding: anatomy.Finding) -> list[str]:
     if finding.rows is None:
-        return ["  examples     whichever they are"]
+        return ["  examples     any: the value does not depend on them"]
     size, parts = run.config.batch_size, run.config.micro_batches
     rows_each = size // mesh_lib.num_replicas(run.mesh) // parts
     lines = []

@@ -135,10 +135,11 @@ def verify(
     same = f"the same within {elsewhere.tolerance:g}" if elsewhere else "the same bits"
     # Runs that differ before the kill are impure, whatever the resume does.
     if row:
-        compared, what = alike.Comparison(row), f"{steps} steps, twice, until a kill at step {step}"
+        compared = alike.Comparison(row)
+        what = f"two runs of {steps} steps, up to a kill at step {step}"
     else:
         compared = runs.compare(runs.train("resumed", is_elsewhere=True), saved)
-        what = f"{steps} steps, and as many killed at step {step} and resumed from step {saved}"
+        what = f"{steps} undisturbed steps, and {steps} killed at step {step} and resumed from step {saved}"
         what += f" on {elsewhere}" if elsewhere else ""
     if not compared.lines():
         shutil.rmtree(runs.folder)
@@ -200,9 +201,10 @@ class _Runs:
             code = subprocess.run(command, stdout=out, stderr=out, check=False).returncode
         if code != (-signal.SIGKILL if is_killed else 0):
             print(log.read_text(errors="replace"), file=sys.stderr)
-            end = "be killed on its way" if is_killed else "end well"
+            end = "and been killed" if is_killed else "and exited with 0"
             raise errors.UserError(
-                f"The run in {self.folder / name} left with {code}, as above; it was to make {self._steps} steps and {end}."
+                f"The run in {self.folder / name} exited with {code}; its output is above. It should have "
+                f"made {self._steps} steps {end}."
             )
         return self.folder / name
 
@@ -211,11 +213,13 @@ class _Runs:
         whole = self.folder / "whole"
         if alike.compare(whole, self.train("again")).lines():
             return self.kind_of_impure()
-        only = "two undisturbed runs are equal, and after the resume"
+        only = "two undisturbed runs are equal; after the resume"
         step, column = compared.row[:2] if compared.row else (self._steps, "")
         # The fingerprint of step saved + 1 is of the restored state itself.
         if step <= saved + 1 and column.startswith(fingerprint.PREFIX):
-            return f"the state: {only} step {step} begins with another state than before the kill"
+            return (
+                f"the state: {only} step {step} begins with a different state than before the kill"
+            )
         where = self._elsewhere
         if where and self.compare(self.train("elsewhere", is_elsewhere=True), -1).lines():
             return (
@@ -229,11 +233,11 @@ class _Runs:
         for number, batch in restored.items():
             if batch != first[number]:
                 return (
-                    f"the data: {only} the batch of step {number} is another{_examples(whole, number)}; does get_state of the "
-                    "iterator return all that decides what comes next?"
+                    f"the data: {only} step {number} has a different batch{_examples(whole, number)}; does get_state of "
+                    "the iterator return all that determines the next batch?"
                 )
         return (
-            f"state outside of TrainState: {only} state and batches are as before, but a step differs; does an "
+            f"state outside of TrainState: {only} the state and the batches are equal, but a step differs; does an "
             "attribute or a global variable change?"
         )
 
@@ -266,7 +270,7 @@ def _examples(directory: pathlib.Path, step: int) -> str:
     (again,) = run.steps(range(step, step + 1))
     rows = range(len(next(iter(again.batch.values()))))
     numbers = run.examples(step, again.batch, list(rows))
-    return f" than that of examples {show.listed(list(map(str, numbers)))}" if numbers else ""
+    return f" (undisturbed: examples {show.listed(list(map(str, numbers)))})" if numbers else ""
 
 
 def _on(place: Elsewhere, command: Sequence[str]) -> list[str]:

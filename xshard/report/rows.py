@@ -97,12 +97,14 @@ def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[tuple[int, dict[str,
     # An incomplete last line is not damage: a run may be writing it.
     if not ends_whole and number in damaged:
         damaged.remove(number)
-        notes.append(f"The last line of {path.name} is cut off, or being written: it is left out.")
+        notes.append(
+            f"The last line of {path.name} is incomplete, or still being written. It was skipped."
+        )
     if damaged:
         lines = ", ".join(map(str, damaged[:5]))
         if len(damaged) > 5:
             lines += ", …"
-        notes.append(f"{path.name}: {len(damaged)} lines are no rows and left out (line {lines}).")
+        notes.append(f"{path.name}: skipped {len(damaged)} invalid line(s): {lines}.")
 
 
 def _step(value: Any) -> int | None:
@@ -124,8 +126,8 @@ def _columns(table: _Table, file: str, notes: list[str]) -> Columns:
         lost = len(values) - len(array)
         if lost:
             notes.append(
-                f"{file}: {lost} values of '{name}' are not numbers, or have another number of groups "
-                "than the last one, and are left out."
+                f"{file}: skipped {lost} value(s) of '{name}' that are not numbers, or that have another number of "
+                "groups than the last one."
             )
         if len(array):
             columns[name] = Column(steps[kept], np.where(np.isfinite(array), array, np.nan))

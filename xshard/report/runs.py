@@ -99,7 +99,7 @@ class _CheckpointReader:
         self._place = str(elsewhere or directory / "checkpoints")
         # A run that has not saved yet has no such directory, which is not an error.
         self._may_lack = not elsewhere
-        self._result = Checkpoints(self._place, [], {}, "it has not answered in time")
+        self._result = Checkpoints(self._place, [], {}, "the storage did not answer in time")
         # A daemon thread, so that the program can exit without waiting for it.
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -178,8 +178,12 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.exists():
         below = ", ".join(p.parent.name for p in sorted(path.glob("*/config.json")))
-        hint = f" Those below it are: give {path}/*/, or some of {below}." if below else ""
-        raise errors.UserError(f"{path} is no run's work directory: it has no {file.name}.{hint}")
+        hint = (
+            f" The directories below it are: give {path}/*/, or some of {below}." if below else ""
+        )
+        raise errors.UserError(
+            f"{path} is not a run's work directory: it has no {file.name}.{hint}"
+        )
     config = jsonfile.read(file)
     config.pop(workdir.IDENTITY, None)
     return config_lib.flatten(config)
