@@ -77,7 +77,7 @@ def test_a_run_whose_checkpoints_are_not_there_goes_on_from_none_before_them(run
     away.rename(run.parent / "away")
     before = files(run)
     found = "no checkpoint is" if missing == "all" else "step 10 is the newest"
-    with pytest.raises(errors.UserError, match=f"come to step 12, and {found} in .*--restart_from"):
+    with pytest.raises(errors.UserError, match=f"reached step 12, but {found} in .*--restart_from"):
         go_on(run)
     assert files(run) == before
     (run.parent / "away").rename(away)
