@@ -69,5 +69,5 @@ def test_what_is_no_number_is_left_out_and_said(tmp_path):
     np.testing.assert_array_equal(read.training["x"].steps, [1, 3, 4, 5])
     np.testing.assert_array_equal(read.training["x"].values[:, 0], [1, 1, np.nan, np.nan])
     assert "y" not in read.training and "z\ufffd\ufffd" in read.training
-    assert any("2 values of 'x'" in note for note in read.notes)
-    assert any("6 values of 'y'" in note for note in read.notes)
+    assert any("2 value(s) of 'x'" in note for note in read.notes)
+    assert any("6 value(s) of 'y'" in note for note in read.notes)
