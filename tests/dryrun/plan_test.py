@@ -330,7 +330,7 @@ def test_a_plan_that_cannot_be_is_one_message(monkeypatch):
     )
     monkeypatch.setattr(plan.Judge, "_kept", lambda *_: 0)
     monkeypatch.setattr(plan, "search", lambda *_: None)
-    assert "no plan fits v5e:4x4" in raised(digits.get_config(), prepare)
+    assert "none of the compiled plans fits v5e:4x4" in raised(digits.get_config(), prepare)
     assert "no such slice" in raised(digits.get_config(), prepare, "v5e:3x3")
 
 
