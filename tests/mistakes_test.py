@@ -70,7 +70,7 @@ MISTAKES = {
     "a name that is none": (in_loss('"accuracy"', "1"), ["under 1; names must be strings"]),
     "parameters in loss": (
         before(LOSS, "        hk.get_parameter('w', (), init=jnp.ones)"),
-        ["in Spirals.loss: Unable to retrieve parameter 'w'", "Only the network"],
+        ["in Spirals.loss: Unable to retrieve parameter 'w'", "Only the network, such as forward, may create parameters"],
     ),
     "evaluation of nothing": (
         (EVALUATE, "        pass"),

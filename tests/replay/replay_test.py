@@ -138,7 +138,7 @@ def test_what_is_no_step(directory, tmp_path, capsys):
     assert "--step=9: the run in" in message(directory, "--step=9")
     assert "steps 1 to 6" in message(directory, "--step=0")
     fine = rewrite(directory, tmp_path, lambda row: {**row, "skipped": 0})
-    assert "are finite, and no step was skipped: give --step" in message(fine)
+    assert "metrics.jsonl are finite, and no step was skipped: give --step" in message(fine)
 
 
 def test_one_of_two_learners(tmp_path, capsys):
