@@ -1,4 +1,4 @@
-"""The contract of Optimizer: gradients, gates, subsets, names, bad input."""
+"""Tests of the contract of Optimizer: gradients, gates, subsets of parameters, names, invalid input."""
 
 import collections
 
@@ -39,14 +39,14 @@ def compute(loss=harness.loss, opt=adam, params=None, **kwargs):
     return run(lambda: opt().compute_gradients(losses, params, **kwargs))
 
 
-def test_compute_gradients_is_value_and_grad():
+def test_compute_gradients_matches_value_and_grad():
     expected = jax.value_and_grad(harness.loss)(harness.params(), harness.batch())
     for opt in (adam, both_rules):
         harness.assert_equal(compute(opt=opt), expected)
 
 
 @pytest.mark.parametrize("opt", [adam, both_rules])
-def test_aux_comes_back_with_the_value(opt):
+def test_aux_is_returned_with_the_value(opt):
     loss = lambda p, x: (harness.loss(p, x), {"n": jnp.int32(x.shape[0]), "p": p})
     (value, aux), grads = compute(loss, opt, has_aux=True)
     assert value == harness.loss(harness.params(), harness.batch()) and aux["n"] == 16
@@ -70,7 +70,7 @@ def test_a_loss_may_use_haiku_state_and_keys():
 
 
 @pytest.mark.parametrize("opt", [adam, both_rules])
-def test_grad_loss(opt):
+def test_grad_loss_weights_the_gradients(opt):
     plain = compute(opt=opt)[1]
     harness.assert_equal(
         compute(opt=opt, grad_loss=2.0), (compute()[0], jax.tree.map(lambda g: 2 * g, plain))
@@ -109,7 +109,7 @@ def test_grad_loss(opt):
     ],
 )
 @pytest.mark.parametrize("opt", [adam, both_rules])
-def test_bad_arguments_of_compute_gradients(opt, loss, kwargs, match):
+def test_invalid_arguments_of_compute_gradients_are_refused(opt, loss, kwargs, match):
     with pytest.raises(ValueError, match=match):
         compute(loss, opt, **kwargs)
 
@@ -123,7 +123,7 @@ def test_bad_arguments_of_compute_gradients(opt, loss, kwargs, match):
         ({"m": {"w": None}}, "The parameter 'm/w' is None"),
     ],
 )
-def test_malformed_parameters(params, match):
+def test_malformed_parameters_are_refused(params, match):
     with pytest.raises(ValueError, match=match):
         compute(lambda p, x: 0.0, params=params)
     with pytest.raises(ValueError, match=match):
@@ -150,7 +150,7 @@ def broken(change):
     ],
 )
 @pytest.mark.parametrize("opt", [adam, both_rules])
-def test_malformed_gradients(opt, grads, match):
+def test_malformed_gradients_are_refused(opt, grads, match):
     with pytest.raises(ValueError, match=match):
         run(lambda: opt().apply_gradients(grads, harness.params()))
 
@@ -159,7 +159,7 @@ def test_malformed_gradients(opt, grads, match):
     "var_list", [[W1, B0], lambda module, name: (module, name) != ("mlp/linear_0", "w")]
 )
 @pytest.mark.parametrize("opt", [adam, both_rules])
-def test_a_subset_leaves_the_others_and_their_slots_untouched(opt, var_list):
+def test_var_list_leaves_other_parameters_and_their_slots_unchanged(opt, var_list):
     def step(params, x, subset):
         rule = opt()
         kwargs = {"var_list": var_list} if subset else {}
@@ -184,7 +184,7 @@ def test_a_subset_leaves_the_others_and_their_slots_untouched(opt, var_list):
     assert new_state["adam"].keys() == full_state["adam"].keys()
 
 
-def test_a_norm_is_over_what_is_trained():
+def test_a_global_norm_covers_only_trained_parameters():
     opt = lambda: optax_optimizer.OptaxOptimizer(
         optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
     )
@@ -210,26 +210,27 @@ def barriers(gate, opt):
 @pytest.mark.parametrize("opt", [adam, both_rules])
 def test_gates_are_barriers_in_the_lowered_program(opt):
     assert barriers(base.Optimizer.GATE_NONE, opt) == []
-    # One result and one operand for each of three gradients; or three of each in one barrier.
+    # GATE_OP has a barrier for each of three gradients, with one result and one operand. GATE_GRAPH has one
+    # barrier with three operands, and MLIR prints its three results under one name.
     assert barriers(base.Optimizer.GATE_OP, opt) == [2, 2, 2]
     assert barriers(base.Optimizer.GATE_GRAPH, opt) == [4]
 
 
 @pytest.mark.parametrize("method", [None, 0, 1, 2])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_several_losses_sum(method, count):
+def test_several_losses_are_summed(method, count):
     scales = np.random.default_rng(3).normal(size=count).astype(np.float32)
     losses = [lambda p, x, s=s: (harness.loss(p, x) * s, s) for s in scales]
     (value, aux), grads = compute(losses, aggregation_method=method, has_aux=True)
     expected_value, expected = compute(lambda p, x: harness.loss(p, x) * scales.sum())
-    # Five terms of float32, added in another order.
+    # The tolerances allow for up to five float32 terms that are added in another order.
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
     harness.assert_close(grads, expected, rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(aux, scales)
 
 
-def test_several_losses_sum_in_float32_and_as_their_method_says():
-    # 1 + 2**-12 rounds to 1 in float16; in float32 in order, 2**24 + 1 rounds to 2**24.
+def test_losses_sum_in_float32_in_the_order_of_the_aggregation_method():
+    # In float16 1 + 2**-12 rounds to 1. In float32 2**24 + 1 rounds to 2**24, so the sum shows its order.
     half = {"m": {"w": jnp.ones((), jnp.float16)}}
     losses = [lambda p, x, s=s: p["m"]["w"] * jnp.float16(s) for s in (1.0, 2.0**-12)]
     assert compute(losses, params=half)[1]["m"]["w"] == 1 + 2.0**-12
@@ -247,7 +248,7 @@ def test_accumulation_orders_the_losses():
     text = jax.jit(lambda p, x: step.apply({}, {}, None, p, x)).lower(
         harness.params(), harness.batch()
     )
-    # The second and third loss wait for the sum of those before, and so do their gradients.
+    # The second and the third loss, and their gradients, wait for the sum of the gradients before them.
     assert text.as_text().count("stablehlo.optimization_barrier") >= 2
 
 
@@ -258,7 +259,7 @@ def test_colocated_gradients_have_their_parameters_sharding():
     table = jax.device_put(jnp.ones((4, 8)), jax.NamedSharding(mesh, jax.P()))
 
     def grads(params, table, colocate):
-        # The gradient is the table: nothing but colocation ties it to the parameter's sharding.
+        # The gradient equals the table, so only colocation ties it to the parameter's sharding.
         step = lambda p: adam().compute_gradients(
             lambda p: jnp.sum(p["m"]["w"] * table), p, colocate_gradients_with_ops=colocate
         )
@@ -269,7 +270,7 @@ def test_colocated_gradients_have_their_parameters_sharding():
     assert run(params, table, False)["m"]["w"].sharding.spec == jax.P()
 
 
-def test_global_step_and_minimize():
+def test_minimize_updates_and_increments_the_global_step():
     params, x = harness.params(), harness.batch()
 
     def step(params, x, global_step):
@@ -285,7 +286,7 @@ def test_global_step_and_minimize():
     assert "scope/" in lowered.as_text(debug_info=True)
 
 
-def test_names_and_slots():
+def test_rule_names_and_slots():
     def look():
         rule = both_rules()
         if hk.running_init():
@@ -313,7 +314,7 @@ def test_names_and_slots():
     assert run(twice) == ["0/trace", "1/trace"]
 
 
-def test_variables_are_all_arrays_of_state_in_the_order_of_their_names():
+def test_variables_returns_all_state_arrays():
     def look():
         rule = both_rules()
         rule.minimize(lambda p: harness.loss(p, harness.batch()), harness.params())
@@ -324,7 +325,7 @@ def test_variables_are_all_arrays_of_state_in_the_order_of_their_names():
     assert "dynamic_loss_scale/good_steps" in by_name
 
 
-def test_a_rule_of_ones_own_with_any_haiku_state_is_skipped_whole():
+def test_a_skipped_step_restores_all_haiku_state_of_a_custom_rule():
     class Averaged(base.OptimizerWrapper):
         """Keeps an average of the parameters."""
 
@@ -352,7 +353,7 @@ def test_a_rule_of_ones_own_with_any_haiku_state_is_skipped_whole():
 
 
 class Refusing(base.OptimizerWrapper):
-    """Votes against gradients beyond a bound."""
+    """Votes against gradients with a magnitude of 10 or more."""
 
     def __init__(self, opt):
         super().__init__(name="refusing")
@@ -364,7 +365,7 @@ class Refusing(base.OptimizerWrapper):
 
 @pytest.mark.parametrize("scale", [2, "dynamic"])
 @pytest.mark.parametrize("size,expected", [(1.0, -1.0), (100.0, 0.0), (np.inf, 0.0)])
-def test_votes_of_several_rules_must_agree(scale, size, expected):
+def test_a_step_is_applied_only_if_every_rule_votes_for_it(scale, size, expected):
     def step(size):
         opt = Refusing(optax_optimizer.OptaxOptimizer(optax.sgd(1.0)))
         opt = loss_scale.MixedPrecisionLossScaleOptimizer(opt, scale)
@@ -374,7 +375,7 @@ def test_votes_of_several_rules_must_agree(scale, size, expected):
     assert run(step, jnp.float32(size)) == expected
 
 
-def test_a_rule_without_slots():
+def test_a_rule_may_have_no_slots():
     class Descent(base.Optimizer):
         def update(self, grads, params):
             return jax.tree.map(lambda p, g: p - g, params, grads)
@@ -403,19 +404,19 @@ def test_slots_of_narrow_parameters_are_float32():
 
 
 @pytest.mark.parametrize("bad", [None, 3, "adam", object(), optax.adam])
-def test_what_is_no_transformation_is_refused(bad):
+def test_a_value_that_is_no_transformation_is_refused(bad):
     with pytest.raises(ValueError, match="received"):
         run(lambda: optax_optimizer.OptaxOptimizer(bad))
 
 
-def test_a_bare_optimizer_says_what_it_lacks():
+def test_the_base_optimizer_reports_the_missing_update():
     with pytest.raises(NotImplementedError, match="does not implement update"):
         run(
             lambda: base.Optimizer(name="empty").apply_gradients(harness.params(), harness.params())
         )
 
 
-def test_grad_loss_of_a_loss_of_fewer_parameters():
+def test_grad_loss_with_a_loss_of_fewer_parameters():
     per_example = lambda p, x: jnp.tanh(x @ p["mlp/linear_0"]["w"])
     _, grads = compute(per_example, both_rules, grad_loss=jnp.ones((16, 4)))
     assert grads["mlp/linear_1"]["w"] is None and grads["mlp/linear_0"]["b"] is None
@@ -435,12 +436,12 @@ def scanned(p, x):
     return jax.lax.scan(body, jnp.zeros(()), None, length=2)[0]
 
 
-def chosen(p, x):
+def conditional(p, x):
     twice = lambda p: 2 * first_layer(p, x)
     return jax.lax.cond(p["mlp/linear_1"]["w"][0, 0] > 0, lambda p: first_layer(p, x), twice, p)
 
 
-def beside(p, x):
+def with_unused_output(p, x):
     return jax.jit(lambda p: (first_layer(p, x), second_layer(p)))(p)[0]
 
 
@@ -449,7 +450,15 @@ def stopped(p, x):
 
 
 @pytest.mark.parametrize(
-    "loss", [first_layer, scanned, chosen, beside, stopped, jax.checkpoint(beside)]
+    "loss",
+    [
+        first_layer,
+        scanned,
+        conditional,
+        with_unused_output,
+        stopped,
+        jax.checkpoint(with_unused_output),
+    ],
 )
 def test_a_parameter_that_the_loss_does_not_depend_on_has_no_gradient(loss):
     _, grads = compute(loss, both_rules)
@@ -458,13 +467,13 @@ def test_a_parameter_that_the_loss_does_not_depend_on_has_no_gradient(loss):
     harness.assert_equal(grads["mlp/linear_0"], expected["mlp/linear_0"])
 
 
-def test_a_gradient_that_happens_to_be_zero_is_one():
+def test_a_zero_gradient_is_not_treated_as_missing():
     _, grads = compute(lambda p, x: first_layer(p, x) + 0 * second_layer(p))
     np.testing.assert_array_equal(grads["mlp/linear_1"]["w"], np.zeros((4, 2)))
 
 
 @pytest.mark.parametrize("method", [0, 1, 2])
-def test_of_several_losses_one_that_depends_on_it_is_enough(method):
+def test_a_parameter_used_by_one_of_several_losses_has_a_gradient(method):
     options = {"aggregation_method": method}
     assert compute([first_layer] * 3, **options)[1]["mlp/linear_1"]["w"] is None
     _, grads = compute([first_layer, lambda p, x: second_layer(p), first_layer], **options)
@@ -484,7 +493,7 @@ def decaying():
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
-def test_it_keeps_its_value_and_slots_which_it_has(shard_update):
+def test_an_unused_parameter_keeps_its_value_and_its_existing_slots(shard_update):
     def make():
         cross = cross_shard.CrossShardOptimizer(decaying(), shard_update=shard_update)
         return loss_scale.MixedPrecisionLossScaleOptimizer(cross, "dynamic")
@@ -523,7 +532,7 @@ def test_a_loss_is_traced_once():
     np.testing.assert_array_equal(value, 2 * drawn)
 
 
-def test_a_loss_that_depends_on_nothing_is_refused():
+def test_a_loss_that_depends_on_no_parameter_is_refused():
     with pytest.raises(ValueError, match="There is no gradient for any of .* loss depends on"):
         run(lambda: adam().minimize(lambda p: jnp.float32(1), harness.params()))
 
@@ -540,7 +549,7 @@ def complex_loss(p, x):
 
 
 def in_pairs(params):
-    """The same parameters as real and imaginary parts."""
+    """Returns the same parameters, with the complex one split into its real and imaginary parts."""
     w = params["m"]["w"]
     return {"m": {"u": jnp.real(w), "v": jnp.imag(w), "b": params["m"]["b"]}}
 
@@ -552,7 +561,7 @@ def pair_loss(p, x):
 
 
 @pytest.mark.parametrize("micro", [False, True])
-def test_a_complex_parameter_goes_as_its_real_and_imaginary_part(micro):
+def test_a_complex_parameter_trains_like_its_real_and_imaginary_parts(micro):
     def make():
         clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
         cross = cross_shard.CrossShardOptimizer(clipped)
@@ -578,13 +587,13 @@ def test_a_complex_parameter_goes_as_its_real_and_imaginary_part(micro):
     params = complex_params()
     new, values = train(complex_loss, params)
     pairs, expected = train(pair_loss, in_pairs(params))
-    # The same sums of other terms, each rounded in float32.
+    # Both runs compute the same sums in float32, but from different terms, which round differently.
     harness.assert_close(in_pairs(new), pairs, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(values, expected, rtol=1e-5)
     assert values[3] < values[1] < values[0]
 
 
-def test_gradients_of_complex_parameters_are_those_of_jax():
+def test_gradients_of_complex_parameters_match_jax_grad():
     params = complex_params()
     loss = lambda p: complex_loss(p, jnp.full(3, 2.0))
     _, grads = run(lambda: both_rules().compute_gradients(loss, params))
@@ -594,7 +603,7 @@ def test_gradients_of_complex_parameters_are_those_of_jax():
         run(lambda: adam().apply_gradients(bad, params))
 
 
-def test_haikus_own_mapping_is_as_a_dict():
+def test_haiku_flat_mappings_behave_like_dicts():
     plain = harness.params()
     flat = hk.data_structures.to_immutable_dict(plain)
     make = lambda: loss_scale.MixedPrecisionLossScaleOptimizer(
@@ -618,7 +627,7 @@ def test_haikus_own_mapping_is_as_a_dict():
     harness.assert_equal(results[1], results[0])
 
 
-def test_gradients_may_be_in_other_mappings_than_parameters():
+def test_gradients_may_use_another_mapping_type_than_parameters():
     params = harness.params()
     ordered = collections.OrderedDict(
         (module, collections.OrderedDict(reversed(arrays.items())))
@@ -635,15 +644,15 @@ def test_gradients_may_be_in_other_mappings_than_parameters():
         {"a": {"b": {"c": jnp.ones(2)}, "b/c": jnp.ones(2)}},
     ],
 )
-def test_parameters_of_one_path_are_refused(params):
+def test_parameters_with_the_same_path_are_refused(params):
     match = r"Two parameters have the path 'a/b/c': \['a.*\] and \['a.*rename"
     with pytest.raises(ValueError, match=match):
         compute(lambda p, x: 0.0, params=params)
     with pytest.raises(ValueError, match=match):
         run(lambda: adam().apply_gradients(params, params))
-    one = {"a/b": {"c": jnp.ones(2)}}
+    single_path = {"a/b": {"c": jnp.ones(2)}}
     with pytest.raises(ValueError, match="Two gradients have the path 'a/b/c'"):
-        run(lambda: adam().apply_gradients(params, one))
+        run(lambda: adam().apply_gradients(params, single_path))
 
 
 def test_a_parameter_may_have_a_slash_in_its_name():
@@ -653,7 +662,7 @@ def test_a_parameter_may_have_a_slash_in_its_name():
     harness.assert_equal(new["a/b"], params["a/b"])
 
 
-def test_a_number_of_pythons_is_a_parameter():
+def test_a_python_number_is_a_valid_parameter():
     params = {"m": {"w": 1.0}}
     new = run(lambda: both_rules().minimize(lambda p: p["m"]["w"] ** 2, params)[1])
     assert new["m"]["w"].dtype == jnp.float32 and not jax.typeof(new["m"]["w"]).weak_type
@@ -661,7 +670,7 @@ def test_a_number_of_pythons_is_a_parameter():
 
 
 @pytest.mark.parametrize("bad", [0.0, True, jnp.zeros(3, jnp.int32), jnp.float32(1), "1", [1]])
-def test_a_global_step_that_counts_nothing_is_refused(bad):
+def test_a_global_step_that_is_no_integer_scalar_is_refused(bad):
     with pytest.raises(ValueError, match="global_step must be an integer scalar.*received"):
         run(lambda: adam().minimize(lambda p: second_layer(p), harness.params(), bad))
 
@@ -680,14 +689,14 @@ def test_a_global_step_that_counts_nothing_is_refused(bad):
         (lambda p: second_layer(p).astype(jnp.complex64), {}, "it is complex64.*real part"),
     ],
 )
-def test_what_is_no_loss_is_refused(loss, options, match):
+def test_an_invalid_loss_is_refused(loss, options, match):
     for opt in (adam, both_rules):
         with pytest.raises(ValueError, match=match):
             run(lambda: opt().minimize(loss, harness.params(), **options))
 
 
 class Halved(base.OptimizerWrapper):
-    """Halves gradients, in a compute_gradients that is not marked as transparent."""
+    """Halves gradients in an overridden compute_gradients that it does not mark as hk.transparent."""
 
     def __init__(self, opt):
         super().__init__(name="halved")
@@ -698,15 +707,15 @@ class Halved(base.OptimizerWrapper):
         return value, jax.tree.map(lambda g: g / 2, grads)
 
 
-def test_a_compute_gradients_of_ones_own_renames_no_state():
+def test_a_custom_compute_gradients_does_not_rename_state():
     def names(make):
         def loss(p):
             hk.set_state("calls", hk.get_state("calls", [], jnp.int32, jnp.zeros) + 1)
             return jnp.sum(hk.Linear(1, name="head", w_init=jnp.ones)(p["m"]["w"]))
 
         step = hk.transform_with_state(lambda p: make().minimize(loss, p))
-        made = step.init(jax.random.key(0), {"m": {"w": jnp.ones((1, 2))}})
-        return [sorted(tree) for tree in made]
+        initialized = step.init(jax.random.key(0), {"m": {"w": jnp.ones((1, 2))}})
+        return [sorted(tree) for tree in initialized]
 
     params, state = names(lambda: Halved(adam()))
     assert [params, state] == names(adam) == [["head"], ["adam", "~"]]

@@ -1,4 +1,4 @@
-"""Rules of rules: whatever a user puts together ends sharded where it ends replicated, or is refused by name."""
+"""Tests that any composition of rules trains sharded as it does replicated, or is refused by name."""
 
 import functools
 import random
@@ -15,11 +15,12 @@ from tests.optimizers import harness
 from xshard.optimizers import base, cross_shard, layouts, loss_scale, moving_average
 from xshard.optimizers import optax as optax_optimizer
 
-# Coverage is measured by the other tests: it would double the time of these, which trace many rules.
+# These tests trace many rules. Coverage would double their time, and other tests measure it.
 pytestmark = pytest.mark.no_cover
 
 STEPS = 4
-BAD = 2
+# The step whose batch contains a NaN.
+BAD_STEP = 2
 
 
 def path_name(path):
@@ -31,7 +32,7 @@ def by_optax(transformation, name):
 
 
 class NormalizedDescent(base.Optimizer):
-    """Without state; divides each gradient by its norm."""
+    """Divides each gradient by its norm; has no state."""
 
     def update(self, grads, params):
         step = lambda p, g: p if g is None else p - 0.1 * g / (jnp.linalg.norm(g) + 1e-6)
@@ -39,7 +40,7 @@ class NormalizedDescent(base.Optimizer):
 
 
 class Momentum(base.Optimizer):
-    """With a slot of its own, and noise."""
+    """Keeps a momentum slot and adds noise to each update."""
 
     def update(self, grads, params):
         def step(path, p, g):
@@ -59,7 +60,7 @@ class Momentum(base.Optimizer):
 
 
 class ByLayer(base.Optimizer):
-    """One rule for the first layer, another for the rest: no OptimizerWrapper."""
+    """Applies one rule to the first layer and another to the rest; not an OptimizerWrapper."""
 
     def __init__(self, first, rest, name):
         super().__init__(name=name)
@@ -67,14 +68,16 @@ class ByLayer(base.Optimizer):
 
     def update(self, grads, params):
         is_first = lambda path: path[0].key == "mlp/linear_0"
-        of = lambda wanted: jax.tree_util.tree_map_with_path(
+        select = lambda wanted: jax.tree_util.tree_map_with_path(
             lambda path, g: g if is_first(path) == wanted else None, grads
         )
-        return self.rules["rest"].update(of(False), self.rules["first"].update(of(True), params))
+        return self.rules["rest"].update(
+            select(False), self.rules["first"].update(select(True), params)
+        )
 
 
 class Lookahead(base.OptimizerWrapper):
-    """Moves slow parameters every other step."""
+    """Updates slow copies of the parameters every second step."""
 
     def __init__(self, opt, name):
         super().__init__(name=name)
@@ -84,7 +87,7 @@ class Lookahead(base.OptimizerWrapper):
         fast = self.opt.update(grads, params)
         n = hk.get_state("n", [], jnp.int32, jnp.zeros) + 1
 
-        def one(path, new, old):
+        def update_leaf(path, new, old):
             name = f"slow/{path_name(path)}"
             slow = hk.get_state(name, old.shape, old.dtype, lambda *_: jnp.array(old, copy=True))
             if hk.running_init():
@@ -93,14 +96,14 @@ class Lookahead(base.OptimizerWrapper):
             hk.set_state(name, slow)
             return jnp.where(n % 2 == 0, slow, new)
 
-        new = jax.tree_util.tree_map_with_path(one, fast, params)
+        new = jax.tree_util.tree_map_with_path(update_leaf, fast, params)
         if not hk.running_init():
             hk.set_state("n", n)
         return new
 
 
 class Clipped(base.OptimizerWrapper):
-    """Clips the group's gradients by the norm of all of them."""
+    """Clips the group's gradients by their global norm."""
 
     def __init__(self, opt, name):
         super().__init__(name=name)
@@ -113,7 +116,7 @@ class Clipped(base.OptimizerWrapper):
 
 
 class LeavesOutLarge(base.OptimizerWrapper):
-    """Votes by the norm of all gradients, and counts."""
+    """Votes against steps with a large global gradient norm, and counts them."""
 
     def __init__(self, opt, name):
         super().__init__(name=name)
@@ -156,7 +159,7 @@ LEAVES = {
 
 
 def compose(seed, shard_update):
-    """A rule drawn at random; of one seed the same."""
+    """Returns a random composition of rules; equal seeds give equal compositions."""
     draw = random.Random(seed)
     names = (f"rule_{i}" for i in range(99))
 
@@ -173,19 +176,19 @@ def compose(seed, shard_update):
     scaling = lambda opt: loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
     averaging = lambda opt: moving_average.MovingAverageOptimizer(opt, 0.9, "count")
     looking_ahead = lambda opt: Lookahead(opt, "outer")
-    around = [reducing, scaling, draw.choice([averaging, looking_ahead])]
-    draw.shuffle(around)
-    # What looks at the group's gradients stands outside of what makes them.
-    around += draw.sample(
+    wrappers = [reducing, scaling, draw.choice([averaging, looking_ahead])]
+    draw.shuffle(wrappers)
+    # A rule that reads the group's gradients must be outside the rule that reduces them.
+    wrappers += draw.sample(
         [lambda opt: Clipped(opt, "clips"), lambda opt: LeavesOutLarge(opt, "votes")], 1
     )
-    for wrap in around:
+    for wrap in wrappers:
         rule = wrap(rule)
     return rule
 
 
-def train(make, x, replicas, begin=None):
-    """Parameters, counts of updates, and whole states of the rules, after each of some steps from one of these."""
+def train(make, x, replicas, start=None):
+    """Returns `(params, update count, whole state)` after each of STEPS steps; `start` is such a triple or None."""
     transformed = harness.transform_step(make)
     params = harness.params(np.float64)
     _, state = transformed.init(jax.random.key(0), params, x)
@@ -207,18 +210,18 @@ def train(make, x, replicas, begin=None):
             check_vma=False,
         )
     )
-    params, n, state = jax.device_get(begin) or (params, jnp.int32(0), state)
-    state, found = sharding.store(state) if sharded else state, []
+    params, n, state = jax.device_get(start) or (params, jnp.int32(0), state)
+    state, results = sharding.store(state) if sharded else state, []
     for step in range(STEPS):
-        inputs = x.at[3, 1].set(jnp.nan) if step == BAD else x
+        inputs = x.at[3, 1].set(jnp.nan) if step == BAD_STEP else x
         params, state, n = run(params, state, inputs, n, jax.random.key(step))
-        found.append((params, n, sharding.whole(state) if sharded else state))
-    return found
+        results.append((params, n, sharding.whole(state) if sharded else state))
+    return results
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_composition_ends_sharded_where_it_ends_replicated(seed):
-    # 4 divides a dimension of each array; of 8 shards some are padded.
+def test_any_composition_trains_sharded_as_it_does_replicated(seed):
+    # 4 divides a dimension of every array; with 8 replicas the (3, 4) array is flattened and padded.
     replicas = 4 if seed % 2 else 8
     with jax.enable_x64(True):
         x = harness.batch(np.float64)
@@ -226,18 +229,18 @@ def test_any_composition_ends_sharded_where_it_ends_replicated(seed):
             train(functools.partial(compose, seed, shard), x, replicas) for shard in (False, True)
         )
         for wanted, got in zip(whole, sharded, strict=True):
-            # Sums in another order; the rules divide by norms and by roots of second moments.
+            # Sums are in another order, and the rules divide by norms and by roots of second moments.
             harness.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
-        before, after = sharded[BAD - 1], sharded[BAD]
+        before, after = sharded[BAD_STEP - 1], sharded[BAD_STEP]
         harness.assert_equal(after[:2], before[:2])
-        # A vote may count what it has left out.
+        # A voting rule, if there is one, counts the steps that it leaves out.
         kept = {m for m in after[2] if m not in ("votes",) and "scale" not in m}
         harness.assert_equal({m: after[2][m] for m in kept}, {m: before[2][m] for m in kept})
         assert int(after[1]) == int(before[1])
 
 
 def two_networks(params, x, shard_update):
-    """A step of each of two networks by one rule."""
+    """Updates each of two networks once, with one rule, and returns their parameters."""
     adam = by_optax(optax.adam(0.1), "adam")
     opt = cross_shard.CrossShardOptimizer(adam, "sum", shard_update=shard_update)
     new = {}
@@ -247,7 +250,7 @@ def two_networks(params, x, shard_update):
     return new
 
 
-def test_one_rule_for_two_networks():
+def test_one_rule_may_update_two_networks():
     params, x = harness.params(), harness.batch()
     ends = []
     for shard_update in (False, True):
@@ -267,8 +270,8 @@ def test_one_rule_for_two_networks():
     harness.assert_close(*ends, rtol=1e-5)
 
 
-def by_rows(shard_update):
-    """Muon for one layer and Adafactor for the rest, in wrappers."""
+def muon_and_adafactor(shard_update):
+    """Returns Muon for one layer and Adafactor for the rest, in wrappers."""
     adafactor = optax.adafactor(0.1, min_dim_size_to_factor=2)
     rule = ByLayer(
         by_optax(contrib.muon(0.1), "muon"), by_optax(adafactor, "adafactor"), "by_layer"
@@ -277,24 +280,24 @@ def by_rows(shard_update):
     return loss_scale.MixedPrecisionLossScaleOptimizer(rule, "dynamic")
 
 
-def test_what_mixes_elements_ends_sharded_where_it_ends_replicated():
-    """Begun replicated, it goes on with shards of one number and another, and skips a step each time."""
+def test_rules_that_mix_elements_train_sharded_as_they_do_replicated():
+    """Starts replicated, continues with 4 and then 8 shards, and ends replicated; each stage skips a step."""
     with jax.enable_x64(True):
         x, wanted, got = harness.batch(np.float64), None, None
         for replicas, shard_update in ((4, False), (4, True), (8, True), (4, False)):
-            wanted = train(lambda: by_rows(False), x, 4, wanted and wanted[-1])
-            make = functools.partial(by_rows, shard_update)
+            wanted = train(lambda: muon_and_adafactor(False), x, 4, wanted and wanted[-1])
+            make = functools.partial(muon_and_adafactor, shard_update)
             got = train(make, x, replicas, got and got[-1])
             for ends in zip(got, wanted, strict=True):
-                # Sums in another order; the rules divide by norms and by roots of second moments.
+                # Sums are in another order, and the rules divide by norms and by roots of second moments.
                 harness.assert_close(*ends, rtol=1e-8, atol=1e-10)
             for module in ("muon", "adafactor", "outer"):
-                harness.assert_equal(got[BAD][2][module], got[BAD - 1][2][module])
-            harness.assert_equal(got[BAD][:2], got[BAD - 1][:2])
+                harness.assert_equal(got[BAD_STEP][2][module], got[BAD_STEP - 1][2][module])
+            harness.assert_equal(got[BAD_STEP][:2], got[BAD_STEP - 1][:2])
 
 
 class Holder(base.Optimizer):
-    """Holds a rule, and hands only the update on."""
+    """Holds a rule and forwards only the update to it."""
 
     def __init__(self, inner):
         super().__init__()
@@ -306,7 +309,7 @@ class Holder(base.Optimizer):
 
 @pytest.mark.parametrize("shard_update", [False, True])
 @pytest.mark.parametrize("phase", ["aggregate", "vote"])
-def test_what_is_held_and_not_reached_is_refused(phase, shard_update):
+def test_a_held_rule_whose_phase_is_not_called_is_refused(phase, shard_update):
     def make():
         sgd = by_optax(optax.sgd(0.1), "sgd")
         if phase == "aggregate":
@@ -321,7 +324,7 @@ def test_what_is_held_and_not_reached_is_refused(phase, shard_update):
         step.init(None, harness.params(), harness.batch())
 
 
-def test_state_whose_name_does_not_say_of_what_it_is_is_refused():
+def test_state_named_without_its_parameters_path_is_refused():
     class Nameless(base.Optimizer):
         def update(self, grads, params):
             def step(i, p, g):
@@ -330,11 +333,11 @@ def test_state_whose_name_does_not_say_of_what_it_is_is_refused():
                 return p - m
 
             leaves, structure = jax.tree.flatten(params)
-            found = [
+            results = [
                 step(i, p, g)
                 for i, (p, g) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True))
             ]
-            return jax.tree.unflatten(structure, found)
+            return jax.tree.unflatten(structure, results)
 
     step = harness.transform_step(
         lambda: cross_shard.CrossShardOptimizer(Nameless(), shard_update=True)
@@ -346,7 +349,7 @@ def test_state_whose_name_does_not_say_of_what_it_is_is_refused():
         step.init(None, harness.params(), harness.batch())
 
 
-def test_state_is_made_without_a_loss():
+def test_init_creates_the_state_without_a_loss():
     make = functools.partial(compose, 1, True)
     params = harness.params()
     by_loss = harness.transform_step(make).init(jax.random.key(0), params, harness.batch())
@@ -360,13 +363,13 @@ def test_state_is_made_without_a_loss():
         )
 
 
-def test_only_what_is_to_be_trained_gets_slots():
+def test_only_trained_parameters_get_slots():
     rule = lambda params: by_optax(optax.adam(0.1), "adam").init(params, ["mlp/linear_1/w"])
     _, state = hk.transform_with_state(rule).init(None, harness.params())
     assert sorted(state["adam"]) == ["0/count", "0/mu/mlp/linear_1/w", "0/nu/mlp/linear_1/w"]
 
 
-def test_groups_have_shards_of_their_own():
+def test_each_group_shards_its_own_state():
     groups = [[0, 3], [1, 2]]
 
     def step(params, x, **options):
@@ -404,7 +407,7 @@ def test_groups_have_shards_of_their_own():
 
 
 def run_sharded(make, step_of, params, inputs, replicas=4, key=None):
-    """What `step_of(rule, params, input)` returns for some inputs, each replica alike; and the whole state."""
+    """Returns the results of `step_of(rule, params, x)` for each input, and the whole state (None if not sharded)."""
     rules = hk.transform_with_state(lambda params, x: step_of(make(), params, x))
     _, state = rules.init(key, params, inputs[0])
     held = hk.transform(lambda: base.held(make())).apply({}, None)
@@ -420,11 +423,11 @@ def run_sharded(make, step_of, params, inputs, replicas=4, key=None):
             check_vma=False,
         )
     )
-    found, state = [], sharding.store(state)
+    results, state = [], sharding.store(state)
     for x in inputs:
         out, state = run(state, x)
-        found.append(out)
-    return found, sharding.whole(state)
+        results.append(out)
+    return results, sharding.whole(state)
 
 
 def scaled(opt, shard_update):
@@ -432,11 +435,11 @@ def scaled(opt, shard_update):
     return loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
-ONE = {"m": {"w": jnp.arange(8.0).reshape(4, 2)}}
+PARAMS = {"m": {"w": jnp.arange(8.0).reshape(4, 2)}}
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
-def test_what_a_loss_has_written_is_put_back_by_a_skipped_step(shard_update):
+def test_a_skipped_step_restores_state_that_the_loss_wrote(shard_update):
     def step(opt, params, x):
         def loss(p):
             n = hk.get_state("n", [], jnp.int32, jnp.zeros)
@@ -447,9 +450,9 @@ def test_what_a_loss_has_written_is_put_back_by_a_skipped_step(shard_update):
         return hk.get_state("n")
 
     make = lambda: scaled(by_optax(optax.adam(0.1), "adam"), shard_update)
-    rules = hk.transform_with_state(lambda x: step(make(), ONE, x))
+    rules = hk.transform_with_state(lambda x: step(make(), PARAMS, x))
     _, state = rules.init(None, 1.0)
-    sharding = layouts.StateSharding(state, ONE, 4)
+    sharding = layouts.StateSharding(state, PARAMS, 4)
     specs = sharding.specs if shard_update else jax.tree.map(lambda _: jax.P(), state)
     run = jax.shard_map(
         lambda state, x: rules.apply({}, state, None, x),
@@ -466,7 +469,7 @@ def test_what_a_loss_has_written_is_put_back_by_a_skipped_step(shard_update):
 
 
 @pytest.mark.parametrize("x", [1.0, np.nan])
-def test_random_keys_are_those_of_a_replicated_step(x):
+def test_a_sharded_step_draws_the_random_keys_of_a_replicated_one(x):
     def step(opt, params, x):
         _, new = opt.minimize(lambda p: jnp.sum(p["m"]["w"]) * x, params)
         return new, jax.random.normal(hk.next_rng_key())
@@ -474,7 +477,7 @@ def test_random_keys_are_those_of_a_replicated_step(x):
     key = jax.random.key(3)
     ends = [
         run_sharded(
-            lambda shard=shard: scaled(Momentum(name="noisy"), shard), step, ONE, [x], key=key
+            lambda shard=shard: scaled(Momentum(name="noisy"), shard), step, PARAMS, [x], key=key
         )[0]
         for shard in (False, True)
     ]
@@ -482,7 +485,7 @@ def test_random_keys_are_those_of_a_replicated_step(x):
 
 
 def each_leaf(f):
-    """A rule without state that makes each new parameter of the old one and its gradient."""
+    """Returns a rule without state that computes each new parameter as `f(parameter, gradient)`."""
 
     class Each(base.Optimizer):
         def update(self, grads, params):
@@ -503,16 +506,17 @@ SUMS = {
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_sums_beside_other_things(name):
+def test_sums_combined_with_other_values_match_a_replicated_update(name):
     step = lambda opt, params, x: opt.minimize(lambda p: jnp.sum(p["m"]["w"] ** 2) * x, params)[1]
     make = lambda shard: cross_shard.CrossShardOptimizer(each_leaf(SUMS[name]), shard_update=shard)
     ends = [
-        run_sharded(lambda shard=shard: make(shard), step, ONE, [1.0])[0] for shard in (False, True)
+        run_sharded(lambda shard=shard: make(shard), step, PARAMS, [1.0])[0]
+        for shard in (False, True)
     ]
     harness.assert_close(*ends, rtol=1e-5)
 
 
-def test_a_slot_is_of_the_parameter_whose_shape_it_has():
+def test_a_slot_belongs_to_the_parameter_with_its_shape():
     params = {"mu/linear": {"w": jnp.ones((4, 3))}, "linear": {"w": jnp.ones((8, 2))}}
     step = lambda opt, params, x: opt.minimize(
         lambda p: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)) * x, params
@@ -527,13 +531,13 @@ def test_a_slot_is_of_the_parameter_whose_shape_it_has():
     harness.assert_close(*ends, rtol=1e-5)
 
 
-def test_a_slot_named_error_of_a_scalar_is_a_slot():
+def test_a_scalar_slot_named_error_is_not_a_rounding_error():
     of_params = {"m/s": layouts.layout("m/s", (), 4)}
     assert layouts.of_state(of_params, {"rule": {"error/m/s": jnp.zeros(())}}) == {}
 
 
 class ByAttribute(base.OptimizerWrapper):
-    """Hands a value from one phase to another by an attribute."""
+    """Passes a value from one phase to another through an attribute."""
 
     def __init__(self, opt):
         super().__init__(name="by_attribute")
@@ -548,14 +552,14 @@ class ByAttribute(base.OptimizerWrapper):
         return self.opt.update(jax.tree.map(lambda g: g / self.norm, grads), params)
 
 
-def test_a_value_that_leaves_a_phase_by_an_attribute_is_refused():
+def test_a_phase_that_stores_a_value_in_an_attribute_is_refused():
     make = lambda: ByAttribute(cross_shard.CrossShardOptimizer(optax.sgd(0.1), shard_update=True))
     with pytest.raises(ValueError, match="by_attribute cannot be sharded: .* 'norm'"):
         harness.transform_step(make).init(None, harness.params(), harness.batch())
 
 
 class Transparent(base.OptimizerWrapper):
-    """Is not seen by interceptors."""
+    """Has a transparent `aggregate`, which Haiku's interceptors do not see."""
 
     def __init__(self, opt):
         super().__init__()
@@ -572,7 +576,7 @@ def test_the_outermost_rule_may_be_transparent():
 
 
 class InList(base.Optimizer):
-    """Holds itself, by a list."""
+    """Holds itself through a list."""
 
     def __init__(self):
         super().__init__()
@@ -580,6 +584,6 @@ class InList(base.Optimizer):
         self.all.append(self.all)
 
 
-def test_what_holds_itself_is_held_once():
+def test_a_rule_that_holds_itself_is_listed_once():
     held = hk.transform(lambda: len(base.held(InList()))).apply({}, None)
     assert held == 1

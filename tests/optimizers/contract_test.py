@@ -1,4 +1,4 @@
-"""Every optimizer of the table, wrapped by both rules, keeps the same contract."""
+"""Tests that every optimizer of the table, wrapped by both rules, keeps the same contract."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Some steps in float64 on 8 replicas: what went in, what came out, and the jitted step."""
+    """A few steps in float64 on 8 replicas: their inputs and outputs, and the jitted step."""
 
     step: Any
     apply: Any
@@ -47,7 +47,7 @@ def test_the_table_is_complete():
     left_out = (
         table.TAKES_THE_LOSS
         | table.TAKES_PER_EXAMPLE_GRADIENTS
-        | table.IS_NO_OPTIMIZER
+        | table.NOT_AN_OPTIMIZER
         | table.DEPRECATED
     )
     listed = table.public_list()
@@ -71,7 +71,7 @@ def test_eight_replicas_follow_the_bare_optimizer_on_the_whole_batch(run):
         state = transformation.init(params)
     for (value, new, _), _ in run.outputs:
         expected_value, params, state = bare(params, state)
-        # float64 keeps 16 digits; the sums of 8 parts differ in the last ones, and a few steps of
+        # float64 keeps 16 digits. The sums of 8 parts differ in the last digits, and a few steps of
         # some rules amplify that.
         np.testing.assert_allclose(value, expected_value, rtol=1e-9)
         harness.assert_close(new, params, rtol=1e-8, atol=1e-10)
@@ -83,21 +83,21 @@ def test_eight_replicas_follow_the_bare_optimizer_on_the_whole_batch(run):
     assert any(moved)
 
 
-def test_a_sharded_run_is_a_replicated_run_or_is_refused_by_name(run):
+def test_a_sharded_run_matches_a_replicated_one_or_is_refused_by_name(run):
     name, run = run
     make = table.make_optimizer(name, shard_update=True)
     step, inputs = harness.transform_step(make), jax.device_get(run.inputs[0])
     state = table.CANNOT_BE_SHARDED.get(name)
     if state:
-        # Before the first step.
+        # The rule is refused before the first step.
         with pytest.raises(
             ValueError, match=rf"cannot be sharded: the state '{state}.*' of opt has the shape"
         ):
             jax.eval_shape(step.init, None, inputs[0], inputs[2])
         return
-    # 4 divides a dimension of each array; of 8 parts that of shape (3, 4) is flattened and padded, and
-    # the vector of 4 is whole on each replica, which some rules here are enough to see.
-    few = (
+    # 4 divides a dimension of every array. With 8 replicas the (3, 4) array is flattened and padded, and
+    # each replica holds the vector of 4 whole. A few rules are enough to test that.
+    also_with_eight = (
         "adafactor",
         "adamw",
         "chain",
@@ -108,30 +108,30 @@ def test_a_sharded_run_is_a_replicated_run_or_is_refused_by_name(run):
         "novograd",
         *table.WRAPPED,
     )
-    for replicas in (4, 8) if name in few else (4,):
+    for replicas in (4, 8) if name in also_with_eight else (4,):
         sharded, store, whole = harness.sharded(step, make, replicas)
         params, state, x, n = inputs
         state, sharded = store(state), jax.jit(sharded)
         for _ in range(STEPS):
             (value, params, n), state = sharded(params, state, x, n)
         expected = jax.device_get(run.outputs[-1])
-        # float64 keeps 16 digits; norms are summed in another order.
+        # float64 keeps 16 digits, and norms are summed in another order.
         harness.assert_close(((value, params, n), whole(state)), expected, rtol=1e-8, atol=1e-10)
 
 
-def test_one_device_not_jitted_is_as_eight_jitted(run):
+def test_one_device_without_jit_matches_eight_with_jit(run):
     _, run = run
     eager = harness.one_device(run.step)(*jax.device_put(run.inputs[1], jax.devices()[0]))
-    # XLA fuses, and so rounds elsewhere.
+    # Under jit XLA fuses operations, which changes the rounding.
     harness.assert_close(eager, run.outputs[1], rtol=1e-8, atol=1e-10)
 
 
-def test_nothing_compiles_again(run):
+def test_no_step_recompiles(run):
     _, run = run
     assert len(set(run.compile_counts)) == 1 and run.compile_counts[0] > 0
 
 
-def test_abstract_init_and_the_state_after_a_step_have_the_same_types(run):
+def test_abstract_state_and_state_after_a_step_have_the_same_types(run):
     _, run = run
     params, state, x, _ = run.inputs[0]
     _, abstract = jax.eval_shape(run.step.init, None, params, x)
@@ -148,13 +148,13 @@ def through_bytes(a):
     return jax.random.wrap_key_data(back, impl=jax.random.key_impl(a)) if is_key else back
 
 
-def test_the_state_goes_through_plain_arrays(run):
+def test_the_state_survives_a_round_trip_through_plain_arrays(run):
     _, run = run
     again = run.apply(*jax.tree.map(through_bytes, run.inputs[2]))
     harness.assert_equal(again, run.outputs[2])
 
 
-def test_a_skipped_step_changes_nothing_but_the_scale(run):
+def test_a_skipped_step_changes_only_the_loss_scale(run):
     _, run = run
     params, state, x, n = run.inputs[2]
     (_, new, new_n), new_state = run.apply(params, state, x.at[0, 0].set(jnp.nan), n)

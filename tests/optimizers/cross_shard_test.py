@@ -1,4 +1,4 @@
-"""CrossShardOptimizer: what is summed, over whom, and in which type."""
+"""Tests of CrossShardOptimizer: the arrays that it sums, the replicas that it sums over, and the types."""
 
 import functools
 
@@ -22,7 +22,7 @@ def linear_loss(params, x):
 
 
 def run_replicas(make_optimizer, x, *, steps=1, replicas=8, loss=linear_loss, dtype=np.float32):
-    """Each replica's `(value, params, global_step), state` after some steps on its own x."""
+    """Returns each replica's `(value, w, global_step), state` after some steps on its own x."""
     step = harness.transform_step(make_optimizer, loss)
     params = {"m": {"w": jnp.zeros((), dtype)}}
     _, state = step.init(None, params, x[0])
@@ -61,7 +61,7 @@ def test_the_value_is_the_replicas_own_loss():
 
 
 def compute_and_apply(reduction, change):
-    """Parameters after a step in which `change` acts on each replica's gradients."""
+    """Returns each replica's parameter after a step with `change(grads)`, and its gradient before the change."""
 
     def step(params, x):
         opt = CrossShard(optax.sgd(1.0), reduction)
@@ -83,12 +83,12 @@ def compute_and_apply(reduction, change):
     return np.asarray(new["m"]["w"]), np.asarray(grads)
 
 
-def test_gradients_stay_per_replica_until_applied_so_that_each_can_be_clipped():
+def test_gradients_stay_per_replica_until_they_are_applied():
     clip = functools.partial(jax.tree.map, lambda g: jnp.clip(g, -1, 1))
     new, grads = compute_and_apply("sum", clip)
     np.testing.assert_array_equal(grads, [1.0] * 7 + [1e6])
     np.testing.assert_array_equal(new, [-8.0] * 8)
-    # As in TensorFlow the mean's factor is in what a clip sees.
+    # As in TensorFlow, the gradients that a clip sees already include the mean's factor.
     new, grads = compute_and_apply("mean", clip)
     np.testing.assert_array_equal(grads, [0.125] * 7 + [1e6 / 8])
     np.testing.assert_array_equal(new, [-(7 / 8 + 1)] * 8)
@@ -105,7 +105,8 @@ def test_shard_map_with_and_without_vma_checks_agree(check_vma):
     grads = jax.grad(harness.loss)(params, x)
     with jax.numpy_dtype_promotion("standard"):
         updates, _ = expected.update(grads, expected.init(params), params)
-    # Adam's first step is the gradient's sign, as long as no gradient was summed twice or scaled.
+    # Adam's first step depends only on the signs of the gradients. The first moment, which is compared below,
+    # also shows a gradient that was summed twice or scaled.
     harness.assert_close(new, optax.apply_updates(params, updates), rtol=1e-5)
     np.testing.assert_allclose(value, harness.loss(params, x), rtol=1e-6)
     mu = state["CrossShardOptimizer/~/optax_optimizer"]["0/mu/mlp/linear_0/w"]
@@ -113,7 +114,7 @@ def test_shard_map_with_and_without_vma_checks_agree(check_vma):
     assert int(n) == 1
 
 
-def test_groups_under_vma_checks_are_refused_with_the_mend():
+def test_groups_under_vma_checks_are_refused_with_a_remedy():
     step = harness.transform_step(
         lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1], [2, 3]])
     )
@@ -138,14 +139,14 @@ def test_one_bad_replica_skips_its_group_under_both_nestings(order, groups):
     skipped = {0, 1, 2, 3} if groups is None else set(next(g for g in groups if 2 in g))
     expected = np.array([i not in skipped for i in range(4)])
     np.testing.assert_array_equal(n, expected.astype(np.int32))
-    # Adam's first step is the learning rate, but for the rounding of its bias correction.
+    # Adam's first step has the size of the learning rate, up to the rounding of its bias correction.
     np.testing.assert_allclose(w, -0.5 * expected, rtol=1e-5)
     np.testing.assert_array_equal(state["adam"]["0/count"], expected.astype(np.int32))
     (scale,) = [m["current_loss_scale"] for m in state.values() if "current_loss_scale" in m]
     np.testing.assert_array_equal(scale, np.where(expected, 2.0**15, 2.0**14))
 
 
-def test_groups_that_skip_at_different_steps_do_not_hang_and_go_separate_ways():
+def test_groups_may_skip_different_steps_without_hanging():
     make = lambda: LossScaled(
         CrossShard(optax.adam(0.5), group_assignment=[[0, 2, 4, 6], [1, 3, 5, 7]]), "dynamic"
     )
@@ -180,14 +181,14 @@ def test_replicas_of_a_group_stay_equal_bit_by_bit():
     assert not np.array_equal(w[0], w[1])
 
 
-def test_half_precision_loses_nothing_to_the_mean():
-    # 3e4 on each of 8 replicas: their sum is beyond float16, their mean is not.
+def test_a_float16_mean_neither_overflows_nor_underflows():
+    # The sum of 3e4 over 8 replicas is beyond the range of float16; the mean is not.
     (_, w, _), _ = run_replicas(
         lambda: CrossShard(optax.sgd(1.0)), jnp.full((8,), 3e4, jnp.float16), dtype=np.float16
     )
     assert w.dtype == np.float16
     np.testing.assert_array_equal(w, np.full(8, -3e4, np.float16))
-    # The smallest number of float16, which any factor below 1 would take to zero.
+    # The smallest positive float16: the factor 1/8 of the mean, applied before the sum, would round it to zero.
     tiny = np.float16(6e-8)
     (_, w, _), _ = run_replicas(
         lambda: CrossShard(optax.sgd(1.0)), jnp.full((8,), tiny), dtype=np.float16
@@ -196,7 +197,7 @@ def test_half_precision_loses_nothing_to_the_mean():
 
 
 @pytest.mark.parametrize("mapped", [jax.vmap, jax.pmap])
-def test_other_mapped_axes(mapped):
+def test_vmap_and_pmap_axes_are_reduced_too(mapped):
     step = harness.transform_step(lambda: LossScaled(CrossShard(optax.sgd(1.0)), 2), linear_loss)
     params = {"m": {"w": jnp.zeros(())}}
     run = lambda x: step.apply({}, {}, None, params, x)[0][1]["m"]["w"]
@@ -252,7 +253,7 @@ def test_groups_that_do_not_fit_the_axis_are_refused():
         )
 
 
-def test_groups_outside_of_the_axis_are_refused():
+def test_groups_without_a_mapped_axis_are_refused():
     step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1]]))
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
@@ -260,21 +261,21 @@ def test_groups_outside_of_the_axis_are_refused():
         step.apply({}, state, None, params, x)
 
 
-def test_another_mapped_axis_is_refused():
+def test_an_axis_that_is_not_mapped_is_refused():
     with pytest.raises(ValueError, match=r"axis 'data', but the mapped axes here are"):
         run_replicas(lambda: CrossShard(optax.sgd(1.0), axis_name="data"), jnp.ones(8))
     with pytest.raises(ValueError, match="axis_name must be the name of one axis"):
         hk.testing.transform_and_run(lambda: CrossShard(optax.sgd(1.0), axis_name=("a", "b")))()
 
 
-def test_the_same_axis_twice_is_refused():
+def test_reducing_over_the_same_axis_twice_is_refused():
     with pytest.raises(ValueError, match="already reduces over the axis 'replica'"):
         hk.testing.transform_and_run(
             lambda: CrossShard(LossScaled(CrossShard(optax.sgd(1.0)), 2))
         )()
 
 
-def test_outside_of_any_axis_there_is_one_replica_and_one_warning(caplog):
+def test_without_a_mapped_axis_there_is_one_replica_and_one_warning(caplog):
     axes.logging._log_counter_per_token.clear()
     step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0)), linear_loss)
     params = {"m": {"w": jnp.zeros(())}}
@@ -288,13 +289,13 @@ def test_outside_of_any_axis_there_is_one_replica_and_one_warning(caplog):
 
 
 def plain_gradients(reduction, mark, check_vma):
-    """Parameters after a step whose gradients are from jax.grad, and after one with compute_gradients."""
+    """Returns the parameters after a step with gradients from jax.grad, and after one with compute_gradients."""
 
     def step(params, x):
         opt = CrossShard(optax.sgd(1.0), reduction)
         loss = lambda p: p["m"]["a"] * x + p["m"]["b"] * x**2
-        own = opt.apply_gradients(jax.grad(loss)(mark(params)), params)
-        return own, opt.minimize(loss, params)[1]
+        by_jax_grad = opt.apply_gradients(jax.grad(loss)(mark(params)), params)
+        return by_jax_grad, opt.minimize(loss, params)[1]
 
     step = hk.transform_with_state(step)
     params = {"m": {"a": jnp.zeros(()), "b": jnp.zeros(())}}
@@ -314,12 +315,12 @@ def as_varying(x):
 
 def test_gradients_of_jax_grad_are_summed_once():
     mark = functools.partial(jax.tree.map, as_varying)
-    for own, computed in (
+    for by_jax_grad, computed in (
         plain_gradients("sum", mark, True),
         plain_gradients("sum", lambda params: params, False),
     ):
-        harness.assert_equal(own, computed)
-        np.testing.assert_array_equal(own["m"]["a"], -28.0)
+        harness.assert_equal(by_jax_grad, computed)
+        np.testing.assert_array_equal(by_jax_grad["m"]["a"], -28.0)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -333,8 +334,8 @@ def test_gradients_that_jax_has_summed_are_refused(reduction):
 
 @pytest.mark.parametrize("marked,missing", [("slice", "replica"), ("replica", "slice")])
 def test_gradients_that_jax_has_summed_over_one_of_two_axes_are_refused(marked, missing):
-    axes_of = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 4), ("slice", "replica"), axis_types=axes_of)
+    auto_axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("slice", "replica"), axis_types=auto_axes)
     params = {"m": {"w": jnp.zeros(())}}
 
     def step(x):
@@ -350,7 +351,7 @@ def test_gradients_that_jax_has_summed_over_one_of_two_axes_are_refused(marked, 
         jax.eval_shape(run, jnp.ones((2, 4)))
 
 
-def test_groups_of_one_take_no_sum_of_all():
+def test_groups_of_one_refuse_gradients_summed_over_all_replicas():
     def step(x):
         opt = CrossShard(optax.sgd(1.0), group_assignment=[[i] for i in range(8)])
         params = {"m": {"w": jnp.zeros(())}}
@@ -366,7 +367,7 @@ def test_groups_of_one_take_no_sum_of_all():
 
 
 @pytest.mark.parametrize("options", [{"reduce_dtype": "bfloat16"}, {"shard_update": True}])
-def test_complex_gradients_are_summed_whole_or_refused(options):
+def test_complex_gradients_are_summed_in_full_precision_or_refused(options):
     def step(params, x):
         loss = lambda p: jnp.sum(jnp.abs(p["m"]["w"] - x) ** 2)
         return CrossShard(optax.sgd(0.5), **options).minimize(loss, params)[1]
@@ -385,11 +386,11 @@ def test_complex_gradients_are_summed_whole_or_refused(options):
         with pytest.raises(ValueError, match="'m/w' is complex; reduce_dtype='bfloat16'"):
             jax.eval_shape(run, x)
     else:
-        # A step of 0.5 ends in the mean, of 0 to 3.
+        # A step of size 0.5 reaches the mean of x, and the mean of 0 to 3 is 1.5.
         np.testing.assert_allclose(jax.jit(run)(x)["m"]["w"], np.full(4, 1.5 + 3j), rtol=1e-6)
 
 
-def test_numbers_of_numpy_are_replica_numbers():
+def test_numpy_integers_are_valid_replica_numbers():
     groups = [list(group) for group in np.arange(8).reshape(2, 4)]
     assert isinstance(groups[0][0], np.int64)
     make = lambda: CrossShard(optax.sgd(1.0), "sum", group_assignment=groups)
@@ -397,7 +398,7 @@ def test_numbers_of_numpy_are_replica_numbers():
     np.testing.assert_array_equal(w, [-6.0] * 4 + [-22.0] * 4)
 
 
-def test_a_vmapped_axis_of_another_name_is_named(caplog):
+def test_the_warning_names_the_axes_that_are_mapped(caplog):
     axes.logging._log_counter_per_token.clear()
     step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0)), linear_loss)
     params = {"m": {"w": jnp.zeros(())}}

@@ -1,4 +1,4 @@
-"""Parameters in shards: networks of every kind train as they do replicated, and hold and send what they should."""
+"""Tests of shard_params: networks train as they do replicated, and hold and send the expected arrays."""
 
 import collections
 import dataclasses
@@ -27,7 +27,7 @@ WIDTH = 32
 
 
 class Network(toy.Wide):
-    """A network of the kind that the config says, with a clip of the global norm and averages in its rule."""
+    """A network of the configured kind, with a clip by the global norm and averages in its rule."""
 
     def forward(self, batch, *, is_training):
         x = hk.Linear(WIDTH, name="inputs")(batch["x"])
@@ -42,18 +42,18 @@ class Network(toy.Wide):
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
-class Shaken(Network):
-    """With the loss of halved parameters beside that of the parameters."""
+class WithHalvedLoss(Network):
+    """Adds the loss at halved parameters to the loss."""
 
     def training_loss(self, state, batch, key):
         halved = state.replace(params=jax.tree.map(lambda w: 0.5 * w, state.params))
-        of_halved, *_ = super().training_loss(halved, batch, key)
+        halved_value, *_ = super().training_loss(halved, batch, key)
         value, *rest = super().training_loss(state, batch, key)
-        return value + of_halved, *rest
+        return value + halved_value, *rest
 
 
-class ByRows(Network):
-    """With rules that take matrices whole: Muon for the wide ones, Adafactor for the rest."""
+class MuonAndAdafactor(Network):
+    """Uses rules that need whole matrices or rows: Muon for the wide matrices, Adafactor for the rest."""
 
     def optimizer(self):
         kind = lambda path, w: "muon" if path[0].key.endswith("linear_0") and w.ndim > 1 else "rest"
@@ -71,8 +71,8 @@ class ByRows(Network):
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
-class Divided(ByRows):
-    """With the weights of each layer along the model axis, too."""
+class Divided(MuonAndAdafactor):
+    """Also splits the weights of each layer along the model axis."""
 
     def sharding_rules(self):
         return (
@@ -83,7 +83,7 @@ class Divided(ByRows):
 
 
 def block(x):
-    # Eight replicas hold the weights in shards, and the biases whole.
+    # Eight replicas hold the weights in shards. The biases are too small for that and stay whole.
     w = hk.get_parameter("scale", (), init=jnp.ones)
     return x + w * jnp.tanh(hk.nets.MLP([2 * WIDTH, WIDTH], name="mlp")(x))
 
@@ -94,7 +94,7 @@ def partly(x):
 
 
 def stacked(layer, count=8):
-    # As many layers as replicas, which could be cut, too.
+    # By default there are as many layers as replicas, so the dimension of layers could be sharded too.
     return lambda x: hk.layer_stack(count, name="layers")(layer)(x)
 
 
@@ -109,7 +109,7 @@ def branching(x):
     left, right = hk.Linear(WIDTH, name="left"), hk.Linear(WIDTH, name="right")
     if hk.running_init():
         return left(x) + right(x)
-    # Not the same on all replicas, so that no collective may be in it.
+    # Replicas may take different branches, so no branch may contain a collective.
     return hk.cond(jnp.sum(x) > 0, left, right, x)
 
 
@@ -124,7 +124,7 @@ def unused(x):
 
 
 def many(x):
-    # More than ten, of one shape, and each of them has its place.
+    # More than ten parameters of one shape. By name w_10 comes before w_2, but each must be gathered in its place.
     init = hk.initializers.RandomNormal(1 / WIDTH**0.5)
     weights = [hk.get_parameter(f"w_{i}", (WIDTH, WIDTH), init=init) for i in range(12)]
     for w in weights:
@@ -144,23 +144,23 @@ KINDS = {
     "unused": unused,
     "unused in remat": lambda x: hk.remat(unused)(x),
     "many in remat": lambda x: hk.remat(many)(x),
-    "penalty": lambda x: x * sum(map(jnp.sum, _made(x).params_dict().values())).astype(x.dtype),
+    "penalty": lambda x: x * sum(map(jnp.sum, _linear(x).params_dict().values())).astype(x.dtype),
 }
 
 
-def _made(x):
+def _linear(x):
     module = hk.Linear(WIDTH, name="penalised")
     module(x)
     return module
 
 
-def make(kind="block", held=True, cls=Network, **changes):
+def make(kind="block", sharded=True, cls=Network, **changes):
     config = toy.get_config()
     config.kind = kind
     for key in ("reduce_dtype", "slice_dtype"):
         if key in changes:
             config.reduction[key] = changes.pop(key)
-    config.reduction.shard_params = held
+    config.reduction.shard_params = sharded
     config.update({"fingerprint_every_steps": 0, **changes})
     the_mesh = mesh.make_mesh(
         config.group_assignment or None, slices=config.slices, model=config.model_parallel
@@ -178,7 +178,7 @@ def begin(experiment, the_mesh):
 
 
 def trained(steps=4, **changes):
-    """The experiment, its mesh, its state after some steps, and the last metrics."""
+    """Returns the experiment, its mesh, its state after some steps, and the last metrics."""
     experiment, the_mesh = make(**changes)
     state, train = begin(experiment, the_mesh)
     apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
@@ -197,11 +197,11 @@ SHAPES = [
     {"kind": "stack", "micro_batches": 2, "group_assignment": HALVES},
     {"kind": "block", "slices": 2},
     {"kind": "block", "overflow_above": 2.0},
-    {"kind": "stack", "cls": ByRows},
-    {"kind": "few layers", "cls": ByRows, "slices": 2},
+    {"kind": "stack", "cls": MuonAndAdafactor},
+    {"kind": "few layers", "cls": MuonAndAdafactor, "slices": 2},
     {"kind": "stack", "cls": Divided, "model_parallel": 2, "group_assignment": ((0, 1), (2, 3))},
     {"kind": "remat", "cls": Divided, "model_parallel": 2, "micro_batches": 2, "slices": 2},
-    {"kind": "remat", "cls": Shaken, "micro_batches": 2, "gather_once": True, "slices": 2},
+    {"kind": "remat", "cls": WithHalvedLoss, "micro_batches": 2, "gather_once": True, "slices": 2},
 ]
 
 
@@ -209,118 +209,123 @@ SHAPES = [
 def test_a_network_trains_as_it_does_replicated(shape):
     ends = []
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        for held in (True, False):
-            *of_run, metrics = trained(held=held, precision=DOUBLE, **shape)
-            ends.append(({"state": on_host(*of_run)}, metrics))
-    (held, its_metrics), (whole, wanted) = ends
-    harness.assert_close(held, whole, rtol=1e-8, atol=1e-8)
-    # What is logged is float32.
-    harness.assert_close(its_metrics, wanted, rtol=1e-5, atol=1e-8)
+        for sharded in (True, False):
+            *run, metrics = trained(sharded=sharded, precision=DOUBLE, **shape)
+            ends.append(({"state": on_host(*run)}, metrics))
+    (sharded, sharded_metrics), (whole, wanted) = ends
+    harness.assert_close(sharded, whole, rtol=1e-8, atol=1e-8)
+    # Metrics are float32.
+    harness.assert_close(sharded_metrics, wanted, rtol=1e-5, atol=1e-8)
 
 
-def bytes_a_device(tree):
+def bytes_per_device(tree):
     device = jax.devices()[0]
     leaves = jax.tree.leaves(tree)
     return sum(s.data.nbytes for x in leaves for s in x.addressable_shards if s.device == device)
 
 
-def test_parameters_and_slots_take_an_nth_of_the_memory():
-    """Of a stack of eight layers, whose first dimension eight would divide, too."""
-    held, whole = (begin(*make("stack", held))[0].experiment for held in (True, False))
-    layer = held.params["layers/mlp/~/linear_0"]
+def test_sharded_parameters_and_slots_take_one_nth_of_the_memory():
+    """The stack has eight layers, so eight replicas would divide the dimension of layers too."""
+    sharded, whole = (begin(*make("stack", sharded))[0].experiment for sharded in (True, False))
+    layer = sharded.params["layers/mlp/~/linear_0"]
     assert layer["w"].sharding.spec == jax.P(None, "replica", None)
     assert layer["b"].sharding.is_fully_replicated
     weights = 4 * 8 * 2 * WIDTH * 2 * WIDTH
     for part, copies in (("params", 1), ("opt_state", 3)):
-        saved = bytes_a_device(getattr(whole, part)) - bytes_a_device(getattr(held, part))
-        # Slots of what is whole are in shards, too.
+        saved = bytes_per_device(getattr(whole, part)) - bytes_per_device(getattr(sharded, part))
+        # Slots of whole parameters are sharded too, so the slots may save more.
         assert copies * weights * 7 / 8 <= saved
-    assert bytes_a_device(held.params) == bytes_a_device(whole.params) - weights * 7 // 8
+    assert bytes_per_device(sharded.params) == bytes_per_device(whole.params) - weights * 7 // 8
 
 
-def test_a_parameter_lies_along_the_model_axis_and_in_shards():
+def test_a_parameter_is_sharded_over_the_model_axis_and_replicas():
     changes = {"cls": Divided, "model_parallel": 2}
-    held, whole = (begin(*make("stack", held, **changes))[0].experiment for held in (True, False))
-    weights = held.params["layers/mlp/~/linear_0"]["w"]
+    sharded, whole = (
+        begin(*make("stack", sharded, **changes))[0].experiment for sharded in (True, False)
+    )
+    weights = sharded.params["layers/mlp/~/linear_0"]["w"]
     assert weights.sharding.spec == jax.P(None, "replica", "model")
-    saved = bytes_a_device(whole.params) - bytes_a_device(held.params)
-    # Of two stacks of weights, halved by the model axis, four replicas hold a quarter each.
+    saved = bytes_per_device(whole.params) - bytes_per_device(sharded.params)
+    # The model axis halves two stacks of weights, and each of four replicas holds a quarter of a half.
     assert saved >= 2 * 4 * 8 * WIDTH * 2 * WIDTH / 2 * 3 / 4
 
 
 def sent(kind, **changes):
-    """The step in float16, lowered, and how often it does each kind of collective in each type."""
+    """Returns the lowered step in float16, and the number of its collectives by kind and types."""
     half = "params=float32,compute=float16,output=float32"
     experiment, the_mesh = make(kind, precision=half, **changes)
     state, train = begin(experiment, the_mesh)
     lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, next(train))
-    found = collections.Counter()
-    for one in collectives.of(lowered.compile()):
-        found[one.kind, one.dtypes] += one.times
-    return lowered, found
+    counts = collections.Counter()
+    for collective in collectives.of(lowered.compile()):
+        counts[collective.kind, collective.dtypes] += collective.times
+    return lowered, counts
 
 
-def test_what_a_loop_over_time_asks_for_is_gathered_before_it():
-    _, found = sent("recurrent")
-    # Once forward and once backward, of which the compiler may make one; and each array is summed once. There are
-    # three steps of time.
-    assert 1 <= found["all-gather", ("f16",)] <= 2
-    assert found["reduce-scatter", ("f32",)] == 5
+def test_parameters_of_a_loop_over_time_are_gathered_before_it():
+    _, counts = sent("recurrent")
+    # There are three time steps. The weights are gathered once forward and once backward, which the compiler may
+    # merge, and each array is summed once.
+    assert 1 <= counts["all-gather", ("f16",)] <= 2
+    assert counts["reduce-scatter", ("f32",)] == 5
 
 
 @pytest.mark.parametrize("kind", ["stack", "remat", "partly"])
-def test_a_layer_at_a_time_is_gathered_and_again_in_the_backward_pass(kind):
-    lowered, found = sent(kind)
-    # Two arrays of each of eight layers, forward and backward; their gradients are summed in float32.
-    assert found["all-gather", ("f16",)] == 2 * 2 * 8
-    assert found["reduce-scatter", ("f16",)] == 0
-    assert found["reduce-scatter", ("f32",)] >= 2 * 8
-    # What hk.remat computes again still is, and nothing else but what is gathered.
+def test_layers_are_gathered_one_at_a_time_and_again_in_the_backward_pass(kind):
+    lowered, counts = sent(kind)
+    # Two arrays of each of eight layers are gathered forward and backward. Their gradients are summed in float32.
+    assert counts["all-gather", ("f16",)] == 2 * 2 * 8
+    assert counts["reduce-scatter", ("f16",)] == 0
+    assert counts["reduce-scatter", ("f32",)] >= 2 * 8
+    # The backward pass still recomputes what hk.remat covers. Besides that it repeats only the gathers.
     assert lowered.as_text().count("stablehlo.tanh") == {"stack": 1, "remat": 2, "partly": 3}[kind]
 
 
-def test_what_lies_along_the_model_axis_is_gathered_over_replicas_alone():
+def test_model_parallel_parameters_are_gathered_only_over_replicas():
     experiment, the_mesh = make("stack", cls=Divided, model_parallel=2)
     state, train = begin(experiment, the_mesh)
     lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, next(train))
     rows = collectives.rows(the_mesh, collectives.of(lowered.compile()))
     assert {row["kind"] for row in rows if "model" in row["over"]} == {"all-reduce"}
     (gathers,) = [row for row in rows if row["kind"] == "all-gather"]
-    # Forward and backward half of each layer's two arrays; of the rest each array once, and once in the update.
+    # Half of each layer's two arrays is gathered forward and backward. All other gathers together add
+    # less than a tenth.
     half = 4 * WIDTH * 2 * WIDTH // 2
     assert 2 * 2 * 8 * half <= gathers["bytes"] < 2.2 * 2 * 8 * half
 
 
-def test_each_replica_computes_the_matrices_of_its_layers():
+def test_each_replica_computes_only_the_matrices_of_its_layers():
     flops, kinds = [], []
-    for held in (True, False):
-        experiment, the_mesh = make("stack", held, ByRows)
+    for sharded in (True, False):
+        experiment, the_mesh = make("stack", sharded, MuonAndAdafactor)
         state, train = begin(experiment, the_mesh)
         lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, next(train))
         compiled = lowered.compile()
         flops.append(compiled.cost_analysis()["flops"])
-        kinds.append(collections.Counter(one.kind for one in collectives.of(compiled)))
+        kinds.append(
+            collections.Counter(collective.kind for collective in collectives.of(compiled))
+        )
     assert flops[0] < flops[1] / 4
-    # Shards for layers, and back.
+    # One all-to-all exchanges shards for whole layers, and another exchanges them back.
     assert kinds[0]["all-to-all"] == 2 and kinds[1]["all-to-all"] == 0
 
 
-def test_what_is_gathered_once_is_so_for_all_micro_batches():
-    _, found = sent("stack", micro_batches=2, gather_once=True)
-    # Two stacks of arrays, each whole; their gradients are summed after each micro-batch.
-    assert found["all-gather", ("f16",)] == 2
-    assert found["reduce-scatter", ("f32",)] >= 2 * 2
+def test_gather_once_gathers_once_for_all_micro_batches():
+    _, counts = sent("stack", micro_batches=2, gather_once=True)
+    # Two stacks of arrays are gathered whole. Their gradients are summed after each micro-batch.
+    assert counts["all-gather", ("f16",)] == 2
+    assert counts["reduce-scatter", ("f32",)] >= 2 * 2
 
 
-def test_evaluations_predictions_and_fingerprints_are_those_of_whole_parameters():
+def test_evaluation_prediction_and_fingerprint_match_whole_parameters():
     outcomes = []
     experiment, the_mesh, state, _ = trained(kind="recurrent", steps=2)
     whole = storage.Storage(experiment, the_mesh).to_whole(state)
-    for held in (True, False):
-        experiment, the_mesh = make("recurrent", held)
+    for sharded in (True, False):
+        experiment, the_mesh = make("recurrent", sharded)
         shapes = state_lib.abstract_state(experiment, the_mesh, 0, experiment.train_data())
         state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), whole, shapes)
-        # The structure says how it lies.
+        # The tree structure of a state records how its parameters are sharded.
         state = jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(state))
         batch = {name: x[:16] for name, x in experiment.train_data().items()}
         mask = np.arange(16) < 13
@@ -340,7 +345,7 @@ class Clips(Network):
         return jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads)
 
 
-class Penalised(Network):
+class Penalized(Network):
     def training_loss(self, state, batch, key):
         value, *rest = super().training_loss(state, batch, key)
         return value + sum(jnp.sum(w**2) for w in jax.tree.leaves(state.params)), *rest
@@ -379,14 +384,14 @@ class AppliesItself(Network):
     "changes, match",
     [
         ({"cls": Clips}, "shard_params=True cannot be used with clip_gradients: no replica has its own gradients"),
-        ({"cls": Penalised}, r"uses 'params/mlp/~/linear_0/w' as if it were whole, by reduce_sum \(\S*gathering_test.py:\d+\)"),
+        ({"cls": Penalized}, r"uses 'params/mlp/~/linear_0/w' as if it were whole, by reduce_sum \(\S*gathering_test.py:\d+\)"),
         ({"cls": AppliesItself}, "cannot be used with Own, which overrides apply_gradients"),
         ({"cls": ClipsInRule}, "clips_own cannot be used with shard_params=True: its .* takes a replica's own"),
         ({"kind": "penalty"}, "uses the parameter 'penalised/w' without asking hk.get_parameter"),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_needs_whole_parameters_or_own_gradients_is_refused(changes, match):
+def test_code_that_needs_whole_parameters_or_own_gradients_is_refused(changes, match):
     experiment, the_mesh = make(**changes)
     with pytest.raises(ValueError, match=match):
         state = state_lib.abstract_state(experiment, the_mesh, 0, experiment.train_data())
@@ -394,7 +399,7 @@ def test_what_needs_whole_parameters_or_own_gradients_is_refused(changes, match)
         jax.eval_shape(step.make_train_step(experiment, the_mesh), state, batch)
 
 
-def test_it_is_for_a_run():
+def test_shard_params_outside_a_run_is_refused():
     params = {"m": {"w": jnp.ones((8, 8))}}
     rule = hk.transform_with_state(
         lambda: xshard.CrossShardOptimizer(optax.sgd(1.0), shard_params=True).init(params)

@@ -1,6 +1,6 @@
-"""The names, types and shapes of optimizer state are a checkpoint's keys, so they must stay.
+"""Tests that names, types and shapes of optimizer state do not change: they are the keys of a checkpoint.
 
-After a change that is meant: python -m tests.optimizers.golden_test --regenerate
+After an intended change run: python -m tests.optimizers.golden_test --regenerate
 """
 
 import json
@@ -16,7 +16,7 @@ GOLDEN = pathlib.Path(__file__).with_name("golden_state.json")
 
 
 def layout(name):
-    """The names, types and shapes of the state, as they are in a checkpoint."""
+    """Returns the types and shapes of the state, by their names in a checkpoint."""
     _, state = jax.eval_shape(table.make_step(name).init, None, harness.params(), harness.batch())
     return {
         f"{module}/{key}": f"{leaf.dtype}{list(leaf.shape)}"
@@ -30,7 +30,7 @@ def test_state_names_are_stable(name):
     assert layout(name) == json.loads(GOLDEN.read_text())[name]
 
 
-def test_nothing_is_left_over():
+def test_the_golden_file_lists_the_optimizers_of_the_table():
     assert json.loads(GOLDEN.read_text()).keys() == set(table.NAMES)
 
 

@@ -1,4 +1,4 @@
-"""Small problems and ways to run a step on them, shared by the tests of the optimizers."""
+"""A small network and ways to run a step of it, shared by the tests of the optimizers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +22,12 @@ jax.monitoring.register_event_duration_secs_listener(
 
 
 def compile_count() -> int:
-    """How often XLA has compiled in this process."""
+    """Returns the number of times that XLA has compiled in this process."""
     return len(_COMPILED)
 
 
 def params(dtype: Any = np.float32) -> dict[str, dict[str, jax.Array]]:
-    """Parameters of a two-layer network: matrices, a vector, and one path of three parts."""
+    """Returns the parameters of a two-layer network: two matrices and a vector, with paths of three parts."""
     rng = np.random.default_rng(0)
     shapes = {"mlp/linear_0": {"b": (4,), "w": (3, 4)}, "mlp/linear_1": {"w": (4, 2)}}
     return {
@@ -37,12 +37,12 @@ def params(dtype: Any = np.float32) -> dict[str, dict[str, jax.Array]]:
 
 
 def batch(dtype: Any = np.float32, examples: int = 16) -> jax.Array:
-    """Inputs of the network."""
+    """Returns a batch of inputs of the network."""
     return jnp.asarray(np.random.default_rng(1).normal(size=(examples, 3)), dtype)
 
 
 def loss(variables: Any, x: jax.Array) -> jax.Array:
-    """The mean over examples of a smooth function of all parameters."""
+    """Returns the mean over examples of a smooth function of all parameters."""
     hidden = jnp.tanh(x @ variables["mlp/linear_0"]["w"] + variables["mlp/linear_0"]["b"])
     return jnp.mean(jnp.sum((hidden @ variables["mlp/linear_1"]["w"] - 1) ** 2, axis=-1))
 
@@ -50,7 +50,7 @@ def loss(variables: Any, x: jax.Array) -> jax.Array:
 def transform_step(
     make_optimizer: Callable[[], Any], loss_fn: Any = loss
 ) -> hk.TransformedWithState:
-    """`step(params, x, global_step)`, which returns `(value, params, global_step)`."""
+    """Transforms `step(params, x, global_step)`, which returns `(value, params, global_step)`."""
 
     def step(variables: Any, x: Any, global_step: Any = 0) -> Any:
         return make_optimizer().minimize(lambda p: loss_fn(p, x), variables, global_step)
@@ -59,19 +59,19 @@ def transform_step(
 
 
 def mesh(replicas: int = REPLICAS) -> jax.sharding.Mesh:
-    """A mesh of one axis."""
+    """Returns a mesh with the one axis `MESH_AXIS`."""
     return jax.sharding.Mesh(np.array(jax.devices()[:replicas]), (MESH_AXIS,))
 
 
 def one_device(step: hk.TransformedWithState) -> Callable[..., Any]:
-    """`f(params, state, x, global_step)`, which returns `((value, params, global_step), state)`."""
+    """Returns `f(params, state, x, global_step)`, which returns `((value, params, global_step), state)`."""
     return lambda p, s, x, n=0: step.apply({}, s, None, p, x, n)
 
 
 def replicated(
     step: hk.TransformedWithState, *, check_vma: bool = False, replicas: int = REPLICAS
 ) -> Callable[..., Any]:
-    """As `one_device`, x split over the replicas, everything else replicated, the mean value."""
+    """As `one_device`, with x split over the replicas, all else replicated, and the value averaged."""
 
     def local(p: Any, s: Any, x: Any, n: Any) -> Any:
         (value, p, n), s = step.apply({}, s, None, p, x, n)
@@ -89,7 +89,7 @@ def replicated(
 
 
 def per_replica(step: hk.TransformedWithState, replicas: int = REPLICAS) -> Callable[..., Any]:
-    """As `one_device` where everything has a leading dimension of replicas, so that none is hidden."""
+    """As `one_device`, but all arrays have a leading dimension of replicas, which shows every replica's copy."""
 
     def local(*args: Any) -> Any:
         p, s, x, n = jax.tree.map(lambda a: a[0], args)
@@ -104,7 +104,7 @@ def per_replica(step: hk.TransformedWithState, replicas: int = REPLICAS) -> Call
 def sharded(
     step: hk.TransformedWithState, make_optimizer: Callable[[], Any], replicas: int = REPLICAS
 ) -> tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any], Any]]:
-    """As `replicated`, each replica with its part of the slots; and what takes a whole state there and back."""
+    """Returns a step like that of `replicated` with sharded slots, and `store` and `whole` to convert a state."""
 
     def sharding(state: Any) -> layouts_lib.StateSharding | None:
         rules = hk.transform(lambda: base.held(make_optimizer())).apply({}, None)
@@ -112,16 +112,16 @@ def sharded(
         return layouts_lib.StateSharding(state, params(), replicas) if shards else None
 
     def store(state: Any) -> Any:
-        how = sharding(state)
-        return how.store(state) if how else state
+        placement = sharding(state)
+        return placement.store(state) if placement else state
 
     def whole(state: Any) -> Any:
-        how = sharding(state)
-        return how.whole(state) if how else state
+        placement = sharding(state)
+        return placement.whole(state) if placement else state
 
     def run(p: Any, s: Any, x: Any, n: Any = 0) -> Any:
-        how = sharding(s)
-        specs = how.specs if how else jax.tree.map(lambda _: jax.P(), s)
+        placement = sharding(s)
+        specs = placement.specs if placement else jax.tree.map(lambda _: jax.P(), s)
         none, split = jax.P(), jax.P(MESH_AXIS)
 
         def local(p: Any, s: Any, x: Any, n: Any) -> Any:
@@ -140,12 +140,12 @@ def sharded(
 
 
 def stack(tree: Any, replicas: int = REPLICAS) -> Any:
-    """A copy for each replica."""
+    """Stacks a copy for each replica."""
     return jax.tree.map(lambda a: jnp.stack([jnp.asarray(a)] * replicas), tree)
 
 
 def assert_equal(actual: Any, expected: Any) -> None:
-    """Equal structure, types and bits."""
+    """Asserts equal structure, dtypes, shapes and bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
@@ -156,7 +156,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 
 def assert_close(actual: Any, expected: Any, rtol: float, atol: float = 0.0) -> None:
-    """Equal structure, close values."""
+    """Asserts equal structure and close values."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(_plain(a), _plain(b), rtol=rtol, atol=atol)

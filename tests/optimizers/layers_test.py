@@ -1,4 +1,4 @@
-"""Functions of stacks of layers, evaluated on some of the layers: as on all of them, or refused where they mix layers."""
+"""Tests that functions of stacked layers give the same results on some layers, or are refused if they mix layers."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from xshard.optimizers import layers
 from xshard.optimizers.values import Layers
 
 STACK = np.random.default_rng(0).normal(size=(5, 4, 6)).astype(np.float32)
-OWN = slice(2, 4)
+# The layers that the replica holds.
+HELD = slice(2, 4)
 SCALES = np.linspace(1, 2, 3, dtype=np.float32)
 
 
@@ -37,7 +38,7 @@ def orthogonal(x):
     return rule.update(x, rule.init(x))[0]
 
 
-APART = {
+PER_LAYER = {
     "elements": lambda x: jnp.where(x > 0, jnp.exp(-x), 1.0),
     "rows": lambda x: x / jnp.linalg.norm(x, axis=2, keepdims=True),
     "shapes": lambda x: x.reshape(5, 2, 2, 6).transpose(0, 2, 3, 1)[:, None].squeeze(1),
@@ -65,7 +66,7 @@ MIXED = {
 
 def on_layers(f):
     closed = jax.make_jaxpr(f)(STACK)
-    (result,) = layers.run(closed.jaxpr, closed.consts, [Layers(jnp.asarray(STACK[OWN]))])
+    (result,) = layers.run(closed.jaxpr, closed.consts, [Layers(jnp.asarray(STACK[HELD]))])
     return result
 
 
@@ -75,20 +76,20 @@ def standard_promotion():
         yield
 
 
-@pytest.mark.parametrize("name", APART)
-def test_each_layer_comes_out_as_among_all(name):
-    result, whole = on_layers(APART[name]), APART[name](jnp.asarray(STACK))
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_held_layers_match_an_evaluation_of_the_whole_stack(name):
+    result, whole = on_layers(PER_LAYER[name]), PER_LAYER[name](jnp.asarray(STACK))
     assert isinstance(result, Layers)
-    # Products of float32 in another order.
-    np.testing.assert_allclose(result.array, whole[OWN], rtol=1e-5, atol=1e-6)
+    # The float32 products are summed in another order.
+    np.testing.assert_allclose(result.array, whole[HELD], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_what_mixes_layers_is_refused(name):
+def test_a_function_that_mixes_layers_is_refused(name):
     with pytest.raises(layers.MixedError):
         on_layers(MIXED[name])
 
 
-def test_what_is_of_no_layers_stays_so():
+def test_a_value_that_does_not_depend_on_layers_is_returned_as_is():
     f = lambda x: lax.scan(lambda count, _: (count + 1, None), 0, length=3)[0] + 0 * x.shape[0]
     assert on_layers(f) == 3

@@ -1,4 +1,4 @@
-"""FixedLossScale, DynamicLossScale and MixedPrecisionLossScaleOptimizer."""
+"""Tests of FixedLossScale, DynamicLossScale and MixedPrecisionLossScaleOptimizer."""
 
 import haiku as hk
 import jax
@@ -16,7 +16,7 @@ MAX = float(np.finfo(np.float32).max)
 
 
 def run_scale(finite_steps, state=None, **kwargs):
-    """The scales and good steps after each of some steps, given whether each is finite."""
+    """Returns the scale and the good steps after each step, given whether each step is finite."""
 
     def step(grad):
         scale = loss_scale.DynamicLossScale(**kwargs)
@@ -37,7 +37,7 @@ def run_scale(finite_steps, state=None, **kwargs):
 
 
 def tensorflow_rule(finite_steps, scale, period, multiplier):
-    """The rule of TensorFlow's DynamicLossScale, written out on numbers."""
+    """Returns the scale and the good steps after each step, by the rule of TensorFlow's DynamicLossScale."""
     scale, good, history = np.float32(scale), 0, []
     for finite in finite_steps:
         if not finite:
@@ -63,26 +63,26 @@ def test_dynamic_scale_follows_tensorflow(period, multiplier, initial):
     assert got == tensorflow_rule(finite, initial, period, multiplier)
 
 
-def test_dynamic_scale_edges():
+def test_limits_of_a_dynamic_scale():
     assert run_scale([False, False], initial_loss_scale=1.5) == [(1.0, 0), (1.0, 0)]
     assert run_scale([True, True, True], initial_loss_scale=4, increment_period=2) == [
         (4.0, 1),
         (8.0, 0),
         (8.0, 1),
     ]
-    # A product that overflows float32 is not taken, and the count starts again all the same.
+    # A raised scale that overflows float32 is discarded, but the count restarts anyway.
     assert run_scale([True, True], initial_loss_scale=MAX, increment_period=2) == [
         (MAX, 1),
         (MAX, 0),
     ]
-    # A count beyond the period, as from a checkpoint of a run with a longer one, is due at once.
+    # A count beyond the period, as from a checkpoint of a run with a longer period, raises the scale at once.
     state = {
         "dynamic_loss_scale": {"current_loss_scale": jnp.float32(4), "good_steps": jnp.int32(9)}
     }
     assert run_scale([True], state, increment_period=5) == [(8.0, 0)]
 
 
-def test_defaults_are_tensorflows():
+def test_defaults_match_tensorflow():
     def read():
         scale = loss_scale.DynamicLossScale()
         return scale.initial_loss_scale, scale.increment_period, scale.multiplier
@@ -93,7 +93,7 @@ def test_defaults_are_tensorflows():
 @pytest.mark.parametrize(
     "bad", [0.5, 0, -3, float("nan"), float("inf"), 1e39, True, "2", None, [2], 1j]
 )
-def test_scales_below_1_or_no_numbers_are_refused(bad):
+def test_scales_below_1_and_non_numbers_are_refused(bad):
     for make in (loss_scale.FixedLossScale, loss_scale.DynamicLossScale):
         with pytest.raises(ValueError, match="must be a number of at least 1; received"):
             hk.testing.transform_and_run(lambda make=make: make(bad))()
@@ -113,7 +113,7 @@ def test_scales_below_1_or_no_numbers_are_refused(bad):
         ({"multiplier": 0.5}, "multiplier must be a number of at least 1; received 0.5"),
     ],
 )
-def test_bad_arguments_of_a_dynamic_scale(kwargs, match):
+def test_invalid_arguments_of_a_dynamic_scale_are_refused(kwargs, match):
     with pytest.raises(ValueError, match=match):
         hk.testing.transform_and_run(lambda: loss_scale.DynamicLossScale(**kwargs))()
 
@@ -147,7 +147,7 @@ def dynamic(**kwargs):
     )
 
 
-def test_value_is_unscaled_also_where_the_scaled_one_overflows():
+def test_the_value_is_unscaled_even_if_the_scaled_value_overflows():
     step = harness.transform_step(
         lambda: dynamic(), lambda p, x: jnp.sum(p["m"]["w"]).astype(x.dtype)
     )
@@ -166,11 +166,11 @@ def test_a_tiny_float16_gradient_survives():
 
     grad = hk.testing.transform_and_run(compute)({"m": {"w": jnp.ones((2,), jnp.float16)}})
     assert np.float16(2e-8) == 0 and grad.dtype == jnp.float32
-    # The scaled gradient passed through float16, which keeps 11 bits.
+    # The scaled gradient passes through float16, which keeps 11 bits.
     np.testing.assert_allclose(grad, 2e-8, rtol=2**-11)
 
 
-def test_a_skipped_step_leaves_every_leaf_as_it_was():
+def test_a_skipped_step_leaves_every_leaf_unchanged():
     step = harness.transform_step(dynamic)
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
@@ -186,11 +186,11 @@ def test_a_skipped_step_leaves_every_leaf_as_it_was():
     (_, went_on, n), _ = apply(skipped_params, skipped_state, x, n)
     (_, expected, _), _ = apply(params, state, x, n)
     assert int(n) == 5
-    # Scales are powers of two, so that the next step does not depend on the skip.
+    # Scales are powers of two, so the lower scale after the skip does not change the next step.
     harness.assert_equal(went_on, expected)
 
 
-def test_a_fixed_scale_updates_without_a_vote():
+def test_a_fixed_scale_skips_no_step():
     step = harness.transform_step(
         lambda: loss_scale.MixedPrecisionLossScaleOptimizer(optax.sgd(0.1), 128)
     )
@@ -201,7 +201,7 @@ def test_a_fixed_scale_updates_without_a_vote():
     assert int(n) == 1 and not np.all(np.isfinite(new["mlp/linear_0"]["w"]))
 
 
-def test_state_is_strong_and_the_second_step_does_not_compile_again():
+def test_state_is_strongly_typed_and_steps_do_not_recompile():
     step = harness.transform_step(dynamic)
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
@@ -231,21 +231,21 @@ def test_gradients_are_scaled_and_unscaled_exactly():
     harness.assert_equal(weighted, jax.tree.map(lambda g: 4 * g, bare[1]))
 
 
-def test_names_of_tensorflow():
+def test_names_and_slots_follow_tensorflow():
     def names():
         opt = dynamic()
         assert isinstance(opt, base.Optimizer)
         opt.apply_gradients(harness.params(), harness.params())
-        found = opt.get_slot("mlp/linear_0/w", "mu"), opt.get_slot("mlp/linear_0/w", "nothing")
-        return opt.get_name(), opt.get_slot_names(), found, len(opt.variables())
+        queried = opt.get_slot("mlp/linear_0/w", "mu"), opt.get_slot("mlp/linear_0/w", "nothing")
+        return opt.get_name(), opt.get_slot_names(), queried, len(opt.variables())
 
     name, slots, (mu, nothing), count = hk.testing.transform_and_run(names)()
     assert (name, slots, nothing) == ("adam", ["mu", "nu"], None)
-    # Two slots of three parameters, two counts of steps, the loss scale and the good steps.
+    # Two slots for each of three parameters, two step counts, the loss scale and the good steps.
     assert mu.shape == (3, 4) and count == 10
 
 
-def test_several_losses_share_the_scale_and_a_vote():
+def test_several_losses_share_the_scale_and_the_vote():
     params, x = harness.params(), harness.batch()
 
     def step(params, x):
@@ -264,7 +264,7 @@ def test_several_losses_share_the_scale_and_a_vote():
     (expected_value, expected, _), _ = whole.apply(
         {}, whole.init(None, params, x)[1], None, params, x
     )
-    # The two halves sum in another order than the whole.
+    # The two halves are summed in another order than the whole batch.
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     harness.assert_close(new, expected, rtol=1e-5)
     assert int(n) == 1
@@ -274,7 +274,7 @@ def test_several_losses_share_the_scale_and_a_vote():
 
 
 def counting_loss(p, x):
-    """A loss that keeps the sum of all that it has seen in Haiku's state, and a count in a module's."""
+    """Returns the loss; keeps the sum of all inputs in Haiku's state, and a count in the state of a module."""
     seen = hk.get_state("seen", [], jnp.float32, jnp.zeros)
     hk.set_state("seen", seen + jnp.sum(x))
     with jax.numpy_dtype_promotion("standard"):
@@ -296,7 +296,7 @@ def dynamic_around(opt):
     return loss_scale.MixedPrecisionLossScaleOptimizer(opt, loss_scale.DynamicLossScale())
 
 
-def own_calls(opt, x, params, n):
+def separate_calls(opt, x, params, n):
     value, grads = opt.compute_gradients(lambda p: counting_loss(p, x), params)
     grads = jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads)
     return value, *opt.apply_gradients(grads, params, n)
@@ -316,13 +316,13 @@ def in_two_losses(opt, x, params, n):
     return opt.minimize(losses, params, n)
 
 
-def of_losses(state):
+def loss_state(state):
     return {name: state[name] for name in ("~", "ema")}
 
 
 @pytest.mark.parametrize("make", [scale_outside, scale_inside])
-@pytest.mark.parametrize("way", [minimized, own_calls, in_micro_batches, in_two_losses])
-def test_a_skipped_step_leaves_what_the_loss_has_written_as_it_was(make, way):
+@pytest.mark.parametrize("way", [minimized, separate_calls, in_micro_batches, in_two_losses])
+def test_a_skipped_step_restores_state_that_the_loss_wrote(make, way):
     step = hk.transform_with_state(lambda p, x, n: way(make(), x, p, n))
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x, 0)
@@ -330,12 +330,12 @@ def test_a_skipped_step_leaves_what_the_loss_has_written_as_it_was(make, way):
     (_, params, n), state = run(params, state, x, jnp.int32(0))
     assert float(state["~"]["seen"]) != 0 and int(n) == 1
     (_, new, new_n), after = run(params, state, x.at[0, 0].set(jnp.inf), n)
-    harness.assert_equal((new, new_n, of_losses(after)), (params, n, of_losses(state)))
+    harness.assert_equal((new, new_n, loss_state(after)), (params, n, loss_state(state)))
     (_, _, new_n), after = run(params, state, x, n)
     assert int(new_n) == 2 and int(after["ema"]["counter"]) > int(state["ema"]["counter"])
 
 
-def test_each_group_keeps_what_its_losses_have_written():
+def test_a_skip_in_one_group_keeps_the_loss_state_of_the_other():
     make = lambda: scale_outside(group_assignment=[[0, 2], [1, 3]])
     step = hk.transform_with_state(lambda p, x, n: minimized(make(), x, p, n))
     params, x = harness.params(), harness.batch().reshape(4, 4, 3)
@@ -349,7 +349,7 @@ def test_each_group_keeps_what_its_losses_have_written():
 
 
 def many_steps(way, **kwargs):
-    """Several steps in one, by hk.scan: `(params, numbers of updates applied after each)`."""
+    """Transforms several steps in an hk.scan, which return `(params, number of updates after each step)`."""
 
     def many(params, xs):
         opt = scale_outside(**kwargs)
@@ -365,7 +365,7 @@ def many_steps(way, **kwargs):
 
 
 @pytest.mark.parametrize("way", [minimized, in_micro_batches])
-def test_steps_in_a_loop_each_leave_it_as_it_was_before_them(way):
+def test_a_skipped_step_in_a_loop_restores_the_state_before_it(way):
     params, x = harness.params(), harness.batch()
     xs = jnp.stack([x, x.at[0, 0].set(jnp.inf), 2 * x])
     many = many_steps(way)
@@ -374,13 +374,13 @@ def test_steps_in_a_loop_each_leave_it_as_it_was_before_them(way):
     np.testing.assert_array_equal(ns, [1, 1, 2])
     (expected, _), expected_state = jax.jit(many.apply)({}, state, None, params, xs[::2])
     for tree in (after, expected_state):
-        # The skipped step has lowered it.
+        # Only the run with the skipped step lowered the scale.
         del tree["dynamic_loss_scale"]
-    # The scale is a power of 2, which rounds nothing.
+    # The scale is a power of 2, so scaling rounds nothing.
     harness.assert_close((new, after), (expected, expected_state), rtol=1e-6)
 
 
-def test_steps_in_a_loop_with_a_sharded_update_leave_slots_as_they_were_before_them():
+def test_a_skipped_step_in_a_loop_restores_sharded_slots():
     params, x = harness.params(), harness.batch()
     xs = jnp.stack([x, x.at[0, 0].set(jnp.inf), 2 * x])
     many = many_steps(minimized, shard_update=True)
@@ -402,7 +402,7 @@ def test_steps_in_a_loop_with_a_sharded_update_leave_slots_as_they_were_before_t
     harness.assert_close((new, slots), (expected, expected_slots), rtol=1e-6)
 
 
-def test_what_is_written_after_the_loss_stays():
+def test_state_written_after_the_loss_survives_a_skipped_step():
     def step(p, x):
         opt = scale_outside()
         _, grads = opt.compute_gradients(lambda p: counting_loss(p, x), p)

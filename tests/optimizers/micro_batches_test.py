@@ -1,4 +1,4 @@
-"""Micro-batches: one function at several inputs, summed in float32 by a scan."""
+"""Tests of MicroBatches: one loss at several inputs, summed in float32 by a scan."""
 
 import haiku as hk
 import jax
@@ -15,7 +15,7 @@ TREE, RUNNING = Method.EXPERIMENTAL_TREE, Method.EXPERIMENTAL_ACCUMULATE_N
 
 
 def computed(loss, params, **options):
-    """`compute_gradients` of a plain optimizer."""
+    """Returns the result of `compute_gradients` of a plain optimizer."""
     step = hk.transform_with_state(
         lambda p: base.Optimizer(name="opt").compute_gradients(loss, p, **options)
     )
@@ -25,7 +25,7 @@ def computed(loss, params, **options):
 
 @pytest.mark.parametrize("method", [None, TREE, RUNNING])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8])
-def test_they_are_summed_as_one_loss_each_is(method, count):
+def test_micro_batches_match_a_list_of_losses(method, count):
     params, x = harness.params(), harness.batch(examples=4 * count).reshape(count, 4, 3)
     losses = [lambda p, i=i: (harness.loss(p, x[i]), i) for i in range(count)]
     wanted = computed(losses, params, has_aux=True, aggregation_method=method)
@@ -35,12 +35,12 @@ def test_they_are_summed_as_one_loss_each_is(method, count):
     (value, aux), grads = computed(loss, params, has_aux=True, aggregation_method=method)
     np.testing.assert_allclose(value, wanted[0][0], rtol=1e-6)
     np.testing.assert_array_equal(aux, np.arange(count))
-    # In the same order, and fused otherwise.
+    # The sums have the same order, but XLA fuses them differently.
     harness.assert_close(grads, wanted[1], rtol=1e-5, atol=1e-6)
 
 
 def rounding(method, count=4096):
-    """The error of a sum of so many float32, each gradient one number."""
+    """Returns the error of the sum of `count` float32 gradients, each of which is one number."""
     x = jnp.asarray(np.random.default_rng(0).uniform(size=count), jnp.float32)
     loss = gradients.MicroBatches(lambda p, x: p["m"]["w"] * x, x)
     run = jax.jit(lambda p: computed(loss, p, aggregation_method=method)[1]["m"]["w"])
@@ -48,7 +48,7 @@ def rounding(method, count=4096):
 
 
 def test_a_sum_in_pairs_rounds_less_than_a_running_sum():
-    # log2(4096) = 12 roundings against 4096.
+    # A sum in pairs rounds log2(4096) = 12 times, and a running sum 4096 times. The sum is about 2048.
     ulp = 2.0**-24 * 2048
     assert rounding(TREE) < 12 * ulp
     assert rounding(RUNNING) > 4 * rounding(TREE)
@@ -63,19 +63,19 @@ def test_half_precision_is_summed_in_float32():
 
 
 @pytest.mark.parametrize("method", [TREE, RUNNING])
-def test_the_program_holds_the_loss_once(method):
-    def lines(count):
+def test_the_program_contains_the_loss_once(method):
+    def tanh_count(count):
         x = harness.batch(examples=4 * count).reshape(count, 4, 3)
         loss = gradients.MicroBatches(harness.loss, x)
         run = jax.jit(lambda p: computed(loss, p, aggregation_method=method))
         return run.lower(harness.params()).as_text().count("tanh")
 
-    assert lines(16) == lines(2)
+    assert tanh_count(16) == tanh_count(2)
 
 
 @pytest.mark.parametrize("method", [TREE, RUNNING])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_both_rules_reduce_them_once_and_vote_on_them_together(method, check_vma):
+def test_both_rules_treat_micro_batches_as_one_step(method, check_vma):
     def step(params, x, n=0):
         opt = cross_shard.CrossShardOptimizer(optax.sgd(0.1))
         opt = loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")

@@ -1,4 +1,4 @@
-"""Averages of the parameters: TensorFlow's formula, in every place of a chain, whole and in parts."""
+"""Tests of averages of the parameters: TensorFlow's formula, in every place of a chain, whole and sharded."""
 
 import functools
 
@@ -26,7 +26,7 @@ def adam():
 
 
 def nest(place, shard_update=False, **kwargs):
-    """Both rules and the averages around Adam; the scale within the sum, or around it."""
+    """Wraps Adam in both rules and the averages, with the loss scale inside the reduction or around it."""
     average = functools.partial(Averaged, average_decay=DECAY, **kwargs)
     scale = lambda opt: loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
     reduce = functools.partial(cross_shard.CrossShardOptimizer, shard_update=shard_update)
@@ -50,7 +50,7 @@ def by_path(params):
 
 
 def follow(make, steps=5, var_list=None):
-    """The parameters at first and after each step, and the state after each."""
+    """Returns the parameters and the states, at first and after each step."""
 
     def step(params, x):
         return make().minimize(lambda p: harness.loss(p, x), params, var_list=var_list)[1]
@@ -68,38 +68,38 @@ def follow(make, steps=5, var_list=None):
 
 
 @pytest.mark.parametrize("num_updates", [None, "count", 7])
-def test_the_formula(num_updates):
+def test_averages_follow_the_formula(num_updates):
     history, states = follow(lambda: Averaged(adam(), DECAY, num_updates))
     wanted = by_path(history[0])
     harness.assert_close(averages_of(states[0]), wanted, rtol=0)
-    for made, (params, state) in enumerate(zip(history[1:], states[1:], strict=True), start=1):
-        count = made if num_updates == "count" else num_updates
+    for updates, (params, state) in enumerate(zip(history[1:], states[1:], strict=True), start=1):
+        count = updates if num_updates == "count" else num_updates
         decay = DECAY if count is None else min(DECAY, (1 + count) / (10 + count))
         now = by_path(params)
         wanted = {path: decay * wanted[path] + (1 - decay) * now[path] for path in now}
-        # float32, and a few roundings for each of five steps.
+        # float32 rounds a few times in each of five steps.
         harness.assert_close(averages_of(state), wanted, rtol=1e-6, atol=1e-7)
         if num_updates == "count":
-            assert int(state[NAME]["num_updates"]) == made
+            assert int(state[NAME]["num_updates"]) == updates
 
 
-def test_as_optax_has_it_where_it_begins_at_the_parameters():
+def test_averages_match_the_incremental_update_of_optax():
     history, states = follow(lambda: Averaged(adam(), DECAY))
     average = history[0]
     for params in history[1:]:
         average = optax.incremental_update(params, average, 1 - DECAY)
-    # The same number in another form: five steps of float32.
-    found = moving_average.averages(states[-1][NAME], average)
-    harness.assert_close(found, average, rtol=1e-6, atol=1e-7)
+    # optax writes the same formula in another form, which rounds differently in each of five steps.
+    result = moving_average.averages(states[-1][NAME], average)
+    harness.assert_close(result, average, rtol=1e-6, atol=1e-7)
 
 
-def test_the_parameters_are_what_they_are_without():
+def test_averages_do_not_change_the_parameters():
     averaged, bare = follow(lambda: Averaged(adam(), DECAY)), follow(adam)
     harness.assert_equal(averaged[0], bare[0])
     harness.assert_equal(averaged[1][-1]["opt"], bare[1][-1]["opt"])
 
 
-def test_what_is_not_trained_has_itself_for_an_average():
+def test_the_average_of_an_untrained_parameter_is_the_parameter():
     history, states = follow(lambda: Averaged(adam(), DECAY), var_list=[W0])
     assert all(list(state[NAME]) == [f"average/{W0}"] for state in states)
     averages = moving_average.averages(states[-1][NAME], history[-1])
@@ -109,14 +109,14 @@ def test_what_is_not_trained_has_itself_for_an_average():
     assert not np.array_equal(*(state[NAME][f"average/{W0}"] for state in (states[0], states[-1])))
 
 
-def test_what_has_no_average_may_have_no_gradient():
+def test_a_gradient_for_a_parameter_without_an_average_is_refused():
     _, states = follow(lambda: Averaged(optax.sgd(0.1), DECAY), steps=0, var_list=[W0])
     step = harness.transform_step(lambda: Averaged(optax.sgd(0.1), DECAY))
     with pytest.raises(ValueError, match=f"'{B0}' has a gradient, but {NAME} has no slot for it"):
         step.apply({}, states[0], None, harness.params(), harness.batch())
 
 
-def test_what_is_no_longer_trained_keeps_its_average_too():
+def test_a_parameter_that_is_no_longer_trained_keeps_its_average():
     history, states = follow(lambda: Averaged(adam(), DECAY), steps=1)
 
     def step(params, x):
@@ -133,7 +133,7 @@ def test_what_is_no_longer_trained_keeps_its_average_too():
 @pytest.mark.parametrize(
     "place, shard_update", [*((place, True) for place in PLACES), ("outside", False)]
 )
-def test_a_skipped_step_leaves_every_bit(place, shard_update):
+def test_a_skipped_step_changes_no_bit(place, shard_update):
     make = functools.partial(nest, place, shard_update, num_updates="count")
     step = harness.transform_step(make)
     params, x = harness.params(), harness.batch()
@@ -150,8 +150,8 @@ def test_a_skipped_step_leaves_every_bit(place, shard_update):
 
 
 @pytest.mark.parametrize("place, replicas", [*zip(PLACES, (4, 8, 8, 4), strict=True)])
-def test_in_parts_as_whole_in_every_place(place, replicas):
-    # 4 divides a dimension of each array; of 8 parts the array of (3, 4) is flattened and padded.
+def test_sharded_averages_match_replicated_ones_in_every_place(place, replicas):
+    # 4 divides a dimension of every array; with 8 replicas the (3, 4) array is flattened and padded.
     ends = []
     for shard_update in (False, True):
         make = functools.partial(nest, place, shard_update)
@@ -164,16 +164,18 @@ def test_in_parts_as_whole_in_every_place(place, replicas):
             (_, params, _), state = run(params, state, x)
         ends.append((params, whole(state)[NAME]))
         partition = shards.Partition(params, replicas, "replica")
-        cuts = partition.state_layouts({NAME: ends[-1][1]})
-        cut = {path for path, layout in partition.layouts.items() if layout.dim is not None}
-        assert cuts[NAME].keys() == {f"average/{p}" for p in cut}
-        lies = state[NAME][f"average/{W1}"].sharding.spec
-        assert any(lies) == shard_update
-    # Sums of float32 in another order, and four steps of Adam.
+        sharded_state = partition.state_layouts({NAME: ends[-1][1]})
+        sharded_paths = {
+            path for path, layout in partition.layouts.items() if layout.dim is not None
+        }
+        assert sharded_state[NAME].keys() == {f"average/{p}" for p in sharded_paths}
+        average_spec = state[NAME][f"average/{W1}"].sharding.spec
+        assert any(average_spec) == shard_update
+    # float32 sums are in another order in each of four steps of Adam.
     harness.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-6)
 
 
-def test_between_two_sums_of_which_the_outer_shards():
+def test_averages_between_two_reductions_with_the_outer_one_sharded():
     axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("pod", "replica"), axis_types=axes)
     params = {"m": {"w": jnp.zeros(8)}}
@@ -195,7 +197,7 @@ def test_between_two_sums_of_which_the_outer_shards():
         check_vma=False,
     )
     new, state = jax.jit(run)(state)
-    # Adam's first step is its step size, whatever the gradient.
+    # Adam's first step has the size of the learning rate, whatever the gradient.
     np.testing.assert_allclose(new["m"]["w"], np.full(8, -0.1), rtol=1e-5)
     np.testing.assert_allclose(state[NAME]["average/m/w"], np.full(8, -0.05), rtol=1e-5)
     np.testing.assert_allclose(state["opt"]["0/mu/m/w"], np.full(8, 0.8), rtol=1e-6)
@@ -212,7 +214,7 @@ def test_narrow_parameters_have_float32_averages():
     np.testing.assert_allclose(after[NAME][f"average/{W0}"], wanted, rtol=1e-6)
 
 
-def test_the_first_averages_share_no_memory_with_the_parameters():
+def test_initial_averages_share_no_memory_with_the_parameters():
     step = harness.transform_step(lambda: Averaged(adam(), DECAY))
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
@@ -222,16 +224,16 @@ def test_the_first_averages_share_no_memory_with_the_parameters():
     assert params["mlp/linear_0"]["w"].is_deleted()
 
 
-def test_slots():
+def test_averages_are_slots():
     def step(params, x):
         opt = nest("between")
         names = opt.get_slot_names()
         opt.minimize(lambda p: harness.loss(p, x), params)
-        found = {name: opt.get_slot(W0, name) for name in ("average", "mu", "nothing")}
-        assert found["nothing"] is None and opt.get_slot("mlp/none", "average") is None
+        result = {name: opt.get_slot(W0, name) for name in ("average", "mu", "nothing")}
+        assert result["nothing"] is None and opt.get_slot("mlp/none", "average") is None
         assert opt.get_slot_names() == ["average", "mu", "nu"]
         assert names == ([] if hk.running_init() else opt.get_slot_names())
-        return found["average"], len(opt.variables())
+        return result["average"], len(opt.variables())
 
     step = hk.transform_with_state(step)
     _, state = step.init(None, harness.params(), harness.batch())
@@ -241,26 +243,26 @@ def test_slots():
 
 
 @pytest.mark.parametrize("bad", [1.0, 1, -0.1, float("nan"), "0.9", True, None])
-def test_a_decay_out_of_range(bad):
+def test_a_decay_out_of_range_is_refused(bad):
     with pytest.raises(ValueError, match="average_decay must be .* below 1.*; received"):
         hk.testing.transform_and_run(lambda: Averaged(adam(), bad))()
 
 
 @pytest.mark.parametrize("bad", [1.5, "steps", True, jnp.ones(2, jnp.int32)])
-def test_a_count_that_is_none(bad):
+def test_an_invalid_num_updates_is_refused(bad):
     with pytest.raises(ValueError, match="num_updates must be an integer scalar, 'count'"):
         hk.testing.transform_and_run(lambda: Averaged(adam(), 0.9, bad))()
 
 
-def test_two_of_them_are_refused():
+def test_nested_averages_and_an_invalid_opt_are_refused():
     with pytest.raises(ValueError, match="already keeps averages .*MovingAverageOptimizer"):
         hk.testing.transform_and_run(lambda: Averaged(nest("inside")))()
     with pytest.raises(ValueError, match="opt must be an xshard Optimizer or an optax"):
         hk.testing.transform_and_run(lambda: Averaged("adam"))()
 
 
-def test_state_that_is_not_mapped_as_it_is_cut_is_refused():
-    # The rule inside has no state of its own that would be refused before.
+def test_a_state_that_is_not_mapped_as_it_is_sharded_is_refused():
+    # The inner rule has no state that would be refused first.
     make = lambda: cross_shard.CrossShardOptimizer(Averaged(optax.sgd(0.1)), shard_update=True)
     step = harness.transform_step(make)
     params, x = harness.params(), harness.batch()

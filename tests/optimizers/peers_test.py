@@ -1,6 +1,6 @@
-"""Failures of the usual building blocks when they are put together, and what happens here.
+"""Tests of failures that occur when common building blocks are combined, and that xshard avoids.
 
-Each test shows the failure first, so that it tells when a peer has mended it.
+Each test but that of the common vote reproduces the failure first, so it fails when the other library fixes it.
 """
 
 import haiku as hk
@@ -18,7 +18,7 @@ BAD, GOOD = {"m": {"w": jnp.inf}}, {"m": {"w": jnp.ones(())}}
 
 
 def run_peer(transformation, grads):
-    """The parameter after each of some gradients, by optax alone."""
+    """Returns the parameter after each gradient, with optax alone."""
     params, state, history = PARAMS, transformation.init(PARAMS), []
     with jax.numpy_dtype_promotion("standard"):
         for grad in grads:
@@ -29,7 +29,7 @@ def run_peer(transformation, grads):
 
 
 def run_here(transformation, grads):
-    """The same, wrapped by both rules."""
+    """Returns the parameter after each gradient, with optax wrapped by both rules."""
 
     def step(params, grads):
         opt = cross_shard.CrossShardOptimizer(transformation)
@@ -45,14 +45,14 @@ def run_here(transformation, grads):
     return history
 
 
-def test_an_infinite_micro_batch_makes_parameters_nan_for_good():
+def test_an_infinite_micro_batch_makes_parameters_nan_only_in_optax():
     accumulate = optax.MultiSteps(optax.sgd(0.5), 2)
     assert np.all(np.isnan(run_peer(accumulate, [BAD, GOOD, GOOD, GOOD])[1:]))
-    # Here it is left out: two good micro-batches make the next step, and it is the right one.
+    # xshard leaves the bad micro-batch out: two good ones make the next step, which is correct.
     assert run_here(accumulate, [GOOD, BAD, GOOD, GOOD, GOOD]) == [1.0, 1.0, 0.5, 0.5, 0.0]
 
 
-def test_an_infinite_micro_batch_freezes_the_run():
+def test_an_infinite_micro_batch_freezes_the_run_only_in_optax():
     accumulate = optax.MultiSteps(optax.apply_if_finite(optax.sgd(0.5), 100), 2)
     history = run_peer(accumulate, [BAD, GOOD] + [GOOD] * 20)
     assert history == [1.0] * 22
@@ -88,7 +88,7 @@ def test_micro_batches_are_voted_on_together_and_reduced_once():
     assert run.lower(x).compile().as_text().count(" all-reduce(") == 1
 
 
-def test_a_vote_before_the_reduction_makes_scales_differ_between_replicas():
+def test_loss_scales_differ_between_replicas_only_in_jmp():
     bad_on_one = jnp.array([1.0, jnp.inf, 1.0, 1.0])
     spec = jax.P("replica")
 
@@ -120,7 +120,7 @@ def test_a_vote_before_the_reduction_makes_scales_differ_between_replicas():
         np.testing.assert_array_equal(scales, [2**14] * 4)
 
 
-def test_a_mean_of_float16_overflows_in_its_sum():
+def test_a_float16_mean_overflows_in_pmean_but_not_in_xshard():
     x = jnp.full((4,), 3e4, jnp.float16)
     mesh, spec = harness.mesh(4), jax.P("replica")
     peer = jax.shard_map(

@@ -1,4 +1,4 @@
-"""What is sent between replicas and slices, in which type, and what rounding costs."""
+"""Tests of the arrays sent between replicas and slices: their sizes, their types and the cost of rounding."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ from xshard.optimizers import layouts as layouts_lib
 MESH = (2, 4)
 AXES = ("slice", "replica")
 PARAMS = {"m": {"w": jnp.zeros((24, 10)), "b": jnp.zeros(3)}}
-# One that each replica has: no multiple of a power of two, so that sums round.
+# One gradient for each replica, with random values, so that sums round.
 GRADS = jax.random.normal(jax.random.key(0), (8, 24, 10))
 
 
@@ -26,7 +26,7 @@ def make_mesh():
 
 
 def runner(make_optimizer):
-    """`run(state, grads)` on a mesh of slices, the first state, and the lowered program."""
+    """Returns the jitted `run(state, grads)` on a mesh of slices, and the initial state."""
 
     def step(w, b):
         opt = make_optimizer()
@@ -57,7 +57,7 @@ def options(**more):
 
 
 def reduced(**more):
-    """The gradients' sum over all replicas, as an update by minus them; equal on all, bit by bit."""
+    """Returns the gradients' sum over all replicas, and asserts that it is equal on all of them bit by bit."""
     run, state = runner(lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **more))
     new, _ = run(state, GRADS)
     for leaf in jax.tree.leaves(new):
@@ -66,9 +66,9 @@ def reduced(**more):
     return -np.asarray(new["m"]["w"][0])
 
 
-# The largest error of the sum of 8 numbers, in terms of the largest sum of their sizes. float32 rounds by
-# 2**-24 seven times; bfloat16 by 2**-9 each number and each sum of four or two; int8 by half a 127th of the
-# largest of two numbers.
+# The largest error of the sum of 8 numbers, relative to the largest sum of their magnitudes. float32 rounds seven
+# times by 2**-24. bfloat16 rounds each number, and each sum of four or two, by 2**-9. int8 rounds each of two
+# numbers by half a 127th of the largest.
 LEVELS = [
     ({}, 7 * 2**-24),
     ({"reduce_dtype": "bfloat16"}, 8 * 2**-9),
@@ -80,18 +80,18 @@ LEVELS = [
 
 @pytest.mark.parametrize("shard_update", [False, True])
 @pytest.mark.parametrize("more, bound", LEVELS)
-def test_the_error_of_each_type_is_what_its_rounding_allows(more, bound, shard_update):
+def test_the_error_of_each_type_is_within_its_rounding_bound(more, bound, shard_update):
     wanted = np.sum(np.asarray(GRADS, np.float64), axis=0)
     error = np.abs(reduced(**options(shard_update=shard_update, **more)) - wanted).max()
     assert error <= bound * np.abs(GRADS).sum(axis=0).max()
-    # And it is in that type: rounding shows.
+    # The error also shows that the sum is rounded to that type.
     assert error > 0 and (not more or error > 1e-5)
 
 
-def sent(**more):
-    """What is sent: (operation, elements, type, number of devices that take part)."""
+def collectives_of(**more):
+    """Returns the collectives of a step: `(operation, elements, type, number of devices that take part)`."""
     run, state = runner(lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **more))
-    # As for a TPU: for a CPU all sums are written in float32.
+    # The program is lowered for a TPU, because for a CPU all sums are written in float32.
     text = run.trace(state, GRADS).lower(lowering_platforms=("tpu",)).as_text()
     pattern = re.compile(
         r'"stablehlo\.(all_reduce|all_gather|reduce_scatter)".*?tensor<\d+x(\d+)xi64>'
@@ -104,25 +104,26 @@ def sent(**more):
     }
 
 
-def test_bytes_within_a_slice_and_between_slices():
-    # 240 elements: all of them within a slice of four, a quarter between the two slices. The three of the
-    # bias, less than there are replicas, go whole.
-    assert sent(**options()) == {
+def test_collectives_within_a_slice_and_between_slices():
+    # All 240 elements of w are summed within a slice of four replicas, and a quarter of them between the two
+    # slices. b has three elements, fewer than there are replicas, and is summed whole.
+    assert collectives_of(**options()) == {
         ("reduce_scatter", 240, "f32", 4),
         ("all_reduce", 60, "f32", 2),
         ("all_gather", 60, "f32", 4),
         ("all_reduce", 3, "f32", 4),
         ("all_reduce", 3, "f32", 2),
     }
-    assert sent(**options(reduce_dtype="bfloat16", slice_dtype="bfloat16")) == {
+    assert collectives_of(**options(reduce_dtype="bfloat16", slice_dtype="bfloat16")) == {
         ("reduce_scatter", 240, "bf16", 4),
         ("all_reduce", 60, "bf16", 2),
         ("all_gather", 60, "bf16", 4),
         ("all_reduce", 3, "bf16", 4),
         ("all_reduce", 3, "bf16", 2),
     }
-    # A block of 256 int8, and a float32 scale, for each of the two arrays, in one message each.
-    assert sent(**options(slice_dtype="int8", shard_update=True)) == {
+    # Each of the two arrays is a block of 256 int8 numbers and a float32 scale. One message carries both blocks,
+    # and another both scales.
+    assert collectives_of(**options(slice_dtype="int8", shard_update=True)) == {
         ("reduce_scatter", 240, "f32", 4),
         ("all_reduce", 3, "f32", 4),
         ("all_gather", 512, "i8", 2),
@@ -145,7 +146,7 @@ def test_bfloat16_halves_the_bytes_of_a_sum_without_slices():
     assert set(lowered("float32")) == {"f32"} and set(lowered("bfloat16")) == {"bf16"}
 
 
-def test_what_int8_loses_is_made_up_for_in_later_steps():
+def test_int8_rounding_errors_are_added_to_later_sums():
     run, state = runner(
         lambda: cross_shard.CrossShardOptimizer(
             optax.sgd(1.0), "sum", **options(slice_dtype="int8")
@@ -155,17 +156,17 @@ def test_what_int8_loses_is_made_up_for_in_later_steps():
     for _ in range(steps):
         new, state = run(state, GRADS)
         total = total - np.asarray(new["m"]["w"][0], np.float64)
-    one = 0.5 / 127 * np.abs(GRADS).sum(axis=0).max() * 2
-    # The error of the sum of all steps is that of one, not of fifty.
-    assert np.abs(total - steps * wanted).max() <= 1.5 * one
-    # And without what is kept it would be: the same rounding each time.
+    step_bound = 0.5 / 127 * np.abs(GRADS).sum(axis=0).max() * 2
+    # Summed over fifty steps, the error is still about that of one step.
+    assert np.abs(total - steps * wanted).max() <= 1.5 * step_bound
+    # Without the kept errors each step would round alike, and the errors would add up.
     (module,) = state
     assert np.abs(np.asarray(state[module]["error/m/w"])).max() > 0
-    forgotten = np.abs(steps * (reduced(**options(slice_dtype="int8")) - wanted)).max()
-    assert forgotten > 5 * one
+    without_feedback = np.abs(steps * (reduced(**options(slice_dtype="int8")) - wanted)).max()
+    assert without_feedback > 5 * step_bound
 
 
-def test_a_skipped_step_keeps_what_int8_has_lost():
+def test_a_skipped_step_keeps_the_int8_rounding_errors():
     def make():
         opt = cross_shard.CrossShardOptimizer(optax.sgd(1.0), **options(slice_dtype="int8"))
         return loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
@@ -178,7 +179,7 @@ def test_a_skipped_step_keeps_what_int8_has_lost():
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
-def test_a_global_clip_sees_the_sum_over_slices_too(shard_update):
+def test_a_global_clip_uses_the_sum_over_all_slices(shard_update):
     clipped = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(1.0))
     run, state = runner(
         lambda: cross_shard.CrossShardOptimizer(
@@ -189,12 +190,12 @@ def test_a_global_clip_sees_the_sum_over_slices_too(shard_update):
     total = {"w": jnp.sum(GRADS, axis=0), "b": jnp.full(3, 8.0)}
     wanted, _ = optax.clip_by_global_norm(2.0).update(total, optax.EmptyState())
     for name, leaf in wanted.items():
-        # Eight numbers in another order.
+        # Eight numbers are summed in another order.
         np.testing.assert_allclose(-new["m"][name][0], leaf, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
-def test_int8_does_not_hide_what_is_not_finite(bad):
+def test_int8_does_not_hide_nonfinite_values(bad):
     run = jax.shard_map(
         lambda x: int8.all_reduce([x[0]], [jnp.zeros(600)], "replica"),
         mesh=harness.mesh(2),
@@ -203,14 +204,14 @@ def test_int8_does_not_hide_what_is_not_finite(bad):
         check_vma=False,
     )
     (total,), (lost,) = run(jnp.ones((2, 600)).at[1, 300].set(bad))
-    # Its block, and no other.
+    # Only the block of the bad element is not finite.
     np.testing.assert_array_equal(
         ~np.isfinite(total), (np.arange(600) >= 256) & (np.arange(600) < 512)
     )
     assert np.isfinite(lost).all()
 
 
-def test_quantized_zeros_are_zeros():
+def test_zeros_stay_zero_in_int8():
     codes, scales = int8.quantize(jnp.zeros((3, 5)))
     np.testing.assert_array_equal(int8.dequantize(codes, scales, (3, 5)), np.zeros((3, 5)))
 
@@ -253,7 +254,7 @@ def construct(**more):
         (options(axis_name="slice"), "two different axes"),
     ],
 )
-def test_what_does_not_fit_is_refused_at_construction(more, match):
+def test_incompatible_options_are_refused_at_construction(more, match):
     with pytest.raises(ValueError, match=match):
         construct(**more)()
 
@@ -279,7 +280,7 @@ def test_int8_with_one_slice_is_refused():
 
 
 @pytest.mark.parametrize("more", [{}, {"slice_dtype": "int8"}, {"shard_update": True}])
-def test_what_has_no_gradient_is_not_sent(more):
+def test_parameters_without_a_gradient_are_not_sent(more):
     make = lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **options(**more))
 
     def step(x):
@@ -291,9 +292,9 @@ def test_what_has_no_gradient_is_not_sent(more):
     _, state = rules.init(None, jnp.ones(()))
     partition = shards.Partition(PARAMS, MESH[1], "replica", copies=MESH[0])
     layouts = partition.state_layouts(state)
-    # On each device what rounding has lost.
-    own = lambda layout, x: jnp.full((1, *layout.shard_shape), 0.25) if layout else x
-    state = layouts_lib.map_state(own, layouts, state)
+    # Each device holds rounding errors of 0.25.
+    with_error = lambda layout, x: jnp.full((1, *layout.shard_shape), 0.25) if layout else x
+    state = layouts_lib.map_state(with_error, layouts, state)
     run = jax.shard_map(
         lambda x: jax.tree.map(lambda x: x[None], rules.apply({}, state, None, x[0])),
         mesh=make_mesh(),
@@ -302,9 +303,9 @@ def test_what_has_no_gradient_is_not_sent(more):
         check_vma=False,
     )
     new, after = jax.jit(run)(jnp.ones(8))
-    # It is added on each of two slices, once.
+    # Each of the two slices adds its error once.
     lost = 0.5 if "slice_dtype" in more else 0.0
     for leaf in jax.tree.leaves(new):
-        # int8 rounds by half a 127th.
+        # int8 rounds by at most half a 127th.
         np.testing.assert_allclose(leaf, np.full(leaf.shape, -8.0 - lost), rtol=1 / 127)
     assert jax.tree.structure(after) == jax.tree.structure(state)

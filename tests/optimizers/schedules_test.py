@@ -1,4 +1,4 @@
-"""Schedules in the rows of a run: the values that each update went by, whatever stands around the rule."""
+"""Tests that the rows of a run log the scheduled values that each update used, whatever wraps the rule."""
 
 import haiku as hk
 import jax
@@ -15,12 +15,12 @@ from xshard.optimizers import inspection
 
 
 def rate(count):
-    """No two counts have the same."""
+    """Returns a rate that is different for each count."""
     return 0.1 / (1.0 + count)
 
 
 class Scheduled(toy.Wide):
-    """Goes by a schedule that it names, within all the wrappers; some of its steps are skipped."""
+    """Declares its schedules, inside all the wrappers; some of its steps are skipped."""
 
     def optimizer(self):
         opt = xshard.OptaxOptimizer(optax.adam(rate), name="adam", schedules=self.schedules())
@@ -36,14 +36,14 @@ class Scheduled(toy.Wide):
 
 
 class Silent(Scheduled):
-    """The same without saying so."""
+    """Uses the same schedule without declaring it."""
 
     def schedules(self):
         return {}
 
 
 class Injected(toy.Wide):
-    """Keeps what it goes by in its state."""
+    """Keeps its hyperparameters in its state."""
 
     def optimizer(self):
         adam = optax.inject_hyperparams(optax.adam)(rate, b1=0.8)
@@ -53,7 +53,7 @@ class Injected(toy.Wide):
 
 
 class Slow(toy.Wide):
-    """Updates every second step, and logs a rate of its own."""
+    """Updates every second step; one of its schedules has the name of a metric of the loss."""
 
     def optimizer(self):
         steps = optax.MultiSteps(optax.sgd(rate), 2)
@@ -64,7 +64,7 @@ class Slow(toy.Wide):
 
 
 class Forbidden(toy.Wide):
-    """Names a schedule as what every run logs."""
+    """Declares a schedule with a name that every run logs."""
 
     def optimizer(self):
         opt = xshard.OptaxOptimizer(optax.sgd(rate), schedules={"step": rate})
@@ -98,13 +98,13 @@ HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
     ],
     ids=str,
 )
-def test_the_values_that_each_update_went_by(tmp_path, changes):
+def test_rows_log_the_values_that_each_update_used(tmp_path, changes):
     logged = training(tmp_path, "Scheduled", overflow_above=1.9, **changes)
     before, skips = 0, 0
     for row in logged:
-        # What a step goes by is decided by the updates before it: a skipped one does not count.
+        # A schedule counts the updates before the step, and a skipped step is no update.
         expected = 0.1 / (1.0 + np.asarray(before))
-        # One rounding to float32 of a quotient.
+        # A quotient is rounded to float32 once.
         np.testing.assert_allclose(row["learning_rate"], expected, rtol=1e-6)
         np.testing.assert_array_equal(row["decay"], 2 * np.asarray(before))
         skips += np.sum(row["global_step"] == np.asarray(before))
@@ -112,7 +112,7 @@ def test_the_values_that_each_update_went_by(tmp_path, changes):
     assert skips
 
 
-def test_nothing_is_added_to_a_state_and_no_collective(tmp_path):
+def test_schedules_add_no_state_and_no_collective(tmp_path):
     programs, states = [], []
     for name in ("Scheduled", "Silent"):
         run = loop.Run(make_config(name), str(tmp_path / name))
@@ -123,21 +123,21 @@ def test_nothing_is_added_to_a_state_and_no_collective(tmp_path):
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
-def test_what_optax_keeps_in_its_state_is_logged_by_itself(tmp_path, shard_update):
+def test_hyperparameters_in_the_state_of_optax_are_logged(tmp_path, shard_update):
     logged = training(tmp_path, "Injected", shard_update=shard_update)
     rates = [row["learning_rate"] for row in logged]
     np.testing.assert_allclose(rates, [rate(count) for count in range(6)], rtol=1e-6)
     assert {row["b1"] for row in logged} == {np.float32(0.8)}
 
 
-def test_the_count_is_that_of_the_transformation_and_a_name_of_the_loss_stays_its(tmp_path):
+def test_a_schedule_uses_the_inner_count_and_hides_no_loss_metric(tmp_path):
     logged = training(tmp_path, "Slow")
     rates = [rate(step // 2) for step in range(6)]
     np.testing.assert_allclose([row["learning_rate"] for row in logged], rates, rtol=1e-6)
     assert logged[0]["error"] == logged[0]["loss"]
 
 
-def test_names_that_every_run_logs_are_refused_before_a_run(tmp_path):
+def test_invalid_schedules_are_refused_before_a_run(tmp_path):
     with pytest.raises(
         errors.UserError, match="Forbidden.optimizer .*'step', which every run logs"
     ):
@@ -148,7 +148,7 @@ def test_names_that_every_run_logs_are_refused_before_a_run(tmp_path):
         hk.transform(make).apply({}, None)
 
 
-def test_two_rules_and_two_transformations_are_told_apart():
+def test_two_rules_and_two_transformations_get_distinct_names():
     def make():
         two = optax.chain(
             optax.inject_hyperparams(optax.clip)(1.0), optax.inject_hyperparams(optax.sgd)(0.1),
@@ -165,13 +165,13 @@ def test_two_rules_and_two_transformations_are_told_apart():
     transformed = hk.transform_with_state(step)
     _, state = transformed.init(None, params)
     (scheduled, kept), _ = transformed.apply({}, state, None, params)
-    # The first keeps three counts, and the second one.
+    # The first rule keeps three counts, and the second rule keeps one.
     assert scheduled.keys() == {"two/a", "b", "one/a"}
     assert kept.keys() == {"max_delta", "two/1/learning_rate", "two/2/learning_rate"}
 
 
 class _Both(xshard.OptimizerWrapper):
-    """Updates by one rule after the other."""
+    """Applies one rule after the other."""
 
     def __init__(self, first, second):
         super().__init__()

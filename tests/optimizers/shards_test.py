@@ -1,4 +1,4 @@
-"""The sharded update: each replica updates its part, and all end where a replicated update ends."""
+"""Tests of the sharded update: each replica updates its shard, and the result is that of a replicated update."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ EVERYWHERE = jax.P()
 
 
 def run_one(make_optimizer, params, grads_of, replicas=4):
-    """The new parameters where replica i has the gradients `grads_of(i)`; and the state's step counts."""
+    """Returns the new parameters and the stored state after a step with gradients `grads_of(i)` on replica i."""
     step = hk.transform_with_state(lambda i: make_optimizer().apply_gradients(grads_of(i), params))
     _, state = step.init(None, 0)
     sharding = layouts_lib.StateSharding(state, params, replicas)
@@ -44,8 +44,8 @@ WIDE = {"m": {"w": jnp.zeros(8)}}
 
 
 @pytest.mark.parametrize("errors", [0, 100])
-def test_a_rule_that_skips_by_itself_skips_on_all_replicas_or_none(errors):
-    # apply_if_finite sees one replica's part: where each saw its own, some would skip and some not.
+def test_a_rule_with_its_own_skips_skips_on_all_replicas_or_none(errors):
+    # If apply_if_finite saw only a replica's own shard, some replicas would skip the step and others would not.
     finite = lambda: CrossShard(optax.apply_if_finite(optax.sgd(1.0), errors), "sum")
     bad = lambda i: {"m": {"w": jnp.where(jnp.arange(8) == 5, jnp.inf, 1.0)}}
     new, state = run_one(finite, WIDE, bad)
@@ -58,11 +58,11 @@ def test_a_rule_that_skips_by_itself_skips_on_all_replicas_or_none(errors):
 def test_a_global_clip_sees_the_norm_of_whole_gradients():
     clip = lambda: CrossShard(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), "sum")
     new, _ = run_one(clip, WIDE, lambda i: {"m": {"w": jnp.ones(8)}})
-    # On parts of 2 elements each the norm of all together would be 2.
+    # If each replica clipped its own shard of 2 elements, the norm of the whole update would be 2.
     np.testing.assert_allclose(np.linalg.norm(new["m"]["w"]), 1.0, rtol=1e-6)
 
 
-def test_a_replica_clips_its_own_before_it_hurts_the_rest():
+def test_a_replica_may_clip_its_own_gradients_before_the_sum():
     def step(i):
         opt = CrossShard(optax.sgd(1.0), "sum")
         grads = {"m": {"w": jnp.where(i == 2, 1e6, 1.0) * jnp.ones(8)}}
@@ -88,7 +88,7 @@ def nest(order):
 
 
 @pytest.mark.parametrize("order", ["scale outside", "scale inside"])
-def test_one_bad_element_anywhere_skips_the_step_on_all_and_changes_no_bit(order):
+def test_one_bad_element_skips_the_step_on_all_replicas(order):
     make = functools.partial(nest, order)
     step = harness.transform_step(make)
     params, x = harness.params(), harness.batch()
@@ -104,7 +104,7 @@ def test_one_bad_element_anywhere_skips_the_step_on_all_and_changes_no_bit(order
     assert int(new_n) == 2
 
 
-def test_groups_with_parts_of_their_own():
+def test_each_group_shards_its_own_update():
     groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
     ends = []
     for shard_update in (True, False):
@@ -134,12 +134,12 @@ def test_groups_with_parts_of_their_own():
     np.testing.assert_array_equal(ends[0][1], [1, 0, 0, 1, 0, 1, 1, 0])
 
 
-def test_what_is_not_trained_stays_and_its_slots_too():
+def test_untrained_parameters_and_their_slots_do_not_change():
     def make():
         return CrossShard(optax_optimizer.OptaxOptimizer(optax.adam(0.1), name="opt"))
 
     def step(params, x, n):
-        # All have slots, and this step trains one.
+        # All parameters have slots, and a step trains one of them.
         var_list = None if hk.running_init() else ["mlp/linear_0/w"]
         return make().minimize(lambda p: harness.loss(p, x), params, n, var_list=var_list)
 
@@ -157,7 +157,7 @@ def test_what_is_not_trained_stays_and_its_slots_too():
     assert not np.array_equal(new["mlp/linear_0"]["w"], params["mlp/linear_0"]["w"])
 
 
-def test_half_precision_parameters_are_gathered_as_they_are():
+def test_float16_parameters_are_gathered_in_float16():
     step = harness.transform_step(lambda: CrossShard(optax.adam(0.1)))
     params, x = harness.params(np.float16), harness.batch(np.float16)
     _, state = step.init(None, params, x)
@@ -168,15 +168,15 @@ def test_half_precision_parameters_are_gathered_as_they_are():
 
 
 @pytest.mark.parametrize("steps", [(2, 4), (4, 2), (2, 2, 2)])
-def test_in_steps_as_in_one(steps):
+def test_scatters_and_gathers_in_steps_match_single_ones(steps):
     params = {"m": {"w": jnp.zeros((24, 3)), "v": jnp.zeros((5, 3)), "b": jnp.zeros(3)}}
     grads = lambda i: jax.tree.map(
         lambda x: jax.random.normal(jax.random.fold_in(jax.random.key(1), i), x.shape), params
     )
-    make = lambda **how: lambda: CrossShard(optax.adam(0.1), "sum", **how)
-    hows = ({"scatter_steps": steps, "gather_steps": steps[::-1]}, {})
-    ends = [run_one(make(**how), params, grads, replicas=8) for how in hows]
-    # Sums of eight in another order; Adam divides by the size of a gradient.
+    make = lambda **stages: lambda: CrossShard(optax.adam(0.1), "sum", **stages)
+    variants = ({"scatter_steps": steps, "gather_steps": steps[::-1]}, {})
+    ends = [run_one(make(**stages), params, grads, replicas=8) for stages in variants]
+    # Eight numbers are summed in another order, and Adam divides by the magnitude of a gradient.
     harness.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
 
@@ -189,7 +189,7 @@ def test_in_steps_as_in_one(steps):
         {"scatter_steps": (8,), "group_assignment": [[0, 1, 2, 3], [4, 5, 6, 7]]},
     ],
 )
-def test_steps_that_do_not_fit_are_refused(options):
+def test_steps_that_do_not_match_the_replicas_are_refused(options):
     with pytest.raises(ValueError, match="gather_steps must be sizes whose product is the"):
         run_one(lambda: CrossShard(optax.sgd(1.0), **options), WIDE, lambda i: WIDE, replicas=8)
 
@@ -198,7 +198,7 @@ def test_steps_that_do_not_fit_are_refused(options):
     "shape, count, spec, dim, part, stored",
     [
         ((16, 3), 8, (), 0, (2, 3), (16, 3)),
-        # Of two that could be sharded the first whose parts fill a TPU's tiles.
+        # If both dimensions could be sharded, the first one whose shards fill the tiles of a TPU is.
         ((16, 1024), 8, (), 1, (16, 128), (16, 1024)),
         ((64, 1024), 8, (), 0, (8, 1024), (64, 1024)),
         ((3, 16), 8, (), 1, (3, 2), (3, 16)),
@@ -211,7 +211,7 @@ def test_steps_that_do_not_fit_are_refused(options):
         ((5, 3), 1, (), 0, (5, 3), (5, 3)),
     ],
 )
-def test_how_arrays_are_cut(shape, count, spec, dim, part, stored):
+def test_layouts_of_arrays(shape, count, spec, dim, part, stored):
     layout = layouts_lib.layout("w", shape, count, spec)
     assert (layout.dim, layout.shard_shape, layout.stored_shape) == (dim, part, stored)
     x = jnp.arange(float(np.prod(shape, dtype=int))).reshape(shape)
@@ -222,7 +222,7 @@ def test_how_arrays_are_cut(shape, count, spec, dim, part, stored):
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "min", "and", "or"])
-def test_reductions_do_not_see_what_arrays_are_filled_up_with(kind):
+def test_reductions_ignore_padding(kind):
     x = {"max": -1.0, "min": 1.0}.get(kind, 2.0) * jnp.ones((3, 5))
     x = x > 0 if kind in ("and", "or") else x
     partition = shards.Partition({"w": x}, 8, "replica")
@@ -237,7 +237,7 @@ def test_reductions_do_not_see_what_arrays_are_filled_up_with(kind):
 
 
 class Watched(base.OptimizerWrapper):
-    """A user's wrapper with a phase of its own, which hands gradients to the host."""
+    """A custom wrapper with one phase that sends gradients to the host."""
 
     def __init__(self, opt, phase):
         super().__init__(name="watched")
@@ -259,7 +259,7 @@ class Watched(base.OptimizerWrapper):
 
 
 @pytest.mark.parametrize("phase", ["aggregate", "vote", "update"])
-def test_a_phase_that_does_more_than_return_values_is_refused_by_name(phase):
+def test_a_phase_with_a_side_effect_is_refused_by_name(phase):
     make = lambda: Watched(CrossShard(optax.sgd(1.0)), phase)
     with pytest.raises(
         ValueError, match="watched cannot be sharded: its debug_callback takes 'm/w'"
@@ -268,7 +268,7 @@ def test_a_phase_that_does_more_than_return_values_is_refused_by_name(phase):
 
 
 class Sorted(base.OptimizerWrapper):
-    """A user's wrapper that mixes elements in each phase."""
+    """A custom wrapper that mixes elements in each phase."""
 
     def __init__(self, opt):
         super().__init__()
@@ -296,7 +296,7 @@ def test_each_phase_may_mix_elements():
 
 
 class WithParameter(base.OptimizerWrapper):
-    """A user's wrapper that keeps a rate as a parameter of Haiku."""
+    """A custom wrapper that keeps a rate as a Haiku parameter."""
 
     def __init__(self, opt):
         super().__init__(name="with_parameter")
@@ -317,7 +317,7 @@ def test_a_parameter_of_a_rule_is_refused_before_the_first_step():
         step.init(None)
 
 
-def test_the_check_of_varying_values_is_refused_with_the_mend():
+def test_check_vma_is_refused_with_a_remedy():
     step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0)))
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
@@ -333,7 +333,7 @@ def test_two_sharded_updates_are_refused():
 
 
 def follow(update, params=None, grads=None, replicas=4):
-    """What a stateless transformation of `update(grads, params)` does in parts, and on whole arrays."""
+    """Returns the new parameters of a stateless `update(grads, params)`, computed in shards and on whole arrays."""
     params = {"m": {"w": jnp.arange(1.0, 65).reshape(8, 8)}} if params is None else params
     grads = jax.tree.map(lambda p: 10 - p, params) if grads is None else grads
     transformation = optax.stateless(update)
@@ -343,8 +343,8 @@ def follow(update, params=None, grads=None, replicas=4):
     return new, optax.apply_updates(params, updates)
 
 
-def each(f):
-    """A function of one array's gradient and value, for all."""
+def per_array(f):
+    """Returns a function of trees that applies `f(gradient, parameter)` to each array."""
     return lambda grads, params: jax.tree.map(f, grads, params)
 
 
@@ -381,13 +381,13 @@ FOLLOWED = {
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_what_a_rule_may_do(name):
-    new, wanted = follow(each(FOLLOWED[name]))
+def test_sharded_rules_match_rules_on_whole_arrays(name):
+    new, wanted = follow(per_array(FOLLOWED[name]))
     harness.assert_close(new, wanted, rtol=1e-5, atol=1e-4)
 
 
-def sends(transformation, params, replicas=4):
-    """The shapes that are gathered and that are summed in an update."""
+def traffic(transformation, params, replicas=4):
+    """Returns the shapes that an update gathers, the shapes that it sums, and the specs of its state."""
     make = lambda: CrossShard(transformation)
     rule = hk.transform_with_state(lambda: make().apply_gradients(params, params))
     _, state = rule.init(None)
@@ -408,10 +408,10 @@ def sends(transformation, params, replicas=4):
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (16, 8), (3, 5)])
-def test_a_matrix_is_gathered_once_for_all_that_muon_does_with_it(shape):
-    gathered, _, specs = sends(contrib.muon(0.1), {"m": {"w": jnp.ones(shape), "b": jnp.ones(8)}})
+def test_muon_gathers_a_matrix_once(shape):
+    gathered, _, specs = traffic(contrib.muon(0.1), {"m": {"w": jnp.ones(shape), "b": jnp.ones(8)}})
     whole = "8x16x" if shape == (8, 16) else "16x8x" if shape == (16, 8) else "1x16x"
-    # Besides the new parameters.
+    # One gather is for Muon, and the others are of the new parameters.
     assert gathered == sorted([whole, whole, "8x"])
     (specs,) = specs.values()
     (momentum,) = [
@@ -420,55 +420,55 @@ def test_a_matrix_is_gathered_once_for_all_that_muon_does_with_it(shape):
     assert "replica" in momentum
 
 
-def test_what_is_made_of_a_gathered_matrix_is_not_gathered_again():
+def test_values_computed_from_a_gathered_matrix_are_not_gathered():
     def orthogonal(x, _):
         for _ in range(3):
             cube = x @ x.T @ x
             x = 1.5 * x - 0.5 * cube
         return x
 
-    gathered, _, _ = sends(optax.stateless(each(orthogonal)), {"m": {"w": jnp.eye(8)}})
+    gathered, _, _ = traffic(optax.stateless(per_array(orthogonal)), {"m": {"w": jnp.eye(8)}})
     assert gathered == ["8x8x"] * 2
 
 
 def test_rows_and_columns_are_summed_on_shards():
     params = {"m": {"w": jnp.ones((8, 16))}}
-    gathered, summed, _ = sends(optax.adafactor(0.1, min_dim_size_to_factor=2), params)
+    gathered, summed, _ = traffic(optax.adafactor(0.1, min_dim_size_to_factor=2), params)
     assert gathered == sorted(["8x16x", "8x"])
     assert "16x" in summed and "8x16x" not in summed
 
 
-def test_what_goes_element_by_element_is_gathered_as_new_parameters_alone():
-    gathered, _, _ = sends(optax.lamb(0.1), {"m": {"w": jnp.ones((8, 16))}})
+def test_an_elementwise_rule_gathers_only_the_new_parameters():
+    gathered, _, _ = traffic(optax.lamb(0.1), {"m": {"w": jnp.ones((8, 16))}})
     assert gathered == ["8x16x"]
 
 
-def test_what_will_be_gathered_is_said(caplog):
+def test_gathered_arrays_are_logged(caplog):
     phases._log_gathered.cache_clear()
     with caplog.at_level("INFO"):
-        sends(contrib.muon(0.1), {"m": {"w": jnp.ones((8, 16))}})
-    (said,) = [line for line in caplog.messages if "gathers" in line]
-    assert "gathers 0.000512 MB in each step" in said and said.endswith(": m/w.")
+        traffic(contrib.muon(0.1), {"m": {"w": jnp.ones((8, 16))}})
+    (message,) = [line for line in caplog.messages if "gathers" in line]
+    assert "gathers 0.000512 MB in each step" in message and message.endswith(": m/w.")
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 3)])
-def test_a_maximum_hands_nan_on_from_any_replica(shape):
+def test_max_and_min_propagate_nan_from_any_replica(shape):
     params = {"m": {"w": jnp.ones(shape)}}
     bad = {"m": {"w": jnp.ones(shape).at[-1, -1].set(jnp.nan)}}
     for limit in (jnp.max, jnp.min):
-        new, _ = follow(each(lambda g, p, limit=limit: p * limit(g)), params, bad)
+        new, _ = follow(per_array(lambda g, p, limit=limit: p * limit(g)), params, bad)
         assert np.isnan(new["m"]["w"]).all()
 
 
-def test_booleans_have_a_maximum_too():
+def test_max_and_min_accept_booleans():
     params = {"m": {"w": jnp.zeros((5, 3))}}
     for limit, grads in ((jnp.max, 1.0), (jnp.min, -1.0)):
-        found = each(lambda g, p, limit=limit: jnp.where(limit(g < 0), g, 0 * g))
+        found = per_array(lambda g, p, limit=limit: jnp.where(limit(g < 0), g, 0 * g))
         new, wanted = follow(found, params, {"m": {"w": jnp.full((5, 3), grads)}})
         harness.assert_equal(new, wanted)
 
 
-def test_state_that_is_not_mapped_as_it_is_cut_is_refused():
+def test_a_state_that_is_not_mapped_as_it_is_sharded_is_refused():
     step = harness.transform_step(lambda: CrossShard(optax.adam(0.1)))
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
@@ -476,7 +476,7 @@ def test_state_that_is_not_mapped_as_it_is_cut_is_refused():
         harness.replicated(step, replicas=4)(params, state, x)
 
 
-def test_a_rule_over_another_axis_around_a_sharded_one():
+def test_a_reduction_over_another_axis_may_wrap_a_sharded_one():
     axes = (jax.sharding.AxisType.Auto,) * 2
     the_mesh = jax.make_mesh((2, 4), ("pod", "replica"), axis_types=axes)
 
@@ -500,13 +500,13 @@ def test_a_rule_over_another_axis_around_a_sharded_one():
 
 
 @pytest.mark.parametrize("value", ["False", 1, None])
-def test_shard_update_is_true_or_false(value):
+def test_a_shard_update_that_is_no_boolean_is_refused(value):
     with pytest.raises(ValueError, match="shard_update must be True or False; received"):
         hk.testing.transform_and_run(
             lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), shard_update=value)
         )()
 
 
-def test_what_an_index_cannot_reach_is_not_flattened():
+def test_arrays_beyond_32_bit_indices_are_not_flattened():
     assert layouts_lib.layout("w", (2**16 + 1, 2**15 + 1), 8).dim is None
     assert layouts_lib.layout("w", (2**16 + 1, 2**10 + 1), 8).flat

@@ -1,4 +1,4 @@
-"""Slots: of which parameters there are any, what they hold, their names and their memory."""
+"""Tests of slots: the parameters that have them, their contents, their names and their memory."""
 
 import haiku as hk
 import jax
@@ -16,8 +16,8 @@ W0, B0, W1 = "mlp/linear_0/w", "mlp/linear_0/b", "mlp/linear_1/w"
 # W0 is frozen.
 TRAINED = [B0, W1]
 STEPS = 3
-# By coverage, which the other tests measure, what goes through all of optax would take twice as long.
-through_all = pytest.mark.no_cover
+# Coverage would double the time of the tests that go through all of optax, and other tests measure it.
+without_coverage = pytest.mark.no_cover
 
 
 def by_optax(transformation):
@@ -38,7 +38,7 @@ def averaged(opt):
 
 
 def transform(make, var_list=None):
-    """A step `f(params, x, global_step)` that trains what `var_list` has."""
+    """Transforms a step `f(params, x, global_step)` that trains the parameters in `var_list`."""
 
     def step(params, x, global_step=0):
         loss = lambda p: harness.loss(p, x)
@@ -48,7 +48,7 @@ def transform(make, var_list=None):
 
 
 def applying(make):
-    """`f(grads, params)`, transformed."""
+    """Transforms `f(grads, params)`, which applies gradients."""
     return hk.transform_with_state(lambda grads, params: make().apply_gradients(grads, params))
 
 
@@ -58,9 +58,9 @@ def without_w0(params):
 
 
 def gradients(params, number, frozen=True):
-    """Gradients of a step, some of them tiny; None where the parameter is frozen."""
+    """Returns random gradients of a step, None for the frozen parameter."""
     key = jax.random.fold_in(jax.random.key(7), number)
-    found = {
+    result = {
         module: {
             name: jax.random.normal(jax.random.fold_in(key, i), x.shape)
             for name, x in arrays.items()
@@ -68,12 +68,12 @@ def gradients(params, number, frozen=True):
         for i, (module, arrays) in enumerate(params.items())
     }
     if frozen:
-        found["mlp/linear_0"]["w"] = None
-    return found
+        result["mlp/linear_0"]["w"] = None
+    return result
 
 
 def assert_follows_optax(make, part_of=None):
-    """Trains all but W0, by a rule and by optax on the sub-tree that is trained: the same bits."""
+    """Asserts that a rule that trains all but W0 gives the same bits as optax on the trained sub-tree."""
     params = harness.params()
     bare, subtree = (part_of or make)(), without_w0(params)
     rule = applying(lambda: by_optax(make()))
@@ -96,11 +96,11 @@ def assert_follows_optax(make, part_of=None):
     return params, state
 
 
-@through_all
+@without_coverage
 @pytest.mark.parametrize("name", sorted(table.OPTIMIZERS.keys() - {"partition"}))
-def test_what_is_trained_goes_as_in_optax_without_the_rest(name):
+def test_trained_parameters_follow_optax_without_the_frozen_ones(name):
     params, state = assert_follows_optax(table.OPTIMIZERS[name])
-    # Each array is a buffer of its own also where nothing was compiled.
+    # Each array has its own buffer even if nothing was compiled: donating one buffer twice is an error.
     jax.block_until_ready(jax.jit(lambda *x: x, donate_argnums=(0, 1))(params, state))
 
 
@@ -125,7 +125,7 @@ def partitioned(labels):
         lambda part=None: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(0.1, 0.0, 5)),
     ],
 )  # fmt: skip
-def test_also_where_transformations_are_made_of_others(make):
+def test_composed_transformations_follow_optax_without_frozen_ones(make):
     assert_follows_optax(make, lambda: make(without_w0))
 
 
@@ -144,25 +144,27 @@ def test_a_frozen_parameter_has_no_state_in_any_rule():
 
 @pytest.mark.parametrize("make", [optax.adamw, optax.lamb])
 @pytest.mark.parametrize("replicas", [4, 8])
-def test_in_parts_as_whole(make, replicas):
-    in_parts = lambda: averaged(both_rules(by_optax(make(0.1)), shard_update=True))
-    alike = transform(lambda: averaged(both_rules(by_optax(make(0.1)))), TRAINED)
+def test_sharded_slots_match_replicated_ones(make, replicas):
+    sharded_rule = lambda: averaged(both_rules(by_optax(make(0.1)), shard_update=True))
+    plain = transform(lambda: averaged(both_rules(by_optax(make(0.1)))), TRAINED)
     params, x = harness.params(), harness.batch()
-    _, state = alike.init(None, params, x)
-    sharded, store, whole = harness.sharded(transform(in_parts, TRAINED), in_parts, replicas)
-    run, replicated = jax.jit(sharded), jax.jit(harness.replicated(alike, replicas=replicas))
-    found, wanted = (params, store(state)), (params, state)
+    _, state = plain.init(None, params, x)
+    sharded, store, whole = harness.sharded(
+        transform(sharded_rule, TRAINED), sharded_rule, replicas
+    )
+    run, replicated = jax.jit(sharded), jax.jit(harness.replicated(plain, replicas=replicas))
+    result, wanted = (params, store(state)), (params, state)
     for _ in range(STEPS):
-        (_, new, _), after = run(*found, x)
-        found = new, after
+        (_, new, _), after = run(*result, x)
+        result = new, after
         (_, new, _), after = replicated(*wanted, x)
         wanted = new, after
     # Norms, and gradients of all replicas, are summed in another order.
-    harness.assert_close((found[0], whole(found[1])), wanted, rtol=1e-5, atol=1e-6)
-    harness.assert_equal(found[0]["mlp/linear_0"]["w"], params["mlp/linear_0"]["w"])
+    harness.assert_close((result[0], whole(result[1])), wanted, rtol=1e-5, atol=1e-6)
+    harness.assert_equal(result[0]["mlp/linear_0"]["w"], params["mlp/linear_0"]["w"])
 
 
-def test_in_groups():
+def test_frozen_parameters_have_no_slots_in_groups():
     groups = [[0, 2], [1, 3]]
     step = transform(lambda: both_rules(adam(), group_assignment=groups), TRAINED)
     params, x = harness.params(), harness.batch()
@@ -176,7 +178,7 @@ def test_in_groups():
         harness.assert_equal(*(jax.tree.map(lambda x, i=i: x[i], new) for i in (a, b)))
 
 
-def test_a_rule_may_train_one_part_after_the_other():
+def test_a_rule_may_train_one_parameter_after_another():
     def step(params, x):
         opt = adam()
         for path in (W0, B0):
@@ -194,18 +196,18 @@ def test_a_rule_may_train_one_part_after_the_other():
     harness.assert_equal(new["mlp/linear_1"], params["mlp/linear_1"])
 
 
-def test_a_gradient_for_what_has_no_slot_is_refused_by_name():
+def test_a_gradient_for_a_parameter_without_a_slot_is_refused_by_name():
     params, x = harness.params(), harness.batch()
     _, state = transform(adam, TRAINED).init(None, params, x)
     with pytest.raises(ValueError, match=f"'{W0}' has a gradient, but opt has no slot .*var_list"):
         transform(adam).apply({}, state, None, params, x)
-    # What needs none goes on.
+    # A rule without slots accepts the gradient.
     opt = lambda: by_optax(optax.sgd(0.1))
     _, state = transform(opt, TRAINED).init(None, params, x)
     transform(opt).apply({}, state, None, params, x)
 
 
-def test_a_vector_of_all_parameters_is_of_the_same_ones_in_each_step():
+def test_a_flattened_slot_needs_the_same_parameters_in_each_step():
     rule = applying(lambda: by_optax(optax.flatten(optax.adam(0.1))))
     params = harness.params()
     _, state = rule.init(None, gradients(params, 0, frozen=False), params)
@@ -214,9 +216,9 @@ def test_a_vector_of_all_parameters_is_of_the_same_ones_in_each_step():
         rule.apply({}, state, None, gradients(params, 0), params)
 
 
-@through_all
+@without_coverage
 @pytest.mark.parametrize("name", table.NAMES)
-def test_names_and_slots_agree_before_an_update_and_after_it(name):
+def test_slot_names_and_slots_are_the_same_before_and_after_an_update(name):
     make = table.make_optimizer(name)
     params, x = harness.params(), harness.batch()
 
@@ -227,15 +229,15 @@ def test_names_and_slots_agree_before_an_update_and_after_it(name):
         arrays = {
             key for module in ("opt", "MovingAverageOptimizer") for key in state.get(module, {})
         }
-        found = {}
+        result = {}
         for slot in opt.get_slot_names():
-            # The last part of several arrays' paths is a number.
+            # If a slot has several arrays for a parameter, their paths end in a number.
             paths = {key.split(f"{slot}/", 1)[-1] for key in arrays if f"/{slot}/" in f"/{key}"}
             slots = {path: opt.get_slot(path, slot) for path in paths}
             assert paths and all(array is not None for array in slots.values())
-            found[slot] = {path: array.shape for path, array in slots.items()}
+            result[slot] = {path: array.shape for path, array in slots.items()}
             assert opt.get_slot("mlp/none", slot) is None
-        return found
+        return result
 
     _, state = jax.eval_shape(transform(make).init, None, params, x)
     seen = []
@@ -245,7 +247,7 @@ def test_names_and_slots_agree_before_an_update_and_after_it(name):
     assert seen[0] == seen[1]
 
 
-def test_a_module_may_be_called_as_a_slot_is():
+def test_a_module_may_have_the_name_of_a_slot():
     params = {
         "linear": {"w": jnp.ones(2)},
         "mu/linear": {"w": jnp.ones(3)},
@@ -271,7 +273,7 @@ def test_a_module_may_be_called_as_a_slot_is():
         assert step.apply({}, state, None, params, update)[0] == wanted
 
 
-def test_slots_that_go_by_the_names_of_modules_are_known_after_an_update():
+def test_slots_that_depend_on_module_names_are_known_after_an_update():
     labels = lambda p: {module: "sgd" if p[module] else "adam" for module in p}
     params, x = harness.params(), harness.batch()
 
@@ -283,7 +285,7 @@ def test_slots_that_go_by_the_names_of_modules_are_known_after_an_update():
         return opt.get_slot_names(), opt.get_slot(W0, "trace")
 
     step = hk.transform_with_state(step)
-    # Nothing is there yet.
+    # During init there are no slots yet, so asking early is allowed.
     _, state = step.init(None, params, True)
     (names, slot), _ = step.apply({}, state, None, params, False)
     assert names == ["trace"] and slot.shape == (3, 4)
@@ -291,10 +293,10 @@ def test_slots_that_go_by_the_names_of_modules_are_known_after_an_update():
         step.apply({}, state, None, params, True)
 
 
-@through_all
+@without_coverage
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", sorted(table.OPTIMIZERS))
-def test_each_array_of_a_first_state_is_a_buffer_of_its_own(name, jitted):
+def test_each_array_of_the_initial_state_has_its_own_buffer(name, jitted):
     step = transform(lambda: averaged(table.make_optimizer(name)()))
     params, x = harness.params(), harness.batch()
     init = jax.jit(step.init) if jitted else step.init
@@ -318,14 +320,14 @@ TAKES_MORE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", TAKES_MORE)
-def test_what_takes_more_than_gradients_is_refused_by_name_before_the_first_step(what):
-    step = transform(lambda: both_rules(by_optax(TAKES_MORE[what]())))
-    with pytest.raises(ValueError, match=f"opt cannot use {what}"):
+@pytest.mark.parametrize("requirement", TAKES_MORE)
+def test_transformations_that_need_more_than_gradients_are_refused(requirement):
+    step = transform(lambda: both_rules(by_optax(TAKES_MORE[requirement]())))
+    with pytest.raises(ValueError, match=f"opt cannot use {requirement}"):
         step.init(None, harness.params(), harness.batch())
 
 
-def test_what_takes_gradients_of_each_example_is_refused():
+def test_transformations_of_per_example_gradients_are_refused():
     private = contrib.differentially_private_aggregate(0.1, 0.1, key=jax.random.key(0))
     rule = applying(lambda: by_optax(private))
     params = {"m": {"w": jnp.ones((4, 3)), "b": jnp.ones(4)}}
@@ -333,7 +335,7 @@ def test_what_takes_gradients_of_each_example_is_refused():
         rule.init(None, params, params)
 
 
-def test_what_only_a_step_has_is_not_missed_before():
+def test_init_does_not_need_the_mapped_axis_that_an_update_uses():
     def update(grads, state, params):
         del params
         return jax.tree.map(lambda g: -jax.lax.pmean(g, harness.MESH_AXIS), grads), state
@@ -344,12 +346,12 @@ def test_what_only_a_step_has_is_not_missed_before():
     _, state = step.init(None, params, x)
     (_, new, _), _ = harness.replicated(step)(params, state, x)
     grads = jax.grad(harness.loss)(params, x)
-    # The mean of eight parts rounds otherwise.
+    # The mean of eight parts rounds differently.
     wanted = jax.tree.map(lambda p, g: p - g, params, grads)
     harness.assert_close(new, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_an_error_in_a_transformation_is_its_own():
+def test_an_error_in_a_transformation_is_raised_unchanged():
     def helper(grads, rate):
         return jax.tree.map(lambda g: -rate * g, grads)
 

@@ -12,7 +12,7 @@ from tests.optimizers import harness
 from xshard.optimizers import back_off, base, cross_shard, loss_scale, moving_average
 from xshard.optimizers import optax as optax_optimizer
 
-# Each is made with a step size that moves the parameters of the harness visibly.
+# Each optimizer has a step size that moves the parameters of the harness visibly.
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adabelief": lambda: optax.adabelief(0.1),
     "adadelta": lambda: optax.adadelta(1.0),
@@ -78,14 +78,14 @@ def _averaged(opt: Any) -> base.Optimizer:
     return moving_average.MovingAverageOptimizer(opt, 0.9, "count")
 
 
-# The project's own rules around one of these: its name, where the rule stands, and what makes it.
+# Wrappers of xshard around one of these optimizers: its name, the place of the wrapper, and its constructor.
 WRAPPED: dict[str, tuple[str, str, Callable[[Any], base.Optimizer]]] = {
     "MovingAverageOptimizer inside": ("adam", "inside", _averaged),
     "MovingAverageOptimizer outside": ("adam", "outside", _averaged),
 }
 NAMES = sorted({*OPTIMIZERS, *WRAPPED})
 
-# What is left out of optax's list, and why.
+# The functions in optax's list that the table leaves out, by reason.
 TAKES_THE_LOSS = {
     "polyak_sgd",
     "contrib.momo",
@@ -95,7 +95,7 @@ TAKES_THE_LOSS = {
 }
 DEPRECATED = {"optimistic_adam"}
 TAKES_PER_EXAMPLE_GRADIENTS = {"contrib.dpsgd", "contrib.differentially_private_aggregate"}
-IS_NO_OPTIMIZER = {
+NOT_AN_OPTIMIZER = {
     "adaptive_grad_clip", "add_decayed_weights", "add_noise", "apply_every", "apply_if_finite",
     "centralize", "chain", "clip", "clip_by_block_rms", "clip_by_global_norm", "conditionally_mask",
     "conditionally_transform", "ema", "flatten", "freeze", "identity", "inject_hyperparams",
@@ -108,7 +108,7 @@ IS_NO_OPTIMIZER = {
 
 
 def public_list() -> set[str]:
-    """The names of all functions of optax that make a transformation, without `scale_by_*`."""
+    """Returns the names of all public optax functions that return a transformation, except `scale_by_*`."""
     names = set()
     for prefix, module in (("", optax), ("contrib.", contrib)):
         for name, f in inspect.getmembers(module, inspect.isfunction):
@@ -118,17 +118,17 @@ def public_list() -> set[str]:
     return names
 
 
-# What keeps state whose name does not say that it is a slot, and the beginning of that.
+# Optimizers with a state array that its name does not identify as a slot, and the beginning of that name.
 CANNOT_BE_SHARDED = {"sm3": "0/mu/mlp/linear_0"}
 
 
 def bare(name: str) -> Any:
-    """The optax transformation in one optimizer of the table."""
+    """Returns the optax transformation in one optimizer of the table."""
     return OPTIMIZERS[WRAPPED[name][0] if name in WRAPPED else name]()
 
 
 def make_optimizer(name: str, **options: Any) -> Callable[[], Any]:
-    """One optimizer of the table under both rules, with options of CrossShardOptimizer."""
+    """Returns a constructor of one optimizer in both rules; `options` are for CrossShardOptimizer."""
     _, place, wrap = WRAPPED.get(name, (name, "", None))
 
     def make() -> Any:
@@ -142,5 +142,5 @@ def make_optimizer(name: str, **options: Any) -> Callable[[], Any]:
 
 
 def make_step(name: str) -> hk.TransformedWithState:
-    """A step of one optimizer of the table."""
+    """Returns a transformed step of one optimizer of the table."""
     return harness.transform_step(make_optimizer(name))
