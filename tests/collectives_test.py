@@ -84,8 +84,8 @@ def test_a_sharded_step_reduces_its_norms_with_its_metrics():
     reduced = {
         collective.dtypes: collective for collective in found if collective.kind == "all-reduce"
     }
-    # The integers are the vote. The floats are two metrics, two partial norms, and for each gradient the number of its
-    # values that are not finite. No gradient is reduced whole, since all arrays are cut.
+    # The integer is the vote. The floats are two metrics, two partial sums of norms, and for each gradient the number
+    # of its elements that are not finite. No gradient is all-reduced, since all of them are cut.
     assert reduced.keys() == {("s32",), ("f32",)} and reduced["s32",].bytes == 4
     # Slots that are not cut have a fingerprint of their own.
     assert reduced["f32",].bytes == 4 * (2 + 2 + 8 + fingerprints(mesh, kinds=4))
