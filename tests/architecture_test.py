@@ -9,8 +9,8 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# The packages and top-level modules of xshard, lowest first. Those on one line do not import one another. A file imports
-# only from its own package and from earlier lines.
+# The packages and top-level modules of xshard, lowest first. A file imports only from its own package and from earlier
+# lines, so packages on one line do not import one another.
 ORDER = """
 errors torus
 config

@@ -36,7 +36,7 @@ def compile_step(config, mesh):
 
 
 def fingerprints(mesh, kinds):
-    """Returns the count of numbers in the fingerprints: the halves of two words per replica of a group and kind of array."""
+    """Returns the count of numbers in fingerprints: two words in halves, per replica of a group and kind of array."""
     return mesh_lib.num_replicas(mesh) * kinds * 2 * 2
 
 

@@ -40,7 +40,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATF
 
 @pytest.fixture(scope="module")
 def names():
-    """The names that docstring examples may use: libraries, and `line`, the experiment in the docstring of `Supervised`."""
+    """The names that docstring examples may use: libraries, and the experiment `line` of `Supervised`'s docstring."""
     names = {"hk": hk, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "xshard": xshard}
     names["ml_collections"] = ml_collections
     (example,) = doctest.DocTestFinder(recurse=False).find(xshard.Supervised, globs=names)
@@ -66,7 +66,10 @@ def fences(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
-    """The blocks of a page share one namespace, which starts with a `config`. A text block shows what the block before it prints."""
+    """The blocks of a page share one namespace, which starts with a `config`.
+
+    A text block shows the output of the Python block before it.
+    """
     monkeypatch.chdir(tmp_path)
     shared = {"config": digits.get_config()}
     blocks = fences(page)

@@ -1,4 +1,4 @@
-"""Tests that a run never takes missing or unreadable files for a fresh start: it neither starts over nor deletes data."""
+"""Tests that a run that misses files, or cannot read them, neither starts over nor deletes anything by mistake."""
 
 import errno
 import json

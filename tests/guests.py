@@ -1,4 +1,4 @@
-"""Processes that meet, and strangers that connect to them, for tests. The sockets are real; the processes are threads."""
+"""Processes that meet, and strangers that connect to them, for tests. Sockets are real, and processes are threads."""
 
 import concurrent.futures
 import contextlib

@@ -33,7 +33,7 @@ def lines(document):
 
 @pytest.fixture(scope="module")
 def meeting():
-    """A meeting that waits for two more processes: its place and its future. At the end they come and the run starts."""
+    """The place and the future of a meeting that waits for two processes. They come at the end, and the run starts."""
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         # A process with the token but another config would end the meeting after these seconds.
@@ -128,7 +128,7 @@ def test_a_guest_that_sends_a_wrong_type_gets_no_answer(meeting, name, value):
 
 
 def answers(meeting, hello, more, pieces):
-    """Returns the answers to a guest with the token that sends two messages, before it is disconnected: one, or none."""
+    """Returns the answers that a guest with the token gets to two messages before it is disconnected: one, or none."""
     with undisturbed(meeting) as place:
         stranger = guests.Stranger(place)
         with stranger.connection as connection:
