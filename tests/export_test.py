@@ -82,7 +82,7 @@ def test_a_prediction_without_the_package(tmp_path, changes, arguments):
     outputs = elsewhere(tmp_path, path, batches(), *more)
     for rows, batch in batches().items():
         expected = trained.predict({**batch, "y": np.zeros(rows, np.float32)})
-        # Sums of at most 20 products in float32, in another order.
+        # The float32 sums of at most 20 products are computed in another order.
         np.testing.assert_allclose(outputs[str(rows)], expected, rtol=1e-5, atol=1e-6)
 
 

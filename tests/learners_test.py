@@ -172,7 +172,7 @@ def test_splits_and_metrics_that_are_not_means():
     outputs = (data["x"] @ np.asarray(params["w"]) + np.asarray(params["b"]))[:, 0]
     for name, rows in SPLITS.items():
         y = data["y"][rows]
-        # Sums in float32, in another order.
+        # The float32 sums are computed in another order.
         np.testing.assert_allclose(
             values[f"{name}/ratio"], np.mean(outputs[rows] * y), rtol=1e-5, atol=1e-6
         )
@@ -345,7 +345,7 @@ def test_the_aux_of_a_loss_has_a_row_for_each_example(parts):
     linear = state.experiment["line"].params["linear"]
     expected = (np.asarray(batch["x"]) @ np.asarray(linear["w"]) + np.asarray(linear["b"]))[:, 0]
     state, *_ = jax.jit(step.make_watched_step(experiment, the_mesh))(state, batch)
-    # Sums in float32, in another order.
+    # The float32 sums are computed in another order.
     np.testing.assert_allclose(state.experiment["last"].value, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -387,7 +387,7 @@ def test_each_replica_has_its_own_marked_state(groups):
     batch = next(train)
     state, _ = jax.jit(step.make_train_step(experiment, the_mesh))(state, batch)
     expected = np.asarray(batch["x"]).reshape(*replicas, -1).sum(-1)
-    # Float32 sums of six numbers, in another order.
+    # The float32 sums of six numbers are computed in another order.
     np.testing.assert_allclose(state.experiment["count"].value, expected, rtol=1e-5, atol=1e-6)
 
 
