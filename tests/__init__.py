@@ -1,9 +1,9 @@
 """Tests of the project."""
 
-# XLA's flags: programs compile in a third of the time, and what is compared bit by bit is compiled alike. Where eight
-# devices share two busy cores one may come to a collective later than the 40 s after which XLA ends the process. What is
-# loaded from the cache that tests share stands still where collectives are begun in the order that the scheduler would
-# have them, which is not stored with them.
+# The XLA flags of all tests. Without optimization, programs compile in a third of the time, and programs whose results
+# a test compares bit by bit are compiled alike. The timeout is longer than XLA's 40 s, after which XLA ends the process:
+# eight devices that share two busy cores may reach a collective later than that. The scheduler is off because the cache
+# that tests share does not store its order: a program loaded from there could deadlock in its collectives.
 XLA_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_use_fusion_emitters=false --xla_cpu_collective_call_terminate_timeout_seconds=600"

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check."""
+"""Tests of the rules of the code base that a program can check."""
 
 import ast
 import graphlib
@@ -9,7 +9,8 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# A file imports from its own folder, and from what comes before it here: a folder, or a file of the top level.
+# The packages and top-level modules of xshard, lowest first. A file imports only from its own package and from earlier
+# lines, so packages on one line do not import one another.
 ORDER = """
 errors torus
 config
@@ -37,8 +38,8 @@ export main
 dryrun replay report
 bisect
 """
-DEPTH = {room: depth for depth, line in enumerate(ORDER.split("\n")) for room in line.split()}
-# Those of the template are a user's, who sees the package from outside.
+DEPTH = {layer: depth for depth, line in enumerate(ORDER.split("\n")) for layer in line.split()}
+# The template's files become the user's code, which sees the package from outside.
 FILES = sorted(p for p in (ROOT / "xshard").rglob("*.py") if p.parent.name != "template")
 ALL_FILES = [
     p
@@ -52,7 +53,7 @@ def name_of(path):
 
 
 def imports(path):
-    """The dotted names that a file imports, those under `if TYPE_CHECKING` and in functions too."""
+    """Yields the dotted names that a file imports, also under `if TYPE_CHECKING` and in functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -61,8 +62,8 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def inner(dotted):
-    """The file of the project's own that a dotted name is in, as `name_of` names it."""
+def file_of(dotted):
+    """Returns the file of xshard that defines a dotted name, in the form of `name_of`."""
     parts = dotted.split(".")[1:]
     for length in range(len(parts), 0, -1):
         path = "/".join(parts[:length])
@@ -72,18 +73,18 @@ def inner(dotted):
     return "__init__"
 
 
-def own_imports(path):
-    """The project's own files that a file imports; not the package, which a user imports."""
-    found = {inner(dotted) for dotted in imports(path) if dotted.split(".")[0] == "xshard"}
-    return found - {"__init__"}
+def imported_files(path):
+    """Returns the files of xshard that a file imports, without the package's own `__init__`."""
+    imported = {file_of(dotted) for dotted in imports(path) if dotted.split(".")[0] == "xshard"}
+    return imported - {"__init__"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_go_down(path):
-    room = name_of(path).split("/")[0]
-    if room == "__init__":
+def test_imports_follow_the_order(path):
+    layer = name_of(path).split("/")[0]
+    if layer == "__init__":
         return
-    assert room in DEPTH, f"give {room} its place in ORDER"
+    assert layer in DEPTH, f"add {layer} to ORDER"
     for dotted in imports(path):
         assert dotted.split(".")[0] not in (
             "experiments",
@@ -92,18 +93,18 @@ def test_imports_go_down(path):
             "tests",
             "benchmarks",
         )
-    for other in {name.split("/")[0] for name in own_imports(path)} - {room}:
-        assert DEPTH[other] < DEPTH[room], f"{room} imports {other}"
+    for other in {name.split("/")[0] for name in imported_files(path)} - {layer}:
+        assert DEPTH[other] < DEPTH[layer], f"{layer} imports {other}"
 
 
-def test_imports_go_round_nowhere():
-    graphlib.TopologicalSorter({name_of(path): own_imports(path) for path in FILES}).prepare()
+def test_there_are_no_import_cycles():
+    graphlib.TopologicalSorter({name_of(path): imported_files(path) for path in FILES}).prepare()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_each_thing_has_one_place(path):
-    name, used = name_of(path), set(imports(path))
-    tops = {dotted.split(".")[0] for dotted in used}
+def test_some_imports_and_calls_are_confined_to_their_files(path):
+    name, imported_names = name_of(path), set(imports(path))
+    tops = {dotted.split(".")[0] for dotted in imported_names}
     programs = (
         "main",
         "dryrun/__main__",
@@ -116,30 +117,33 @@ def test_each_thing_has_one_place(path):
         "bisect",
     )
     if name not in programs:
-        assert not any(dotted in ("absl.flags", "absl.app", "argparse") for dotted in used)
+        assert not any(
+            dotted in ("absl.flags", "absl.app", "argparse") for dotted in imported_names
+        )
     if not name.startswith("checkpoint/"):
         assert "tensorstore" not in tops
     if not name.startswith("optimizers/") and name not in ("learners/learner", "main"):
         assert "haiku" not in tops
     if name != "mesh":
         makers = ("Mesh", "make_mesh", "create_device_mesh")
-        made = {called for called in calls(path) if called.split(".")[-1] in makers}
-        assert made <= {"mesh_lib.make_mesh", "mesh.make_mesh"}
-    # libtpu, the TPU's compiler, is told by the environment only that there is no TPU; what a launch's
-    # processes know one another by is on no command line, which others can read; and XLA's flags are recorded.
+        mesh_calls = {called for called in calls(path) if called.split(".")[-1] in makers}
+        assert mesh_calls <= {"mesh_lib.make_mesh", "mesh.make_mesh"}
+    # Three files use the environment. The dry run can tell libtpu, the TPU's compiler, only there that the machine has
+    # no TPU. The processes of a launch read their token there, because other users can read command lines. And XLA's
+    # flags are recorded with the run.
     if name not in ("dryrun/__main__", "main", "pod/origin"):
         assert not re.search(r"\bos\.(environ|getenv)", path.read_text())
 
 
 def calls(path):
-    """What a file calls, as it is written there: `jax.jit`."""
+    """Yields the functions that a file calls, as written there: `jax.jit`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_sizes(path):
+def test_files_and_functions_are_short(path):
     lines = path.read_text().splitlines()
     assert len(lines) <= 350
     for node in ast.walk(ast.parse(path.read_text())):
@@ -149,29 +153,29 @@ def test_sizes(path):
             assert length <= 45, f"{path}: {node.name} has {length} lines"
 
 
-def test_there_is_no_attic():
+def test_no_file_is_a_collection_of_leftovers():
     assert not [p for p in ALL_FILES if p.stem in ("utils", "util", "helpers", "common", "misc")]
 
 
-def test_the_lock_is_anyones():
-    # An index, a host or a folder is the machine's where the lock was made; hashes and versions are not.
+def test_the_lock_names_no_index_host_or_folder():
+    # An index, a host or a folder would belong to the machine that wrote the lock. Versions and hashes hold everywhere.
     lock = (ROOT / "requirements_lock.txt").read_text()
     assert not re.search(r"://|--(extra-)?index-url|--find-links| @ ", lock)
     assert "--hash=sha256:" in lock
 
 
-def test_the_compiler_is_the_one_that_jax_is_made_for():
-    (named,) = (line for line in importlib.metadata.requires("jax") if line.startswith("libtpu"))
-    wanted = named.split(";")[0].strip()
-    assert (ROOT / "requirements_dryrun.in").read_text().startswith(f"{wanted} ;")
+def test_the_locked_libtpu_is_the_one_that_jax_requires():
+    (required,) = (line for line in importlib.metadata.requires("jax") if line.startswith("libtpu"))
+    requirement = required.split(";")[0].strip()
+    assert (ROOT / "requirements_dryrun.in").read_text().startswith(f"{requirement} ;")
     locked = (ROOT / "requirements_dryrun_lock.txt").read_text()
-    assert locked.startswith(wanted.removesuffix("*"))
+    assert locked.startswith(requirement.removesuffix("*"))
     assert "linux" in locked.splitlines()[0] and locked.count("--hash=sha256:") >= 3
 
 
-def test_tests_share_by_files_that_are_no_tests():
-    """Bazel lays out the file of one test, and those that are none."""
+def test_no_test_file_imports_another():
+    """Bazel's sandbox contains the one test file that runs and the shared files that are not tests."""
     for path in ALL_FILES:
         if path.is_relative_to(ROOT / "tests"):
-            found = [name for name in imports(path) if re.match(r"tests\..*_test\b", name)]
-            assert not found, f"{path}: {found}"
+            imported = [name for name in imports(path) if re.match(r"tests\..*_test\b", name)]
+            assert not imported, f"{path}: {imported}"

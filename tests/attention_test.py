@@ -1,4 +1,4 @@
-"""Attention by a kernel: the results of XLA's, wherever it stands, and XLA's own where no kernel takes the shape."""
+"""Tests that attention by a kernel computes what XLA's attention does, and that XLA's is used where no kernel fits."""
 
 import functools
 
@@ -21,7 +21,7 @@ from xshard import step
 from xshard.data import batches
 from xshard.metrics import flops
 
-# The TPU's kernel, as it computes on any machine: slowly.
+# The TPU's kernel in interpret mode, which runs on any machine, but slowly.
 INTERPRETED = {"cpu": functools.partial(attention._splash, interpret=True)}
 
 
@@ -37,7 +37,7 @@ def interpreted(monkeypatch):
 
 
 def arrays(dtype, length=384, size=64):
-    """Query, key, value and the gradient of the result."""
+    """Returns query, key, value and the gradient with respect to the result."""
     keys = jax.random.split(jax.random.key(0), 4)
     return [jax.random.normal(key, (2, length, 2, size), dtype) for key in keys]
 
@@ -46,15 +46,15 @@ def shape(length, size, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct((2, length, 4, size), dtype)
 
 
-def in_a_run(f, inputs, devices=1, model=1):
-    """A function as a run has it on its replicas, of arrays that lie along these."""
+def on_replicas_of_a_run(f, inputs, devices=1, model=1):
+    """Returns a function mapped over replicas as in a run, for `inputs` arrays whose rows are split over them."""
     mesh = mesh_lib.make_mesh(model=model, devices=jax.devices()[:devices])
     split = jax.P(mesh_lib.REPLICAS)
     return jax.jit(mesh_lib.on_replicas(f, mesh, in_specs=(split,) * inputs, out_specs=split))
 
 
 def both(kind, segments=None):
-    """The function of query, key, value and a gradient that has the result, and the gradients of the first three."""
+    """Returns a function of query, key, value and a gradient: the result, and the gradients of the first three."""
 
     def result_and_gradients(query, key, value, grad):
         attend = functools.partial(attention.attend, segments=segments, kind=kind)
@@ -65,7 +65,7 @@ def both(kind, segments=None):
 
 
 def check_close(ours, theirs, tolerance):
-    """Compares arrays, with a tolerance as a part of the largest element of each."""
+    """Compares arrays, with a tolerance relative to the largest element of each array."""
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.dtype == other.dtype and mine.shape == other.shape
         mine, other = (np.asarray(x, np.float32) for x in (mine, other))
@@ -73,21 +73,22 @@ def check_close(ours, theirs, tolerance):
         assert np.abs(other).max() > 0.1
 
 
-# Sums of a few hundred products in another order; in bfloat16 a few roundings, of the result and of XLA's probabilities.
+# In float32, sums of a few hundred products are computed in another order. In bfloat16, the result and XLA's
+# probabilities are rounded a few times.
 TOLERANCES = {jnp.float32: 2e-6, jnp.bfloat16: 4 * 2**-8}
 
 
 @pytest.mark.parametrize("dtype, has_segments", [(jnp.float32, False), (jnp.bfloat16, True)])
-def test_the_kernel_gives_the_results_of_xlas(interpreted, dtype, has_segments):
+def test_the_kernel_computes_the_results_of_xla(interpreted, dtype, has_segments):
     inputs = arrays(dtype)
-    # Three blocks of 128 positions, whose borders are no segment's.
+    # Segments of 100 positions do not end where the kernel's blocks of 128 do.
     segments = jnp.tile(jnp.arange(384) // 100, (2, 1)) if has_segments else None
-    by = [in_a_run(both(kind, segments), 4)(*inputs) for kind in attention.KINDS]
+    by = [on_replicas_of_a_run(both(kind, segments), 4)(*inputs) for kind in attention.KINDS]
     check_close(*by, TOLERANCES[dtype])
 
 
-def test_of_a_model_axis_each_device_has_its_heads(interpreted):
-    mapped = lambda kind: in_a_run(both(kind), 4, devices=4, model=2)
+def test_each_device_of_a_model_axis_computes_its_own_heads(interpreted):
+    mapped = lambda kind: on_replicas_of_a_run(both(kind), 4, devices=4, model=2)
     mesh = mesh_lib.make_mesh(model=2, devices=jax.devices()[:4])
     sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS, None, mesh_lib.MODEL)
     inputs = [jax.device_put(x, sharding) for x in arrays(jnp.float32, length=128, size=16)]
@@ -97,7 +98,7 @@ def test_of_a_model_axis_each_device_has_its_heads(interpreted):
         assert sent not in compiled.as_text()
 
 
-def test_what_is_kept_for_the_backward_pass_is_no_score():
+def test_no_scores_are_kept_for_the_backward_pass():
     sizes = {"layers": 3, "width": 256, "heads": 2, "feed_forward": 32, "remat": False}
     network = hk.without_apply_rng(hk.transform(lambda x: model.Transformer(**sizes)(x)))
     tokens = jnp.zeros((5, 384), jnp.uint8)
@@ -110,11 +111,11 @@ def test_what_is_kept_for_the_backward_pass_is_no_score():
     forward = next(eqn for eqn in program.eqns if eqn.primitive.name == "scan")
     kept = [x.aval.shape[1:] for x in forward.outvars if x.aval.shape[:1] == (3,)]
     assert not [x for x in kept if x[-2:] == (384, 384)]
-    # Query, key, value and result, once for all backends; and of each row the logarithm of its sum.
+    # Query, key, value and result are stored once for all backends, with the logarithm of each row's sum.
     assert kept.count((5, 2, 384, 128)) == 4 and kept.count((5, 2, 384)) == 1
 
 
-def test_the_kernels_for_a_shape(monkeypatch):
+def test_which_kernels_take_a_shape(monkeypatch):
     for length, size in ((128, 64), (384, 128), (4096, 256)):
         assert list(attention.kernels_for(shape(length, size), None)) == ["tpu"]
     for length, size in ((127, 64), (64, 64), (128, 63), (256, 512)):
@@ -124,7 +125,7 @@ def test_the_kernels_for_a_shape(monkeypatch):
         for length, size, dtype, segments, found in (
             (128, 64, jnp.float16, None, ["tpu", "cuda"]),
             (100, 80, jnp.bfloat16, None, ["cuda"]),
-            # What it does not take it says itself.
+            # JAX's own check of cuDNN's limits refuses the next two shapes.
             (100, 80, jnp.float32, None, []),
             (100, 81, jnp.bfloat16, None, []),
             (128, 64, jnp.float16, jnp.zeros((2, 128)), ["tpu"]),
@@ -133,13 +134,13 @@ def test_the_kernels_for_a_shape(monkeypatch):
 
 
 def lowered(attend, platform, length=256):
-    of = [shape(length, 64)] * 3
+    inputs_like = [shape(length, 64)] * 3
     loss = lambda *inputs: jnp.sum(attend(*inputs).astype(jnp.float32))
-    traced = in_a_run(jax.grad(loss, argnums=(0, 1, 2)), 3).trace(*of)
+    traced = on_replicas_of_a_run(jax.grad(loss, argnums=(0, 1, 2)), 3).trace(*inputs_like)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_each_backend_has_its_own(monkeypatch):
+def test_each_backend_lowers_to_its_own_kernel(monkeypatch):
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91200)
     scores = "tensor<2x4x256x256xf32>"
     text = lowered(attention.attend, "tpu")
@@ -159,9 +160,9 @@ def test_each_backend_has_its_own(monkeypatch):
         assert "custom_call" not in text and f"x{length}x{length}xf32>" in text
 
 
-def test_outside_of_a_run_a_program_is_exported_for_all_backends():
-    of, platforms = [shape(256, 64)] * 3, ("cpu", "cuda", "tpu")
-    exported = jax_export.export(jax.jit(attention.attend), platforms=platforms)(*of)
+def test_a_program_outside_a_run_is_exported_for_all_backends():
+    inputs_like, platforms = [shape(256, 64)] * 3, ("cpu", "cuda", "tpu")
+    exported = jax_export.export(jax.jit(attention.attend), platforms=platforms)(*inputs_like)
     assert exported.platforms == platforms and "custom_call" not in exported.mlir_module()
 
 
@@ -182,7 +183,7 @@ def folder(tmp_path):
 
 
 class Plain(experiment.LanguageModel):
-    """With a rule whose step is the gradient, and with a loss scale."""
+    """A model with a loss scale and an optimizer whose step equals the gradient."""
 
     def optimizer(self):
         rule = xshard.OptaxOptimizer(optax.sgd(1.0), name="sgd")
@@ -200,17 +201,17 @@ def config_of(folder, kind, **changes):
 
 
 def first_step(config):
-    """The loss of a step on four devices, and its gradients."""
-    made = Plain(config)
+    """Returns the loss and the gradients of one step on four devices."""
+    plain = Plain(config)
     mesh = experiment_lib.mesh_of(config, jax.devices()[:4])
     sizes = {key: config[key] for key in ("batch_size", "seed", "micro_batches")}
-    train = batches.TrainBatches(made.train_batches, mesh, **sizes)
-    state = state_lib.init(made, mesh, 0, train.example)
-    # A head that is not zero, so that all other gradients are not.
+    train = batches.TrainBatches(plain.train_batches, mesh, **sizes)
+    state = state_lib.init(plain, mesh, 0, train.example)
+    # The head is initialized to zero, which would make all other gradients zero.
     head = state.experiment.params["transformer"]["head"]
     values = 0.1 * jax.random.normal(jax.random.key(7), head.shape)
     state.experiment.params["transformer"]["head"] = jax.device_put(values, head.sharding)
-    new, metrics = jax.jit(step.make_train_step(made, mesh))(state, next(train))
+    new, metrics = jax.jit(step.make_train_step(plain, mesh))(state, next(train))
     assert not np.any(metrics["skipped"])
     subtract = lambda a, b: np.asarray(a) - np.asarray(b)
     grads = jax.tree.map(subtract, state.experiment.params, new.experiment.params)
@@ -228,11 +229,11 @@ def first_step(config):
     ],
     ids=["model axis", "shards of parameters"],
 )
-def test_a_step_by_the_kernel_is_that_by_xla(folder, interpreted, precision, changes):
+def test_a_step_with_the_kernel_equals_one_with_xla(folder, interpreted, precision, changes):
     changes = {"precision": f"params=float32,compute={precision},output=float32", **changes}
     steps = [first_step(config_of(folder, kind, **changes)) for kind in attention.KINDS]
     (loss, grads), (other_loss, other_grads) = steps
-    # Many sums in another order; in float16 of numbers that are rounded at each layer.
+    # The kernel sums in another order. In float16, numbers are also rounded at each layer.
     tolerance = 1e-5 if precision == "float32" else 1e-2
     np.testing.assert_allclose(loss, other_loss, rtol=tolerance)
     scale = max(np.abs(g).max() for g in other_grads)
@@ -241,6 +242,6 @@ def test_a_step_by_the_kernel_is_that_by_xla(folder, interpreted, precision, cha
         assert np.abs(mine).max() > 1e-3 * scale
 
 
-def test_a_kind_that_there_is_not_is_refused(tmp_path):
+def test_an_unknown_kind_is_refused(tmp_path):
     with pytest.raises(ValueError, match="model.attention='flash' must be one of auto, xla"):
         experiment.LanguageModel(config_of(tmp_path, "flash"))

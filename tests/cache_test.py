@@ -1,4 +1,4 @@
-"""What a run has compiled, and a restart need not compile again."""
+"""Tests that a restart loads the programs that an earlier attempt of the run compiled."""
 
 import os
 
@@ -14,11 +14,11 @@ from xshard.files import cache
 
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch):
-    """Without the folder that tests share; each program is worth a file."""
+    """Turns off the cache that tests share, and caches programs however fast they compile."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setattr(cache, "_LEAST_SECONDS", 0)
-    # As on one device.
+    # The cache is used on one device only; the tests have eight.
     monkeypatch.setattr(cache, "_may_stand_still", lambda: False)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
@@ -27,7 +27,7 @@ def no_cache(monkeypatch):
 
 @pytest.fixture(scope="module")
 def hits():
-    """The events of programs that were found, one after the other."""
+    """A list that collects JAX's events of programs loaded from the cache."""
     events = []
 
     def listen(name, **_):
@@ -40,7 +40,7 @@ def hits():
 
 
 def compute(constant):
-    """Compiles a program, which no function of JAX has in memory."""
+    """Compiles and runs a program, after clearing the programs that JAX has in memory."""
     jax.clear_caches()
     return jax.jit(lambda x: jnp.sin(x) + constant)(1.0)
 
@@ -49,7 +49,7 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_an_attempt_finds_what_the_one_before_has_compiled(tmp_path, hits):
+def test_an_attempt_loads_what_the_previous_one_compiled(tmp_path, hits):
     folder = tmp_path / cache.FOLDER
     with cache.kept(tmp_path, print):
         compute(1)
@@ -66,7 +66,7 @@ def test_an_attempt_finds_what_the_one_before_has_compiled(tmp_path, hits):
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_of_an_attempt_that_was_killed_all_is_taken_that_is_whole(tmp_path):
+def test_complete_entries_of_a_killed_attempt_are_taken(tmp_path):
     left = tmp_path / cache.FOLDER / "attempt-killed"
     left.mkdir(parents=True)
     for seconds, name in enumerate(("first-cache", "second-cache", "cut_off-cache")):
@@ -77,7 +77,7 @@ def test_of_an_attempt_that_was_killed_all_is_taken_that_is_whole(tmp_path):
     assert names(tmp_path / cache.FOLDER) == {"first-cache", "second-cache"}
 
 
-def test_no_run_ends_for_it(tmp_path):
+def test_a_cache_that_cannot_be_used_does_not_end_the_run(tmp_path):
     lines = []
     (tmp_path / cache.FOLDER).write_text("a file")
     with cache.kept(tmp_path, lines.append):
@@ -85,21 +85,21 @@ def test_no_run_ends_for_it(tmp_path):
     assert len(lines) == 1 and "compiled programs are not cached for a restart" in lines[0]
 
 
-def test_a_folder_that_the_user_has_named_is_used(tmp_path):
+def test_a_folder_that_the_user_configured_is_used(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
     with cache.kept(tmp_path, print):
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
     assert not (tmp_path / cache.FOLDER).exists()
 
 
-def test_a_run_keeps_what_it_compiles(tmp_path):
+def test_a_run_caches_what_it_compiles(tmp_path):
     config = toy.get_config()
     config.steps = 2
     assert loop.run(config.lock(), str(tmp_path), "") == 0
     assert any("train_step" in name for name in names(tmp_path / cache.FOLDER))
 
 
-def test_of_several_devices_of_a_cpu_nothing_is_kept(tmp_path, monkeypatch):
+def test_nothing_is_cached_with_several_cpu_devices(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert jax.device_count() == 8
     with cache.kept(tmp_path, print):

@@ -1,4 +1,4 @@
-"""Callbacks: what they see, and that a run which one of them ends has ended, however often it was killed."""
+"""Tests of callbacks: what they receive, and that a run that a callback ends stays ended, even if it was killed."""
 
 import json
 import math
@@ -20,21 +20,21 @@ HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 class Wrong(toy.Toy):
-    """Returns what is no reason."""
+    """Has a callback that returns True, which is not a reason."""
 
     def callbacks(self):
         return [lambda history: True]
 
 
 class None_(toy.Toy):  # noqa: N801
-    """Returns no list."""
+    """Has a `callbacks` method that does not return a list."""
 
     def callbacks(self):
         return None
 
 
 class Broken(toy.Toy):
-    """Has a bug."""
+    """Has a callback that reads a misspelled metric."""
 
     def callbacks(self):
         return [lambda history: history[-1]["eror"]]
@@ -63,10 +63,10 @@ def history(*values, name="loss"):
         ({}, [3.0, 2.0, 2.5, 2.0], "loss has not improved in 2 evaluations: 2 at step 20"),
         ({"mode": "max"}, [3.0, 4.0, 3.5, 5.0], None),
         ({"mode": "max"}, [3.0, 2.0, 1.0], "3 at step 10"),
-        # Small gains count neither alone nor together until they are large enough.
+        # Gains count, alone or added up, only once they exceed min_delta.
         ({"min_delta": 0.5}, [3.0, 2.8, 2.6], "3 at step 10"),
         ({"min_delta": 0.5}, [3.0, 2.8, 2.4, 2.3], None),
-        # What is not a number is no improvement, and the first number after it is one.
+        # A NaN is never an improvement, and the first number after it always is.
         ({}, [math.nan, 3.0, math.nan], None),
         ({}, [1.0, math.nan, math.nan], "1 at step 10"),
         ({}, [math.nan, math.nan], "nan at step 0"),
@@ -86,7 +86,7 @@ def test_early_stopping(options, values, end):
         ({"min_delta": -1.0}, "min_delta=-1.0 must be"),
     ],
 )
-def test_arguments_that_make_no_sense(arguments, match):
+def test_invalid_arguments_are_refused(arguments, match):
     with pytest.raises(
         errors.UserError, match=match.replace("metric='' must", "metric=''; it must")
     ):
@@ -101,13 +101,13 @@ def test_arguments_that_make_no_sense(arguments, match):
         ("None_", {}, "None_.callbacks .* returned None. It must return a list of functions"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_called_is_refused_before_a_run(tmp_path, name, changes, match):
+def test_invalid_callbacks_are_refused_before_a_run(tmp_path, name, changes, match):
     with pytest.raises(errors.UserError, match=match):
         loop.Run(make_config(name, **changes), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-def test_an_answer_that_is_none_and_a_bug(tmp_path):
+def test_a_wrong_return_value_and_a_bug_in_a_callback(tmp_path):
     with pytest.raises(errors.UserError, match="lambda.* returned True. It must return None"):
         loop.run(make_config("Wrong"), str(tmp_path / "wrong"), "")
     with pytest.raises(KeyError, match="eror"):
@@ -116,7 +116,7 @@ def test_an_answer_that_is_none_and_a_bug(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that has ended before its last step."""
+    """A run that a callback ended before its last step."""
     directory = tmp_path_factory.mktemp("whole")
     stopping.Stopping.seen.clear()
     assert loop.run(make_config(), str(directory), "again") == 0
@@ -124,21 +124,21 @@ def whole(tmp_path_factory):
 
 
 def evaluations(directory):
-    found = [row for row in rows.read(directory) if "eval/error" in row]
-    return [{"step": row["step"], "error": row["eval/error"]} for row in found]
+    evaluated = [row for row in rows.read(directory) if "eval/error" in row]
+    return [{"step": row["step"], "error": row["eval/error"]} for row in evaluated]
 
 
-def test_a_run_that_a_callback_ends_is_done(whole, capsys):
+def test_a_run_that_a_callback_ended_is_done(whole, capsys):
     results = rows.results(whole)
     step = results["step"]
-    # Of the evaluations so far each call has one more.
+    # Each call receives all evaluations so far: one more than the call before.
     assert stopping.Stopping.seen == [
         evaluations(whole)[:count] for count in range(1, step // 2 + 1)
     ]
     assert step < 20 and results["finite"] and "has not improved in 2" in results["ended"]
     assert results["eval"]["error"] == evaluations(whole)[-1]["error"]
     assert loop.Run(make_config(), str(whole)).checkpoints.manager.latest_step() == step
-    # The same command again says so, and trains no further; nor do more steps.
+    # The same command again reports the end and does not train, and neither does a command with more steps.
     logged = rows.read(whole)
     for config in (make_config(), make_config(steps=40)):
         capsys.readouterr()
@@ -150,9 +150,9 @@ def test_a_run_that_a_callback_ends_is_done(whole, capsys):
     assert loop.run(make_config(), str(whole), "again") == 0
 
 
-# By which ml_collections reads a config file.
+# ml_collections reads a config file with a deprecated function.
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-def test_who_looks_at_it_takes_it_for_done(whole, tmp_path, capsys):
+def test_other_programs_treat_an_ended_run_as_done(whole, tmp_path, capsys):
     step = rows.results(whole)["step"]
     (seen,) = runs.read([str(whole)])
     assert seen.state == "done" and "has not improved" in seen.doing
@@ -171,7 +171,8 @@ def test_who_looks_at_it_takes_it_for_done(whole, tmp_path, capsys):
 
 
 INSTANTS = [
-    # Between the row and the decision, the decision and the checkpoint, the checkpoint and the results.
+    # The run dies right after each of these: the row is written, the callback decides, the checkpoint is saved, the
+    # results are written.
     (log_lib.Log, "write_evaluation"),
     (callbacks.Evaluations, "add"),
     (loop.Run, "_save"),
@@ -180,18 +181,18 @@ INSTANTS = [
 
 
 @pytest.mark.parametrize(("owner", "name"), INSTANTS, ids=str)
-def test_a_run_that_was_killed_ends_where_it_would_have(tmp_path, whole, owner, name, monkeypatch):
-    last, original = rows.results(whole)["step"], getattr(owner, name)
+def test_a_killed_run_ends_at_the_same_step(tmp_path, whole, owner, name, monkeypatch):
+    last, real = rows.results(whole)["step"], getattr(owner, name)
 
-    def dies(self, *args, **kwargs):
-        returned = original(self, *args, **kwargs)
+    def run_and_die(self, *args, **kwargs):
+        returned = real(self, *args, **kwargs)
         step = args[0]["step"] if name == "write_results" else args[0]
         if step == last:
             raise rows.Killed
         return returned
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, dies)
+        patch.setattr(owner, name, run_and_die)
         with pytest.raises(rows.Killed):
             loop.run(make_config(), str(tmp_path), "")
     assert loop.run(make_config(), str(tmp_path), "") == 0
@@ -199,7 +200,7 @@ def test_a_run_that_was_killed_ends_where_it_would_have(tmp_path, whole, owner, 
     assert rows.results(tmp_path) == rows.results(whole)
 
 
-def test_of_groups_it_goes_by_what_is_of_all(tmp_path):
+def test_with_groups_a_callback_may_use_the_ensemble_metric(tmp_path):
     config = make_config(group_assignment=HALVES, metric="ensemble/error")
     stopping.Stopping.seen.clear()
     assert loop.run(config, str(tmp_path), "") == 0
@@ -207,19 +208,19 @@ def test_of_groups_it_goes_by_what_is_of_all(tmp_path):
     assert all(len(row["error"]) == 2 for row in stopping.Stopping.seen[-1])
 
 
-def test_a_history_that_is_read_is_the_one_that_was_seen(tmp_path):
-    """Also of what is not finite, of which a row keeps no more than that."""
+def test_the_history_read_from_rows_equals_the_live_one(tmp_path):
+    """A row stores every non-finite value as NaN, so the live history must show NaN too."""
     path = tmp_path / "metrics.jsonl"
-    made = [{"a": math.inf, "b": [1.0, -math.inf]}, {"a": math.nan, "b": [0.1, 2.0]}]
+    logged_metrics = [{"a": math.inf, "b": [1.0, -math.inf]}, {"a": math.nan, "b": [0.1, 2.0]}]
     seen = []
     method = lambda: [lambda history: seen.append(list(history))]
-    now = callbacks.Evaluations(method, None, lambda said: [said])
+    live = callbacks.Evaluations(method, None, lambda answer: [answer])
     lines = writers.JsonLines(path, 0)
-    for step, metrics in enumerate(made, 1):
-        now.add(step, metrics)
+    for step, metrics in enumerate(logged_metrics, 1):
+        live.add(step, metrics)
         lines.write(log_lib.evaluation(step, metrics)[0])
-    then = callbacks.Evaluations(method, None, lambda said: [said])
-    then.begin(
+    replayed = callbacks.Evaluations(method, None, lambda answer: [answer])
+    replayed.begin(
         lambda: [
             {k: x for k, x in row.items() if k != "time"} for row in writers.evaluations(path, 2)
         ]
@@ -227,5 +228,5 @@ def test_a_history_that_is_read_is_the_one_that_was_seen(tmp_path):
     assert (
         repr(seen[-1]) == repr(seen[-2]) and "nan" in repr(seen[-1]) and "inf" not in repr(seen[-1])
     )
-    then.begin(lambda: writers.evaluations(path, 1))
+    replayed.begin(lambda: writers.evaluations(path, 1))
     assert [row["step"] for row in seen[-1]] == [1]

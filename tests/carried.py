@@ -14,7 +14,7 @@ KINDS = 96
 
 
 class Passages:
-    """Batches of which each row goes on where the same row of the batch before has ended."""
+    """Batches in which each row continues where the same row of the previous batch ended."""
 
     state_is_shared = True
 
@@ -37,7 +37,7 @@ class Passages:
 
 
 class Carried(xshard.Experiment):
-    """Learns a sentence by heart, a few letters at a time."""
+    """Learns to predict one fixed sentence, a few letters at a time."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -92,7 +92,7 @@ class Carried(xshard.Experiment):
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """What differs from `xshard.config.default()`."""
+    """Returns the defaults with this experiment's settings."""
     config = xshard.config.default()
     config.experiment = "tests.carried.Carried"
     config.steps = 300

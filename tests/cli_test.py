@@ -1,4 +1,4 @@
-"""The end of a program that has failed, and the commands that it names."""
+"""Tests of the messages and exit codes of programs that fail, and of the commands that they print."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from xshard.pod import notice
         ("'a b/python' --steps=3 '--a=x y'", "'a b/python' '--a=x y' --steps=8"),
     ],
 )
-def test_a_flag_is_given_once(command, wanted):
+def test_a_flag_that_is_already_there_is_replaced(command, wanted):
     assert cli.with_flag(command, "steps", 8) == wanted
 
 
@@ -28,14 +28,14 @@ def fails(e):
     return program
 
 
-def test_a_mistake_is_one_message(capsys):
+def test_a_user_error_is_one_message(capsys):
     assert cli.run(fails(errors.UserError("a=1 must be 2."))) == notice.FAILED
     assert capsys.readouterr().err == "error: a=1 must be 2.\n"
     assert cli.run(fails(errors.UserError("a=1 must be 2.")), has_debug_flag=True) == notice.FAILED
     assert capsys.readouterr().err == "error: a=1 must be 2.\n(--debug shows where)\n"
 
 
-def test_a_value_error_is_a_bug(capsys):
+def test_a_value_error_shows_a_traceback(capsys):
     assert cli.run(fails(ValueError("shapes differ"))) == notice.FAILED
     error = capsys.readouterr().err
     place = error.splitlines()[-1]
@@ -43,13 +43,13 @@ def test_a_value_error_is_a_bug(capsys):
     assert place.endswith("in fails.<locals>.program: ValueError: shapes differ")
 
 
-def test_an_error_without_words(capsys):
+def test_an_error_without_a_message(capsys):
     assert cli.run(fails(RuntimeError())) == notice.FAILED
     assert capsys.readouterr().err.splitlines()[-1].endswith("program: RuntimeError")
 
 
-def test_an_error_of_the_disk_is_a_message_where_it_is_the_framework_s(tmp_path, capsys):
-    # One that the user's code meets shows where.
+def test_only_disk_errors_of_the_framework_are_messages(tmp_path, capsys):
+    # An error in the user's code is reported with its traceback.
     assert cli.run(lambda: (tmp_path / "nothing").read_text()) == notice.FAILED
     assert "Traceback" in capsys.readouterr().err
     write = lambda: disk.replace(tmp_path / "nothing" / "file", b"")

@@ -1,4 +1,4 @@
-"""What the training step sends, and that it sends no more."""
+"""Tests of the collectives of the training step, and of how they are read from a compiled program."""
 
 import collections
 import functools
@@ -31,12 +31,12 @@ def compile_step(config, mesh):
         micro_batches=config.micro_batches,
     )
     state = state_lib.abstract_state(experiment, mesh, 0, train.example)
-    # As a run has it, which also looks at whether the step is finite.
+    # The run compiles the watched step, which also checks whether the step is finite.
     return jax.jit(step.make_watched_step(experiment, mesh)).lower(state, next(train)).compile()
 
 
 def fingerprints(mesh, kinds):
-    """How many numbers: for each replica of a group, and each kind of arrays, the halves of two words."""
+    """Returns the count of numbers in fingerprints: two words in halves, per replica of a group and kind of array."""
     return mesh_lib.num_replicas(mesh) * kinds * 2 * 2
 
 
@@ -52,8 +52,8 @@ def test_the_step_reduces_once_and_within_a_group(groups, micro_batches):
     config.group_assignment = groups or ()
     mesh = mesh_lib.make_mesh(groups)
     (found,) = collectives.of(compile_step(config, mesh))
-    # However many micro-batches: gradients, state of the network and metrics in one. The vote needs none,
-    # since all replicas of a group see the same sums.
+    # Whatever the number of micro-batches, one collective reduces gradients, network state and metrics. The vote on
+    # finiteness needs none, since all replicas of a group see the same sums.
     assert (found.kind, found.dtypes) == ("all-reduce", ("f32",))
     assert collectives.axes(mesh, found) == ("replica",)
     params, net_state, metrics = 4, 1, 2
@@ -61,12 +61,12 @@ def test_the_step_reduces_once_and_within_a_group(groups, micro_batches):
 
 
 @pytest.mark.parametrize("groups, micro_batches", [((), 1), ((), 4), (HALVES, 2)])
-def test_the_budget_of_the_digits_step(groups, micro_batches):
+def test_the_collectives_of_the_digits_step(groups, micro_batches):
     config = digits.get_config()
     config.micro_batches = micro_batches
     config.group_assignment = groups
     mesh = mesh_lib.make_mesh(groups or None)
-    # The experiment is a user's, who need not be as strict as these tests are.
+    # Experiments are user code, which need not satisfy the strict promotion of these tests.
     with jax.numpy_dtype_promotion("standard"):
         (found,) = collectives.of(compile_step(config, mesh))
     assert (found.kind, collectives.axes(mesh, found)) == ("all-reduce", ("replica",))
@@ -75,23 +75,25 @@ def test_the_budget_of_the_digits_step(groups, micro_batches):
     assert found.bytes == 4 * numbers and found.times == 1
 
 
-def test_the_norms_of_a_sharded_step_go_with_its_metrics():
+def test_a_sharded_step_reduces_its_norms_with_its_metrics():
     config = digits.get_config()
     config.reduction.shard_update = True
     mesh = mesh_lib.make_mesh()
     with jax.numpy_dtype_promotion("standard"):
         found = collectives.of(compile_step(config, mesh))
-    reduced = {one.dtypes: one for one in found if one.kind == "all-reduce"}
-    # The vote, of integers; and two metrics with two shares of norms, and for each gradient how much of it is not
-    # finite. Nothing is left that is not cut.
+    reduced = {
+        collective.dtypes: collective for collective in found if collective.kind == "all-reduce"
+    }
+    # The integer is the vote. The floats are two metrics, two partial sums of norms, and for each gradient the number
+    # of its elements that are not finite. No gradient is all-reduced, since all of them are cut.
     assert reduced.keys() == {("s32",), ("f32",)} and reduced["s32",].bytes == 4
-    # The slots that are not cut have a fingerprint beside those that are.
+    # Slots that are not cut have a fingerprint of their own.
     assert reduced["f32",].bytes == 4 * (2 + 2 + 8 + fingerprints(mesh, kinds=4))
-    assert len(reduced) == sum(one.kind == "all-reduce" for one in found)
+    assert len(reduced) == sum(collective.kind == "all-reduce" for collective in found)
 
 
-def test_the_budget_of_parameters_in_shards():
-    """Of digits, whose two large arrays are gathered; and of lm, a layer at a time, forward and backward."""
+def test_the_collectives_of_a_step_with_parameters_in_shards():
+    """Digits gathers its two large arrays. The language model gathers one layer at a time, forward and backward."""
     budgets = {}
     for config in (digits.get_config(), lm_tiny.get_config()):
         config.reduction.shard_params = True
@@ -99,12 +101,12 @@ def test_the_budget_of_parameters_in_shards():
         mesh = mesh_lib.make_mesh()
         counts = collections.Counter()
         with jax.numpy_dtype_promotion("standard"):
-            for one in collectives.of(compile_step(config, mesh)):
-                assert collectives.axes(mesh, one) == ("replica",)
-                counts[one.kind, *one.dtypes] += one.times
+            for collective in collectives.of(compile_step(config, mesh)):
+                assert collectives.axes(mesh, collective) == ("replica",)
+                counts[collective.kind, *collective.dtypes] += collective.times
         budgets[config.experiment.rpartition(".")[2]] = counts
-    # The CPU's compiler leaves out the second gather of an array outside of loops. Six small arrays are updated in
-    # shards, and gathered after it. The vote is one of integers.
+    # Outside loops, the CPU compiler removes the second gather of an array. Six small arrays are updated in shards and
+    # gathered after the update. The all-reduce of integers is the vote.
     assert budgets["Digits"] == {
         ("all-gather", "f16"): 2,
         ("all-gather", "f32"): 6,
@@ -118,18 +120,21 @@ def test_the_budget_of_parameters_in_shards():
         ("all-gather", "f32"): norms,
         ("reduce-scatter", "f32"): layers * arrays + 2 + norms,
         ("all-reduce", "s32"): 1,
-        # The clip's norm is known before the metrics, which are with that of the parameters.
+        # Clipping needs the norm of the gradients early. The metrics are reduced later, with the parameters' norm.
         ("all-reduce", "f32"): 2,
     }
 
 
 @pytest.mark.parametrize("axes", [("group",), ("replica",), ("model",), ("group", "replica")])
-def test_axes_are_told_apart(axes):
+def test_the_axes_of_a_collective_are_recognized(axes):
     mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 1, 2, 2)), mesh_lib.AXES)
     spec = jax.P(mesh_lib.AXES)
     psum = functools.partial(jax.lax.psum, axis_name=axes)
-    (one,) = collectives.of(compile_map(psum, mesh, spec, spec, (8, 3)))
-    assert collectives.axes(mesh, one) == axes and (one.arrays, one.bytes) == (1, 12)
+    (collective,) = collectives.of(compile_map(psum, mesh, spec, spec, (8, 3)))
+    assert collectives.axes(mesh, collective) == axes and (collective.arrays, collective.bytes) == (
+        1,
+        12,
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,16 +151,18 @@ def test_axes_are_told_apart(axes):
         ),
     ],
 )
-def test_each_kind(f, out_spec, kind, nbytes):
+def test_each_kind_of_collective_is_read(f, out_spec, kind, nbytes):
     mesh = jax.sharding.Mesh(jax.devices(), ("r",))
-    (one,) = collectives.of(compile_map(f, mesh, jax.P("r"), out_spec, (128,)))
-    assert (one.kind, one.bytes, one.dtypes) == (kind, nbytes, ("f32",))
+    (collective,) = collectives.of(compile_map(f, mesh, jax.P("r"), out_spec, (128,)))
+    assert (collective.kind, collective.bytes, collective.dtypes) == (kind, nbytes, ("f32",))
     if kind == "collective-permute":
-        assert one.groups == ((0, 1), (1, 0)) and collectives.axes(mesh, one) == ("?",)
+        assert collective.groups == ((0, 1), (1, 0)) and collectives.axes(mesh, collective) == (
+            "?",
+        )
 
 
 class Text:
-    """Stands in for a program that was compiled for devices that are not here."""
+    """Stands in for a program compiled for devices that the machine does not have."""
 
     def __init__(self, line):
         self._line = line
@@ -182,9 +189,9 @@ class Text:
         ),
     ],
 )
-def test_groups_as_the_compiler_writes_them(line, groups):
-    (one,) = collectives.of(Text(line))
-    assert one.groups == groups and one.bytes == 16
+def test_the_compiler_s_formats_of_groups_are_read(line, groups):
+    (collective,) = collectives.of(Text(line))
+    assert collective.groups == groups and collective.bytes == 16
 
 
 @pytest.mark.parametrize(
@@ -204,13 +211,13 @@ def test_groups_as_the_compiler_writes_them(line, groups):
         ("%s = ((f32[8]{0}, f32[4]{0}), (f32[1]{0}, s8[3]{0})) reduce-scatter-start(%x, %y)", 2, 7),
     ],
 )
-def test_the_start_of_an_asynchronous_one_counts_and_its_end_does_not(line, arrays, nbytes):
+def test_an_asynchronous_collective_counts_at_its_start_only(line, arrays, nbytes):
     end = "%d = f32[16]{0} all-gather-done(%s)"
-    (one,) = collectives.of(Text(f"{line}\n{end}"))
-    assert (one.arrays, one.bytes) == (arrays, nbytes)
+    (collective,) = collectives.of(Text(f"{line}\n{end}"))
+    assert (collective.arrays, collective.bytes) == (arrays, nbytes)
 
 
-def test_a_table():
+def test_the_table_of_a_step_s_collectives():
     mesh = mesh_lib.make_mesh(HALVES)
     config = toy.get_config()
     config.group_assignment = HALVES
@@ -228,17 +235,19 @@ def test_a_table():
     assert names == ["sent", "between_slices", "hops", "mean_hops"]
 
 
-def test_one_in_a_loop_counts_as_often_as_it_is_done():
+def test_a_collective_in_a_loop_counts_once_per_iteration():
     mesh = jax.sharding.Mesh(jax.devices(), ("r",))
     layer = lambda x, w: (jax.lax.psum(x * w, "r"), None)
     loop = lambda x: jax.lax.scan(layer, x, np.arange(5, dtype=np.float32))[0]
     found = collectives.of(compile_map(loop, mesh, jax.P("r"), jax.P(), (16,)))
-    assert [(one.kind, one.bytes, one.times) for one in found] == [("all-reduce", 8, 5)]
+    assert [(collective.kind, collective.bytes, collective.times) for collective in found] == [
+        ("all-reduce", 8, 5)
+    ]
     (row,) = collectives.rows(mesh, found)
     assert (row["count"], row["bytes"], row["sent"]) == (5, 5 * 8, 5 * 2 * 7 * 8 // 8)
 
 
-def test_a_reduce_scatter_that_a_tpu_spells_as_an_all_reduce():
+def test_a_reduce_scatter_that_a_tpu_writes_as_an_all_reduce():
     text = """
 %all-reduce-scatter.1 (input: f32[2048,8]) -> f32[528,8] {
   %input = f32[2048,8]{1,0} parameter(0)
@@ -252,11 +261,15 @@ ENTRY %main (x: f32[2048,8]) -> f32[528,8] {
   ROOT %fusion = f32[528,8]{1,0:S(1)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
 }
 """
-    (one,) = collectives.of(Text(text))
-    assert (one.kind, one.bytes, one.groups) == ("reduce-scatter", 4 * 528 * 8, ((0, 2), (1, 3)))
+    (collective,) = collectives.of(Text(text))
+    assert (collective.kind, collective.bytes, collective.groups) == (
+        "reduce-scatter",
+        4 * 528 * 8,
+        ((0, 2), (1, 3)),
+    )
 
 
-def test_one_that_goes_on_beside_a_tpu_s_computation_counts_once():
+def test_a_collective_that_overlaps_a_tpu_s_computation_counts_once():
     gather = "= f32[16]{0} all-gather(%x), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
     call = 'custom-call(%g), custom_call_target="AsyncCollective'
     text = f"""
@@ -280,8 +293,8 @@ ENTRY %main (x: f32[2]) -> f32[16] {{
   ROOT %c = f32[16]{{0}} fusion(%b), kind=kCustom, calls=%done
 }}
 """
-    (one,) = collectives.of(Text(text))
-    assert (one.kind, one.bytes) == ("all-gather", 64)
+    (collective,) = collectives.of(Text(text))
+    assert (collective.kind, collective.bytes) == ("all-gather", 64)
 
 
 class Slices:
@@ -304,11 +317,11 @@ BETWEEN = """
     "kind, sent",
     [("ALL_REDUCE", 512), ("ALL_GATHER", 256), ("REDUCE_SCATTER", 512), ("ONE_TO_ONE", 512)],
 )
-def test_what_goes_between_slices(kind, sent):
-    (one,) = collectives.of(Text(BETWEEN.replace("KIND", kind)))
-    assert one.between_slices and one.bytes == 512
-    assert collectives.axes(Slices, one) == ("slice",)
-    assert collectives.sent(Slices, one) == sent
+def test_transfers_between_slices(kind, sent):
+    (collective,) = collectives.of(Text(BETWEEN.replace("KIND", kind)))
+    assert collective.between_slices and collective.bytes == 512
+    assert collectives.axes(Slices, collective) == ("slice",)
+    assert collectives.sent(Slices, collective) == sent
 
 
 @pytest.mark.parametrize(
@@ -319,11 +332,13 @@ def test_what_goes_between_slices(kind, sent):
         ("{{0,1,2,3}}", ("replica", "model")),
     ],
 )
-def test_within_slices_devices_have_the_numbers_of_one_slice(groups, axes):
-    (one,) = collectives.of(Text(f"%a = f32[4]{{0}} all-reduce(%x), replica_groups={groups}"))
-    assert not one.between_slices and collectives.axes(Slices, one) == axes
-    size = len(one.groups[0])
-    assert collectives.sent(Slices, one) == 2 * (size - 1) * 16 // size
+def test_groups_within_a_slice_use_the_device_numbers_of_one_slice(groups, axes):
+    (collective,) = collectives.of(
+        Text(f"%a = f32[4]{{0}} all-reduce(%x), replica_groups={groups}")
+    )
+    assert not collective.between_slices and collectives.axes(Slices, collective) == axes
+    size = len(collective.groups[0])
+    assert collectives.sent(Slices, collective) == 2 * (size - 1) * 16 // size
 
 
 @pytest.mark.parametrize(
@@ -334,7 +349,7 @@ def test_within_slices_devices_have_the_numbers_of_one_slice(groups, axes):
         ("{{0,3},{1,2}}", "within replica x model"),
     ],
 )
-def test_a_row_says_what_the_groups_are_part_of(groups, over):
+def test_a_row_names_the_axes_that_the_groups_lie_within(groups, over):
     mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (4, 2)), ("replica", "model"))
     (row,) = collectives.rows(
         mesh, collectives.of(Text(f"%a = f32[4]{{0}} all-reduce(%x), replica_groups={groups}"))
@@ -352,10 +367,10 @@ def test_a_row_says_what_the_groups_are_part_of(groups, over):
         ("collective-permute", 32),
     ],
 )
-def test_what_a_device_must_send(kind, sent):
+def test_the_bytes_that_a_device_must_send(kind, sent):
     mesh = jax.sharding.Mesh(jax.devices(), ("r",))
-    (one,) = collectives.of(Text(f"%a = f32[8]{{0}} {kind}(%x)"))
-    assert collectives.sent(mesh, one) == sent
+    (collective,) = collectives.of(Text(f"%a = f32[8]{{0}} {kind}(%x)"))
+    assert collectives.sent(mesh, collective) == sent
 
 
 @pytest.mark.parametrize(
@@ -365,14 +380,14 @@ def test_what_a_device_must_send(kind, sent):
         ("{{0,1,2,3},{4,5,6,7}}", 1, 1.0),
         ("{{0,4},{1,5},{2,6},{3,7}}", 1, 1.0),
         ("{{0,2},{1,3},{4,6},{5,7}}", 2, 2.0),
-        # In whatever order, since the compiler orders them.
+        # The compiler chooses the order in a group, which must not matter.
         ("{{3,0,2,1},{4,7,5,6}}", 1, 1.0),
         ("{{0,1,3},{4,5,7}}", 2, 1.5),
         ("{{0,7}}", 4, 4.0),
         ("{}", 1, 1.0),
     ],
 )
-def test_how_many_links_apart_the_chips_of_a_group_are(groups, hops, mean):
+def test_the_number_of_links_between_the_chips_of_a_group(groups, hops, mean):
     line = f"%a = f32[4]{{0}} all-reduce(%x), replica_groups={groups}"
     for slices in (1, 2):
         mesh = mesh_lib.make_mesh(slices=slices, devices=pods.make("v5e:2x4", slices))
@@ -380,7 +395,7 @@ def test_how_many_links_apart_the_chips_of_a_group_are(groups, hops, mean):
         assert (row["hops"], row["mean_hops"]) == (hops, mean)
 
 
-def test_where_links_are_not_known_none_are_told():
+def test_hops_are_none_where_the_links_are_unknown():
     between = Text(BETWEEN.replace("KIND", "ALL_REDUCE"))
     slices = mesh_lib.make_mesh(slices=2, devices=pods.make("v5e:2x4", 2))
     everywhere = Text("%a = f32[4]{0} all-reduce(%x), replica_groups={}")

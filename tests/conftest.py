@@ -1,4 +1,4 @@
-"""A strict process: eight devices, no silent promotion of types, no leaks into Haiku's state, no signal ignored."""
+"""The set-up of all tests: eight devices, strict dtype promotion, Haiku's check of JAX usage, no ignored signals."""
 
 import gc
 import os
@@ -16,13 +16,13 @@ os.environ.setdefault("XLA_FLAGS", tests.XLA_FLAGS)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 hk.config.set(check_jax_usage=True)
-# Traces make many objects, and to look for cycles among them took a sixth of the time.
+# Tracing creates many objects. With the default thresholds, garbage collection took a sixth of the tests' time.
 gc.set_threshold(200_000, 50, 100)
-# What a test has damaged stays so, however long one waits before it is read again.
+# Damage that a test causes does not heal, so the wait before a second read is left out.
 source.READ_AGAIN_SECONDS = (0.0, 0.0)
 
-# What a process ignores, as under nohup or in a shell's background, all that it starts ignores, too, and a test
-# would wait for ever for the end of what it has sent a signal. What has a handler is given back by exec.
+# A process under nohup or in a shell's background ignores some signals, and all processes that it starts inherit that.
+# A test that sends such a signal would wait forever for the process to end. A signal with a handler is reset by exec.
 for number in signal.valid_signals():
     if (
         number not in (signal.SIGPIPE, signal.SIGXFSZ)
@@ -33,6 +33,6 @@ for number in signal.valid_signals():
 
 @pytest.fixture(scope="module")
 def shared_programs():
-    """Runs of one config share their programs: for tests of what runs do besides, of which each would trace them anew."""
+    """Lets runs of one config share their programs, for tests of other things; otherwise each run traces them again."""
     with programs.shared():
         yield

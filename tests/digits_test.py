@@ -1,4 +1,4 @@
-"""The real experiment at a small width, and the config files."""
+"""Tests of the digits experiment at a small width, and of its config files."""
 
 import json
 
@@ -26,7 +26,7 @@ def small(get_config, **changes):
     return config.lock()
 
 
-def test_the_split_is_fixed_and_holds_each_image_once():
+def test_the_split_is_fixed_and_contains_each_image_once():
     train, test = images.split()
     assert (len(train["label"]), len(test["label"])) == (1437, 360)
     assert train["image"].shape == (1437, 8, 8, 1) and train["image"].max() == 1.0
@@ -58,7 +58,7 @@ def test_a_few_steps_of_each_config(tmp_path, get_config):
         assert 0 <= results["accuracy"] <= 1
 
 
-def test_averages_are_evaluated_too(tmp_path):
+def test_moving_averages_are_evaluated_too(tmp_path):
     config = small(digits.get_config, **{"optimizer.average_decay": 0.9})
     assert loop.run(config, str(tmp_path), "") == 0
     results = json.loads((tmp_path / "results.json").read_text())["eval"]
@@ -79,14 +79,14 @@ def test_averages_are_evaluated_too(tmp_path):
         ("optimizer.average_decay", 1.0),
     ],
 )
-def test_values_out_of_range(key, value):
+def test_values_out_of_range_are_refused(key, value):
     config = digits.get_config()
     config.update_from_flattened_dict({key: value})
     with pytest.raises(ValueError, match=f"^{key}={value} must be "):
         experiment.Digits(config)
 
 
-def test_float16_is_what_is_computed_in():
+def test_convolutions_are_computed_in_float16():
     config = small(digits.get_config)
     run = loop.Run(config, "/nonexistent")
     text = run.train_step.lower(run._target, next(run.batches)).as_text()
@@ -95,9 +95,9 @@ def test_float16_is_what_is_computed_in():
     assert all("xf16>" in line and "xf32>" not in line for line in convolutions)
 
 
-def test_an_ensemble_is_the_mean_of_probabilities():
+def test_an_ensemble_averages_probabilities():
     logits = np.random.default_rng(0).normal(size=(2, 5, 10)).astype(np.float32)
     mean = jax.nn.softmax(logits).mean(axis=0)
     combined = experiment.Digits(digits.get_config()).ensemble(logits)
-    # One rounding of float32 in the exponent's argument.
+    # The argument of the exponential is rounded once in float32.
     np.testing.assert_allclose(np.exp(combined), mean, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""What the docs say runs: the examples in docstrings, the blocks of Python, and the commands."""
+"""Tests that the examples in docstrings, the Python blocks and the commands of the docs run."""
 
 import contextlib
 import doctest
@@ -40,7 +40,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATF
 
 @pytest.fixture(scope="module")
 def names():
-    """What the examples of docstrings may use: libraries, and the experiment that `Supervised` shows."""
+    """The names that docstring examples may use: libraries, and the experiment `line` of `Supervised`'s docstring."""
     names = {"hk": hk, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "xshard": xshard}
     names["ml_collections"] = ml_collections
     (example,) = doctest.DocTestFinder(recurse=False).find(xshard.Supervised, globs=names)
@@ -49,22 +49,27 @@ def names():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_docstrings(name, names):
+def test_examples_in_docstrings_run(name, names):
     module = importlib.import_module(name)
     result = doctest.testmod(module, extraglobs=names)
     assert result.attempted and not result.failed
 
 
 def fences(page):
-    """The blocks of a page: `(language, text)`."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert page.read_text().count("```") == 2 * len(found)
-    return found
+    """Returns the fenced blocks of a page as pairs of language and text."""
+    blocks_of_page = re.findall(
+        r"^```(\w*)\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+    assert page.read_text().count("```") == 2 * len(blocks_of_page)
+    return blocks_of_page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_blocks_of_python(page, tmp_path, monkeypatch, capsys):
-    """They share their names, begin with a `config`, and print what the text block after them says."""
+def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
+    """The blocks of a page share one namespace, which starts with a `config`.
+
+    A text block shows the output of the Python block before it.
+    """
     monkeypatch.chdir(tmp_path)
     shared = {"config": digits.get_config()}
     blocks = fences(page)
@@ -80,8 +85,8 @@ def test_blocks_of_python(page, tmp_path, monkeypatch, capsys):
         assert len([line for line in rules.splitlines() if line]) <= 25
 
 
-def test_the_notebook(tmp_path, monkeypatch):
-    """Its cells run one after the other, in one namespace, as they do in Jupyter, which is not needed for it."""
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """The notebook's cells run in order, in one namespace, as in Jupyter, which the test does not need."""
     notebook = json.loads((ROOT / "docs/in_a_notebook.ipynb").read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     cells = notebook["cells"]
@@ -91,7 +96,7 @@ def test_the_notebook(tmp_path, monkeypatch):
     with jax.numpy_dtype_promotion("standard"):
         for cell in cells:
             if cell["cell_type"] == "code":
-                # What is stored are no outputs, which would be another machine's.
+                # The notebook is stored without outputs, which would come from another machine.
                 assert cell["outputs"] == [] and cell["execution_count"] is None
                 exec(compile("".join(cell["source"]), cell["id"], "exec"), shared)
     assert shared["accuracy"] > 0.5
@@ -101,7 +106,7 @@ def test_the_notebook(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_keys(page):
+def test_links_and_config_keys_exist(page):
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert link.startswith("https://") or (page.parent / link).exists(), link
@@ -112,7 +117,7 @@ def test_links_and_keys(page):
 
 
 def commands(page):
-    """The arguments of the `python -m` of a page's blocks without a language, and of `run.sh`."""
+    """Yields the arguments of `python -m` and of `run.sh` in those blocks of a page that name no language."""
     for language, block in fences(page):
         for line in block.replace("\\\n", " ").splitlines() if not language else ():
             words = shlex.split(line, comments=True)
@@ -123,7 +128,7 @@ def commands(page):
                 assert words[1] == "-m" or (ROOT / words[1]).exists()
                 yield words[2:] if words[1] == "-m" else ["-c"]
                 if "--" in words:
-                    # What a launcher starts.
+                    # The command that the launcher starts is checked too.
                     command = words[words.index("--") + 1 :]
                     assert command[1:3] == ["-m", "xshard.main"]
                     yield command[2:]
@@ -131,7 +136,7 @@ def commands(page):
 
 @pytest.fixture(scope="module")
 def tutorial(tmp_path_factory):
-    """The directory that the tutorial makes, with its sweep."""
+    """The directory that the tutorial's first command creates, with the tutorial's sweep."""
     parent = tmp_path_factory.mktemp("tutorial")
     run(parent, *next(commands(TUTORIAL)))
     (sweep,) = [block for language, block in fences(TUTORIAL) if language == "python"]
@@ -141,17 +146,17 @@ def tutorial(tmp_path_factory):
 
 
 def run(directory, *words, stdin=None):
-    """Runs a module as a user would, in a directory; its output."""
+    """Runs a module in a directory, as a user would, and returns its output."""
     command = [sys.executable, "-W", "ignore", "-m", *words]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=directory, env=ENVIRONMENT, input=stdin, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
-def test_the_tutorial(tutorial):
-    """Its first commands, one after the other, as they stand there."""
+def test_the_tutorial_runs(tutorial):
+    """The tutorial's first commands run in order, exactly as written."""
     _, tests, train, more, *_ = commands(TUTORIAL)
     assert [tests[0], train[-1], more[-1]] == [
         "pytest",
@@ -162,13 +167,13 @@ def test_the_tutorial(tutorial):
     for command, steps in ((train, 1000), (more, 1200)):
         out = run(tutorial, *command)
         results = json.loads((tutorial / "runs/first/results.json").read_text())
-        # 100 % on one machine; another one's rounding may cost a point or two.
+        # The accuracy was 100 % on one machine; rounding on another may cost a percentage point or two.
         assert results["step"] == steps and results["eval"]["accuracy"] > 0.97
     assert "steps: 1000 -> 1200" in out
 
 
-def test_commands(tutorial):
-    """Flags, config files, keys and the types of their values are what the programs know."""
+def test_commands_are_accepted(tutorial):
+    """The programs accept the flags, config files, keys and types of values in all commands of the docs."""
     todo = [
         (str(tutorial if page == TUTORIAL else ROOT), words)
         for page in PAGES
@@ -196,14 +201,14 @@ BAD = [
 ]
 
 
-def test_commands_that_are_not(tmp_path):
+def test_wrong_commands_are_detected(tmp_path):
     todo = [(str(ROOT), words) for words in BAD]
     bad = json.loads(run(ROOT, "tests.docs_test", stdin=json.dumps(todo)))
     assert [words for words, _ in bad] == BAD
 
 
 def check(module, *arguments):
-    """Raises unless a program knows its arguments. Nothing is run."""
+    """Raises an error unless a program accepts its arguments. The program does not run."""
     sys.argv = [module, *arguments]
     if module == "xshard.main":
         from xshard import main as program
@@ -241,10 +246,10 @@ def check(module, *arguments):
 
 
 def serve():
-    """Checks each command in a process of its own, since programs share the names of flags."""
+    """Checks each command in a separate process, since several programs define flags of the same name."""
     from xshard import loop
 
-    del loop  # Imported once for all.
+    del loop  # Imported once, before the forks, to save time.
     bad = []
     for directory, words in json.load(sys.stdin):
         reading, writing = os.pipe()
@@ -252,14 +257,14 @@ def serve():
         if not child:
             os.chdir(directory)
             sys.path.insert(0, directory)
-            said = io.StringIO()
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 try:
                     check(*words)
-                    said = io.StringIO()
+                    output = io.StringIO()
                 except (Exception, SystemExit):
                     traceback.print_exc()
-            os.write(writing, said.getvalue().encode()[-2000:])
+            os.write(writing, output.getvalue().encode()[-2000:])
             os._exit(0)
         os.close(writing)
         with open(reading) as answer:

@@ -1,4 +1,4 @@
-"""What is not there is not taken for never having been: no run begins again, and nothing is deleted, by mistake."""
+"""Tests that a run that misses files, or cannot read them, neither starts over nor deletes anything by mistake."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ def make_config(directory="", **changes):
 
 
 def files(folder):
-    """The content of all files below a folder, but for what says when."""
+    """Returns the content of all files below a folder, except the status and the lock."""
     return {
         path.relative_to(folder): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -47,15 +47,15 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A copy of it."""
+    """A copy of the finished run's work directory."""
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def go_on(folder, steps=24, **options):
+def resume(folder, steps=24, **options):
     return loop.run(make_config(steps=steps, **options), str(folder), "")
 
 
-def test_everything_that_a_run_writes_names_it(run):
+def test_every_file_of_a_run_names_the_run(run):
     config = json.loads((run / "config.json").read_bytes())
     identity = workdir.Workdir(run).identity()
     assert len(identity.id) == 16 and config[workdir.IDENTITY] == identity._asdict()
@@ -70,38 +70,38 @@ def test_everything_that_a_run_writes_names_it(run):
 
 
 @pytest.mark.parametrize("missing", ["all", "newest"])
-def test_a_run_whose_checkpoints_are_not_there_goes_on_from_none_before_them(run, missing):
-    away = run / "checkpoints"
+def test_a_run_with_missing_checkpoints_does_not_resume_from_older_ones(run, missing):
+    moved = run / "checkpoints"
     if missing == "newest":
-        (away,) = away.glob("step_00000012.*")
-    away.rename(run.parent / "away")
+        (moved,) = moved.glob("step_00000012.*")
+    moved.rename(run.parent / "away")
     before = files(run)
     found = "no checkpoint is" if missing == "all" else "step 10 is the newest"
     with pytest.raises(errors.UserError, match=f"reached step 12, but {found} in .*--restart_from"):
-        go_on(run)
+        resume(run)
     assert files(run) == before
-    (run.parent / "away").rename(away)
-    assert go_on(run) == 0
+    (run.parent / "away").rename(moved)
+    assert resume(run) == 0
 
 
-def test_checkpoints_elsewhere_that_are_not_mounted(tmp_path):
-    place, run = tmp_path / "disk", tmp_path / "run"
-    assert loop.run(make_config(place), str(run), "") == 0
+def test_checkpoints_on_a_disk_that_is_not_mounted(tmp_path):
+    store_folder, run = tmp_path / "disk", tmp_path / "run"
+    assert loop.run(make_config(store_folder), str(run), "") == 0
     logged = rows.read(run)
-    place.rename(tmp_path / "unmounted")
-    place.mkdir()
+    store_folder.rename(tmp_path / "unmounted")
+    store_folder.mkdir()
     with pytest.raises(
         errors.UserError, match=r"reached step 12, but no checkpoint is in .*disk\."
     ):
-        loop.run(make_config(place, steps=24), str(run), "")
+        loop.run(make_config(store_folder, steps=24), str(run), "")
     assert rows.read(run) == logged
-    shutil.rmtree(place)
-    (tmp_path / "unmounted").rename(place)
-    assert loop.run(make_config(place, steps=24), str(run), "") == 0
+    shutil.rmtree(store_folder)
+    (tmp_path / "unmounted").rename(store_folder)
+    assert loop.run(make_config(store_folder, steps=24), str(run), "") == 0
 
 
-def test_a_run_is_set_aside_whole_when_it_is_named(run):
-    # Another run's name does nothing.
+def test_a_run_is_set_aside_as_a_whole_if_its_id_is_given(run):
+    # The ID of another run has no effect.
     assert loop.run(make_config(), str(run), "", set_aside="0" * 16) == 0
     identity, before = workdir.Workdir(run).identity(), files(run)
     other = make_config(seed=1)
@@ -110,38 +110,38 @@ def test_a_run_is_set_aside_whole_when_it_is_named(run):
     kept = files(run / "set_aside" / identity.id)
     assert {name: before[name] for name in kept} == kept
     assert rows.read(run / "set_aside" / identity.id) and rows.read(run)[0]["step"] == 4
-    # The same command again goes on with the new one.
+    # The same command again resumes the new run.
     new = workdir.Workdir(run).identity()
     assert loop.run(other, str(run), "", set_aside=identity.id) == 0
     assert workdir.Workdir(run).identity() == new != identity
 
 
-def test_a_step_that_a_person_deletes_may_be_gone_back_from(run, capsys):
+def test_a_run_goes_back_if_a_person_deleted_the_newest_step(run, capsys):
     assert tool.main(["rm", str(run / "checkpoints"), "12"]) == 0
-    assert go_on(run) == 0
+    assert resume(run) == 0
     assert "goes back from step 12 to 10" in capsys.readouterr().err
     assert workdir.Workdir(run).reached().step == 24
 
 
 @pytest.mark.parametrize("whose", ["another's", "a copy's", "the same"])
 def test_checkpoints_that_two_directories_share(tmp_path, whose, capsys):
-    place = tmp_path / "shared"
-    assert loop.run(make_config(place), str(tmp_path / "one"), "") == 0
+    store_folder = tmp_path / "shared"
+    assert loop.run(make_config(store_folder), str(tmp_path / "one"), "") == 0
     if whose == "another's":
         with pytest.raises(
             errors.UserError, match=r"holds the checkpoints of run .*one on .*seed: 0 -> 1"
         ):
-            loop.run(make_config(place, seed=1), str(tmp_path / "two"), "")
+            loop.run(make_config(store_folder, seed=1), str(tmp_path / "two"), "")
         assert not (tmp_path / "two").exists()
     elif whose == "a copy's":
         assert loop.run(make_config(tmp_path / "own"), str(tmp_path / "two"), "") == 0
         with pytest.raises(errors.UserError, match=r"checkpoints of run .*one on .*two holds run"):
-            loop.run(make_config(place, steps=24), str(tmp_path / "two"), "")
+            loop.run(make_config(store_folder, steps=24), str(tmp_path / "two"), "")
         with pytest.raises(errors.UserError, match="give the run's own checkpoint.directory"):
-            follow.Follower(make_config(place), str(tmp_path / "two")).follow()
+            follow.Follower(make_config(store_folder), str(tmp_path / "two")).follow()
     else:
-        # As where a pod's hosts lose their own disks, and the checkpoints are in a bucket.
-        assert loop.run(make_config(place, steps=24), str(tmp_path / "two"), "") == 0
+        # This happens when the hosts of a pod lose their disks while the checkpoints are in a bucket.
+        assert loop.run(make_config(store_folder, steps=24), str(tmp_path / "two"), "") == 0
         assert "the work directory of run" in capsys.readouterr().out
         assert (
             workdir.Workdir(tmp_path / "two").identity()
@@ -149,7 +149,7 @@ def test_checkpoints_that_two_directories_share(tmp_path, whose, capsys):
         )
 
 
-def test_a_checkpoint_of_another_run_that_was_moved_here(run, tmp_path):
+def test_a_checkpoint_moved_here_from_another_run_is_refused(run, tmp_path):
     other = tmp_path / "other"
     assert loop.run(make_config(seed=1, steps=20), str(other), "") == 0
     (newest,) = (other / "checkpoints").glob("step_00000020.*")
@@ -157,11 +157,11 @@ def test_a_checkpoint_of_another_run_that_was_moved_here(run, tmp_path):
     with pytest.raises(
         errors.UserError, match="step_00000020.* belongs to run .*, but this is run"
     ):
-        go_on(run)
+        resume(run)
 
 
 @pytest.mark.parametrize("kept", ["everything", "rows", "config"])
-def test_a_directory_of_a_version_that_kept_no_identity_goes_on(run, kept):
+def test_a_directory_of_an_older_version_without_an_identity(run, kept):
     config = json.loads((run / "config.json").read_bytes())
     del config[workdir.IDENTITY]
     (run / "config.json").write_text(json.dumps(config))
@@ -172,22 +172,26 @@ def test_a_directory_of_a_version_that_kept_no_identity_goes_on(run, kept):
         del content["run"]
         path.write_bytes(format_lib.seal(content))
     if kept == "everything":
-        assert go_on(run) == 0
+        assert resume(run) == 0
         assert workdir.Workdir(run).identity() is not None
         return
     shutil.rmtree(run / "checkpoints")
     if kept == "rows":
         with pytest.raises(errors.UserError, match="rows or results of a run of an older version"):
-            go_on(run)
+            resume(run)
     else:
-        # As one that was stopped before its first row.
+        # The directory now looks like that of a run that was stopped before its first row.
         (run / "metrics.jsonl").unlink()
         (run / "results.json").unlink()
-        assert go_on(run) == 0
+        assert resume(run) == 0
 
 
 def fail_once(monkeypatch, name, path, code):
-    """Makes the first call of a function of `os` for a path fail; returns the calls that failed."""
+    """Makes the first call of a function of `os` for a path fail.
+
+    Returns:
+      a list, to which the path is added when that call fails.
+    """
     real, failed = getattr(os, name), []
 
     def call(first, *args, **kwargs):
@@ -204,21 +208,21 @@ def fail_once(monkeypatch, name, path, code):
     "code", [errno.EIO, errno.ESTALE, errno.ENOENT, errno.EACCES, errno.ENOMEM]
 )
 @pytest.mark.parametrize("folder", ["checkpoints", "step_00000012.*"])
-def test_a_listing_that_fails_is_no_absence(run, monkeypatch, folder, code):
+def test_a_failed_listing_does_not_count_as_an_empty_one(run, monkeypatch, folder, code):
     (path,) = [run / folder] if folder == "checkpoints" else (run / "checkpoints").glob(folder)
     before = files(run)
     failed = fail_once(monkeypatch, "scandir", path, code)
     try:
-        assert go_on(run) == 0
+        assert resume(run) == 0
     except (errors.UserError, OSError) as e:
         assert code in (errno.EACCES, errno.ENOMEM) and str(path) in str(e)
         assert files(run) == before
-        assert go_on(run) == 0
+        assert resume(run) == 0
     assert failed and rows.read(run)[0]["step"] == 4
     assert not list((run / "checkpoints").glob("*/DAMAGED"))
 
 
-def test_a_folder_that_another_user_has_closed(run, monkeypatch):
+def test_a_folder_without_read_permission_is_named(run, monkeypatch):
     (path,) = (run / "checkpoints").glob("step_00000012.*")
     real = os.scandir
 
@@ -231,44 +235,44 @@ def test_a_folder_that_another_user_has_closed(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", scandir)
         with pytest.raises(errors.UserError, match=f"Permission denied .{path}"):
-            go_on(run)
+            resume(run)
     assert files(run) == before
 
 
 @pytest.mark.parametrize("kind", ["pinned", "kept", "to nothing", "a file"])
-def test_what_a_person_has_put_among_the_checkpoints_stays(run, tmp_path, kind):
-    place = run / "checkpoints"
-    (oldest,) = place.glob("step_00000010.*")
+def test_links_and_files_that_a_person_added_are_not_deleted(run, tmp_path, kind):
+    store_folder = run / "checkpoints"
+    (oldest,) = store_folder.glob("step_00000010.*")
     if kind in ("pinned", "kept"):
         if kind == "pinned":
-            assert tool.main(["pin", str(place), "10"]) == 0
+            assert tool.main(["pin", str(store_folder), "10"]) == 0
         oldest.rename(tmp_path / "elsewhere")
         oldest.symlink_to(tmp_path / "elsewhere")
     elif kind == "to nothing":
-        (place / "step_00000011.0123abcd").symlink_to(tmp_path / "nothing")
+        (store_folder / "step_00000011.0123abcd").symlink_to(tmp_path / "nothing")
     else:
-        (place / "step_00000011.0123abcd").write_text("mine")
-    assert go_on(run) == 0
+        (store_folder / "step_00000011.0123abcd").write_text("mine")
+    assert resume(run) == 0
     if kind in ("pinned", "kept"):
         assert (tmp_path / "elsewhere" / "COMMIT").exists() and oldest.is_symlink()
-        assert checkpoint.read_catalog(place).entries[0].state == "complete"
-        assert tool.main(["rm", str(place), "10"]) == 1
+        assert checkpoint.read_catalog(store_folder).entries[0].state == "complete"
+        assert tool.main(["rm", str(store_folder), "10"]) == 1
         assert (tmp_path / "elsewhere" / "COMMIT").exists()
     else:
-        assert os.path.lexists(place / "step_00000011.0123abcd")
-    assert len(list(place.glob("step_*"))) == 3
+        assert os.path.lexists(store_folder / "step_00000011.0123abcd")
+    assert len(list(store_folder.glob("step_*"))) == 3
 
 
-def test_what_was_left_in_the_middle_of_a_deletion_goes_when_the_run_is_started_again(run):
-    place = run / "checkpoints"
-    (older,) = place.glob("step_00000010.*")
+def test_an_interrupted_deletion_is_completed_at_the_next_start(run):
+    store_folder = run / "checkpoints"
+    (older,) = store_folder.glob("step_00000010.*")
     (older / "COMMIT").unlink()
     assert loop.run(make_config(), str(run), "") == 0
-    assert [path.name[:13] for path in place.glob("step_*")] == ["step_00000012"]
+    assert [path.name[:13] for path in store_folder.glob("step_*")] == ["step_00000012"]
 
 
-def test_a_checkpoint_that_is_not_listed_as_complete_yet_is_not_deleted(run, monkeypatch):
-    """A listing of an object store may lag behind."""
+def test_a_checkpoint_not_yet_listed_as_complete_is_not_deleted(run, monkeypatch):
+    """The listing of an object store may be outdated."""
     real = store_lib.Store.folders
 
     def folders(store, wanted):
@@ -279,12 +283,12 @@ def test_a_checkpoint_that_is_not_listed_as_complete_yet_is_not_deleted(run, mon
         }
 
     monkeypatch.setattr(store_lib.Store, "folders", folders)
-    assert go_on(run, steps=13) == 0
+    assert resume(run, steps=13) == 0
     assert list((run / "checkpoints").glob("step_00000010.*/COMMIT"))
 
 
 @pytest.mark.parametrize("passes", [True, False])
-def test_a_read_that_fails_is_no_damage(run, monkeypatch, passes):
+def test_a_failed_read_does_not_count_as_damage(run, monkeypatch, passes):
     real, failed = disk.read, []
 
     def read(path):
@@ -295,36 +299,36 @@ def test_a_read_that_fails_is_no_damage(run, monkeypatch, passes):
 
     monkeypatch.setattr(disk, "read", read)
     if passes:
-        assert go_on(run) == 0
+        assert resume(run) == 0
     else:
         with pytest.raises(errors.UserError, match=r"meta.json.*Input/output error.*may be whole"):
-            go_on(run)
+            resume(run)
     assert failed and not list((run / "checkpoints").glob("*/DAMAGED"))
 
 
-def test_a_mark_of_damage_is_taken_back_from_what_is_whole(run, capsys):
-    place = run / "checkpoints"
-    (newest,) = place.glob("step_00000012.*")
+def test_a_mark_of_damage_is_removed_from_a_whole_checkpoint(run, capsys):
+    store_folder = run / "checkpoints"
+    (newest,) = store_folder.glob("step_00000012.*")
     (newest / "DAMAGED").write_text("{}")
-    assert tool.main(["heal", str(place), "12"]) == 0
+    assert tool.main(["heal", str(store_folder), "12"]) == 0
     assert "counts again" in capsys.readouterr().out
     assert not (newest / "DAMAGED").exists()
-    assert tool.main(["heal", str(place), "12"]) == 1
+    assert tool.main(["heal", str(store_folder), "12"]) == 1
     (newest / "DAMAGED").write_text("{}")
     harness.damage("flipped", newest / "meta.json")
-    assert tool.main(["heal", str(place), "12"]) == 1
+    assert tool.main(["heal", str(store_folder), "12"]) == 1
     assert (newest / "DAMAGED").exists()
 
 
 @pytest.mark.parametrize("size", [1000, 1 << 20])
-def test_the_bytes_of_another_checkpoint_do_not_pass_for_this_one(tmp_path, size):
+def test_the_bytes_of_another_checkpoint_fail_verification(tmp_path, size):
     manager = harness.make_manager(tmp_path)
     values = [np.full([size], step, np.float32) for step in (1, 2)]
     for step, value in enumerate(values, 1):
         harness.save(manager, step, {"w": value})
     manager.close()
     assert tool.main(["verify", str(tmp_path)]) == 0
-    # As they are stored, each with its checksum.
+    # These are the bytes that the checkpoint stores, each with its own checksum.
     old, new = (arrays.encode(value, value.shape) for value in values)
     changed = 0
     for path in tmp_path.glob("step_00000002.*/p0/d/*"):
@@ -335,7 +339,7 @@ def test_the_bytes_of_another_checkpoint_do_not_pass_for_this_one(tmp_path, size
     assert tool.main(["verify", str(tmp_path)]) == 1
 
 
-def test_rows_that_a_checkpoint_promises_are_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+def test_rows_are_on_the_disk_before_their_checkpoint_counts(tmp_path, monkeypatch):
     order = []
     real_sync, real_create = disk.sync, store_lib.Store.create
 
@@ -356,18 +360,19 @@ def test_rows_that_a_checkpoint_promises_are_on_the_disk_before_it_counts(tmp_pa
     assert "reached.json" not in order[:commit]
 
 
-def test_rows_that_are_not_there_are_said(run, capsys):
+def test_missing_rows_are_reported(run, capsys):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:1]))
-    assert go_on(run) == 0
+    assert resume(run) == 0
     assert f"holds 1 of the {len(lines)} rows" in capsys.readouterr().out
 
 
-def test_an_evaluation_whose_row_was_written_is_not_written_again(tmp_path, monkeypatch):
+def test_the_row_of_an_evaluation_is_not_written_twice(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     assert loop.run(make_config(steps=6), str(folder), "") == 0
     once = rows.same_bits(folder)
-    # As if the run was stopped in the evaluation of step 6, and killed when the next one had written its row.
+    # The directory of a run that was stopped during the evaluation of step 6, and whose next start was killed right
+    # after it had written the evaluation's row.
     (commit,) = (folder / "checkpoints").glob("step_00000006.*/COMMIT")
     meta = commit.with_name("meta.json")
     description = json.loads(meta.read_bytes())
@@ -383,7 +388,7 @@ def test_an_evaluation_whose_row_was_written_is_not_written_again(tmp_path, monk
     assert "error" in format_lib.unseal(metrics_file.read_bytes())
 
 
-def test_results_are_made_again_if_they_are_absent(run):
+def test_missing_results_are_written_again(run):
     before = (run / "results.json").read_bytes()
     (run / "results.json").unlink()
     assert loop.run(make_config(), str(run), "") == 0

@@ -1,4 +1,4 @@
-"""Finding an experiment by its path."""
+"""Tests that an experiment's class is loaded by its dotted path."""
 
 import pytest
 
@@ -13,11 +13,11 @@ def test_load():
 @pytest.mark.parametrize(
     "path", ["", "Toy", "tests.toy.", "tests.toy.Nothing", "nowhere.at.All", "a..b"]
 )
-def test_paths_that_lead_nowhere(path):
+def test_paths_without_a_class_are_refused(path):
     with pytest.raises(ValueError, match="must be the dotted path of a class"):
         experiment.load(path)
 
 
-def test_what_is_no_experiment():
+def test_a_path_of_something_else_is_refused():
     with pytest.raises(ValueError, match="not a class that derives from xshard.Experiment"):
         experiment.load("tests.toy.get_config")

@@ -1,4 +1,4 @@
-"""The experiments that are more than a classifier: what holds for digits holds for each of them."""
+"""Tests that the experiments that are more than a classifier keep the same promises as the digits experiment."""
 
 import dataclasses
 import importlib
@@ -29,7 +29,7 @@ VARIANTS = {
     },
     "slices": {"slices": 2, "reduction.shard_update": True},
     "held": {"reduction.shard_params": True},
-    # What is saved at step 2 is what acts next, or what has acted and serves yet.
+    # The iterator acts right after the checkpoint of step 2, or the checkpoint falls between two calls of `act`.
     "acts next": {"acts_every_steps": 2},
     "serves": {"acts_every_steps": 4, "slices": 2, "micro_batches": 2},
 }
@@ -37,7 +37,7 @@ VARIANTS = {
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """Experiments are a user's, who need not be as strict as these tests are."""
+    """Allows the standard dtype promotion: experiments are user code, which need not be as strict as these tests."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -47,7 +47,7 @@ def make_config(name, **changes):
     config.update({"steps": 6, "log_every_steps": 1, "writers": ("jsonl",), "eval_every_steps": 3})
     config.checkpoint.update({"every_steps": 2, "keep_last": 10})
     if name == "ssl":
-        # Its convolutions were most of the time of all of these tests.
+        # At full size, its convolutions took most of the time of this file's tests.
         config.update({"batch_size": 64})
         config.model.channels = 4
     config.update_from_flattened_dict(changes)
@@ -59,9 +59,7 @@ def make_config(name, **changes):
     [("gan", "groups"), ("rl", "slices"), ("rl", "groups"), ("ssl", "groups"),
      ("rl_host", "acts next"), ("rl_host", "serves")],
 )  # fmt: skip
-def test_a_run_that_was_ended_and_goes_on_ends_in_the_same_bits(
-    tmp_path, monkeypatch, name, variant
-):
+def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch, name, variant):
     config = make_config(name, **VARIANTS[variant])
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     with monkeypatch.context() as patch:
@@ -90,11 +88,11 @@ def test_a_run_that_was_ended_and_goes_on_ends_in_the_same_bits(
         ("tests/carried.py", "1 -> 8 -> 4 devices"),
     ],
 )
-def test_of_all_promises_on_all_experiments(tmp_path, config, cell):
+def test_some_cells_of_the_matrix_of_promises_work(tmp_path, config, cell):
     assert matrix.attempt(config, cell, tmp_path) == "works"
 
 
-def test_games_go_on_with_other_numbers_of_replicas(tmp_path):
+def test_games_resume_with_another_number_of_replicas(tmp_path):
     config = make_config("rl", batch_size=16)
     assert loop.run(config, str(tmp_path), "") == 0
     games = rows.final_state(tmp_path, config).experiment.games.value
@@ -115,7 +113,7 @@ def test_games_go_on_with_other_numbers_of_replicas(tmp_path):
         *(("rl", "held"), ("rl_host", "held"), ("ssl", "held")),
     ],
 )
-def test_nothing_right_is_refused_before_a_run(tmp_path, name, variant):
+def test_valid_configs_pass_the_checks_before_a_run(tmp_path, name, variant):
     model = {"group_assignment": ((0, 1), (2, 3)), "model_parallel": 2}
     variants = {**VARIANTS, "model": {**model, "reduction.shard_update": True}}
     loop.Run(make_config(name, **variants[variant]), str(tmp_path / "run"))
@@ -131,7 +129,7 @@ def make(name, devices=8, **changes):
 
 
 def trained(name, **changes):
-    """The state after three steps, as a checkpoint has it, and the last metrics."""
+    """Returns the state after three steps in the form that a checkpoint stores, and the last metrics."""
     experiment, the_mesh = make(name, **changes)
     sizes = {"batch_size": experiment.config.batch_size, "seed": 0}
     train = batches.TrainBatches(
@@ -145,7 +143,7 @@ def trained(name, **changes):
     return jax.device_get((dataclasses.replace(whole, rng=None), metrics))
 
 
-def test_two_learners_train_with_parameters_in_shards_as_they_do_replicated():
+def test_two_learners_train_alike_with_parameters_in_shards():
     changes = {
         "micro_batches": 2,
         "group_assignment": ((0, 1, 2, 3), (4, 5, 6, 7)),
@@ -156,15 +154,15 @@ def test_two_learners_train_with_parameters_in_shards_as_they_do_replicated():
             trained("gan", **changes, **{"reduction.shard_params": held}) for held in (True, False)
         )
     harness.assert_close({"state": held}, {"state": whole}, rtol=1e-8, atol=1e-8)
-    # What is logged is float32.
+    # Metrics are float32.
     harness.assert_close(its_metrics, metrics, rtol=1e-5, atol=1e-8)
 
 
-def test_the_overflow_of_one_learner_skips_that_learner():
+def test_an_overflow_skips_only_the_learner_that_overflowed():
     experiment, the_mesh = make("gan")
     train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=128, seed=0)
     state = state_lib.init(experiment, the_mesh, 0, train.example)
-    # A scale that no gradient of the discriminator survives.
+    # With this loss scale, the gradients of the discriminator overflow.
     learner = state.experiment["discriminator"]
     scale = {**learner.opt_state["dynamic_loss_scale"]}
     scale["current_loss_scale"] = scale["current_loss_scale"] * 2.0**100
@@ -180,7 +178,7 @@ def test_the_overflow_of_one_learner_skips_that_learner():
         assert np.array_equal(old, new) == same
 
 
-def test_a_step_sends_one_reduction_for_each_learner():
+def test_a_step_has_one_reduction_for_each_learner():
     for name, count in (("gan", 2), ("rl", 1)):
         experiment, the_mesh = make(name)
         batch_size = experiment.config.batch_size
@@ -189,8 +187,8 @@ def test_a_step_sends_one_reduction_for_each_learner():
         )
         state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
         apply = jax.jit(step.make_watched_step(experiment, the_mesh))
-        found = collectives.of(apply.lower(state, next(train)).compile())
-        assert len(found) <= count, found
+        in_step = collectives.of(apply.lower(state, next(train)).compile())
+        assert len(in_step) <= count, in_step
 
 
 @pytest.mark.parametrize(
@@ -202,7 +200,7 @@ def test_a_step_sends_one_reduction_for_each_learner():
         ("gan", 300, "distance", lambda x: x < 12),
     ],
 )
-def test_it_learns(tmp_path, name, steps, metric, good):
+def test_each_experiment_learns(tmp_path, name, steps, metric, good):
     often = {"eval_every_steps": steps, "log_every_steps": 100, "checkpoint.every_steps": steps}
     config = make_config(name, steps=steps, **often)
     assert loop.run(config, str(tmp_path), "") == 0
@@ -211,7 +209,7 @@ def test_it_learns(tmp_path, name, steps, metric, good):
 
 
 class Unmarked(rl.Catch):
-    """Forgets to say that games belong to a replica."""
+    """Does not mark its games as state of each replica."""
 
     def init(self, key, batch):
         state = super().init(key, batch)
@@ -223,20 +221,20 @@ class Unmarked(rl.Catch):
         return new._replace(games=new.games.value), metrics
 
 
-def test_replicas_own_state_is_not_lost(tmp_path):
+def test_unmarked_state_of_each_replica_is_refused(tmp_path):
     config = make_config("rl", experiment="tests.experiments_test.Unmarked", batch_size=16)
     with pytest.raises(errors.UserError, match="leaves the state 'games/ball_column'"):
         loop.Run(config, str(tmp_path))
 
 
 class Blind(host.HostCatch):
-    """Acts, and makes no predictions."""
+    """Acts on the model without a predict method."""
 
     predict = experiment_lib.Experiment.predict
 
 
 class Misled(host.HostCatch):
-    """Its network does not take what its games show."""
+    """Predicts from an array that its games do not provide."""
 
     def predict(self, state, batch):
         return super().predict(state, {"board": batch["boards"]})
@@ -249,31 +247,31 @@ class Misled(host.HostCatch):
         (Misled, KeyError, "boards"),
     ],
 )
-def test_what_cannot_act_is_told_before_the_first_step(tmp_path, kind, error, match):
+def test_an_iterator_that_cannot_act_is_refused_before_the_run(tmp_path, kind, error, match):
     config = make_config("rl_host", experiment=f"tests.experiments_test.{kind.__name__}")
     with pytest.raises(error, match=match):
         loop.Run(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-def test_games_of_the_host_are_those_of_the_device():
-    """One game of each kind, played by the same actions."""
+def test_games_on_the_host_equal_those_on_the_device():
+    """The host's and the device's games, played with the same actions, show the same boards and rewards."""
     config = make_config("rl_host", batch_size=16)
     player = host.Player(config, data.Part(16, (np.arange(16),), seed=0))
     games = rl.Game(*(jax.numpy.asarray(x) for x in player.get_state()["games"]))
     for _ in range(8):
-        seen = []
+        asked = []
 
-        def predict(batch, seen=seen):
+        def predict(batch, asked=asked):
             np.testing.assert_array_equal(batch["board"], rl.board(games))
-            seen.append(batch)
+            asked.append(batch)
             return np.zeros((16, 3))
 
         player._move(predict, 0, 0)
         action = player._played["action"][0, :, 0]
         games, reward, over = rl.move(games, jax.numpy.asarray(action))
         np.testing.assert_array_equal(player._played["reward"][0, :, 0], reward)
-        assert len(seen) == 1 and not over.any()
+        assert len(asked) == 1 and not over.any()
     player._move(lambda batch: np.zeros((16, 3)), 0, 0)
     games, reward, over = rl.move(games, jax.numpy.asarray(player._played["action"][0, :, 0]))
     np.testing.assert_array_equal(player._played["reward"][0, :, 0], reward)

@@ -1,4 +1,4 @@
-"""A trained model as a file: whole, readable without the package, and equal to what `load` predicts."""
+"""Tests of exported models: the file is complete, needs no xshard to run, and predicts what `xshard.load` predicts."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ from xshard.run import preflight
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 ROWS = [1, 5, 8]
-# What runs elsewhere: it has nothing of the package, and calls the function with batches of several sizes.
+# A program that cannot import xshard and calls the exported function with batches of several sizes.
 ELSEWHERE = """
 import sys, numpy as np
 sys.modules["xshard"] = None
@@ -49,17 +49,17 @@ def train(directory, **changes):
 
 
 def elsewhere(directory, path, batches, *more):
-    """The outputs, by the number of rows, in a process of its own that cannot import the package."""
+    """Returns the outputs by number of rows, computed in a separate process that cannot import xshard."""
     arrays = {f"{rows}/{k}": x for rows, batch in batches.items() for k, x in batch.items()}
     np.savez(directory / "batches.npz", **arrays)
     rows = ",".join(map(str, batches))
     command = [sys.executable, "-c", ELSEWHERE, str(path), str(directory / "batches.npz"), rows]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, *map(str, more)],
         cwd=directory, env={**environment, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     return dict(np.load(f"{path}.npz"))
 
 
@@ -70,7 +70,7 @@ def batches(rows=ROWS):
 
 @pytest.mark.parametrize("changes", [{}, {"group_assignment": HALVES, "reduction.shard_update": True, "hidden": 20}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("arguments", [False, True])
-def test_a_prediction_elsewhere(tmp_path, changes, arguments):
+def test_a_prediction_without_the_package(tmp_path, changes, arguments):
     trained = train(tmp_path / "run", **changes)
     path = tmp_path / "toy.stablehlo"
     text = export.write(trained, path, arguments=arguments)
@@ -81,20 +81,20 @@ def test_a_prediction_elsewhere(tmp_path, changes, arguments):
         export.write(trained, more[0])
     outputs = elsewhere(tmp_path, path, batches(), *more)
     for rows, batch in batches().items():
-        wanted = trained.predict({**batch, "y": np.zeros(rows, np.float32)})
-        # Sums of at most 20 products in float32, in another order.
-        np.testing.assert_allclose(outputs[str(rows)], wanted, rtol=1e-5, atol=1e-6)
+        expected = trained.predict({**batch, "y": np.zeros(rows, np.float32)})
+        # The float32 sums of at most 20 products are computed in another order.
+        np.testing.assert_allclose(outputs[str(rows)], expected, rtol=1e-5, atol=1e-6)
 
 
 class Fixed(toy.Averaged):
-    """Has a network that counts the rows of its batch."""
+    """Has a network that depends on the number of rows in its batch."""
 
     def forward(self, batch, *, is_training):
         outputs = super().forward(batch, is_training=is_training)
         return outputs if int(batch["x"].shape[0]) % 2 else outputs + 1
 
 
-def test_a_number_of_rows_that_a_network_depends_on(tmp_path):
+def test_a_network_that_depends_on_the_number_of_rows(tmp_path):
     trained = train(tmp_path / "run", experiment="tests.export_test.Fixed")
     path = tmp_path / "toy.stablehlo"
     with pytest.raises(errors.UserError, match=r"(?s)batches of any size: .*--batch_size=1"):
@@ -102,12 +102,12 @@ def test_a_number_of_rows_that_a_network_depends_on(tmp_path):
     assert not path.exists()
     assert "float32[4,3]" in export.write(trained, path, batch_size=4)
     outputs = elsewhere(tmp_path, path, batches([4]))
-    wanted = trained.predict({**batches([4])[4], "y": np.zeros(4, np.float32)})
-    np.testing.assert_allclose(outputs["4"], wanted, rtol=1e-5, atol=1e-6)
+    expected = trained.predict({**batches([4])[4], "y": np.zeros(4, np.float32)})
+    np.testing.assert_allclose(outputs["4"], expected, rtol=1e-5, atol=1e-6)
 
 
 class Spectral(toy.Averaged):
-    """Asks for what TPUs do not compute."""
+    """Computes eigenvalues, which JAX does not lower for TPUs."""
 
     def forward(self, batch, *, is_training):
         outputs = super().forward(batch, is_training=is_training)
@@ -117,13 +117,13 @@ class Spectral(toy.Averaged):
         return outputs + jnp.max(jnp.real(roots)).astype(outputs.dtype)
 
 
-def test_platforms_that_it_does_not_lower_for_are_left_out(tmp_path):
+def test_platforms_without_a_lowering_are_left_out(tmp_path):
     trained = train(tmp_path / "run", experiment="tests.export_test.Spectral")
     text = export.write(trained, tmp_path / "toy.stablehlo")
     assert "for cpu" in text and "tpu" not in text
     outputs = elsewhere(tmp_path, tmp_path / "toy.stablehlo", batches([5]))
-    wanted = trained.predict({**batches([5])[5], "y": np.zeros(5, np.float32)})
-    np.testing.assert_allclose(outputs["5"], wanted, rtol=1e-5, atol=1e-5)
+    expected = trained.predict({**batches([5])[5], "y": np.zeros(5, np.float32)})
+    np.testing.assert_allclose(outputs["5"], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gan", "digits"])
@@ -136,45 +136,45 @@ def test_experiments_are_exported(tmp_path, name):
         export.write(trained, tmp_path / "a.stablehlo")
         export.write(trained, tmp_path / "a.safetensors")
         example = experiment_lib.example(trained.experiment)
-        asked = preflight.samples_batch(trained.experiment) or example
+        batch_of_samples = preflight.samples_batch(trained.experiment) or example
         name_in, shape = (
-            ("noise", asked["noise"].shape) if name == "gan" else ("image", (3, 8, 8, 1))
+            ("noise", batch_of_samples["noise"].shape) if name == "gan" else ("image", (3, 8, 8, 1))
         )
         batch = {name_in: np.random.default_rng(0).normal(size=shape).astype(np.float32)}
         rows = len(batch[name_in])
         outputs = elsewhere(tmp_path, tmp_path / "a.stablehlo", {rows: batch})
         unread = {k: np.zeros((rows, *x.shape[1:]), x.dtype) for k, x in example.items()}
-        wanted = trained.predict({**unread, **batch})
+        expected = trained.predict({**unread, **batch})
         (output,) = outputs.values()
-        # Half precision within a network: three digits.
-        np.testing.assert_allclose(output, np.asarray(wanted), rtol=2e-2, atol=2e-2)
+        # The network computes in half precision, which has three digits.
+        np.testing.assert_allclose(output, np.asarray(expected), rtol=2e-2, atol=2e-2)
     file = tensors.File(str(tmp_path / "a.safetensors"))
     prefix = ("generator/params/", "discriminator/params/") if name == "gan" else ("params/",)
     assert all(any(path.startswith(p) for path in file.shapes) for p in prefix)
 
 
-def test_arrays_come_back_in_another_run(tmp_path):
+def test_another_run_restores_exported_arrays(tmp_path):
     trained = train(tmp_path / "run", group_assignment=HALVES)
     path = tmp_path / "a.safetensors"
     assert "4 arrays" in export.write(trained, path)
-    taken = checkpoint.init_from(checkpoint.Source(str(path)), trained.state, print)
-    jax.tree.map(np.testing.assert_array_equal, taken.experiment.params, trained.params)
-    # The averages of the parameters, by a pattern of one's own.
+    restored = checkpoint.init_from(checkpoint.Source(str(path)), trained.state, print)
+    jax.tree.map(np.testing.assert_array_equal, restored.experiment.params, trained.params)
+    # A custom pattern selects the moving averages of the parameters.
     export.write(trained, tmp_path / "b.safetensors", select="opt_state/.*average/")
     names = tensors.File(str(tmp_path / "b.safetensors")).shapes
     assert len(names) == 4 and all("/average/mlp" in name for name in names)
 
 
-def test_what_cannot_be_written_is_named_and_nothing_is(tmp_path, monkeypatch):
+def test_a_failed_export_is_explained_and_writes_nothing(tmp_path, monkeypatch):
     trained = train(tmp_path / "run")
     path = tmp_path / "a.safetensors"
-    for to, message in (
+    for target, message in (
         ("a.onnx", "must end in .safetensors"),
         ("no/a.safetensors", "no directory"),
         (".safetensors/", "must end in"),
     ):
         with pytest.raises(errors.UserError, match=message):
-            export.write(trained, tmp_path / to)
+            export.write(trained, tmp_path / target)
     with pytest.raises(errors.UserError, match="matches none"):
         export.write(trained, path, select="^weights/")
     with pytest.raises(errors.UserError, match="a JAX random key"):

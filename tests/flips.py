@@ -1,4 +1,4 @@
-"""Bits that flip in one device's copy of an array, as by a fault of its memory."""
+"""Bit flips in one device's copy of an array, as a memory fault would cause them."""
 
 import itertools
 
@@ -10,17 +10,17 @@ from xshard.optimizers import trees
 
 
 def one_bit(word):
-    """The word with another bit."""
+    """Returns the word with one bit flipped."""
     return word ^ (1 << 20)
 
 
 def to_nan(word):
-    """The word with all bits of a float32's exponent, and one below."""
+    """Returns the word with the bits of a float32 NaN set: the exponent's, and the highest of the fraction."""
     return word | 0x7FC00000
 
 
 def flipped(state, name, device, change=one_bit):
-    """The state with a change of the last element of an array in the copy on one device."""
+    """Returns the state, with the last element of an array changed in one device's copy."""
 
     def flip(path, x):
         if trees.path_name(path) != name:
@@ -38,9 +38,15 @@ def flipped(state, name, device, change=one_bit):
 
 
 def after(monkeypatch, steps, name, device, *, begin=0, change=one_bit):
-    """Has the state that a run has after each of some steps flipped, once each; `steps` has those that are left.
+    """Patches the run so that its state changes after each of some steps, once per step.
 
-    Before the run has made `begin` steps, those that it makes again counted anew, nothing is.
+    Args:
+      monkeypatch: undoes the patch at the end of the test.
+      steps: a list of steps. The patch removes each step once the state has changed after it.
+      name: the path of the array that changes.
+      device: the ID of the device whose copy changes.
+      begin: the number of steps that the run makes before the first change. A repeated step counts again.
+      change: a function from an element's bits to the changed bits.
     """
     check = loop.Run._check_programs
 

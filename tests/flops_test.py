@@ -1,4 +1,4 @@
-"""Model FLOPs by hand, whatever stands around the products."""
+"""Tests that the model FLOPs equal those computed by hand, whatever transformations surround the products."""
 
 import functools
 import types
@@ -27,11 +27,11 @@ def array(*shape, dtype=np.float32):
 def test_a_perceptron():
     network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 16, 4])(x)))
     params = jax.eval_shape(network.init, jax.random.key(0), array(1, 8))
-    wanted = 2 * 5 * (8 * 32 + 32 * 16 + 16 * 4)
-    assert flops.of(network.apply, params, array(5, 8)) == wanted
-    # The gradient of each operand, but for that of the input.
+    expected = 2 * 5 * (8 * 32 + 32 * 16 + 16 * 4)
+    assert flops.of(network.apply, params, array(5, 8)) == expected
+    # The backward pass computes the gradient of each operand except the network's input.
     loss = lambda params, x: jnp.sum(network.apply(params, x))
-    assert flops.of(jax.grad(loss), params, array(5, 8)) == 3 * wanted - 2 * 5 * 8 * 32
+    assert flops.of(jax.grad(loss), params, array(5, 8)) == 3 * expected - 2 * 5 * 8 * 32
 
 
 def convolve(x, w, **options):
@@ -43,10 +43,10 @@ def convolve(x, w, **options):
 @pytest.mark.parametrize(
     "options, kernel, taps",
     [
-        # 9 x 7 positions of 3 x 3.
+        # The kernel of 3 x 3 fits at 9 x 7 positions.
         ({}, (3, 3, 4, 6), 63 * 9 * 4),
         ({"window_strides": (2, 2)}, (3, 3, 4, 6), 5 * 4 * 9 * 4),
-        # Of 11 x 9 positions those at an edge have two of three rows, or columns.
+        # Of the 11 x 9 positions, those at an edge use only two of the kernel's three rows or columns.
         ({"padding": "SAME"}, (3, 3, 4, 6), (11 * 3 - 2) * (9 * 3 - 2) * 4),
         ({"rhs_dilation": (2, 1)}, (3, 3, 4, 6), 7 * 7 * 9 * 4),
         ({"feature_group_count": 2}, (3, 3, 2, 6), 63 * 9 * 2),
@@ -59,7 +59,7 @@ def test_a_convolution(options, kernel, taps):
 
 
 def test_a_transposed_convolution_is_the_gradient_of_one():
-    # Each element of the input meets each of the kernel once, whatever zeros are put between.
+    # Each element of the input is multiplied by each element of the kernel once. The zeros in between do not count.
     f = lambda x, w: jax.lax.conv_transpose(x, w, (2, 2), "VALID")
     assert flops.of(f, array(1, 6, 6, 4), array(3, 3, 4, 8)) == 2 * 36 * 9 * 4 * 8
 
@@ -94,30 +94,30 @@ WRAPPED["custom_vjp"].defvjp(lambda x, w: (attention(x, w), None), lambda _, g: 
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_what_stands_around_does_not_count_and_loops_do(name):
+def test_transformations_do_not_count_and_loops_do(name):
     x, ws = array(2, 16, 32), array(5, 32, 96)
     assert flops.of(layers(WRAPPED[name]), x, ws) == 5 * ATTENTION
     assert flops.of(WRAPPED[name], x, array(32, 96)) == ATTENTION
 
 
-def test_the_most_expensive_branch():
+def test_the_most_expensive_branch_counts():
     small, large = lambda x: x, lambda x: x @ x @ x
     f = lambda i, x: jax.lax.switch(i, [small, large, lambda x: x @ x], x)
     assert flops.of(f, jnp.int32(0), array(8, 8)) == 2 * 2 * 8**3
 
 
-def test_of_what_is_for_a_platform_the_default_counts():
+def test_the_default_branch_of_platform_dependent_counts():
     more, less = lambda x: x @ x @ x, lambda x: x @ x
     for kernel, default in ((more, less), (less, more), (jnp.sin, less)):
         f = lambda x: jax.lax.platform_dependent(x, tpu=kernel, cuda=jnp.cos, default=default)
         times = 2 if default is more else 1
         assert flops.of(layers(lambda x, _: f(x)), array(8, 8), array(5, 1)) == 5 * times * 2 * 8**3
-    # Without one, on which backend it is done nobody says.
+    # Without a default, the backend is unknown, so the most expensive branch counts.
     f = lambda x: jax.lax.platform_dependent(x, tpu=more, cpu=less)
     assert flops.of(f, array(8, 8)) == 2 * 2 * 8**3
 
 
-def test_a_loop_whose_count_is_known_and_one_whose_is_not():
+def test_loops_with_known_and_unknown_numbers_of_iterations():
     body = lambda i, x: x @ x
     assert flops.of(lambda x: jax.lax.fori_loop(0, 7, body, x), array(8, 8)) == 7 * 2 * 8**3
     with pytest.raises(ValueError, match="matrix product in a while loop.*Use jax.lax.scan"):
@@ -125,7 +125,7 @@ def test_a_loop_whose_count_is_known_and_one_whose_is_not():
     assert flops.of(lambda n: jax.lax.fori_loop(0, n, lambda i, x: x + 1, 0), jnp.int32(7)) == 0
 
 
-def test_what_is_mapped_counts_on_all_devices():
+def test_a_mapped_function_counts_on_all_devices():
     the_mesh = mesh.make_mesh(((0, 1), (2, 3)), model=2)
     f = jax.shard_map(
         lambda x, w: x @ w,
@@ -137,7 +137,7 @@ def test_what_is_mapped_counts_on_all_devices():
     assert flops.of(f, array(12, 8), array(8, 6)) == 2 * 12 * 8 * 6
 
 
-def test_a_kernel_counts_as_often_as_its_grid_says():
+def test_a_kernel_counts_once_per_grid_cell():
     def kernel(x, w, out):
         out[...] = jnp.dot(x[...], w[...])
 
@@ -154,12 +154,12 @@ def test_a_kernel_counts_as_often_as_its_grid_says():
     assert flops.of(f, array(32, 16), array(16, 12)) == 2 * 32 * 16 * 12
 
 
-def test_rows_with_matrices_of_their_own():
+def test_a_ragged_product_counts_each_row_once():
     sizes = array(3, dtype=np.int32)
     f = lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes)
     args = (array(24, 8), array(3, 8, 5), sizes)
     assert flops.of(f, *args) == 2 * 24 * 8 * 5
-    # For the gradient of the matrices each row counts once, too.
+    # In the gradient of the matrices, each row counts once, too.
     loss = lambda w, x, sizes: jnp.sum(f(x, w, sizes))
     assert flops.of(jax.grad(loss), args[1], args[0], sizes) == 2 * 2 * 24 * 8 * 5
 
@@ -180,37 +180,37 @@ def batch_of(config, groups):
     ],
     ids=str,
 )
-def test_a_step_counts_three_forward_passes_of_all_devices(changes):
+def test_a_step_counts_as_three_forward_passes_on_all_devices(changes):
     config = toy.get_config()
     config.group_assignment = groups = changes.pop("group_assignment", ())
     config.update({"experiment": "tests.toy.Wide", **changes})
     the_mesh = mesh.make_mesh(groups or None, slices=config.slices, model=config.model_parallel)
     experiment = experiment_lib.load(config.experiment)(config)
-    one = 3 * 2 * 16 * (3 * 16 + 16)
+    expected_flops = 3 * 2 * 16 * (3 * 16 + 16)
     batch = batch_of(config, groups)
-    assert flops.step(experiment, the_mesh, batch) == one * (len(groups) or 1)
-    assert flops.forward(experiment, the_mesh, batch) * 3 == one * (len(groups) or 1)
+    assert flops.step(experiment, the_mesh, batch) == expected_flops * (len(groups) or 1)
+    assert flops.forward(experiment, the_mesh, batch) * 3 == expected_flops * (len(groups) or 1)
 
 
-def test_the_batches_of_a_run_are_what_it_takes():
+def test_a_step_s_flops_take_the_batches_of_a_run():
     config = toy.get_config()
     experiment, the_mesh = toy.Wide(config), mesh.make_mesh()
     train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=16, seed=0)
     assert flops.step(experiment, the_mesh, next(train)) == 3 * 2 * 16 * (3 * 16 + 16)
 
 
-def test_digits():
+def test_the_flops_of_digits():
     config = digits.get_config()
     experiment = experiment_lib.load(config.experiment)(config)
     with jax.numpy_dtype_promotion("standard"):
-        found = flops.forward(experiment, mesh.make_mesh(), batch_of(config, ()))
-    # Convolutions of 3 x 3 without their padding: at 8 x 8 places 22 of 24 rows and columns, to 24 features, and
-    # at 4 x 4 places 11 of 12, to 48; then 4 x 4 x 48 to 96 to 10.
-    assert found == 2 * 128 * (22 * 22 * 24 + 11 * 11 * 24 * 48 + 768 * 96 + 96 * 10)
+        counted = flops.forward(experiment, mesh.make_mesh(), batch_of(config, ()))
+    # The padding of the 3 x 3 convolutions does not count. At 8 x 8 positions, 22 of 24 rows and columns are left, with
+    # 24 features; at 4 x 4 positions, 11 of 12, with 48 features. Dense layers map 4 x 4 x 48 to 96 to 10.
+    assert counted == 2 * 128 * (22 * 22 * 24 + 11 * 11 * 24 * 48 + 768 * 96 + 96 * 10)
 
 
 class Devices:
-    """Stands in for a mesh of devices that are not here."""
+    """Stands in for a mesh of devices that the machine does not have."""
 
     def __init__(self, *kinds):
         self.devices = np.array(
@@ -242,5 +242,5 @@ def test_the_peak_of_all_devices():
         ("cpu", "bfloat16", None),
     ],
 )
-def test_peaks(kind, dtype, peak):
+def test_the_peak_of_each_kind_of_device(kind, dtype, peak):
     assert chips.peak_flops(kind, dtype) == peak

@@ -1,4 +1,4 @@
-"""Parameters that are not trained, by their paths."""
+"""Tests of parameters that an experiment freezes by their paths."""
 
 import jax
 import numpy as np
@@ -21,21 +21,21 @@ FIRST, LAST = "mlp/~/linear_0", "mlp/~/linear_1"
 
 
 def config(**changes):
-    made = toy.get_config()
-    made.experiment = "tests.toy.Kept"
-    made.kept = "linear_0/"
-    made.update_from_flattened_dict({"steps": 4, **changes})
-    return made.lock()
+    config_of_run = toy.get_config()
+    config_of_run.experiment = "tests.toy.Kept"
+    config_of_run.kept = "linear_0/"
+    config_of_run.update_from_flattened_dict({"steps": 4, **changes})
+    return config_of_run.lock()
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_what_is_frozen_has_no_slots_and_stays_bit_by_bit(tmp_path, changes):
-    made = config(**changes)
-    run = loop.Run(made, str(tmp_path / "run"))
+def test_frozen_parameters_have_no_slots_and_keep_their_bits(tmp_path, changes):
+    config_of_run = config(**changes)
+    run = loop.Run(config_of_run, str(tmp_path / "run"))
     first = run.checkpoints.states.init().experiment.params
     for steps in (2, 4):
         assert loop.run(config(**{**changes, "steps": steps}), str(tmp_path / "run"), "") == 0
-    state = rows.final_state(tmp_path / "run", made)
+    state = rows.final_state(tmp_path / "run", config_of_run)
     names = [
         f"{rule}/{slot}" for rule, slots in state.experiment.opt_state.items() for slot in slots
     ]
@@ -44,18 +44,18 @@ def test_what_is_frozen_has_no_slots_and_stays_bit_by_bit(tmp_path, changes):
     for name, x in state.experiment.params[FIRST].items():
         np.testing.assert_array_equal(x, first[FIRST][name])
     assert np.any(state.experiment.params[LAST]["w"] != first[LAST]["w"])
-    # Whether it was stopped or not.
-    assert loop.run(made, str(tmp_path / "whole"), "") == 0
-    harness.assert_equal(state, rows.final_state(tmp_path / "whole", made))
+    # A run without an interruption ends in the same state.
+    assert loop.run(config_of_run, str(tmp_path / "whole"), "") == 0
+    harness.assert_equal(state, rows.final_state(tmp_path / "whole", config_of_run))
 
 
-def test_it_is_what_gradients_of_none_do(tmp_path):
-    """In the same bits: nothing else of a step is another."""
+def test_freezing_equals_gradients_that_are_none(tmp_path):
+    """Both ways end in the same bits, so nothing else in a step differs."""
     ends = []
     for experiment in ("tests.toy.Kept", "tests.toy.Frozen"):
-        made = config(experiment=experiment)
-        assert loop.run(made, str(tmp_path / experiment), "") == 0
-        ends.append(rows.final_state(tmp_path / experiment, made))
+        config_of_run = config(experiment=experiment)
+        assert loop.run(config_of_run, str(tmp_path / experiment), "") == 0
+        ends.append(rows.final_state(tmp_path / experiment, config_of_run))
     harness.assert_equal(*ends)
 
 
@@ -67,7 +67,7 @@ def test_it_is_what_gradients_of_none_do(tmp_path):
         ("(", "not a regular expression"),
     ],
 )
-def test_a_pattern_that_does_not_fit_is_named(tmp_path, kept, message):
+def test_a_pattern_that_does_not_fit_is_refused(tmp_path, kept, message):
     with pytest.raises(errors.UserError, match=message):
         loop.run(config(kept=kept), str(tmp_path / "run"), "")
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Processes that meet, and strangers at the door, for tests: real sockets; the processes are threads."""
+"""Processes that meet, and strangers that connect to them, for tests. Sockets are real, and processes are threads."""
 
 import concurrent.futures
 import contextlib
@@ -17,7 +17,7 @@ OPEN = contextlib.ExitStack()
 
 
 class Heard:
-    """Stands in for the signals of a process, which only a main thread can take."""
+    """Stands in for the signals of a process, which only a main thread can receive."""
 
     def __init__(self, opened=OPEN):
         self._end, self._wake = map(opened.enter_context, socket.socketpair())
@@ -35,13 +35,13 @@ class Heard:
         self._wake.send(bytes([number]))
 
 
-# Of processes to which no signal comes, whatever a test closes.
+# For processes that receive no signal. It has its own stack, so that it stays open when a test closes OPEN.
 SILENCE = Heard(contextlib.ExitStack())
 
 
 @contextlib.contextmanager
 def processes():
-    """Starts processes, each a thread: what it hears is the hosts, or the error."""
+    """Yields a function that starts a process as a thread, and returns a future of the hosts, or of the error."""
 
     def attend(place, facts=FACTS, token=TOKEN, seconds=harness.FOREVER, heard=SILENCE):
         try:
@@ -54,7 +54,7 @@ def processes():
 
 
 def meet(at, **options):
-    """What each of some processes hears."""
+    """Starts a process at each place, and returns the hosts or the error that each one receives."""
     with processes() as start:
         return [future.result() for future in [start(place, **options) for place in at]]
 
@@ -65,7 +65,7 @@ def make_places(count, port=None, host="127.0.0.1"):
 
 
 def connect(place):
-    """A connection to process 0, as soon as that listens."""
+    """Connects to process 0 as soon as it listens, and returns the connection."""
     host, _, port = place.address.rpartition(":")
 
     def attempt():
@@ -77,7 +77,7 @@ def connect(place):
 
 
 class Stranger:
-    """A program at the port of process 0 that speaks the protocol, as far as it likes."""
+    """A program that connects to the port of process 0 and follows the protocol as far as a test wants."""
 
     def __init__(self, place, token=TOKEN):
         self.connection = connect(place)
@@ -85,7 +85,7 @@ class Stranger:
         self._token = token
 
     def greet(self):
-        """Shows the token; False if process 0 does not show the same."""
+        """Proves to know the token; returns False if process 0 does not prove to know the same one."""
         self.connection.sendall(handshake.nonce_line("a" * 32))
         nonces = f"{'a' * 32} {handshake.read_nonce(self._file.readline()[:-1])}"
         self._seals = handshake.Seals(self._token, handshake.GUEST, nonces)
@@ -99,7 +99,7 @@ class Stranger:
         self.connection.sendall(self._seals.line(message))
 
     def say_body(self, body):
-        """Says something that is no message, with the right seal."""
+        """Sends bytes that are not a message, with a valid seal."""
         line = self._seals._seal(handshake.GUEST, self._seals._said, body) + b" " + body
         self.connection.sendall(line + b"\n")
 
@@ -108,7 +108,7 @@ class Stranger:
         self.say({**hello, **fields})
 
     def hear(self):
-        """The next message; None at the end."""
+        """Returns the next message; None at the end of the connection."""
         with contextlib.suppress(ConnectionError):
             line = self._file.readline()
             return self._seals.read(line[:-1]) if line else None

@@ -1,4 +1,4 @@
-"""What may stand in a file, or come over a network, that is damaged or forged: strategies of hypothesis."""
+"""Hypothesis strategies for damaged or forged content of files and network messages."""
 
 import contextlib
 import copy
@@ -9,9 +9,10 @@ import tracemalloc
 import hypothesis
 from hypothesis import strategies as st
 
-# Many more, and other ones each time: XSHARD_FUZZ=10000.
+# The number of random examples of each test; XSHARD_FUZZ=10000 tries many, different ones each time. By default the
+# examples are few, and always the same.
 EXAMPLES = int(os.environ.get("XSHARD_FUZZ", "0"))
-# Of a value of some kB; what the values themselves take is far less.
+# The most memory that reading a document of a few kB may take. Its values themselves take far less.
 PEAK_BYTES = 20 << 20
 NUMBERS = st.one_of(
     st.integers(-3, 3),
@@ -22,7 +23,7 @@ TEXTS = st.one_of(
     st.sampled_from(
         ["", "..", "/", "../../x", "nan", "done", "failed", "\ud800", "\x1b[2J", "a" * 300]
     ),
-    # Of a few characters: tables of all of them take half a minute to make.
+    # Only a few characters: hypothesis needs half a minute to build its tables of all characters.
     st.text('ab/\\"\0\n\u00e9\u65e5', max_size=5),
 )
 VALUES = st.recursive(
@@ -34,12 +35,12 @@ DEEP = st.sampled_from([b"[" * 100_000, b'{"a":' * 100_000, b"[" * 500 + b"]" * 
 
 
 def settings(slow=False):
-    """The settings of a test; `slow` is of one whose examples take long."""
+    """Returns the settings of a test; `slow` reduces the number of examples, for tests whose examples take long."""
     return hypothesis.settings(
         derandomize=not EXAMPLES,
         max_examples=(EXAMPLES or 200) // (3 if slow else 1) or 1,
         database=None,
-        # The machine may have other work.
+        # The machine may be busy with other work.
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
@@ -47,11 +48,11 @@ def settings(slow=False):
 
 @st.composite
 def forged(draw, document):
-    """A document in which a value, at any depth, is another one, or is gone."""
+    """Returns a document in which one or two values, at any depth, are replaced or removed."""
     document = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 2))):
         place, key, inner = [document], 0, document
-        # Deep more often than not: most of what is said is there.
+        # Four times out of five, descend further: most of a document's content is deep inside.
         while isinstance(inner, dict | list) and inner and draw(st.integers(0, 4)):
             place = inner
             keys = sorted(inner) if isinstance(inner, dict) else range(len(inner))
@@ -68,7 +69,7 @@ def forged(draw, document):
 
 @st.composite
 def damaged(draw, content):
-    """The bytes of a file, of which some are cut off, others, or more."""
+    """Returns the bytes of a file, cut off at some place, or with some bytes replaced, added or removed."""
     place = draw(st.integers(0, len(content)))
     if draw(st.booleans()):
         return content[:place]
@@ -78,7 +79,7 @@ def damaged(draw, content):
 
 
 def contents(document, dump=lambda value: json.dumps(value).encode()):
-    """What may stand in a file that is to hold a document."""
+    """Returns a strategy for the damaged or forged bytes of a file that should contain a document."""
     changed = forged(document).map(dump)
     broken = st.one_of(damaged(dump(document)), DEEP, VALUES.map(dump), st.binary(max_size=50))
     return st.one_of(changed, changed, changed, broken)
@@ -86,7 +87,7 @@ def contents(document, dump=lambda value: json.dumps(value).encode()):
 
 @contextlib.contextmanager
 def little_memory():
-    """Sees that no more is asked for than what is given could need."""
+    """Asserts that the code inside the context allocates little memory, whatever sizes its input claims."""
     tracemalloc.start()
     try:
         yield

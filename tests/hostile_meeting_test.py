@@ -1,4 +1,4 @@
-"""Whoever comes to the meeting of a run's processes and says anything at random: it goes on, and tells strangers nothing."""
+"""Tests that random messages neither end the meeting of a run's processes nor reveal anything to strangers."""
 
 import contextlib
 import json
@@ -14,17 +14,17 @@ from tests.launch import harness
 from xshard.pod import handshake, reception
 
 NONCE = {"nonce": "a" * 32}
-# One of two that are waited for, so that nobody alone can begin the run.
+# The meeting waits for two processes besides process 0, so that this one alone cannot start the run.
 HELLO = {"index": 1, "count": 3, "host": "h1", "pid": 7, "facts": guests.FACTS}
-# What is said to anybody who says a nonce, and no more than that without the token.
+# The answer to a valid nonce. Without the token, process 0 sends nothing more.
 GREETING = re.compile(rb'(\{"nonce": "[0-9a-f]{32}"\}\n[0-9a-f]{64} \{"process": 0\}\n)?')
 PART = b"x" * (1 << 20)
-# Longer than any of it takes: who is not sent away by then is not sent away.
+# Longer than any exchange takes: a connection that process 0 has not closed by then stays open for good.
 SECONDS = 60
 
 
 def lines(document):
-    """One or more of these, with ends of lines or without."""
+    """Returns a strategy for one to three damaged or forged documents, each with or without an end of line."""
     ends = st.sampled_from([b"\n", b"\n", b"\n", b"", b"\r\n", b"\0"])
     return st.lists(
         st.builds(bytes.__add__, hostile.contents(document), ends), min_size=1, max_size=3
@@ -33,10 +33,10 @@ def lines(document):
 
 @pytest.fixture(scope="module")
 def meeting():
-    """A meeting that waits for two more processes, at its place; in the end they come, and the run begins."""
+    """The place and the future of a meeting that waits for two processes. They come at the end, and the run starts."""
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        # One with the token may be of another config, and only ends the meeting if no other comes.
+        # A process with the token but another config would end the meeting after these seconds.
         patch.setattr(reception, "_PATIENCE_SECONDS", harness.FOREVER)
         start = stack.enter_context(guests.processes())
         first, *others = guests.make_places(3)
@@ -48,9 +48,9 @@ def meeting():
 
 
 def say(connection, data, pieces):
-    """Sends it in pieces of some bytes, as far as the other side listens."""
+    """Sends data in pieces of `pieces` bytes until the other side closes the connection."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Of what is long the end comes at once.
+    # The rest of long data is sent at once, to save time.
     head = data[: 200 * pieces]
     with contextlib.suppress(OSError):
         for begin in range(0, len(head), pieces):
@@ -60,21 +60,21 @@ def say(connection, data, pieces):
 
 
 def hear(connection):
-    """All that is said until the end, which must come."""
-    heard = b""
+    """Returns everything that arrives until the other side closes the connection, as it must."""
+    data_heard = b""
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(1 << 16):
-            heard += data
-    return heard
+            data_heard += data
+    return data_heard
 
 
 @contextlib.contextmanager
 def undisturbed(meeting):
-    """Sees that the meeting goes on, and who has the token is heard."""
+    """Asserts that the meeting goes on afterwards and still answers a guest with the token."""
     place, host = meeting
-    # Who is not there any more would be waited for.
+    # If the meeting were over, the next connection would wait for it.
     assert not host.done()
-    # What an example has opened is closed with it: there are more of them than a process may have files.
+    # Each example closes its own connections: all of them together would exceed the limit of open files.
     with guests.OPEN:
         with hostile.little_memory():
             yield place
@@ -89,16 +89,16 @@ PIECES = st.sampled_from([1, 7, 1 << 16])
 
 @hostile.settings(slow=True)
 @hypothesis.given(lines(NONCE), PIECES)
-def test_who_has_no_token(meeting, said, pieces):
+def test_a_stranger_without_a_token_gets_only_the_greeting(meeting, messages, pieces):
     with undisturbed(meeting) as place, guests.connect(place) as connection:
         connection.settimeout(SECONDS)
-        say(connection, b"".join(said), pieces)
+        say(connection, b"".join(messages), pieces)
         assert GREETING.fullmatch(hear(connection))
 
 
 @hostile.settings(slow=True)
 @hypothesis.given(st.sampled_from(["", "another"]), hostile.contents(HELLO), PIECES)
-def test_who_has_another_token(meeting, token, hello, pieces):
+def test_a_stranger_with_another_token_gets_no_answer(meeting, token, hello, pieces):
     with undisturbed(meeting) as place:
         stranger = guests.Stranger(place, token)
         with stranger.connection as connection:
@@ -110,9 +110,9 @@ def test_who_has_another_token(meeting, token, hello, pieces):
 
 @hostile.settings(slow=True)
 @hypothesis.given(hostile.contents(HELLO), hostile.contents({"leaving": "SIGWINCH"}), PIECES)
-def test_who_has_the_token(meeting, hello, more, pieces):
+def test_a_guest_with_the_token_gets_a_welcome_or_an_error(meeting, hello, more, pieces):
     for answer in answers(meeting, hello, more, pieces):
-        # A process of this launch, if with another number or config.
+        # With the token, even a process with another index or config counts as one of this launch.
         assert answer == {"welcome": True} or answer.keys() == {"error"}
         json.loads(hello)
 
@@ -120,28 +120,28 @@ def test_who_has_the_token(meeting, hello, more, pieces):
 @pytest.mark.parametrize("name", HELLO)
 @hostile.settings(slow=True)
 @hypothesis.given(hostile.VALUES)
-def test_who_has_the_token_and_other_types(meeting, name, value):
+def test_a_guest_that_sends_a_wrong_type_gets_no_answer(meeting, name, value):
     hello = {**HELLO, name: value}
     is_of_its_type = type(value) is type(HELLO[name])
-    said = answers(meeting, json.dumps(hello).encode(), b"{}", 1 << 16)
-    assert is_of_its_type or not said
+    messages = answers(meeting, json.dumps(hello).encode(), b"{}", 1 << 16)
+    assert is_of_its_type or not messages
 
 
 def answers(meeting, hello, more, pieces):
-    """What one with the token is told who says these, before it is sent away: one message, or none."""
+    """Returns the answers that a guest with the token gets to two messages before it is disconnected: one, or none."""
     with undisturbed(meeting) as place:
         stranger = guests.Stranger(place)
         with stranger.connection as connection:
             connection.settimeout(SECONDS)
             assert stranger.greet()
             say(connection, sealed(stranger, hello) + sealed(stranger, more), pieces)
-            found = [stranger._seals.read(line) for line in hear(connection).splitlines()]
-    assert len(found) <= 1
-    return found
+            received = [stranger._seals.read(line) for line in hear(connection).splitlines()]
+    assert len(received) <= 1
+    return received
 
 
 @pytest.mark.parametrize("token", [None, "another", guests.TOKEN])
-def test_what_has_no_end_is_not_kept(meeting, token):
+def test_a_message_without_an_end_is_not_kept(meeting, token):
     with undisturbed(meeting) as place:
         stranger = guests.Stranger(place, token)
         with stranger.connection as connection, pytest.raises(OSError) as e:
@@ -153,7 +153,7 @@ def test_what_has_no_end_is_not_kept(meeting, token):
 
 
 def sealed(stranger, content):
-    """The next line of who has a token: whatever it says, with the seal that goes with it."""
+    """Returns the next line of a guest with a token: any content, with the seal that belongs to it."""
     seals = stranger._seals
     seal = seals._seal(handshake.GUEST, seals._said, content)
     seals._said += 1

@@ -1,4 +1,4 @@
-"""Files that are damaged or forged at random: an error with a name, or what the file is to hold, in little memory."""
+"""Tests that a damaged or forged file yields a named error or valid content, in little memory."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ from xshard.report import gallery, runs
 
 
 def user_error(action):
-    """What an action returns; None if it raises an error with a message."""
+    """Returns the result of an action; None if it raises a UserError with a message."""
     try:
         return action()
     except errors.UserError as e:
@@ -38,7 +38,7 @@ def user_error(action):
 
 
 def parsed(parse, content):
-    """What a function makes of bytes; None if it refuses them."""
+    """Returns the result of a function for some bytes; None if it refuses them."""
     with hostile.little_memory():
         try:
             return parse(content)
@@ -55,20 +55,20 @@ COMMIT = {
 
 @hostile.settings()
 @hypothesis.given(hostile.contents(COMMIT, lambda value: format_lib.seal(value)))
-def test_commit(content):
-    said = parsed(schema.commit, content)
-    if said is not None:
-        assert said["step"] >= 0 and all(
-            isinstance(v, int | float) for v in said["metrics"].values()
+def test_a_damaged_commit_is_refused_or_valid(content):
+    document_read = parsed(schema.commit, content)
+    if document_read is not None:
+        assert document_read["step"] >= 0 and all(
+            isinstance(v, int | float) for v in document_read["metrics"].values()
         )
 
 
 @hostile.settings()
 @hypothesis.given(hostile.contents({"error": 0.5}, lambda value: format_lib.seal(value)))
-def test_metrics(content):
-    said = parsed(schema.metrics, content)
-    if said is not None:
-        assert all(isinstance(value, int | float) for value in said.values())
+def test_damaged_metrics_are_refused_or_valid(content):
+    document_read = parsed(schema.metrics, content)
+    if document_read is not None:
+        assert all(isinstance(value, int | float) for value in document_read.values())
 
 
 ARRAY = {
@@ -85,7 +85,7 @@ META = {
 
 
 def metas(document):
-    """What may stand in a meta.json: half of the time it is an array that is another one."""
+    """Returns a strategy for the content of meta.json; half of the time, only one array's entry is forged."""
     path, entry = sorted(document["arrays"].items())[-1]
     other = lambda array: document | {"arrays": document["arrays"] | {path: array}}
     arrays_only = hostile.forged(entry).map(other).map(format_lib.to_json)
@@ -94,10 +94,10 @@ def metas(document):
 
 @hostile.settings()
 @hypothesis.given(metas(META))
-def test_meta(content):
-    said = parsed(schema.meta, content)
-    if said is not None:
-        for array in source.array_metas(said).values():
+def test_a_damaged_meta_is_refused_or_valid(content):
+    document_read = parsed(schema.meta, content)
+    if document_read is not None:
+        for array in source.array_metas(document_read).values():
             assert array.chunk_count >= 0 and 0 <= array.nbytes < 1 << 63
             assert array.dtype in arrays.TYPES and str(array)
             assert all(part >= 1 for part in array.chunk_shape)
@@ -105,7 +105,7 @@ def test_meta(content):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A checkpoint, and its files."""
+    """A store with a checkpoint, the checkpoint's folder, and the content of its files."""
     folder = tmp_path_factory.mktemp("whole")
     state = {"params": {"w": jnp.ones((3, 4))}, "s/current_loss_scale": jnp.float32(2)}
     options = {"keep_best": 1, "best_metric": "error", "best_mode": "min"}
@@ -118,7 +118,7 @@ def whole(tmp_path_factory):
 
 @hostile.settings(slow=True)
 @hypothesis.given(st.data())
-def test_a_checkpoint(whole, data):
+def test_the_tool_reads_or_refuses_a_damaged_checkpoint(whole, data):
     folder, step, files = whole
     names = ["meta.json"] * 4 + ["manifest.ocdbt", "COMMIT", "METRICS"]
     name = data.draw(st.sampled_from(names))
@@ -146,7 +146,7 @@ def test_a_checkpoint(whole, data):
 
 
 def run_tool(arguments):
-    """Runs the tool; what it prints is strict JSON, or a message, and its arrays are no larger than what is stored."""
+    """Runs the checkpoint tool. It must print strict JSON or a message, and may allocate only arrays below 1 MiB."""
     out, err = io.StringIO(), io.StringIO()
     allocate = parts._aligned
 
@@ -186,7 +186,7 @@ FILES = {
 
 @pytest.fixture
 def directory(tmp_path):
-    """A work directory, of a run and of a sweep."""
+    """A work directory with the files of a run and of a sweep."""
     (tmp_path / "eval").mkdir()
     (tmp_path / "000").mkdir()
     for name, document in FILES.items():
@@ -197,7 +197,7 @@ def directory(tmp_path):
 
 
 def look(directory):
-    """Does what looks at a work directory: each raises no more than a UserError."""
+    """Calls everything that reads a work directory; each call may raise only a UserError."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         user_error(lambda: sweep.rows(directory))
@@ -220,12 +220,12 @@ def look(directory):
 
 @hostile.settings(slow=True)
 @hypothesis.given(st.data())
-def test_a_work_directory(directory, data):
+def test_a_damaged_file_of_a_work_directory_is_a_user_error(directory, data):
     name = data.draw(st.sampled_from(sorted(FILES)))
     path = directory / name
     path.write_bytes(data.draw(hostile.contents(FILES[name])))
     try:
-        # Of a sweep nothing else is shown.
+        # In a directory with a sweep, only the sweep is shown.
         if name != "sweep.json" and data.draw(st.booleans()):
             (directory / "sweep.json").unlink()
         look(directory)
@@ -236,7 +236,7 @@ def test_a_work_directory(directory, data):
 
 @hostile.settings(slow=True)
 @hypothesis.given(st.data())
-def test_rows(directory, data):
+def test_damaged_rows_are_a_user_error(directory, data):
     lines = [json.dumps(row).encode() for row in samples.rows(steps=30)]
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(0, len(lines) - 1))
@@ -257,7 +257,7 @@ SHOWN = {
 
 @hostile.settings(slow=True)
 @hypothesis.given(hostile.contents({"step": 5, "samples": SHOWN}))
-def test_samples(directory, content):
+def test_damaged_samples_are_shown_safely(directory, content):
     (directory / "samples.jsonl").write_bytes(content + b"\n")
     for run in user_error(lambda: runs.read([str(directory)])) or []:
         assert "<script" not in gallery.gallery([run])
@@ -266,18 +266,18 @@ def test_samples(directory, content):
     event_files.EventFiles(directory / "tensorboard", part.everything).close()
 
 
-def test_a_file_that_is_none(directory):
+def test_a_file_that_is_not_regular_is_refused(directory):
     for name in (*FILES, "metrics.jsonl", "eval/metrics.jsonl"):
         path = directory / name
         content = path.read_bytes()
-        for make in (pathlib.Path.mkdir, os.mkfifo, lambda p: p.symlink_to("/dev/zero")):
+        for make_other_file in (pathlib.Path.mkdir, os.mkfifo, lambda p: p.symlink_to("/dev/zero")):
             path.unlink()
-            make(path)
-            kind = list if isinstance(FILES.get(name), list) else dict
+            make_other_file(path)
+            expected_type = list if isinstance(FILES.get(name), list) else dict
             with pytest.raises(
                 errors.UserError, match=f"{path} cannot be read: it is not a regular"
             ):
-                jsonfile.read(path, kind)
+                jsonfile.read(path, expected_type)
             runs_of = user_error(lambda: runs.read([str(directory)]))
             if name in ("metrics.jsonl", "results.json", "status.json"):
                 assert any(f"{path} cannot be read" in note for note in runs_of[0].notes)
@@ -286,7 +286,7 @@ def test_a_file_that_is_none(directory):
             path.write_bytes(content)
 
 
-def test_what_is_too_long_is_not_kept_in_memory(tmp_path):
+def test_lines_and_files_that_are_too_long_are_not_kept_in_memory(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with path.open("wb") as file:
         file.write(b'{"step": 1}\n{"step": 2, "a": "')
@@ -294,8 +294,8 @@ def test_what_is_too_long_is_not_kept_in_memory(tmp_path):
             file.write(b"x" * (1 << 20))
         file.write(b'"}\n{"step": 3}\n' + b"[" * (5 << 20))
     with hostile.little_memory():
-        found = list(jsonfile.read_lines(path))
-    assert found == [(True, {"step": 1}), (True, None), (True, {"step": 3}), (False, None)]
+        lines_read = list(jsonfile.read_lines(path))
+    assert lines_read == [(True, {"step": 1}), (True, None), (True, {"step": 3}), (False, None)]
     with path.open("ab") as file:
         file.truncate(1 << 36)
     with pytest.raises(errors.UserError, match=f"{path} cannot be read: it is larger than 64 MiB"):

@@ -1,4 +1,4 @@
-"""Experiments that a run cannot make again, or go on with, each by a mistake of its own; and one that is well."""
+"""Experiments whose runs cannot be repeated or resumed, each because of a different mistake, and some without one."""
 
 import random
 import time
@@ -14,7 +14,7 @@ import xshard
 
 
 class Line(xshard.Supervised):
-    """Fits a line: nothing is wrong with it."""
+    """Fits a line, without a mistake."""
 
     def train_data(self):
         x = np.arange(32, dtype=np.float32) / 32
@@ -37,7 +37,7 @@ class Line(xshard.Supervised):
 
 
 class Rough(Line):
-    """Nothing is wrong with it, but that sums of its numbers are rounded."""
+    """Has no mistake, but the sums of its numbers are rounded."""
 
     def train_data(self):
         x = np.sin(np.arange(32)).astype(np.float32)
@@ -56,7 +56,7 @@ class Drawing(Line):
 
 
 class Clock(Line):
-    """Has the time of day in its loss."""
+    """Uses the time of day in its loss."""
 
     def loss(self, outputs, batch):
         error, scalars = super().loss(outputs, batch)
@@ -64,7 +64,7 @@ class Clock(Line):
 
 
 class HashOrder(Line):
-    """Numbers its words in the order of a set, which is another in each process."""
+    """Numbers its words in the order of a set, which differs between processes."""
 
     def train_data(self):
         words = {f"word {i}" for i in range(32)}
@@ -73,18 +73,18 @@ class HashOrder(Line):
 
 
 class Changed(Line):
-    """Changes the batches of an iterator in a way of its own."""
+    """A base class whose `change` modifies the batches of its iterator."""
 
     def train_batches(self, part):
         return _Changed(super().train_batches(part), self.change)
 
     def change(self, batch):
-        """A batch in the place of another one."""
+        """Returns the modified batch."""
         raise NotImplementedError
 
 
 class _Changed:
-    """Batches that a function changes, of which the state knows nothing."""
+    """Batches that a function modifies. The iterator's state does not contain what the function uses."""
 
     state_is_shared = True
 
@@ -97,14 +97,14 @@ class _Changed:
 
 
 class Augmented(Changed):
-    """Adds noise of Python's own, which has no seed."""
+    """Adds noise from Python's random numbers, which have no seed here."""
 
     def change(self, batch):
         return {**batch, "x": batch["x"] + np.float32(random.random())}
 
 
 class Counting(Changed):
-    """Counts its batches in an attribute, and makes each larger than the one before."""
+    """Counts its batches in an attribute, which no checkpoint stores, and adds the count to each batch."""
 
     count = 0
 
@@ -114,7 +114,7 @@ class Counting(Changed):
 
 
 class Remembering(Line):
-    """Counts, on the host, the losses that it has computed."""
+    """Counts, on the host, the losses that it has computed, and multiplies the loss by the count."""
 
     _calls = 0
 
@@ -129,7 +129,7 @@ class Remembering(Line):
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """A run of the one that is well."""
+    """Returns the config of a run of `Line`, which has no mistake."""
     config = xshard.config.default()
     config.experiment = "tests.impure.Line"
     config.batch_size = 8

@@ -1,4 +1,4 @@
-"""Learners, what of their step differs between replicas, and what an experiment on the lower tier promises."""
+"""Tests of learners, of the analysis of values that differ between replicas, and of the lower tier's contract."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ G, R, S = frozenset(["group"]), frozenset(["replica"]), frozenset(["slice"])
 
 
 def axes_of(f, *args, inputs=(R | S,)):
-    """Along which axes what `f` returns differs between replicas, of inputs that do so along `inputs`."""
+    """Returns the axes along which each result of `f` differs, for arguments that differ along `inputs`."""
     the_mesh = mesh.make_mesh(slices=2)
     mapped = jax.shard_map(f, mesh=the_mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     (eqn,) = jax.make_jaxpr(mapped)(*args).jaxpr.eqns
@@ -35,14 +35,14 @@ TABLE = np.arange(3, dtype=np.float32)
 
 
 def _written(x):
-    """What is read from an array that can change, after something was written into it."""
+    """Writes a value into a mutable reference, and returns the value read from there."""
     kept = jax.new_ref(jnp.zeros(()))
     kept[...] = x
     return kept[...]
 
 
 @pytest.mark.parametrize(
-    ("f", "wanted"),
+    ("f", "expected"),
     [
         (lambda x: x + 1, R | S),
         (lambda x: jnp.ones_like(x), frozenset()),
@@ -50,7 +50,7 @@ def _written(x):
         (lambda x: jax.lax.psum(x, "replica"), S),
         (lambda x: jax.lax.pmax(x, "slice"), R),
         (lambda x: jax.lax.all_gather(x, "replica")[0], S),
-        # Some replicas of those along an axis are made equal, and not all.
+        # The sum makes only some of the replicas along an axis equal.
         (lambda x: jax.lax.psum(x, "replica", axis_index_groups=GROUPS), R | S),
         (lambda x: jax.lax.ppermute(psum(x), "replica", [(0, 1)]), R),
         (lambda x: jax.lax.psum_scatter(jnp.ones(4) * psum(x), "replica"), R),
@@ -65,13 +65,13 @@ def _written(x):
         (lambda x: jax.jit(jnp.sin)(x), R | S),
         (jax.checkpoint(lambda x: jnp.sin(psum(x))), frozenset()),
         (lambda x: varying.equal_on_replicas(x), frozenset()),
-        # A carried value that begins equal, and comes to differ after two rounds.
+        # The carried value is equal at first, and differs after a few iterations.
         (
             lambda x: jax.lax.scan(lambda c, _: ((c[1], c[2], x), None), (0.0, 0.0, 0.0), None, 4)[0][0],
             R | S,
         ),
         (lambda x: jax.lax.scan(lambda c, y: (c + psum(y), None), 0.0, x[None])[0], frozenset()),
-        # How often it goes round differs, so what it makes does.
+        # The number of iterations differs, so the result does.
         (lambda x: jax.lax.while_loop(lambda c: c < x, lambda c: c + 1, 0.0), R | S),
         (lambda x: jax.lax.fori_loop(0, 3, lambda _, c: c + 1.0, psum(x)), frozenset()),
         (lambda x: jax.lax.cond(x > 0, lambda: 1.0, lambda: 2.0), R | S),
@@ -79,12 +79,12 @@ def _written(x):
         (lambda x: jax.lax.cond(psum(x) > 0, lambda: x, lambda: 2.0), R | S),
     ],
 )  # fmt: skip
-def test_what_differs_between_replicas(f, wanted):
-    (found,) = axes_of(f, jnp.float32(1))
-    assert found == wanted
+def test_the_axes_along_which_a_result_differs(f, expected):
+    (axes,) = axes_of(f, jnp.float32(1))
+    assert axes == expected
 
 
-def test_custom_derivatives_are_looked_into():
+def test_the_analysis_looks_into_custom_derivatives():
     @jax.custom_vjp
     def same(x):
         return psum(x)
@@ -94,7 +94,7 @@ def test_custom_derivatives_are_looked_into():
 
 
 class Line(xshard.Experiment):
-    """A line, trained on the lower tier, with what tests add to its state."""
+    """Fits a line on the lower tier. Tests derive from it and add to its state."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -155,24 +155,24 @@ def make(kind, *, replicas=None, **changes):
     return experiment, the_mesh, train
 
 
-def check(kind, **how):
-    """Sees, as a run does before it begins, whether the step can be traced, and what differs."""
-    experiment, the_mesh, train = make(kind, **how)
+def check(kind, **changes_of_config):
+    """Makes the checks that a run makes before its first step: the step traces, and no unmarked value differs."""
+    experiment, the_mesh, train = make(kind, **changes_of_config)
     state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
     preflight.programs(experiment, the_mesh, state, train.shapes())
 
 
-def test_splits_and_what_is_no_mean():
+def test_splits_and_metrics_that_are_not_means():
     experiment, the_mesh, train = make(Line)
     state = state_lib.init(experiment, the_mesh, 0, train.example)
     judge = evaluation.Evaluation(experiment, the_mesh, 8)
     values = judge(state)
-    assert values == judge(state), "the keys of an evaluation are those of every evaluation"
+    assert values == judge(state), "evaluations of one state must use the same keys"
     data, params = experiment.train_data(), state.experiment["line"].params["linear"]
     outputs = (data["x"] @ np.asarray(params["w"]) + np.asarray(params["b"]))[:, 0]
     for name, rows in SPLITS.items():
         y = data["y"][rows]
-        # Sums in float32, in another order.
+        # The float32 sums are computed in another order.
         np.testing.assert_allclose(
             values[f"{name}/ratio"], np.mean(outputs[rows] * y), rtol=1e-5, atol=1e-6
         )
@@ -181,7 +181,7 @@ def test_splits_and_what_is_no_mean():
 
 
 class Ratio(Line):
-    """Divides by a sum, which of no examples is zero; and lacks an array in its second split."""
+    """Divides by a sum, which is zero while tracing without examples; its second split may lack an array."""
 
     def eval_data(self):
         first, rest = super().eval_data().values()
@@ -194,7 +194,7 @@ class Ratio(Line):
         return {"ratio": float(sums["x"]) / float(sums["y"])}
 
 
-def test_all_splits_are_traced_whatever_comes_of_their_sums():
+def test_all_splits_are_traced_even_if_summarize_fails():
     for lacks in (False, True):
         experiment, the_mesh, train = make(Ratio, lacks=lacks)
         state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
@@ -204,7 +204,7 @@ def test_all_splits_are_traced_whatever_comes_of_their_sums():
 
 
 class Counting(Line):
-    """Keeps a count of what it has seen: of all replicas, or of its own."""
+    """Keeps a sum of the inputs: one for all replicas, or one for each replica."""
 
     def init(self, key, batch):
         count = jnp.float32(0)
@@ -222,7 +222,7 @@ class Counting(Line):
         return {**new, "count": state["count"] + seen}, metrics
 
 
-def test_state_that_differs_is_refused_unless_it_is_marked():
+def test_unmarked_state_that_differs_is_refused():
     check(Counting, marked=False, summed=True)
     check(Counting, marked=True, summed=False)
     with pytest.raises(errors.UserError) as e:
@@ -234,19 +234,19 @@ def test_state_that_differs_is_refused_unless_it_is_marked():
 
 @pytest.mark.parametrize("replicas", [1, 4])
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_counts_of_a_network_are_equal_where_steps_are_skipped(policy, replicas):
-    """On one replica, too, where a rule has nothing to reduce and its vote is no collective."""
+def test_network_state_is_equal_on_all_replicas_for_each_policy(policy, replicas):
+    """This includes one replica, where an optimizer has nothing to reduce and its vote is not a collective."""
     check(toy.Toy, replicas=replicas, on_nonfinite=policy)
 
 
-def test_what_would_differ_on_several_replicas_is_refused_on_one():
+def test_one_replica_refuses_state_that_would_differ_on_several():
     check(Counting, marked=False, summed=True, replicas=1)
     with pytest.raises(errors.UserError, match="'count', of type float32"):
         check(Counting, marked=False, summed=False, replicas=1)
 
 
 class Predicting(Counting):
-    """Predicts in one of several ways, the batch of training or another."""
+    """Predicts in the way that the config selects from PREDICTIONS."""
 
     def predict(self, state, batch):
         outputs, _ = self.learner.apply(state["line"], None, batch["x"])
@@ -268,7 +268,7 @@ PREDICTIONS = {
 
 @pytest.mark.parametrize("samples", [False, True])
 @pytest.mark.parametrize("groups", [(), ((0, 1, 2, 3), (4, 5, 6, 7))])
-def test_a_prediction_is_equal_on_all_devices(groups, samples):
+def test_a_prediction_must_be_equal_on_all_devices(groups, samples):
     predicts = functools.partial(
         check, Predicting, group_assignment=groups, marked=True, samples=samples
     )
@@ -278,18 +278,18 @@ def test_a_prediction_is_equal_on_all_devices(groups, samples):
         message = rf"Predicting.predict .* returns 'y', float32 of shape .* between the {replicas}"
         with pytest.raises(errors.UserError, match=message):
             predicts(way=way)
-    # Equal within a group; between groups it is not.
+    # These are equal within a group, but not between groups.
     for way in ("plain", "own mean"):
         refused = pytest.raises(errors.UserError, match=r"all_gather\(outputs, 'group'\)")
         with refused if groups else contextlib.nullcontext():
             predicts(way=way)
-    # What a run does not call shows when it is called.
+    # A prediction that fails is detected before the run only if the run will call it.
     with pytest.raises(KeyError) if samples else contextlib.nullcontext():
         predicts(way="other batch")
 
 
 class Constants(Line):
-    """Uses constants of the class, which JAX hands to the program before its arguments."""
+    """Uses the constant TABLE, which JAX passes to the program before its arguments."""
 
     def init(self, key, batch):
         own = xshard.PerReplica(jnp.zeros(3))
@@ -302,14 +302,14 @@ class Constants(Line):
         return {**new, "own": xshard.PerReplica(own), "alike": alike}, metrics
 
 
-def test_constants_do_not_hide_what_differs():
+def test_constants_do_not_hide_state_that_differs():
     check(Constants, mixes=False)
     with pytest.raises(errors.UserError, match="'alike', of type float32"):
         check(Constants, mixes=True)
 
 
 class Shaken(Line):
-    """Adds to the parameters what each replica has seen, before they are updated."""
+    """Adds a value that differs between replicas to the parameters, before the update."""
 
     def train_step(self, state, batch, key):
         line = state["line"]
@@ -317,13 +317,13 @@ class Shaken(Line):
         return super().train_step({"line": line.replace(params=params)}, batch, key)
 
 
-def test_an_update_does_not_hide_what_differed_before():
+def test_an_update_does_not_hide_parameters_that_differed_before():
     with pytest.raises(errors.UserError, match="'line/params/linear/b'"):
         check(Shaken)
 
 
 class Remembering(Line):
-    """Keeps what the network has made of each example of the last batch."""
+    """Keeps the network's output for each example of the last batch."""
 
     def init(self, key, batch):
         return {**super().init(key, batch), "last": xshard.PerExample(batch["y"])}
@@ -338,19 +338,19 @@ class Remembering(Line):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_what_a_loss_hands_on_has_a_row_for_each_example(parts):
+def test_the_aux_of_a_loss_has_a_row_for_each_example(parts):
     experiment, the_mesh, train = make(Remembering, micro_batches=parts)
     state = state_lib.init(experiment, the_mesh, 0, train.example)
     batch = next(train)
     linear = state.experiment["line"].params["linear"]
-    wanted = (np.asarray(batch["x"]) @ np.asarray(linear["w"]) + np.asarray(linear["b"]))[:, 0]
+    expected = (np.asarray(batch["x"]) @ np.asarray(linear["w"]) + np.asarray(linear["b"]))[:, 0]
     state, *_ = jax.jit(step.make_watched_step(experiment, the_mesh))(state, batch)
-    # Sums in float32, in another order.
-    np.testing.assert_allclose(state.experiment["last"].value, wanted, rtol=1e-5, atol=1e-6)
+    # The float32 sums are computed in another order.
+    np.testing.assert_allclose(state.experiment["last"].value, expected, rtol=1e-5, atol=1e-6)
 
 
 class Odd(Line):
-    """With a teacher that is never updated, several updates in a step, and numbers of Python's."""
+    """Has a teacher that is never updated, several updates in a step, and Python numbers in its state."""
 
     def init(self, key, batch):
         line = super().init(key, batch)
@@ -379,16 +379,16 @@ def test_a_teacher_and_several_updates_in_a_step():
 
 
 @pytest.mark.parametrize("groups", [(), ((0, 1, 2, 3), (4, 5, 6, 7))])
-def test_each_replica_has_its_own(groups):
+def test_each_replica_has_its_own_marked_state(groups):
     experiment, the_mesh, train = make(Counting, marked=True, group_assignment=groups)
     state = state_lib.init(experiment, the_mesh, 0, train.example)
     replicas = (2, 4) if groups else (8,)
     assert state.experiment["count"].value.shape == replicas
     batch = next(train)
     state, _ = jax.jit(step.make_train_step(experiment, the_mesh))(state, batch)
-    wanted = np.asarray(batch["x"]).reshape(*replicas, -1).sum(-1)
-    # Float32 sums of six numbers, in another order.
-    np.testing.assert_allclose(state.experiment["count"].value, wanted, rtol=1e-5, atol=1e-6)
+    expected = np.asarray(batch["x"]).reshape(*replicas, -1).sum(-1)
+    # The float32 sums of six numbers are computed in another order.
+    np.testing.assert_allclose(state.experiment["count"].value, expected, rtol=1e-5, atol=1e-6)
 
 
 def broken(**methods):
@@ -416,14 +416,14 @@ def test_mistakes_are_named(kind, message):
     assert message in str(e.value)
 
 
-def test_a_learner_outside_of_a_run_says_what_to_do():
+def test_a_learner_outside_a_run_explains_the_alternative():
     experiment, *_ = make(Line)
     with pytest.raises(errors.UserError, match="Elsewhere: with xshard.learners.within.run_on"):
         experiment.init(jax.random.key(0), {"x": jnp.ones((2, 3))})
 
 
 class Held(Line):
-    """With parameters in shards, and a copy of them in the state."""
+    """Keeps its parameters in shards, and a copy of them in the state."""
 
     def _network(self, x):
         return hk.nets.MLP([512, 1], activation=jnp.tanh)(x)[:, 0]
@@ -446,7 +446,7 @@ class Held(Line):
 
 
 class Foretelling(Held):
-    """Predicts, and is asked to after the run."""
+    """Has predictions, which its samples use."""
 
     def predict(self, state, batch):
         return self.learner.apply(state["line"], None, batch["x"])[0]
@@ -456,7 +456,7 @@ class Foretelling(Held):
 
 
 def keeping(make):
-    """With `make(experiment, params, copy, batch)` in the place of the copy."""
+    """Returns an experiment whose step replaces the copy by `make(experiment, params, copy, batch)`."""
 
     def train_step(self, state, batch, key):
         new, metrics = Held.train_step(self, state, batch, key)
@@ -466,7 +466,7 @@ def keeping(make):
 
 
 def updating(change):
-    """With `change(experiment, state, batch, update)` in the place of an update."""
+    """Returns an experiment whose step returns `change(experiment, state, batch, update)`."""
 
     def train_step(self, state, batch, key):
         update = lambda line: self.learner.update(line, self.loss, batch, key)
@@ -476,7 +476,7 @@ def updating(change):
 
 
 def logging(make):
-    """With `make(experiment, state, batch)` among what is logged."""
+    """Returns an experiment that also logs `make(experiment, state, batch)`."""
 
     def train_step(self, state, batch, key):
         new, metrics = Held.train_step(self, state, batch, key)
@@ -500,7 +500,7 @@ def penalised(self, state, batch, key):
 
 
 def many_updates(self, state, batch, update):
-    """Three in a loop, and then one if that is the same on all replicas."""
+    """Makes three updates in a loop, and one more under a condition that is equal on all replicas."""
     line, outcomes = jax.lax.scan(lambda line, _: update(line), state["line"], length=3)
     line, _ = jax.lax.cond(line.global_step % 2 == 0, update, lambda x: (x, last(outcomes)), line)
     return {**state, "line": line}, {"line": last(outcomes)}
@@ -532,7 +532,7 @@ PREDICATE = lambda batch: jnp.sum(batch["x"]) > 0
         logging(lambda self, state, batch: jnp.mean(self.outputs(state["copy"], state, batch))),
     ],
 )  # fmt: skip
-def test_what_is_right_on_shards_of_parameters(kind):
+def test_valid_uses_of_parameters_in_shards_are_accepted(kind):
     check_held(kind)
 
 
@@ -560,7 +560,7 @@ USED = "uses 'line/params/mlp/~/linear_0/w' as if it were whole"
         (type("Q", (Foretelling,), {"predict": lambda self, s, b: b["x"][:, 0] * optax.tree.norm(s["copy"])}), "uses 'copy/mlp/~/linear_0/w' as if"),
     ],
 )  # fmt: skip
-def test_what_takes_shards_of_parameters_for_the_whole_is_refused(kind, message):
+def test_uses_of_shards_as_whole_parameters_are_refused(kind, message):
     with pytest.raises(errors.UserError, match=message):
         check_held(kind)
 
@@ -572,14 +572,14 @@ def update_of(change, state, update):
 
 
 @pytest.mark.parametrize("steps", [(), (4, 2)])
-def test_a_prediction_is_equal_also_where_shards_are_gathered_in_steps(monkeypatch, steps):
-    """As on a TPU's torus."""
+def test_a_prediction_from_shards_gathered_in_steps_is_equal(monkeypatch, steps):
+    """A TPU's torus gathers in such steps."""
     monkeypatch.setattr(mesh, "torus_steps", lambda _: (steps, steps))
     check_held(Foretelling)
 
 
 class Jitted(Held):
-    """With an update in a function of which JAX keeps the program."""
+    """Updates in a jitted function, whose trace JAX caches."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -593,7 +593,7 @@ class Jitted(Held):
         return self.learner.update(line, self.loss, batch, key)
 
 
-def test_what_is_looked_into_is_not_what_runs():
+def test_the_analysis_leaves_no_marks_in_the_program_that_runs():
     experiment, the_mesh, train = make(Jitted, shard_params=True)
     state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
     batch = train.shapes()
@@ -602,7 +602,7 @@ def test_what_is_looked_into_is_not_what_runs():
         assert "reduce_scatter" in str(traced) and "used_as_shards" not in str(traced)
 
 
-def test_an_error_of_shapes_says_whose_they_may_be():
+def test_a_shape_error_mentions_shards_of_parameters():
     kind = keeping(over(lambda old, new: new + jnp.ones((3, 512)) if new.ndim > 1 else new))
     with pytest.raises(TypeError) as e:
         check_held(kind)

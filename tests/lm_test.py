@@ -1,4 +1,4 @@
-"""The language model at a tiny shape, its text, and the config files."""
+"""Tests of the language model at a tiny size, of its text, and of its config files."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ def standard_promotion():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Files of words in a fixed order, which a model can learn."""
+    """A folder of files that repeat one sentence, which a small model can learn."""
     place = tmp_path_factory.mktemp("text")
     for i in range(40):
         (place / f"{i}.txt").write_text("one two three four five six seven. " * 12)
@@ -52,19 +52,19 @@ def small(folder, get_config=lm_tiny.get_config, **changes):
 
 def transformer(*, remat=False, **sizes):
     sizes = {"layers": 2, "width": 16, "heads": 2, "feed_forward": 32, **sizes}
-    made = hk.transform(lambda x: model.Transformer(**sizes, remat=remat)(x))
-    return hk.without_apply_rng(made)
+    language_model = hk.transform(lambda x: model.Transformer(**sizes, remat=remat)(x))
+    return hk.without_apply_rng(language_model)
 
 
 @pytest.fixture(scope="module")
 def network():
-    """The outputs as a function of parameters and bytes, parameters that are not zero, and bytes."""
-    made = transformer()
+    """The jitted network, parameters whose head is not zero, and input bytes."""
+    language_model = transformer()
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 256).astype(jnp.uint8)
     with jax.numpy_dtype_promotion("standard"):
-        params = jax.jit(made.init)(jax.random.key(0), tokens)
+        params = jax.jit(language_model.init)(jax.random.key(0), tokens)
     params["transformer"]["head"] = jax.random.normal(jax.random.key(2), (16, 256))
-    return jax.jit(made.apply), params, tokens
+    return jax.jit(language_model.apply), params, tokens
 
 
 def test_a_window_ends_where_the_next_begins():
@@ -74,14 +74,14 @@ def test_a_window_ends_where_the_next_begins():
     assert np.shares_memory(rows, whole)
 
 
-def test_files_stay_on_their_side(tmp_path):
+def test_a_file_stays_in_its_set_when_files_are_added(tmp_path):
     for i in range(60):
         (tmp_path / f"{i}.txt").write_text(f"<{i}>")
     (tmp_path / ".hidden").write_text("<hidden>")
     train, held = text.read((str(tmp_path),), 0.3)
     sides = [set(bytes(side).split(b"\0")) - {b""} for side in (train, held)]
     assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 60
-    # By names alone, so that it is so on every machine; found with the program sha256sum.
+    # The side depends on the file's name alone, so it is the same on every machine. Expected with sha256sum.
     assert len(sides[1]) == 14 and b"<1>" in sides[1] and b"<0>" in sides[0]
     (tmp_path / "deeper").mkdir()
     (tmp_path / "deeper" / "new.txt").write_text("<new>")
@@ -90,7 +90,7 @@ def test_files_stay_on_their_side(tmp_path):
     assert all(before <= now for before, now in zip(sides, after, strict=True))
 
 
-def test_the_order_does_not_depend_on_the_way_to_the_files(tmp_path, monkeypatch):
+def test_the_order_does_not_depend_on_how_files_are_named(tmp_path, monkeypatch):
     for name in ("b/1.txt", "a/2.txt", "a/1.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -102,13 +102,13 @@ def test_the_order_does_not_depend_on_the_way_to_the_files(tmp_path, monkeypatch
     assert read("a", "b/1.txt", "**/1.txt")[0].count(b"a/1.txt") == 1
 
 
-def test_a_single_file_is_cut(tmp_path):
+def test_a_single_file_is_split(tmp_path):
     (tmp_path / "book.txt").write_text("x" * 99)
     train, held = text.read((str(tmp_path / "book.txt"),), 0.1)
     assert bytes(train) == b"x" * 90 and bytes(held) == b"x" * 9 + b"\0"
 
 
-def test_the_standard_library_is_there():
+def test_the_default_text_is_the_standard_library():
     train, held = text.read((), 0.05)
     assert len(train) > 20 * len(held) / 2 and len(held) > 100_000
     assert b"class HTTPServer" in bytes(train) + bytes(held)
@@ -120,11 +120,11 @@ def folder_of(place, name, content):
     return place / name
 
 
-def test_what_cannot_be_read(tmp_path, monkeypatch):
+def test_text_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "gone.txt")
     (tmp_path / "empty").mkdir()
     (tmp_path / "short.txt").write_text("short")
-    for entry, said in (
+    for entry, printed in (
         ("*.nothing", "pattern matches no file"),
         ("gone.txt", "file does not exist"),
         ("dangling.txt", "cannot be read .No such file"),
@@ -132,9 +132,10 @@ def test_what_cannot_be_read(tmp_path, monkeypatch):
         ("short.txt", "training text has 5 bytes.*needs at least 17.*give text.files more"),
     ):
         config = small(str(tmp_path / entry))
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=printed):
             experiment.LanguageModel(config).train_data()
-    # A link may be named, but in a folder it would give a text a second name. What cannot be listed is not empty.
+    # The config may name a link to a folder. Such a link below a named folder is not followed, since its text would
+    # have two names. A folder that cannot be listed does not count as an empty one.
     (tmp_path / "link").symlink_to(folder_of(tmp_path, "outer", "x" * 50))
     (tmp_path / "outer" / "again").symlink_to(tmp_path / "outer")
     assert len(text.read((str(tmp_path / "link"),), 0.1)[0]) == 46
@@ -142,7 +143,7 @@ def test_what_cannot_be_read(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="outer cannot be read"):
         patch.setattr(os, "scandir", refuse)
         text.read((str(tmp_path / "outer"),), 0.2)
-    # What exists, and cannot be read even by root.
+    # This file exists, but not even root can read it.
     with pytest.raises(ValueError, match=r"/proc/self/mem cannot be read \(.*leave it out"):
         text.read(("/proc/self/mem",), 0.1)
     with pytest.raises(ValueError, match="must be a tuple of names, as"):
@@ -153,17 +154,19 @@ def test_what_cannot_be_read(tmp_path, monkeypatch):
 def test_windows_of_the_held_out_text_are_evenly_spread(tmp_path, count, rows):
     (tmp_path / "text.txt").write_bytes(bytes(range(1, 101)))
     changes = {"text.held_out": 0.85, "text.eval_windows": count}
-    found = experiment.LanguageModel(small(str(tmp_path / "text.txt"), **changes)).eval_data()
-    firsts = [row[0] for row in found["text"]]
+    held_out_data = experiment.LanguageModel(
+        small(str(tmp_path / "text.txt"), **changes)
+    ).eval_data()
+    firsts = [row[0] for row in held_out_data["text"]]
     assert firsts == {0: [16, 32, 48, 64, 80], 3: [16, 48, 80]}.get(count, [16, 32, 48, 64, 80])
     assert len(firsts) == rows
 
 
-def test_too_little_is_held_out(folder):
-    made = experiment.LanguageModel(small(folder, **{"text.held_out": 1e-6}))
-    assert len(made.train_data()["text"])
+def test_too_little_held_out_text_is_refused(folder):
+    language_model = experiment.LanguageModel(small(folder, **{"text.held_out": 1e-6}))
+    assert len(language_model.train_data()["text"])
     with pytest.raises(ValueError, match=r"held-out text has 0 bytes.*another text.held_out"):
-        made.eval_data()
+        language_model.eval_data()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +189,7 @@ def test_too_little_is_held_out(folder):
         ("sample.temperature", -0.5, "at least 0"),
     ],
 )
-def test_values_out_of_range(folder, key, value, rule):
+def test_values_out_of_range_are_refused(folder, key, value, rule):
     parts = {"model_parallel": 2} if key == "model.feed_forward" else {}
     with pytest.raises(ValueError, match=f"{rule}"):
         experiment.LanguageModel(small(folder, **parts, **{key: value}))
@@ -200,41 +203,42 @@ def test_a_later_byte_changes_no_earlier_logits(network):
     assert (np.abs(before - after)[:, 7:].max(axis=-1) > 1e-3).all()
 
 
-def test_rotary_products_depend_on_the_distance():
+def test_rotary_products_depend_on_the_distance_only():
     query, key = jax.random.normal(jax.random.key(0), (2, 8))
     line = lambda x: model.rotary(jnp.broadcast_to(x, (1, 20, 1, 8)))[0, :, 0]
     products = line(query) @ line(key).T
     for distance in (-5, 0, 3):
         same = jnp.diagonal(products, distance)
-        # Angles of up to 20, rounded to float32.
+        # Angles of up to 20 radians are rounded to float32.
         np.testing.assert_allclose(same, same[0], atol=1e-5)
     assert np.ptp(np.asarray(products[0])) > 0.1
     np.testing.assert_array_equal(line(query)[0], query)
 
 
-def test_the_first_loss_is_that_of_equal_bytes(folder):
-    made, outputs = experiment.LanguageModel(small(folder)), jnp.zeros((2, 16, 256))
+def test_the_first_loss_is_log_256(folder):
+    language_model, outputs = experiment.LanguageModel(small(folder)), jnp.zeros((2, 16, 256))
     batch = {"text": jnp.arange(34, dtype=jnp.uint8).reshape(2, 17)}
-    value, reported = made.loss(outputs, batch)
+    value, reported = language_model.loss(outputs, batch)
     assert value == pytest.approx(math.log(256)) and reported["bits_per_byte"] == pytest.approx(8)
-    # What is sure of all bytes of the first row but its first: those that follow.
+    # These outputs predict the first row's next bytes with certainty, and know nothing of the second row.
     sure = outputs.at[0, np.arange(16), np.arange(1, 17)].set(100.0)
-    each = made.evaluate(sure, batch)
-    np.testing.assert_allclose(each["bits_per_byte"], [0, 8], atol=1e-6)
-    np.testing.assert_allclose(each["loss"], [0, math.log(256)], rtol=1e-6, atol=1e-6)
-    # Two models, of which one is sure and the other knows nothing: probabilities are averaged.
-    together = made.ensemble(jnp.stack([sure[:1], outputs[:1]]))
+    by_row = language_model.evaluate(sure, batch)
+    np.testing.assert_allclose(by_row["bits_per_byte"], [0, 8], atol=1e-6)
+    np.testing.assert_allclose(by_row["loss"], [0, math.log(256)], rtol=1e-6, atol=1e-6)
+    # One model is certain and the other knows nothing. The ensemble averages their probabilities.
+    together = language_model.ensemble(jnp.stack([sure[:1], outputs[:1]]))
     expected = -math.log((1 + 1 / 256) / 2)
-    assert made.loss(together, {"text": batch["text"][:1]})[0] == pytest.approx(expected)
+    assert language_model.loss(together, {"text": batch["text"][:1]})[0] == pytest.approx(expected)
 
 
-def test_what_a_layer_adds_is_scaled_by_their_number(network):
+def test_initial_weights_are_scaled_by_the_number_of_layers(network):
     params = network[1]
     (stacked,) = (p for name, p in params.items() if name.endswith("/layer"))
     for name in ("qkv", "attention_out", "gate_up", "down"):
         inputs = 32 if name == "down" else 16
         additions = 2 * 2 if name in ("attention_out", "down") else 1
-        # A normal distribution that is cut at two standard deviations has 0.88 of one; of 512 numbers or more.
+        # A normal distribution truncated at two standard deviations has 0.88 of its original standard deviation. Each
+        # estimate uses 512 numbers or more.
         expected = 0.88 / math.sqrt(additions * inputs)
         assert np.std(stacked[name]) == pytest.approx(expected, rel=0.15)
     decays = jax.tree_util.tree_leaves_with_path(experiment._decays(params))
@@ -243,18 +247,18 @@ def test_what_a_layer_adds_is_scaled_by_their_number(network):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_types(network, dtype):
+def test_half_precision_outputs_are_close_to_float32(network, dtype):
     apply, params, tokens = network
     exact = apply(params, tokens)
     outputs = apply(jax.tree.map(lambda p: p.astype(dtype), params), tokens)
     assert outputs.dtype == jnp.float32
-    # Some tens of roundings of the type.
+    # The result is rounded some tens of times in this dtype.
     tolerance = 50 * float(jnp.finfo(dtype).eps) * float(jnp.abs(exact).max())
     np.testing.assert_allclose(outputs, exact, atol=tolerance)
     assert not np.array_equal(outputs, exact)
 
 
-def test_remat_gives_the_same(network):
+def test_remat_computes_the_same_gradients(network):
     _, params, tokens = network
     values = []
     for remat in (False, True):
@@ -262,11 +266,11 @@ def test_remat_gives_the_same(network):
         loss = lambda p: jnp.mean(jax.nn.logsumexp(apply(p, tokens), -1))
         values.append(jax.jit(jax.value_and_grad(loss))(params))
         assert ("remat" in str(jax.make_jaxpr(loss)(params))) == remat
-    # The same sums in float32, which XLA may fuse in other ways.
+    # The float32 sums are the same, but XLA may fuse them differently.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *values)
 
 
-def test_the_gradient_of_a_product_is_einsums_own():
+def test_the_gradient_of_a_product_equals_einsum_s():
     x, w = jnp.ones((2, 3, 4)) * 0.5, jax.random.normal(jax.random.key(0), (4, 2, 5))
     spec, weights = "btd,dhe->bthe", jax.random.normal(jax.random.key(1), (2, 3, 2, 5))
     loss = lambda product: lambda x, w: jnp.sum(weights * product(spec, x, w))
@@ -282,7 +286,7 @@ def setup(kind, config, devices):
 
 
 class PlainSteps(experiment.LanguageModel):
-    """With a rule whose step is the gradient, clipped by a norm that it does not reach."""
+    """A model whose optimizer's step is the gradient, clipped at a norm that it does not reach."""
 
     def optimizer(self):
         rule = optax.chain(optax.clip_by_global_norm(100.0), optax.sgd(1.0))
@@ -290,19 +294,21 @@ class PlainSteps(experiment.LanguageModel):
         return xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
 
 
-def one_step(config, devices):
-    """The loss and the parameters after a step, and the compiled step."""
-    made, mesh = (
+def first_step(config, devices):
+    """Returns the loss and the gradients of a step, and the rows of its collectives."""
+    language_model, mesh = (
         PlainSteps(config),
         mesh_lib.make_mesh(model=config.model_parallel, devices=devices),
     )
-    train = batches.TrainBatches(made.train_batches, mesh, batch_size=config.batch_size, seed=0)
-    batch, state = next(train), state_lib.init(made, mesh, 0, train.example)
-    # A head that is not zero, so that all other gradients are not.
+    train = batches.TrainBatches(
+        language_model.train_batches, mesh, batch_size=config.batch_size, seed=0
+    )
+    batch, state = next(train), state_lib.init(language_model, mesh, 0, train.example)
+    # The head is initialized to zero, which would make all other gradients zero.
     head = state.experiment.params["transformer"]["head"]
     values = 0.1 * jax.random.normal(jax.random.key(7), head.shape)
     state.experiment.params["transformer"]["head"] = jax.device_put(values, head.sharding)
-    compiled = jax.jit(step.make_train_step(made, mesh)).lower(state, batch).compile()
+    compiled = jax.jit(step.make_train_step(language_model, mesh)).lower(state, batch).compile()
     new, metrics = compiled(state, batch)
     grads = jax.tree.map(
         lambda a, b: np.asarray(a) - np.asarray(b), state.experiment.params, new.experiment.params
@@ -314,81 +320,84 @@ def one_step(config, devices):
 def alone(folder):
     """The loss and the gradients of a step in float32 on one device."""
     with jax.numpy_dtype_promotion("standard"):
-        return one_step(small(folder, precision=FLOAT32), jax.devices()[:1])[:2]
+        return first_step(small(folder, precision=FLOAT32), jax.devices()[:1])[:2]
 
 
 @pytest.mark.parametrize("sharded", ["shard_update", "shard_params"])
 def test_the_model_axis_computes_the_same(folder, alone, sharded):
     changes = {"precision": FLOAT32, "model_parallel": 2, f"reduction.{sharded}": True}
-    loss, grads, rows = one_step(small(folder, **changes), jax.devices()[:4])
-    # Sums in another order, in float32.
+    loss, grads, rows = first_step(small(folder, **changes), jax.devices()[:4])
+    # The float32 sums are computed in another order.
     assert loss == pytest.approx(alone[0], rel=1e-5)
     scale = max(np.abs(g).max() for g in jax.tree.leaves(grads))
     for mine, other in zip(*map(jax.tree.leaves, (grads, alone[1])), strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-5 * scale)
         assert np.abs(mine).max() > 1e-3 * scale
-    # Nothing is gathered, and nothing sent on to another device.
+    # Along the model axis there are only all-reduces: no gathers, and no permutes.
     assert {row["kind"] for row in rows if "model" in row["over"]} == {"all-reduce"}
 
 
 def test_bfloat16_over_the_model_axis(folder, alone):
     precision = "params=float32,compute=bfloat16,output=float32"
-    loss, _, rows = one_step(
+    loss, _, rows = first_step(
         small(folder, precision=precision, model_parallel=2), jax.devices()[:4]
     )
     assert loss == pytest.approx(alone[0], rel=0.01)
-    # XLA's CPU backend aborts on others; and nothing is rounded once more than on one device.
+    # XLA's CPU backend aborts on all-reduces of other types. Sums in float32 also add no rounding beyond one device's.
     assert {row["types"] for row in rows if row["kind"] == "all-reduce"} == {"f32"}
 
 
-def test_it_learns(folder):
+def test_the_model_learns(folder):
     changes = {"steps": 40, "batch_size": 16, "optimizer.learning_rate": 1e-2}
-    made, mesh = setup(experiment.LanguageModel, small(folder, **changes), jax.devices()[:1])
-    train = batches.TrainBatches(made.train_batches, mesh, batch_size=16, seed=0)
-    state = state_lib.init(made, mesh, 0, train.example)
-    train_step = jax.jit(step.make_train_step(made, mesh))
+    language_model, mesh = setup(
+        experiment.LanguageModel, small(folder, **changes), jax.devices()[:1]
+    )
+    train = batches.TrainBatches(language_model.train_batches, mesh, batch_size=16, seed=0)
+    state = state_lib.init(language_model, mesh, 0, train.example)
+    train_step = jax.jit(step.make_train_step(language_model, mesh))
     for _ in range(40):
         state, metrics = train_step(state, next(train))
-    (batch,) = batches.EvalBatches(made.eval_data(), mesh, 16)
-    sums = jax.jit(step.make_eval_step(made, mesh))(state, batch)
+    (batch,) = batches.EvalBatches(language_model.eval_data(), mesh, 16)
+    sums = jax.jit(step.make_eval_step(language_model, mesh))(state, batch)
     held_out = float(sums["bits_per_byte"] / sums["count"])
-    # 8 bits at the start, and 4 by the letters' frequencies: all text is one sentence.
+    # The untrained model needs 8 bits per byte, and a model of the letters' frequencies 4. The text repeats one
+    # sentence, so a model that learns needs less.
     assert held_out < 3 and metrics["loss_scale"] >= 2**15 and metrics["global_step"] == 40
 
 
-def test_samples_are_decided_by_the_key(folder, network):
+def test_samples_depend_on_the_key_alone(folder, network):
     config = small(folder, **{"sample.length": 24})
-    made, (apply, params, _) = experiment.LanguageModel(config), network
+    language_model, (apply, params, _) = experiment.LanguageModel(config), network
     shapes = set()
 
     def predict(batch):
         shapes.add((batch["text"].shape, batch["text"].dtype))
         return apply(params, batch["text"][:, :-1])
 
-    first, again = (made.samples(predict, jax.random.key(3)) for _ in range(2))
-    assert first == again != made.samples(predict, jax.random.key(4))
-    # One shape, so that it is compiled once, though the text is longer than a window.
+    first, again = (language_model.samples(predict, jax.random.key(3)) for _ in range(2))
+    assert first == again != language_model.samples(predict, jax.random.key(4))
+    # All calls have one shape, so predict compiles once, although the sample is longer than a window.
     assert shapes == {((2, config.text.length + 1), np.dtype(np.uint8))}
 
 
-def test_a_temperature_of_zero_takes_the_most_likely(folder):
+def test_a_temperature_of_zero_takes_the_most_likely_byte(folder):
     config = small(folder, **{"sample.temperature": 0.0})
-    # A network that says that each byte is followed by the next larger one.
+    # This network predicts that each byte is followed by the next larger one.
     predict = lambda batch: 5 * np.eye(256)[(batch["text"][:, :-1].astype(int) + 1) % 256]
-    said = experiment.LanguageModel(config).samples(predict, jax.random.key(0))
-    # What would move a terminal's cursor is not shown as it is.
-    assert said.startswith("--- 'one'\nonefghijklmnopq\n--- ''\n\ufffd\ufffd")
-    assert "\t\n" in said
+    printed = experiment.LanguageModel(config).samples(predict, jax.random.key(0))
+    # Characters that would move a terminal's cursor are replaced.
+    assert printed.startswith("--- 'one'\nonefghijklmnopq\n--- ''\n\ufffd\ufffd")
+    assert "\t\n" in printed
 
 
 @pytest.mark.parametrize("kind, skips", [("dynamic", True), ("fixed", False), ("none", False)])
 def test_kinds_of_loss_scale(folder, kind, skips):
     config = small(folder, **{"loss_scale.kind": kind})
-    made = experiment.LanguageModel(config)
+    language_model = experiment.LanguageModel(config)
     params = {"layer": {"weights": jnp.ones((2, 2)), "scale": jnp.ones(2)}}
 
     def update(params):
-        opt = made.optimizer()
+        opt = language_model.optimizer()
         grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)
         return opt.apply_gradients(grads, params)
 
@@ -399,25 +408,25 @@ def test_kinds_of_loss_scale(folder, kind, skips):
 
 
 @pytest.mark.parametrize("get_config", [lm.get_config, lm_tiny.get_config, lm_pod.get_config])
-def test_the_configs_are_whole(get_config):
+def test_the_config_files_are_valid(get_config):
     config = get_config().lock()
     config_lib.check(config)
-    made = experiment.LanguageModel(config)
-    assert made.train_data()["text"].shape[1] == config.text.length + 1
-    assert len(made.eval_data()["text"])
+    language_model = experiment.LanguageModel(config)
+    assert language_model.train_data()["text"].shape[1] == config.text.length + 1
+    assert len(language_model.eval_data()["text"])
 
 
-def test_sources_are_not_copied(folder):
+def test_windows_are_views_of_the_text(folder):
     examples = experiment.LanguageModel(small(folder)).train_data()["text"]
     assert examples.base is not None and not examples.flags.owndata and os.path.isdir(folder)
 
 
-def test_without_a_scale_the_gradient_of_a_large_batchs_mean_is_lost_in_float16(network):
+def test_float16_gradients_of_a_large_batch_s_mean_need_a_loss_scale(network):
     apply, params = transformer().apply, dict(network[1])
-    # As small as it is after some steps of training.
+    # The head is scaled to its size after a few training steps.
     params["transformer"] = {**params["transformer"], "head": params["transformer"]["head"] / 20}
     rows = jax.random.randint(jax.random.key(5), (128, 17), 0, 256).astype(jnp.uint8)
-    # The first of so many micro-batches, of 2,048 bytes each.
+    # The rows are the first of this many micro-batches, of 2,048 bytes each.
     parts = 32
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -431,9 +440,9 @@ def test_without_a_scale_the_gradient_of_a_large_batchs_mean_is_lost_in_float16(
     exact = grads(jnp.float32, 1.0)
 
     def error(scale):
-        """The largest relative error among the gradients of all arrays, by their norms."""
+        """Returns the largest relative error among all gradient arrays, by their norms."""
         pairs = zip(*map(jax.tree.leaves, (grads(jnp.float16, scale), exact)), strict=True)
         return max(float(jnp.linalg.norm(g - e) / jnp.linalg.norm(e)) for g, e in pairs)
 
-    # A float16 product has 11 bits; below 6e-5 each halving costs one of them.
+    # A float16 number has 11 significant bits. Below 6e-5, each halving costs one of them.
     assert error(2.0**15) < 0.01 and error(1.0) > 0.05

@@ -1,4 +1,4 @@
-"""The language model of tokens: segments, several sources, and a pod that goes on as one process."""
+"""Tests of the language model of tokens: segments, several sources, and a pod that resumes as one process."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def standard_promotion():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two folders of files, of which one has the words in another order."""
+    """Two folders of files with the same words, in opposite orders."""
     found = []
     for name, line in (("up", "one two three four five. "), ("down", "five four three two one! ")):
         place = tmp_path_factory.mktemp(name)
@@ -61,27 +61,29 @@ def small(folders, **changes):
 
 def transformer():
     sizes = {"layers": 2, "width": 16, "heads": 2, "feed_forward": 32}
-    made = hk.transform(lambda *x: model.Transformer(**sizes, remat=True, vocabulary=99)(*x))
-    return hk.without_apply_rng(made)
+    language_model = hk.transform(
+        lambda *x: model.Transformer(**sizes, remat=True, vocabulary=99)(*x)
+    )
+    return hk.without_apply_rng(language_model)
 
 
 def test_a_token_attends_to_its_own_segment_alone():
-    made = transformer()
+    language_model = transformer()
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 99)
     segments = jnp.asarray([[1] * 5 + [2] * 7] * 2)
-    params = made.init(jax.random.key(0), tokens)
+    params = language_model.init(jax.random.key(0), tokens)
     params["transformer"]["head"] = jax.random.normal(jax.random.key(2), (16, 99))
-    whole = made.apply(params, tokens, segments)
-    # Roundings of another order of sums.
+    whole = language_model.apply(params, tokens, segments)
+    # The sums are computed in another order, so they are rounded differently.
     same = {"rtol": 1e-4, "atol": 1e-5}
-    parts = [made.apply(params, part) for part in (tokens[:, :5], tokens[:, 5:])]
+    parts = [language_model.apply(params, part) for part in (tokens[:, :5], tokens[:, 5:])]
     np.testing.assert_allclose(whole, jnp.concatenate(parts, axis=1), **same)
-    one = made.apply(params, tokens, jnp.ones_like(segments))
-    np.testing.assert_allclose(one, made.apply(params, tokens), **same)
-    assert np.abs(one - whole).max() > 0.1
+    one_segment = language_model.apply(params, tokens, jnp.ones_like(segments))
+    np.testing.assert_allclose(one_segment, language_model.apply(params, tokens), **same)
+    assert np.abs(one_segment - whole).max() > 0.1
 
 
-def test_what_counts_in_the_loss():
+def test_which_tokens_count_in_the_loss():
     batch = {
         "text": jnp.asarray([[5, 6, 7, 8, 0, 0]]),
         "text_segment_ids": jnp.asarray([[1, 1, 2, 2, 0, 0]]),
@@ -89,7 +91,7 @@ def test_what_counts_in_the_loss():
     }
     experiment = words.Words(small(("unread",)))
     found = experiment.evaluate(jnp.zeros((1, 5, 99)), batch)
-    # 6 after 5, and 8 after 7; not the first token of a file, nor what fills up.
+    # 6 after 5 and 8 after 7 count. The first token of a file and the padding do not.
     assert (found["tokens"], found["bytes"]) == (2, 2 + 4)
     np.testing.assert_allclose(found["loss"], 2 * np.log(99), rtol=1e-6)
     value, _ = experiment.loss(jnp.zeros((1, 5, 99)), batch)
@@ -103,14 +105,14 @@ def test_sources_are_mixed_by_their_weights(folders):
     of_second = 0
     for _ in range(8):
         for row in next(iterator)["text"]:
-            written = tokenizer.decode(row.tolist())
-            # The two sources end their sentences in their own ways.
-            assert ("." in written) != ("!" in written)
-            of_second += "!" in written
+            sentence = tokenizer.decode(row.tolist())
+            # Sentences end with a period in the first source, and with an exclamation mark in the second.
+            assert ("." in sentence) != ("!" in sentence)
+            of_second += "!" in sentence
     assert of_second == 16
 
 
-def test_evaluation_has_each_byte_of_the_held_out_files(folders):
+def test_the_evaluation_contains_each_byte_of_the_held_out_files(folders):
     experiment = words.Words(small(folders, **{"text.eval_windows": 0}))
     rows_of = experiment.eval_data()
     held_out = [path for _, held in experiment._sources for path in held]
@@ -135,13 +137,13 @@ def test_evaluation_has_each_byte_of_the_held_out_files(folders):
         ({"text.vocabulary": 256}, "must have more than 256 tokens"),
     ],
 )
-def test_values_out_of_range(folders, tmp_path, changes, match):
+def test_values_out_of_range_are_refused(folders, tmp_path, changes, match):
     with pytest.raises(ValueError, match=match):
         loop.Run(small(folders, **changes), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tokenizer_of_a_file(folders, tmp_path):
+def test_a_tokenizer_is_read_from_a_file(folders, tmp_path):
     text.train_tokenizer(["one two three"] * 9, 265).save(str(tmp_path / "tokenizer.json"))
     place = {"text.tokenizer": str(tmp_path / "tokenizer.json")}
     assert words.Words(small(folders, **place))._tokenizer.get_vocab_size() == 265
@@ -149,25 +151,25 @@ def test_a_tokenizer_of_a_file(folders, tmp_path):
         words.Words(small(folders, **place, **{"text.vocabulary": 260})).eval_data()
 
 
-def test_a_run_that_was_stopped_ends_in_the_same_bits(folders, tmp_path):
+def test_an_interrupted_run_ends_in_the_same_bits(folders, tmp_path):
     changes = {"text.weights": (2, 1), "steps": 7, "eval_every_steps": 7}
     for stop in (None, 3):
         directory = tmp_path / str(stop)
         if stop:
             first = small(folders, **changes, **{"checkpoint.every_steps": stop})
             with pytest.MonkeyPatch.context() as patch, pytest.raises(rows.Killed):
-                patch.setattr(loop.Run, "_save", interrupted(loop.Run._save))
+                patch.setattr(loop.Run, "_save", save_and_die(loop.Run._save))
                 loop.run(first, str(directory), "")
         config = small(folders, **changes, **{"checkpoint.every_steps": 3})
         assert loop.run(config, str(directory), "") == 0
     assert rows.same_bits(tmp_path / "None") == rows.same_bits(tmp_path / "3")
     harness.assert_equal(*(rows.final_state(tmp_path / name, config) for name in ("None", "3")))
-    # It has written of itself, too.
+    # The results contain samples, too.
     assert rows.results(tmp_path / "None")["samples"].startswith("--- 'def '\n")
 
 
-def interrupted(save):
-    """Ends a run after it has saved."""
+def save_and_die(save):
+    """Returns a `_save` that ends the run after its first save."""
 
     def save_and_end(run, *args, **kwargs):
         save(run, *args, **kwargs)
@@ -177,7 +179,7 @@ def interrupted(save):
     return save_and_end
 
 
-def test_a_pod_that_is_killed_goes_on_as_one_process(folders, tmp_path):
+def test_a_killed_pod_resumes_as_one_process(folders, tmp_path):
     program = [sys.executable, "-m", "xshard.main", "--config=configs/lm_words.py"]
     program += [f"--config.{name}={value}" for name, value in SMALL.items()]
     program += [
@@ -198,7 +200,7 @@ def test_a_pod_that_is_killed_goes_on_as_one_process(folders, tmp_path):
     for line in killed.stdout:
         if "step 12/24" in line:
             break
-    # The launcher, and its processes.
+    # The signal kills the launcher and its processes.
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
     seen = {}

@@ -1,4 +1,4 @@
-"""A run, in this process and in real ones: resumed, stopped, killed, it ends in the same bits."""
+"""Tests that a run that is resumed, stopped or killed ends in the same bits, in this process and in separate ones."""
 
 import collections
 import dataclasses
@@ -37,7 +37,7 @@ def final_state(directory, config=None):
     return rows.final_state(directory, config or make_config())
 
 
-def test_a_run_and_what_it_leaves(tmp_path, capsys):
+def test_the_output_and_the_files_of_a_run(tmp_path, capsys):
     assert loop.run(make_config(), str(tmp_path / "run"), "again") == 0
     out = capsys.readouterr().out
     for part in (
@@ -51,12 +51,12 @@ def test_a_run_and_what_it_leaves(tmp_path, capsys):
     logged = rows.read(tmp_path / "run")
     assert [row["step"] for row in logged] == [4, 6, 8, 12, 12]
     assert {"loss", "error", "loss_scale", "global_step", "skipped"} <= logged[0].keys()
-    # Of 50 examples 16 are in a batch.
+    # A batch has 16 of the 50 examples.
     assert [row.get("epoch") for row in logged] == [1.28, None, 2.56, 3.84, None]
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert results["step"] == 12 and results["eval"]["error"] < logged[0]["error"]
     assert logged[-1]["eval/error"] == results["eval"]["error"]
-    # Once more: nothing to train, the same results.
+    # The same command again trains nothing and keeps the results.
     assert loop.run(make_config(), str(tmp_path / "run"), "again") == 0
     assert "all 12 steps have been made" in capsys.readouterr().out
     assert json.loads((tmp_path / "run/results.json").read_text()) == results
@@ -64,28 +64,30 @@ def test_a_run_and_what_it_leaves(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("groups", [(), ((0, 2, 4, 6), (1, 3, 5, 7))])
-def test_what_the_trained_network_shows_for_itself(tmp_path, capsys, groups):
+def test_the_samples_of_the_trained_network(tmp_path, capsys, groups):
     config = make_config(experiment="tests.toy.Talking", steps=2, group_assignment=groups)
     assert loop.run(config, str(tmp_path), "") == 0
-    said = json.loads((tmp_path / "results.json").read_text())["samples"]
-    assert f"samples:\n{said}\n" in capsys.readouterr().out
+    samples_text = json.loads((tmp_path / "results.json").read_text())["samples"]
+    assert f"samples:\n{samples_text}\n" in capsys.readouterr().out
     linear = final_state(tmp_path, config).experiment.params["linear"]
     w, b = np.asarray(linear["w"]), np.asarray(linear["b"])
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3)))
-    # The mean over groups, of which there may be one; six digits of float32.
+    # The prediction is the mean over the groups, one or two. The samples print six decimals.
     outputs = np.mean((x @ w + b[..., None, :])[..., 0].reshape(-1, 2), axis=0)
-    np.testing.assert_allclose([float(said.split()[1]), float(said.split()[3])], outputs, atol=2e-6)
+    np.testing.assert_allclose(
+        [float(samples_text.split()[1]), float(samples_text.split()[3])], outputs, atol=2e-6
+    )
 
 
 class Silent(toy.Toy):
-    """Has a bug in what nobody needs to know."""
+    """Has a bug in its samples, on which no other result depends."""
 
     def samples(self, predict, key):
         predict({"x": np.ones((2, 3), np.float32)})
         raise AttributeError("no such thing")
 
 
-def test_results_do_not_depend_on_samples(tmp_path):
+def test_results_are_written_even_if_samples_fail(tmp_path):
     config = make_config(experiment="tests.loop_test.Silent", steps=2)
     with pytest.raises(AttributeError, match="no such thing"):
         loop.run(config, str(tmp_path), "")
@@ -94,7 +96,7 @@ def test_results_do_not_depend_on_samples(tmp_path):
 
 
 class Columns(toy.Wide):
-    """Its outputs lie along 'model'."""
+    """Has outputs that are sharded along 'model'."""
 
     def forward(self, batch, *, is_training):
         return hk.nets.MLP([8, 4], name="mlp")(batch["x"])
@@ -112,7 +114,7 @@ class Columns(toy.Wide):
         return str(predict({"x": np.ones((2, 3), np.float32), "y": np.zeros(2, np.float32)}).shape)
 
 
-def test_what_is_predicted_is_whole_on_each_process(tmp_path, monkeypatch):
+def test_predictions_are_whole_on_each_process(tmp_path, monkeypatch):
     seen, fetch = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: seen.append(x) or fetch(x))
     config = make_config(experiment="tests.loop_test.Columns", steps=1, model_parallel=2)
@@ -156,7 +158,7 @@ class Counting(toy.Talking):
 
 
 @pytest.mark.parametrize("groups", [(), ((0, 2, 4, 6), (1, 3, 5, 7))])
-def test_what_is_traced_before_a_run_is_not_traced_again(tmp_path, groups):
+def test_programs_traced_before_a_run_are_not_traced_again(tmp_path, groups):
     config = make_config(experiment="tests.loop_test.Counting", group_assignment=groups)
     run = loop.Run(config, str(tmp_path))
     state = run.resume_or_init().state
@@ -168,15 +170,15 @@ def test_what_is_traced_before_a_run_is_not_traced_again(tmp_path, groups):
     assert Counting.traced == before
 
 
-def test_rows_of_what_is_in_a_checkpoint_are_in_the_file_when_it_counts(tmp_path, monkeypatch):
+def test_rows_are_in_the_file_before_their_checkpoint_counts(tmp_path, monkeypatch):
     config = make_config(log_every_steps=1)
     for name in ("whole", "killed"):
         with monkeypatch.context() as patch:
             if name == "killed":
-                original = loop.Run._save
+                real = loop.Run._save
 
                 def save(self, *args, **options):
-                    original(self, *args, **options)
+                    real(self, *args, **options)
                     raise rows.Killed
 
                 patch.setattr(loop.Run, "_save", save)
@@ -186,7 +188,7 @@ def test_rows_of_what_is_in_a_checkpoint_are_in_the_file_when_it_counts(tmp_path
     assert rows.same_bits(tmp_path / "whole") == rows.same_bits(tmp_path / "killed")
 
 
-def test_checkpoints_by_the_clock(tmp_path):
+def test_checkpoints_are_saved_by_the_clock(tmp_path):
     config = make_config(steps=3)
     with config.unlocked():
         config.checkpoint.update({"every_steps": 100, "every_minutes": 1e-9, "keep_last": 5})
@@ -200,7 +202,7 @@ def with_checkpoint(config, **options):
     return config
 
 
-def test_the_best_by_a_metric_are_kept(tmp_path):
+def test_the_best_checkpoints_by_a_metric_are_kept(tmp_path):
     config = make_config(eval_every_steps=3, steps=12)
     with_checkpoint(config, every_steps=100, keep_last=1, keep_best=2)
     assert loop.run(config, str(tmp_path), "") == 0
@@ -212,7 +214,7 @@ def test_the_best_by_a_metric_are_kept(tmp_path):
     assert manager.all_steps() == sorted({*best, 12})
 
 
-def test_a_step_at_which_two_rules_save_is_saved_once(tmp_path, monkeypatch):
+def test_a_step_that_is_due_for_two_reasons_is_saved_once(tmp_path, monkeypatch):
     config = with_checkpoint(make_config(eval_every_steps=6), every_steps=6, keep_best=1)
     run = loop.Run(config, str(tmp_path))
     saved = []
@@ -222,7 +224,7 @@ def test_a_step_at_which_two_rules_save_is_saved_once(tmp_path, monkeypatch):
     assert saved == [6, 12]
 
 
-def test_a_best_metric_that_the_evaluation_does_not_have_is_refused_at_the_start(tmp_path):
+def test_an_unknown_best_metric_is_refused_before_the_run(tmp_path):
     config = with_checkpoint(make_config(), keep_best=1, best_metric="accuracy")
     with pytest.raises(ValueError, match="best_metric='accuracy' must be a metric .*: error"):
         loop.Run(config, str(tmp_path / "run"))
@@ -230,23 +232,23 @@ def test_a_best_metric_that_the_evaluation_does_not_have_is_refused_at_the_start
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "go_on"])
-def test_a_full_disk(tmp_path, capfd, on_failure, monkeypatch):
-    original = checkpoint.saver.writer.write_part
+def test_a_full_disk_stops_the_run_or_is_reported(tmp_path, capfd, on_failure, monkeypatch):
+    real = checkpoint.saver.writer.write_part
     full = [False]
 
     def write_part(attempt, *args):
-        # What the system itself refuses is in tests/checkpoint.
+        # Errors that the system itself raises are tested in tests/checkpoint.
         if attempt.step == 6:
             full[0] = True
             raise OSError(28, "No space left on device")
-        return original(attempt, *args)
+        return real(attempt, *args)
 
     monkeypatch.setattr(checkpoint.saver.writer, "write_part", write_part)
     config = with_checkpoint(make_config(), every_steps=3, on_failure=on_failure, keep_last=9)
     if on_failure == "stop":
         with pytest.raises(ValueError, match="Step 6 could not be saved in .*No space left"):
             loop.run(config, str(tmp_path), "")
-        # The failure is heard of at some step until 9, whose save then has begun.
+        # The run learns of the failure at some step up to 9. By then the save of step 9 may have begun.
         allowed = [[3], [3, 9]]
     else:
         assert loop.run(config, str(tmp_path), "") == 0
@@ -255,7 +257,7 @@ def test_a_full_disk(tmp_path, capfd, on_failure, monkeypatch):
     assert full[0] and loop.Run(config, str(tmp_path)).checkpoints.manager.all_steps() in allowed
 
 
-def test_the_last_save_must_succeed_whatever_the_config_says(tmp_path, monkeypatch):
+def test_the_last_save_must_succeed_whatever_on_failure_is(tmp_path, monkeypatch):
     def commit(attempt, *args):
         raise OSError(28, "No space left on device")
 
@@ -275,7 +277,7 @@ def test_checkpoints_of_two_runs_in_one_place_are_refused(tmp_path):
     assert first.checkpoints.manager.latest_step() == 12
 
 
-def test_other_data_is_not_the_same_run(tmp_path, monkeypatch):
+def test_a_run_refuses_another_number_of_examples(tmp_path, monkeypatch):
     assert loop.run(make_config(steps=5), str(tmp_path), "") == 0
     all_examples = toy.Toy.train_data
     fewer = lambda self: {name: array[1:] for name, array in all_examples(self).items()}
@@ -284,7 +286,7 @@ def test_other_data_is_not_the_same_run(tmp_path, monkeypatch):
         ValueError, match="other training data: 50 examples, .* 49 examples, CRC-32"
     ):
         loop.run(make_config(), str(tmp_path), "")
-    # A directory of a version that did not keep what the data was.
+    # A directory of an older version, which did not record a checksum of the data.
     (tmp_path / "origin.json").unlink()
     with pytest.raises(ValueError, match="written with 50 training examples, but there are now 49"):
         loop.run(make_config(), str(tmp_path), "")
@@ -294,7 +296,7 @@ def origin(directory):
     return json.loads((directory / "origin.json").read_text())
 
 
-def test_changed_data_is_not_the_same_run(tmp_path, monkeypatch, capsys):
+def test_a_run_refuses_changed_training_data(tmp_path, monkeypatch, capsys):
     assert loop.run(make_config(steps=5), str(tmp_path / "run"), "") == 0
     manager = loop.Run(make_config(), str(tmp_path / "run")).checkpoints.manager
     kept = manager.restore(loop.Run(make_config(), str(tmp_path / "run"))._target).metadata[
@@ -305,7 +307,7 @@ def test_changed_data_is_not_the_same_run(tmp_path, monkeypatch, capsys):
 
     def changed(self):
         examples = train_data(self)
-        # As many, and one bit of another value, in none of the examples that are judged.
+        # The number of examples stays. One value changes by one bit, in an example that the evaluation does not use.
         examples["x"][31, 1] = np.nextafter(examples["x"][31, 1], np.float32(9))
         return examples
 
@@ -315,17 +317,17 @@ def test_changed_data_is_not_the_same_run(tmp_path, monkeypatch, capsys):
         with pytest.raises(ValueError, match="restore that data, or start .* --init_from="):
             loop.run(make_config(), str(tmp_path / "run"), "")
         assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-        # What the message says.
+        # The new run that the message proposes works.
         source = checkpoint.Source(str(tmp_path / "run"))
         assert loop.run(make_config(steps=5), str(tmp_path / "other"), "", source) == 0
     assert origin(tmp_path / "other")["training"] != kept["training"]
-    # A directory of a version before goes on, and gets it.
+    # The directory of an older version has no origin.json. Its run resumes and writes the file.
     (tmp_path / "run/origin.json").unlink()
     assert loop.run(make_config(steps=6), str(tmp_path / "run"), "") == 0
     assert origin(tmp_path / "run") == kept
 
 
-def test_data_to_judge_by_and_code_may_change_and_it_is_said(tmp_path, monkeypatch, capsys):
+def test_evaluation_data_and_code_may_change_and_are_reported(tmp_path, monkeypatch, capsys):
     assert loop.run(make_config(steps=5), str(tmp_path), "") == 0
     eval_data = toy.Toy.eval_data
     fewer = lambda self: {name: array[1:] for name, array in eval_data(self).items()}
@@ -340,7 +342,7 @@ def test_data_to_judge_by_and_code_may_change_and_it_is_said(tmp_path, monkeypat
     assert origin(tmp_path)["commit"] == "0123"
 
 
-def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
+def test_a_new_run_is_initialized_from_the_network_of_another(tmp_path, capsys):
     assert loop.run(make_config(), str(tmp_path / "first"), "") == 0
     first = final_state(tmp_path / "first")
     init = checkpoint.Source(str(tmp_path / "first"))
@@ -354,7 +356,7 @@ def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
         state.experiment.opt_state, run.checkpoints.states.init().experiment.opt_state
     )
     assert "initialized 4 arrays from" in capsys.readouterr().out
-    # Averages begin where the parameters that were taken are, however the update is cut.
+    # Moving averages start at the restored parameters, however the update is sharded.
     averaged = make_config(experiment="tests.toy.Averaged", hidden=20)
     with averaged.unlocked():
         averaged.reduction.shard_update = True
@@ -370,7 +372,7 @@ def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
         )
     values = begun.evaluate(state)
     assert values["average/error"] == pytest.approx(values["error"], rel=1e-6)
-    # Once it has a checkpoint of its own, it goes on from that.
+    # Once the new run has its own checkpoint, it resumes from that one.
     with_checkpoint(run.config, every_steps=3)
     assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0
     assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0
@@ -378,15 +380,17 @@ def test_a_new_run_begins_with_the_network_of_another(tmp_path, capsys):
 
 
 def with_frozen_slots(state, layer="linear_0"):
-    """A state as one was when all parameters had slots, of those that are not trained too."""
+    """Returns a state as older versions saved it: all parameters have slots, even those that are not trained."""
     slots = {}
     for name, param in state.experiment.params["mlp/~/linear_0"].items():
         for slot in ("0/mu", "0/nu", "average"):
             slots[f"{slot}/mlp/~/{layer}/{name}"] = jnp.full_like(param, 7)
-    of = lambda average: {k: x for k, x in slots.items() if k.startswith("average/") == average}
+    slots_of = lambda average: {
+        k: x for k, x in slots.items() if k.startswith("average/") == average
+    }
     modules = {"adam": False, "MovingAverageOptimizer": True}
     added = {
-        name: {**state.experiment.opt_state[name], **of(average)}
+        name: {**state.experiment.opt_state[name], **slots_of(average)}
         for name, average in modules.items()
     }
     opt_state = {**state.experiment.opt_state, **added}
@@ -394,7 +398,7 @@ def with_frozen_slots(state, layer="linear_0"):
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
-def test_slots_of_what_is_not_trained_are_left_out_of_older_checkpoints(
+def test_slots_of_frozen_parameters_in_older_checkpoints_are_ignored(
     tmp_path, shard_update, capsys
 ):
     def config(**changes):
@@ -419,19 +423,19 @@ def test_slots_of_what_is_not_trained_are_left_out_of_older_checkpoints(
     harness.assert_equal(*states)
     assert "0/mu/mlp/~/linear_1/w" in states[0].experiment.opt_state["adam"]
     assert not any("linear_0" in name for name in states[0].experiment.opt_state["adam"])
-    # The job of --mode=eval reads them, and a run may begin with them.
+    # The job of --mode=eval reads these checkpoints, and a run may be initialized from them.
     assert follow.run(config(), str(tmp_path / "older"), "", None) == 0
     assert [row["step"] for row in rows.read(tmp_path / "older/eval")] == [3, 5, 6, 9, 12]
     init = checkpoint.Source(f"{tmp_path}/older@5", "^(params|opt_state)/")
     assert loop.run(config(), str(tmp_path / "new"), "", init) == 0
-    # What no rule has ever had is what it was: another optimizer's.
+    # Slots for a parameter that does not exist are still refused, as a sign of another optimizer.
     begin("other", lambda state: with_frozen_slots(state, "linear_2"))
     with pytest.raises(ValueError, match="0/mu/mlp/~/linear_2/b' is only in it"):
         loop.run(config(), str(tmp_path / "other"), "")
 
 
 @pytest.mark.parametrize("first,then", [(1, 2), (2, 1)])
-def test_a_run_may_go_on_with_another_model_axis(tmp_path, first, then, capsys):
+def test_a_run_may_resume_with_another_model_axis(tmp_path, first, then, capsys):
     for steps, model in ((5, first), (12, then)):
         config = make_config(steps=steps, model_parallel=model, group_assignment=((0, 1), (2, 3)))
         devices = {1: 4, 2: 8}[model]
@@ -447,7 +451,7 @@ def test_a_run_may_go_on_with_another_model_axis(tmp_path, first, then, capsys):
 
 
 @pytest.mark.parametrize("key,fatal", [("steps", False), ("steps_of_its_own", True)])
-def test_what_may_change_is_named_in_full(tmp_path, key, fatal):
+def test_only_exact_names_of_keys_may_change(tmp_path, key, fatal):
     place = workdir.Workdir(tmp_path / "run")
     with place.opened(make_config(**{key: 20})):
         pass
@@ -459,7 +463,7 @@ def test_what_may_change_is_named_in_full(tmp_path, key, fatal):
         assert place.check(changed) == [f"{key}: 20 -> 30"]
 
 
-def test_a_directory_that_another_run_took_after_the_first_check(tmp_path):
+def test_a_directory_taken_by_another_run_after_the_check_is_refused(tmp_path):
     mine, other = make_config(seed=1), make_config(seed=2)
     place = workdir.Workdir(tmp_path / "run")
     assert place.check(mine) == []
@@ -472,8 +476,8 @@ def test_a_directory_that_another_run_took_after_the_first_check(tmp_path):
 
 
 @pytest.mark.parametrize("first", [0, 5])
-def test_rates_and_where_the_time_goes(tmp_path, first, capsys):
-    """Steps of 1 s, evaluations of 10 s, saves of 100 s, and a first step that compiles for 1000 s."""
+def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys):
+    """Steps take 1 s, evaluations 10 s and saves 100 s. The first step compiles, which takes 1000 s."""
     if first:
         loop.run(make_config(steps=first), str(tmp_path), "")
         capsys.readouterr()
@@ -499,7 +503,7 @@ def test_rates_and_where_the_time_goes(tmp_path, first, capsys):
     logged = [row for row in rows.read(tmp_path) if "loss" in row and row["step"] > first]
     assert [row["step"] for row in logged] == [step for step in (4, 8, 12) if step > first]
     last = logged[-1]
-    # Up to two steps more have been dispatched when a row's numbers come.
+    # When the numbers of a row arrive, up to two further steps have been dispatched.
     assert all(0.5 <= row["perf/steps_per_second"] <= 2 for row in logged)
     for row in logged:
         assert row["perf/examples_per_second"] == pytest.approx(16 * row["perf/steps_per_second"])
@@ -508,13 +512,13 @@ def test_rates_and_where_the_time_goes(tmp_path, first, capsys):
     assert last["perf/evaluation_seconds"] == 10
     assert last["perf/checkpoint_seconds"] == 100 * (2 - first // 5)
     costs = [last[f"perf/{name}_seconds"] for name in ("start", "data", "checkpoint", "evaluation")]
-    # Six digits are written.
+    # Rows contain six digits of each number.
     assert last["perf/goodput"] == pytest.approx(1 - sum(costs) / total, rel=1e-5)
-    # Milliseconds are written.
+    # Rows contain the time rounded to milliseconds.
     assert begin - 1e-3 <= last["perf/time"] <= time.time() + 1e-3
     lines = [line for line in capsys.readouterr().out.splitlines() if "steps/s" in line]
     assert len(lines) == len(logged)
-    # The time left does not reckon with compiling, but with evaluating and saving.
+    # The estimate of the time left includes evaluations and saves, but no compilation.
     left = [line.split()[-2] for line in lines]
     assert left == {0: ["0:08", "1:00", "0:00"], 5: ["0:19", "0:00"]}[first]
 
@@ -563,7 +567,7 @@ def assert_same_end(directory, uninterrupted):
     assert rows.same_bits(directory) == rows.same_bits(uninterrupted[1])
 
 
-def test_a_run_that_is_killed_ends_in_the_same_bits(tmp_path, uninterrupted):
+def test_a_killed_run_ends_in_the_same_bits(tmp_path, uninterrupted):
     for at in (13, 41):
         with pace.slow(tmp_path / "slow", at) as variables:
             process = start(tmp_path / "run", **variables)
@@ -578,7 +582,7 @@ def test_a_run_that_is_killed_ends_in_the_same_bits(tmp_path, uninterrupted):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 42)])
-def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
+def test_a_run_that_gets_a_signal_saves_and_prints_how_to_resume(
     tmp_path, uninterrupted, number, code
 ):
     with pace.slow(tmp_path / "slow", 13) as variables:
@@ -593,41 +597,45 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
-def disturbed(directory, config, at, kind, again=None):
-    """Runs to the end, with a notice at one poll of the first start, and of the next; the number of polls."""
+def run_with_notices(directory, config, at, kind, again=None):
+    """Runs to the end, with a notice at poll `at` of the first start, and at poll `again` of the second if it is given.
+
+    Returns:
+      The number of polls of the first start.
+    """
     scripted = rows.ScriptedWatch(at, kind)
     code = loop.run(config, str(directory), "", None, scripted)
     assert code == (42 if at <= scripted.polls and kind == notice.STOP else 0)
     if code and again:
-        # Unless there are no so many polls left.
+        # If the second start makes fewer polls than `again`, it gets no notice and runs to the end.
         loop.run(config, str(directory), "", None, rows.ScriptedWatch(again, kind))
     if code:
         assert loop.run(config, str(directory), "") == 0
     return scripted.polls
 
 
-def evaluated(directory):
-    """The metrics that checkpoints are chosen by, of steps that have been evaluated."""
+def metrics_by_step(directory):
+    """Returns the metrics by which checkpoints are ranked, for each evaluated step."""
     entries = checkpoint.read_catalog(directory / "checkpoints").entries
     return {entry.step: entry.metrics for entry in entries if entry.metrics}
 
 
 @pytest.mark.parametrize("kind", [notice.STOP, notice.SAVE])
-def test_wherever_it_is_told_to_stop_or_save_it_ends_as_if_undisturbed(tmp_path, kind):
-    # Evaluations of two batches: a stop may come in the middle of one.
+def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
+    # Each evaluation has two batches, so a stop may interrupt it.
     config = make_config(steps=5, eval_every_steps=2, log_every_steps=1)
     with_checkpoint(config, every_steps=3, keep_best=3, best_metric="error", best_mode="min")
     with programs.shared():
-        polls = disturbed(tmp_path / "not", config, 1000, kind)
-        assert polls == 5 + 2 + 2 + 2 and list(evaluated(tmp_path / "not")) == [2, 4, 5]
+        polls = run_with_notices(tmp_path / "not", config, 1000, kind)
+        assert polls == 5 + 2 + 2 + 2 and list(metrics_by_step(tmp_path / "not")) == [2, 4, 5]
         end = final_state(tmp_path / "not", config)
         for at in range(1, polls + 1) if kind == notice.STOP else (1, 3, 8):
             for again in (None, 1) if kind == notice.STOP else (None,):
                 directory = tmp_path / f"{at} {again}"
-                disturbed(directory, config, at, kind, again)
+                run_with_notices(directory, config, at, kind, again)
                 harness.assert_equal(final_state(directory, config), end)
                 assert rows.same_bits(directory) == rows.same_bits(tmp_path / "not"), (at, again)
-                assert evaluated(directory) == evaluated(tmp_path / "not"), (at, again)
+                assert metrics_by_step(directory) == metrics_by_step(tmp_path / "not"), (at, again)
                 assert rows.results(directory) == rows.results(tmp_path / "not"), (at, again)
 
 
@@ -643,18 +651,18 @@ def test_two_processes_do_not_share_a_directory(tmp_path):
         first.communicate()
 
 
-def test_metrics_are_not_fetched_step_by_step(tmp_path, monkeypatch):
+def test_only_metrics_of_logged_steps_are_fetched(tmp_path, monkeypatch):
     fetched = []
-    original = loop.ending.rows.to_number
-    monkeypatch.setattr(loop.ending.rows, "to_number", lambda v: fetched.append(v) or original(v))
+    real = loop.ending.rows.to_number
+    monkeypatch.setattr(loop.ending.rows, "to_number", lambda v: fetched.append(v) or real(v))
     run = loop.Run(make_config(eval_every_steps=100), str(tmp_path))
     with run.workdir.opened(run.config):
         run.train()
-    # Three rows of seven numbers and four fingerprints; nothing of the other nine steps.
+    # Each of the three rows has seven numbers and four fingerprints. The other nine steps fetch nothing.
     assert len(fetched) == 3 * (7 + 4)
 
 
-def test_the_steps_that_are_evaluated_and_saved():
+def test_the_steps_at_which_evaluations_and_saves_are_due():
     due = due_lib.Due(last=7, evaluation_every=3, save_every=5, saves_evaluated=False)
     steps = range(1, 8)
     assert [step for step in steps if due.evaluation(step)] == [3, 6, 7]
