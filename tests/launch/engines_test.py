@@ -300,7 +300,7 @@ def test_the_job_set_passes_strict_validation(tmp_path, fields):
     manifest = job_set(tmp_path, **fields)
     path = pathlib.Path(__file__).parent / "jobset_schema.json"
     schema = forbid_others(json.loads(path.read_text()))
-    # The schema must accept any Job and metadata: the Job is validated below, and Kubernetes itself defines the metadata.
+    # The schema must accept any Job and metadata. The Job is validated below, and Kubernetes defines the metadata.
     schema["properties"]["metadata"] = {"type": "object"}
     template = schema["properties"]["spec"]["properties"]["replicatedJobs"]["items"]["properties"][
         "template"

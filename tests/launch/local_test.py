@@ -13,8 +13,8 @@ import pytest
 from launch import engine, local
 from tests.launch import harness
 
-# Each start ends as the next item of the second argument specifies. An item is an exit code, 'killed', or one of 'saves'
-# and 'stubborn', which wait for a signal; 'stubborn' ignores SIGTERM and SIGINT. A file counts the starts.
+# Each start ends as the next item of the second argument specifies: an exit code, 'killed', or 'saves' or 'stubborn',
+# which wait for a signal. 'stubborn' ignores SIGTERM and SIGINT. The last item repeats. A file counts the starts.
 PROGRAM = """
 import json, os, signal, sys, time
 place, ends = sys.argv[1], sys.argv[2].split(",")

@@ -1,4 +1,4 @@
-"""Tests of runs of several processes on this machine, which stop together, fail together, and resume to the same bits."""
+"""Tests of runs of several processes on this machine: they stop and fail together, and resume to the same bits."""
 
 import contextlib
 import json
