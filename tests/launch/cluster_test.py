@@ -105,7 +105,7 @@ def slurm(tmp_path_factory):
                 harness.wait_until((state / "munge" / "socket").exists)
         harness.wait_until(lambda: ask(variables, *IDLE) == "1")
         yield variables
-        # Jobs that a failed test left would outlive the cluster and occupy ports that the next cluster needs.
+        # Jobs that a test left running would outlive the cluster and occupy ports that the next cluster needs.
         ask(variables, "scancel", "--me", "--full", "--signal=KILL")
         ask(variables, "scancel", "--me")
         harness.wait_until(lambda: ask(variables, "squeue", "--noheader") == "")

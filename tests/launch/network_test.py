@@ -40,7 +40,7 @@ def step(directory):
     return 0
 
 
-def reach(directory, target):
+def wait_for_step(directory, target):
     harness.wait_until(lambda: step(directory) >= target)
 
 
@@ -48,7 +48,7 @@ def reach(directory, target):
 def test_a_lasting_cut_ends_all_processes_and_names_the_lost_host(hosts, tmp_path, lost):
     directory = tmp_path / "run"
     with pod(hosts, directory, f"--heartbeat_timeout_seconds={HEARTBEAT}") as processes:
-        reach(directory, 120)
+        wait_for_step(directory, 120)
         hosts.cut(lost)
         ends = [harness.finish(process) for process in processes]
     assert [code for code, _ in ends] == [1] * COUNT, ends
@@ -67,7 +67,7 @@ def test_a_lasting_cut_ends_all_processes_and_names_the_lost_host(hosts, tmp_pat
         assert [code for code, _ in others] == [0] * (COUNT - 1)
 
 
-def silent(directory, index):
+def seconds_silent(directory, index):
     """Returns for how many seconds process 0 has not heard from another process, as of its own last status."""
     rows = harness.status(directory)
     return rows[0]["time"] - rows[index]["time"]
@@ -76,12 +76,12 @@ def silent(directory, index):
 def test_a_pod_survives_a_cut_shorter_than_the_heartbeat_timeout(hosts, tmp_path):
     directory = tmp_path / "run"
     with pod(hosts, directory) as processes:
-        reach(directory, 100)
+        wait_for_step(directory, 100)
         hosts.cut(2)
-        harness.wait_until(lambda: silent(directory, 2) > 2)
+        harness.wait_until(lambda: seconds_silent(directory, 2) > 2)
         hosts.join(2)
-        harness.wait_until(lambda: silent(directory, 2) < 2)
-        reach(directory, step(directory) + 100)
+        harness.wait_until(lambda: seconds_silent(directory, 2) < 2)
+        wait_for_step(directory, step(directory) + 100)
         processes[1].send_signal(signal.SIGTERM)
         ends = [harness.finish(process) for process in processes]
         assert [code for code, _ in ends] == [42] * COUNT, ends

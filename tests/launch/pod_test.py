@@ -56,7 +56,7 @@ def uninterrupted(tmp_path_factory):
 def test_an_uninterrupted_pod_ends_with_status_and_logs(uninterrupted):
     rows = harness.status(uninterrupted)
     assert [(row["doing"], row["step"]) for row in rows] == [("done", 100)] * COUNT
-    # Only the output of process 0 is printed. The others write theirs to log files.
+    # Process 0 prints for all. The output of the others is in their log files.
     for index in range(1, COUNT):
         assert "step 100/100" in (uninterrupted / "logs" / f"process_{index}.log").read_text()
 

@@ -1,4 +1,4 @@
-"""Tests that a run ends in the same bits if it is killed or loses a host and continues on other numbers of devices."""
+"""Tests that a run ends in the same bits if it continues on other processes and devices after a kill or a lost host."""
 
 import contextlib
 import functools

@@ -125,7 +125,7 @@ def test_roll_backs_are_reported(tmp_path, capsys):
     assert captured.out.count("resumed from the checkpoint of step 4 in") == 2
 
 
-# The polls are at steps 2 and 6, at step 8 before the trouble of step 7 is detected, and in the third attempt.
+# Polls 2 and 8 are at steps 2 and 6, poll 12 at step 8 before the trouble of step 7 is known, 20 in the third attempt.
 @pytest.mark.parametrize("at", [2, 8, 12, 20])
 def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(tmp_path, uninterrupted, at):
     config = make_config()
