@@ -1,4 +1,4 @@
-"""Real launchers of clusters, from Debian's packages: Slurm's controller and a node on loopback, and mpirun."""
+"""Tests with real cluster launchers from Debian's packages: mpirun, and Slurm with one node on loopback."""
 
 import contextlib
 import os
@@ -57,7 +57,7 @@ PartitionName=debug Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubsc
 
 
 def need(*programs):
-    """Skips, aloud, where Debian's packages are not installed; .ci/run installs them."""
+    """Skips the test if a program is missing or the user is not root; .ci/run installs Debian's packages."""
     os.environ["PATH"] += os.pathsep + "/usr/sbin"
     missing = [program for program in programs if not shutil.which(program)]
     if missing or os.geteuid() != 0:
@@ -66,7 +66,7 @@ def need(*programs):
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """A cluster of one node: the variables that its clients need."""
+    """A Slurm cluster of one node; the value is the environment variables that its clients need."""
     need("munged", "slurmctld", "slurmd", "sbatch")
     state = tmp_path_factory.mktemp("slurm")
     for name in ("state", "spool", "munge"):
@@ -74,12 +74,12 @@ def slurm(tmp_path_factory):
     key = state / "munge" / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    # munged wants a path to its socket that everybody may pass.
+    # munged requires that every user may traverse the path to its socket.
     for folder in (state / "munge", state, *list(state.parents)[:2]):
         folder.chmod(0o755)
     ports = [harness.free_port(), harness.free_port()]
     conf = state / "slurm.conf"
-    # From a job's number comes the port where its processes meet.
+    # The port on which a job's processes meet is derived from the job's number, so clusters start at random numbers.
     first = random.SystemRandom().randrange(1, 4000)
     values = {"host": socket.gethostname(), "ports": ports, "state": state, "first": first}
     conf.write_text(CONF.format(user="root", **values))
@@ -105,7 +105,7 @@ def slurm(tmp_path_factory):
                 harness.wait_until((state / "munge" / "socket").exists)
         harness.wait_until(lambda: ask(variables, *IDLE) == "1")
         yield variables
-        # What a test has left would outlive the cluster, on ports that the next one wants.
+        # Jobs that a test left running would outlive the cluster and occupy ports that the next cluster needs.
         ask(variables, "scancel", "--me", "--full", "--signal=KILL")
         ask(variables, "scancel", "--me")
         harness.wait_until(lambda: ask(variables, "squeue", "--noheader") == "")
@@ -132,20 +132,20 @@ def submit(directory, variables, *options, flags=()):
 
 
 def wait_for(job, variables, state="COMPLETED"):
-    """Waits until Slurm says that a job, or each task of an array, is in a state."""
+    """Waits until Slurm reports that a job, or each task of a job array, is in a state."""
 
     def states():
         shown = ask(variables, "scontrol", "--oneliner", "show", "job", job)
-        found = set(re.findall(r"JobState=(\w+)", shown))
-        assert found <= {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", state}, shown
-        return found == {state}
+        reported = set(re.findall(r"JobState=(\w+)", shown))
+        assert reported <= {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", state}, shown
+        return reported == {state}
 
     harness.wait_until(states)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The same by the local engine."""
+    """The work directory of the same run under the local engine."""
     directory = tmp_path_factory.mktemp("reference") / "run"
     process = harness.launch(
         f"--num_processes={COUNT}", "--cpu_devices=2", command=command(directory)
@@ -155,14 +155,14 @@ def reference(tmp_path_factory):
     return directory
 
 
-def test_one_process_of_all_devices_ends_close_by(tmp_path, reference):
+def test_one_process_with_all_devices_ends_within_the_tolerance(tmp_path, reference):
     code, output = harness.finish(
         harness.launch("--cpu_devices=8", command=command(tmp_path / "run"))
     )
     assert code == 0, output
     left, right = (harness.final_state(d, 160) for d in (tmp_path / "run", reference))
     for name, array in left.items():
-        # Not the same bits: between processes gloo adds the replicas' gradients in another order.
+        # The bits differ, because gloo adds the replicas' gradients in another order between processes.
         np.testing.assert_allclose(array, right[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
@@ -177,18 +177,16 @@ def test_mpirun_ends_in_the_same_bits(tmp_path, reference):
     harness.assert_same_end(tmp_path / "run", reference, 160)
 
 
-def test_slurm_requeues_a_job_that_is_told_to_stop_and_it_ends_in_the_same_bits(
-    tmp_path, reference, slurm
-):
+def test_slurm_requeues_a_stopped_job_which_ends_in_the_same_bits(tmp_path, reference, slurm):
     directory = tmp_path / "run"
     with pace.slow(tmp_path / "slow", 20) as variables:
         job = submit(directory, {**slurm, **variables})
         harness.wait_until(lambda: "step  20/160" in read(directory / "launch.log"))
-        # What Slurm sends at the time limit, too: a signal to the processes, not to the script.
+        # At the time limit, too, Slurm sends the signal to the processes and not to the script.
         ask(slurm, "scancel", "--signal=TERM", job)
         harness.wait_until(lambda: "Restarts=1" in ask(slurm, "scontrol", "show", "job", job))
     harness.wait_until(lambda: "JobState=PENDING" in ask(slurm, "scontrol", "show", "job", job))
-    # Slurm itself would wait two minutes; not at all it cannot, while the node still cleans up.
+    # Slurm waits two minutes by default. It cannot start the job at once, because the node still cleans up.
     harness.wait_until(lambda: ask(slurm, *IDLE) == "1")
     ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now+8")
     wait_for(job, slurm)
@@ -197,7 +195,7 @@ def test_slurm_requeues_a_job_that_is_told_to_stop_and_it_ends_in_the_same_bits(
     harness.assert_same_end(directory, reference, 160)
 
 
-def test_slurm_lists_and_kills(tmp_path, slurm):
+def test_slurm_lists_and_kills_a_job(tmp_path, slurm):
     directory = tmp_path / "run"
     job = submit(directory, slurm, "--config.steps=100000", flags=["--name=endless"])
     harness.wait_until(lambda: "20/100000" in read(directory / "launch.log"))
@@ -215,14 +213,14 @@ def test_slurm_lists_and_kills(tmp_path, slurm):
     assert "stopped at step" in read(directory / "launch.log")
 
 
-def test_slurm_says_that_a_run_has_failed(tmp_path, slurm):
+def test_slurm_reports_a_failed_run(tmp_path, slurm):
     job = submit(tmp_path / "run", slurm, "--config.experiment=tests.toy.FailsOnOne")
     wait_for(job, slurm, "FAILED")
     assert "error: process 1 on" in read(tmp_path / "run" / "launch.log")
 
 
-def test_an_elastic_job_has_a_process_on_each_node_that_there_is(tmp_path, slurm):
-    # Of up to three nodes there is one.
+def test_an_elastic_job_runs_one_process_on_each_available_node(tmp_path, slurm):
+    # The job asks for one to three nodes, and the cluster has one.
     show = (
         "import os; print('tasks', os.environ['SLURM_NTASKS'], os.environ['SLURM_STEP_NUM_NODES'])"
     )
@@ -236,7 +234,7 @@ def test_an_elastic_job_has_a_process_on_each_node_that_there_is(tmp_path, slurm
     assert read(tmp_path / "run" / "launch.log") == "tasks 1 1\n"
 
 
-def test_a_sweep_is_an_array_of_jobs(tmp_path, slurm):
+def test_a_sweep_is_submitted_as_a_job_array(tmp_path, slurm):
     sweep = tmp_path / "sweep.py"
     sweep.write_text("def get_sweep(): return [{'seed': 0}, {'seed': 1}]")
     process = harness.launch(

@@ -1,4 +1,4 @@
-"""`--elastic`: what it takes, what it refuses, and pods that lose hosts. The bits of a run that does: trajectory_test.py."""
+"""Tests of `--elastic`: its values, its refusals, and pods that lose hosts. trajectory_test.py compares the bits."""
 
 import io
 import json
@@ -11,7 +11,7 @@ import pytest
 from launch import elastic, engine, local, slurm, sweep
 from tests.launch import harness
 
-# By ml_collections, as it reads the config of a job.
+# ml_collections emits this warning when it reads the config of a job.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 LOGICAL = "--config.logical_replicas=6"
@@ -24,12 +24,12 @@ def toy(tmp_path, *options):
 
 
 @pytest.mark.parametrize(("text", "hosts"), [("2:4", (2, 4)), ("1:1", (1, 1)), ("08:16", (8, 16))])
-def test_the_numbers_of_hosts(text, hosts):
+def test_a_range_of_hosts_is_parsed(text, hosts):
     assert elastic.parse(text) == hosts
 
 
 @pytest.mark.parametrize("text", ["", "3", "4:2", "0:2", "-1:2", "a:b", "1:2:3", "1.5:2", " 1:2"])
-def test_what_is_no_pair_of_numbers_is_refused(text):
+def test_a_malformed_range_of_hosts_is_refused(text):
     with pytest.raises(
         engine.LaunchError, match=f"--elastic={text} must be MIN:MAX.*1 <= MIN <= M"
     ):
@@ -46,26 +46,27 @@ def test_a_run_whose_trajectory_depends_on_its_hosts_is_refused(tmp_path):
         elastic.check(sweep.jobs(toy(tmp_path, LOGICAL, EXACT), points))
 
 
-def test_it_is_refused_before_anything_is_started(tmp_path):
+def test_a_refused_run_starts_nothing(tmp_path):
     code, output = harness.finish(harness.launch("--elastic=1:2", command=toy(tmp_path).command))
     assert code == 1 and output.startswith("error: --elastic=1:2 is for runs whose trajectory")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "warning"),
     [((LOGICAL, EXACT), ""), ((LOGICAL,), "rounding depends on the number of hosts"),
      (("--config.no_such_key=1",), "the config of the command cannot be read here")],
 )  # fmt: skip
-def test_what_is_not_promised_is_said(tmp_path, capsys, options, said):
+def test_a_weaker_guarantee_causes_a_warning(tmp_path, capsys, options, warning):
     elastic.check([toy(tmp_path, *options)])
     out = capsys.readouterr().err
-    assert out.startswith("launch: warning: --elastic: ") and said in out if said else not out
+    assert out.startswith("launch: warning: --elastic: ") and warning in out if warning else not out
 
 
-# The local engine, over a small program in the place of a run.
+# The local engine, with a small program in place of a run.
 
-# Ends as its first argument says for the number of processes and its own number; those who are left wait for a peer.
+# The first argument gives the end of each process, by the number of processes and the index: an exit code or a negative
+# signal. If it lists any end for this number of processes, the others sleep, as a run's processes wait for a lost peer.
 PROGRAM = """
 import json, os, sys, time
 values = dict(a[2:].split("=", 1) for a in sys.argv[2:])
@@ -82,7 +83,7 @@ sys.exit(end)
 
 
 def run(tmp_path, monkeypatch, ends, processes, least, settle=0.1):
-    """The exit code and what was printed of a pod whose first failure is its last."""
+    """Runs a pod that the launcher gives up after one failure; returns the exit code and the output."""
     monkeypatch.setattr(local, "_SETTLE_SECONDS", settle)
     monkeypatch.setattr(local, "_HEAR_SECONDS", settle)
     command = (sys.executable, "-c", PROGRAM, json.dumps(ends), f"--workdir={tmp_path}")
@@ -91,10 +92,10 @@ def run(tmp_path, monkeypatch, ends, processes, least, settle=0.1):
     return code, out.getvalue()
 
 
-def test_it_goes_on_with_the_hosts_that_are_left_until_they_are_too_few(tmp_path, monkeypatch):
+def test_a_pod_continues_on_the_remaining_hosts_down_to_the_minimum(tmp_path, monkeypatch):
     ends = {4: {1: -9}, 3: {2: -9}}
     code, output = run(tmp_path, monkeypatch, ends, 4, 2)
-    # The others were killed by the launcher itself.
+    # The launcher itself killed the other processes, so they do not count as lost hosts.
     assert code == 0 and "process 1 of 4 was ended by SIGKILL; 3 of 4 hosts are left" in output
     assert "2 of 3 hosts are left: starting it again" in output and "here 1 of 2" in output
     code, output = run(tmp_path, monkeypatch, ends, 4, 3)
@@ -104,7 +105,7 @@ def test_it_goes_on_with_the_hosts_that_are_left_until_they_are_too_few(tmp_path
     )
 
 
-def test_of_two_it_may_go_on_alone_but_not_with_none(tmp_path, monkeypatch):
+def test_a_pod_of_two_continues_with_one_host_but_not_with_none(tmp_path, monkeypatch):
     code, output = run(tmp_path, monkeypatch, {2: {0: -9}}, 2, 1)
     assert code == 0 and "here 0 of 1" in output
     both = {2: {0: -9, 1: -9}}
@@ -113,19 +114,19 @@ def test_of_two_it_may_go_on_alone_but_not_with_none(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("end", [1, -6, -11, -15])
-def test_what_fails_of_itself_or_is_told_to_leave_is_no_lost_host(tmp_path, monkeypatch, end):
+def test_a_failed_or_terminated_process_is_not_a_lost_host(tmp_path, monkeypatch, end):
     code, output = run(tmp_path, monkeypatch, {2: {1: end}}, 2, 1)
     assert code == (1 if end == 1 else 128 - end)
     assert "giving up after failure 1" in output and "hosts are left" not in output
 
 
-def test_a_killed_process_is_a_failure_where_the_number_is_fixed(tmp_path, monkeypatch):
+def test_a_killed_process_is_a_failure_if_the_pod_is_not_elastic(tmp_path, monkeypatch):
     code, output = run(tmp_path, monkeypatch, {2: {1: -9}}, 2, 0)
     assert code == 137 and "giving up after failure 1" in output
 
 
 @pytest.mark.parametrize("least", [0, 1])
-def test_a_process_that_cannot_be_started_is_a_lost_host(tmp_path, monkeypatch, least):
+def test_a_process_that_cannot_be_started_counts_as_a_lost_host(tmp_path, monkeypatch, least):
     start, started = local._start, []
 
     def limited(command, token):
@@ -144,10 +145,10 @@ def test_a_process_that_cannot_be_started_is_a_lost_host(tmp_path, monkeypatch, 
     assert None not in [process.poll() for process in started]
 
 
-# Slurm. What it does with these options is in cluster_test.py.
+# Slurm. cluster_test.py tests these options on a real cluster.
 
 
-def test_slurm_runs_a_process_on_each_node_that_it_has_been_given(tmp_path):
+def test_slurm_runs_one_process_on_each_allocated_node(tmp_path):
     (tmp_path / "run").mkdir()
     plan = slurm.Slurm().launch([toy(tmp_path)])
     (content,) = plan.files.values()
@@ -155,14 +156,14 @@ def test_slurm_runs_a_process_on_each_node_that_it_has_been_given(tmp_path):
     assert "--ntasks=" not in content.partition("cd ")[0]
     path = harness.stand_in(tmp_path, "srun", "")
     for nodes in ("3", "2"):
-        # As after a requeue, on what is left.
+        # The second number is smaller, as after a requeue on the remaining nodes.
         environment = {**os.environ, "PATH": path, "SLURM_NNODES": nodes}
         subprocess.run(["bash", "-u"], input=content, text=True, check=True, env=environment)
     assert [call[1] for call in harness.calls(tmp_path)] == ["--ntasks=3", "--ntasks=2"]
 
 
 @pytest.mark.parametrize("option", ["--nodes=4", "--ntasks=4", "--ntasks-per-node=2"])
-def test_slurm_refuses_two_sizes(tmp_path, option):
+def test_slurm_refuses_a_second_size(tmp_path, option):
     with pytest.raises(
         engine.LaunchError, match=f"--nodes=2-4 .*--sbatch={option} asks for another size"
     ):

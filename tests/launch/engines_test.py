@@ -1,6 +1,6 @@
-"""What the engines would do: their files against schemas, their quoting against a shell, their commands.
+"""Tests of the engines' plans: files against schemas, quoting against a shell, and commands.
 
-There is no cloud here: `gcloud`, `kubectl` and `srun` are stand-ins that record, and run what a host would.
+No cloud is used: `gcloud`, `srun` and `scontrol` are stand-ins that record their calls and run what a host would.
 """
 
 import ast
@@ -22,7 +22,7 @@ from tests.launch import harness
 
 stand_in, calls = harness.stand_in, harness.calls
 
-# What would be a command, were it not quoted.
+# Without quoting, a shell, Slurm, Kubernetes or a format string would expand or execute parts of this text.
 EVIL = "$$(A)$$$(B) $(touch evil);`touch evil` 'a\" \\ %j {x} $(HOME)\ttab"
 DUMP = "import json, sys; json.dump(sys.argv[1:], open('arguments.json', 'w'))"
 
@@ -39,7 +39,7 @@ def job(tmp_path, *more, name="job", **fields):
     return engine.Job(name, command, **fields)
 
 
-def test_a_plan_shows_what_it_would_do_and_does_it(tmp_path):
+def test_a_plan_prints_its_files_and_commands_and_executes_them(tmp_path):
     file = tmp_path / "a" / "file"
     plan = engine.Plan(
         [["cp", str(file), str(tmp_path / "b c")], ["false"], ["touch", "d"]], {file: "text\n"}
@@ -51,7 +51,7 @@ def test_a_plan_shows_what_it_would_do_and_does_it(tmp_path):
         engine.Plan([["no-such"]]).run()
 
 
-def test_a_plan_hands_its_commands_a_token_that_it_shows_to_nobody(tmp_path):
+def test_a_plan_passes_a_token_to_its_commands_without_printing_it(tmp_path):
     secret, copies = tmp_path / "secret", [tmp_path / "1", tmp_path / "2"]
     secret.write_text("of somebody else's")
     secret.chmod(0o644)
@@ -61,7 +61,7 @@ def test_a_plan_hands_its_commands_a_token_that_it_shows_to_nobody(tmp_path):
     assert f"<{engine.TOKEN}>" in str(plan)
     tokens = []
     for _ in range(2):
-        # A plan with a private file stays, to remove it.
+        # A plan with a private file does not replace this process, which has to delete the file.
         assert plan.run(replace=True) == 0 and not secret.exists()
         mode, content = copies[0].read_text().split()
         assert copies[0].read_text() == copies[1].read_text()
@@ -71,7 +71,7 @@ def test_a_plan_hands_its_commands_a_token_that_it_shows_to_nobody(tmp_path):
     assert tokens[0] != tokens[1]
 
 
-def test_a_private_file_does_not_outlive_a_failure(tmp_path):
+def test_a_private_file_is_deleted_after_a_failure(tmp_path):
     secret = tmp_path / "secret"
     assert engine.Plan([["false"]], private={secret: engine.TOKEN}).run() == 1
     with pytest.raises(engine.LaunchError, match="no-such is not on PATH"):
@@ -90,17 +90,17 @@ def test_a_private_file_does_not_outlive_a_failure(tmp_path):
         ("x" * 33 + "-y", "x" * 33),
     ],
 )
-def test_a_name_comes_of_any_work_directory(directory, name):
+def test_a_valid_name_is_derived_from_any_work_directory(directory, name):
     assert engine.check_name(engine.derived_name(pathlib.Path(directory))) == name
 
 
-def test_work_directories_of_other_letters_have_names_of_their_own():
+def test_work_directories_without_usable_letters_get_distinct_names():
     names = {engine.derived_name(pathlib.Path(d)) for d in ("日本", "中国", "/", "..")}
     assert len(names) == 4 and all(name.startswith("run-") for name in names)
     assert {engine.check_name(name) for name in names} == names
 
 
-def test_a_job_without_a_work_directory():
+def test_a_job_without_a_work_directory_is_refused():
     with pytest.raises(engine.LaunchError, match="has no --workdir=DIR"):
         _ = engine.Job("x", ("python", "--workdir=")).workdir
 
@@ -114,7 +114,7 @@ def script(plan):
     return content
 
 
-def test_slurm_script_says_its_options_and_runs_the_command_as_it_is(tmp_path):
+def test_the_slurm_script_sets_its_options_and_runs_the_exact_command(tmp_path):
     (tmp_path / "run").mkdir()
     content = script(
         slurm.Slurm("1:00:00", ("--partition=tpu",), 90).launch([job(tmp_path, processes=4)])
@@ -130,7 +130,7 @@ def test_slurm_script_says_its_options_and_runs_the_command_as_it_is(tmp_path):
             ["bash", "-u", tmp_path / "job.sh"], env={**os.environ, "PATH": path}, cwd=tmp_path
         )
         assert ended.returncode == 0
-    # Another one with each start, and in no file.
+    # Each start creates a new token, so the script cannot contain it.
     tokens = (tmp_path / "tokens").read_text().split()
     assert len(set(tokens)) == 2 and all(re.fullmatch("[0-9a-f]{64}", t) for t in tokens)
     call = calls(tmp_path)[0]
@@ -143,7 +143,7 @@ def test_slurm_script_says_its_options_and_runs_the_command_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     "code, stop, requeued", [(42, False, True), (42, True, False), (1, False, False)]
 )
-def test_slurm_requeues_what_has_stopped_early(tmp_path, code, stop, requeued):
+def test_slurm_requeues_a_run_that_stopped_early(tmp_path, code, stop, requeued):
     (tmp_path / "run").mkdir()
     if stop:
         (tmp_path / "run" / "STOP").touch()
@@ -156,7 +156,7 @@ def test_slurm_requeues_what_has_stopped_early(tmp_path, code, stop, requeued):
     assert (["scontrol", "requeue", "7"] in calls(tmp_path)) == requeued
 
 
-def test_slurm_array_has_a_command_for_each_task(tmp_path):
+def test_a_slurm_array_has_a_command_for_each_task(tmp_path):
     jobs = [
         engine.Job(
             f"job-00{i}", ("python", f"--workdir={tmp_path}/run/00{i}", f"--config.note={EVIL}{i}")
@@ -172,7 +172,7 @@ def test_slurm_array_has_a_command_for_each_task(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--comment=a b", "--x='y'", "partition", "--a=b\n#SBATCH --c"])
-def test_slurm_refuses_options_that_would_not_stay_one(tmp_path, option):
+def test_slurm_refuses_malformed_options(tmp_path, option):
     with pytest.raises(engine.LaunchError, match="cannot be an option of sbatch"):
         slurm.Slurm(options=(option,)).launch([job(tmp_path)])
 
@@ -180,7 +180,7 @@ def test_slurm_refuses_options_that_would_not_stay_one(tmp_path, option):
 # MPI.
 
 
-def test_mpirun_has_the_command_as_it_is(tmp_path):
+def test_mpirun_receives_the_exact_command(tmp_path):
     plan = mpi.Mpi(("--hostfile 'my hosts'", "--oversubscribe")).launch(
         [job(tmp_path, processes=4, cpu_devices=2)]
     )
@@ -193,7 +193,7 @@ def test_mpirun_has_the_command_as_it_is(tmp_path):
 # TPU VM.
 
 
-def test_tpu_vm_starts_shows_and_stops(tmp_path, monkeypatch):
+def test_tpu_vm_starts_shows_and_stops_a_job(tmp_path, monkeypatch):
     host = tmp_path / "host"
     (host / "my code").mkdir(parents=True)
     run = (
@@ -208,11 +208,11 @@ def test_tpu_vm_starts_shows_and_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(host)
-    there = tpu_vm.TpuVm("pod", "my code", "us-x", None)
+    tpu_engine = tpu_vm.TpuVm("pod", "my code", "us-x", None)
     show = "import os; open('token', 'w').write(os.environ['XSHARD_LAUNCH_TOKEN'])"
     program = (sys.executable, "-c", f"{show}; {DUMP}; import time; time.sleep(600)")
     started = engine.Job("job", (*program, EVIL, "--workdir=x"))
-    assert there.launch([started]).run() == 0
+    assert tpu_engine.launch([started]).run() == 0
     log = host / "my code" / "job.log"
     harness.wait_until((host / "my code" / "arguments.json").exists)
     harness.wait_until((host / "my code" / "arguments.json").read_text)
@@ -221,10 +221,10 @@ def test_tpu_vm_starts_shows_and_stops(tmp_path, monkeypatch):
     token = (host / "my code" / "token").read_text()
     assert len(token) == 64 and token not in (tmp_path / "calls").read_text()
     assert not list(host.glob("*.token")) and not list((tmp_path / "home").iterdir())
-    # Twice on the same chips would be a mess.
-    assert there.launch([started]).run() != 0
+    # A job that is running on the chips is not started a second time.
+    assert tpu_engine.launch([started]).run() != 0
     pid = int((host / "my code" / "job.pid").read_text())
-    assert there.kill("job").run() == 0
+    assert tpu_engine.kill("job").run() == 0
     harness.wait_until(
         lambda: (
             not pathlib.Path(f"/proc/{pid}/cmdline").exists()
@@ -244,27 +244,28 @@ def test_tpu_vm_starts_shows_and_stops(tmp_path, monkeypatch):
         "--zone=us-x",
         start[8],
     ]
-    assert there.running().commands == [
+    assert tpu_engine.running().commands == [
         ["gcloud", "compute", "tpus", "tpu-vm", "list", "--zone=us-x"]
     ]
-    assert there.logs("job").commands[0][6] == "--worker=0"
-    assert "tail -n 100 -f 'my code'/job.log" in there.logs("job").commands[0][-1]
+    assert tpu_engine.logs("job").commands[0][6] == "--worker=0"
+    assert "tail -n 100 -f 'my code'/job.log" in tpu_engine.logs("job").commands[0][-1]
 
 
 @pytest.mark.parametrize(
-    "fields, given, message",
+    "fields, settings, message",
     [({"processes": 2}, {"tpu": "x"}, "one process per host"), ({}, {"tpu": None}, "needs --tpu=NAME"),
      ({}, {"tpu": "--evil"}, "needs --tpu=NAME")],
 )  # fmt: skip
-def test_tpu_vm_refuses(tmp_path, fields, given, message):
+def test_tpu_vm_refuses_wrong_options(tmp_path, fields, settings, message):
     with pytest.raises(engine.LaunchError, match=message):
-        tpu_vm.TpuVm(**given).launch([job(tmp_path, **fields)])
+        tpu_vm.TpuVm(**settings).launch([job(tmp_path, **fields)])
 
 
 # GKE.
 
 
 def job_set(tmp_path, **fields):
+    """Returns the JobSet manifest of a plan, after checks of the plan's commands and its Secret."""
     plan = gke.Gke(**{"tpu": "v5e:4x4", "image": "registry/xshard:1", **fields}).launch(
         [job(tmp_path)]
     )
@@ -285,7 +286,7 @@ def job_set(tmp_path, **fields):
 
 
 def forbid_others(schema):
-    """The schema with nothing allowed that it does not name."""
+    """Returns the schema, with all properties forbidden that it does not name."""
     if isinstance(schema, dict):
         closed = {key: forbid_others(value) for key, value in schema.items()}
         if "properties" in schema and "additionalProperties" not in schema:
@@ -295,11 +296,11 @@ def forbid_others(schema):
 
 
 @pytest.mark.parametrize("fields", [{}, {"slices": 4, "tpu": "v5p:8x8x16"}, {"tpu": "v6e:2x2"}])
-def test_the_job_set_is_one_strictly(tmp_path, fields):
+def test_the_job_set_passes_strict_validation(tmp_path, fields):
     manifest = job_set(tmp_path, **fields)
     path = pathlib.Path(__file__).parent / "jobset_schema.json"
     schema = forbid_others(json.loads(path.read_text()))
-    # Any Job and metadata: the one is checked below, the other is Kubernetes' own.
+    # The schema must accept any Job and metadata. The Job is validated below, and Kubernetes defines the metadata.
     schema["properties"]["metadata"] = {"type": "object"}
     template = schema["properties"]["spec"]["properties"]["replicatedJobs"]["items"]["properties"][
         "template"
@@ -324,7 +325,7 @@ def test_the_job_set_is_one_strictly(tmp_path, fields):
     assert replicated["replicas"] == fields.get("slices", 1)
 
 
-def test_the_validation_is_strict(tmp_path):
+def test_the_validation_refuses_an_unknown_field(tmp_path):
     manifest = job_set(tmp_path)
     manifest["spec"]["failurePolicy"]["maxRestart"] = 1
     schema = forbid_others(
@@ -351,13 +352,13 @@ def test_gke_counts_hosts_and_chips(tmp_path, tpu, hosts, chips):
 @pytest.mark.parametrize(
     ("code", "action"), [(42, "RestartJobSetAndIgnoreMaxRestarts"), (3, "FailJobSet"), (4, None)]
 )
-def test_gke_restarts_42_without_counting_it_and_3_not_at_all(tmp_path, code, action):
+def test_gke_does_not_count_restarts_after_42_and_never_restarts_after_3(tmp_path, code, action):
     spec = job_set(tmp_path, max_failures=5)["spec"]
     assert spec["failurePolicy"]["maxRestarts"] == 4
     (pod_rule,) = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     assert pod_rule["action"] == "FailJob"
     assert (code in pod_rule["onExitCodes"]["values"]) == (action is not None)
-    # The condition of the Job, in the words of Kubernetes' job controller.
+    # The message in the Job's condition, as Kubernetes' job controller writes it.
     message = (
         f"Container xshard for pod default/job-slice-0-0-abcde failed with exit code {code} "
         "matching FailJob rule at index 0"
@@ -372,29 +373,29 @@ def test_gke_restarts_42_without_counting_it_and_3_not_at_all(tmp_path, code, ac
     assert matching == ([action] if action else [])
 
 
-def test_gke_arguments_mean_themselves(tmp_path):
+def test_gke_does_not_expand_arguments(tmp_path):
     (container,) = job_set(tmp_path)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
         "spec"
     ]["containers"]
-    # As the kubelet reads them: $$ is $, and nothing else is left to be replaced.
+    # The kubelet replaces $$ with $. No other $ is left for it to expand.
     assert [a.replace("$$", "$") for a in container["command"]] == list(job(tmp_path).command)
     assert "$" not in "".join(container["command"]).replace("$$", "")
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "settings, message",
     [({"tpu": "v9:4x4"}, "the types: v4, v5e"), ({"tpu": "v5e:4xx"}, "must be type:topology"),
      ({"tpu": None}, "must be type:topology"), ({"image": None}, "needs --image"), ({"tpu": "v5e:3x3"}, "9 chips")],
 )  # fmt: skip
-def test_gke_refuses(tmp_path, given, message):
+def test_gke_refuses_wrong_options(tmp_path, settings, message):
     with pytest.raises(engine.LaunchError, match=message):
-        job_set(tmp_path, **given)
+        job_set(tmp_path, **settings)
 
 
 # XManager.
 
 
-def test_xmanager_script_holds_the_arguments_literally(tmp_path):
+def test_the_xmanager_script_contains_the_arguments_literally(tmp_path):
     plan = xmanager.XManager("//experiments/digits").launch([job(tmp_path)])
     ((path, content),) = plan.files.items()
     assert plan.commands == [["xmanager", "launch", str(path)]]
@@ -415,11 +416,11 @@ def test_xmanager_refuses_another_program(tmp_path):
         )
 
 
-# The front.
+# The command line.
 
 
 @pytest.mark.parametrize("name", ["slurm", "mpi", "tpu_vm", "gke", "xmanager", "local"])
-def test_dry_run_does_nothing_and_names_no_secret(tmp_path, name):
+def test_a_dry_run_changes_nothing_and_prints_no_secret(tmp_path, name):
     arguments = [
         f"--engine={name}",
         "--dry_run",
@@ -485,7 +486,7 @@ def test_dry_run_does_nothing_and_names_no_secret(tmp_path, name):
         (["--sweep=none.py", "--", "true", "--workdir=x"], "there is no such file"),
     ],
 )
-def test_wrong_arguments(tmp_path, capsys, monkeypatch, arguments, message):
+def test_wrong_arguments_are_refused(tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.setattr(
         sys, "argv", ["launch", *(a.replace("{tmp}", str(tmp_path)) for a in arguments)]
     )
@@ -496,7 +497,7 @@ def test_wrong_arguments(tmp_path, capsys, monkeypatch, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_help(capsys, monkeypatch):
+def test_help_lists_the_flags(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch", "--help"])
     assert front.run() == 0
     assert "--engine" in capsys.readouterr().out

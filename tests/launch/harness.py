@@ -1,4 +1,4 @@
-"""What the tests of pods and engines share."""
+"""Helpers that the tests of pods and engines share."""
 
 import contextlib
 import io
@@ -19,12 +19,12 @@ from xshard.checkpoint import __main__ as tool
 environment, free_port, FOREVER = system.environment, system.free_port, system.FOREVER
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-# The same, for a run: where nobody is to be missed nobody is to seem lost.
+# With these timeouts, no live process of a run counts as lost, however slow the machine is.
 PATIENT = [
     f"--start_timeout_seconds={FOREVER}", f"--heartbeat_timeout_seconds={FOREVER}",
     f"--shutdown_timeout_seconds={FOREVER}",
 ]  # fmt: skip
-# Divided by the replicas of 1 to 4 processes of two devices each.
+# The replicas of 1 to 4 processes with two devices each divide both batch sizes.
 TOY = [
     sys.executable, "-m", "xshard.main", "--config=tests/toy.py", "--config.batch_size=48",
     "--config.eval_batch_size=24", *PATIENT,
@@ -32,7 +32,7 @@ TOY = [
 
 
 def start(command, env=None, **options):
-    """Starts a program; its output is a pipe."""
+    """Starts a program with its output in a pipe."""
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -44,23 +44,25 @@ def start(command, env=None, **options):
 
 
 def launch(*arguments, command=(), **options):
-    """Starts the launcher; its output is a pipe."""
+    """Starts the launcher with its output in a pipe."""
     words = [*arguments, "--", *command] if command else arguments
     return start([sys.executable, "-m", "launch", *map(str, words)], **options)
 
 
 def finish(process):
-    """The exit code and what was printed."""
+    """Waits for a process to end; returns its exit code and its output."""
     try:
         output = process.communicate(timeout=FOREVER)[0]
     except subprocess.TimeoutExpired:
         process.kill()
-        raise AssertionError(f"not ended after {FOREVER} s: {process.communicate()[0]}") from None
+        raise AssertionError(
+            f"the process did not end within {FOREVER} s: {process.communicate()[0]}"
+        ) from None
     return process.returncode, output
 
 
 def read_until(process, text):
-    """Reads what it prints up to a line with this text; that line."""
+    """Reads the output of a process up to a line that contains a text; returns that line."""
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -70,17 +72,17 @@ def read_until(process, text):
 
 
 def wait_until(condition):
-    """Waits for something that has no event to wait for."""
+    """Polls a condition until it is true; returns its value."""
     end = time.monotonic() + FOREVER
-    while not (found := condition()):
-        assert time.monotonic() < end, f"not within {FOREVER} s"
+    while not (value := condition()):
+        assert time.monotonic() < end, f"the condition did not become true within {FOREVER} s"
         time.sleep(0.05)
-    return found
+    return value
 
 
 @contextlib.contextmanager
 def running(process):
-    """Does not leave it behind."""
+    """Kills the process at the end of the context."""
     try:
         yield process
     finally:
@@ -89,7 +91,7 @@ def running(process):
 
 
 def final_state(directory, step):
-    """The arrays of a checkpoint, by name."""
+    """Returns the arrays of a checkpoint by name."""
     file = pathlib.Path(directory) / "final.npz"
     file.unlink(missing_ok=True)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -100,6 +102,7 @@ def final_state(directory, step):
 
 
 def assert_same_end(directory, other, step):
+    """Asserts that two runs have the same final arrays, logged rows and results, bit for bit."""
     left, right = final_state(directory, step), final_state(other, step)
     assert left.keys() == right.keys()
     assert [name for name in left if left[name].tobytes() != right[name].tobytes()] == []
@@ -108,13 +111,13 @@ def assert_same_end(directory, other, step):
 
 
 def kill_at(step, steps, folder, start):
-    """Kills a run, and its launcher, when it has logged a step.
+    """Kills a run and its launcher after the run has logged a step.
 
     Args:
       step: the step.
-      steps: of the run.
-      folder: where there may be a file for `tests.pace`.
-      start: `start` or `launch` with a command.
+      steps: the number of steps of the run.
+      folder: the folder for the file of `tests.pace`.
+      start: `start` or `launch`, with the command bound.
     """
     with pace.slow(folder / "slow", step) as variables:
         process = start(env=environment(**variables), start_new_session=True)
@@ -124,11 +127,12 @@ def kill_at(step, steps, folder, start):
 
 
 def status(directory):
+    """Returns the rows of a run's status, one for each process."""
     return json.loads((directory / "status.json").read_bytes())
 
 
 def stand_in(tmp_path, name, program):
-    """A program of this name on PATH: records its arguments, a line each time, and runs `program`."""
+    """Creates a program that records each call in a file and runs `program`; returns a PATH that begins with it."""
     folder = tmp_path / "bin"
     folder.mkdir(exist_ok=True)
     path = folder / name
@@ -142,4 +146,5 @@ def stand_in(tmp_path, name, program):
 
 
 def calls(tmp_path):
+    """Returns the recorded calls of all stand-ins, each a list of the name and the arguments."""
     return [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The language model in real processes: killed at some step and started again it ends in the same bits."""
+"""Tests that a language model in real processes ends in the same bits after a kill and a restart."""
 
 import json
 import os
@@ -14,13 +14,13 @@ from tests.launch import harness
 
 
 class Model(experiment.LanguageModel):
-    """At the pace that a test asks for."""
+    """The language model, at the pace that a test sets."""
 
     def train_batches(self, part):
         return pace.batches(super().train_batches(part))
 
 
-# The config as it is, but for the shape, so that a step is short, and the numbers of steps.
+# The config with a smaller model and shorter text, so that a step is short, and with fewer steps.
 OPTIONS = [
     "--config.experiment=tests.launch.lm_test.Model",
     "--config.steps=30", "--config.eval_every_steps=15", "--config.log_every_steps=5",
@@ -51,12 +51,12 @@ SHARDED = ("--config.reduction.shard_params=True", "--config.model_parallel=2")
 
 
 @pytest.mark.parametrize("count, options", [(1, ()), (2, SHARDED)])
-def test_killed_and_started_again_it_ends_in_the_same_bits_and_text(tmp_path, count, options):
+def test_a_killed_and_restarted_run_ends_in_the_same_bits_and_text(tmp_path, count, options):
     shape = {"count": count, "devices": 4 // count}
     output = finish(start(tmp_path / "whole", *options, **shape))
     text = json.loads((tmp_path / "whole/results.json").read_text())["samples"]
     assert "--- 'def '" in text and "samples:" in output
-    # Of a step that is saved, the save before has come to its end.
+    # The run saves each of these steps. By then the previous save has finished, so the run can resume from it.
     step = random.Random().choice(range(15, 30, 5))
     with pace.slow(tmp_path / "slow", step) as variables:
         process = start(tmp_path / "killed", *options, **shape, **variables)
@@ -67,18 +67,22 @@ def test_killed_and_started_again_it_ends_in_the_same_bits_and_text(tmp_path, co
     harness.assert_same_end(tmp_path / "killed", tmp_path / "whole", 30)
 
 
-def test_groups_of_replicas_of_a_model_on_two_devices_and_back_to_one(tmp_path):
+def test_each_group_of_a_model_parallel_run_initializes_a_one_device_run(tmp_path):
     groups = ["--config.group_assignment=((0, 1), (2, 3))", "--config.model_parallel=2"]
     run = tmp_path / "run"
     output = finish(start(run, *groups, "--config.steps=10"))
     assert "2 group(s) x 2 replica(s) x 2 device(s)" in output
     values = json.loads((run / "results.json").read_text())["eval"]
     assert len(values["bits_per_byte"]) == 2
-    # One device: a group's model as a run of its own begins with it.
-    one = ["--config.steps=1", "--config.optimizer.learning_rate=0.0", f"--init_from={run}@10"]
+    # A run on one device starts with a group's parameters. Its learning rate of 0 keeps them unchanged.
+    one_device = [
+        "--config.steps=1",
+        "--config.optimizer.learning_rate=0.0",
+        f"--init_from={run}@10",
+    ]
     for group in range(2):
-        place = tmp_path / f"group_{group}"
-        finish(start(place, *one, f"--init_group={group}", devices=1))
-        alone = json.loads((place / "results.json").read_text())["eval"]["bits_per_byte"]
-        # Sums over 'model' in another order, of float16 numbers.
+        group_run = tmp_path / f"group_{group}"
+        finish(start(group_run, *one_device, f"--init_group={group}", devices=1))
+        alone = json.loads((group_run / "results.json").read_text())["eval"]["bits_per_byte"]
+        # One device sums float16 numbers over 'model' in another order.
         assert alone == pytest.approx(values["bits_per_byte"][group], rel=1e-3)

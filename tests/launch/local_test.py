@@ -1,4 +1,4 @@
-"""The supervisor, over small programs in the place of a run."""
+"""Tests of the supervisor, with small programs in place of a run."""
 
 import contextlib
 import io
@@ -13,7 +13,8 @@ import pytest
 from launch import engine, local
 from tests.launch import harness
 
-# Ends as the next of its arguments says: an exit code, or 'wait' for a signal. A file counts the starts.
+# Each start ends as the next item of the second argument specifies: an exit code, 'killed', or 'saves' or 'stubborn',
+# which wait for a signal. 'stubborn' ignores SIGTERM and SIGINT. The last item repeats. A file counts the starts.
 PROGRAM = """
 import json, os, signal, sys, time
 place, ends = sys.argv[1], sys.argv[2].split(",")
@@ -48,10 +49,13 @@ sys.exit(int(end))
 
 @pytest.fixture
 def supervise(tmp_path, monkeypatch):
+    """Returns a function that creates a supervisor of such a program and records its back-offs."""
     (tmp_path / "program.py").write_text(PROGRAM)
     out = io.StringIO()
 
-    def make(*ends, processes=1, max_failures=3, grace=harness.FOREVER, settle=harness.FOREVER):
+    def make_supervisor(
+        *ends, processes=1, max_failures=3, grace=harness.FOREVER, settle=harness.FOREVER
+    ):
         monkeypatch.setattr(local, "_SETTLE_SECONDS", settle)
         monkeypatch.setattr(local, "_HEAR_SECONDS", settle)
         command = (sys.executable, str(tmp_path / "program.py"), str(tmp_path), ",".join(ends))
@@ -64,10 +68,10 @@ def supervise(tmp_path, monkeypatch):
         )
         return supervisor
 
-    return make
+    return make_supervisor
 
 
-def test_it_is_started_again_until_it_is_done(supervise, monkeypatch):
+def test_a_job_is_restarted_until_it_is_done(supervise, monkeypatch):
     monkeypatch.setenv("STEP", "1")
     supervisor = supervise("42", "42", "1", "0", processes=2)
     assert supervisor.run() == 0
@@ -76,9 +80,7 @@ def test_it_is_started_again_until_it_is_done(supervise, monkeypatch):
     assert "[1] start 4 0" in supervisor.out.getvalue()
 
 
-def test_each_start_has_a_token_of_its_own_that_all_its_processes_have(
-    supervise, tmp_path, monkeypatch
-):
+def test_each_start_has_a_new_token_that_its_processes_share(supervise, tmp_path, monkeypatch):
     monkeypatch.setenv("STEP", "1")
     program = tmp_path / "program.py"
     show = 'print("token", os.environ["XSHARD_LAUNCH_TOKEN"], " ".join(sys.argv).count(os.environ["XSHARD_LAUNCH_TOKEN"]))'
@@ -87,8 +89,12 @@ def test_each_start_has_a_token_of_its_own_that_all_its_processes_have(
         PROGRAM.replace("import json", "import json, os, sys\n" + show + "\nimport json", 1)
     )
     assert supervisor.run() == 0
-    said = re.findall("token ([0-9a-f]{64}) 0", supervisor.out.getvalue())
-    assert len(said) == 4 and len(set(said[:2])) == len(set(said[2:])) == 1 and said[0] != said[2]
+    printed = re.findall("token ([0-9a-f]{64}) 0", supervisor.out.getvalue())
+    assert (
+        len(printed) == 4
+        and len(set(printed[:2])) == len(set(printed[2:])) == 1
+        and printed[0] != printed[2]
+    )
 
 
 class Full(io.StringIO):
@@ -98,8 +104,8 @@ class Full(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-def test_a_log_that_cannot_be_written_holds_up_no_process(tmp_path):
-    # More than a pipe holds: it must be read on.
+def test_a_log_that_cannot_be_written_blocks_no_process(tmp_path):
+    # The output is larger than a pipe, so the program blocks unless the supervisor continues to read.
     command = (
         sys.executable,
         "-c",
@@ -111,29 +117,29 @@ def test_a_log_that_cannot_be_written_holds_up_no_process(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM])
 def test_the_signals_that_stop_a_run_are_passed_on(number):
-    taken = []
-    with local.passed_on(taken.append):
+    received = []
+    with local.passed_on(received.append):
         signal.raise_signal(number)
-    assert taken == [number]
+    assert received == [number]
 
 
-def test_what_the_launcher_was_started_to_ignore_is_not_passed_on():
+def test_a_signal_that_was_ignored_at_the_start_is_not_passed_on():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        taken = []
-        with local.passed_on(taken.append):
+        received = []
+        with local.passed_on(received.append):
             signal.raise_signal(signal.SIGHUP)
-        assert taken == [] and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert received == [] and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_to_stop_early_without_a_new_step_is_a_failure(supervise):
+def test_an_early_stop_without_a_new_step_is_a_failure(supervise):
     supervisor = supervise("42", max_failures=4)
     assert supervisor.run() == 42 and supervisor.back_offs == [1, 2, 3]
 
 
-def test_failures_without_progress_are_bounded_and_the_cause_comes_last(supervise):
+def test_failures_without_progress_are_limited_and_the_cause_comes_last(supervise):
     supervisor = supervise("1")
     assert supervisor.run() == 1
     last = supervisor.out.getvalue().strip().splitlines()[-1]
@@ -144,7 +150,7 @@ def test_failures_without_progress_are_bounded_and_the_cause_comes_last(supervis
     assert supervisor.back_offs == [1, 2]
 
 
-def test_what_would_end_so_again_is_not_started_again(supervise, monkeypatch):
+def test_a_run_that_is_not_finite_is_not_restarted(supervise, monkeypatch):
     monkeypatch.setenv("STEP", "1")
     supervisor = supervise("42", "3", "0", processes=2)
     assert supervisor.run() == 3 and supervisor.back_offs == []
@@ -152,23 +158,23 @@ def test_what_would_end_so_again_is_not_started_again(supervise, monkeypatch):
     assert last.startswith("launch: not started again") and "ended with exit code 3" in last
 
 
-def test_a_failure_after_new_steps_is_counted_anew(supervise, monkeypatch):
+def test_new_steps_reset_the_count_of_failures(supervise, monkeypatch):
     monkeypatch.setenv("STEP", "1")
     assert supervise("1", "1", "1", "1", "1", "0").run() == 0
 
 
-def test_back_off_doubles(tmp_path, monkeypatch):
+def test_the_back_off_doubles_up_to_a_limit(tmp_path, monkeypatch):
     job = engine.Job("job", ("true", f"--workdir={tmp_path}"))
     out = io.StringIO()
     supervisor = local.Supervisor(job, local.Local(9), out)
     monkeypatch.setattr(local.time, "sleep", lambda seconds: supervisor.signal(signal.SIGTERM))
     for failures in (1, 2, 3, 20):
         supervisor._back_off(failures, "it failed")
-    said = [line.rsplit(" in ", 1)[1] for line in out.getvalue().splitlines()]
-    assert said == ["1 s", "2 s", "4 s", "60 s"]
+    printed = [line.rsplit(" in ", 1)[1] for line in out.getvalue().splitlines()]
+    assert printed == ["1 s", "2 s", "4 s", "60 s"]
 
 
-def test_one_that_is_killed_is_a_failure(supervise):
+def test_a_killed_process_is_a_failure(supervise):
     assert supervise("killed", "0").run() == 0
     supervisor = supervise("killed", max_failures=1)
     assert supervisor.run() == 137 and "it was ended by SIGKILL" in supervisor.out.getvalue()
@@ -178,19 +184,21 @@ def test_one_that_is_killed_is_a_failure(supervise):
     "end, codes, grace", [("saves", (42, 130), harness.FOREVER), ("stubborn", (137, 137), 0.1)]
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_goes_to_all_and_nothing_is_started_again(supervise, end, codes, grace, number):
+def test_a_signal_reaches_all_processes_and_prevents_a_restart(
+    supervise, end, codes, grace, number
+):
     supervisor = supervise(end, processes=3, grace=grace, settle=0.1)
-    ended = []
-    thread = threading.Thread(target=lambda: ended.append(supervisor.run()))
+    exit_codes = []
+    thread = threading.Thread(target=lambda: exit_codes.append(supervisor.run()))
     thread.start()
     harness.wait_until(lambda: supervisor.out.getvalue().count("start 1") == 3)
     supervisor.signal(number)
     thread.join(harness.FOREVER)
-    assert ended == [codes[number == signal.SIGINT]]
+    assert exit_codes == [codes[number == signal.SIGINT]]
     assert "start 2" not in supervisor.out.getvalue()
 
 
-def test_survivors_of_a_process_that_is_gone_do_not_linger(tmp_path, supervise, monkeypatch):
+def test_the_survivors_of_a_failed_process_are_ended(tmp_path, supervise, monkeypatch):
     monkeypatch.setattr(
         local,
         "commands",
@@ -212,17 +220,18 @@ def test_the_pod_does_not_outlive_its_launcher(tmp_path):
         harness.read_until(process, "[0] start 1 saves")
         harness.wait_until((tmp_path / "pid1").exists)
     pids = [(tmp_path / f"pid{index}").read_text() for index in range(2)]
-    # Gone, or a zombie that nobody has asked after.
+    # Each process is gone, or a zombie that its parent has not reaped.
     harness.wait_until(lambda: not any(running(pid) for pid in pids))
 
 
 def running(pid):
+    """Returns whether a process exists and is not a zombie."""
     with contextlib.suppress(OSError):
         return bool((pathlib.Path("/proc") / pid / "cmdline").read_bytes())
     return False
 
 
-def test_a_signal_in_the_back_off_ends_it(supervise, monkeypatch):
+def test_a_signal_during_the_back_off_prevents_a_restart(supervise, monkeypatch):
     supervisor = supervise("1")
     monkeypatch.setattr(
         supervisor, "_back_off", lambda failures, cause: supervisor.signal(signal.SIGTERM)
@@ -230,7 +239,7 @@ def test_a_signal_in_the_back_off_ends_it(supervise, monkeypatch):
     assert supervisor.run() == 1 and "start 2" not in supervisor.out.getvalue()
 
 
-def test_a_program_that_is_not_there(tmp_path):
+def test_a_missing_program_is_reported(tmp_path):
     process = harness.launch(command=["no-such-program", f"--workdir={tmp_path}"])
     code, output = harness.finish(process)
     assert (

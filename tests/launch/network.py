@@ -1,4 +1,4 @@
-"""Hosts of their own networks on one machine: root, network namespaces and Debian's iproute2 are needed."""
+"""Hosts with separate networks on one machine; they need root, network namespaces and Debian's iproute2."""
 
 import json
 import os
@@ -8,20 +8,20 @@ import subprocess
 from tests.launch import harness
 
 NEEDED = "needs root, network namespaces, and Debian's iproute2"
-# A host's name and its hosts file are its own.
+# Each host has its own hostname and its own hosts file.
 _PRIVATE = ("unshare", "--uts", "--mount")
 
 
 def is_allowed():
-    """Returns whether hosts can be made here."""
+    """Returns whether this machine can create such hosts."""
     if os.geteuid() or not shutil.which("ip"):
         return False
-    tried = subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL, check=False)
-    return tried.returncode == 0
+    attempt = subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL, check=False)
+    return attempt.returncode == 0
 
 
 class Hosts:
-    """Network namespaces on one bridge; host i is hI at 10.77.0.(I+1)."""
+    """Network namespaces on one bridge. Host i has the name h<i> and the address 10.77.0.<i + 1>."""
 
     def __init__(self, stack, folder, count):
         self._tag = f"x{os.getpid() % 10000}"
@@ -40,8 +40,8 @@ class Hosts:
             self._ip(host, "link set lo up")
 
     def start(self, index, *command):
-        """Starts a command on a host: its network, its name, its hosts file."""
-        # gloo listens at the address that the host's own name has.
+        """Starts a command on a host, with the host's network, hostname and hosts file."""
+        # gloo listens on the address that the hostname resolves to.
         inside = f'hostname h{index}; mount --bind {self._hosts} /etc/hosts; exec "$@"'
         network = f"--net=/var/run/netns/{self._tag}h{index}"
         return subprocess.Popen(
@@ -53,21 +53,23 @@ class Hosts:
         )
 
     def limit(self, index, rate):
-        """Shapes what a host sends, in words of tc, such as 1gbit."""
+        """Limits the rate at which a host sends, in the notation of tc, such as 1gbit."""
         shape = f"tbf rate {rate} burst 64kb latency 400ms"
         command = f"tc -n {self._tag}h{index} qdisc replace dev eth0 root {shape}"
         subprocess.run(command.split(), check=True)
 
     def bytes_sent(self, index):
-        """The bytes that a host has sent since it was made, with what packets need besides."""
+        """Returns the bytes that a host has sent since it was created, including packet headers."""
         command = f"ip -n {self._tag}h{index} -s -j link show eth0"
         (link,) = json.loads(subprocess.check_output(command.split()))
         return link["stats64"]["tx"]["bytes"]
 
     def cut(self, index):
+        """Cuts the link between a host and the others."""
         self._ip(self._switch, f"link set v{index} down")
 
     def join(self, index):
+        """Restores the link of a host."""
         self._ip(self._switch, f"link set v{index} up")
 
     def _namespace(self, stack, name):

@@ -1,4 +1,4 @@
-"""Runs of several processes on this machine: they stop together, fail together, and end as if undisturbed."""
+"""Tests of runs of several processes on this machine: they stop and fail together, and resume to the same bits."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from tests.launch import harness
 from xshard.pod import handshake
 
 COUNT = 3
-# A run long enough to be disturbed.
+# The run is long enough for a test to interrupt it.
 OPTIONS = ["--config.steps=100", "--config.log_every_steps=5", "--config.eval_every_steps=25",
            "--config.checkpoint.every_steps=20", "--config.overflow_above=2.0"]  # fmt: skip
 
@@ -33,8 +33,8 @@ def start(directory, *options, count=COUNT, flags=(), devices=2, **variables):
 
 
 @contextlib.contextmanager
-def disturbed(tmp_path, *options):
-    """The launcher of a run that has made some of its 100 steps, and is in no hurry to go on until the end."""
+def slowed(tmp_path, *options):
+    """Yields the launcher of a run that has logged a step and is slow from step 15 on until the context ends."""
     with pace.slow(tmp_path / "slow", 15) as variables:
         process = start(tmp_path / "run", *options, **variables)
         harness.read_until(process, "/100 ")
@@ -46,26 +46,24 @@ def pid_of(directory, index):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+def uninterrupted(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("uninterrupted") / "run"
     code, output = harness.finish(start(directory))
     assert code == 0, output
     return directory
 
 
-def test_an_undisturbed_pod(undisturbed):
-    rows = harness.status(undisturbed)
+def test_an_uninterrupted_pod_ends_with_status_and_logs(uninterrupted):
+    rows = harness.status(uninterrupted)
     assert [(row["doing"], row["step"]) for row in rows] == [("done", 100)] * COUNT
-    # Process 0 prints for all; what the others print is in their logs.
+    # Process 0 prints for all. The output of the others is in their log files.
     for index in range(1, COUNT):
-        assert "step 100/100" in (undisturbed / "logs" / f"process_{index}.log").read_text()
+        assert "step 100/100" in (uninterrupted / "logs" / f"process_{index}.log").read_text()
 
 
-def test_sigterm_to_one_process_stops_all_at_one_step_and_kill_9_of_one_ends_all(
-    tmp_path, undisturbed
-):
+def test_sigterm_stops_all_processes_at_one_step_and_sigkill_ends_all(tmp_path, uninterrupted):
     index = random.Random(0).randrange(1, COUNT)
-    with disturbed(tmp_path) as process:
+    with slowed(tmp_path) as process:
         os.kill(pid_of(tmp_path / "run", 1), signal.SIGTERM)
         line = harness.read_until(process, "stopped at step")
         assert line.startswith("[0] SIGTERM on process 1 on ")
@@ -78,28 +76,28 @@ def test_sigterm_to_one_process_stops_all_at_one_step_and_kill_9_of_one_ends_all
     assert f"process {index} of 3 was ended by SIGKILL" in line and "failure 1 of 3" in line
     code, output = harness.finish(process)
     assert code == 0 and "resumed from the checkpoint of step" in output
-    harness.assert_same_end(tmp_path / "run", undisturbed, 100)
+    harness.assert_same_end(tmp_path / "run", uninterrupted, 100)
 
 
 SHARDED = ["--config.experiment=tests.toy.Wide", "--config.hidden=20", "--config.slices=2",
            "--config.reduction.shard_update=True", "--config.reduction.slice_dtype=int8"]  # fmt: skip
 
 
-def test_a_pod_with_a_sharded_update_and_int8_between_slices_goes_on_to_the_same_bits(tmp_path):
-    undisturbed = tmp_path / "undisturbed"
-    code, output = harness.finish(start(undisturbed, *SHARDED))
+def test_a_pod_with_a_sharded_update_and_int8_resumes_to_the_same_bits(tmp_path):
+    uninterrupted = tmp_path / "uninterrupted"
+    code, output = harness.finish(start(uninterrupted, *SHARDED))
     assert code == 0, output
-    with disturbed(tmp_path, *SHARDED) as process:
+    with slowed(tmp_path, *SHARDED) as process:
         os.kill(pid_of(tmp_path / "run", 2), signal.SIGHUP)
         line = harness.read_until(process, "stopped at step")
     assert line.startswith("[0] SIGHUP on process 2 on ")
     code, output = harness.finish(process)
     assert code == 0 and "resumed from the checkpoint of step" in output
-    harness.assert_same_end(tmp_path / "run", undisturbed, 100)
+    harness.assert_same_end(tmp_path / "run", uninterrupted, 100)
 
 
 def knows_token(port, token):
-    """Whether process 0, which waits for the others at this port, shows that it knows a token."""
+    """Returns whether process 0, which waits for the others on this port, proves that it knows a token."""
     with socket.create_connection(("127.0.0.1", port)) as guest, guest.makefile("rb") as file:
         guest.sendall(handshake.nonce_line("a" * 32))
         its_nonce = handshake.read_nonce(file.readline()[:-1])
@@ -110,20 +108,20 @@ def knows_token(port, token):
             return False
 
 
-def test_one_that_waits_for_the_others_knows_the_token_and_hears_signals(tmp_path):
+def test_a_waiting_process_checks_the_token_and_handles_signals(tmp_path):
     port = harness.free_port()
-    place = [f"--coordinator_address=127.0.0.1:{port}", "--num_processes=2", "--process_id=0"]
+    pod_flags = [f"--coordinator_address=127.0.0.1:{port}", "--num_processes=2", "--process_id=0"]
     environment = harness.environment(XSHARD_LAUNCH_TOKEN="of the launch")
-    command = [*harness.TOY, *place, f"--workdir={tmp_path / 'run'}"]
+    command = [*harness.TOY, *pod_flags, f"--workdir={tmp_path / 'run'}"]
     with harness.running(harness.start(command, environment)) as process:
 
-        def is_there():
+        def is_waiting():
             assert process.poll() is None
             with contextlib.suppress(ConnectionRefusedError):
                 return knows_token(port, "of the launch")
             return False
 
-        harness.wait_until(is_there)
+        harness.wait_until(is_waiting)
         assert not knows_token(port, "of another") and not knows_token(port, "")
         process.send_signal(signal.SIGUSR1)
         code, output = harness.finish(process)
@@ -131,10 +129,10 @@ def test_one_that_waits_for_the_others_knows_the_token_and_hears_signals(tmp_pat
     assert "nothing was trained" in output and not (tmp_path / "run").exists()
 
 
-def test_the_others_say_that_the_process_that_coordinates_is_gone(tmp_path):
+def test_the_other_processes_report_the_loss_of_process_0(tmp_path):
     address = f"127.0.0.1:{harness.free_port()}"
-    place = [f"--coordinator_address={address}", f"--num_processes={COUNT}", "--cpu_devices=2"]
-    command = [*harness.TOY, *OPTIONS, "--config.steps=1000000", *place]
+    pod_flags = [f"--coordinator_address={address}", f"--num_processes={COUNT}", "--cpu_devices=2"]
+    command = [*harness.TOY, *OPTIONS, "--config.steps=1000000", *pod_flags]
     directory = tmp_path / "run"
     with contextlib.ExitStack() as stack:
         processes = [
@@ -149,41 +147,41 @@ def test_the_others_say_that_the_process_that_coordinates_is_gone(tmp_path):
         processes[0].kill()
         for process in processes[1:]:
             code, output = harness.finish(process)
-            said = r"^error: process 0 on \S+, which coordinates, cannot be reached"
-            assert code == 1 and re.search(said, output, re.MULTILINE), output
+            message = r"^error: process 0 on \S+, which coordinates, cannot be reached"
+            assert code == 1 and re.search(message, output, re.MULTILINE), output
 
 
-def test_what_stops_the_launcher_leaves_a_saved_run_and_starts_no_more(tmp_path, undisturbed):
+def test_stopping_the_launcher_saves_the_run_and_prevents_a_restart(tmp_path, uninterrupted):
     directory = tmp_path / "run"
     for numbers, expected in (((signal.SIGTERM, signal.SIGTERM), 42), ((signal.SIGINT,), 130)):
-        with disturbed(tmp_path) as process:
+        with slowed(tmp_path) as process:
             for number in numbers:
                 process.send_signal(number)
             code, output = harness.finish(process)
         assert code == expected, output
         assert "stopped at step" in output and "launch:" not in output
-    with disturbed(tmp_path) as process:
+    with slowed(tmp_path) as process:
         process.kill()
         process.stdout.close()
         process.wait()
-        # With nobody to read what they print.
+        # The processes save and stop although nobody reads their output.
         harness.wait_until(
             lambda: {row["doing"] for row in harness.status(directory)} == {"stopped"}
         )
-    with disturbed(tmp_path) as process:
+    with slowed(tmp_path) as process:
         (directory / "STOP").touch()
         code, output = harness.finish(process)
     assert code == 42 and f"not started again: {directory / 'STOP'} exists" in output
-    # It rests until the file is gone.
+    # The run does not continue until the file is removed.
     code, output = harness.finish(start(directory))
     assert code == 42 and "stopped before the first step" in output
     (directory / "STOP").unlink()
     code, output = harness.finish(start(directory))
     assert code == 0 and "resumed from the checkpoint" in output, output
-    harness.assert_same_end(directory, undisturbed, 100)
+    harness.assert_same_end(directory, uninterrupted, 100)
 
 
-def test_what_fails_on_one_process_ends_all_and_is_said_last(tmp_path):
+def test_a_failure_on_one_process_ends_all_and_is_reported_last(tmp_path):
     process = start(
         tmp_path / "run", "--config.experiment=tests.toy.FailsOnOne", flags=["--max_failures=1"]
     )
@@ -197,13 +195,13 @@ def test_what_fails_on_one_process_ends_all_and_is_said_last(tmp_path):
 @pytest.mark.parametrize(
     "options, where",
     [
-        # Process 0 has the only example that is not a number, or the group that has none.
+        # First, process 0 has the only NaN example. Second, process 1 has it, and process 0 has only the other group.
         (["--config.poisoned=((0,31),)"], ""),
         (["--config.poisoned=((1,31),)", "--config.group_assignment=((0,1),(2,3))"], "in group 1 of 2 "),
     ],
     ids=["one replica", "one group"],
 )  # fmt: skip
-def test_what_is_not_finite_on_one_process_ends_all_and_starts_none_again(tmp_path, options, where):
+def test_a_nonfinite_step_on_one_process_ends_all_without_a_restart(tmp_path, options, where):
     experiment = ["--config.experiment=tests.toy.Poisoned", "--config.overflow_above=1e9"]
     code, output = harness.finish(start(tmp_path / "run", *experiment, *options, count=2))
     assert code == 3, output
@@ -218,21 +216,21 @@ def test_what_is_not_finite_on_one_process_ends_all_and_starts_none_again(tmp_pa
     assert f"not finite: step 31: {where}the loss is nan" in shown
 
 
-def test_two_go_back_past_the_data_also_when_one_is_killed_meanwhile(tmp_path):
+def test_two_processes_roll_back_even_if_one_is_killed_meanwhile(tmp_path):
     options = ["--config.experiment=tests.toy.Lowered", "--config.overflow_above=1e9",
                "--config.roll_back.learning_rate_factor=0.5",
                "--config.poisoned=((0,31),)", "--config.on_nonfinite=roll_back", "--config.steps=50"]  # fmt: skip
     code, output = harness.finish(start(tmp_path / "whole", *options, count=2))
     assert code == 0, output
-    said = "rolled back to step 20, skipping batches 21 to 31 of the data"
-    assert said in output and (tmp_path / "whole/roll_backs.json").exists()
+    message = "rolled back to step 20, skipping batches 21 to 31 of the data"
+    assert message in output and (tmp_path / "whole/roll_backs.json").exists()
     scales = {
         row["step"]: row["update_scale"] for row in rows.read(tmp_path / "whole") if "loss" in row
     }
     assert scales == {step: 1.0 if step <= 20 else 0.5 for step in range(5, 51, 5)}
     with pace.slow(tmp_path / "slow", 31) as variables:
         process = start(tmp_path / "run", *options, count=2, **variables)
-        harness.read_until(process, said)
+        harness.read_until(process, message)
         os.kill(pid_of(tmp_path / "run", 1), signal.SIGKILL)
         harness.read_until(process, "resumed from the checkpoint of step 20")
     code, output = harness.finish(process)
@@ -240,7 +238,7 @@ def test_two_go_back_past_the_data_also_when_one_is_killed_meanwhile(tmp_path):
     harness.assert_same_end(tmp_path / "run", tmp_path / "whole", 50)
 
 
-def test_other_data_on_one_process_is_refused_before_it_is_used(tmp_path):
+def test_different_data_on_one_process_is_refused_before_its_use(tmp_path):
     options = ("--config.experiment=tests.toy.Uneven",)
     code, output = harness.finish(start(tmp_path / "run", *options, flags=["--max_failures=1"]))
     assert code == 1 and "the data: evaluation differs between the processes" in output
@@ -248,7 +246,7 @@ def test_other_data_on_one_process_is_refused_before_it_is_used(tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_all_save_when_the_clock_of_one_says_so(tmp_path):
+def test_all_processes_save_when_the_time_for_a_save_has_come(tmp_path):
     process = start(
         tmp_path / "run", "--config.steps=100000", "--config.checkpoint.every_steps=100000",
         "--config.checkpoint.every_minutes=0.02", "--config.eval_every_steps=100000",
@@ -258,7 +256,7 @@ def test_all_save_when_the_clock_of_one_says_so(tmp_path):
         harness.wait_until(lambda: len(list(checkpoints.glob("*/COMMIT"))) > 1)
 
 
-def test_a_pod_ends_and_shows_what_one_process_does_also_when_it_was_stopped(tmp_path):
+def test_a_killed_pod_stops_early_and_samples_as_if_uninterrupted(tmp_path):
     options = ["--config.experiment=tests.stopping.Showing",
                "--config.steps=60", "--config.eval_every_steps=10", "--config.samples_every_steps=10",
                "--config.checkpoint.every_steps=15", "--config.examples=100",
@@ -278,18 +276,18 @@ def test_a_pod_ends_and_shows_what_one_process_does_also_when_it_was_stopped(tmp
     assert rows.same_bits(tmp_path / "run") == rows.same_bits(tmp_path / "whole")
     shown = [(tmp_path / name / "samples.jsonl").read_text() for name in ("run", "whole")]
     assert shown[0] == shown[1] and shown[0].count("\n") == ended["step"] // 10
-    # Once more, on the same processes: there is nothing to train, and both hear of it.
+    # Another start has nothing to train, and both processes learn that.
     code, output = harness.finish(start(tmp_path / "run", *options, count=2))
     assert code == 0 and f"nothing to train: the run has ended at step {ended['step']}" in output
     assert rows.results(tmp_path / "run") == ended
 
 
-def test_groups_with_parameters_in_shards_on_several_processes(tmp_path):
-    """Of two learners, with a moving average: the pod ends where one process does that holds all parameters whole."""
+def test_groups_with_sharded_parameters_run_on_several_processes(tmp_path):
+    """A pod that shards the parameters of two learners ends close to one process that does not shard them."""
     options = ["--config.experiment=tests.turns.Turns", "--config.hidden=1024", "--config.steps=30",
                "--config.group_assignment=((0,1,2,3),(4,5,6,7))"]  # fmt: skip
-    held = "--config.reduction.shard_params=True"
-    code, output = harness.finish(start(tmp_path / "pod", *options, held, count=4))
+    sharding = "--config.reduction.shard_params=True"
+    code, output = harness.finish(start(tmp_path / "pod", *options, sharding, count=4))
     assert code == 0, output
     code, output = harness.finish(start(tmp_path / "one", *options, count=1, devices=8))
     assert code == 0, output
@@ -298,7 +296,7 @@ def test_groups_with_parameters_in_shards_on_several_processes(tmp_path):
         harness.final_state(tmp_path / "one", 30),
     )
     for name, array in left.items():
-        # Float32 sums over replicas, in another order.
+        # The float32 sums over replicas have another order.
         np.testing.assert_allclose(array, right[name], rtol=1e-4, atol=1e-6, err_msg=name)
     rows = [
         json.loads(line) for line in (tmp_path / "pod" / "metrics.jsonl").read_text().splitlines()

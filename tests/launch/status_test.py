@@ -1,4 +1,4 @@
-"""What `launch status` shows, of a run that is going on and of one that is gone."""
+"""Tests of `launch status`: runs in progress, ended runs and lost runs, their attempts, and the comparison of two."""
 
 import json
 import time
@@ -14,13 +14,14 @@ from xshard.pod import attempts
 
 
 def write(directory, *rows, ago=0.0):
+    """Writes a status that is `ago` seconds old."""
     base = {"doing": "training", "step": 50, "steps": 100, "rate": 10.0, "host": "h0", "pid": 1}
     directory.mkdir(exist_ok=True)
     rows = [{**base, "time": time.time() - ago, **row} for row in rows]
     (directory / "status.json").write_text(json.dumps(rows))
 
 
-def test_of_a_run_that_goes_on(tmp_path, capsys):
+def test_status_of_a_run_in_progress(tmp_path, capsys):
     write(tmp_path, {}, {"host": "h1", "doing": "evaluating"})
     assert status.show([str(tmp_path)], False) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -29,7 +30,7 @@ def test_of_a_run_that_goes_on(tmp_path, capsys):
     assert lines[2].split()[:3] == ["1", "h1", "evaluating"] and lines[3] == "no checkpoint yet"
 
 
-def test_of_a_run_that_is_gone_and_one_that_has_ended(tmp_path, capsys):
+def test_status_of_a_lost_run_and_of_a_completed_run(tmp_path, capsys):
     write(tmp_path / "gone", {}, ago=100)
     status.show([str(tmp_path / "gone")], False)
     assert "gone, or silent; was training" in capsys.readouterr().out
@@ -39,7 +40,7 @@ def test_of_a_run_that_is_gone_and_one_that_has_ended(tmp_path, capsys):
     assert row["doing"] == "done" and row["silent"] is None and row["left"] is None
 
 
-def test_of_a_run_that_is_not_finite(tmp_path, capsys):
+def test_status_of_a_run_that_is_not_finite(tmp_path, capsys):
     write(tmp_path, {"doing": "failed: not finite"})
     why = "step 5: the loss is nan"
     (tmp_path / "results.json").write_text(json.dumps({"finite": False, "why": why}))
@@ -57,7 +58,7 @@ def test_of_a_run_that_is_not_finite(tmp_path, capsys):
     assert shown["checkpoint"]["finite"] is False and shown["not_finite"] == why
 
 
-def test_of_several_attempts(tmp_path, capsys):
+def test_status_of_several_attempts(tmp_path, capsys):
     samples.write(tmp_path / "run", attempts=samples.ATTEMPTS)
     status.show([str(tmp_path / "run")], False)
     out = capsys.readouterr().out
@@ -73,27 +74,29 @@ def test_of_several_attempts(tmp_path, capsys):
     assert total == pytest.approx(shown["goodput"]["seconds"]) == 5000 + 12 + 0.11 * 200
 
 
-def test_what_a_later_attempt_goes_back_before_counts_in_none(tmp_path):
+def test_steps_that_a_later_attempt_repeats_do_not_count(tmp_path):
     rows = [samples.attempt(0.0, 0, 100), samples.attempt(50.0, 100, 200)]
     rows.append(samples.attempt(100.0, 40, 60))
     samples.write(tmp_path / "run", attempts=rows)
-    found = attempts.read(tmp_path / "run")
-    assert [x.seconds["training"] for x in found] == pytest.approx([0.09 * 40, 0.0, 0.09 * 20])
+    all_attempts = attempts.read(tmp_path / "run")
+    assert [x.seconds["training"] for x in all_attempts] == pytest.approx(
+        [0.09 * 40, 0.0, 0.09 * 20]
+    )
 
 
-def test_an_attempt_that_was_done_is_not_waited_after(tmp_path):
+def test_the_time_after_a_completed_attempt_is_not_down_time(tmp_path):
     rows = [samples.attempt(0.0, 0, 100, "done"), samples.attempt(5000.0, 100, 200, "done")]
-    found = attempts.read(samples.write(tmp_path / "run", attempts=rows))
-    assert [x.down for x in found] == [0, 0]
-    assert attempts.goodput(found).seconds == pytest.approx(2 * (12 + 11))
+    all_attempts = attempts.read(samples.write(tmp_path / "run", attempts=rows))
+    assert [x.down for x in all_attempts] == [0, 0]
+    assert attempts.goodput(all_attempts).seconds == pytest.approx(2 * (12 + 11))
 
 
-def test_attempts_are_kept_once_and_nothing_damaged_ends_a_run(tmp_path):
+def test_attempts_are_kept_once_and_damaged_files_do_not_end_a_run(tmp_path):
     path = samples.write(tmp_path / "run", attempts=samples.ATTEMPTS[:1])
     for _ in range(2):
         attempts.keep(path)
         assert len(attempts.read(path)) == len((path / attempts.FILE).read_text().split("\n")) - 1
-    # Of a version that did not say when it began.
+    # The status of an older version, which did not record when the attempt began.
     write(path, {})
     attempts.keep(path)
     assert len(attempts.read(path)) == 1
@@ -106,7 +109,7 @@ def test_attempts_are_kept_once_and_nothing_damaged_ends_a_run(tmp_path):
         attempts.read(path)
 
 
-def test_of_a_real_run_with_a_checkpoint(tmp_path):
+def test_status_of_a_real_run_with_a_checkpoint(tmp_path):
     begin = time.time()
     process = harness.launch(
         "--cpu_devices=2",
@@ -119,7 +122,7 @@ def test_of_a_real_run_with_a_checkpoint(tmp_path):
         harness.wait_until(lambda: harness.status(tmp_path)[0]["rate"])
         code, output = harness.finish(harness.launch("status", tmp_path))
         assert code == 0 and "training" in output and "newest checkpoint: step" in output
-        shown = harness.wait_until(lambda: heard_of(tmp_path))
+        shown = harness.wait_until(lambda: status_unless_silent(tmp_path))
         assert shown["checkpoint"]["step"] >= 10
         assert 0 <= shown["checkpoint"]["age"] < time.time() - begin
         (row,) = shown["processes"]
@@ -131,14 +134,14 @@ def test_of_a_real_run_with_a_checkpoint(tmp_path):
         assert sum(spent.values()) == pytest.approx(attempt["ended"] - attempt["begun"], abs=0.1)
 
 
-def heard_of(directory):
-    """What is shown, unless the run has said nothing for some seconds."""
+def status_unless_silent(directory):
+    """Returns the status as JSON values; None if process 0 has been silent for some seconds."""
     shown = json.loads(harness.finish(harness.launch("status", directory, "--json"))[1])
     return shown if shown["processes"][0]["silent"] is None else None
 
 
 def logged(directory, losses, first=0):
-    """A run of a row for each step, which takes its loss from the state."""
+    """Writes the rows of a run; returns its directory. Each step subtracts its loss from the state, a single number."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(samples.CONFIG))
     rows = [
@@ -149,27 +152,27 @@ def logged(directory, losses, first=0):
     return str(directory)
 
 
-def test_two_runs_that_are_the_same_so_far(tmp_path, capsys):
-    two = [logged(tmp_path / "a", [3, 2, 1]), logged(tmp_path / "b", [3, 2])]
-    assert status.show(two, False) == 0
+def test_comparison_of_two_runs_that_are_equal_so_far(tmp_path, capsys):
+    directories = [logged(tmp_path / "a", [3, 2, 1]), logged(tmp_path / "b", [3, 2])]
+    assert status.show(directories, False) == 0
     same, ends = capsys.readouterr().out.splitlines()
     assert same.startswith("The runs are equal: the fingerprints") and same.endswith("to step 2.")
-    assert ends == f"They have logged: {two[0]} to step 3, {two[1]} to step 2."
-    assert status.show([two[0], two[0]], False) == 0
+    assert ends == f"They have logged: {directories[0]} to step 3, {directories[1]} to step 2."
+    assert status.show([directories[0], directories[0]], False) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_two_runs_that_are_not_the_same(tmp_path, capsys):
-    two = [logged(tmp_path / "a", [3, 2, 1]), logged(tmp_path / "b", [3, 7, 1])]
-    assert status.show(two, False) == 1
+def test_comparison_of_two_runs_that_diverge(tmp_path, capsys):
+    directories = [logged(tmp_path / "a", [3, 2, 1]), logged(tmp_path / "b", [3, 7, 1])]
+    assert status.show(directories, False) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(
         "The runs diverge in step 2 (equal up to the row of step 1): it began with"
     )
-    assert status.show(two, True) == 1
+    assert status.show(directories, True) == 1
     shown = json.loads(capsys.readouterr().out)
     assert shown["alike"] == 1 and shown["step"] == 2 and shown["values"] == ["loss"]
     assert shown["logged"] == [3, 3]
     other = logged(tmp_path / "c", [3, 2, 1], first=1)
-    assert status.show([two[0], other], False) == 1
+    assert status.show([directories[0], other], False) == 1
     assert "their first states differ in params" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Sweeps here: a job for each point, a table, and only what is missing when it is started again."""
+"""Tests of local sweeps: a job for each point, a table, and restarts that run only the points that have not ended."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from launch import engine, sweep
 from tests import pace
 from tests.launch import harness
 
-# By ml_collections, as it reads the config of a job.
+# ml_collections emits this warning when it reads the config of a job.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
@@ -33,7 +33,7 @@ def start(tmp_path, points, *options, parallel=2, flags=(), **variables):
     return harness.launch(*flags, command=command, env=harness.environment(**variables))
 
 
-def test_a_sweep_runs_each_point_once_and_shows_what_came_out(tmp_path):
+def test_a_sweep_runs_each_point_once_and_shows_the_results(tmp_path):
     points = [
         {"optimizer.learning_rate": rate, "precision": "p=f32,c=f16,o=f32"} for rate in (0.1, 0.01)
     ]
@@ -55,7 +55,7 @@ def test_a_sweep_runs_each_point_once_and_shows_what_came_out(tmp_path):
     assert shown.strip().splitlines() == lines
 
 
-def test_a_point_that_is_not_finite_has_ended_and_is_not_done(tmp_path):
+def test_a_point_that_is_not_finite_has_ended_but_is_not_done(tmp_path):
     points = [{"poisoned": "((0,3),)"}, {"poisoned": "()"}]
     option = "--config.experiment=tests.toy.Poisoned"
     code, output = harness.finish(start(tmp_path, points, option))
@@ -78,7 +78,7 @@ def test_a_point_that_fails_does_not_stop_the_others(tmp_path):
     assert "batch_size=7" in (tmp_path / "runs" / "000" / "launch.log").read_text()
 
 
-def test_a_sweep_that_is_stopped_goes_on(tmp_path):
+def test_a_stopped_sweep_resumes(tmp_path):
     points = [{"seed": 0}, {"seed": 1}]
     log = tmp_path / "runs" / "000" / "launch.log"
     with pace.slow(tmp_path / "slow", 8) as variables:
@@ -91,7 +91,7 @@ def test_a_sweep_that_is_stopped_goes_on(tmp_path):
     assert code == 0 and "resumed from the checkpoint" in log.read_text(), output
 
 
-def test_another_sweep_does_not_take_the_directory(tmp_path):
+def test_another_sweep_cannot_claim_the_directory(tmp_path):
     for _ in range(2):
         sweep.claim(tmp_path / "runs", [{"seed": 0}, {"seed": 1}], [])
     with pytest.raises(engine.LaunchError, match="holds another sweep"):
@@ -102,7 +102,7 @@ POINTS = [{"seed": 0}, {"seed": 1}]
 
 
 class Sweep:
-    """A sweep whose runs are files: what there is of them when they have ended."""
+    """A sweep without processes. Its runs exist only as the files that an ended run leaves."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -113,7 +113,7 @@ class Sweep:
         sweep.claim(self.directory, POINTS, self.jobs)
 
     def end(self, index, run, **changed):
-        """Puts a run that has ended into the directory of a point, in the place of what is there."""
+        """Writes the files of an ended run into the directory of a point, in place of the files there."""
         job = self.jobs[index]
         job.workdir.mkdir(parents=True, exist_ok=True)
         owner = {"id": run, "fingerprint": "f"} if run else None
@@ -125,13 +125,13 @@ class Sweep:
     def doing(self):
         return [row["doing"] for row in sweep.rows(self.directory)]
 
-    def noted(self):
+    def recorded(self):
         return json.loads((self.directory / "sweep_runs.json").read_bytes())
 
 
 @pytest.fixture
 def ended(tmp_path):
-    """A sweep that has begun the runs 'a' and 'b', which have ended."""
+    """A sweep that started the runs 'a' and 'b', both of which have ended."""
     ended = Sweep(tmp_path / "runs")
     ended.claim()
     for index, run in enumerate("ab"):
@@ -140,22 +140,22 @@ def ended(tmp_path):
     return ended
 
 
-def test_a_run_that_was_begun_again_is_taken_if_its_config_is_what_is_asked_for(ended, capsys):
-    assert ended.noted() == {"000": "a", "001": "b"} and ended.doing() == ["done", "done"]
+def test_a_run_started_anew_is_adopted_if_its_config_is_the_requested_one(ended, capsys):
+    assert ended.recorded() == {"000": "a", "001": "b"} and ended.doing() == ["done", "done"]
     ended.end(1, "c")
-    # Until the sweep is asked, it is nobody's.
+    # Until the sweep is started again, it does not know the new run.
     assert ended.doing() == ["done", "not known: it holds run c, but the sweep started run b"]
     ended.claim()
-    said = capsys.readouterr().out
-    assert "s-001: adopts run c, which this sweep did not start (it started run b)" in said
-    assert "s-000" not in said
-    assert ended.noted() == {"000": "a", "001": "c"} and ended.doing() == ["done", "done"]
+    printed = capsys.readouterr().out
+    assert "s-001: adopts run c, which this sweep did not start (it started run b)" in printed
+    assert "s-000" not in printed
+    assert ended.recorded() == {"000": "a", "001": "c"} and ended.doing() == ["done", "done"]
     ended.claim()
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("run", ["c", ""])
-def test_another_run_of_another_config_is_refused_by_name(ended, run):
+def test_another_run_with_another_config_is_refused_by_name(ended, run):
     ended.end(1, run, seed=7, steps=3)
     its_name = run or "of an older version"
     with pytest.raises(engine.LaunchError) as e:
@@ -164,29 +164,29 @@ def test_another_run_of_another_config_is_refused_by_name(ended, run):
         e.value
     )
     assert "(seed: 7 instead of 1; steps: 3 instead of 12)" in str(e.value)
-    assert ended.noted() == {"000": "a", "001": "b"}
+    assert ended.recorded() == {"000": "a", "001": "b"}
     assert ended.doing() == [
         "done",
         f"not known: it holds run {its_name}, but the sweep started run b",
     ]
 
 
-def test_its_own_run_may_go_on_with_another_config(ended, capsys):
+def test_the_sweeps_own_run_may_resume_with_another_config(ended, capsys):
     ended.end(1, "b", steps=3)
     ended.claim()
     assert capsys.readouterr().out == "" and not sweep.has_ended(ended.jobs[1])
 
 
-def test_a_run_that_is_gone_begins_again(ended, capsys):
+def test_a_missing_run_is_started_again(ended, capsys):
     shutil.rmtree(ended.jobs[0].workdir)
     assert ended.doing() == ["not known: it holds no run, but the sweep started run a", "done"]
     ended.claim()
     assert "s-000: run a, which this sweep started, no longer exists" in capsys.readouterr().out
-    assert ended.noted() == {"001": "b"} and ended.doing() == ["not started", "done"]
+    assert ended.recorded() == {"001": "b"} and ended.doing() == ["not started", "done"]
     assert not sweep.has_ended(ended.jobs[0])
 
 
-def test_a_run_that_was_there_before_the_sweep(tmp_path, capsys):
+def test_a_run_from_before_the_sweep_is_refused_or_adopted(tmp_path, capsys):
     new = Sweep(tmp_path / "runs")
     new.end(0, "x", seed=5)
     with pytest.raises(
@@ -197,37 +197,37 @@ def test_a_run_that_was_there_before_the_sweep(tmp_path, capsys):
     new.end(0, "x")
     new.claim()
     assert "s-000: adopts run x, which this sweep did not start" in capsys.readouterr().out
-    assert new.noted() == {"000": "x"}
+    assert new.recorded() == {"000": "x"}
 
 
-def test_what_was_not_noted_is_the_sweeps_own(ended, capsys):
-    # As of a sweep on a cluster, or one whose launcher was killed.
+def test_a_run_without_a_record_belongs_to_the_sweep(ended, capsys):
+    # A sweep on a cluster, or one that lost its launcher, leaves runs without a record.
     (ended.directory / "sweep_runs.json").unlink()
     ended.end(1, "b", steps=3)
     ended.claim()
-    assert capsys.readouterr().out == "" and ended.noted() == {"000": "a", "001": "b"}
+    assert capsys.readouterr().out == "" and ended.recorded() == {"000": "a", "001": "b"}
 
 
-def test_a_config_that_is_damaged_is_left_to_its_run(ended):
+def test_a_damaged_config_is_left_for_its_run_to_report(ended):
     (ended.jobs[1].workdir / "config.json").write_text("{")
     ended.claim()
-    assert ended.noted() == {"000": "a", "001": "b"} and not sweep.has_ended(ended.jobs[1])
+    assert ended.recorded() == {"000": "a", "001": "b"} and not sweep.has_ended(ended.jobs[1])
     assert ended.doing()[1].startswith("not known: ") and "cannot be read" in ended.doing()[1]
 
 
-def test_a_dry_run_of_a_sweep_leaves_nothing(tmp_path):
+def test_a_dry_run_of_a_sweep_writes_nothing(tmp_path):
     process = start(tmp_path, [{"seed": 0}, {"seed": 1}], flags=["--dry_run"])
     code, output = harness.finish(process)
     assert code == 0 and "--config.seed=1" in output and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("points", [[], {}, [1], [{}], [{1: 2}], None])
-def test_what_is_no_list_of_overrides_is_refused(tmp_path, points):
+def test_a_malformed_list_of_overrides_is_refused(tmp_path, points):
     with pytest.raises(engine.LaunchError, match="must return a list of overrides"):
         sweep.read(points_file(tmp_path, points))
 
 
-def test_a_file_that_raises(tmp_path):
+def test_a_sweep_file_that_raises_is_reported(tmp_path):
     (tmp_path / "sweep.py").write_text("1 / 0")
     with pytest.raises(engine.LaunchError, match="raised ZeroDivisionError"):
         sweep.read(tmp_path / "sweep.py")

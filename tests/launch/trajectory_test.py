@@ -1,4 +1,4 @@
-"""One trajectory: a run that is killed, or loses a host, and goes on with other numbers of processes and devices."""
+"""Tests that a run ends in the same bits if it continues on other processes and devices after a kill or a lost host."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from tests import pace
 from tests.launch import harness
 
 _STEPS = 12
-# Of which neither 8 devices nor 4 hold as many each.
+# Six logical replicas do not divide evenly among 8 devices or 4.
 _EXACT = [
     *harness.TOY,
     "--config.logical_replicas=6",
@@ -21,8 +21,8 @@ _EXACT = [
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The run that nothing disturbs."""
+def uninterrupted(tmp_path_factory):
+    """The work directory of a run without interruptions."""
     directory = tmp_path_factory.mktemp("whole") / "run"
     command = [*_EXACT, f"--workdir={directory}", "--cpu_devices=1"]
     code, output = harness.finish(harness.start(command))
@@ -30,21 +30,21 @@ def whole(tmp_path_factory):
     return directory
 
 
-def test_a_run_ends_in_the_same_bits_whatever_it_went_on_with(tmp_path, whole):
+def test_a_run_ends_in_the_same_bits_on_other_processes_and_devices(tmp_path, uninterrupted):
     moved = [*_EXACT, f"--workdir={tmp_path / 'moved'}"]
-    many = functools.partial(harness.start, [*moved, "--cpu_devices=8"])
-    three = ["--num_processes=3", "--cpu_devices=1"]
-    harness.kill_at(7, _STEPS, tmp_path, many)
-    start = functools.partial(harness.launch, *three, command=moved)
+    start_on_8_devices = functools.partial(harness.start, [*moved, "--cpu_devices=8"])
+    three_processes = ["--num_processes=3", "--cpu_devices=1"]
+    harness.kill_at(7, _STEPS, tmp_path, start_on_8_devices)
+    start = functools.partial(harness.launch, *three_processes, command=moved)
     harness.kill_at(11, _STEPS, tmp_path, start)
-    two = ["--num_processes=2", "--cpu_devices=2"]
-    code, output = harness.finish(harness.launch(*two, command=moved))
+    two_processes = ["--num_processes=2", "--cpu_devices=2"]
+    code, output = harness.finish(harness.launch(*two_processes, command=moved))
     assert code == 0, output
     assert "resumed from the checkpoint of step" in output
-    harness.assert_same_end(tmp_path / "moved", whole, _STEPS)
+    harness.assert_same_end(tmp_path / "moved", uninterrupted, _STEPS)
 
 
-def test_a_run_that_loses_a_host_goes_on_without_it_to_the_same_bits(tmp_path, whole):
+def test_a_run_that_loses_a_host_ends_in_the_same_bits(tmp_path, uninterrupted):
     directory = tmp_path / "run"
     command = [*_EXACT, f"--workdir={directory}"]
     with contextlib.ExitStack() as stack:
@@ -59,4 +59,4 @@ def test_a_run_that_loses_a_host_goes_on_without_it_to_the_same_bits(tmp_path, w
     assert code == 0, output
     assert "resumed from the checkpoint of step" in output and "[2]" not in output
     assert len(harness.status(directory)) == 2
-    harness.assert_same_end(directory, whole, _STEPS)
+    harness.assert_same_end(directory, uninterrupted, _STEPS)

@@ -1,4 +1,4 @@
-"""The job that judges checkpoints beside a run."""
+"""Tests of the job that evaluates the checkpoints of a run, during the run or after it."""
 
 import json
 import os
@@ -33,60 +33,63 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A finished run of four checkpoints, of which the last is the best."""
+    """A finished run with four checkpoints; the last is the best."""
     return pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def judged(directory):
+def logged_errors(directory):
+    """Returns the errors that the job logged, by step."""
     return {row["step"]: row["eval/error"] for row in rows.read(directory / "eval")}
 
 
 def best(directory):
+    """Returns the content of best.json."""
     return json.loads((directory / "eval/best.json").read_text())
 
 
 def steps(directory):
+    """Returns the steps of the run's checkpoints."""
     return loop.Run(make_config(), str(directory)).checkpoints.manager.all_steps()
 
 
-def test_it_ends_with_a_run_that_has_not_ended_finite(tmp_path, capsys):
+def test_the_job_ends_with_a_run_that_is_not_finite(tmp_path, capsys):
     config = toy.get_config()
     config.update({"experiment": "tests.toy.Poisoned", "poisoned": ((0, 5),)})
     config.checkpoint.every_steps = 2
     assert loop.run(config.lock(), str(tmp_path), "") == notice.NONFINITE
     assert follow.run(config, str(tmp_path), "", None) == 0
-    assert list(judged(tmp_path)) == [2, 4]
+    assert list(logged_errors(tmp_path)) == [2, 4]
     assert "the run has ended, since it is not finite: step 5" in capsys.readouterr().out
 
 
-def test_it_judges_what_the_run_judges(tmp_path, capsys):
+def test_the_job_computes_the_same_error_as_the_run(tmp_path, capsys):
     config = make_config(keep_last=10)
     assert loop.run(config, str(tmp_path), "") == 0
     assert follow.run(config, str(tmp_path), "", None) == 0
-    found = judged(tmp_path)
-    assert list(found) == [3, 6, 9, 12]
+    errors = logged_errors(tmp_path)
+    assert list(errors) == [3, 6, 9, 12]
     assert len((tmp_path / "eval/metrics.csv").read_text().splitlines()) == 5
     results = json.loads((tmp_path / "results.json").read_text())
-    assert found[12] == results["eval"]["error"]
+    assert errors[12] == results["eval"]["error"]
     assert best(tmp_path)["best"] == [
-        {"step": min(found, key=found.get), "value": min(found.values())}
+        {"step": min(errors, key=errors.get), "value": min(errors.values())}
     ]
-    assert best(tmp_path)["pinned"] == [min(found, key=found.get)]
-    # Once more: nothing is judged twice.
+    assert best(tmp_path)["pinned"] == [min(errors, key=errors.get)]
+    # A second job evaluates nothing again.
     capsys.readouterr()
     assert follow.run(config, str(tmp_path), "", None) == 0
-    assert "evaluation" not in capsys.readouterr().out and judged(tmp_path) == found
+    assert "evaluation" not in capsys.readouterr().out and logged_errors(tmp_path) == errors
 
 
-def test_it_waits_for_a_run_and_goes_on_as_the_run_does(tmp_path, capsys):
-    parts = iter([None, 6, 12])
+def test_the_job_waits_for_a_run_and_continues_with_it(tmp_path, capsys):
+    ends = iter([None, 6, 12])
 
     def sleep(seconds):
-        part = next(parts)
-        if part is not None:
+        end = next(ends)
+        if end is not None:
             config = make_config()
             with config.unlocked():
-                config.steps = part
+                config.steps = end
             assert loop.run(config, str(tmp_path), "") == 0
 
     job = follow.Follower(make_config(), str(tmp_path), sleep=sleep)
@@ -94,39 +97,39 @@ def test_it_waits_for_a_run_and_goes_on_as_the_run_does(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("waiting for a run in") == 1
     assert out.count("the run ends at step 6, which is evaluated; waiting for step 12") == 1
-    found = judged(tmp_path)
-    assert list(found) == [3, 6, 9, 12]
-    assert best(tmp_path)["best"][0]["value"] == min(found.values())
+    errors = logged_errors(tmp_path)
+    assert list(errors) == [3, 6, 9, 12]
+    assert best(tmp_path)["best"][0]["value"] == min(errors.values())
 
 
-def test_the_best_outlives_the_rules_of_the_run_and_a_restart_of_the_job(tmp_path, monkeypatch):
+def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(tmp_path, monkeypatch):
     values = {3: 0.1, 6: 0.3, 9: 0.2, 12: 0.05}
-    judge = lambda self, state, go_on: {"error": values[int(state.step)]}
-    monkeypatch.setattr(follow.evaluation.Evaluation, "__call__", judge)
+    evaluate = lambda self, state, go_on: {"error": values[int(state.step)]}
+    monkeypatch.setattr(follow.evaluation.Evaluation, "__call__", evaluate)
 
-    def train(until):
+    def train(last_step):
         config = make_config(keep_last=1, keep_best=0)
         with config.unlocked():
-            config.steps = until
-        # The run itself has another opinion, and none on the best.
+            config.steps = last_step
+        # The run itself computes another error, and keeps no best checkpoint.
         with monkeypatch.context() as patch:
             patch.setattr(follow.evaluation.Evaluation, "__call__", lambda *_: {"error": 1.0})
             assert loop.run(config, str(tmp_path), "") == 0
 
-    def job(until):
+    def job(last_step):
         config = make_config(keep_last=1)
         with config.unlocked():
-            config.steps = until
+            config.steps = last_step
         return follow.Follower(config, str(tmp_path))
 
     train(3)
     job(3).follow()
     train(6)
     train(9)
-    # The rule keeps the newest one alone; the best of those judged is pinned. Step 6 is gone, unjudged.
+    # The run keeps only its newest checkpoint and the pinned one. It deleted step 6 before the job evaluated it.
     assert steps(tmp_path) == [3, 9]
     job(9).follow()
-    assert judged(tmp_path) == {3: 0.1, 9: 0.2}
+    assert logged_errors(tmp_path) == {3: 0.1, 9: 0.2}
     train(12)
     assert steps(tmp_path) == [3, 12]
     job(12).follow()
@@ -136,7 +139,7 @@ def test_the_best_outlives_the_rules_of_the_run_and_a_restart_of_the_job(tmp_pat
     )
 
 
-def test_what_a_person_has_pinned_stays_pinned(run):
+def test_a_checkpoint_that_a_user_pinned_stays_pinned(run):
     config = make_config(keep_last=10)
     manager = loop.Run(config, str(run)).checkpoints.manager
     assert manager.pin(3) and not manager.pin(3)
@@ -145,8 +148,8 @@ def test_what_a_person_has_pinned_stays_pinned(run):
     assert not manager.pin(3) and manager.pin(6)
 
 
-def killed(monkeypatch, config, directory, owner, name):
-    """Runs the job until it calls this for the first time."""
+def kill_at_call(monkeypatch, config, directory, owner, name):
+    """Runs the job and kills it at its first call of a method."""
 
     def die(*_):
         raise rows.Killed
@@ -157,87 +160,89 @@ def killed(monkeypatch, config, directory, owner, name):
             follow.run(config, str(directory), "", None)
 
 
-def test_a_pin_of_a_job_that_was_killed_is_taken_back(run, monkeypatch):
+def test_the_pin_of_a_killed_job_is_removed(run, monkeypatch):
     config = make_config(keep_last=10)
-    killed(monkeypatch, config, run, follow.evaluation.Evaluation, "__call__")
+    kill_at_call(monkeypatch, config, run, follow.evaluation.Evaluation, "__call__")
     assert best(run)["pinned"] == [3]
     follow.run(config, str(run), "", None)
     assert best(run)["pinned"] == [12]
     assert loop.Run(config, str(run)).checkpoints.manager.pin(3)
 
 
-def test_a_job_that_is_killed_after_a_row_knows_the_best(run, monkeypatch):
+def test_a_job_killed_after_it_logged_a_row_still_knows_the_best(run, monkeypatch):
     config = make_config(keep_last=10, best_mode="max")
-    # The second writer; the first has the row.
-    killed(monkeypatch, config, run, follow.writers.Csv, "write")
-    assert list(judged(run)) == [3]
+    # The kill is in the second writer, so the first writer has already logged the row.
+    kill_at_call(monkeypatch, config, run, follow.writers.Csv, "write")
+    assert list(logged_errors(run)) == [3]
     assert follow.run(config, str(run), "", None) == 0
-    found = judged(run)
-    assert list(found) == [3, 6, 9, 12]
-    assert best(run)["pinned"] == [max(found, key=found.get)] == [3]
+    errors = logged_errors(run)
+    assert list(errors) == [3, 6, 9, 12]
+    assert best(run)["pinned"] == [max(errors, key=errors.get)] == [3]
 
 
-def test_a_job_that_is_killed_before_a_row_takes_its_pins_back(run, monkeypatch):
+def test_a_job_killed_before_it_logged_a_row_removes_its_pins(run, monkeypatch):
     config = make_config(keep_last=10)
-    killed(monkeypatch, config, run, follow.writers.JsonLines, "write")
+    kill_at_call(monkeypatch, config, run, follow.writers.JsonLines, "write")
     assert best(run)["pinned"] == [3] and not (run / "eval/metrics.jsonl").exists()
     assert follow.run(config, str(run), "", None) == 0
     marks = (run / "checkpoints").glob("*/PINNED")
     assert [path.parent.name[:13] for path in marks] == ["step_00000012"]
 
 
-def test_values_that_were_not_finite_are_no_ground_for_another_metric(run):
+def test_values_that_are_not_finite_are_never_the_best(run):
     assert follow.run(make_config(keep_last=10), str(run), "", None) == 0
-    made = rows.read(run / "eval")
-    made[-1]["eval/error"], made[0]["eval/error"] = None, [0.25, None]
-    (run / "eval/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    logged_rows = rows.read(run / "eval")
+    logged_rows[-1]["eval/error"], logged_rows[0]["eval/error"] = None, [0.25, None]
+    (run / "eval/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged_rows))
     assert follow.run(make_config(keep_last=10, best_mode="max"), str(run), "", None) == 0
-    largest = max(made[1:3], key=lambda row: row["eval/error"])
+    largest = max(logged_rows[1:3], key=lambda row: row["eval/error"])
     assert best(run)["pinned"] == [largest["step"]]
 
 
-def test_another_metric_or_none_is_judged_by_from_then_on(run):
+def test_a_changed_choice_of_the_best_applies_to_logged_errors(run):
     config = make_config(keep_last=10, best_mode="max")
     assert follow.run(config, str(run), "", None) == 0
     assert best(run)["pinned"] == [3] and best(run)["mode"] == "max"
-    # By what has been judged, without judging it again.
+    # The new mode applies to the logged errors; nothing is evaluated again.
     assert follow.run(make_config(keep_last=10), str(run), "", None) == 0
-    found = judged(run)
-    assert best(run)["best"] == [{"step": 12, "value": min(found.values())}] and len(found) == 4
+    errors = logged_errors(run)
+    assert best(run)["best"] == [{"step": 12, "value": min(errors.values())}] and len(errors) == 4
     assert best(run)["pinned"] == [12] and best(run)["mode"] == "min"
     assert follow.run(make_config(keep_last=10, keep_best=0), str(run), "", None) == 0
     assert best(run)["pinned"] == best(run)["best"] == []
     assert loop.Run(make_config(), str(run)).checkpoints.manager.pin(12)
 
 
-def test_quiet(run, capsys):
+def test_a_quiet_job_prints_only_its_end(run, capsys):
     show = terminal.Show.QUIET
     assert follow.run(make_config(keep_last=10), str(run), "", None, show) == 0
     out = capsys.readouterr().out
-    assert out.startswith("all checkpoints to step 12 are evaluated") and len(judged(run)) == 4
+    assert (
+        out.startswith("all checkpoints to step 12 are evaluated") and len(logged_errors(run)) == 4
+    )
 
 
-def test_it_says_to_which_step_it_has_judged(run, capsys):
+def test_the_job_reports_the_last_evaluated_step(run, capsys):
     config = make_config(keep_last=10)
     with config.unlocked():
         config.steps = 5
     assert follow.run(config, str(run), "", None) == 0
-    last = max(judged(run))
+    last = max(logged_errors(run))
     assert f"all checkpoints to step {last} are evaluated" in capsys.readouterr().out
     assert last != 5
 
 
-def test_a_damaged_checkpoint_is_left_out(run, capsys):
+def test_a_damaged_checkpoint_is_skipped(run, capsys):
     config = make_config(keep_last=10)
     (folder,) = (run / "checkpoints").glob("*6.*")
     (folder / "meta.json").write_bytes(b"{}")
     follow.run(config, str(run), "", None)
-    assert list(judged(run)) == [3, 9, 12]
+    assert list(logged_errors(run)) == [3, 9, 12]
     assert "step 6 is skipped" in capsys.readouterr().out
 
 
 class Watch:
-    """Says stop at one of the polls."""
+    """A watch that requests a stop at one of its polls."""
 
     def __init__(self, at):
         self._at, self.polls = at, 0
@@ -247,16 +252,16 @@ class Watch:
         return notice.Notice(notice.STOP, "told to", 42) if self.polls == self._at else None
 
 
-def test_a_stop_in_the_middle_of_an_evaluation_is_made_up_for(run):
+def test_an_evaluation_that_a_stop_interrupted_is_repeated(run):
     config = make_config(keep_last=10)
-    # An evaluation has two batches: this is within the second one.
+    # Each evaluation has two batches. This poll is in the middle of the second evaluation.
     assert follow.run(config, str(run), "", Watch(5)) == 42
-    assert list(judged(run)) == [3]
+    assert list(logged_errors(run)) == [3]
     assert follow.run(config, str(run), "", None) == 0
-    assert list(judged(run)) == [3, 6, 9, 12]
+    assert list(logged_errors(run)) == [3, 6, 9, 12]
 
 
-def test_another_run_or_a_checkpoint_that_does_not_fit(run, tmp_path):
+def test_another_config_metric_or_model_is_refused(run, tmp_path):
     other = make_config()
     with other.unlocked():
         other.seed = 1
@@ -275,8 +280,8 @@ def test_another_run_or_a_checkpoint_that_does_not_fit(run, tmp_path):
         follow.run(wide, str(tmp_path / "wide"), "", None)
 
 
-def test_real_processes(tmp_path):
-    """A job that is started before the run, and ends after it."""
+def test_the_job_follows_a_run_in_real_processes(tmp_path):
+    """The job starts before the run and ends after it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     command = [
         sys.executable,
@@ -300,4 +305,4 @@ def test_real_processes(tmp_path):
             assert run.returncode == 0, out
         out = job.communicate()[0]
         assert job.returncode == 0, out
-    assert 12 in judged(tmp_path) and "all checkpoints to step 12 are evaluated" in out
+    assert 12 in logged_errors(tmp_path) and "all checkpoints to step 12 are evaluated" in out

@@ -1,4 +1,4 @@
-"""A trace of chosen steps."""
+"""Tests of the mode that traces chosen steps."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ from xshard import loop
 from xshard.modes import profiling
 
 
-def test_the_chosen_steps_are_traced_and_the_run_is_left_alone(tmp_path, capsys):
+def test_the_chosen_steps_are_traced_and_the_run_stays_unchanged(tmp_path, capsys):
     config = toy.get_config().lock()
     assert loop.run(config, str(tmp_path), "") == 0
     before = {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()}
@@ -18,12 +18,13 @@ def test_the_chosen_steps_are_traced_and_the_run_is_left_alone(tmp_path, capsys)
     (path,) = tmp_path.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     numbers = {e["args"]["step_num"] for e in events if e.get("name") == "train" and "args" in e}
+    # The requested steps count from the run's last checkpoint, which is of step 12.
     assert numbers == {"15", "16"}
     assert {p: p.read_bytes() for p in before} == before
     assert "steps 15 to 16 will be traced" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("steps", ["", "3", "5:5", "5:3", "-1:3", "a:b"])
-def test_steps_that_are_none(tmp_path, steps):
+def test_malformed_ranges_of_steps_are_refused(tmp_path, steps):
     with pytest.raises(ValueError, match="--profile_steps=.* must be FIRST:END"):
         profiling.run(toy.get_config().lock(), str(tmp_path), steps, None)

@@ -1,4 +1,4 @@
-"""Steps and states that are not finite: what a run does about them, and what it leaves."""
+"""Tests of runs with steps or states that are not finite: what the run does, and which files it leaves."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ PARAMS = ["mlp/~/linear_0/b", "mlp/~/linear_0/w", "mlp/~/linear_1/b", "mlp/~/lin
 
 
 def make_config(**changes):
-    """Eight steps of which each even one is saved; the fifth is not finite."""
+    """Returns a config of eight steps that saves every second one; the fifth is not finite."""
     config = toy.get_config()
     config.update({"experiment": "tests.toy.Poisoned", "steps": 8, "poisoned": ((0, 5),)})
     config.update({"log_every_steps": 1, "writers": ("jsonl",), "eval_every_steps": 100})
@@ -48,29 +48,31 @@ def results_of(directory):
 
 
 def saved(directory):
-    """The checkpoints' steps, and what is said of each."""
+    """Returns the states of the checkpoints in the catalog, by step."""
     entries = checkpoint.read_catalog(directory / "checkpoints").entries
     return {entry.step: entry.state for entry in entries}
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
 @pytest.mark.parametrize("loss_scale", ["none", "fixed"])
-def test_stop_ends_the_run_and_keeps_what_is_finite(tmp_path, capsys, loss_scale, shard_update):
+def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
+    tmp_path, capsys, loss_scale, shard_update
+):
     config = make_config(loss_scale=loss_scale, shard_update=shard_update)
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
-    said = capsys.readouterr().err
-    assert "error: step 5: the loss is nan, and 4 of 4 gradients are not finite: mlp/" in said
-    assert "Check the learning rate" in said
-    assert f"newest checkpoint of finite parameters is step 4, in {tmp_path}" in said
+    messages = capsys.readouterr().err
+    assert "error: step 5: the loss is nan, and 4 of 4 gradients are not finite: mlp/" in messages
+    assert "Check the learning rate" in messages
+    assert f"newest checkpoint of finite parameters is step 4, in {tmp_path}" in messages
     assert saved(tmp_path) == {4: "complete"}
     results = results_of(tmp_path)
     assert results["finite"] is False and results["why"].startswith("step 5: the loss is nan")
-    # Once more: it is as it was, and ends so again.
+    # A second start resumes from the same checkpoint and ends the same way.
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     assert "resumed from the checkpoint of step 4" in capsys.readouterr().out
 
 
-def test_what_a_dynamic_scale_skips_is_none_of_it(tmp_path, capsys):
+def test_a_step_that_a_dynamic_scale_skips_is_not_in_trouble(tmp_path, capsys):
     for shard_update in (False, True):
         directory = tmp_path / str(shard_update)
         config = make_config(loss_scale="dynamic", shard_update=shard_update, max_skips_in_a_row=1)
@@ -83,7 +85,7 @@ def test_what_a_dynamic_scale_skips_is_none_of_it(tmp_path, capsys):
 
 @pytest.mark.parametrize("shard_update", [False, True])
 @pytest.mark.parametrize("loss_scale", ["none", "fixed"])
-def test_skip_leaves_every_leaf_as_it_was(tmp_path, loss_scale, shard_update):
+def test_skip_leaves_every_leaf_unchanged(tmp_path, loss_scale, shard_update):
     config = make_config(
         on_nonfinite="skip", loss_scale=loss_scale, shard_update=shard_update, steps=5
     )
@@ -98,16 +100,16 @@ def test_skip_leaves_every_leaf_as_it_was(tmp_path, loss_scale, shard_update):
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
-def test_warn_goes_on_says_so_once_and_does_not_end_well(tmp_path, capsys, shard_update):
+def test_warn_continues_reports_once_and_ends_as_not_finite(tmp_path, capsys, shard_update):
     config = make_config(on_nonfinite="warn", shard_update=shard_update)
     for _ in range(2):
-        # The second time there is nothing left to train, and it is not done either.
+        # The second start has nothing left to train, but it does not report success either.
         assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
         captured = capsys.readouterr()
         assert "error: step 8: the resulting state is not finite: params/mlp" in captured.err
         results = results_of(tmp_path)
         assert results["step"] == 8 and results["finite"] is False
-        # The newest of finite parameters outlives the rule that keeps one.
+        # The newest checkpoint of finite parameters is kept, although keep_last is 1.
         assert saved(tmp_path) == {4: "complete", 8: "not finite"}
     assert captured.out.count("the run continues, because on_nonfinite=warn") == 0
     stopped = make_config(shard_update=shard_update)
@@ -117,15 +119,15 @@ def test_warn_goes_on_says_so_once_and_does_not_end_well(tmp_path, capsys, shard
     assert command.startswith(f"python -m xshard.checkpoint rm {tmp_path}/checkpoints 8.")
 
 
-def test_a_step_is_looked_at_before_it_is_saved(tmp_path, capsys):
-    # The last one, which no later one follows.
+def test_a_step_is_judged_before_it_is_saved(tmp_path, capsys):
+    # The bad step is the last, so no later step triggers its check.
     assert loop.run(make_config(poisoned=((0, 8),)), str(tmp_path), "") == notice.NONFINITE
     assert "error: step 8: the loss is nan, and 4 of 4 gradients" in capsys.readouterr().err
     assert saved(tmp_path) == {6: "complete"}
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_a_last_update_that_leaves_what_is_not_finite(tmp_path, capsys, policy):
+def test_a_state_that_is_not_finite_after_the_last_step_is_not_saved(tmp_path, capsys, policy):
     config = make_config(experiment="tests.toy.Overflowing", on_nonfinite=policy, overflow_at=8)
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     assert (
@@ -135,40 +137,43 @@ def test_a_last_update_that_leaves_what_is_not_finite(tmp_path, capsys, policy):
     assert saved(tmp_path) == {6: "complete"} and results_of(tmp_path)["finite"] is False
 
 
-def test_a_checkpoint_in_between_that_is_not_finite(tmp_path, capsys):
-    # The loss of the step after it is not finite either, but the save may be heard of first.
+def test_an_intermediate_state_that_is_not_finite_is_not_saved(tmp_path, capsys):
+    # The loss of the next step is not finite either, but the error of the save may come first.
     config = make_config(experiment="tests.toy.Overflowing", overflow_at=4)
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     assert saved(tmp_path) == {2: "complete"} and "error: step " in capsys.readouterr().err
 
 
-def test_one_group_of_several(tmp_path, capsys):
+def test_one_bad_group_of_two_is_named_or_skipped(tmp_path, capsys):
     config = make_config(group_assignment=HALVES, poisoned=((1, 5),))
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
-    said = capsys.readouterr().err
-    assert "error: step 5: in group 1 of 2 the loss is nan, and 4 of 4 gradients" in said
+    messages = capsys.readouterr().err
+    assert "error: step 5: in group 1 of 2 the loss is nan, and 4 of 4 gradients" in messages
     skipping = make_config(group_assignment=HALVES, poisoned=((1, 5),), on_nonfinite="skip")
     assert loop.run(skipping, str(tmp_path), "") == 0
     assert results_of(tmp_path)["global_step"] == [8, 7]
 
 
-def test_so_many_skips_in_a_row_end_the_run(tmp_path, capsys):
+def test_too_many_skips_in_a_row_end_the_run(tmp_path, capsys):
     poisoned = tuple((0, number) for number in range(3, 9))
     config = make_config(on_nonfinite="skip", poisoned=poisoned, max_skips_in_a_row=3)
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
-    said = capsys.readouterr().err
-    assert "error: 3 steps in a row were skipped" in said and "the last, step 5: the loss" in said
+    messages = capsys.readouterr().err
+    assert (
+        "error: 3 steps in a row were skipped" in messages
+        and "the last, step 5: the loss" in messages
+    )
     assert saved(tmp_path) == {4: "complete"}
 
 
 class Poison(toy.Toy):
-    """Of which no gradient is a number, whatever the scale."""
+    """Has only NaN gradients, whatever the loss scale."""
 
     def loss(self, outputs, batch):
         return jnp.nan * jnp.mean(outputs), {}
 
 
-def test_a_dynamic_scale_at_its_minimum(tmp_path, capsys):
+def test_skips_at_the_minimum_of_a_dynamic_scale_end_the_run(tmp_path, capsys):
     config = make_config(
         experiment="tests.run.nonfinite_test.Poison",
         steps=40,
@@ -176,23 +181,23 @@ def test_a_dynamic_scale_at_its_minimum(tmp_path, capsys):
         log_every_steps=20,
     )
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
-    # Of 15 that come before, each has lowered the scale from 2**15.
+    # The 15 steps before these lowered the scale from 2**15 to its minimum.
     assert "8 steps in a row were skipped without lowering a loss scale" in capsys.readouterr().err
     assert results_of(tmp_path)["why"].count("step 23: the loss is nan") == 1
-    # A run that ends before it has tried so long has not ended well either, however often it is looked at.
+    # A run that ends before it reaches the limit has not ended well either, and a second start reports the same.
     short = make_config(experiment="tests.run.nonfinite_test.Poison", steps=30, log_every_steps=20)
     for _ in range(2):
         assert loop.run(short, str(tmp_path / "short"), "") == notice.NONFINITE
         assert "15 steps in a row were skipped" in results_of(tmp_path / "short")["why"]
 
 
-def test_a_failure_is_forgotten_when_the_run_goes_on(tmp_path):
+def test_a_failure_is_cleared_when_the_run_continues(tmp_path):
     assert loop.run(make_config(), str(tmp_path), "") == notice.NONFINITE
     assert loop.run(make_config(on_nonfinite="skip"), str(tmp_path), "") == 0
     assert results_of(tmp_path)["finite"] is True
 
 
-def test_a_directory_of_before_the_keys_goes_on(tmp_path):
+def test_a_run_from_before_the_config_keys_existed_resumes(tmp_path):
     assert loop.run(make_config(steps=4), str(tmp_path), "") == 0
     file = tmp_path / "config.json"
     old = json.loads(file.read_text())
@@ -209,12 +214,12 @@ def test_a_directory_of_before_the_keys_goes_on(tmp_path):
         ({"max_skips_in_a_row": 0}, "max_skips_in_a_row=0 must be an integer of at least 1"),
     ],
 )
-def test_values_out_of_range(tmp_path, changes, match):
+def test_values_out_of_range_are_refused(tmp_path, changes, match):
     with pytest.raises(ValueError, match=match):
         loop.Run(make_config(**changes), str(tmp_path))
 
 
-def test_a_config_without_the_keys(tmp_path):
+def test_a_config_without_the_keys_is_refused(tmp_path):
     config = make_config()
     with config.unlocked():
         del config.on_nonfinite
@@ -223,41 +228,41 @@ def test_a_config_without_the_keys(tmp_path):
 
 
 def observe(config, devices=2):
-    """What the first step says of itself."""
-    made = experiment_lib.load(config.experiment)(config)
+    """Returns the observations of the first step."""
+    the_experiment = experiment_lib.load(config.experiment)(config)
     the_mesh = mesh.make_mesh(devices=jax.devices()[:devices])
-    train = batches.TrainBatches(made.train_batches, the_mesh, batch_size=16, seed=0)
-    state = state_lib.init(made, the_mesh, 0, train.example)
-    apply = jax.jit(step.make_watched_step(made, the_mesh))
+    train = batches.TrainBatches(the_experiment.train_batches, the_mesh, batch_size=16, seed=0)
+    state = state_lib.init(the_experiment, the_mesh, 0, train.example)
+    apply = jax.jit(step.make_watched_step(the_experiment, the_mesh))
     return jax.device_get(apply(state, next(train))[2][""])
 
 
 class OneLayer(toy.Poisoned):
-    """Trains its last layer only; the loss is finite, and the gradient of that layer's weights is not."""
+    """Trains only its last layer; the loss is finite, but the gradients of that layer are not."""
 
     def loss(self, outputs, batch):
         return jnp.mean(jnp.sqrt(jnp.abs(outputs * 0.0))), {}
 
     def clip_gradients(self, grads):
         return {
-            module: {name: grad if "linear_1" in module else None for name, grad in one.items()}
-            for module, one in grads.items()
+            module: {name: grad if "linear_1" in module else None for name, grad in arrays.items()}
+            for module, arrays in grads.items()
         }
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
-def test_gradients_that_are_not_finite_where_the_loss_is(shard_update):
+def test_bad_gradients_of_a_finite_loss_are_detected(shard_update):
     config = make_config(
         experiment="tests.run.nonfinite_test.OneLayer", poisoned=(), shard_update=shard_update
     )
     observed = observe(config)
     assert observed.verdict == nonfinite.TROUBLE and observed.loss == 0
-    # What is not trained has no gradient, and none that is not finite.
+    # The first layer is not trained, so it has no gradients to report.
     assert observed.gradients.tolist() == [False, False, True, True]
 
 
 class OneElement(toy.Poisoned):
-    """A last element that is not a number, in the gradient of one array."""
+    """Has one NaN, the last element of one array's gradient."""
 
     def clip_gradients(self, grads):
         last = "mlp/~/linear_0"
@@ -265,7 +270,7 @@ class OneElement(toy.Poisoned):
 
 
 class Apart(toy.Poisoned):
-    """A loss that is infinite where its gradients are not."""
+    """Has an infinite loss with finite gradients."""
 
     def loss(self, outputs, batch):
         loss, metrics = super().loss(outputs, batch)
@@ -276,7 +281,7 @@ class Apart(toy.Poisoned):
 @pytest.mark.parametrize(
     "name, bad", [("OneElement", [False, True, False, False]), ("Apart", [False] * 4)]
 )
-def test_one_element_or_the_loss_alone(name, bad, shard_update):
+def test_one_bad_element_or_a_bad_loss_alone_is_detected(name, bad, shard_update):
     config = make_config(
         experiment=f"tests.run.nonfinite_test.{name}", poisoned=(), shard_update=shard_update
     )
@@ -298,7 +303,7 @@ def test_one_element_or_the_loss_alone(name, bad, shard_update):
     ],
     ids=str,
 )
-def test_what_a_step_says_of_itself(changes, skip, verdict, shard_update):
+def test_the_verdict_and_the_gradients_of_a_step(changes, skip, verdict, shard_update):
     changes = {"poisoned": ((0, 1),), **changes}
     config = make_config(shard_update=shard_update, **changes)
     config.on_nonfinite = "skip" if skip else "stop"
@@ -307,7 +312,7 @@ def test_what_a_step_says_of_itself(changes, skip, verdict, shard_update):
     assert observed.gradients.tolist() == [bool(config.poisoned)] * 4
 
 
-def test_gradients_of_any_type_are_counted():
+def test_bad_gradients_of_any_dtype_are_counted():
     nan, inf = jnp.nan, jnp.inf
     grads = {
         "m": {
@@ -326,7 +331,7 @@ def test_gradients_of_any_type_are_counted():
 
 
 class OwnApply(xshard.CrossShardOptimizer):
-    """Applies in a way of its own."""
+    """Overrides `apply_gradients`, so that the step cannot make it skip an update."""
 
     def apply_gradients(self, grads, params, global_step=None, name=None):
         return super().apply_gradients(grads, params, global_step, name)
@@ -337,7 +342,7 @@ class Own(toy.Toy):
         return OwnApply(optax.sgd(0.1))
 
 
-def test_a_rule_that_could_not_be_made_to_skip_is_refused():
+def test_skip_is_refused_for_an_optimizer_that_cannot_skip():
     config = make_config(experiment="tests.run.nonfinite_test.Own")
     assert observe(config).verdict == nonfinite.FINE
     config.on_nonfinite = "skip"
@@ -351,17 +356,20 @@ def test_skipping_adds_no_state():
     states = []
     for policy in ("stop", "skip"):
         config.on_nonfinite = policy
-        made = experiment_lib.load(config.experiment)(config)
-        states.append(state_lib.abstract_state(made, the_mesh, 0, made.train_data()))
+        the_experiment = experiment_lib.load(config.experiment)(config)
+        states.append(
+            state_lib.abstract_state(the_experiment, the_mesh, 0, the_experiment.train_data())
+        )
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
 
 def watch(policy="warn", patience=100):
+    """Returns a watch of one learner, and the list of the messages that it reports."""
     config = types.SimpleNamespace(on_nonfinite=policy, max_skips_in_a_row=patience)
-    the_mesh, said = mesh.make_mesh(devices=jax.devices()[:1]), []
+    the_mesh, messages = mesh.make_mesh(devices=jax.devices()[:1]), []
     params = {"m": {"w": 0, "b": 0}}
     learners = {"": learner_state.LearnerState(params, {}, {}, 0)}
-    return nonfinite.Watch(config, the_mesh, learners, said.append), said
+    return nonfinite.Watch(config, the_mesh, learners, messages.append), messages
 
 
 def push_one(watching, number, verdict):
@@ -371,7 +379,7 @@ def push_one(watching, number, verdict):
 
 
 def push(watching, verdicts, first=1):
-    """Pushes steps, and has each looked at before the next."""
+    """Pushes steps with these verdicts; each is judged before the next is pushed."""
     for number, verdict in enumerate(verdicts, first):
         push_one(watching, number, verdict)
         watching.flush()
@@ -380,10 +388,10 @@ def push(watching, verdicts, first=1):
 F, S, T = nonfinite.FINE, nonfinite.STUCK, nonfinite.TROUBLE
 
 
-def test_a_stretch_is_said_once_and_its_end():
-    watching, said = watch()
+def test_the_start_and_the_end_of_a_bad_stretch_are_reported_once():
+    watching, messages = watch()
     push(watching, [F, T, T, S, T, F, F, T])
-    assert said == [
+    assert messages == [
         "step 2: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run continues, because on_nonfinite=warn",
         "step 6: finite again (not finite since step 2)",
         "step 8: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run continues, because on_nonfinite=warn",
@@ -393,13 +401,13 @@ def test_a_stretch_is_said_once_and_its_end():
     assert watching.at_end() == ""
 
 
-def test_stretches_without_end_are_not_said_without_end():
-    watching, said = watch()
+def test_the_number_of_reported_stretches_is_limited():
+    watching, messages = watch()
     push(watching, [T, F] * 50)
-    assert len(said) == 20 and said[-2].endswith("later ones are not reported")
+    assert len(messages) == 20 and messages[-2].endswith("later ones are not reported")
 
 
-def test_a_step_is_looked_at_when_later_ones_have_been_dispatched():
+def test_a_step_is_judged_after_later_steps_are_dispatched():
     watching, _ = watch("stop")
     push_one(watching, 1, T)
     push_one(watching, 2, F)
@@ -412,20 +420,20 @@ def test_a_step_is_looked_at_when_later_ones_have_been_dispatched():
         watching.flush()
 
 
-def test_skips_in_a_row_are_counted_anew_after_one_that_helped():
+def test_a_fine_step_resets_the_count_of_skips_in_a_row():
     watching, _ = watch("stop", patience=3)
     push(watching, [S, S, F, S, S])
     with pytest.raises(nonfinite.NonfiniteError, match="3 steps in a row .* the last, step 6: "):
         push(watching, [S], 6)
 
 
-def test_of_many_gradients_the_first_are_named():
+def test_a_long_list_names_only_its_first_items():
     assert show.listed([str(i) for i in range(10)]) == "0, 1, 2, 3, 4, 5, 6, 7, and 2 more"
 
 
-def test_network_state_of_a_step_that_is_skipped(tmp_path):
+def test_a_skipped_step_leaves_the_network_state_unchanged(tmp_path):
     class Counting(toy.Poisoned):
-        """Keeps an average of what it sees."""
+        """Adds up the means of its batches in the network state."""
 
         def forward(self, batch, *, is_training):
             mean = hk.get_state("mean", [], jnp.float32, jnp.zeros)
@@ -434,9 +442,9 @@ def test_network_state_of_a_step_that_is_skipped(tmp_path):
 
     config = make_config(poisoned=((0, 1),), on_nonfinite="skip")
     the_mesh = mesh.make_mesh(devices=jax.devices()[:2])
-    made = Counting(config)
-    train = batches.TrainBatches(made.train_batches, the_mesh, batch_size=16, seed=0)
-    state = state_lib.init(made, the_mesh, 0, train.example)
-    apply = jax.jit(step.make_watched_step(made, the_mesh))
+    the_experiment = Counting(config)
+    train = batches.TrainBatches(the_experiment.train_batches, the_mesh, batch_size=16, seed=0)
+    state = state_lib.init(the_experiment, the_mesh, 0, train.example)
+    apply = jax.jit(step.make_watched_step(the_experiment, the_mesh))
     after = apply(state, next(train))[0]
     np.testing.assert_array_equal(after.experiment.net_state["~"]["mean"], 0)

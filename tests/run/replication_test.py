@@ -1,4 +1,4 @@
-"""The copies of what is equal on all replicas, compared in each step and before each save."""
+"""Tests that state which must be equal on all replicas is compared in each step and before each save."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ LOGICAL = {"logical_replicas": 16, "reduction.arithmetic": "exact", "eval_batch_
 
 
 class Believed(toy.Wide):
-    """Declares equal what is not: a number of its state, or what a rule of its own draws."""
+    """Declares state equal on replicas that is not: a value of its state, or the draws of its optimizer rule."""
 
     def init(self, key, batch):
         return {"line": super().init(key, batch), "seen": jnp.zeros(3)}
@@ -63,12 +63,12 @@ class Believed(toy.Wide):
 
 
 def config(**changes):
-    made = toy.get_config()
-    made.experiment = "tests.run.replication_test.Believed"
-    made.lies = ""
-    made.checkpoint.best_metric = "error"
-    made.update_from_flattened_dict({"steps": 3, "hidden": 16, **changes})
-    return made.lock()
+    new_config = toy.get_config()
+    new_config.experiment = "tests.run.replication_test.Believed"
+    new_config.lies = ""
+    new_config.checkpoint.best_metric = "error"
+    new_config.update_from_flattened_dict({"steps": 3, "hidden": 16, **changes})
+    return new_config.lock()
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -76,7 +76,7 @@ def config(**changes):
     ("lies", "part"),
     [("state", "different bits of 'seen', which Believed.train_step"), ("rule", "line/opt_state/")],
 )
-def test_what_parts_is_named_after_the_first_step(tmp_path, variant, lies, part):
+def test_parted_state_is_named_after_the_first_step(tmp_path, variant, lies, part):
     with pytest.raises(errors.UserError) as e:
         loop.run(config(lies=lies, **variant), str(tmp_path), "")
     assert "After step 1 the replicas" in str(e.value) and part in str(e.value)
@@ -84,12 +84,12 @@ def test_what_parts_is_named_after_the_first_step(tmp_path, variant, lies, part)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_what_is_equal_goes_on(tmp_path, variant):
+def test_a_run_with_equal_replicas_continues(tmp_path, variant):
     assert loop.run(config(**variant), str(tmp_path), "") == 0
 
 
 @pytest.mark.parametrize("every", [0, 2])
-def test_nothing_parted_is_saved_however_rarely_steps_are_compared(tmp_path, every):
+def test_parted_replicas_are_not_saved_even_if_steps_are_rarely_compared(tmp_path, every):
     changes = {"fingerprint_every_steps": every, "checkpoint.every_steps": 1}
     with pytest.raises(
         replication.PartedError, match="After step 1 the replicas .* of 'seen', which"
@@ -111,25 +111,25 @@ def test_nothing_parted_is_saved_however_rarely_steps_are_compared(tmp_path, eve
     ],
 )
 def test_a_flipped_bit_is_named_within_two_steps(tmp_path, monkeypatch, name, kind, variant):
-    made = toy.get_config()
-    made.update_from_flattened_dict(
+    new_config = toy.get_config()
+    new_config.update_from_flattened_dict(
         {**variant, "checkpoint.every_steps": 100, "log_every_steps": 1}
     )
     flips.after(monkeypatch, [4], name, 5)
-    run = loop.Run(made.lock(), str(tmp_path))
+    run = loop.Run(new_config.lock(), str(tmp_path))
     with run.opened(), pytest.raises(replication.PartedError) as e:
         run.train()
     of_group = " of group 1" if "group_assignment" in variant else ""
     number = 1 if of_group else 5
-    said = f"{kind}: replica {number}{of_group} (device 5 of process 0) differs from"
-    # The first step from the fifth on that compares what it begins with.
-    compared = -(-5 // made.fingerprint_every_steps) * made.fingerprint_every_steps
-    assert f"After step {compared - 1} the replicas" in str(e.value) and said in str(e.value)
-    # Two later steps may have been made, and no row is written of later ones.
+    message = f"{kind}: replica {number}{of_group} (device 5 of process 0) differs from"
+    # The number of the first step after the flip that compares the state it begins with.
+    compared = -(-5 // new_config.fingerprint_every_steps) * new_config.fingerprint_every_steps
+    assert f"After step {compared - 1} the replicas" in str(e.value) and message in str(e.value)
+    # At most two later steps may have been made by then. No row of a step after them is written.
     assert run.step <= compared + 2
 
 
-def test_processes_compare_theirs(tmp_path):
+def test_processes_compare_their_replicas(tmp_path):
     (tmp_path / "config.py").write_text(
         "from tests.run import replication_test\n"
         "def get_config():\n"
@@ -143,33 +143,33 @@ def test_processes_compare_theirs(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode, done.stdout
-    # Both go back to the first state, and come to the same again.
-    said = done.stdout + done.stderr
-    assert "'seen', which" in said and "with the same data (roll-back 1 of at most 1)" in said
+    # Both processes roll back to the first state, and their replicas part again.
+    message = done.stdout + done.stderr
+    assert "'seen', which" in message and "with the same data (roll-back 1 of at most 1)" in message
     assert (
         "The run has rolled back 1 time, the most that roll_back.limit allows: (1) After step 1 the"
-        in said
+        in message
     )
 
 
 def saved_at_5(directory, **changes):
-    """The config of a run that was stopped at its fifth step."""
-    made = toy.get_config()
-    made.update_from_flattened_dict({"hidden": 15, "log_every_steps": 1, **changes})
+    """Trains until a stop at step 5, which saves the state; returns the config."""
+    new_config = toy.get_config()
+    new_config.update_from_flattened_dict({"hidden": 15, "log_every_steps": 1, **changes})
     watch = rows.ScriptedWatch(5, notice.STOP)
-    assert loop.run(made.lock(), str(directory), "", None, watch) == 42
-    return made.copy_and_resolve_references()
+    assert loop.run(new_config.lock(), str(directory), "", None, watch) == 42
+    return new_config.copy_and_resolve_references()
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """Where there is such a run."""
+    """The directory and the config of a run that a stop ended at step 5."""
     directory = tmp_path_factory.mktemp("stopped")
     return directory, saved_at_5(directory).lock()
 
 
-def changing(monkeypatch, name, change):
-    """Has an array come back as another one."""
+def change_restored(monkeypatch, name, change):
+    """Changes an array of the state that each later restore returns."""
     restore = manager_lib.Manager.restore
 
     def restored(self, *args, **kwargs):
@@ -181,7 +181,7 @@ def changing(monkeypatch, name, change):
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "change"),
+    ("name", "message", "change"),
     [
         ("params/linear/w", "the parameters (fingerprint/params is ", lambda x: x.at[2, 0].add(1e-6)),
         ("opt_state/adam/0/nu/linear/w", "the optimizer slots, with", lambda x: x.at[1, 0].add(1)),
@@ -190,37 +190,37 @@ def changing(monkeypatch, name, change):
         ("rng", "the step, the key and", lambda x: jax.random.clone(jax.random.fold_in(x, 1))),
     ],
 )  # fmt: skip
-def test_what_comes_back_as_another_state_is_named_and_not_trained(
-    stopped, monkeypatch, name, said, change
+def test_a_restored_state_that_differs_is_named_and_not_trained(
+    stopped, monkeypatch, name, message, change
 ):
-    directory, made = stopped
+    directory, new_config = stopped
     before = rows.read(directory)
-    changing(monkeypatch, name, change)
+    change_restored(monkeypatch, name, change)
     with pytest.raises(errors.UserError) as e:
-        loop.run(made, str(directory), "")
-    assert said in str(e.value) and str(e.value).count("fingerprint/") == 1
+        loop.run(new_config, str(directory), "")
+    assert message in str(e.value) and str(e.value).count("fingerprint/") == 1
     assert f"verify {directory}/checkpoints 5'" in str(e.value)
     assert rows.read(directory) == before
 
 
-def test_a_checkpoint_without_fingerprints_is_taken_as_it_is(tmp_path, monkeypatch):
+def test_a_checkpoint_without_fingerprints_is_not_compared(tmp_path, monkeypatch):
     with monkeypatch.context() as before:
         before.setattr(replication.Watch, "of_state", lambda self, state: None)
-        made = saved_at_5(tmp_path)
-    changing(monkeypatch, "params/linear/w", lambda x: 2 * x)
-    assert loop.run(made.lock(), str(tmp_path), "") == 0
+        new_config = saved_at_5(tmp_path)
+    change_restored(monkeypatch, "params/linear/w", lambda x: 2 * x)
+    assert loop.run(new_config.lock(), str(tmp_path), "") == 0
 
 
 @pytest.mark.parametrize(
     "changes", [{"slices": 2}, {"reduction.shard_update": True}, {"devices": 2}], ids=str
 )
-def test_what_lies_otherwise_has_come_back_as_it_was(tmp_path, monkeypatch, changes):
-    made = saved_at_5(tmp_path, **{"reduction.shard_update": "slices" in changes})
+def test_a_state_restored_to_another_layout_equals_the_saved_one(tmp_path, monkeypatch, changes):
+    new_config = saved_at_5(tmp_path, **{"reduction.shard_update": "slices" in changes})
     devices = jax.devices()[: changes.pop("devices", 8)]
     mesh_of = experiment_lib.mesh_of
     monkeypatch.setattr(experiment_lib, "mesh_of", lambda config: mesh_of(config, devices))
-    made.update_from_flattened_dict(changes)
-    run = loop.Run(made.lock(), str(tmp_path))
+    new_config.update_from_flattened_dict(changes)
+    run = loop.Run(new_config.lock(), str(tmp_path))
     seen = []
     of_state = run._copies.of_state
     monkeypatch.setattr(

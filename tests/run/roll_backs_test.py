@@ -1,4 +1,4 @@
-"""Roll-backs: past the data that did it, to the same bits and rows however often the run was stopped or killed."""
+"""Tests that roll-backs skip the bad data and end in the same bits and rows, even if the run is stopped or killed."""
 
 import json
 import signal
@@ -28,12 +28,12 @@ from xshard.run import history, jumps, replication, roll_backs
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
-# Step 7 is in trouble, and step 8 that is made of batch 11 when the run has gone back to step 4.
+# Batch 7 makes step 7 bad. After the roll-back to step 4, which skips batches 5 to 7, batch 11 makes step 8 bad.
 TWO = ((0, 7), (0, 11))
 
 
 def make_config(**changes):
-    """Twelve steps, of which each fourth is saved, and each third evaluated."""
+    """Returns a config of twelve steps that saves every fourth and evaluates after every third."""
     config = toy.get_config()
     config.update(
         {"experiment": "tests.toy.Poisoned", "poisoned": TWO, "on_nonfinite": "roll_back"}
@@ -49,17 +49,19 @@ def make_config(**changes):
 
 
 def recorded(directory):
+    """Returns the recorded roll-backs of a run."""
     return json.loads((directory / "roll_backs.json").read_text())
 
 
 def rolled(directory):
-    """Its rows on roll-backs, as (step, number, step in trouble, first and last of the batches)."""
+    """Returns the rows about roll-backs, as (step, number, step in trouble, first batch, last batch)."""
     names = ("number", "trouble_step", "first_batch", "last_batch")
-    found = [row for row in rows.read(directory) if "roll_back/number" in row]
-    return [(row["step"], *(row[f"roll_back/{name}"] for name in names)) for row in found]
+    records = [row for row in rows.read(directory) if "roll_back/number" in row]
+    return [(row["step"], *(row[f"roll_back/{name}"] for name in names)) for row in records]
 
 
 def assert_same(directory, other, config):
+    """Asserts that two runs have the same final state, rows, results and recorded roll-backs."""
     harness.assert_equal(rows.final_state(directory, config), rows.final_state(other, config))
     assert rows.same_bits(directory) == rows.same_bits(other)
     assert rows.results(directory) == rows.results(other)
@@ -69,47 +71,48 @@ def assert_same(directory, other, config):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(tmp_path_factory):
+    """The directory of a run that rolls back twice and is never stopped or killed."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
     assert loop.run(make_config(), str(directory), "") == 0
     return directory
 
 
 class Past(toy.Poisoned):
-    """Its data lack batches 5 to 11."""
+    """Has data without batches 5 to 11."""
 
     def train_batches(self, part):
-        made = super().train_batches(part)
-        original = type(made).__next__
+        result = super().train_batches(part)
+        original = type(result).__next__
 
-        class Passing(type(made)):
+        class Passing(type(result)):
             def __next__(self):
                 while 4 <= self.get_state()["batches"] < 11:
                     original(self)
                 return original(self)
 
-        made.__class__ = Passing
-        return made
+        result.__class__ = Passing
+        return result
 
 
-def test_it_ends_in_the_bits_of_a_run_without_the_data_that_it_has_passed(undisturbed, tmp_path):
-    first, second = recorded(undisturbed)
+def test_the_run_ends_in_the_bits_of_a_run_without_the_skipped_data(uninterrupted, tmp_path):
+    first, second = recorded(uninterrupted)
     assert first["why"].startswith("step 7: the loss is nan, and 4 of 4 gradients")
     assert (first["restored"], first["first_batch"], first["last_batch"]) == (4, 5, 7)
     assert second["why"].startswith("step 8: ")
     assert (second["restored"], second["first_batch"], second["last_batch"]) == (4, 5, 11)
-    # The first was of a history that the second has replaced.
-    assert rolled(undisturbed) == [(5, 2, 8, 5, 11)]
+    # The second roll-back replaced the rows of the first.
+    assert rolled(uninterrupted) == [(5, 2, 8, 5, 11)]
     config = make_config(experiment="tests.run.roll_backs_test.Past", on_nonfinite="stop")
     assert loop.run(config, str(tmp_path), "") == 0
-    left, right = rows.final_state(undisturbed, make_config()), rows.final_state(tmp_path, config)
+    left, right = rows.final_state(uninterrupted, make_config()), rows.final_state(tmp_path, config)
     harness.assert_equal(left, right)
-    assert rows.results(undisturbed) == rows.results(tmp_path)
-    trained = [row for row in rows.same_bits(undisturbed) if "roll_back/" not in row]
+    assert rows.results(uninterrupted) == rows.results(tmp_path)
+    trained = [row for row in rows.same_bits(uninterrupted) if "roll_back/" not in row]
     assert trained == rows.same_bits(tmp_path)
 
 
-def test_it_is_said(tmp_path, capsys):
+def test_roll_backs_are_reported(tmp_path, capsys):
     assert loop.run(make_config(), str(tmp_path), "") == 0
     captured = capsys.readouterr()
     assert "step 7: the loss is nan" in captured.out and "error" not in captured.err
@@ -117,28 +120,30 @@ def test_it_is_said(tmp_path, capsys):
         "rolled back to step 4, skipping batches 5 to 11 of the data (roll-back 2 of at most 3)"
         in captured.out
     )
-    # The table of the model once, where it goes on from each time.
+    # The table of the model is printed once, and the restored checkpoint after each roll-back.
     assert captured.out.count("on each device") == 1
     assert captured.out.count("resumed from the checkpoint of step 4 in") == 2
 
 
-# Polls: of steps 2 and 6 of the first attempt; of step 8, when the trouble of step 7 is not known yet; of the third.
+# Polls 2 and 8 are at steps 2 and 6, poll 12 at step 8 before the trouble of step 7 is known, 20 in the third attempt.
 @pytest.mark.parametrize("at", [2, 8, 12, 20])
-def test_wherever_it_is_told_to_stop_it_ends_as_if_undisturbed(tmp_path, undisturbed, at):
+def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(tmp_path, uninterrupted, at):
     config = make_config()
     assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP)) == 42
     assert loop.run(config, str(tmp_path), "") == 0
-    assert_same(tmp_path, undisturbed, config)
+    assert_same(tmp_path, uninterrupted, config)
 
 
-def test_a_save_by_the_clock_is_none_to_go_back_to(tmp_path, undisturbed):
+def test_a_roll_back_ignores_checkpoints_that_the_clock_caused(tmp_path, uninterrupted):
     config = make_config()
     assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.SAVE)) == 0
-    assert_same(tmp_path, undisturbed, config)
+    assert_same(tmp_path, uninterrupted, config)
     assert [name[:14] for name in recorded(tmp_path)[0]["given_up"]] == ["step_00000006."]
 
 
 def killing(original):
+    """Returns a function that calls the original and then kills the run."""
+
     def killed(*args, **kwargs):
         original(*args, **kwargs)
         raise rows.Killed
@@ -146,7 +151,7 @@ def killing(original):
     return killed
 
 
-# Each instant of a roll-back, in their order: a run that is killed there has done what comes before.
+# The functions that a roll-back calls, in order. The run is killed after the first call of one of them.
 INSTANTS = [
     (jsonfile, "write"),
     (roll_backs.RollBacks, "add"),
@@ -160,18 +165,18 @@ INSTANTS = [
 
 
 @pytest.mark.parametrize("at", range(len(INSTANTS)), ids=lambda at: INSTANTS[at][1])
-def test_killed_at_any_instant_of_a_roll_back_it_ends_as_if_undisturbed(
-    tmp_path, undisturbed, monkeypatch, at
+def test_a_run_killed_at_any_call_of_a_roll_back_ends_as_if_uninterrupted(
+    tmp_path, uninterrupted, monkeypatch, at
 ):
     owner, name = INSTANTS[at]
     config = make_config()
-    # A checkpoint beyond the one that it goes back to.
+    # The stop saves a checkpoint after the one that the roll-back restores.
     assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.STOP)) == 42
     add = roll_backs.RollBacks.add
 
     def adds(self, step, why):
         monkeypatch.setattr(roll_backs.RollBacks, "add", add)
-        # From the begin of the first roll-back on.
+        # The kill is prepared when the first roll-back begins, so calls before it do not count.
         monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
         self.add(step, why)
 
@@ -180,7 +185,7 @@ def test_killed_at_any_instant_of_a_roll_back_it_ends_as_if_undisturbed(
         loop.run(config, str(tmp_path), "")
     monkeypatch.undo()
     assert loop.run(config, str(tmp_path), "") == 0
-    assert_same(tmp_path, undisturbed, config)
+    assert_same(tmp_path, uninterrupted, config)
 
 
 KILLED = """
@@ -203,43 +208,46 @@ loop.run(test.make_config(), sys.argv[1], "")
 """
 
 
-def test_kill_9_after_each_of_them(tmp_path, undisturbed):
+def test_a_run_survives_sigkill_after_it_records_each_roll_back(tmp_path, uninterrupted):
     for number in (1, 2):
         command = [sys.executable, "-c", KILLED, str(tmp_path), str(number)]
         ended = subprocess.run(command, cwd=system.ROOT, env=system.environment(), check=False)
         assert ended.returncode == -signal.SIGKILL
         assert len(recorded(tmp_path)) == number
     assert loop.run(make_config(), str(tmp_path), "") == 0
-    assert_same(tmp_path, undisturbed, make_config())
+    assert_same(tmp_path, uninterrupted, make_config())
 
 
-def test_the_last_of_so_many_ends_the_run_with_the_story(tmp_path, capsys):
+def test_the_limit_of_roll_backs_ends_the_run_and_lists_them(tmp_path, capsys):
     for _ in range(2):
         assert loop.run(make_config(limit=1), str(tmp_path), "") == notice.NONFINITE
-        said = capsys.readouterr().err
-        assert "error: step 8: the loss is nan" in said and "rolled back 1 time, the most" in said
-        assert "(1) step 7: the loss is nan" in said
-        assert "rolled back to step 4, skipping batches 5 to 7" in said
+        messages = capsys.readouterr().err
+        assert (
+            "error: step 8: the loss is nan" in messages
+            and "rolled back 1 time, the most" in messages
+        )
+        assert "(1) step 7: the loss is nan" in messages
+        assert "rolled back to step 4, skipping batches 5 to 7" in messages
         why = json.loads((tmp_path / "results.json").read_text())["why"]
-        assert why in said and len(recorded(tmp_path)) == 1
+        assert why in messages and len(recorded(tmp_path)) == 1
     assert loop.run(make_config(limit=2), str(tmp_path), "") == 0
 
 
-def test_before_its_first_checkpoint_it_begins_again(tmp_path):
+def test_a_roll_back_before_the_first_checkpoint_returns_to_step_0(tmp_path):
     config = make_config(poisoned=((0, 2),))
     assert loop.run(config, str(tmp_path), "") == 0
     assert rolled(tmp_path) == [(1, 1, 2, 1, 2)]
     assert [entry["restored"] for entry in recorded(tmp_path)] == [0]
 
 
-def test_past_a_later_checkpoint_batches_are_counted_on(tmp_path):
-    # Batch 11 is of step 8 after the first one, and batch 14 of step 11 behind the checkpoint of step 8.
+def test_a_later_roll_back_counts_the_batches_already_skipped(tmp_path):
+    # After the first roll-back, step 8 uses batch 11, and step 11, after the checkpoint of step 8, uses batch 14.
     config = make_config(poisoned=((0, 7), (0, 14)))
     assert loop.run(config, str(tmp_path), "") == 0
     assert rolled(tmp_path) == [(5, 1, 7, 5, 7), (9, 2, 11, 12, 14)]
 
 
-def test_checkpoints_of_evaluations_are_made_anew(tmp_path):
+def test_checkpoints_of_evaluations_are_saved_again(tmp_path):
     config = make_config(keep_best=9, poisoned=((0, 7),))
     assert loop.run(config, str(tmp_path), "") == 0
     (entry,) = recorded(tmp_path)
@@ -252,15 +260,15 @@ def test_checkpoints_of_evaluations_are_made_anew(tmp_path):
     assert sorted(evaluated) == [3, 6, 9, 12]
 
 
-def test_one_group_of_several(tmp_path):
+def test_trouble_in_one_group_of_two_rolls_back_both(tmp_path):
     config = make_config(group_assignment=HALVES, poisoned=((1, 6),))
     assert loop.run(config, str(tmp_path), "") == 0
     assert recorded(tmp_path)[0]["why"].startswith("step 6: in group 1 of 2 the loss is nan")
     assert rows.results(tmp_path)["global_step"] == [12, 12]
 
 
-def test_a_state_that_is_not_finite_though_its_loss_is(tmp_path, capsys):
-    # It is the last, and no later batch helps.
+def test_a_state_that_is_not_finite_although_its_loss_is_rolls_back(tmp_path, capsys):
+    # The last step is bad with any batch, so skipping batches does not help.
     config = make_config(experiment="tests.toy.Overflowing", poisoned=(), limit=2)
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     assert [entry["step"] for entry in recorded(tmp_path)] == [12, 12]
@@ -271,7 +279,7 @@ def test_a_state_that_is_not_finite_though_its_loss_is(tmp_path, capsys):
 
 
 class Bursting(toy.Poisoned):
-    """Its parameters overflow by a poisoned batch, of which the loss and the gradients are finite."""
+    """Has parameters that overflow after a poisoned batch, although its loss and gradients are finite."""
 
     def loss(self, outputs, batch):
         large = jnp.where(jnp.isnan(batch["y"]), 1e9, batch["y"])
@@ -284,8 +292,8 @@ class Bursting(toy.Poisoned):
 
 
 @pytest.mark.parametrize(("at", "step"), [(8, 6), (12, 8)])
-def test_a_stop_at_a_state_that_is_not_finite_decides_nothing(tmp_path, at, step):
-    # Step 8 is saved anyway, step 6 for the stop alone: that it is not finite is seen by the next loss.
+def test_a_stop_at_a_state_that_is_not_finite_causes_no_roll_back(tmp_path, at, step):
+    # Step 8 is saved on schedule, step 6 only because of the stop. The loss of the next step reveals the bad state.
     config = make_config(experiment="tests.run.roll_backs_test.Bursting", poisoned=((0, step),))
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     stopped = tmp_path / "stopped"
@@ -297,7 +305,7 @@ def test_a_stop_at_a_state_that_is_not_finite_decides_nothing(tmp_path, at, step
 
 
 class Stuck(toy.Poisoned):
-    """With a dynamic loss scale that is at its minimum."""
+    """Has a dynamic loss scale that is already at its minimum."""
 
     def optimizer(self):
         unscaled = xshard.CrossShardOptimizer(optax.sgd(0.1))
@@ -306,7 +314,7 @@ class Stuck(toy.Poisoned):
         )
 
 
-def test_a_scale_that_cannot_be_lowered(tmp_path):
+def test_skips_without_lowering_the_scale_cause_a_roll_back(tmp_path):
     config = make_config(
         experiment="tests.run.roll_backs_test.Stuck",
         max_skips_in_a_row=3,
@@ -315,7 +323,7 @@ def test_a_scale_that_cannot_be_lowered(tmp_path):
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     (entry,) = recorded(tmp_path / "whole")
     assert entry["why"].startswith("3 steps in a row were skipped") and entry["step"] == 7
-    # The count goes on where the run was stopped.
+    # The count of skips continues after a stop.
     stopped = tmp_path / "stopped"
     assert loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP)) == 42
     assert loop.run(config, str(stopped), "") == 0
@@ -323,22 +331,22 @@ def test_a_scale_that_cannot_be_lowered(tmp_path):
 
 
 class Jumping(toy.Wide):
-    """Its loss, but for some batches, is near 1; of several groups the last one's is as it is."""
+    """Has a loss near 1, except for some batches, where it is near 100."""
 
     def train_batches(self, part):
-        made = super().train_batches(part)
-        original = type(made).__next__
+        result = super().train_batches(part)
+        original = type(result).__next__
         jumps_at = self.config.poisoned
 
-        class Batches(type(made)):
+        class Batches(type(result)):
             def __next__(self):
                 number = self.get_state()["batches"] + 1
                 batch = dict(original(self))
                 scale = 100.0 if number in jumps_at else 1.0
                 return {**batch, "scale": np.full(len(batch["x"]), scale, np.float32)}
 
-        made.__class__ = Batches
-        return made
+        result.__class__ = Batches
+        return result
 
     def loss(self, outputs, batch):
         loss, metrics = super().loss(outputs, batch)
@@ -349,9 +357,9 @@ class Jumping(toy.Wide):
 
 
 @pytest.mark.parametrize("groups", [(), HALVES])
-def test_a_loss_that_jumps(tmp_path, groups):
+def test_a_loss_that_jumps_causes_a_roll_back(tmp_path, groups):
     changes = {"experiment": "tests.run.roll_backs_test.Jumping", "group_assignment": groups}
-    # The first comes before there are so many to compare with.
+    # The jump at step 3 is not detected, because loss_steps earlier losses do not exist yet.
     config = make_config(**changes, poisoned=(3, 7), loss_factor=5.0, loss_steps=4)
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     (entry,) = recorded(tmp_path / "whole")
@@ -359,18 +367,18 @@ def test_a_loss_that_jumps(tmp_path, groups):
     assert entry["why"].startswith(f"step 7: {where}the loss is 1")
     assert "above 5 times the earlier median, 1." in entry["why"]
     assert rolled(tmp_path / "whole") == [(5, 1, 7, 5, 7)]
-    # What it goes by is in the checkpoint.
+    # The checkpoint contains the earlier losses, so a resumed run detects the same jump.
     stopped = tmp_path / "stopped"
     assert loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP)) == 42
     assert loop.run(config, str(stopped), "") == 0
     assert_same(stopped, tmp_path / "whole", config)
 
 
-def test_jumps_are_of_each_learner_and_group():
+def test_jumps_are_detected_for_each_learner_and_group():
     watching = jumps.Jumps(2.0, 3)
     losses = [[1.0, -1.0], [3.0, -1.0], [2.0, -1.0], [np.nan, 9.0], [4.0, 9.0], [6.1, 9.0]]
     seen = [watching.add(np.array([row])) for row in losses]
-    # At a median below 0 none is seen; a step that is not finite is none of those before.
+    # A negative median detects no jump, and a step that is not finite does not enter the median.
     assert [np.isfinite(x).any() for x in seen] == [False] * 5 + [True]
     assert seen[-1].tolist()[0][0] == 3.0 and np.isnan(seen[-1][0, 1])
     other = jumps.Jumps(2.0, 3)
@@ -381,13 +389,13 @@ def test_jumps_are_of_each_learner_and_group():
 
 
 class Acting(toy.Poisoned):
-    """Its data acts on the model."""
+    """Has batches that come from acting on the model."""
 
     def train_batches(self, part):
-        made = super().train_batches(part)
-        made.acts_every_steps = 2
-        made.act = lambda step, predict: None
-        return made
+        result = super().train_batches(part)
+        result.acts_every_steps = 2
+        result.act = lambda step, predict: None
+        return result
 
 
 @pytest.mark.parametrize(
@@ -403,7 +411,7 @@ class Acting(toy.Poisoned):
         ({"limit": 0}, "limit=0 must be an integer of at least 1"),
     ],
 )  # fmt: skip
-def test_what_cannot_hold_is_refused_before_a_run(tmp_path, changes, match):
+def test_an_invalid_config_is_refused_before_the_run(tmp_path, changes, match):
     with pytest.raises(errors.UserError, match=match):
         loop.Run(make_config(**changes), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -415,28 +423,28 @@ OLD = {"step": 7, "why": "", "restored": 4, "first_batch": 5, "last_batch": 7, "
 @pytest.mark.parametrize(
     "content", [json.dumps([{**OLD, "update_scale": 0}]), "{}", "[1]", '[{"step": 1}]', "["]
 )
-def test_a_record_that_no_run_has_written_is_refused(tmp_path, content):
+def test_a_record_that_no_run_can_have_written_is_refused(tmp_path, content):
     assert loop.run(make_config(poisoned=(), steps=4), str(tmp_path), "") == 0
     (tmp_path / "roll_backs.json").write_text(content)
     with pytest.raises(errors.UserError, match=r"roll_backs.json"):
         loop.run(make_config(poisoned=()), str(tmp_path), "")
 
 
-def test_a_record_of_before_updates_were_lowered_is_read(tmp_path):
+def test_a_record_of_a_version_without_update_scales_is_read(tmp_path):
     (tmp_path / "roll_backs.json").write_text(json.dumps([OLD]))
     (entry,) = history.read(tmp_path / "roll_backs.json")
     assert entry.update_scale == 1.0 and history.passes([entry]) == {5: 3}
 
 
-def test_it_goes_on_with_another_policy(tmp_path):
+def test_recorded_roll_backs_apply_under_another_policy(tmp_path):
     config = make_config(poisoned=((0, 7),))
     assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(12, notice.STOP)) == 42
-    # It is past the data, whatever is done about what comes.
+    # The run still skips the data, whatever its policy for later trouble is.
     assert loop.run(make_config(poisoned=((0, 7),), on_nonfinite="stop"), str(tmp_path), "") == 0
     assert rolled(tmp_path) == [(5, 1, 7, 5, 7)]
 
 
-def test_without_a_checkpoint_to_go_back_to_it_ends(tmp_path, monkeypatch, capsys):
+def test_a_run_without_a_checkpoint_to_roll_back_to_ends(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(manager_lib.Manager, "finite_steps", lambda self: [])
     assert loop.run(make_config(), str(tmp_path), "") == notice.NONFINITE
     assert "there is no checkpoint to roll back to" in capsys.readouterr().err
@@ -447,38 +455,41 @@ FLIPPED = "params/mlp/~/linear_0/w"
 
 
 def assert_same_history(directory, other, config):
-    """As `assert_same`, but for roll-backs that have passed nothing, and how others are numbered beside them."""
+    """Asserts that two runs have the same final state, rows and results.
+
+    Roll-backs that skip no data leave no rows, but they count. The numbers of the others may therefore differ.
+    """
     harness.assert_equal(rows.final_state(directory, config), rows.final_state(other, config))
     left, right = (
-        [{k: x for k, x in json.loads(row).items() if k != "roll_back/number"} for row in found]
-        for found in map(rows.same_bits, (directory, other))
+        [{k: x for k, x in json.loads(row).items() if k != "roll_back/number"} for row in records]
+        for records in map(rows.same_bits, (directory, other))
     )
     assert left == right
     assert rows.results(directory) == rows.results(other)
 
 
-# In the first history, and in the third, which the run begins after 12 steps, past batches 5 to 11.
+# The flips are in the first history, or in the third, which begins after 12 steps and skips batches 5 to 11.
 @pytest.mark.parametrize(
     ("steps", "begin", "first", "change"),
     [
         ([5], 0, [5], flips.one_bit),
         ([6], 12, [5], flips.one_bit),
         ([6, 9], 12, [5, 16], flips.one_bit),
-        # The loss of the next step is not finite either, which is not the data's doing: none is passed.
+        # The loss of the next step is not finite either. The data did not cause that, so none is skipped.
         ([5], 0, [5], flips.to_nan),
     ],
 )
-def test_where_replicas_part_it_makes_the_same_steps_again(
-    tmp_path, undisturbed, monkeypatch, capsys, steps, begin, first, change
+def test_a_run_whose_replicas_part_repeats_the_same_steps(
+    tmp_path, uninterrupted, monkeypatch, capsys, steps, begin, first, change
 ):
     config = make_config(on_parted="roll_back", limit=9)
     left = list(steps)
     flips.after(monkeypatch, left, FLIPPED, 3, begin=begin, change=change)
     assert loop.run(config, str(tmp_path), "") == 0
     assert not left
-    assert_same_history(tmp_path, undisturbed, config)
-    found = [entry for entry in recorded(tmp_path) if entry["why"].startswith("After step")]
-    for entry, step, batch in zip(found, steps, first, strict=True):
+    assert_same_history(tmp_path, uninterrupted, config)
+    records = [entry for entry in recorded(tmp_path) if entry["why"].startswith("After step")]
+    for entry, step, batch in zip(records, steps, first, strict=True):
         assert entry["step"] == step and "replica 3 (device 3 of process 0)" in entry["why"]
         assert "was not saved" not in entry["why"]
         assert entry["restored"] == step // 4 * 4
@@ -487,7 +498,9 @@ def test_where_replicas_part_it_makes_the_same_steps_again(
     assert "repeating the steps with the same data (roll-back" in capsys.readouterr().out
 
 
-def test_killed_or_stopped_in_it_ends_as_if_undisturbed(tmp_path, undisturbed, monkeypatch):
+def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
+    tmp_path, uninterrupted, monkeypatch
+):
     config = make_config(on_parted="roll_back", limit=9)
     flips.after(monkeypatch, [5], FLIPPED, 3)
     with monkeypatch.context() as before:
@@ -496,15 +509,15 @@ def test_killed_or_stopped_in_it_ends_as_if_undisturbed(tmp_path, undisturbed, m
             loop.run(config, str(tmp_path), "")
     (entry,) = recorded(tmp_path)
     assert entry["why"].startswith("After step 5")
-    # At the save for a stop.
+    # This flip is detected at the save for the stop.
     flips.after(monkeypatch, [9], FLIPPED, 3)
     assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(19, notice.STOP)) == 42
     assert len(recorded(tmp_path)) > 1
     assert loop.run(config, str(tmp_path), "") == 0
-    assert_same_history(tmp_path, undisturbed, config)
+    assert_same_history(tmp_path, uninterrupted, config)
 
 
-def test_a_device_that_goes_on_so_ends_the_run_with_the_story(tmp_path, monkeypatch):
+def test_a_device_that_flips_bits_repeatedly_ends_the_run(tmp_path, monkeypatch):
     config = make_config(on_parted="roll_back", poisoned=(), limit=2)
     flips.after(monkeypatch, [6] * 9, FLIPPED, 3)
     with pytest.raises(replication.PartedError) as e:
@@ -513,7 +526,7 @@ def test_a_device_that_goes_on_so_ends_the_run_with_the_story(tmp_path, monkeypa
         e.value
     )
     assert str(e.value).count("This step was not saved") == 1
-    # Where the config does not say so, the first one does.
+    # With on_parted='stop' the first flip ends the run, whatever on_nonfinite is.
     for on_parted, on_nonfinite, count in (("stop", "roll_back", 0), ("roll_back", "stop", 2)):
         other = tmp_path / on_parted
         config = make_config(on_parted=on_parted, on_nonfinite=on_nonfinite, poisoned=(), limit=2)
@@ -529,22 +542,23 @@ def lowered_config(**changes):
 
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory):
+    """The directory of a run that lowers its updates at two roll-backs."""
     directory = tmp_path_factory.mktemp("lowered")
     assert loop.run(lowered_config(on_parted="roll_back"), str(directory), "") == 0
     return directory
 
 
-def updates_scale(directory):
-    """The factors of updates by step."""
-    found = rows.read(directory)
-    return {row["step"]: row["update_scale"] for row in found if "update_scale" in row}
+def update_scales(directory):
+    """Returns the logged factor of the updates, by step."""
+    records = rows.read(directory)
+    return {row["step"]: row["update_scale"] for row in records if "update_scale" in row}
 
 
 def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
     assert [entry["update_scale"] for entry in recorded(lowered)] == [0.25, 0.0625]
-    scales = updates_scale(lowered)
+    scales = update_scales(lowered)
     assert scales == {step: 1.0 if step < 5 else 0.0625 for step in range(1, 13)}
-    # As if the rule had been so from there on.
+    # The optimizer state holds the product of the factors of both roll-backs.
     config = lowered_config()
     run = loop.Run(config, str(lowered))
     state = run.checkpoints.manager.restore(run._target).state
@@ -555,7 +569,7 @@ def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
     assert scale == 0.0625
     unchanged = make_config(experiment="tests.toy.Lowered")
     assert loop.run(unchanged, str(tmp_path), "") == 0
-    assert set(updates_scale(tmp_path).values()) == {1.0}
+    assert set(update_scales(tmp_path).values()) == {1.0}
     plain = {row["step"]: row["parameter_norm"] for row in rows.read(tmp_path) if "loss" in row}
     norms = {row["step"]: row["parameter_norm"] for row in rows.read(lowered) if "loss" in row}
     moved = [abs(x[12] - x[4]) for x in (plain, norms)]
@@ -563,11 +577,13 @@ def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("at", [8, 12, 20])
-def test_lowered_it_goes_on_where_it_was_stopped(tmp_path, lowered, monkeypatch, at):
+def test_a_stopped_run_with_lowered_updates_resumes_to_the_same_end(
+    tmp_path, lowered, monkeypatch, at
+):
     config = lowered_config(on_parted="roll_back")
     assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP)) == 42
     if at == 20:
-        # What the config says later is of later roll-backs; steps that are made again are as they were.
+        # A changed factor applies only to later roll-backs; repeated steps use the recorded one.
         config = make_config(experiment=config.experiment, on_parted="roll_back")
         flips.after(monkeypatch, [10], FLIPPED, 3)
     assert loop.run(config, str(tmp_path), "") == 0
@@ -575,8 +591,8 @@ def test_lowered_it_goes_on_where_it_was_stopped(tmp_path, lowered, monkeypatch,
     assert len(recorded(tmp_path)) == 2 + (at == 20)
 
 
-def test_lowered_steps_are_replayed(lowered):
+def test_steps_with_lowered_updates_are_replayed(lowered):
     for step in (3, 6, 12):
         run = past.Past(str(lowered))
-        for made in run.steps(range(step, step + 1)):
-            assert run.difference(made) is None
+        for result in run.steps(range(step, step + 1)):
+            assert run.difference(result) is None
