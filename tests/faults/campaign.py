@@ -56,9 +56,8 @@ _ENDS = (shim.KILL, shim.TORN, shim.CUT)
 _MANY = 40
 PARTS = ("new", "resume", "again", "eval", "ls", "verify")
 WHERE = ("disk", "power", "gcs", "s3")
-# The outcomes of a point, in this order. The part ends as without a fault. It does so only after the same command is
-# given again. It does so then, but has a checkpoint that the rules would not have kept. The call did not occur. The
-# point is bad.
+# The outcomes of a point, in this order: the part ends as without a fault; it does so after the same command is given
+# again; likewise, but with a checkpoint that the rules would not have kept; the call did not occur; the point is bad.
 SAME, THEN_SAME, MORE, NOT_MET, BAD = "same", "then same", "keeps more", "not met", "BAD"
 _OUTCOMES = (SAME, THEN_SAME, MORE, NOT_MET, BAD)
 # Log lines of libraries, for example about their search for credentials.

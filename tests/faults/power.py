@@ -48,8 +48,8 @@ class Disk:
     def power_up(self):
         """Mounts the disk again after the shim has cut its power."""
         _call("umount", self._mounted)
-        # A copy of the image is mounted: if another process has created a mount namespace meanwhile, it still mounts the
-        # file system that was cut off.
+        # A copy of the image is mounted. If another process has created a mount namespace meanwhile, that namespace
+        # keeps the original mounted in its cut-off state.
         copy = self._image.with_name("found")
         _call("cp", "--sparse=always", self._image, copy)
         self._image.unlink()
