@@ -117,14 +117,14 @@ def test_a_second_run_in_the_same_folder_is_refused(folder, monkeypatch):
 
 def test_a_stale_lease_is_taken_over_and_its_former_holder_notices(gcs, tmp_path):
     folder = f"{gcs}{tmp_path.name}"
-    said = []
-    slow, other = harness.make_manager(folder), harness.make_manager(folder, say=said.append)
+    messages = []
+    slow, other = harness.make_manager(folder), harness.make_manager(folder, say=messages.append)
     slow.acquire()
     # The first run no longer renews its lease, as if its process had been suspended.
     slow._folder._lock._ended.set()
     slow._folder._lock._thread.join()
     other.acquire()
-    assert "watching for 1 s whether that process is alive" in said[0]
+    assert "watching for 1 s whether that process is alive" in messages[0]
     with pytest.raises(checkpoint.CheckpointError, match="no longer holds the lease .*end one"):
         harness.save(slow, 1, harness.make_tree())
     assert other.all_steps() == []

@@ -45,7 +45,7 @@ def run(capsys, *arguments):
     return code, json.loads(captured.out) if code in (0, 1) and captured.out else captured.err
 
 
-def test_ls(directory, capsys):
+def test_ls_prints_the_state_of_each_checkpoint(directory, capsys):
     (directory / "step_00000003.0123abcd").mkdir()
     run(capsys, "pin", directory, 1)
     code, rows = run(capsys, "ls", directory)
@@ -75,7 +75,7 @@ def test_a_nonfinite_checkpoint_is_reported_and_passes_verify(tmp_path, capsys):
     assert row["state"] == "whole"
 
 
-def test_show(directory, capsys):
+def test_show_prints_the_arrays_and_the_metadata(directory, capsys):
     _, rows = run(capsys, "show", directory, 2)
     by_path = {row["path"]: row for row in rows}
     assert by_path["w"]["type"] == "bfloat16" and by_path["w"]["shape"] == [2, 3]
@@ -130,7 +130,7 @@ def test_an_object_that_one_read_misses_is_not_reported_as_missing(
         assert rows() == undisturbed, missed
 
 
-def test_diff(directory, capsys):
+def test_diff_prints_the_largest_difference_of_each_array(directory, capsys):
     _, rows = run(capsys, "diff", directory, 1, 2)
     assert {row["path"]: row["largest difference"] for row in rows} == {
         "w": 1.0,
@@ -149,7 +149,7 @@ def test_a_pinned_step_is_kept_until_it_is_unpinned(directory, capsys):
     assert manager.all_steps() == [4]
 
 
-def test_rm(directory, capsys):
+def test_rm_deletes_a_checkpoint(directory, capsys):
     assert run(capsys, "rm", directory, 1)[0] == 0
     assert make_manager(directory).all_steps() == [2]
 
@@ -181,7 +181,7 @@ def test_orbax_restores_a_checkpoint_after_the_orbax_command(directory, capsys):
 
 
 @pytest.mark.parametrize("use_zarr3,use_ocdbt", [(False, True), (True, True), (False, False)])
-def test_import_of_an_orbax_checkpoint(tmp_path, capsys, use_zarr3, use_ocdbt):
+def test_an_orbax_checkpoint_is_imported(tmp_path, capsys, use_zarr3, use_ocdbt):
     params = {"mlp/linear": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.ones(3)}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -199,7 +199,7 @@ def test_import_of_an_orbax_checkpoint(tmp_path, capsys, use_zarr3, use_ocdbt):
     assert code == 1 and "is not an orbax checkpoint" in error
 
 
-def test_export(directory, capsys, tmp_path):
+def test_export_writes_the_arrays_to_an_npz_file(directory, capsys, tmp_path):
     file = tmp_path / "out.npz"
     assert run(capsys, "export", directory, 2, file)[0] == 0
     with np.load(file) as arrays:

@@ -71,7 +71,7 @@ def places(scratch, names=STORES, **faults):
 
 
 def trial(place, rng, counts):
-    """Starts a pod that saves one step after another, kills all its processes, and verifies every checkpoint that counts."""
+    """Starts a pod that saves one step after another, kills its processes, and verifies each checkpoint that counts."""
     count = rng.randint(1, 4)
     children = place.pods.start("save until killed", place.folder, count, step=place.newest + 1)
     victim = rng.choice(children)

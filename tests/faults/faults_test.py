@@ -19,12 +19,12 @@ def run(tmp_path, where, sample, *options):
     needs_compiler(where)
     options = [f"--sample={sample}", f"--seed={SEED}", *options]
     # One process tries all points, since each process first runs the undisturbed parts for the comparison.
-    found = campaign.tried(where, tmp_path, 1, options)
-    bad = [row for row in found if row["outcome"] == campaign.BAD]
+    results = campaign.tried(where, tmp_path, 1, options)
+    bad = [row for row in results if row["outcome"] == campaign.BAD]
     assert not bad, f"with XSHARD_FAULTS_SEED={SEED}: {json.dumps(bad, indent=1)}"
     # Calls that depend on the clock may not occur again, but most calls do.
-    reached = [row for row in found if row["outcome"] != campaign.NOT_MET]
-    assert len(found) == sample and len(reached) > 0.8 * sample
+    reached = [row for row in results if row["outcome"] != campaign.NOT_MET]
+    assert len(results) == sample and len(reached) > 0.8 * sample
 
 
 def needs_compiler(where):

@@ -152,8 +152,8 @@ def names_of_object(name):
 
 def reason(fault):
     """Returns the reason that a message must give for a fault; empty if its words are free."""
-    # For a missing file or a failed precondition, xshard may use its own words instead of those of the C library or HTTP.
-    # The other faults without a reason have no errno.
+    # For a missing file or a failed precondition, xshard may use its own words instead of those of the C library or
+    # HTTP. The other faults without a reason have no errno.
     if fault in ("ENOENT", "404", "412") or not (hasattr(errno, fault) or fault.isdigit()):
         return ""
     return fault if fault.isdigit() else os.strerror(getattr(errno, fault))
@@ -231,7 +231,7 @@ def _newest(checkpoints):
 
 
 def _best(checkpoints):
-    """Returns the lowest error of the checkpoints, the default metric of the scenario's config; None if none has metrics."""
+    """Returns the lowest error, the default metric of the scenario's config; None if no checkpoint has metrics."""
     errors = [item["metrics"]["error"] for item in checkpoints.values() if item["metrics"]]
     return min(errors, default=None)
 

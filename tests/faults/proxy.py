@@ -49,7 +49,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.plan()
 
     def plan(self, kind="", at=0, status=""):
-        """Plans a fault for the `at`-th request of a kind, from 1; for LAG, `at` is the number of recent requests."""
+        """Plans a fault for the `at`-th request of a kind, from 1. LAG hides the writes of the last `at` requests."""
         self.kind, self.at, self.status = kind, int(at), status
         self.calls, self.hit = [], None
         return {}
@@ -79,7 +79,7 @@ class Server(http.server.ThreadingHTTPServer):
         return {}
 
     def meet(self, kind, name):
-        """Records a request; returns the status with which to answer it, or an empty string if the store must answer."""
+        """Records a request; returns the status with which to answer it; empty if the store must answer."""
         with self.lock:
             self.calls.append([kind, kind in ("write", "delete"), name])
             count = sum(entry == kind for entry, _, _ in self.calls)

@@ -15,8 +15,8 @@ KINDS = (
 # In place of a kind: any call that changes something.
 CHANGES = "change"
 _CHANGES = 100
-# In place of an errno: a read or write that is cut short, SIGKILL before the call, SIGKILL in the middle of a write, and
-# a power cut before the call.
+# In place of an errno: a read or write that is cut short, SIGKILL before the call, SIGKILL in the middle of a write,
+# and a power cut before the call.
 SHORT, KILL, TORN, CUT = "short", "kill", "torn", "cut"
 _ACTIONS = {SHORT: -1, KILL: -2, TORN: -3, CUT: -4}
 _LENGTH = 240
