@@ -270,7 +270,7 @@ def test_a_damaged_checkpoint_is_marked_and_never_deleted(tmp_path, caplog):
     damage("flipped", path)
     manager.restore(tree)
     assert "meta.json is not what was written" in caplog.text
-    # Another manager sees the mark. The damaged checkpoint is not one of the kept ones, and nothing deletes it.
+    # Another manager sees the mark. The damaged checkpoint does not count toward `keep_last`, and nothing deletes it.
     manager.close()
     other = make_manager(tmp_path, keep_last=2)
     assert other.all_steps() == [1]

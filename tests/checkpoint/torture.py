@@ -52,7 +52,7 @@ class Counts:
 
 @contextlib.contextmanager
 def places(scratch, names=STORES, **faults):
-    """Opens stores, and starts the servers that they need; `faults` are the shares of each fault of GCS."""
+    """Opens stores and starts the servers that they need; `faults` are options of the stand-in for GCS."""
     with contextlib.ExitStack() as stack:
         opened = {}
         for name in names:

@@ -1,4 +1,4 @@
-"""A proxy between a run and an object store. It answers one request with an error, or listings from an older state.
+"""A proxy between a run and an object store. It answers one request with an error, or listings without new objects.
 
 The store is itself a stand-in: tests/checkpoint/gcs_server.py, or moto for S3. Requests to /faults/... control the
 proxy; it forwards all others to the store.
