@@ -1,4 +1,4 @@
-"""The checkpoints in a folder as others see them, while a run may be at work there."""
+"""Tests of the catalog: the checkpoints in a folder as another process sees them, while a run may save there."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from xshard import checkpoint
 from xshard.checkpoint import catalog, source
 
 
-def test_what_is_there(tmp_path):
+def test_the_catalog_lists_the_state_and_metrics_of_each_checkpoint(tmp_path):
     manager = make_manager(tmp_path / "ck", keep_last=3)
     for step in (1, 2):
         manager.save(
@@ -24,17 +24,17 @@ def test_what_is_there(tmp_path):
         )
     manager.close()
     (tmp_path / "ck/step_00000003.0123abcd").mkdir()
-    found = checkpoint.read_catalog(tmp_path / "ck")
-    assert found.written_with["jax"] == jax.__version__
-    assert [(e.step, e.state, e.best, e.metrics) for e in found.entries] == [
+    listing = checkpoint.read_catalog(tmp_path / "ck")
+    assert listing.written_with["jax"] == jax.__version__
+    assert [(e.step, e.state, e.best, e.metrics) for e in listing.entries] == [
         (1, "complete", 1, {"error": 1.0}),
         (2, "complete", None, {"error": 2.0}),
         (3, "incomplete", None, {}),
     ]
-    assert found.entries[0].nbytes > 0 and found.entries[0].time <= found.entries[1].time
+    assert listing.entries[0].nbytes > 0 and listing.entries[0].time <= listing.entries[1].time
 
 
-def test_what_is_deleted_meanwhile_is_not_there_and_not_damaged(tmp_path, monkeypatch):
+def test_a_checkpoint_deleted_during_the_listing_is_absent_not_damaged(tmp_path, monkeypatch):
     manager = make_manager(tmp_path, keep_last=3)
     for step in (1, 2):
         save(manager, step, {"w": jnp.ones(1)})
@@ -51,7 +51,7 @@ def test_what_is_deleted_meanwhile_is_not_there_and_not_damaged(tmp_path, monkey
     ]
 
 
-def test_what_is_damaged_is_said_to_be(tmp_path):
+def test_a_damaged_checkpoint_is_listed_as_damaged(tmp_path):
     manager = make_manager(tmp_path)
     save(manager, 1, {"w": jnp.ones(1)})
     (path,) = tmp_path.glob("step_00000001.*/COMMIT")
@@ -60,7 +60,7 @@ def test_what_is_damaged_is_said_to_be(tmp_path):
     assert (entry.state, entry.time, entry.metrics) == ("damaged", None, {})
 
 
-def test_an_empty_folder_and_none(tmp_path):
+def test_an_empty_folder_has_no_checkpoints_and_a_missing_one_is_an_error(tmp_path):
     assert checkpoint.read_catalog(tmp_path) == checkpoint.Catalog([], {})
     with pytest.raises(checkpoint.CheckpointError, match="is not a directory"):
         checkpoint.read_catalog(tmp_path / "nothing")

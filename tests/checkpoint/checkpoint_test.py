@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back bit by bit, or not at all."""
+"""Tests that a checkpoint is restored bit by bit or not at all."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def files_of(manager, step):
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
-def test_every_type_comes_back_bit_by_bit(tmp_path):
+def test_every_type_is_restored_bit_by_bit(tmp_path):
     manager, tree = make_manager(tmp_path / "new" / "dir"), make_tree()
     assert manager.latest_step() is None and manager.all_steps() == []
     save(manager, 7, tree, {"note": [1, "x"]})
@@ -49,7 +49,7 @@ def test_every_type_comes_back_bit_by_bit(tmp_path):
     harness.assert_equal(make_manager(tmp_path / "new" / "dir").restore(tree, step=7)[0], tree)
 
 
-# With those of the shared harness, all types that JAX has without 64 bits and zarr can hold.
+# Together with DTYPES these are all types that JAX has without 64-bit mode and that zarr can hold.
 MORE_TYPES = (
     "int4", "int2", "int16", "uint16", "float4_e2m1fn", "float8_e3m4", "float8_e8m0fnu",
     "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz",
@@ -58,7 +58,7 @@ MORE_TYPES = (
 
 @pytest.mark.parametrize("large", [1, 10**9])
 @pytest.mark.parametrize("shape", [(7, 9, 2), (100,), (1, 1), (3, 0), ()])
-def test_every_type_and_shape_as_bytes_and_as_zarr_and_to_anyone_with_tensorstore(
+def test_every_type_and_shape_is_restored_and_readable_by_tensorstore(
     tmp_path, monkeypatch, large, shape
 ):
     monkeypatch.setattr(arrays_lib, "LARGE_BYTES", large)
@@ -80,14 +80,14 @@ def test_every_type_and_shape_as_bytes_and_as_zarr_and_to_anyone_with_tensorstor
 
 
 @pytest.mark.parametrize("size", [3, arrays_lib.LARGE_BYTES])
-def test_an_array_that_is_the_whole_tree(tmp_path, size):
+def test_a_state_that_is_a_single_array_is_restored(tmp_path, size):
     array = jnp.arange(size, dtype=jnp.int32)
     manager = make_manager(tmp_path)
     save(manager, 1, array)
     harness.assert_equal(manager.restore(array).state, array)
 
 
-def test_another_number_of_devices_and_another_sharding(tmp_path):
+def test_an_array_is_restored_to_other_devices_and_shardings(tmp_path):
     eight, four = mesh.make_mesh(), mesh.make_mesh(devices=jax.devices()[:4])
     groups = mesh.make_mesh([[0, 1, 2, 3], [4, 5, 6, 7]])
     value = np.arange(64.0, dtype=np.float32).reshape(8, 8)
@@ -112,7 +112,7 @@ def test_another_number_of_devices_and_another_sharding(tmp_path):
         (lambda t: t.update(keys=[jax.random.key(0, impl="rbg"), t["keys"][1]]), "fry2x32.* in it, rbg"),
     ],
 )  # fmt: skip
-def test_a_target_that_differs_is_refused_and_the_leaf_named(tmp_path, change, match):
+def test_a_target_that_differs_is_refused_and_the_leaf_is_named(tmp_path, change, match):
     manager = make_manager(tmp_path)
     save(manager, 1, make_tree())
     target = make_tree()
@@ -121,16 +121,17 @@ def test_a_target_that_differs_is_refused_and_the_leaf_named(tmp_path, change, m
         manager.restore(target)
 
 
-def test_what_a_checkpoint_may_hold_besides_is_left_out(tmp_path):
-    said = []
-    manager = make_manager(tmp_path, say=said.append)
+def test_extra_arrays_that_may_hold_allows_are_not_read(tmp_path):
+    messages = []
+    manager = make_manager(tmp_path, say=messages.append)
     kept, old = {"a": jnp.arange(3.0)}, {"a": jnp.arange(3.0), "b": jnp.ones(2)}
     save(manager, 1, old)
     restored = manager.restore(kept, may_hold=lambda: old)
     harness.assert_equal(restored.state, kept)
     assert not restored.is_whole and manager.restore(old).is_whole
-    assert any("holds arrays that are not used here: b" in line for line in said)
-    # Only that, and nothing in its place; what is not there need not be made.
+    assert any("holds arrays that are not used here: b" in line for line in messages)
+    # An extra array of another shape or name than `may_hold` allows is still refused. `may_hold` is not called if the
+    # checkpoint has no extra arrays.
     for other in ({**old, "b": jnp.ones(3)}, {"a": old["a"], "c": old["b"]}, kept):
         with pytest.raises(checkpoint.CheckpointError, match="'b' is only in it"):
             manager.restore(kept, may_hold=lambda other=other: other)
@@ -138,7 +139,7 @@ def test_what_a_checkpoint_may_hold_besides_is_left_out(tmp_path):
         manager.restore({**old, "c": old["b"]}, may_hold=pytest.fail)
 
 
-def test_what_is_kept(tmp_path):
+def test_only_the_newest_are_kept_and_a_saved_step_is_not_overwritten(tmp_path):
     manager = make_manager(tmp_path, keep_last=2)
     for step in (1, 2, 3, 30):
         save(manager, step, {"a": jnp.full(3, step)})
@@ -150,33 +151,33 @@ def test_what_is_kept(tmp_path):
         manager.restore(target, 4)
 
 
-def test_what_is_on_the_devices_is_not_held_on_the_host_as_well(tmp_path, monkeypatch):
+def test_restored_arrays_do_not_stay_in_host_memory(tmp_path, monkeypatch):
     tree = {str(i): jnp.full(100, i, jnp.float32) for i in range(20)}
     manager = make_manager(tmp_path, budget_bytes=1)
     save(manager, 1, tree)
     allocate, to_device = parts._aligned, jax.device_put
-    memory, held = [], []
+    references, alive = [], []
 
-    def noted(*args):
-        held.append(sum(reference() is not None for reference in memory))
+    def tracked_aligned(*args):
+        alive.append(sum(reference() is not None for reference in references))
         array = allocate(*args)
-        memory.append(weakref.ref(array))
+        references.append(weakref.ref(array))
         return array
 
-    # As on devices with memory of their own: a CPU's arrays are the host's.
-    copied = lambda values, devices: to_device(jax.tree.map(np.array, values), devices)
-    monkeypatch.setattr(parts, "_aligned", noted)
+    # Copies, as on devices with their own memory: an array on CPU may share the host's memory.
+    put_copy = lambda values, devices: to_device(jax.tree.map(np.array, values), devices)
+    monkeypatch.setattr(parts, "_aligned", tracked_aligned)
     monkeypatch.setattr(reader, "_PLACED_AT_ONCE", 2)
-    monkeypatch.setattr(jax, "device_put", copied)
+    monkeypatch.setattr(jax, "device_put", put_copy)
     harness.assert_equal(manager.restore(tree).state, tree)
-    # Those that are put together, and what was read last.
-    assert len(held) == 20 and max(held) <= 3
+    # The two arrays that are placed together, and the array that was read last.
+    assert len(alive) == 20 and max(alive) <= 3
 
 
-def test_metrics_that_come_after_a_save_count_for_the_best(tmp_path, monkeypatch):
+def test_metrics_added_after_a_save_count_for_the_best(tmp_path, monkeypatch):
     keep = checkpoint.Keep(1, best=1, metric="error", mode="min")
-    said = []
-    manager = checkpoint.Manager(tmp_path / "run", keep, say=said.append)
+    messages = []
+    manager = checkpoint.Manager(tmp_path / "run", keep, say=messages.append)
     tree = {"a": jnp.arange(3.0)}
     save(manager, 1, tree)
     manager.add_metrics(1, {"error": 0.5})
@@ -184,8 +185,8 @@ def test_metrics_that_come_after_a_save_count_for_the_best(tmp_path, monkeypatch
     save(manager, 2, tree)
     assert manager.all_steps() == [1, 2]
     (path,) = manager.store.path.glob("step_00000001.*/METRICS")
-    # What does not answer now is not lost: nothing is deleted.
-    whole, read = path.read_bytes(), store_lib.Store.read
+    # Metrics that cannot be read now may still exist, so no checkpoint is deleted.
+    intact, read = path.read_bytes(), store_lib.Store.read
 
     def unavailable(self, name):
         if name.endswith("METRICS"):
@@ -195,9 +196,9 @@ def test_metrics_that_come_after_a_save_count_for_the_best(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(store_lib.Store, "read", unavailable)
         save(manager, 3, tree)
-    assert manager.all_steps() == [1, 2, 3] and "METRICS cannot be read" in said[-1]
-    # Damage is found, costs no more than the metrics, and is mended by the next that are given.
-    path.write_bytes(whole[:-3])
+    assert manager.all_steps() == [1, 2, 3] and "METRICS cannot be read" in messages[-1]
+    # Damage to METRICS is detected and loses only the metrics. The next `add_metrics` repairs it.
+    path.write_bytes(intact[:-3])
     assert manager.metrics(1) == {} and manager.restore(tree, 1).step == 1
     assert tool.main(["verify", str(manager.store.path), "1"]) == 1
     manager.add_metrics(1, {"error": 0.25})
@@ -206,7 +207,7 @@ def test_metrics_that_come_after_a_save_count_for_the_best(tmp_path, monkeypatch
     manager.close()
 
 
-def test_attempts_that_died_do_not_count_and_are_collected(tmp_path):
+def test_attempts_without_commit_do_not_count_and_are_deleted(tmp_path):
     manager, tree = make_manager(tmp_path), {"a": jnp.ones(3)}
     with pytest.raises(
         checkpoint.CheckpointError, match="There is no checkpoint in .* steps there: none"
@@ -224,7 +225,7 @@ def test_attempts_that_died_do_not_count_and_are_collected(tmp_path):
 
 @pytest.mark.parametrize("at", [0.0, 0.3, 0.99])
 @pytest.mark.parametrize("kind", ["flipped", "zeroed", "truncated", "deleted"])
-def test_damage_of_any_file_is_detected_and_the_one_before_taken(tmp_path, kind, at, caplog):
+def test_damage_to_any_file_is_detected_and_the_older_step_restored(tmp_path, kind, at, caplog):
     tree = {"big": jnp.arange(500_000.0), "middle": jnp.arange(30_000.0), **make_tree()}
     newer = {**tree, "big": -tree["big"], "middle": -tree["middle"]}
     manager = make_manager(tmp_path / "run")
@@ -232,20 +233,20 @@ def test_damage_of_any_file_is_detected_and_the_one_before_taken(tmp_path, kind,
     save(manager, 2, newer)
     detected = []
     for path in files_of(manager, 2):
-        whole = path.read_bytes()
+        intact = path.read_bytes()
         caplog.clear()
         damage(kind, path, at)
         restored, *_ = make_manager(manager.store.path).restore(tree)
-        named = "DAMAGED CHECKPOINT" in caplog.text and "step_00000002" in caplog.text
-        if named or (kind == "deleted" and path.name == "COMMIT"):
-            # A COMMIT that is gone is a checkpoint that does not count.
+        reported = "DAMAGED CHECKPOINT" in caplog.text and "step_00000002" in caplog.text
+        if reported or (kind == "deleted" and path.name == "COMMIT"):
+            # A checkpoint without COMMIT does not count, so its damage is not reported.
             harness.assert_equal(restored, tree)
             detected.append(path.name if path.parent.name != "d" else path.parent.parent.name)
         else:
-            # What a process wrote as its own index is not read again after the merge.
-            assert is_index(path, whole), path
+            # Only damage to a process's own index stays undetected: it is not read after the merge.
+            assert is_index(path, intact), path
             harness.assert_equal(restored, newer)
-        path.write_bytes(whole)
+        path.write_bytes(intact)
     wanted = {"COMMIT", "meta.json", "manifest.ocdbt", "p0", manager_folder(manager)}
     assert set(detected) == wanted
 
@@ -256,12 +257,12 @@ def manager_folder(manager):
 
 
 def is_index(path, content):
-    """Whether a file of process 0's holds nothing but its own index."""
+    """Returns whether a file holds only process 0's own index, judged by its folder and its size."""
     own = "p0" in (path.parent.name, path.parent.parent.name)
     return own and len(content) < 30_000
 
 
-def test_a_run_sets_what_is_damaged_aside_and_leaves_it_for_people_to_see(tmp_path, caplog):
+def test_a_damaged_checkpoint_is_marked_and_never_deleted(tmp_path, caplog):
     manager, tree = make_manager(tmp_path, keep_last=2), {"a": jnp.arange(3.0)}
     for step in (1, 2):
         save(manager, step, tree)
@@ -269,7 +270,7 @@ def test_a_run_sets_what_is_damaged_aside_and_leaves_it_for_people_to_see(tmp_pa
     damage("flipped", path)
     manager.restore(tree)
     assert "meta.json is not what was written" in caplog.text
-    # Others see it too, it takes no place, and nothing deletes it.
+    # Another manager sees the mark. The damaged checkpoint does not count toward `keep_last`, and nothing deletes it.
     manager.close()
     other = make_manager(tmp_path, keep_last=2)
     assert other.all_steps() == [1]
@@ -281,7 +282,7 @@ def test_a_run_sets_what_is_damaged_aside_and_leaves_it_for_people_to_see(tmp_pa
     other.close()
 
 
-def test_what_was_found_damaged_is_saved_again_and_takes_no_place(tmp_path):
+def test_a_damaged_step_is_saved_again_and_does_not_count_as_kept(tmp_path):
     manager, tree = make_manager(tmp_path, keep_last=2), {"a": jnp.arange(3.0)}
     for step in (1, 2):
         save(manager, step, tree)
@@ -294,7 +295,7 @@ def test_what_was_found_damaged_is_saved_again_and_takes_no_place(tmp_path):
     harness.assert_equal(manager.restore(tree, 2)[0], tree)
 
 
-def test_all_damaged_says_so(tmp_path):
+def test_an_error_reports_that_all_checkpoints_are_damaged(tmp_path):
     manager, tree = make_manager(tmp_path), {"a": jnp.ones(3)}
     save(manager, 1, tree)
     for path in files_of(manager, 1):
@@ -306,9 +307,10 @@ def test_all_damaged_says_so(tmp_path):
         manager.restore(tree)
 
 
-def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
     manager, tree = make_manager(tmp_path), {"a": jnp.ones(300_000)}
     save(manager, 1, tree)
+    # A limit on the size of files stands in for a full disk.
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
@@ -326,7 +328,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
     assert manager.latest_step() == 2
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         checkpoint.CheckpointError, match="could not be saved .*cannot be written: File exists"
@@ -335,7 +337,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, True])
-def test_bad_numbers(tmp_path, keep_last):
+def test_keep_last_must_be_a_positive_integer(tmp_path, keep_last):
     with pytest.raises(checkpoint.CheckpointError, match=r"checkpoint.keep_last=.* at least 1"):
         make_manager(tmp_path, keep_last=keep_last)
 
@@ -353,7 +355,7 @@ def saver_state(step):
     }
 
 
-def test_kill_at_any_instant_leaves_nothing_that_counts_and_is_wrong(tmp_path):
+def test_a_kill_at_any_instant_leaves_no_bad_checkpoint_that_counts(tmp_path):
     rng = random.Random(0)
     manager = make_manager(tmp_path, keep_last=2)
     command = [
@@ -373,7 +375,7 @@ def test_kill_at_any_instant_leaves_nothing_that_counts_and_is_wrong(tmp_path):
             parent.stdin.write("go\n")
             parent.stdin.flush()
             child = int(parent.stdout.readline())
-            # The instant of the kill is what is tried: during the first save, or after one.
+            # Even trials may kill the child during its first save; odd trials kill it after at least one save.
             end = time.monotonic() + FOREVER
             while trial % 2 and (manager.latest_step() or 0) == before:
                 assert time.monotonic() < end
@@ -389,8 +391,8 @@ def test_kill_at_any_instant_leaves_nothing_that_counts_and_is_wrong(tmp_path):
 
 
 def save_until_killed(directory):
-    """For each line that comes in, a child that saves one step after the other."""
-    # Forked before anything has run, so that a child costs no imports and inherits no threads.
+    """Forks a child for each line on stdin; the child saves one step after another until it is killed."""
+    # A child is forked before anything runs in this process, so it costs no imports and inherits no threads.
     for _ in sys.stdin:
         child = os.fork()
         if child:

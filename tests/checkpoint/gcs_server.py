@@ -1,11 +1,11 @@
-"""A small Google Cloud Storage on loopback, and the faults of a large one. A stand-in, not the real thing.
+"""A small stand-in for Google Cloud Storage on loopback, with the faults of the real service.
 
-It speaks what tensorstore asks of the JSON API: reading, writing and deleting objects under preconditions on
-their generation, and listing them. Objects live in memory. Faults come at random, from a seed:
+It implements the part of the JSON API that tensorstore uses: it lists objects, and it reads, writes and deletes them
+under preconditions on their generation. Objects live in memory. Faults are drawn at random from a seed:
 
-    refuse     a 503 before anything has been done
-    forget     what was asked for is done, and the reply is a 503
-    throttle   a 429
+    refuse     a 503, and the request is not carried out
+    forget     the request is carried out, and the reply is a 503
+    throttle   a 429, and the request is not carried out
 
     python -m tests.checkpoint.gcs_server --refuse=0.1      prints its address
 """
@@ -21,7 +21,7 @@ import urllib.parse
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves until it is shut down."""
+    """The server, with all objects and the record of injected faults."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -36,14 +36,14 @@ class Server(http.server.ThreadingHTTPServer):
         self.random = random.Random(seed)
 
     def handle_error(self, request, client_address):
-        """Quiet: clients are killed."""
+        """Prints nothing: tests kill clients, which breaks their connections."""
 
     @property
     def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def draw(self):
-        """A fault, or None."""
+        """Draws the fault of the next request; None if it has none."""
         with self.lock:
             x = self.random.random()
             for name, share in self.faults.items():
@@ -55,10 +55,10 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
-    # A reply comes in two packets, and the second would wait for the first to be acknowledged.
+    # A reply is sent in two packets. With Nagle's algorithm the second waits until the first is acknowledged.
     disable_nagle_algorithm = True
 
     def do_GET(self):
@@ -96,6 +96,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         bounds = self.headers.get("Range")
         if bounds is None:
             return (200, content, headers)
+        # "bytes=-N" asks for the last N bytes.
         low, _, high = bounds.removeprefix("bytes=").partition("-")
         low = int(low) if low else max(len(content) - int(high), 0)
         end = int(high) + 1 if high and bounds[6] != "-" else len(content)
@@ -144,7 +145,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *args):
-        """Quiet."""
+        """Prints nothing."""
 
 
 def main(argv):

@@ -1,4 +1,4 @@
-"""Trees, targets and stores that the checkpoints' tests share."""
+"""State trees, managers, damage and object stores that the tests of checkpoints share."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ import numpy as np
 import tests
 from xshard import checkpoint
 
-# Longer than anything takes, also where the cores have other work: this only ends what hangs.
+# Seconds that no operation takes, even on busy cores: this limit only ends operations that hang.
 FOREVER = 600
 DTYPES = (
     "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32", "uint8", "int8",
@@ -49,7 +49,13 @@ def save(manager, step, state, metadata=None, **extra):
 
 
 def damage(kind, path, at=0.5):
-    """Does to a file what disks do, at a part of its length."""
+    """Damages a file as a disk might.
+
+    Args:
+      kind: 'deleted', 'flipped' (one bit), 'zeroed' (up to 4096 bytes) or 'truncated'.
+      path: the file.
+      at: where the damage begins, as a fraction of the file's length.
+    """
     content = bytearray(path.read_bytes())
     place = min(int(len(content) * at), len(content) - 1)
     if kind == "deleted":
@@ -64,14 +70,14 @@ def damage(kind, path, at=0.5):
     path.write_bytes(content)
 
 
-def environment(**more):
-    """For processes of a test's own."""
-    mine = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    return {"XLA_FLAGS": tests.XLA_FLAGS, **os.environ, **mine, **more}
+def environment(**overrides):
+    """Returns the environment variables of a process that a test starts."""
+    required = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    return {"XLA_FLAGS": tests.XLA_FLAGS, **os.environ, **required, **overrides}
 
 
 def free_port():
-    """A port below those that the system gives away: it must be free still when a program comes to use it."""
+    """Returns a free port below the system's ephemeral range, so that it is still free when a program binds it."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with contextlib.suppress(OSError), socket.create_server(("", port)):
@@ -80,7 +86,7 @@ def free_port():
 
 @contextlib.contextmanager
 def gcs(**faults):
-    """A GCS server in a process of its own; yields its address."""
+    """Runs the stand-in for GCS in its own process; yields its address."""
     options = [f"--{name}={value}" for name, value in faults.items()]
     command = [sys.executable, "-m", "tests.checkpoint.gcs_server", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as server:
@@ -92,7 +98,7 @@ def gcs(**faults):
 
 @contextlib.contextmanager
 def s3():
-    """A moto server in a process of its own, with the bucket 'bucket'; yields its address."""
+    """Runs a moto server with the bucket 'bucket' in its own process; yields its address."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(
@@ -114,6 +120,6 @@ def _make_bucket(url, server):
             urllib.request.urlopen(request).close()
             return
         except urllib.error.URLError:
-            # Until it listens; it says so nowhere.
+            # moto does not report when it begins to listen, so the request is repeated.
             assert server.poll() is None and time.monotonic() < end, "moto did not start"
             time.sleep(0.05)

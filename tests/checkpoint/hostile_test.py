@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has forged, all checksums made right: refused by name, before memory is taken."""
+"""Tests that forged checkpoints with correct checksums are refused by name, before memory for them is allocated."""
 
 import json
 import re
@@ -20,7 +20,8 @@ STATE = {"params": {"w": jnp.arange(4.0)}, "x": jnp.ones(3), "large": jnp.ones(3
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def intact(tmp_path_factory):
+    """Returns the folder of an intact checkpoint of STATE."""
     folder = tmp_path_factory.mktemp("whole") / "checkpoints"
     manager = make_manager(folder)
     manager.save(1, STATE, {"a": 1}, metrics={"error": 1.0})
@@ -29,22 +30,22 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch):
-    """The bytes of all memory that is taken for arrays."""
-    allocate, taken = parts._aligned, []
+def allocations(monkeypatch):
+    """Records the bytes of each allocation for arrays, and fails if one exceeds 2 MiB: STATE has 1.2 MB."""
+    allocate, sizes = parts._aligned, []
 
     def count(shape, dtype):
-        taken.append(int(np.prod(shape, dtype=object)) * dtype.itemsize)
-        assert taken[-1] <= 2 << 20, "more than is stored"
+        sizes.append(int(np.prod(shape, dtype=object)) * dtype.itemsize)
+        assert sizes[-1] <= 2 << 20, "allocates more than the checkpoint stores"
         return allocate(shape, dtype)
 
     monkeypatch.setattr(parts, "_aligned", count)
-    return taken
+    return sizes
 
 
-def forge(folder, whole, change_meta=None, change_commit=None):
-    """A copy in which meta.json or COMMIT says something else, with the right checksums."""
-    shutil.copytree(whole, folder)
+def forge(folder, intact, change_meta=None, change_commit=None):
+    """Copies a checkpoint with a changed meta.json or COMMIT and correct checksums; returns the copy's folder."""
+    shutil.copytree(intact, folder)
     (step,) = folder.glob("step_*")
     meta = json.loads((step / "meta.json").read_bytes())
     commit = format_lib.unseal((step / "COMMIT").read_bytes())
@@ -61,12 +62,12 @@ def forge(folder, whole, change_meta=None, change_commit=None):
 
 
 def array(path="x", **changes):
-    """Changes what is said of an array, whose checksums would not be as many any more."""
+    """Returns a change of an array's entry in meta.json. The checksums are removed, since their number may not fit."""
     return lambda meta: meta["arrays"][path].update({"sums": None} | changes)
 
 
 def renamed(path, **changes):
-    """Gives an array another path."""
+    """Returns a change that moves the array 'x' to another path."""
 
     def change(meta):
         entry = meta["arrays"].pop("x")
@@ -128,36 +129,39 @@ CASES += [(None, case, message) for case, message in COMMITS.values()]
 @pytest.mark.parametrize(
     "meta,commit,message", CASES, ids=[*METAS, *(f"COMMIT {c}" for c in COMMITS)]
 )
-def test_what_is_forged_is_refused_by_name(tmp_path, whole, capsys, meta, commit, message):
-    folder = forge(tmp_path / "forged", whole, meta, commit)
+def test_a_forged_description_is_refused_by_name(tmp_path, intact, capsys, meta, commit, message):
+    folder = forge(tmp_path / "forged", intact, meta, commit)
     file = tmp_path / "out.npz"
     for command in (["verify"], ["export", 1, file], ["ls"], ["show", 1], ["orbax", 1]):
+        # `ls`, `show` and `orbax` may succeed, but they must not crash.
         code = tool.main([command[0], str(folder), *map(str, command[1:])])
-        said = "".join(capsys.readouterr())
-        assert "Traceback" not in said
+        printed = "".join(capsys.readouterr())
+        assert "Traceback" not in printed
         if command[0] in ("verify", "export"):
-            assert code == 1, said
-            assert said.count("\n") <= 2 and re.search(message, said), said
+            assert code == 1, printed
+            assert printed.count("\n") <= 2 and re.search(message, printed), printed
     assert not file.exists()
     with pytest.raises(checkpoint.CheckpointError, match="float32|not what was written|version"):
         make_manager(folder).restore(STATE)
 
 
-def test_names_that_lead_elsewhere(tmp_path, whole, capsys):
-    folder = forge(tmp_path / "forged", whole, renamed("../../../evil"))
+def test_a_path_that_leads_out_of_the_checkpoint_is_refused(tmp_path, intact, capsys):
+    folder = forge(tmp_path / "forged", intact, renamed("../../../evil"))
     assert tool.main(["export", str(folder), "1", str(tmp_path / "out.npz")]) == 1
     assert "'../../../evil' in" in capsys.readouterr().err
     assert not [path for path in tmp_path.rglob("*") if "evil" in path.name]
 
 
 @pytest.mark.parametrize("shape", [[HUGE], [1 << 20]])
-def test_a_loss_scale_that_is_not_one_is_not_read(tmp_path, whole, capsys, asked, shape):
+def test_show_does_not_read_a_loss_scale_that_is_not_a_scalar(
+    tmp_path, intact, capsys, allocations, shape
+):
     scale = renamed("a/current_loss_scale", shape=shape, chunk_shape=[1])
-    folder = forge(tmp_path / "forged", whole, scale)
-    assert tool.main(["show", str(folder), "1"]) == 0 and not asked
+    folder = forge(tmp_path / "forged", intact, scale)
+    assert tool.main(["show", str(folder), "1"]) == 0 and not allocations
 
 
-def test_a_rule_for_the_best_that_is_none(tmp_path, whole):
+def test_an_invalid_rule_for_the_best_step_is_ignored(tmp_path, intact):
     for number, options in enumerate(
         (
             [1],
@@ -167,7 +171,7 @@ def test_a_rule_for_the_best_that_is_none(tmp_path, whole):
         )
     ):
         change = lambda meta: meta.update(metadata={"config": {"checkpoint": options}})
-        folder = forge(tmp_path / str(number), whole, change)
+        folder = forge(tmp_path / str(number), intact, change)
         (entry,) = checkpoint.read_catalog(folder).entries
         assert (entry.state, entry.best) == ("complete", None)
 
@@ -178,7 +182,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-def test_arrays_of_any_name_are_exported_under_names_that_an_archive_can_have(tmp_path, capsys):
+def test_arrays_of_any_name_are_exported_under_valid_archive_names(tmp_path, capsys):
     state = {name: jnp.full(2, index) for index, name in enumerate(NAMES)}
     manager = make_manager(tmp_path / "in")
     manager.save(1, state, {})
@@ -197,16 +201,16 @@ def test_arrays_of_any_name_are_exported_under_names_that_an_archive_can_have(tm
     with zipfile.ZipFile(file) as archive:
         archive.extractall(unpacked)
         names = archive.namelist()
-    found = {
+    actual = {
         path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*.npy") if path.is_file()
     }
-    assert found == set(names) and len(names) == len(set(names))
+    assert actual == set(names) and len(names) == len(set(names))
     assert sorted(path.name for path in file.parent.iterdir()) == ["arrays.npz", "unpacked"]
 
 
-def test_an_export_that_fails_leaves_no_part_of_itself(tmp_path, whole, capsys):
+def test_a_failed_export_leaves_no_file(tmp_path, intact, capsys):
     folder = tmp_path / "damaged"
-    shutil.copytree(whole, folder)
+    shutil.copytree(intact, folder)
     largest = max(folder.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -218,19 +222,19 @@ def test_an_export_that_fails_leaves_no_part_of_itself(tmp_path, whole, capsys):
 
 
 def strict(content):
-    """JSON as others read it."""
+    """Parses JSON, and fails on NaN and infinities as strict parsers do."""
     return json.loads(content, parse_constant=pytest.fail)
 
 
-def test_numbers_that_json_has_not_are_saved_and_restored(tmp_path, capsys):
+def test_nan_and_infinities_are_saved_as_valid_json_and_restored(tmp_path, capsys):
     folder = tmp_path / "nan"
     manager = make_manager(folder, keep_last=2)
     values = {"error": float("nan"), "most": float("inf"), "least": -float("inf"), "half": 0.5}
     metadata = {"config": {"clip": float("inf"), "rates": [1.0, float("nan")]}}
     manager.save(1, {"current_loss_scale": jnp.float32(jnp.nan)}, metadata, metrics=values)
     manager.wait()
-    found = manager.metrics(1)
-    assert str({name: found[name] for name in values}) == str(values)
+    actual = manager.metrics(1)
+    assert str({name: actual[name] for name in values}) == str(values)
     restored = manager.restore({"current_loss_scale": jnp.float32(0)})
     assert str(restored.metadata) == str(metadata)
     manager.close()
@@ -242,7 +246,7 @@ def test_numbers_that_json_has_not_are_saved_and_restored(tmp_path, capsys):
     assert by_path["current_loss_scale"] is None and by_path["config"]["clip"] is None
 
 
-def test_a_commit_of_before_with_a_bare_nan_is_read(tmp_path):
+def test_an_old_commit_file_with_a_bare_nan_is_read(tmp_path):
     folder = tmp_path / "old"
     manager = make_manager(folder)
     manager.save(1, {"x": jnp.ones(1)}, {}, metrics={"error": 0.5})
@@ -258,7 +262,7 @@ def test_a_commit_of_before_with_a_bare_nan_is_read(tmp_path):
     assert manager.restore({"x": jnp.zeros(1)}).step == 1
 
 
-def test_verify_of_a_folder_without_checkpoints(tmp_path, capsys):
+def test_verify_fails_on_a_folder_without_checkpoints(tmp_path, capsys):
     assert tool.main(["verify", str(tmp_path)]) == 1
     assert f"There is no checkpoint in {tmp_path}; steps there: none" in capsys.readouterr().err
 
@@ -276,15 +280,15 @@ METADATA = {
 
 
 @pytest.mark.parametrize("content", METADATA.values(), ids=METADATA)
-def test_a_forged_checkpoint_of_orbaxs(tmp_path, capsys, content):
+def test_a_forged_orbax_checkpoint_is_refused_by_name(tmp_path, capsys, content):
     (tmp_path / "_METADATA").write_bytes(content)
     assert tool.main(["import", str(tmp_path), str(tmp_path / "new")]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{tmp_path}/_METADATA is not a valid orbax file" in said
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and f"{tmp_path}/_METADATA is not a valid orbax file" in printed
     assert not (tmp_path / "new").exists()
 
 
-def test_an_array_of_orbaxs_that_memory_cannot_hold(tmp_path, capsys):
+def test_an_orbax_array_that_exceeds_memory_is_refused(tmp_path, capsys):
     key = '{"key_metadata": [{"key": "x"}], "value_metadata": {}}'
     (tmp_path / "_METADATA").write_text(
         f'{{"tree_metadata": {{"x": {key}}}, "use_ocdbt": false, "use_zarr3": false}}'
@@ -294,5 +298,5 @@ def test_an_array_of_orbaxs_that_memory_cannot_hold(tmp_path, capsys):
             "fill_value": 0, "filters": None, "order": "C", "dimension_separator": "."}  # fmt: skip
     (tmp_path / "x" / ".zarray").write_text(json.dumps(zarr))
     assert tool.main(["import", str(tmp_path), str(tmp_path / "new")]) == 1
-    said = capsys.readouterr().err
-    assert "17592186044416 bytes" in said and "holds them all in memory" in said
+    printed = capsys.readouterr().err
+    assert "17592186044416 bytes" in printed and "holds them all in memory" in printed

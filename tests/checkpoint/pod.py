@@ -1,9 +1,9 @@
-"""Pods of real JAX processes that save and restore, forked from one that has imported everything.
+"""Pods of real JAX processes that save and restore, forked from a parent that has imported everything.
 
     python -m tests.checkpoint.pod
 
-takes a task in JSON a line on stdin; answers each with the processes' ids, and each "wait" with their exit
-codes. What the processes have found is in the files that the task names.
+The parent reads one task per line from stdin, as JSON. It answers a task with the ids of the pod's processes, and the
+line "wait" with their exit codes. Each process writes its results to a file that the task names.
 """
 
 import contextlib
@@ -27,22 +27,23 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import lock, store
 
 DEVICES = 2
-# Divided by every number of devices that a pod of 1 to 4 processes has.
+# Divisible by the number of devices of every pod of 1 to 4 processes.
 SIZE = 24
 
 
 @dataclasses.dataclass
 class Task:
-    """What the processes of a pod do.
+    """A task for the processes of a pod.
 
     Attributes:
-      action: 'save', 'save until killed', 'restore', or 'verify' of all that counts.
-      folder: where the checkpoints are.
+      action: 'save', 'save until killed', 'restore' the newest checkpoint, or 'verify' all checkpoints that count.
+      folder: the folder of the checkpoints.
       count: the number of processes.
-      model: the devices that hold one replica's arrays together.
-      step: the step to save, to restore, or to save first.
-      report: the prefix of the files for what they find.
-      saves: how many steps to save.
+      model: the number of devices that hold one replica's arrays together.
+      step: the first step to save.
+      report: the prefix of the files that the processes write.
+      port: the port on which the processes connect.
+      saves: the number of steps to save.
     """
 
     action: str
@@ -56,7 +57,7 @@ class Task:
 
 
 def host_state(step):
-    """The state of a step: its arrays and how they lie on the mesh."""
+    """Returns the state of a step, as pairs of an array and its partition spec."""
     rng = np.random.default_rng(step)
 
     def noise(*shape, dtype=np.float32):
@@ -66,7 +67,7 @@ def host_state(step):
         "params": {
             "grouped/w": (noise(2, SIZE, SIZE), ("group", None, "model")),
             "along both": (noise(SIZE, SIZE, dtype=jnp.bfloat16), ("model", "replica")),
-            # Cut into parts for the processes that hold it, all of them.
+            # All processes hold this array, so each writes a part of it.
             "large": (noise(SIZE * 1000, 4), ()),
             "half": (noise(2, 5, dtype=np.float16), ("group",)),
         },
@@ -82,7 +83,7 @@ def is_pair(node):
 
 
 def device_state(step, devices_mesh):
-    """The same on a mesh, and a key."""
+    """Returns the arrays of `host_state` on a mesh, and a key."""
 
     def place(pair):
         value, spec = pair
@@ -104,22 +105,22 @@ def make_target(devices_mesh):
 
 
 def differences(state, step):
-    """The paths of what is not, bit by bit, the state of a step; on this process's devices."""
-    found = arrays_lib.flatten(state)
+    """Returns the paths of the arrays whose bits on this process's devices differ from the state of a step."""
+    actual = arrays_lib.flatten(state)
     wanted = arrays_lib.flatten(jax.tree.map(lambda p: p[0], host_state(step), is_leaf=is_pair))
     wanted["rng"] = np.asarray(jax.random.key_data(jax.random.key(step)))
-    found["rng"] = jax.random.key_data(found["rng"])
-    assert found.keys() == wanted.keys()
+    actual["rng"] = jax.random.key_data(actual["rng"])
+    assert actual.keys() == wanted.keys()
     return [
         path
-        for path, array in found.items()
+        for path, array in actual.items()
         for shard in array.addressable_shards
         if np.asarray(shard.data).tobytes() != np.asarray(wanted[path])[shard.index].tobytes()
     ]
 
 
 def run(task, index):
-    """What one process of a pod does."""
+    """Performs a task in one process of a pod."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     if task.count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -128,11 +129,11 @@ def run(task, index):
             initialization_timeout=harness.FOREVER,
             heartbeat_timeout_seconds=harness.FOREVER, shutdown_timeout_seconds=harness.FOREVER,
         )  # fmt: skip
-    # So that the arrays of a test are cut into as many chunks as those of a large model.
+    # With small chunks, the arrays of a test are cut into as many chunks as those of a large model.
     arrays_lib.SHARED_CHUNK_BYTES = 4 << 10
     arrays_lib.CHUNK_BYTES = 64 << 10
     arrays_lib.LARGE_BYTES = 8 << 10
-    # A killed run's lease would keep the next one waiting, and a fault its retry.
+    # These times are short because a pod waits for the lease of a killed one, and before each retry of a request.
     lock.RENEW_SECONDS, lock.WATCH_SECONDS = 0.1, 0.5
     store.RETRIES.update(initial_delay="1ms", max_delay="20ms")
     manager = harness.make_manager(task.folder, keep_last=2, deadline_seconds=harness.FOREVER)
@@ -142,7 +143,7 @@ def run(task, index):
         manager.close()
         pathlib.Path(f"{task.report}.{index}.json").write_text(json.dumps(report))
     finally:
-        # Together, since the end of process 0 is the end of all.
+        # All processes shut down together, since the end of process 0 ends the others.
         if task.count > 1:
             jax.distributed.shutdown()
 
@@ -167,7 +168,7 @@ def save(task, index, manager):
 
 
 def saved_path(report, index):
-    """The file with the number of steps that a process has saved; there is none before it begins to."""
+    """Returns the file with the number of steps that a process has saved. It does not exist before the first save."""
     return pathlib.Path(f"{report}.{index}.saved")
 
 
@@ -183,7 +184,7 @@ def restore(task, index, manager):
 
 
 def verify(task, index, manager):
-    """Reads every byte of all that counts."""
+    """Reads every byte of each checkpoint that counts."""
     del index
     bad = {}
     for step in manager.all_steps():
@@ -213,12 +214,12 @@ def fork(task, index):
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-    # Without the ends of the parent's life, such as those of pytest.
+    # This skips the exit handlers that the child inherits.
     os._exit(code)
 
 
 def serve():
-    """Forks pods as stdin asks for."""
+    """Forks a pod for each task on stdin."""
     children = []
     for line in sys.stdin:
         if line.strip() == "wait":
@@ -231,7 +232,7 @@ def serve():
 
 
 class Pods:
-    """The parent of pods, for tests."""
+    """The tests' interface to the parent of pods."""
 
     def __init__(self, process, scratch):
         self._process = process
@@ -239,7 +240,7 @@ class Pods:
         self._number = 0
 
     def start(self, action, folder, count, *, model=1, step=0, saves=1):
-        """Starts a pod; the ids of its processes."""
+        """Starts a pod; returns the ids of its processes."""
         port = harness.free_port()
         self._number += 1
         self._report = self._scratch / f"pod{self._number}"
@@ -248,17 +249,17 @@ class Pods:
         return self._ask(json.dumps(dataclasses.asdict(task)))
 
     def wait(self):
-        """The exit codes of its processes."""
+        """Waits for the end of the pod; returns the exit codes of its processes."""
         return self._ask("wait")
 
     def saved(self):
-        """How many steps the first process has saved; -1 before it begins to."""
+        """Returns the number of steps that process 0 has saved; -1 before its first save begins."""
         path = saved_path(self._report, 0)
         text = path.read_text() if path.exists() else ""
         return int(text or -1)
 
     def run(self, *args, **kwargs):
-        """Runs a pod to its end; what its processes report."""
+        """Runs a pod to its end; returns the reports of its processes."""
         self.start(*args, **kwargs)
         codes = self.wait()
         assert codes == [0] * self._count, self.logs()
@@ -278,7 +279,7 @@ class Pods:
 
 @contextlib.contextmanager
 def pods(scratch, **environment):
-    """Pods with variables of the environment of their own."""
+    """Starts a parent of pods with additional environment variables; yields its `Pods`."""
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.pod"],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: real ones, on a disk and on object stores."""
+"""Tests of checkpoints by several real processes, on a disk and on object stores."""
 
 import pytest
 
@@ -16,14 +16,14 @@ def pods(tmp_path_factory):
 def check_restored(reports, step, count):
     for report in reports:
         assert report["differences"] == [] and report["step"] == report["note"] == step
-        # The position of each process that has saved, for each that restores.
+        # Each process that restores receives the data of every process that saved.
         assert report["data"] == [{"at": [step, index]} for index in range(count)]
 
 
 @pytest.mark.parametrize("save_on", COUNTS)
-def test_saved_by_some_processes_and_restored_by_others(pods, tmp_path, save_on):
+def test_any_number_of_processes_restores_what_any_number_saved(pods, tmp_path, save_on):
     saved = pods.run("save", tmp_path, save_on, step=7)
-    # Each byte once, and about as many by each process that holds it.
+    # Each process writes its part of the common plan, and the parts are about equally large.
     loads = saved[0]["loads"]
     assert [report["own"] for report in saved] == loads == saved[-1]["loads"]
     assert max(loads) < 1.3 * min(loads)
@@ -33,9 +33,9 @@ def test_saved_by_some_processes_and_restored_by_others(pods, tmp_path, save_on)
             check_restored(reports, 7, save_on)
 
 
-def test_damage_that_one_process_sees_makes_all_take_the_one_before(pods, tmp_path):
+def test_all_processes_restore_the_step_before_a_damaged_one(pods, tmp_path):
     pods.run("save", tmp_path, 3, step=5, saves=2)
-    # The newest's largest file: chunks that some processes read and others do not.
+    # The largest file of the newest step. It holds chunks that only some of the processes read.
     files = [p for p in tmp_path.glob("step_00000006.*/p1/d/*") if p.is_file()]
     harness.damage("flipped", max(files, key=lambda p: p.stat().st_size))
     for count in (1, 3, 4):
@@ -43,9 +43,9 @@ def test_damage_that_one_process_sees_makes_all_take_the_one_before(pods, tmp_pa
         assert "DAMAGED CHECKPOINT" in pods.logs() and "step_00000006" in pods.logs()
 
 
-def test_damage_that_not_all_processes_see_is_all_processes_damage(pods, tmp_path):
+def test_damage_that_some_processes_do_not_read_is_damage_for_all(pods, tmp_path):
     pods.run("save", tmp_path, 3, step=5, saves=2)
-    # The first of two groups, whose devices are the first two processes'.
+    # A block of the first of two groups: only the first two processes have it on their devices.
     block = pod.host_state(6)["params"]["grouped/w"][0][0].tobytes()
     (file,) = [
         path
@@ -60,7 +60,7 @@ def test_damage_that_not_all_processes_see_is_all_processes_damage(pods, tmp_pat
     check_restored(reports, 5, 3)
 
 
-def test_what_is_wrong_on_one_process_is_said_on_all(pods, tmp_path):
+def test_a_failed_save_is_reported_by_every_process(pods, tmp_path):
     (tmp_path / "file").write_text("")
     pods.start("save", tmp_path / "file", 3)
     assert pods.wait() == [1, 1, 1]
@@ -69,7 +69,7 @@ def test_what_is_wrong_on_one_process_is_said_on_all(pods, tmp_path):
 
 
 @pytest.mark.parametrize("store", torture.STORES)
-def test_kill_9_at_any_instant_leaves_nothing_that_counts_and_is_wrong(tmp_path, store):
+def test_a_kill_of_a_pod_leaves_no_bad_checkpoint_that_counts(tmp_path, store):
     counts = torture.run(tmp_path, 10, seed=0, names=(store,))
-    # Of ten pods some have saved at least once before they were killed: what they have left is read whole.
+    # Some of the ten pods saved at least once before the kill. Their checkpoints are read in full.
     assert counts.trials == 10 and counts.verified >= 5 and counts.bad == {}

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and what a Manager does about it."""
+"""Tests of the rules that decide which checkpoints are kept, and of their application by a Manager."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,15 +30,15 @@ def saved(**metrics):
         (checkpoint.Keep(2, 3, 1, "m"), {3, 6, 7}),
     ],
 )
-def test_rules(keep, kept):
-    # Equals: the earlier. Without the metric, or with one that is no number: never the best.
-    there = saved(s1=0.1, s2=None, s3=0.9, s4=0.1, s5=0.9, s6=float("nan"), s7=0.5)
-    assert keep.kept(there) == kept
+def test_the_rules_select_the_steps_to_keep(keep, kept):
+    # Of equal metrics the earlier step is better. A step without the metric, or with NaN, is never the best.
+    present = saved(s1=0.1, s2=None, s3=0.9, s4=0.1, s5=0.9, s6=float("nan"), s7=0.5)
+    assert keep.kept(present) == kept
 
 
-def test_pinned_ones_stay():
-    there = [retention.Saved(1, pinned=True), *saved(s2=1.0, s3=1.0)]
-    assert checkpoint.Keep(1).kept(there) == {1, 3}
+def test_a_pinned_checkpoint_is_kept():
+    present = [retention.Saved(1, pinned=True), *saved(s2=1.0, s3=1.0)]
+    assert checkpoint.Keep(1).kept(present) == {1, 3}
 
 
 @pytest.mark.parametrize(
@@ -49,29 +49,29 @@ def test_pinned_ones_stay():
         (checkpoint.Keep(1, best=1, metric="m"), {1, 3, 7}),
     ],
 )
-def test_the_newest_that_is_finite_stays_beside_those_that_are_not(keep, kept):
+def test_the_newest_finite_checkpoint_is_kept_beside_nonfinite_ones(keep, kept):
     metrics = {1: 0.9, 2: 0.5, 3: 0.1}
-    there = [retention.Saved(i, metrics.get(i, float("nan")), finite=i <= 3) for i in range(1, 8)]
-    assert keep.kept(there) == kept
+    present = [retention.Saved(i, metrics.get(i, float("nan")), finite=i <= 3) for i in range(1, 8)]
+    assert keep.kept(present) == kept
 
 
 NOT_FINITE = {"params": {"w": jnp.array([1.0, jnp.nan]), "n": jnp.ones(2)}, "slot": jnp.ones(1)}
 FINITE = {"params": {"w": jnp.ones(2), "n": jnp.ones(2)}, "slot": jnp.array([jnp.inf])}
 
 
-def test_what_is_watched_is_said_and_the_newest_that_is_finite_stays(tmp_path):
-    told = []
-    options = {"finite": "^params/", "committed": told.append}
+def test_nonfinite_arrays_are_named_and_the_newest_finite_step_is_kept(tmp_path):
+    commits = []
+    options = {"finite": "^params/", "committed": commits.append}
     manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), **options)
     for step, state in enumerate([FINITE, FINITE, NOT_FINITE, NOT_FINITE]):
         save(manager, step, state)
     manager.close()
-    # Of one that a process finds there, too.
+    # A new manager reads from COMMIT which checkpoints are finite.
     manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), **options)
     save(manager, 4, NOT_FINITE)
     assert manager.all_steps() == [1, 4] and manager.newest_finite_step() == 1
     assert manager.nonfinite(1) == [] and manager.nonfinite(4) == ["params/w"]
-    assert [one.nonfinite for one in told] == [(), (), *[("params/w",)] * 3]
+    assert [item.nonfinite for item in commits] == [(), (), *[("params/w",)] * 3]
     entries = checkpoint.read_catalog(tmp_path).entries
     assert [(e.step, e.state) for e in entries] == [(1, "complete"), (4, "not finite")]
     save(manager, 5, FINITE)
@@ -79,7 +79,7 @@ def test_what_is_watched_is_said_and_the_newest_that_is_finite_stays(tmp_path):
     manager.close()
 
 
-def test_those_that_do_not_say_count_as_finite(tmp_path):
+def test_checkpoints_saved_without_the_check_count_as_finite(tmp_path):
     manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1))
     save(manager, 1, NOT_FINITE)
     manager.close()
@@ -90,13 +90,13 @@ def test_those_that_do_not_say_count_as_finite(tmp_path):
     manager.close()
 
 
-def test_what_must_be_finite_and_is_not_does_not_count(tmp_path):
+def test_a_refused_nonfinite_state_does_not_count(tmp_path):
     options = {"finite": "^params/", "refuse_nonfinite": True}
     manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), **options)
     save(manager, 1, FINITE)
     manager.save(2, NOT_FINITE, {})
     while manager._saver._thread.is_alive():
-        # Heard of where all processes hear of it: not here.
+        # `check` never raises a NonfiniteError: `wait` raises it on all processes at the same step.
         manager.check()
     manager.check()
     with pytest.raises(checkpoint.NonfiniteError, match="^step 2: .* not finite: params/w$"):
@@ -109,7 +109,7 @@ def test_what_must_be_finite_and_is_not_does_not_count(tmp_path):
     "dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn", "int32"]
 )
 @pytest.mark.parametrize("size", [0, 1, 5, 200_000])
-def test_every_type_is_looked_at(dtype, size):
+def test_is_finite_checks_values_of_every_type(dtype, size):
     value = np.ones((size,), jnp.dtype(dtype))
     assert finite.is_finite(value) and finite.is_finite(value.reshape(-1, 1)[::2])
     if not size or dtype == "int32":
@@ -117,8 +117,8 @@ def test_every_type_is_looked_at(dtype, size):
     largest = np.full(3, jnp.finfo(dtype).max)
     assert finite.is_finite(largest) and finite.is_finite(-largest)
     bad = [np.nan] if dtype == "float8_e4m3fn" else [np.nan, np.inf, -np.inf]
-    for one in bad:
-        value[-1] = one
+    for item in bad:
+        value[-1] = item
         assert not finite.is_finite(value)
         assert not finite.is_finite(value.reshape(1, -1))
 
@@ -137,12 +137,12 @@ def test_every_type_is_looked_at(dtype, size):
         ),
     ],
 )
-def test_bad_rules(options, match):
+def test_invalid_rules_are_refused(options, match):
     with pytest.raises(checkpoint.CheckpointError, match=match):
         checkpoint.Keep(**options)
 
 
-def test_the_best_survive_a_restart_and_what_is_damaged_takes_no_place(tmp_path):
+def test_the_best_step_survives_restarts_unless_it_is_damaged(tmp_path):
     keep = checkpoint.Keep(1, best=1, metric="accuracy")
     for step, accuracy in enumerate([0.5, 0.9, 0.7, 0.8]):
         manager = checkpoint.Manager(tmp_path, keep)
@@ -156,14 +156,14 @@ def test_the_best_survive_a_restart_and_what_is_damaged_takes_no_place(tmp_path)
     manager.close()
 
 
-def test_deleting_begins_with_commit(tmp_path, monkeypatch):
-    said = []
-    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), say=said.append)
+def test_a_deletion_removes_commit_first(tmp_path, monkeypatch):
+    messages = []
+    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), say=messages.append)
     save(manager, 1, STATE)
     monkeypatch.setattr(type(manager.store), "delete_folder", lambda *args: 1 / 0)
-    # The new one counts though the old one could not be deleted, and the old one does not any more.
+    # The new checkpoint counts although deleting the old one failed. The old one no longer counts.
     save(manager, 2, STATE)
-    assert manager.all_steps() == [2] and "could not be deleted: division" in said[0]
+    assert manager.all_steps() == [2] and "could not be deleted: division" in messages[0]
     assert len(list(tmp_path.glob("step_00000001.*/meta.json"))) == 1
     monkeypatch.undo()
     save(manager, 3, STATE)
@@ -171,7 +171,7 @@ def test_deleting_begins_with_commit(tmp_path, monkeypatch):
     manager.close()
 
 
-def test_an_attempt_that_is_removed_does_not_count_from_the_first_instant(tmp_path, monkeypatch):
+def test_an_attempt_stops_counting_before_its_files_are_deleted(tmp_path, monkeypatch):
     manager = checkpoint.Manager(tmp_path, checkpoint.Keep(3))
     save(manager, 1, STATE)
     seen = []

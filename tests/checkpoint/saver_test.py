@@ -1,4 +1,4 @@
-"""Saving in the background: what the caller waits for, and what becomes of failures."""
+"""Tests of saving in the background: when the caller waits, and how failures are raised."""
 
 import pathlib
 import subprocess
@@ -18,21 +18,21 @@ from xshard.checkpoint import budget, host_copy, ownership, writer
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """Holds back the writing of what has been copied until it is set."""
-    go = threading.Event()
+def release_writes(monkeypatch):
+    """Returns an event; the arrays that a save has copied are not written until it is set."""
+    release = threading.Event()
     original = writer.write_part
 
     def write_part(*args):
-        go.wait()
+        release.wait()
         return original(*args)
 
     monkeypatch.setattr(writer, "write_part", write_part)
-    yield go
-    go.set()
+    yield release
+    release.set()
 
 
-def test_the_next_step_may_take_the_arrays_while_they_are_written(tmp_path, held):
+def test_a_step_may_donate_the_arrays_while_they_are_written(tmp_path, release_writes):
     step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     place = mesh.sharding(mesh.make_mesh(), "replica")
     state = {"large": jnp.arange(1e6), "small": jnp.arange(5.0), "n": jnp.int32(3)}
@@ -43,25 +43,25 @@ def test_the_next_step_may_take_the_arrays_while_they_are_written(tmp_path, held
     manager.save(1, state, {})
     for _ in range(3):
         state = jax.block_until_ready(step(state))
-    held.set()
+    release_writes.set()
     manager.wait()
     target = jax.tree.map(jnp.asarray, wanted)
     harness.assert_equal(manager.restore(target).state, wanted)
     assert float(state["n"]) == 6
 
 
-def test_numpy_arrays_may_change_while_they_are_written(tmp_path, held):
+def test_numpy_arrays_may_change_while_they_are_written(tmp_path, release_writes):
     array = np.arange(5.0, dtype=np.float32)
     manager = make_manager(tmp_path)
     manager.save(1, {"a": array}, {})
     array[:] = -1
-    held.set()
+    release_writes.set()
     manager.wait()
     restored = manager.restore({"a": jnp.zeros(5)}).state["a"]
     np.testing.assert_array_equal(restored, np.arange(5.0))
 
 
-def test_what_is_not_written_is_not_the_latest_and_does_not_stay_unsaid(tmp_path, monkeypatch):
+def test_a_failed_save_is_raised_and_is_not_the_latest_step(tmp_path, monkeypatch):
     manager, tree = make_manager(tmp_path), make_tree()
     manager.save(1, tree, {})
     manager.wait()
@@ -75,7 +75,7 @@ def test_what_is_not_written_is_not_the_latest_and_does_not_stay_unsaid(tmp_path
         checkpoint.CheckpointError, match=r"Step 2 could not be saved in .*No space"
     ):
         manager.check()
-    # Once.
+    # The error is raised only once.
     manager.check()
     assert manager.all_steps() == [1] and len(list(tmp_path.glob("step_*"))) == 1
     manager.save(2, tree, {})
@@ -83,9 +83,7 @@ def test_what_is_not_written_is_not_the_latest_and_does_not_stay_unsaid(tmp_path
     assert manager.latest_step() == 2
 
 
-def test_a_failure_is_raised_by_the_next_save_which_is_under_way_all_the_same(
-    tmp_path, monkeypatch
-):
+def test_the_next_save_raises_a_failure_and_still_saves_its_own_step(tmp_path, monkeypatch):
     manager, tree = make_manager(tmp_path), {"a": jnp.ones(3)}
     with monkeypatch.context() as patch:
         patch.setattr(writer, "merge", lambda *args: 1 / 0)
@@ -109,7 +107,7 @@ def test_a_failure_is_raised_by_the_next_save_which_is_under_way_all_the_same(
         ({"a": jnp.zeros(3)}, {"data": {1, 2}}, "data of step 1 must be"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_saved_is_said_at_once(tmp_path, state, extra, match):
+def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path, state, extra, match):
     manager = make_manager(tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match=match):
         manager.save(1, state, **{"metadata": {}, **extra})
@@ -118,7 +116,7 @@ def test_what_cannot_be_saved_is_said_at_once(tmp_path, state, extra, match):
 
 
 @pytest.mark.parametrize("place", ["folder", "file/folder"])
-def test_a_program_that_ends_without_waiting_has_saved_or_says_so(tmp_path, place):
+def test_a_program_that_exits_without_waiting_saves_or_reports_a_failure(tmp_path, place):
     (tmp_path / "file").write_text("")
     program = f"""
 import jax.numpy as jnp
@@ -139,7 +137,7 @@ manager.save(1, {{"a": jnp.ones(3)}}, {{}})
         assert "NOT SAVED: Step 1 could not be saved" in done.stderr
 
 
-def test_arrays_that_are_gone_are_the_callers_error_and_the_next_save_works(tmp_path):
+def test_deleted_arrays_raise_in_the_caller_and_the_next_save_works(tmp_path):
     manager = make_manager(tmp_path)
     for step in (1, 2):
         arrays = {"a": jnp.ones(3), "b": jnp.ones(3)}
@@ -156,29 +154,27 @@ def test_arrays_that_are_gone_are_the_callers_error_and_the_next_save_works(tmp_
     assert manager.all_steps() == [1, 3]
 
 
-def test_the_caller_waits_where_the_budget_is_used_up(tmp_path, monkeypatch):
+def test_the_caller_waits_while_the_budget_is_exhausted(tmp_path, monkeypatch):
     tree = {str(i): jnp.full(1000, i, jnp.float32) for i in range(20)}
-    most = [0]
+    peak = [0]
     original = budget.Budget.take
 
     def take(self, nbytes):
         original(self, nbytes)
-        most[0] = max(most[0], self._taken)
+        peak[0] = max(peak[0], self._taken)
 
     monkeypatch.setattr(budget.Budget, "take", take)
     for limit in (9000, 1, 10**6):
-        most[0] = 0
+        peak[0] = 0
         manager = make_manager(tmp_path / str(limit), budget_bytes=limit)
         manager.save(1, tree, {})
         manager.close()
-        # What is larger than the budget goes alone.
-        assert most[0] == {9000: 8000, 1: 4000, 10**6: 80000}[limit]
+        # An array that is larger than the budget is copied alone.
+        assert peak[0] == {9000: 8000, 1: 4000, 10**6: 80000}[limit]
         harness.assert_equal(make_manager(tmp_path / str(limit)).restore(tree).state, tree)
 
 
-def test_a_caller_that_waits_for_bytes_is_let_go_when_they_will_not_be_written(
-    tmp_path, monkeypatch
-):
+def test_a_failed_write_releases_a_caller_that_waits_for_the_budget(tmp_path, monkeypatch):
     def write_part(*args):
         raise OSError(28, "No space left on device")
 
@@ -193,8 +189,8 @@ def test_a_caller_that_waits_for_bytes_is_let_go_when_they_will_not_be_written(
         manager.wait()
 
 
-def test_from_a_device_with_memory_of_its_own_only_the_piece_is_copied():
-    # The path that a CPU's arrays do not take.
+def test_only_the_piece_is_copied_from_a_device_with_its_own_memory():
+    # `start_copy` takes another path for arrays on CPU, so the function is called directly.
     array = jnp.arange(24.0).reshape(4, 6)
     whole = ownership.Piece("a", (0, 0), 0, (0, 0), (4, 6))
     part = ownership.Piece("a", (1, 0), 0, (2, 0), (2, 6))
@@ -202,7 +198,7 @@ def test_from_a_device_with_memory_of_its_own_only_the_piece_is_copied():
     np.testing.assert_array_equal(host_copy.start_device_copy(array, part)(), array[2:])
 
 
-def test_a_save_by_the_path_of_such_devices(tmp_path, monkeypatch):
+def test_a_save_from_devices_with_their_own_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(host_copy, "start_copy", host_copy.start_device_copy)
     monkeypatch.setattr(arrays_lib, "CHUNK_BYTES", 256)
     devices = mesh.make_mesh([[0, 1, 2, 3], [4, 5, 6, 7]])
@@ -212,7 +208,7 @@ def test_a_save_by_the_path_of_such_devices(tmp_path, monkeypatch):
         "both": jax.device_put(jnp.arange(640.0).reshape(8, 80), mesh.sharding(devices, "group", "replica")),
         **make_tree(),
     }  # fmt: skip
-    # With a budget of a few chunks, so that copies are begun in several rounds.
+    # The budget holds only a few chunks, so the copies start in several rounds.
     manager = make_manager(tmp_path, budget_bytes=1000)
     manager.save(1, tree, {})
     manager.close()
@@ -224,7 +220,7 @@ def resident_bytes():
 
 
 def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
-    # 5 MB a save: what each of them kept would be half a gigabyte after a hundred.
+    # The state has 5 MB: if each save kept it, 100 saves would keep half a gigabyte.
     state = {f"large{i}": jnp.full(1 << 18, i, jnp.float32) for i in range(4)}
     state |= {f"small{i}": jnp.full(1000, i, jnp.float32) for i in range(250)}
     manager = make_manager(tmp_path, keep_last=1)
@@ -233,17 +229,17 @@ def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
         manager.save(number, state, {})
         manager.wait()
         sizes.append(resident_bytes())
-    # Beyond what the first saves have touched, ten states: allocators keep pages.
+    # Allocators keep pages, so the limit is ten states above the peak of the first 20 saves.
     assert max(sizes[20:]) - max(sizes[:20]) < 50e6
 
 
-def test_progress_is_said_when_it_takes_long():
-    said, now = [], [0.0]
-    progress = budget.Progress("saving step 4", 4 * 10**9, said.append, clock=lambda: now[0])
+def test_the_progress_of_a_long_save_is_reported():
+    messages, now = [], [0.0]
+    progress = budget.Progress("saving step 4", 4 * 10**9, messages.append, clock=lambda: now[0])
     for seconds in (3.0, 9.0, 10.0, 12.0, 20.0):
         now[0] = seconds
         progress.add(10**9 // 2)
-    assert said == [
+    assert messages == [
         "saving step 4: 1.50 of 4.00 GB, 150 MB/s, 17 s left",
         "saving step 4: 2.50 of 4.00 GB, 125 MB/s, 12 s left",
     ]

@@ -1,4 +1,4 @@
-"""The same checkpoints on a disk, on a stand-in for GCS, and on S3 (moto); locks, leases and faults."""
+"""Tests of checkpoints on a disk, a stand-in for GCS and S3 (moto), with their locks, leases and faults."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from xshard.checkpoint import store as store_lib
 @pytest.fixture(scope="module")
 def gcs():
     with harness.gcs() as url, pytest.MonkeyPatch.context() as patch:
-        # Read once by tensorstore, when it first opens a bucket.
+        # Tensorstore reads this variable once, when it first opens a bucket.
         patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
         yield "gs://bucket/"
 
@@ -33,7 +33,7 @@ def s3():
 
 @pytest.fixture(params=["disk", "gcs", "s3"])
 def folder(request, tmp_path):
-    """A folder of its own on each store."""
+    """Returns a new folder on each store in turn."""
     if request.param == "disk":
         return str(tmp_path / "new" / "folder")
     place = request.getfixturevalue(request.param)
@@ -41,12 +41,13 @@ def folder(request, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch):
+def short_leases(monkeypatch):
+    """Shortens the times of leases, since tests wait for leases to expire."""
     monkeypatch.setattr(lock, "RENEW_SECONDS", 0.1)
     monkeypatch.setattr(lock, "WATCH_SECONDS", 1.0)
 
 
-def test_objects(folder):
+def test_objects_are_created_replaced_listed_and_deleted(folder):
     store = store_lib.Store(folder)
     assert store.names() == [] and store.read("a/b") is None
     store.create("a/b", b"1")
@@ -61,15 +62,15 @@ def test_objects(folder):
     store.create("ab", b"")
     assert store.names() == ["a/b", "a/c/d", "ab"]
     assert store.names("a/") == ["a/b", "a/c/d"]
-    (name, found), *others = store.folders(re.compile("[ab]+")).items()
-    assert (name, sorted(found.names), found.is_link, others) == ("a", ["b", "c"], False, [])
+    (name, group), *others = store.folders(re.compile("[ab]+")).items()
+    assert (name, sorted(group.names), group.is_link, others) == ("a", ["b", "c"], False, [])
     store.delete("ab")
     store.delete("ab")
     store.delete_folder("a/")
     assert store.names() == []
 
 
-def test_a_run_that_was_killed_while_it_took_a_folder_leaves_it_to_the_next(tmp_path):
+def test_lock_files_of_a_killed_run_do_not_block_the_next_run(tmp_path):
     (tmp_path / "RUN.__lock").write_text("of another run, with a longer config. " * 100)
     (tmp_path / "step_00000001.01234567").mkdir()
     (tmp_path / "step_00000001.01234567" / "COMMIT.__lock").write_text("half")
@@ -82,7 +83,7 @@ def test_a_run_that_was_killed_while_it_took_a_folder_leaves_it_to_the_next(tmp_
     assert not list(tmp_path.rglob("*__lock"))
 
 
-def test_a_checkpoint(folder):
+def test_a_checkpoint_is_saved_and_restored_on_every_store(folder):
     tree = harness.make_tree()
     manager = harness.make_manager(folder, keep_last=2)
     for step in (1, 2, 3):
@@ -98,8 +99,8 @@ def test_a_checkpoint(folder):
     }
 
 
-def test_two_runs_at_once_are_refused(folder, monkeypatch):
-    # However late the first renews its lease.
+def test_a_second_run_in_the_same_folder_is_refused(folder, monkeypatch):
+    # The second run must not take over the lease, however late the first run renews it.
     monkeypatch.setattr(lock, "WATCH_SECONDS", harness.FOREVER)
     first, second = harness.make_manager(folder), harness.make_manager(folder)
     first.acquire()
@@ -114,16 +115,16 @@ def test_two_runs_at_once_are_refused(folder, monkeypatch):
     second.close()
 
 
-def test_the_lease_of_a_dead_run_is_taken_over_and_a_run_that_was_slow_notices(gcs, tmp_path):
+def test_a_stale_lease_is_taken_over_and_its_former_holder_notices(gcs, tmp_path):
     folder = f"{gcs}{tmp_path.name}"
-    said = []
-    slow, other = harness.make_manager(folder), harness.make_manager(folder, say=said.append)
+    messages = []
+    slow, other = harness.make_manager(folder), harness.make_manager(folder, say=messages.append)
     slow.acquire()
-    # As if it was stopped for long: it does not renew its lease any more.
+    # The first run no longer renews its lease, as if its process had been suspended.
     slow._folder._lock._ended.set()
     slow._folder._lock._thread.join()
     other.acquire()
-    assert "watching for 1 s whether that process is alive" in said[0]
+    assert "watching for 1 s whether that process is alive" in messages[0]
     with pytest.raises(checkpoint.CheckpointError, match="no longer holds the lease .*end one"):
         harness.save(slow, 1, harness.make_tree())
     assert other.all_steps() == []
@@ -134,7 +135,7 @@ def test_the_lease_of_a_dead_run_is_taken_over_and_a_run_that_was_slow_notices(g
 
 
 @pytest.mark.parametrize("fault", ["forget", "refuse", "throttle"])
-def test_a_third_of_the_requests_fails_and_no_save_does(tmp_path, fault):
+def test_saves_succeed_although_30_percent_of_the_requests_fail(tmp_path, fault):
     report = torture.save_with_faults(tmp_path, 20, 0.3, fault)
     assert report["steps"] == [18, 19] and report["bad"] == {} and report["dead"] == 0
 
@@ -143,9 +144,9 @@ def test_a_third_of_the_requests_fails_and_no_save_does(tmp_path, fault):
     "url", ["", "gs://bucket", "gs:///folder", "s3://bucket/", "ftp://host/folder",
             "s3://bucket/folder?endpiont=http://host", "gs://bucket/folder?endpoint=http://host"],
 )  # fmt: skip
-def test_places_that_are_none(url):
+def test_an_invalid_place_for_checkpoints_is_refused(url):
     if not url:
-        # A relative path like any other.
+        # An empty path is a relative path: the working directory.
         assert store_lib.Store(url).url == os.getcwd()
         return
     with pytest.raises(
@@ -155,7 +156,7 @@ def test_places_that_are_none(url):
         store_lib.Store(url)
 
 
-def test_a_store_out_of_reach_is_not_damage(tmp_path):
+def test_an_unreachable_store_is_not_reported_as_damage(tmp_path):
     program = """
 import sys
 from tests.checkpoint import harness

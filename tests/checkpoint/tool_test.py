@@ -1,4 +1,4 @@
-"""`python -m xshard.checkpoint`: what it says of checkpoints, whole and damaged."""
+"""Tests of `python -m xshard.checkpoint` on intact and damaged checkpoints."""
 
 import json
 import sys
@@ -39,12 +39,13 @@ def print_nothing(message):
 
 
 def run(capsys, *arguments):
+    """Runs a command with --json; returns its exit code, and its rows or the text on stderr."""
     code = tool.main([*map(str, arguments), "--json"])
     captured = capsys.readouterr()
     return code, json.loads(captured.out) if code in (0, 1) and captured.out else captured.err
 
 
-def test_ls(directory, capsys):
+def test_ls_prints_the_state_of_each_checkpoint(directory, capsys):
     (directory / "step_00000003.0123abcd").mkdir()
     run(capsys, "pin", directory, 1)
     code, rows = run(capsys, "ls", directory)
@@ -62,7 +63,7 @@ def test_ls(directory, capsys):
     assert len(lines) == 4
 
 
-def test_what_is_not_finite_is_said(tmp_path, capsys):
+def test_a_nonfinite_checkpoint_is_reported_and_passes_verify(tmp_path, capsys):
     manager = make_manager(tmp_path, finite="^params/")
     save(manager, 1, {"params": {"w": jnp.array([jnp.inf]), "v": jnp.ones(1)}})
     manager.close()
@@ -74,7 +75,7 @@ def test_what_is_not_finite_is_said(tmp_path, capsys):
     assert row["state"] == "whole"
 
 
-def test_show(directory, capsys):
+def test_show_prints_the_arrays_and_the_metadata(directory, capsys):
     _, rows = run(capsys, "show", directory, 2)
     by_path = {row["path"]: row for row in rows}
     assert by_path["w"]["type"] == "bfloat16" and by_path["w"]["shape"] == [2, 3]
@@ -84,7 +85,7 @@ def test_show(directory, capsys):
     assert by_path["data"]["value"] == [{"step": 2}] and by_path["jax"]["value"] == jax.__version__
 
 
-def test_show_says_how_an_array_lay_on_the_devices(tmp_path, capsys):
+def test_show_prints_the_sharding_of_an_array(tmp_path, capsys):
     manager = make_manager(tmp_path)
     place = mesh.sharding(mesh.make_mesh(), None, "replica")
     save(manager, 1, {"w": jax.device_put(jnp.ones((2, 8)), place)})
@@ -105,7 +106,9 @@ def test_verify_reads_every_byte(directory, capsys):
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
-def test_what_one_read_does_not_find_is_not_missing(directory, capsys, monkeypatch, command):
+def test_an_object_that_one_read_misses_is_not_reported_as_missing(
+    directory, capsys, monkeypatch, command
+):
     arguments = [command, directory, *([2] if command == "show" else [])]
     read, reads, missed = store.Store.read, [], None
 
@@ -117,16 +120,17 @@ def test_what_one_read_does_not_find_is_not_missing(directory, capsys, monkeypat
 
     def rows():
         reads.clear()
-        code, found = run(capsys, *arguments)
-        return code, [{**row, "age": ""} for row in found]
+        code, output = run(capsys, *arguments)
+        return code, [{**row, "age": ""} for row in output]
 
     undisturbed = rows()
     assert undisturbed[0] == 0 and reads
+    # Each read in turn misses its object once.
     for missed in range(1, len(reads) + 1):
         assert rows() == undisturbed, missed
 
 
-def test_diff(directory, capsys):
+def test_diff_prints_the_largest_difference_of_each_array(directory, capsys):
     _, rows = run(capsys, "diff", directory, 1, 2)
     assert {row["path"]: row["largest difference"] for row in rows} == {
         "w": 1.0,
@@ -134,7 +138,7 @@ def test_diff(directory, capsys):
     }
 
 
-def test_a_pinned_step_is_kept_from_the_rules_until_it_is_unpinned(directory, capsys):
+def test_a_pinned_step_is_kept_until_it_is_unpinned(directory, capsys):
     assert run(capsys, "pin", directory, 1)[0] == 0
     assert run(capsys, "pin", directory, 1)[0] == 0
     manager = make_manager(directory, keep_last=1)
@@ -145,12 +149,12 @@ def test_a_pinned_step_is_kept_from_the_rules_until_it_is_unpinned(directory, ca
     assert manager.all_steps() == [4]
 
 
-def test_rm(directory, capsys):
+def test_rm_deletes_a_checkpoint(directory, capsys):
     assert run(capsys, "rm", directory, 1)[0] == 0
     assert make_manager(directory).all_steps() == [2]
 
 
-def test_rm_ends_what_another_has_begun(directory, capsys, monkeypatch):
+def test_rm_completes_an_interrupted_deletion(directory, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(store.Store, "delete_folder", lambda *_: sys.exit("killed"))
         with pytest.raises(SystemExit):
@@ -162,11 +166,11 @@ def test_rm_ends_what_another_has_begun(directory, capsys, monkeypatch):
     assert code == 1 and "no checkpoint of step 1" in error
 
 
-def test_orbax_opens_what_it_has_been_told_of(directory, capsys):
+def test_orbax_restores_a_checkpoint_after_the_orbax_command(directory, capsys):
     assert run(capsys, "orbax", directory, 2)[1][0]["arrays"] == 4
     (folder,) = directory.glob("step_00000002.*")
     with warnings.catch_warnings():
-        # Orbax's own: of its defaults, and of an event loop that it leaves open.
+        # Orbax warns about its own defaults and about an event loop that it leaves open.
         warnings.simplefilter("ignore")
         checkpointer = orbax.checkpoint.StandardCheckpointer()
         arrays = checkpointer.restore(folder)
@@ -177,7 +181,7 @@ def test_orbax_opens_what_it_has_been_told_of(directory, capsys):
 
 
 @pytest.mark.parametrize("use_zarr3,use_ocdbt", [(False, True), (True, True), (False, False)])
-def test_import_of_an_orbax_checkpoint(tmp_path, capsys, use_zarr3, use_ocdbt):
+def test_an_orbax_checkpoint_is_imported(tmp_path, capsys, use_zarr3, use_ocdbt):
     params = {"mlp/linear": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.ones(3)}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -195,7 +199,7 @@ def test_import_of_an_orbax_checkpoint(tmp_path, capsys, use_zarr3, use_ocdbt):
     assert code == 1 and "is not an orbax checkpoint" in error
 
 
-def test_export(directory, capsys, tmp_path):
+def test_export_writes_the_arrays_to_an_npz_file(directory, capsys, tmp_path):
     file = tmp_path / "out.npz"
     assert run(capsys, "export", directory, 2, file)[0] == 0
     with np.load(file) as arrays:
@@ -206,11 +210,11 @@ def test_export(directory, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["show", 9], ["diff", 1, 9], ["rm", 9], ["verify", 9]])
-def test_steps_that_are_not_there(directory, capsys, command):
+def test_a_missing_step_is_an_error_that_lists_the_existing_steps(directory, capsys, command):
     code, error = run(capsys, command[0], directory, *command[1:])
     assert code == 1 and "no checkpoint of step 9" in error and "[1, 2]" in error
 
 
-def test_a_directory_that_is_not_there(tmp_path, capsys):
+def test_a_missing_directory_is_an_error(tmp_path, capsys):
     code, error = run(capsys, "ls", tmp_path / "nothing")
     assert code == 1 and "is not a directory" in error

@@ -1,4 +1,4 @@
-"""Pods that are killed while they save, merge, commit and delete; and what counts afterwards."""
+"""Pods that are killed while they save, merge, commit and delete, and checks of the checkpoints that then count."""
 
 import contextlib
 import dataclasses
@@ -14,12 +14,12 @@ STORES = ("disk", "gcs", "s3")
 
 @dataclasses.dataclass
 class Place:
-    """A store under torture.
+    """A store that pods save to.
 
     Attributes:
-      pods: pods that reach it.
-      folder: where they save.
-      newest: the newest step that has counted.
+      pods: starts pods that can reach the store.
+      folder: the folder of the checkpoints.
+      newest: the newest step that counted after the last trial; -1 before the first.
     """
 
     pods: pod.Pods
@@ -29,7 +29,14 @@ class Place:
 
 @dataclasses.dataclass
 class Counts:
-    """What the trials have seen."""
+    """Counts over all trials.
+
+    Attributes:
+      trials: the number of trials.
+      verified: the checkpoints that counted, summed over the trials.
+      dead: the attempts without COMMIT, summed over the trials.
+      bad: the differences or the error of each bad checkpoint, by step.
+    """
 
     trials: int = 0
     verified: int = 0
@@ -38,16 +45,16 @@ class Counts:
 
     def __str__(self):
         return (
-            f"{self.trials} trials: {self.verified} checkpoints that count, each read whole; "
-            f"{self.dead} attempts that do not; {len(self.bad)} bad {self.bad or ''}"
+            f"{self.trials} trials: {self.verified} checkpoints that count, each read in full; "
+            f"{self.dead} attempts that do not count; {len(self.bad)} bad {self.bad or ''}"
         )
 
 
 @contextlib.contextmanager
 def places(scratch, names=STORES, **faults):
-    """The stores, with servers where they need them; faults are those of GCS."""
+    """Opens stores and starts the servers that they need; `faults` are options of the stand-in for GCS."""
     with contextlib.ExitStack() as stack:
-        made = {}
+        opened = {}
         for name in names:
             reports = scratch / name
             reports.mkdir()
@@ -59,16 +66,16 @@ def places(scratch, names=STORES, **faults):
                 url = stack.enter_context(harness.s3())
                 variables = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
                 folder = f"s3://bucket/run?endpoint={url}&region=us-east-1"
-            made[name] = Place(stack.enter_context(pod.pods(reports, **variables)), folder)
-        yield made
+            opened[name] = Place(stack.enter_context(pod.pods(reports, **variables)), folder)
+        yield opened
 
 
 def trial(place, rng, counts):
-    """A pod saves one step after the other until one of its processes is killed, then the others are."""
+    """Starts a pod that saves one step after another, kills its processes, and verifies each checkpoint that counts."""
     count = rng.randint(1, 4)
     children = place.pods.start("save until killed", place.folder, count, step=place.newest + 1)
     victim = rng.choice(children)
-    # The instant of the kill is what is tried: during the first save, or some saves later.
+    # Each trial kills at another instant: during the first save, or some saves later.
     saves, end = rng.randint(0, 2), time.monotonic() + harness.FOREVER
     while place.pods.saved() < saves:
         assert time.monotonic() < end, place.pods.logs()
@@ -80,13 +87,15 @@ def trial(place, rng, counts):
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
     codes = place.pods.wait()
-    # Who was quick has noticed that process 0 is gone. Anything else is an error of its own.
+    # A process may notice that process 0 is gone before it is killed itself. Any other exit is an error.
     lost = "process 0, which coordinates, cannot be reached" in place.pods.logs()
     allowed = {-signal.SIGKILL, -signal.SIGABRT, *([1] if lost and victim == children[0] else [])}
     assert set(codes) <= allowed, (codes, place.pods.logs())
     (report,) = place.pods.run("verify", place.folder, 1)
     newest = max(report["steps"], default=-1)
-    assert newest >= place.newest, f"step {place.newest} counted, and is gone: {report['steps']}"
+    assert newest >= place.newest, (
+        f"step {place.newest} counted and is now missing: {report['steps']}"
+    )
     place.newest = newest
     counts.trials += 1
     counts.verified += len(report["steps"])
@@ -95,21 +104,21 @@ def trial(place, rng, counts):
 
 
 def save_with_faults(scratch, saves, share, fault, seed=0):
-    """Saves on a GCS with a share of faults of one kind, and reads what counts; none may fail."""
-    with places(scratch, ["gcs"], **{fault: share, "seed": seed}) as made:
-        place = made["gcs"]
+    """Saves to the stand-in for GCS with a share of faults of one kind, and verifies the result. No save may fail."""
+    with places(scratch, ["gcs"], **{fault: share, "seed": seed}) as opened:
+        place = opened["gcs"]
         place.pods.run("save", place.folder, 1, saves=saves)
         (report,) = place.pods.run("verify", place.folder, 1)
     return report
 
 
 def run(scratch, trials, seed, names=STORES, say=print):
-    """Trials in turn on each store; what they have seen."""
+    """Runs trials on each store in turn; returns their counts."""
     counts = Counts()
-    with places(scratch, names) as made:
+    with places(scratch, names) as opened:
         for i in range(trials):
             rng = random.Random(f"{seed}/{i}")
-            trial(made[names[i % len(names)]], rng, counts)
+            trial(opened[names[i % len(names)]], rng, counts)
             if (i + 1) % 10 == 0:
                 say(str(counts))
     return counts

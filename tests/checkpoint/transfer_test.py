@@ -1,4 +1,4 @@
-"""A part of one run's checkpoint in another run's state."""
+"""Tests of initializing a run's state from a part of another run's checkpoint, or from a file."""
 
 import jax
 import jax.numpy as jnp
@@ -34,21 +34,21 @@ def save_state(folder, **changes):
 
 
 def take(source, state, **options):
-    said = []
+    messages = []
     chosen = checkpoint.Source(source, **options)
-    # What is found before a run begins is what is found then.
+    # A run makes this check before it begins. It raises the same errors as `init_from`, except for damage.
     checkpoint.check_init(chosen, state)
-    return checkpoint.init_from(chosen, state, said.append), said
+    return checkpoint.init_from(chosen, state, messages.append), messages
 
 
-def test_neither_slots_nor_steps_by_default(tmp_path):
-    state, said = take(save_state(tmp_path), make_state(value=-1.0))
+def test_slots_and_steps_are_not_taken_by_default(tmp_path):
+    state, messages = take(save_state(tmp_path), make_state(value=-1.0))
     wanted = make_state(value=2.0)["params"]
     jax.tree.map(np.testing.assert_array_equal, state["params"], wanted)
     np.testing.assert_array_equal(
         state["opt_state"]["mu"], make_state(value=-1.0)["opt_state"]["mu"]
     )
-    assert int(state["step"]) == -9 and "initialized 3 arrays" in said[-1]
+    assert int(state["step"]) == -9 and "initialized 3 arrays" in messages[-1]
 
 
 def with_averages(state, names, value):
@@ -56,32 +56,32 @@ def with_averages(state, names, value):
     return {**state, "net_state": {"batch_norm": averages}}
 
 
-def test_the_network_s_state_goes_with_its_parameters(tmp_path):
+def test_the_network_state_is_taken_with_the_parameters(tmp_path):
     manager = make_manager(tmp_path)
     save(manager, 1, with_averages(make_state(), ["mean", "var"], 2.0))
     manager.close()
     new = with_averages(make_state(value=-1.0), ["mean", "scale"], -1.0)
-    state, said = take(str(tmp_path), new)
+    state, messages = take(str(tmp_path), new)
     averages = state["net_state"]["batch_norm"]
     np.testing.assert_array_equal(averages["mean"], np.full(3, 2.0))
-    # What the checkpoint lacks is no error where nobody has asked for it by name.
+    # Network state that the checkpoint lacks is an error only if `select` is given.
     np.testing.assert_array_equal(averages["scale"], np.full(3, -1.0))
-    assert "initialized 4 arrays" in said[-1]
-    assert "not used: net_state/batch_norm/var" in said[-1]
-    assert "left at their initial values: net_state/batch_norm/scale" in said[-1]
+    assert "initialized 4 arrays" in messages[-1]
+    assert "not used: net_state/batch_norm/var" in messages[-1]
+    assert "left at their initial values: net_state/batch_norm/scale" in messages[-1]
     with pytest.raises(checkpoint.CheckpointError, match="'net_state/batch_norm/scale' is missing"):
         take(str(tmp_path), new, select="^net_state/")
     state, _ = take(str(tmp_path), new, select=checkpoint.PARAMS)
     np.testing.assert_array_equal(state["net_state"]["batch_norm"]["mean"], np.full(3, -1.0))
 
 
-def test_an_older_step_and_a_run_s_directory(tmp_path):
+def test_an_older_step_is_taken_from_a_run_directory(tmp_path):
     save_state(tmp_path / "run" / "checkpoints")
     state, _ = take(f"{tmp_path / 'run'}@1", make_state(value=-1.0))
     np.testing.assert_array_equal(state["params"]["body"]["w"], make_state()["params"]["body"]["w"])
 
 
-def test_a_pattern_leaves_the_rest_and_says_what_was_not_used(tmp_path):
+def test_a_pattern_excludes_arrays_and_unused_arrays_are_reported(tmp_path):
     source = save_state(tmp_path, head=7)
     with pytest.raises(
         checkpoint.CheckpointError,
@@ -97,7 +97,7 @@ def test_a_pattern_leaves_the_rest_and_says_what_was_not_used(tmp_path):
     assert "not used: params/head/w" in take(source, without)[1][-1]
 
 
-def test_narrower_types_are_converted_and_others_are_not(tmp_path):
+def test_a_narrower_float_is_converted_and_an_integer_is_refused(tmp_path):
     source = save_state(tmp_path)
     state, _ = take(source, make_state(dtype=jnp.bfloat16))
     assert state["params"]["body"]["w"].dtype == jnp.bfloat16
@@ -110,7 +110,7 @@ def test_narrower_types_are_converted_and_others_are_not(tmp_path):
 
 
 @pytest.mark.parametrize("group", [0, 2])
-def test_one_group_of_several(tmp_path, group):
+def test_one_group_of_several_is_taken(tmp_path, group):
     source = save_state(tmp_path, groups=3)
     state, _ = take(source, make_state(value=-1.0), group=group)
     wanted = make_state(groups=3, value=2.0)["params"]
@@ -120,7 +120,7 @@ def test_one_group_of_several(tmp_path, group):
 
 
 @pytest.mark.parametrize("stored", [0, 3])
-def test_all_groups_begin_alike_on_their_devices(tmp_path, stored):
+def test_all_groups_start_from_the_same_parameters_on_their_devices(tmp_path, stored):
     source = save_state(tmp_path, groups=stored)
     place = mesh.sharding(mesh.make_mesh([[0, 1, 2, 3], [4, 5, 6, 7]]), "group")
     new = make_state(groups=2, value=-1.0)
@@ -128,9 +128,9 @@ def test_all_groups_begin_alike_on_their_devices(tmp_path, stored):
     state, _ = take(source, new, group=0)
     wanted = make_state(groups=stored, value=2.0)["params"]["body"]["w"]
     wanted = wanted[0] if stored else wanted
-    found = state["params"]["body"]["w"]
-    assert found.sharding == place
-    np.testing.assert_array_equal(found, np.stack([wanted, wanted]))
+    loaded = state["params"]["body"]["w"]
+    assert loaded.sharding == place
+    np.testing.assert_array_equal(loaded, np.stack([wanted, wanted]))
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,13 @@ def test_all_groups_begin_alike_on_their_devices(tmp_path, stored):
         ("/elsewhere", "^params/", "There is no checkpoint in .*elsewhere"),
     ],
 )
-def test_what_is_not_there(tmp_path, source, select, match):
+def test_a_missing_source_or_an_invalid_pattern_is_refused(tmp_path, source, select, match):
     with pytest.raises(checkpoint.CheckpointError, match=match):
         take(save_state(tmp_path) + source, make_state(), select=select)
 
 
 def write(path, state, **changes):
+    """Writes the parameters of a state to a safetensors file; returns its path."""
     arrays = {
         name: np.asarray(x)
         for name, x in checkpoint.flatten(state).items()
@@ -159,13 +160,13 @@ def write(path, state, **changes):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("groups", [0, 2])
-def test_a_file_is_as_good_as_a_checkpoint(tmp_path, groups, dtype):
+def test_a_file_initializes_a_run_like_a_checkpoint(tmp_path, groups, dtype):
     stored = make_state(groups=groups, value=2.0, dtype=dtype)
     stored["global_step"] = stored["global_step"] if groups else jnp.zeros(0)
     file = write(tmp_path / "a.safetensors", stored)
-    # One group of several, and one model for all groups.
+    # The run takes one group of several, or starts all its groups from one model.
     for count in (0, 2):
-        state, said = take(file, make_state(groups=count, value=-1.0), group=groups // 2)
+        state, messages = take(file, make_state(groups=count, value=-1.0), group=groups // 2)
         wanted = stored["params"]
         if groups and not count:
             wanted = jax.tree.map(lambda x: x[1], wanted)
@@ -173,10 +174,10 @@ def test_a_file_is_as_good_as_a_checkpoint(tmp_path, groups, dtype):
             wanted = jax.tree.map(lambda x: jnp.stack([x, x]), wanted)
         same = lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.float32))
         jax.tree.map(same, state["params"], wanted)
-        assert "initialized 3 arrays" in said[-1] and "a.safetensors" in said[-1]
+        assert "initialized 3 arrays" in messages[-1] and "a.safetensors" in messages[-1]
 
 
-def test_a_file_is_read_in_the_parts_that_devices_hold(tmp_path):
+def test_arrays_from_a_file_take_the_sharding_of_the_state(tmp_path):
     state = make_state(value=-1.0)
     place = mesh.sharding(mesh.make_mesh(model=4), "model")
     state["params"]["body"]["w"] = jax.device_put(state["params"]["body"]["w"], place)
@@ -195,9 +196,9 @@ RENAMES = [
 ]
 
 
-@pytest.mark.parametrize("of_file", [False, True])
+@pytest.mark.parametrize("from_file", [False, True])
 @pytest.mark.parametrize(("texts", "form", "body", "head"), RENAMES)
-def test_paths_are_renamed(tmp_path, of_file, texts, form, body, head):
+def test_paths_are_renamed(tmp_path, from_file, texts, form, body, head):
     params = make_state(value=2.0)["params"]
     if form is None:
         stored = {
@@ -211,7 +212,7 @@ def test_paths_are_renamed(tmp_path, of_file, texts, form, body, head):
     if "model/top" in texts[0]:
         stored["model/top/w"] = stored.pop("model/head/w")
         texts = ["model/top=params/head,model=params"]
-    if of_file:
+    if from_file:
         place = str(tmp_path / "a.safetensors")
         tensors.write(tmp_path / "a.safetensors", {k: np.asarray(x) for k, x in stored.items()}, {})
     else:
@@ -234,13 +235,13 @@ def test_paths_are_renamed(tmp_path, of_file, texts, form, body, head):
         (["params/head=params/body"], "to 'params/body/w': rename one"),
     ],
 )
-def test_a_renaming_that_does_not_fit_is_named(tmp_path, texts, message):
+def test_a_rename_rule_that_does_not_fit_is_reported(tmp_path, texts, message):
     place = save_state(tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match=message):
         take(place, make_state(), rename=checkpoint.renames(texts))
 
 
-def test_what_is_no_renaming_or_no_file(tmp_path):
+def test_an_invalid_rename_rule_or_file_is_refused(tmp_path):
     for text in ("params", "a=b=c", "a=a", "a=b,"):
         with pytest.raises(checkpoint.CheckpointError, match="OLD=NEW"):
             checkpoint.renames([text])

@@ -1,12 +1,12 @@
-"""Makes the file operations of a run fail, each once, and judges how it ends.
+"""Makes each file operation of a run fail once, and judges how the run ends.
 
     python -m tests.faults.campaign --results=FILE [--where=disk] [--parts=resume,eval] [--faults=EIO,kill]
         [--sample=30 --seed=0]
 
-A point is a part of the run's life (see scenario.py), a kind of call, the number of one of them, and what is done to
-it. `--where=power` cuts a disk's power before a call; with `gcs` and `s3` it is the requests to an object store that
-fail. What has been tried is in the results, a line each; the same command goes on with what has not. It ends with 1
-if a point is bad, and with 2 if it is itself what is.
+A point names a part of the run's life (see scenario.py), a kind of call, the number of one call of this kind, and the
+fault that this call meets. `--where=power` cuts the power of a disk before a call. With `gcs` and `s3`, requests to an
+object store fail. The results have one line for each point that was tried, and the same command continues with the
+other points. The exit code is 1 if a point is bad, and 2 if the campaign itself fails.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from tests.checkpoint import harness
 from tests.faults import power, proxy, shim
 
-# What a kernel may answer to a call.
+# The faults that a kernel may cause in each kind of call.
 DISK = {
     "open": ("EIO", "ESTALE", "EACCES", "ENOENT", "ENOSPC", "EINTR"),
     "opendir": ("EIO", "ESTALE", "EACCES", "ENOENT", "EINTR"),
@@ -48,24 +48,31 @@ DISK = {
 POWER = {shim.CHANGES: (shim.CUT,)}
 OBJECTS = {kind: ("403", "404", "429", "500", "503") for kind in proxy.KINDS}
 OBJECTS["write"] += (proxy.DONE_ALREADY,)
-# What the last so many requests have made is not listed yet.
+# A listing lacks the objects that the last so many requests created.
 _LAGS = (1, 3, 10, 30, 100, 1000)
-# After these a process has nothing to say.
+# A process that meets one of these faults is killed, so it prints no message.
 _ENDS = (shim.KILL, shim.TORN, shim.CUT)
-# Of a kind with more calls than that in a part, one fault is drawn for each of them; another seed draws others.
+# If a part has more calls of a kind than this, each call gets only one fault, drawn by the seed.
 _MANY = 40
 PARTS = ("new", "resume", "again", "eval", "ls", "verify")
 WHERE = ("disk", "power", "gcs", "s3")
-# How a point may end: as undisturbed; so when the command is given again; so, and with a checkpoint that the rules
-# would not have kept; without having met its call; badly.
+# The outcomes of a point, in this order: the part ends as without a fault; it does so after the same command is given
+# again; likewise, but with a checkpoint that the rules would not have kept; the call did not occur; the point is bad.
 SAME, THEN_SAME, MORE, NOT_MET, BAD = "same", "then same", "keeps more", "not met", "BAD"
 _OUTCOMES = (SAME, THEN_SAME, MORE, NOT_MET, BAD)
-# What libraries log, such as how they look for credentials.
+# Log lines of libraries, for example about their search for credentials.
 _LOGGED = re.compile(r"[EWI]\d{4} ")
 
 
 class Point(NamedTuple):
-    """Something to be tried."""
+    """One fault to try.
+
+    Attributes:
+      part: one of PARTS.
+      kind: the kind of call.
+      at: the number of the call of this kind, from 1; for `proxy.LAG`, the number of recent requests.
+      fault: the fault that the call meets.
+    """
 
     part: str
     kind: str
@@ -77,28 +84,28 @@ class Point(NamedTuple):
 
 
 class Campaign:
-    """The points of one place, and what they are compared with."""
+    """The points of one place, and the results of the undisturbed run that they are compared with."""
 
     def __init__(self, scratch, parts, place, seam, faults, judge):
-        """Makes an undisturbed run, and counts the calls of its parts.
+        """Runs the parts without faults, and counts their calls.
 
         Args:
-          scratch: a folder for what is found.
-          parts: of PARTS those that are tried.
-          place: where.
-          seam: what makes calls fail: a `shim.Shim`, or a `proxy.Proxy`.
-          faults: by the kinds of calls, what is tried.
-          judge: the module.
+          scratch: a folder for temporary files.
+          parts: the parts to try, from PARTS.
+          place: the `scenario.Place` where the parts run.
+          seam: the object that injects faults: a `shim.Shim` or a `proxy.Proxy`.
+          faults: the faults to try, by kind of call.
+          judge: the module `tests.faults.judge`.
         """
         self._found = scratch / "found.json"
         self._place, self._seam, self._faults, self._judge = place, seam, faults, judge
-        self._calls, self._wanted, self._said = {}, {}, {}
+        self._calls, self._wanted, self._printed = {}, {}, {}
         for part in dict.fromkeys(("new", *parts)):
             self._record(part)
         self._parts = parts
 
     def points(self, faults, seed):
-        """All points of some faults, in an order; of all faults if none are named."""
+        """Lists the points of the named faults in a fixed order; of all faults if none is named."""
         found = []
         for part in self._parts:
             counts = collections.Counter(kind for kind, _, _ in self._calls[part])
@@ -115,7 +122,7 @@ class Campaign:
         return found
 
     def try_point(self, point):
-        """Tries one; what came of it."""
+        """Tries one point; returns its row of the results."""
         begin = time.monotonic()
         start, only_reads = self._place.describe(point.part)
         self._place.begin(start)
@@ -131,7 +138,7 @@ class Campaign:
         if hit is not None:
             judged = self._judge_reading if only_reads else self._judge_run
             outcome, why = judged(point, ended, hit[1])
-            where = shim.anyone(hit[1]).removeprefix(str(self._place.disk))
+            where = shim.mask_random_names(hit[1]).removeprefix(str(self._place.disk))
             found |= {"outcome": BAD if why else outcome, "path": f"{hit[0]} {where}", "why": why}
         if found["why"]:
             found["said"] = ended.output[-1500:]
@@ -150,12 +157,12 @@ class Campaign:
         assert ended.code == 0, ended.output
         self._calls[part] = self._seam.calls()
         self._wanted[part] = before, self._look()
-        self._said[part] = _words(ended.output)
+        self._printed[part] = _words(ended.output)
         if part == "new":
             self._place.keep("finished")
 
     def _look(self):
-        """What is there; a text if it cannot be read."""
+        """Returns what `judge.look` returns; an error text if the files cannot be read."""
 
         def look():
             found = self._judge.look(self._place.run, self._place.checkpoints)
@@ -167,17 +174,17 @@ class Campaign:
     def _unclear(self, point, ended, name):
         on_disk = name.startswith("/")
         names = (self._judge.names_of_file if on_disk else self._judge.names_of_object)(name)
-        # Tensorstore says of a listing what the answer says, and not its status.
+        # For a failed listing, tensorstore prints the code in the answer's body, not the status.
         reason = self._judge.reason(point.fault)
         reasons = [reason, proxy.CODES.get(point.fault, reason)]
         return self._judge.unclear(ended, names, reasons)
 
     def _judge_reading(self, point, ended, name):
-        if ended.code == 0 and _words(ended.output) == self._said[point.part]:
+        if ended.code == 0 and _words(ended.output) == self._printed[point.part]:
             return SAME, []
         why = self._unclear(point, ended, name)
         if "damaged" in ended.output.lower() or "is not what was written" in ended.output:
-            why.append("says that a checkpoint is damaged")
+            why.append("reports that a checkpoint is damaged")
         return THEN_SAME, why
 
     def _judge_run(self, point, ended, name):
@@ -201,7 +208,7 @@ class Campaign:
         return self._judge.left_behind(after) or self._judge.more_checkpoints(after, wanted)
 
     def _again(self, point, wanted):
-        """How it ends when the same command is given again, without a fault; and what is wrong with that."""
+        """Runs the same command again without a fault; returns the outcome and what is wrong with it."""
         ended = self._place.start(point.part)
         if ended.code != 0:
             return BAD, [f"exit code {ended.code}: {ended.output[-300:]}"]
@@ -214,8 +221,8 @@ class Campaign:
 
 @contextlib.contextmanager
 def campaign(where, parts, scratch):
-    """A campaign of some parts at one of WHERE."""
-    # With all that a run imports: once, and not in the process that only starts the one with the shim.
+    """Opens a campaign of some parts at one of WHERE."""
+    # These modules import everything that a run imports. A process that only restarts itself with the shim skips them.
     from tests.faults import judge, scenario
 
     with contextlib.ExitStack() as stack:
@@ -236,18 +243,18 @@ def campaign(where, parts, scratch):
 
 
 def tried(where, folder, jobs, options=()):
-    """What came of the points at one of WHERE, tried by several processes at once.
+    """Tries points in several processes at once; returns their rows of the results.
 
     Args:
-      where: what fails.
-      folder: for their results: what is there has been tried.
+      where: one of WHERE.
+      folder: the folder of the results; points that have a row there are not tried again.
       jobs: the number of processes.
-      options: more of theirs.
+      options: additional options for the command of each process.
     """
     files = [folder / f"{where}.{index}of{jobs}.jsonl" for index in range(jobs)]
     command = [sys.executable, "-m", "tests.faults.campaign", f"--where={where}", *options]
     shares = [[f"--results={file}", f"--share={i}/{jobs}"] for i, file in enumerate(files)]
-    # The same few programs are compiled over and over.
+    # A cache, since all points compile the same few programs.
     caching = {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -257,42 +264,44 @@ def tried(where, folder, jobs, options=()):
     environment = harness.environment(**caching)
     processes = [subprocess.Popen([*command, *share], env=environment) for share in shares]
     codes = [process.wait() for process in processes]
-    assert set(codes) <= {0, 1}, f"a process has failed: {codes}"
+    assert set(codes) <= {0, 1}, f"a process failed; exit codes: {codes}"
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def table(found):
-    """Kinds of calls against faults, with how many points of each there were and how they ended."""
+    """Returns a table of the number of points and their outcomes, by kind of call and fault."""
     cells = collections.defaultdict(collections.Counter)
-    for one in found:
-        cells[one["kind"], one["fault"]][one["outcome"]] += 1
+    for row in found:
+        cells[row["kind"], row["fault"]][row["outcome"]] += 1
     lines = [f"{'call':8} {'fault':7} {'points':>7}" + "".join(f"{o:>11}" for o in _OUTCOMES)]
     for (kind, fault), counts in sorted(cells.items()):
         numbers = "".join(f"{counts[outcome]:11}" for outcome in _OUTCOMES)
         lines.append(f"{kind:8} {fault:7} {counts.total():7}{numbers}")
-    totals = collections.Counter(one["outcome"] for one in found)
-    said = ", ".join(f"{count} {outcome}" for outcome, count in totals.items())
-    return "\n".join([*lines, f"{len(found)} points: {said}"])
+    totals = collections.Counter(row["outcome"] for row in found)
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in totals.items())
+    return "\n".join([*lines, f"{len(found)} points: {summary}"])
 
 
 def _words(output):
-    """What a tool prints, without how long ago something was."""
+    """Returns the lines that a tool prints, without ages and the log lines of libraries."""
     lines = output.splitlines()
     return [line for line in lines if '"age"' not in line and not _LOGGED.match(line)]
 
 
 def main(argv):
-    """Tries what has not been tried."""
+    """Tries the points without a result; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=pathlib.Path, required=True)
     parser.add_argument("--where", choices=WHERE, default="disk")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--faults", default="", help="by default all that there are")
+    parser.add_argument("--faults", default="", help="the faults to try; by default all")
     parser.add_argument("--sample", type=int, default=0, help="how many points to draw; 0: all")
     parser.add_argument("--seed", default="0")
-    parser.add_argument("--share", default="0/1", help="INDEX/COUNT, of several at once")
+    parser.add_argument(
+        "--share", default="0/1", help="INDEX/COUNT: this process's share of the points"
+    )
     options = parser.parse_args(argv)
-    # As Ctrl-C: what is mounted is unmounted, what was started is ended.
+    # SIGTERM acts like Ctrl-C, so that disks are unmounted and child processes are ended.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
         scratch = pathlib.Path(folder)
@@ -313,17 +322,17 @@ def _try_all(campaign, options):
     points, results, found = points[index::count], options.results, []
     if results.exists():
         found = [json.loads(line) for line in results.read_text().splitlines()]
-    tried = {Point(one["part"], one["kind"], one["at"], one["fault"]) for one in found}
+    tried = {Point(row["part"], row["kind"], row["at"], row["fault"]) for row in found}
     todo = [point for point in points if point not in tried]
-    print(f"{len(points)} points, of which {len(points) - len(todo)} have been tried", flush=True)
+    print(f"{len(points)} points; {len(points) - len(todo)} already have a result", flush=True)
     with results.open("a") as file:
         for point in todo:
-            one = campaign.try_point(point)
-            found.append(one)
-            print(json.dumps(one), file=file, flush=True)
-            if one["outcome"] == BAD:
-                print(f"BAD {point}, {one['path']}: {'; '.join(one['why'])}", flush=True)
-    return int(any(one["outcome"] == BAD for one in found))
+            row = campaign.try_point(point)
+            found.append(row)
+            print(json.dumps(row), file=file, flush=True)
+            if row["outcome"] == BAD:
+                print(f"BAD {point}, {row['path']}: {'; '.join(row['why'])}", flush=True)
+    return int(any(row["outcome"] == BAD for row in found))
 
 
 if __name__ == "__main__":

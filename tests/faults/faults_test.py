@@ -1,4 +1,4 @@
-"""A sample of what `benchmarks.faults` tries: file operations fail, processes are killed, the power is cut."""
+"""Tests of a sample of the points of `benchmarks.faults`: failed file operations, killed processes, power cuts."""
 
 import json
 import os
@@ -10,41 +10,41 @@ import pytest
 from tests.checkpoint import harness
 from tests.faults import campaign, power, shim
 
-# Another one is as good: this names the one that failed.
+# Any seed will do. The variable repeats a sample that failed.
 SEED = os.environ.get("XSHARD_FAULTS_SEED", "0")
 
 
 def run(tmp_path, where, sample, *options):
-    """Tries a sample of points, of which none may be bad."""
+    """Tries a sample of points; none of them may be bad."""
     needs_compiler(where)
     options = [f"--sample={sample}", f"--seed={SEED}", *options]
-    # By one process: each would first make what all points are compared with.
-    found = campaign.tried(where, tmp_path, 1, options)
-    bad = [one for one in found if one["outcome"] == campaign.BAD]
+    # One process tries all points, since each process first runs the undisturbed parts for the comparison.
+    results = campaign.tried(where, tmp_path, 1, options)
+    bad = [row for row in results if row["outcome"] == campaign.BAD]
     assert not bad, f"with XSHARD_FAULTS_SEED={SEED}: {json.dumps(bad, indent=1)}"
-    # Calls that are made by a clock need not come again; most do.
-    met = [one for one in found if one["outcome"] != campaign.NOT_MET]
-    assert len(found) == sample and len(met) > 0.8 * sample
+    # Calls that depend on the clock may not occur again, but most calls do.
+    reached = [row for row in results if row["outcome"] != campaign.NOT_MET]
+    assert len(results) == sample and len(reached) > 0.8 * sample
 
 
 def needs_compiler(where):
-    """Skips, aloud, where Debian's packages are not installed; .ci/run installs them."""
+    """Skips a test with a reason if Debian's packages for a compiler are not installed; .ci/run installs them."""
     if where in ("disk", "power") and not shim.compiler():
         pytest.skip("needs a C compiler (Debian: gcc, libc6-dev)")
 
 
-def test_a_file_operation_fails_or_is_not_come_to(tmp_path):
+def test_a_failed_file_operation_has_a_good_outcome(tmp_path):
     run(tmp_path, "disk", 26)
 
 
-def test_the_power_is_cut(tmp_path):
+def test_a_power_cut_has_a_good_outcome(tmp_path):
     if power.missing():
         pytest.skip(power.missing())
     run(tmp_path, "power", 20, "--parts=new,resume")
 
 
 @pytest.mark.parametrize("where", ["gcs", "s3"])
-def test_a_request_to_an_object_store_fails(tmp_path, where):
+def test_a_failed_request_to_an_object_store_has_a_good_outcome(tmp_path, where):
     run(tmp_path, where, 6, "--parts=resume")
 
 
@@ -71,7 +71,7 @@ with power.Disk(pathlib.Path(sys.argv[1])) as disk:
 """
 
 
-def test_what_was_not_synced_is_lost_with_the_power(tmp_path):
+def test_a_power_cut_loses_what_was_not_synced(tmp_path):
     needs_compiler("power")
     if power.missing():
         pytest.skip(power.missing())
@@ -123,7 +123,7 @@ print(os.waitstatus_to_exitcode(os.wait()[1]), (folder / "a").read_text())
 
 
 def printed_under_the_shim(tmp_path, program):
-    """The lines that a program prints, whose calls in a folder of its own the shim sees."""
+    """Runs a program with the shim on a new folder; returns the lines that it prints."""
     needs_compiler("disk")
     (tmp_path / "folder").mkdir()
     environment = {**harness.environment(), **shim.preloaded(tmp_path)}
@@ -133,7 +133,7 @@ def printed_under_the_shim(tmp_path, program):
     return done.stdout.splitlines()
 
 
-def test_calls_do_as_they_are_told(tmp_path):
+def test_each_kind_of_call_meets_its_planned_fault(tmp_path):
     assert printed_under_the_shim(tmp_path, CALLS) == [
         "{'Stale file handle'} ['a']",
         "b'con' 3 writent",
@@ -151,14 +151,14 @@ def do(action, kind=None, at=0):
     seam.plan(kind, at, shim.KILL)
     if os.fork() == 0:
         seam.watch()
-        # Tensorstore's threads would be lost by a fork.
+        # The store is opened after the fork, which would lose tensorstore's threads.
         action(store.Store(folder))
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.wait()[1])
     print(code, {path.name: path.read_text() for path in sorted(folder.iterdir())})
 do(lambda store: store.create("RUN", b"a long content"), "rename", 1)
 do(lambda store: store.create("RUN", b"short"))
-# The lock file goes after what it is of.
+# The object is deleted before its lock file, so the second `unlink` is for the lock file.
 do(lambda store: store.delete("RUN"), "unlink", 2)
 do(lambda store: store.create("RUN", b"again"))
 do(lambda store: store.delete("RUN"), "unlink", 1)
@@ -166,7 +166,7 @@ do(lambda store: store.delete("RUN"))
 """
 
 
-def test_what_a_killed_process_leaves_of_an_object_is_no_part_of_the_next(tmp_path):
+def test_leftovers_of_a_killed_process_do_not_enter_the_next_object(tmp_path):
     assert printed_under_the_shim(tmp_path, KILLED) == [
         "-9 {'RUN.__lock': 'a long content'}",
         "0 {'RUN': 'short'}",

@@ -1,7 +1,8 @@
-"""What a run has promised, and whether it was kept: the checkpoints, the rows up to them, and the end.
+"""Checks that a run keeps its promises about checkpoints, the rows up to them, and the way it ends.
 
-It looks at files, and believes no message. A part that met a fault may do one of two things: end as an undisturbed
-one does, or say in one message what failed where, and leave what was there, so that the same command goes on.
+The checks read the run's files and trust no message. A part that met a fault may end in one of two ways: as it ends
+without the fault, or with one message that names what failed and where. In the second case the earlier files must be
+intact, so that the same command can continue.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from xshard.checkpoint import parts, source
 from xshard.checkpoint import store as store_lib
 
 _BUDGET_BYTES = 1 << 30
-# Of files of JSON what is the same in runs of the same bits.
+# The keys of JSON files whose values are equal in runs with the same bits.
 _KEYS = {
     "results": ("step", "global_step", "eval", "samples", "finite", "why"),
     "best": ("metric", "mode", "best", "pinned"),
@@ -28,11 +29,13 @@ _KEYS = {
 
 
 def look(run, checkpoints):
-    """What is there, as JSON can hold it; in a process of its own, since tensorstore has threads.
+    """Returns the checkpoints and results of a run, as JSON-serializable values.
+
+    The caller runs this function in a forked process, since tensorstore starts threads.
 
     Args:
       run: the work directory.
-      checkpoints: where its checkpoints are.
+      checkpoints: the folder of its checkpoints.
     """
     attempts = format_lib.attempts(store_lib.Store(checkpoints))
     counts = [attempt for attempt in attempts if attempt.counts]
@@ -47,36 +50,38 @@ def look(run, checkpoints):
 
 
 def broken(before, after, wanted, output):
-    """The promises that are broken, one text each, in whatever way a part has ended.
+    """Returns the promises that a part has broken, one text each. They hold however the part ends.
 
     Args:
-      before: what was there when it began.
-      after: what is there now.
-      wanted: what is there at the end of an undisturbed run.
-      output: what the part has printed.
+      before: the result of `look` before the part.
+      after: the result of `look` after the part.
+      wanted: the result of `look` after an undisturbed run.
+      output: what the part printed.
     """
     texts = [f"marked as damaged: {name}" for name in after["damaged"]]
     old, new = before["checkpoints"], after["checkpoints"]
-    newest, had = _newest(new), _newest(old)
-    if newest < had:
-        texts.append(f"checkpoints {sorted(old)} counted, now {sorted(new)}")
-    if newest == had and old.keys() - new.keys():
+    newest, previous = _newest(new), _newest(old)
+    if newest < previous:
+        texts.append(f"checkpoints {sorted(old)} counted before, now {sorted(new)}")
+    if newest == previous and old.keys() - new.keys():
         texts.append(f"deleted without a newer one: {sorted(old.keys() - new.keys())}")
-    said = max(map(int, re.findall(r"step (\d+): saved", output)), default=0)
-    if newest < said:
-        texts.append(f"step {said} was said to be saved, and the newest that counts is {newest}")
+    reported = max(map(int, re.findall(r"step (\d+): saved", output)), default=0)
+    if newest < reported:
+        texts.append(
+            f"step {reported} was reported as saved, but the newest step that counts is {newest}"
+        )
     if _best(old) is not None and (_best(new) is None or _best(new) > _best(old)):
         texts.append("the best checkpoint was deleted")
     for name in old.keys() & new.keys():
         if old[name]["state"] != new[name]["state"]:
             texts.append(f"{name} holds other bits")
     for place in ("run", "eval"):
-        there = set(after[place]["lines"])
+        present = set(after[place]["lines"])
         for line in before[place]["lines"]:
-            # Byte by byte: of a run that began again only the times would differ.
-            if line not in there and _row_step(line) <= newest:
+            # Rows are compared byte by byte: if a run repeated a step, its rows would differ only in times.
+            if line not in present and _row_step(line) <= newest:
                 texts.append(f"{place}: a row of step {_row_step(line)} was replaced")
-    # Training's rows are there when their checkpoint counts; an evaluation may still be to come.
+    # Rows of training exist once their checkpoint counts. The rows of an evaluation may follow later.
     for row in wanted["run"]["rows"]:
         if '"loss"' in row and _row_step(row) <= newest and row not in after["run"]["rows"]:
             texts.append(f"step {newest} counts, and the row of step {_row_step(row)} is lost")
@@ -84,77 +89,78 @@ def broken(before, after, wanted, output):
 
 
 def differences(after, wanted):
-    """What differs from the end of an undisturbed run, one text each; more checkpoints are no difference.
+    """Returns the differences from the end of an undisturbed run, one text each. More checkpoints are no difference.
 
     Args:
-      after: what is there now.
-      wanted: what is there at the end of an undisturbed run.
+      after: the result of `look` after the part.
+      wanted: the result of `look` after an undisturbed run.
     """
     got, want = _by_step(after), _by_step(wanted)
     texts = [f"no checkpoint of step {step}" for step in sorted(want.keys() - got.keys())]
     for step in sorted(want.keys() & got.keys()):
         if got[step] != want[step]:
-            texts.append(f"step {step}: {got[step]} for {want[step]}")
+            texts.append(f"step {step}: {got[step]} instead of {want[step]}")
     for place in ("run", "eval"):
-        for what, content in wanted[place].items():
-            if what != "lines" and after[place][what] != content:
-                texts.append(f"{place}: {what} differs: {_first(content, after[place][what])}")
+        for field, content in wanted[place].items():
+            if field != "lines" and after[place][field] != content:
+                texts.append(f"{place}: {field} differs: {_first(content, after[place][field])}")
     return texts
 
 
 def left_behind(after):
-    """What is neither a checkpoint nor a file of the run, one text each."""
+    """Returns the leftovers that are neither a checkpoint nor a file of the run, one text each."""
     return [f"left behind: {name}" for name in after["uncommitted"] + after["unfinished"]]
 
 
 def more_checkpoints(after, wanted):
-    """The steps whose checkpoints count, and that the rules would not have kept."""
+    """Returns the steps whose checkpoints count although the rules would not have kept them."""
     return sorted(_by_step(after).keys() - _by_step(wanted).keys())
 
 
 def unclear(ended, names, reasons):
-    """What is wrong with the end of a part that has failed, one text each.
+    """Returns what is wrong with the way a part has failed, one text each.
 
     Args:
-      ended: how it has ended.
-      names: one of these it must name.
-      reasons: one of these it must say of why, in whatever case.
+      ended: the `scenario.Ended` of the part.
+      names: the message must contain one of these names.
+      reasons: the message must contain one of these reasons, in upper or lower case.
     """
-    said = ended.output
+    reported = ended.output
     if ended.code == 0:
-        return ["another outcome, without an error"]
+        return ["other results without an error"]
     texts = [] if ended.code == 1 else [f"exit code {ended.code}"]
-    texts += ["a traceback"] if "Traceback (most recent call last)" in said else []
-    texts += [] if "error: " in said else ["no message"]
-    texts += [] if any(name in said for name in names) else [f"does not name {names[0]}"]
-    if not any(reason.lower() in said.lower() for reason in reasons):
-        texts.append(f"does not say '{reasons[0]}'")
+    texts += ["a traceback"] if "Traceback (most recent call last)" in reported else []
+    texts += [] if "error: " in reported else ["no message"]
+    texts += [] if any(name in reported for name in names) else [f"does not name {names[0]}"]
+    if not any(reason.lower() in reported.lower() for reason in reasons):
+        texts.append(f"does not give the reason '{reasons[0]}'")
     return texts
 
 
 def names_of_file(path):
-    """What a message may name when a call on a path has failed: the file, or the folder of what it is part of."""
+    """Returns the names that a message may give for a failed call on a path: the file, or the folder it belongs to."""
     path = pathlib.Path(re.sub(r"/\.([^/]+)\.new$", r"/\1", path))
     whole = ("step_", "checkpoints", "tensorboard", "eval")
-    return [str(path), *(str(one) for one in path.parents if one.name.startswith(whole))]
+    return [str(path), *(str(item) for item in path.parents if item.name.startswith(whole))]
 
 
 def names_of_object(name):
-    """The same for a request for an object of the stand-ins' bucket."""
+    """Returns the names that a message may give for a failed request for an object in the bucket of the stand-ins."""
     path = pathlib.Path(name or "run")
-    return [f"bucket/{one}" for one in (path, *path.parents[:-1])]
+    return [f"bucket/{item}" for item in (path, *path.parents[:-1])]
 
 
 def reason(fault):
-    """What a message must say of a fault."""
-    # What is not there, or is otherwise, need not be said in the words of the C library or of HTTP.
+    """Returns the reason that a message must give for a fault; empty if its words are free."""
+    # For a missing file or a failed precondition, xshard may use its own words instead of those of the C library or
+    # HTTP. The other faults without a reason have no errno.
     if fault in ("ENOENT", "404", "412") or not (hasattr(errno, fault) or fault.isdigit()):
         return ""
     return fault if fault.isdigit() else os.strerror(getattr(errno, fault))
 
 
 def _checkpoint(attempt):
-    """The bits of a checkpoint, its position in the data, its metrics, and whether it is pinned."""
+    """Returns a digest of a checkpoint's arrays and position in the data, its metrics, and whether it is pinned."""
     meta = source.read_meta(attempt)
     digest = hashlib.sha256(json.dumps(meta["data"], sort_keys=True).encode())
     for name, value in parts.read_arrays(attempt, source.array_metas(meta), _BUDGET_BYTES):
@@ -167,32 +173,32 @@ def _checkpoint(attempt):
 
 
 def _directory(path):
-    """What a work directory holds, but for what differs between runs of the same bits."""
-    found = {"lines": [], "rows": [], "csv": [], "events": {}, "results": None, "best": None}
+    """Returns the contents of a work directory, without values that differ between runs with the same bits."""
+    contents = {"lines": [], "rows": [], "csv": [], "events": {}, "results": None, "best": None}
     if (path / "metrics.jsonl").exists():
-        found["lines"] = (path / "metrics.jsonl").read_text(errors="replace").splitlines()
-        found["rows"] = [row for row in map(_row, found["lines"]) if row]
+        contents["lines"] = (path / "metrics.jsonl").read_text(errors="replace").splitlines()
+        contents["rows"] = [row for row in map(_row, contents["lines"]) if row]
     if (path / "metrics.csv").exists():
-        found["csv"] = _table(path / "metrics.csv")
+        contents["csv"] = _table(path / "metrics.csv")
     if (path / "tensorboard").exists():
-        found["events"] = _events(path / "tensorboard")
+        contents["events"] = _events(path / "tensorboard")
     for name, keys in _KEYS.items():
         if (path / f"{name}.json").exists():
             with contextlib.suppress(ValueError):
                 content = json.loads((path / f"{name}.json").read_bytes())
-                found[name] = {key: content.get(key) for key in keys}
-    return found
+                contents[name] = {key: content.get(key) for key in keys}
+    return contents
 
 
 def _row(line):
-    """A row as text, but for what differs between runs of the same bits; None of half a row."""
+    """Returns a row as text, without values that differ between runs with the same bits; None for an incomplete row."""
     with contextlib.suppress(ValueError):
         row = json.loads(line)
         return json.dumps({k: v for k, v in row.items() if not k.startswith("perf/")})
 
 
 def _table(path):
-    """The rows of a table, whatever the order of its columns."""
+    """Returns the rows of a CSV file in a form that does not depend on the order of its columns."""
     with path.open(newline="", errors="replace") as file:
         return [
             sorted(
@@ -203,12 +209,12 @@ def _table(path):
 
 
 def _events(path):
-    """What TensorBoard shows of scalars."""
+    """Returns the scalars that TensorBoard shows."""
     shown = event_accumulator.EventAccumulator(str(path), size_guidance={"scalars": 0})
     shown.Reload()
     tags = [tag for tag in shown.Tags()["scalars"] if not tag.startswith("perf/")]
     return {
-        tag: [[one.step, repr(one.value)] for one in shown.Scalars(tag)] for tag in sorted(tags)
+        tag: [[item.step, repr(item.value)] for item in shown.Scalars(tag)] for tag in sorted(tags)
     }
 
 
@@ -225,8 +231,8 @@ def _newest(checkpoints):
 
 
 def _best(checkpoints):
-    """The best by the metric that the scenario's config names by default; None if none has one."""
-    errors = [one["metrics"]["error"] for one in checkpoints.values() if one["metrics"]]
+    """Returns the lowest error, the default metric of the scenario's config; None if no checkpoint has metrics."""
+    errors = [item["metrics"]["error"] for item in checkpoints.values() if item["metrics"]]
     return min(errors, default=None)
 
 
@@ -238,14 +244,14 @@ def _row_step(line):
     try:
         return json.loads(line)["step"]
     except ValueError:
-        # Half a line, of a process that was killed: no promise was made of it.
+        # A killed process left an incomplete line. No promise covers it.
         return 1 << 60
 
 
 def _first(want, got):
-    """Says what differs, of lists the first of each side that the other lacks."""
+    """Describes a difference; for lists, by the first element that each side has and the other lacks."""
     if not isinstance(want, list) or not isinstance(got, list):
-        return f"{str(got)[:150]} for {str(want)[:150]}"
+        return f"{str(got)[:150]} instead of {str(want)[:150]}"
     lacking = [row for row in want if row not in got]
     more = [row for row in got if row not in want]
-    return f"{len(got)} for {len(want)}; missing {str(lacking[:1])[:150]}, too many {str(more[:1])[:150]}"
+    return f"{len(got)} instead of {len(want)}; missing {str(lacking[:1])[:150]}, extra {str(more[:1])[:150]}"

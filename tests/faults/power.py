@@ -1,4 +1,4 @@
-"""A disk that loses power: ext4 on a loop device, which comes back with what its journal has."""
+"""A disk that loses power: ext4 on a loop device. After a power cut it holds what its journal recovers."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ _BYTES = 64 << 20
 
 
 def missing():
-    """What there would have to be for it, in words; empty if it is there."""
+    """Returns the requirements of a `Disk` that are missing on this machine, in words; empty if none."""
     if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
         return "needs root and mkfs.ext4 (Debian: e2fsprogs)"
     with tempfile.TemporaryDirectory() as scratch:
@@ -22,10 +22,10 @@ def missing():
 
 
 class Disk:
-    """A file system of its own, mounted until the end of a `with`."""
+    """A file system on a loop device, mounted within a `with` statement."""
 
     def __init__(self, scratch):
-        """Makes it; `folder` in it is not there yet."""
+        """Creates the file system. The caller creates `folder` in it."""
         self._image = scratch / "image"
         self._mounted = scratch / "mounted"
         self.folder = self._mounted / "disk"
@@ -42,17 +42,18 @@ class Disk:
         _call("umount", self._mounted)
 
     def settle(self):
-        """Takes everything to the disk."""
+        """Flushes all writes to the disk."""
         _call("sync", "--file-system", self._mounted)
 
     def power_up(self):
-        """Mounts it again, as after a loss of power: the shim has cut it off."""
+        """Mounts the disk again after the shim has cut its power."""
         _call("umount", self._mounted)
-        # A mount namespace that another process has made meanwhile would keep what was cut off.
-        found = self._image.with_name("found")
-        _call("cp", "--sparse=always", self._image, found)
+        # A copy of the image is mounted. If another process has created a mount namespace meanwhile, that namespace
+        # keeps the original mounted in its cut-off state.
+        copy = self._image.with_name("found")
+        _call("cp", "--sparse=always", self._image, copy)
         self._image.unlink()
-        found.rename(self._image)
+        copy.rename(self._image)
         self.__enter__()
 
 

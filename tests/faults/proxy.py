@@ -1,7 +1,7 @@
-"""Stands between a run and an object store, and answers one of its requests with an error, or from an old listing.
+"""A proxy between a run and an object store. It answers one request with an error, or listings without new objects.
 
-The store is a stand-in itself: tests/checkpoint/gcs_server.py, or moto for S3. What is to happen is told by requests
-to /faults/...; all others go on to the store.
+The store is itself a stand-in: tests/checkpoint/gcs_server.py, or moto for S3. Requests to /faults/... control the
+proxy; it forwards all others to the store.
 
     python -m tests.faults.proxy http://127.0.0.1:1234      prints its address
 """
@@ -20,21 +20,21 @@ import urllib.request
 
 from tests.checkpoint import harness
 
-# A listing that does not have what was made by the last so many requests.
+# A fault: listings lack the objects that the last so many requests created.
 LAG = "lag"
-# What a client hears that was not told of its write, and has tried it again.
+# A fault: a write is carried out and answered with 412, as a client sees when it retries after a lost answer.
 DONE_ALREADY = "412"
 KINDS = ("read", "list", "write", "delete", "head")
 _OF_METHOD = {"POST": "write", "PUT": "write", "DELETE": "delete", "HEAD": "head"}
 CODES = {"403": "AccessDenied", "404": "NoSuchKey", "412": "PreconditionFailed",
           "429": "TooManyRequests", "500": "InternalError", "503": "SlowDown"}  # fmt: skip
-# Of a connection, and not of what is sent over it; and preconditions, when a state is brought back.
+# Headers of a connection are not forwarded. Preconditions are dropped when a state is restored.
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host", "expect"}
 _CONDITIONS = {"if-match", "if-none-match"}
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves until it is shut down."""
+    """The server, with the planned fault, the requests since the plan, and the states to restore."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -43,46 +43,46 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.store = urllib.parse.urlsplit(store).netloc
         self.lock = threading.Lock()
-        # The request that made each object.
-        self.made = {}
+        # The request that created each object.
+        self.created = {}
         self.kept = {}
         self.plan()
 
     def plan(self, kind="", at=0, status=""):
-        """Says what happens at the `at`-th request of a kind, from 1."""
+        """Plans a fault for the `at`-th request of a kind, from 1. LAG hides the writes of the last `at` requests."""
         self.kind, self.at, self.status = kind, int(at), status
         self.calls, self.hit = [], None
         return {}
 
-    def said(self):
-        """What has come since."""
+    def report(self):
+        """Returns the requests since the plan, and the one that met the fault."""
         return {"calls": self.calls, "hit": self.hit}
 
     def keep(self, start):
-        """Keeps what is there."""
-        self.kept[start] = dict(self.made)
+        """Keeps the current objects as the state `start`."""
+        self.kept[start] = dict(self.created)
         return {}
 
     def begin(self, start):
-        """Puts there what was kept, or nothing."""
-        for name, (_, path, headers, _) in self.made.items():
+        """Restores the state `start`; without it, only deletes all objects."""
+        for name, (_, path, headers, _) in self.created.items():
             signed = {k: v for k, v in headers.items() if k.lower() == "authorization"}
             status, _, _ = self.forward("DELETE", _object(path, name), signed, b"")
             assert status in (200, 204), (status, path)
-        self.made = {}
+        self.created = {}
         for name, (method, path, headers, body) in self.kept.get(start, {}).items():
             path = re.sub(r"&?ifGenerationMatch=[^&]*", "", path)
             headers = {k: v for k, v in headers.items() if k.lower() not in _CONDITIONS}
             status, _, _ = self.forward(method, path, headers, body)
             assert status == 200, (status, method, path)
-            self.made[name] = method, path, headers, body
+            self.created[name] = method, path, headers, body
         return {}
 
     def meet(self, kind, name):
-        """The status that a request is to be answered with; empty if the store is to answer it."""
+        """Records a request; returns the status with which to answer it; empty if the store must answer."""
         with self.lock:
             self.calls.append([kind, kind in ("write", "delete"), name])
-            count = sum(one == kind for one, _, _ in self.calls)
+            count = sum(entry == kind for entry, _, _ in self.calls)
             if kind == self.kind and self.status != LAG and count == self.at:
                 self.hit = [kind, name]
                 return self.status
@@ -91,22 +91,22 @@ class Server(http.server.ThreadingHTTPServer):
         return ""
 
     def forward(self, method, path, headers, body):
-        """The store's own answer: status, headers, content."""
+        """Forwards a request to the store; returns the status, headers and content of its answer."""
         with contextlib.closing(http.client.HTTPConnection(self.store)) as connection:
             connection.request(method, path, body, {**headers, "Host": self.store})
             answer = connection.getresponse()
             return answer.status, answer.getheaders(), answer.read()
 
     def note(self, kind, name, request):
-        """Notes what a request has made or deleted."""
+        """Records the object that a request created or deleted."""
         with self.lock:
             if kind == "write":
-                self.made[name] = request
+                self.created[name] = request
             elif kind == "delete":
-                self.made.pop(name, None)
+                self.created.pop(name, None)
 
     def listed(self, content):
-        """A listing without what is too new for it."""
+        """Removes from a listing the objects that the planned lag hides."""
         if self.status != LAG:
             return content
         with self.lock:
@@ -114,19 +114,19 @@ class Server(http.server.ThreadingHTTPServer):
         if content.startswith(b"{"):
             answer = json.loads(content)
             items = answer.get("items", [])
-            answer["items"] = [one for one in items if one["name"] not in recent]
+            answer["items"] = [entry for entry in items if entry["name"] not in recent]
             return json.dumps(answer).encode()
         for name in recent:
-            one = rf"<Contents>\s*<Key>{re.escape(name)}</Key>.*?</Contents>".encode()
-            content = re.sub(one, b"", content, flags=re.DOTALL)
+            entry = rf"<Contents>\s*<Key>{re.escape(name)}</Key>.*?</Contents>".encode()
+            content = re.sub(entry, b"", content, flags=re.DOTALL)
         return content
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
-    # A reply comes in two packets, and the second would wait for the first to be acknowledged.
+    # A reply is sent in two packets. With Nagle's algorithm the second waits until the first is acknowledged.
     disable_nagle_algorithm = True
 
     def answer(self):
@@ -142,14 +142,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         fault = self.server.meet(kind, name)
         if fault and fault != DONE_ALREADY:
             return self.reply_fault(kind, fault)
-        status, answered, content = self.server.forward(*request)
+        status, answer_headers, content = self.server.forward(*request)
         if status < 300:
             self.server.note(kind, name, request)
         if fault:
             return self.reply_fault(kind, fault)
         if kind == "list":
             content = self.server.listed(content)
-        return self.reply(status, answered, content)
+        return self.reply(status, answer_headers, content)
 
     def reply_fault(self, kind, status):
         content = f"<Error><Code>{CODES[status]}</Code><Message>a fault</Message></Error>"
@@ -180,11 +180,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *args):
-        """Quiet."""
+        """Prints nothing."""
 
 
 class Proxy:
-    """A proxy in a process of its own, as who plans its faults sees it; in the place of `shim.Shim`."""
+    """Runs a proxy in its own process, and plans its faults. It has the interface of `shim.Shim`."""
 
     def __init__(self, store):
         command = [sys.executable, "-m", "tests.faults.proxy", store]
@@ -203,7 +203,7 @@ class Proxy:
         self._process.stdout.close()
 
     def directory(self, kind):
-        """Where a run's checkpoints are, in a store of a kind; tells tensorstore, too, in this process."""
+        """Returns the folder of a run's checkpoints in a store of a kind, and sets the environment variables for it."""
         if kind == "gcs":
             os.environ["TENSORSTORE_GCS_HTTP_URL"] = self.url
             return "gs://bucket/run"
@@ -211,17 +211,17 @@ class Proxy:
         return f"s3://bucket/run?endpoint={self.url}&region=us-east-1"
 
     def watch(self):
-        """Does nothing: all that comes is watched."""
+        """Does nothing: the proxy sees every request."""
 
     def plan(self, kind="", at=0, fault=""):
         self._ask("plan", kind=kind, at=at, status=fault)
 
     def hit(self):
-        hit = self._ask("said")["hit"]
+        hit = self._ask("report")["hit"]
         return hit and tuple(hit)
 
     def calls(self):
-        return [tuple(call) for call in self._ask("said")["calls"]]
+        return [tuple(call) for call in self._ask("report")["calls"]]
 
     def keep(self, start):
         self._ask("keep", start=start)
@@ -229,14 +229,14 @@ class Proxy:
     def begin(self, start):
         self._ask("begin", start=start)
 
-    def _ask(self, what, **query):
-        url = f"{self.url}/faults/{what}?{urllib.parse.urlencode(query)}"
+    def _ask(self, action, **query):
+        url = f"{self.url}/faults/{action}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(url) as answer:
             return json.loads(answer.read())
 
 
 def _classify(method, path, query):
-    """The kind of a request, and the name of its object."""
+    """Returns the kind of a request, and the name of its object."""
     path = urllib.parse.unquote(path)
     if path.startswith(("/storage/", "/upload/")):
         name = query.get("name") or path.partition("/o/")[2]
@@ -249,7 +249,7 @@ def _classify(method, path, query):
 
 
 def _object(path, name):
-    """Where an object is deleted that was made by a request to a path."""
+    """Returns the path at which to delete an object, given the path of the request that created it."""
     if not path.startswith("/upload/"):
         return path
     bucket = re.search(r"/b/([^/]+)/", path)[1]

@@ -1,7 +1,7 @@
-"""A short run of the toy experiment in parts, each of which is tried in a process that is forked.
+"""A short run of the toy experiment, in parts. Each part runs in a forked process.
 
-The process that forks has imported everything and started nothing, so that a part takes a second: it is the real
-program nevertheless, with its flags, its exit code and what it prints.
+The parent has imported everything, but has started neither JAX's backend nor tensorstore's threads. A part therefore
+takes a second. Each part is nevertheless the real program, with its flags, its exit code and its output.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from tests import toy
 from xshard import loop
 from xshard.pod import notice
 
-# What the programs need. None of it starts JAX's backend, or tensorstore's threads: they would be lost by a fork.
+# Modules that the programs import. None of them starts JAX's backend or tensorstore's threads, which a fork would lose.
 _IMPORTED = (
     "grain",
     "optax",
@@ -29,7 +29,7 @@ _IMPORTED = (
     "xshard.modes.profiling",
     "xshard.pod.watch",
 )
-# Longer than any part takes beside other work: who is not done by then hangs.
+# Longer than any part takes on a busy machine. A part that takes longer is treated as hung.
 DEADLINE_SECONDS = 180.0
 _OPTIONS = {
     "steps": 6,
@@ -41,7 +41,7 @@ _OPTIONS = {
     "checkpoint.keep_last": 1,
     "checkpoint.keep_best": 1,
 }
-# The second batch of the evaluation of step 4: the checkpoint of that step is one that lacks its evaluation.
+# The poll at the second batch of the evaluation of step 4, so that the checkpoint of step 4 lacks its evaluation.
 _STOPPED_AT_POLL = 8
 NEW, STOPPED, FINISHED = "new", "stopped", "finished"
 
@@ -52,8 +52,8 @@ class Part:
 
     Attributes:
       module: the program.
-      start: what it finds.
-      arguments: its own, with {run} and {checkpoints} for where these are.
+      start: the state that it starts from: NEW, STOPPED or FINISHED.
+      arguments: its arguments, with the placeholders {run}, {directory} and {checkpoints}.
     """
 
     module: str
@@ -75,11 +75,11 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a process has ended.
+    """The end of a process.
 
     Attributes:
-      code: its exit code; less than 0: the signal that has ended it; None: it was not done in time.
-      output: what it has printed.
+      code: its exit code; negative: the signal that ended it; None: it missed the deadline.
+      output: what it printed.
     """
 
     code: int | None
@@ -87,16 +87,16 @@ class Ended:
 
 
 class Place:
-    """Where the parts are tried: a folder on a disk, and checkpoints in it or in an object store."""
+    """The place where parts run: a folder on a disk, and checkpoints in this folder or in an object store."""
 
     def __init__(self, scratch, disk=None, directory="", objects=None):
-        """Makes an empty one.
+        """Creates an empty place.
 
         Args:
-          scratch: a folder for what is kept.
-          disk: what work directories are on, if not on that of `scratch`: a `power.Disk`.
-          directory: where checkpoints are, if not in the work directory.
-          objects: what keeps them there and brings them back: a `proxy.Proxy`.
+          scratch: a folder for the states that parts start from, and for the work directory without `disk`.
+          disk: the `power.Disk` that holds the work directory; None: a folder in `scratch`.
+          directory: the folder of the checkpoints; empty: in the work directory.
+          objects: the `proxy.Proxy` that keeps and restores objects; None: the checkpoints are on the disk.
         """
         for name in _IMPORTED:
             importlib.import_module(name)
@@ -110,13 +110,13 @@ class Place:
         self.disk.mkdir()
 
     def keep(self, start):
-        """Keeps what is there as what parts find."""
+        """Keeps the current files and objects as the state `start`."""
         shutil.copytree(self.disk, self._starts / start, symlinks=True)
         if self._objects:
             self._objects.keep(start)
 
     def begin(self, start):
-        """Puts there what a part finds."""
+        """Restores the state `start`."""
         shutil.rmtree(self.disk)
         if start == NEW:
             self.disk.mkdir()
@@ -128,7 +128,7 @@ class Place:
             self._power.settle()
 
     def describe(self, part):
-        """What a part finds, and whether it only reads."""
+        """Returns the state that a part starts from, and whether the part only reads."""
         return PARTS[part].start, PARTS[part].module == "xshard.checkpoint"
 
     def power_up(self):
@@ -136,7 +136,7 @@ class Place:
         self._power.power_up()
 
     def stop_half_way(self):
-        """Makes a run that was stopped in the middle of an evaluation."""
+        """Starts a run and stops it in the middle of an evaluation."""
         config = toy.get_config()
         config.update_from_flattened_dict(_OPTIONS)
         config.checkpoint.directory = self.directory
@@ -145,7 +145,7 @@ class Place:
         assert ended.code == notice.PREEMPTED, ended.output
 
     def start(self, name, watch=lambda: None):
-        """Runs a part's program, with `watch` called first in its process."""
+        """Runs a part's program in a forked process, which calls `watch` first; returns its end."""
         part = PARTS[name]
         places = {"run": self.run, "directory": self.directory, "checkpoints": self.checkpoints}
         arguments = [argument.format(**places) for argument in part.arguments]
@@ -158,7 +158,7 @@ class Place:
         return self.fork(program)
 
     def fork(self, program):
-        """Calls something in a process of its own."""
+        """Calls a function in a forked process; returns the end of the process."""
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
@@ -168,7 +168,7 @@ class Place:
 
 
 class _Stops:
-    """Stands in for what comes from outside."""
+    """Replaces the source of notices from outside: it stops the run at a fixed poll."""
 
     polls = 0
 
@@ -192,7 +192,7 @@ def _run(program, output):
         stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(stream, 1)
         os.dup2(stream, 2)
-        # What has been said has been said, also by a process that is killed.
+        # Each line is flushed at once, so that no output is lost if the process is killed.
         sys.stdout.reconfigure(line_buffering=True)
         faulthandler.enable()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -204,17 +204,17 @@ def _run(program, output):
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        # What the process that forks would do at its end is not this one's.
+        # This skips the exit handlers inherited from the parent.
         os._exit(code)
 
 
 def _wait(child):
-    """The exit code of a process; None if it had to be killed."""
+    """Waits for a process; returns its exit code, or None if it missed the deadline and was killed."""
     handle, done = os.pidfd_open(child), []
     try:
         done, _, _ = select.select([handle], [], [], DEADLINE_SECONDS)
     finally:
-        # Also when who waits is told to end: nobody else would end it.
+        # The child is killed also if this process is interrupted, since nothing else would end it.
         if not done:
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""The faults of a disk, met by a process on purpose: the Python side of shim.c, which see."""
+"""Injection of disk faults into the calls of a process: the Python side of shim.c."""
 
 import ctypes
 import errno
@@ -12,11 +12,11 @@ KINDS = (
     "open", "opendir", "readdir", "stat", "read", "write", "fsync", "rename", "unlink", "mkdir", "link",
     "truncate", "lock",
 )  # fmt: skip
-# In the place of a kind, any call that changes something.
+# In place of a kind: any call that changes something.
 CHANGES = "change"
 _CHANGES = 100
-# In the place of an errno: what is read or written comes back in part; SIGKILL before the call, or in its middle; no
-# power from there on.
+# In place of an errno: a read or write that is cut short, SIGKILL before the call, SIGKILL in the middle of a write,
+# and a power cut before the call.
 SHORT, KILL, TORN, CUT = "short", "kill", "torn", "cut"
 _ACTIONS = {SHORT: -1, KILL: -2, TORN: -3, CUT: -4}
 _LENGTH = 240
@@ -50,10 +50,14 @@ class _Page(ctypes.Structure):
 
 
 class Shim:
-    """The page that this process shares with those that it forks."""
+    """The page of memory that this process shares with the processes that it forks."""
 
     def __init__(self, folder):
-        """Has what happens below a folder counted; RuntimeError if this process was not started with the shim."""
+        """Selects the folder below which calls are counted.
+
+        Raises:
+          RuntimeError: if this process was not started with the shim.
+        """
         library = ctypes.CDLL(None)
         if not hasattr(library, "faults_page"):
             raise RuntimeError("start this process with `preloaded`")
@@ -61,11 +65,11 @@ class Shim:
         self._page = library.faults_page().contents
         self._page.folder = os.fsencode(folder)
         self._folder = str(folder)
-        # In a process that was forked, from here on.
+        # A forked process calls this function; its calls are counted from then on.
         self.watch = library.faults_watch
 
     def plan(self, kind=None, at=0, action=None):
-        """Says what is to happen at the `at`-th call of a kind, from 1; by default nothing."""
+        """Plans a fault for the `at`-th call of a kind, from 1; by default there is none. Resets the counts."""
         page = self._page
         page.counted = page.calls = page.hit = 0
         page.kind = _CHANGES if kind in (None, CHANGES) else KINDS.index(kind)
@@ -73,36 +77,36 @@ class Shim:
         page.at = at
 
     def hit(self):
-        """The kind and the path of the call that was met; None if it did not come."""
+        """Returns the kind and the path of the call that met the fault; None if no call did."""
         if not self._page.hit:
             return None
         call = self._page.call[min(self._page.hit, _CALLS) - 1]
         return KINDS[call.kind], self._folder + os.fsdecode(call.path)
 
     def calls(self):
-        """The kind, whether it changes something, and the path of each call since `plan`."""
+        """Lists the calls since `plan`: the kind, whether it changes something, and the path of each."""
         count = self._page.calls
-        assert count <= _CALLS, f"{count} calls are more than the shim has room for"
+        assert count <= _CALLS, f"{count} calls exceed the capacity of the shim"
         return [
             (KINDS[call.kind], bool(call.changes), os.fsdecode(call.path))
             for call in self._page.call[:count]
         ]
 
 
-def anyone(path):
-    """A path without what differs from run to run."""
+def mask_random_names(path):
+    """Replaces the parts of a path that differ from run to run with `*`."""
     for pattern, name in _RANDOM_NAMES:
         path = pattern.sub(name, path)
     return path
 
 
 def compiler():
-    """The C compiler; None if there is none."""
+    """Returns the path of the C compiler; None if there is none."""
     return shutil.which("cc") or shutil.which("gcc")
 
 
 def preloaded(folder):
-    """Compiles the shim into a folder; returns the variables of a process that is to have it."""
+    """Compiles the shim into a folder; returns the environment variables that load it into a process."""
     library = pathlib.Path(folder) / "faults.so"
     source = pathlib.Path(__file__).with_name("shim.c")
     command = [compiler(), "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]

@@ -1,4 +1,4 @@
-"""What is a replica's own, where there are other numbers of replicas than it was made on."""
+"""Tests of state that differs by replica (`PerReplica`) on other numbers of replicas than it was trained on."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ HALVES, PAIRS = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3))
 
 
 class Counting(toy.Wide):
-    """Counts on each replica what it has seen, and may judge and predict by it."""
+    """Sums the inputs of each replica. If the config has `reads`, evaluation and prediction depend on the sum."""
 
     def init(self, key, batch):
         return {"line": super().init(key, batch), "seen": xshard.PerReplica(jnp.zeros(2))}
@@ -26,7 +26,7 @@ class Counting(toy.Wide):
         return {"line": line, "seen": xshard.PerReplica(seen)}, {"line": outcome}
 
     def _mean(self, state):
-        # Unless it is declared equal, a prediction by it is refused.
+        # `pmean` makes the value equal on all replicas. A prediction from values that differ is refused.
         seen = jax.lax.pmean(state["seen"].value, ("slice", "replica"))
         return jnp.sum(seen) * (1.0 if self.config.reads else 0.0)
 
@@ -42,21 +42,23 @@ class Counting(toy.Wide):
 
 
 def config(**changes):
-    made = toy.get_config()
-    made.experiment = "tests.stored.replicas_test.Counting"
-    made.reads = False
-    made.update_from_flattened_dict({"steps": 4, **changes})
-    return made.lock()
+    settings = toy.get_config()
+    settings.experiment = "tests.stored.replicas_test.Counting"
+    settings.reads = False
+    settings.update_from_flattened_dict({"steps": 4, **changes})
+    return settings.lock()
 
 
 @pytest.fixture
-def on(monkeypatch):
-    """Makes runs take so many devices."""
+def use_devices(monkeypatch):
+    """Returns a function that limits runs to a number of devices."""
 
     def take(count):
         devices = jax.devices()[:count]
-        of = lambda config: mesh.make_mesh(config.group_assignment or None, devices=devices)
-        monkeypatch.setattr(experiment_lib, "mesh_of", of)
+        limited_mesh = lambda config: mesh.make_mesh(
+            config.group_assignment or None, devices=devices
+        )
+        monkeypatch.setattr(experiment_lib, "mesh_of", limited_mesh)
 
     return take
 
@@ -65,10 +67,10 @@ def files(directory):
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
 
 
-def test_a_run_on_other_numbers_is_refused_by_name_before_it_begins(tmp_path, on):
+def test_a_run_on_another_number_of_replicas_is_refused_before_it_begins(tmp_path, use_devices):
     assert loop.run(config(), str(tmp_path), "") == 0
     before = files(tmp_path)
-    on(4)
+    use_devices(4)
     with pytest.raises(errors.UserError) as e:
         loop.run(config(steps=6), str(tmp_path), "")
     text = str(e.value)
@@ -77,12 +79,12 @@ def test_a_run_on_other_numbers_is_refused_by_name_before_it_begins(tmp_path, on
         and "of 8 replicas per group, and this run has 4" in text
     )
     assert files(tmp_path) == before
-    on(8)
+    use_devices(8)
     assert loop.run(config(steps=6), str(tmp_path), "") == 0
 
 
 @pytest.mark.parametrize("groups", [(), HALVES])
-def test_load_keeps_those_of_all_replicas(tmp_path, groups):
+def test_load_keeps_the_values_of_all_replicas(tmp_path, groups):
     changes = {"group_assignment": groups, "reduction.shard_update": True}
     assert loop.run(config(**changes), str(tmp_path), "") == 0
     run = loop.Run(config(**changes), str(tmp_path))
@@ -92,34 +94,34 @@ def test_load_keeps_those_of_all_replicas(tmp_path, groups):
     assert seen.shape == ((2, 4, 2) if groups else (8, 2))
     np.testing.assert_array_equal(seen, wanted)
     assert trained.params["line"]["mlp/~/linear_0"]["w"].ndim == (3 if groups else 2)
-    # What does not read it predicts for any number of rows.
+    # A prediction that does not read the state accepts any number of rows.
     for count in (1, 5):
         batch = {"x": np.ones((count, 3), np.float32), "y": np.zeros(count, np.float32)}
         assert trained.predict(batch).shape == (count,)
 
 
-def test_what_reads_it_elsewhere_is_refused_by_name(tmp_path, on):
+def test_a_method_that_reads_the_state_on_other_replicas_is_refused(tmp_path, use_devices):
     assert loop.run(config(reads=True), str(tmp_path), "") == 0
     trained = xshard.load(str(tmp_path))
     batch = {"x": np.ones((5, 3), np.float32), "y": np.zeros(5, np.float32)}
     message = r"Counting\.{} \(.* reads the state 'seen/value'.*\n?.*values of 8 replicas per group, and this mesh has {}"
     with pytest.raises(errors.UserError, match=message.format("predict", 1)):
         trained.predict(batch)
-    on(4)
+    use_devices(4)
     with pytest.raises(errors.UserError, match=message.format("eval_step", 4)):
         follow.run(config(reads=True), str(tmp_path), "", None)
-    # On as many it is what it was.
-    on(8)
+    # On the original number of replicas the evaluation returns the same value.
+    use_devices(8)
     assert follow.run(config(reads=True), str(tmp_path), "", None) == 0
     assert rows.read(tmp_path / "eval")[-1]["eval/seen"] == rows.results(tmp_path)["eval"]["seen"]
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_a_job_that_does_not_read_it_judges_on_other_numbers(tmp_path, on, devices):
+def test_an_evaluation_without_the_state_runs_on_other_replicas(tmp_path, use_devices, devices):
     assert loop.run(config(), str(tmp_path), "") == 0
-    on(devices)
+    use_devices(devices)
     assert follow.run(config(), str(tmp_path), "", None) == 0
-    judged = rows.read(tmp_path / "eval")[-1]
-    # Sums of ten numbers in float32, in another order.
+    evaluated = rows.read(tmp_path / "eval")[-1]
+    # The tolerance is for float32 sums of ten numbers in another order.
     wanted = rows.results(tmp_path)["eval"]["error"]
-    assert judged["step"] == 4 and judged["eval/error"] == pytest.approx(wanted, rel=1e-5)
+    assert evaluated["step"] == 4 and evaluated["eval/error"] == pytest.approx(wanted, rel=1e-5)
