@@ -4,8 +4,8 @@ import pytest
 
 from xshard.dryrun import costs, hlo, kernels, summary
 
-# The forward kernel of splash attention, in the form in which the TPU compiler prints it, shortened. It has two heads of
-# 8 positions, and its values are already on the chip. A second kernel, whose cost is unknown, follows.
+# The forward kernel of splash attention, in the form in which the TPU compiler prints it, shortened. It has two heads
+# of 8 positions, and its values are already on the chip. A second kernel, whose cost is unknown, follows.
 CALLS = """
 ENTRY %main (n: s8[1,1,1], q: bf16[2,8,4], v: bf16[2,8,4], s: s32[8,128]) -> bf16[2,8,4] {
   %n = s8[1,1,1]{2,1,0:T(8,128)(4,1)} parameter(0)
