@@ -68,7 +68,7 @@ def test_training_and_evaluation_of_a_metric_are_on_one_axis(tmp_path):
     assert len({t["line"]["color"] for t in shown.values()}) == 5
 
 
-def test_a_curve_has_the_same_colour_in_all_charts(tmp_path):
+def test_a_curve_has_the_same_color_in_all_charts(tmp_path):
     # Rows are written with their names in alphabetical order.
     content = [{"step": 1, "loss": 1.0, "accuracy": 0.1}]
     names = ("eval/accuracy", "eval/average/accuracy", "eval/average/loss", "eval/loss")
@@ -167,5 +167,5 @@ def test_names_are_escaped_for_plotly(tmp_path):
     assert any(trace["name"] == "&lt;i&gt;x: training" for trace in draw(some_runs, "loss")[0])
 
 
-def test_colours_are_all_different():
+def test_colors_are_all_different():
     assert len({figures.colour(number) for number in range(60)}) == 60
