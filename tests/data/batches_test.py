@@ -1,4 +1,4 @@
-"""Batches: where their rows lie, and what a checkpoint has of where they come from."""
+"""Batches: the placement of their rows on devices, and the data position in a checkpoint."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ GROUPS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 class Counter:
-    """An experiment's own iterator, whose state is bytes."""
+    """A custom iterator whose state is bytes."""
 
     def __init__(self, part, rows=None, last=100):
         self._rows = sum(map(len, part.rows)) if rows is None else rows
@@ -42,7 +42,7 @@ def make(the_mesh=None, iterator=iterate, **kwargs):
     return batches.TrainBatches(iterator, the_mesh, **{"batch_size": 8, "seed": 0, **kwargs})
 
 
-def test_rows_lie_along_the_replicas():
+def test_rows_are_split_over_the_replicas():
     batch = next(make())
     np.testing.assert_array_equal(batch["y"], DATA["y"][np.asarray(batch["x"])])
     for shard in batch["x"].addressable_shards:
@@ -50,27 +50,27 @@ def test_rows_lie_along_the_replicas():
     assert [shard.data.shape for shard in batch["y"].addressable_shards] == [(1, 2)] * 8
 
 
-def test_each_group_has_its_rows():
+def test_each_group_has_its_own_rows():
     grouped = np.asarray(next(make(mesh.make_mesh(GROUPS)))["x"]).reshape(2, 8)
     assert not np.array_equal(*grouped)
     alone = next(make(mesh.make_mesh(devices=jax.devices()[:4])))["x"]
     np.testing.assert_array_equal(grouped[0], alone)
 
 
-def test_an_example_is_not_used_up():
+def test_reading_the_example_consumes_no_batch():
     train = make()
     assert {name: x.shape for name, x in train.example.items()} == {"x": (1,), "y": (1, 2)}
     np.testing.assert_array_equal(next(train)["x"], next(make())["x"])
 
 
 class Shared(Counter):
-    """One whose state is a place in what all processes read together."""
+    """An iterator whose state is a position in data that all processes read together."""
 
     state_is_shared = True
 
 
 @pytest.mark.parametrize("iterator, count", [(iterate, 2), (Shared, 2), (Counter, 1)])
-def test_a_position_is_where_the_next_batch_is(iterator, count):
+def test_a_restored_position_continues_with_the_next_batch(iterator, count):
     train = make(iterator=iterator)
     next(train)
     position = train.position(1)
@@ -80,27 +80,27 @@ def test_a_position_is_where_the_next_batch_is(iterator, count):
     np.testing.assert_array_equal([np.asarray(next(again)["x"]) for _ in range(3)], rest)
 
 
-def test_states_that_are_not_shared_need_as_many_processes():
+def test_states_that_are_not_shared_need_the_same_number_of_processes():
     differ = [{"step": 5, "iterator": {"file": n}} for n in range(2)]
     with pytest.raises(ValueError, match="for each of 2 processes, but there are now 1"):
         make().restore(differ)
-    # Equal states of an iterator that does not say that they are one place.
+    # The states are equal, but the iterator does not declare that they are shared.
     with pytest.raises(ValueError, match="Resume with 2; or .* state_is_shared = True"):
         make(iterator=Counter).restore([{"step": 5, "iterator": {"base64": "Mg=="}}] * 2)
 
 
-def test_a_state_of_another_iterator():
+def test_a_state_of_another_iterator_is_refused():
     for state in ({"next_index": 3}, {"base64": "Mg=="}):
         with pytest.raises(ValueError, match="a different iterator wrote; this one counts"):
             make().restore([{"step": 5, "iterator": state}])
 
 
-def test_the_examples_of_an_epoch_where_their_number_is_known():
+def test_epoch_examples_is_none_if_the_number_is_unknown():
     assert make().epoch_examples == len(DATA["x"])
     assert make(iterator=Counter).epoch_examples is None
 
 
-def test_a_summary_tells_data_apart():
+def test_summaries_of_different_data_differ():
     assert make().summary() == make(seed=1).summary() == data.summary(DATA)
     assert data.summary(DATA).startswith("20 examples, CRC-32 ")
     assert make(iterator=Counter).summary() == ""
@@ -109,7 +109,7 @@ def test_a_summary_tells_data_apart():
     assert len(summaries) == 4
 
 
-def test_a_checkpoint_of_another_order_of_examples():
+def test_a_checkpoint_with_another_order_of_examples_is_refused():
     with pytest.raises(
         ValueError, match="a different order of examples wrote the checkpoint of step 5"
     ):
@@ -124,12 +124,12 @@ def test_a_checkpoint_of_another_order_of_examples():
         (lambda part: Counter(part, last=0), "ended before the run"),
     ],
 )
-def test_iterators_that_do_not_fit(iterator, match):
+def test_iterators_that_do_not_fit_are_refused(iterator, match):
     with pytest.raises(ValueError, match=match):
         next(make(iterator=iterator))
 
 
-def test_a_state_that_json_cannot_hold():
+def test_a_state_that_json_cannot_hold_is_refused():
     class Odd(Counter):
         def get_state(self):
             return {1, 2}
@@ -145,7 +145,7 @@ def test_a_state_that_json_cannot_hold():
             make(iterator=kind)
 
 
-def test_a_state_comes_back_as_it_was():
+def test_a_state_survives_the_round_trip_through_json():
     state = {
         "tuple": (1, (2.5, None), [True, "x"]),
         "bytes": [b"", b"\xff"],
@@ -153,21 +153,21 @@ def test_a_state_comes_back_as_it_was():
         "random": np.random.default_rng(3).bit_generator.state,
         "nan": np.array([np.nan, -0.0]),
     }
-    kept = batches._plain(state)
-    back = batches._unplain(json.loads(json.dumps(kept)))
-    assert batches._plain(back) == kept
-    assert back["tuple"] == state["tuple"] and back["bytes"] == state["bytes"]
-    assert back["random"] == state["random"] and back["arrays"][1] == 1.5
-    for one, other in ((back["arrays"][0], state["arrays"][0]), (back["nan"], state["nan"])):
+    encoded = batches._plain(state)
+    decoded = batches._unplain(json.loads(json.dumps(encoded)))
+    assert batches._plain(decoded) == encoded
+    assert decoded["tuple"] == state["tuple"] and decoded["bytes"] == state["bytes"]
+    assert decoded["random"] == state["random"] and decoded["arrays"][1] == 1.5
+    for one, other in ((decoded["arrays"][0], state["arrays"][0]), (decoded["nan"], state["nan"])):
         assert one.dtype == other.dtype and one.shape == other.shape
         assert one.tobytes() == other.tobytes()
-    # What checkpoints have had is read as it was.
+    # States from older checkpoints decode to the same values as before.
     assert batches._unplain({"base64": "Mg=="}) == b"2"
     assert batches._unplain({"next_index": [1, 2]}) == {"next_index": [1, 2]}
 
 
 class Actor:
-    """Notes when it acts, and writes into what its state is made of."""
+    """An iterator that counts its acts at each step, and changes the array of its state in place."""
 
     acts_every_steps = 3
 
@@ -192,12 +192,12 @@ class Actor:
 
 
 def served(train, steps):
-    """The values of the batches of steps, where the state is the number of the step."""
+    """Returns the values of the batches of steps; the number of each step stands in for its state."""
     predict = lambda state, batch: int(10 * state + batch["x"].sum())
     return [int(train.of_step(step, predict, step)["x"][0]) for step in steps]
 
 
-def test_an_iterator_acts_before_the_steps_that_it_says():
+def test_an_iterator_acts_every_few_steps():
     train = make(iterator=Actor)
     assert served(train, range(1, 9)) == [12, 12, 12, 42, 42, 42, 72, 72]
     assert train._iterator.acted[1:].nonzero()[0].tolist() == [0, 3, 6]
@@ -205,21 +205,21 @@ def test_an_iterator_acts_before_the_steps_that_it_says():
 
 
 @pytest.mark.parametrize("stop", range(8))
-def test_an_iterator_that_acts_goes_on_from_each_step(stop):
+def test_an_iterator_that_acts_resumes_from_any_step(stop):
     whole = make(iterator=Actor)
     expected = served(whole, range(1, 9))
     stopped, again = make(iterator=Actor), make(iterator=Actor)
     seen = served(stopped, range(1, stop + 1))
     position = json.loads(json.dumps(stopped.position(stop)))
-    # What comes after a position is saved does not reach it.
+    # Batches after the save do not change the saved position.
     served(stopped, range(stop + 1, 9))
     again.restore([position])
     assert seen + served(again, range(stop + 1, 9)) == expected
-    # Not twice, and not left out.
+    # The resumed iterator neither repeats nor omits an act.
     assert again.position(8) == whole.position(8)
 
 
-def test_a_rehearsal_leaves_no_trace():
+def test_a_rehearsal_does_not_change_the_position():
     class Ended(BaseException):
         pass
 
@@ -236,13 +236,13 @@ def test_a_rehearsal_leaves_no_trace():
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.0, True, "2"])
-def test_a_number_of_steps_that_is_none(every):
+def test_an_invalid_acts_every_steps_is_refused(every):
     kind = type("Odd", (Actor,), {"acts_every_steps": every})
     with pytest.raises(ValueError, match=f"Odd.acts_every_steps={every!r} must be a number of"):
         make(iterator=kind)
 
 
-def test_an_iterator_that_cannot_act():
+def test_an_iterator_without_an_act_method_is_refused():
     kind = type("Idle", (Counter,), {"acts_every_steps": 1})
     with pytest.raises(
         ValueError, match=r"Idle has acts_every_steps=1, but no method act\(step, p"
@@ -273,11 +273,11 @@ def test_evaluation_takes_each_example_once():
         ({"batch_size": 24}, "batch_size=24 exceeds the 20 examples"),
     ],
 )
-def test_batch_sizes_that_do_not_fit(kwargs, match):
+def test_batch_sizes_that_do_not_fit_are_refused(kwargs, match):
     with pytest.raises(ValueError, match=match):
         make(**kwargs)
 
 
-def test_an_evaluation_batch_that_does_not_fit():
+def test_an_eval_batch_size_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="eval_batch_size=9 .* replicas = 8; the nearest: 8 or 16"):
         batches.EvalBatches(DATA, mesh.make_mesh(), 9)

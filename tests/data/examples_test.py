@@ -1,4 +1,4 @@
-"""Examples: which, in which order, read by whom."""
+"""Examples: their order in each epoch, and the rows that each process reads."""
 
 import grain
 import numpy as np
@@ -29,12 +29,12 @@ def read(examples, the_part, batches, state=None):
     iterator = data.iterate(examples, the_part)
     if state is not None:
         iterator.set_state(state)
-    found = [next(iterator) for _ in range(batches)]
-    return np.stack([batch["x"] for batch in found]), iterator.get_state()
+    result = [next(iterator) for _ in range(batches)]
+    return np.stack([batch["x"] for batch in result]), iterator.get_state()
 
 
 @pytest.mark.parametrize("examples", [DATA, Files()], ids=["arrays", "source"])
-def test_each_epoch_has_each_example_once_in_an_order_of_its_own(examples):
+def test_each_epoch_has_each_example_once_in_its_own_order(examples):
     seen, _ = read(examples, part(), 5)
     # Five batches of 8 are two epochs of 20: no example is left out at an epoch's end.
     epochs = seen.reshape(2, 20)
@@ -46,32 +46,32 @@ def test_each_epoch_has_each_example_once_in_an_order_of_its_own(examples):
     np.testing.assert_array_equal(seen, read(DATA, part(), 5)[0])
 
 
-def test_rows_stay_together():
+def test_the_arrays_of_an_example_stay_together():
     batch = next(data.iterate(Files(), part()))
     np.testing.assert_array_equal(batch["y"], DATA["y"][batch["x"]])
 
 
 @pytest.mark.parametrize("examples", [DATA, Files()], ids=["arrays", "source"])
 @pytest.mark.parametrize("before, after", [(1, 4), (4, 1), (2, 4), (4, 2)])
-def test_another_number_of_processes_goes_on_with_the_next_example(examples, before, after):
+def test_another_number_of_processes_resumes_at_the_next_example(examples, before, after):
     whole, _ = read(examples, part(), 6)
     first = [read(examples, part(rows), 3) for rows in np.arange(8).reshape(before, -1)]
     states = [state for _, state in first]
-    # What has been read ahead does not count.
+    # Batches that were read ahead do not count.
     assert states == [{"batches": 3, "examples": 20}] * before
     second = [read(examples, part(rows), 3, states[0]) for rows in np.arange(8).reshape(after, -1)]
     parts = [np.concatenate([seen for seen, _ in one], axis=1) for one in (first, second)]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-def test_groups_have_orders_of_their_own_and_the_first_is_that_of_a_single_run():
+def test_groups_have_their_own_orders_and_the_first_matches_a_single_run():
     both, _ = read(DATA, part(groups=2), 1)
     first, second = both.reshape(2, 8)
     assert not np.array_equal(first, second)
     np.testing.assert_array_equal(first, read(DATA, part(), 1)[0][0])
 
 
-def test_random_transformations_of_grain_differ_between_epochs_and_come_back():
+def test_random_grain_transformations_differ_by_epoch_and_are_restored():
     noisy = (
         grain.MapDataset.range(20)
         .seed(3)
@@ -86,14 +86,14 @@ def test_random_transformations_of_grain_differ_between_epochs_and_come_back():
     np.testing.assert_array_equal(next(iterator)["noise"], seen[3]["noise"])
 
 
-def test_other_data_than_the_checkpoints():
+def test_data_that_differs_from_the_checkpoints_is_refused():
     iterator = data.iterate(DATA, part())
     with pytest.raises(ValueError, match="written with 21 training examples, but there are now 20"):
         iterator.set_state({"batches": 3, "examples": 21})
 
 
 class Random(Files):
-    """Its examples differ from one reading to the next."""
+    """A source whose examples differ from one reading to the next."""
 
     def __init__(self, seed):
         self._random = np.random.default_rng(seed)
@@ -102,7 +102,7 @@ class Random(Files):
         return {"x": self._random.normal(size=3)}
 
 
-def test_a_summary_is_of_every_byte_of_arrays():
+def test_a_summary_covers_every_byte_of_arrays():
     x = np.arange(100_000, dtype=np.float32).reshape(50_000, 2)
     before = data.summary({"x": x})
     assert before == data.summary({"x": x.copy()}) == data.summary({"x": np.asfortranarray(x)})
@@ -112,14 +112,14 @@ def test_a_summary_is_of_every_byte_of_arrays():
         assert data.summary({"x": changed}) != before
 
 
-def test_a_summary_of_large_arrays_is_of_some_rows(monkeypatch):
+def test_a_summary_of_large_arrays_covers_some_rows(monkeypatch):
     monkeypatch.setattr(examples, "_SUMMED_BYTES", 1000)
     x = np.arange(100_000, dtype=np.float32).reshape(50_000, 2)
     assert data.summary({"x": x}).endswith(" of 4096 of them")
     assert data.summary({"x": x}) != data.summary({"x": x + 1})
 
 
-def test_a_summary_of_a_source():
+def test_a_summary_of_a_source_covers_some_examples_or_their_types():
     assert data.summary(Files()) == data.summary(Files())
     assert data.summary(Files()).endswith(" of 16 of them")
     assert data.summary(Random(0)) == data.summary(Random(1))
@@ -142,11 +142,11 @@ class Uneven(Files):
         (iter([1]), "of type list_iterator, without __len__ and __getitem__"),
     ],
 )
-def test_bad_data(examples, match):
+def test_invalid_data_is_refused(examples, match):
     with pytest.raises(ValueError, match=match):
         data.iterate(examples, part())
 
 
-def test_examples_that_cannot_be_stacked():
+def test_examples_that_cannot_be_stacked_are_refused():
     with pytest.raises(ValueError, match="same names to arrays of the same shapes"):
         next(data.iterate(Uneven(), part()))

@@ -1,4 +1,4 @@
-"""Streams: the same batches on however many processes, wherever a run was stopped; text that is packed."""
+"""Streams: the same batches on any number of processes and after a stop at any step; packed text."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ DOCUMENTS = np.split(np.arange(300), np.cumsum([1 + 7 * i % 23 for i in range(24
 
 
 def parts(processes, groups=1, batch_size=8):
-    """What each of so many processes reads, where all rows of a group lie side by side."""
+    """Returns the part of the rows that each process reads. The rows of a group are contiguous."""
     whole = np.arange(groups * batch_size).reshape(processes, -1)
     return [
         data.Part(
@@ -40,12 +40,12 @@ def as_tokens(tokens):
 
 
 def threaded(stream):
-    """As a run has it: documents are read ahead."""
+    """Packs as a run does, with documents read ahead."""
     return text.pack(stream.part(grain.MapDataset.source(DOCUMENTS)), as_tokens, LENGTH)
 
 
 def mixed(stream):
-    """Two sources, three rows of the first for one of the second, in an order of windows."""
+    """Mixes three rows of a first source with one of a second, and shuffles them within windows."""
     sources = [packed(stream), packed(dataclasses.replace(stream, seed=1)).map(negative)]
     rows = grain.IterDataset.mix(sources, [3, 1])
     return grain.experimental.WindowShuffleIterDataset(rows, window_size=3, seed=stream.seed)
@@ -60,16 +60,18 @@ def start(processes, make=packed, count=4, **kwargs):
 
 
 def read(pod, steps):
-    """So many batches of all processes together, as of each process its rows follow those of the one before."""
-    found = []
+    """Returns the batches of all processes, with the rows of each process after those of the previous one."""
+    result = []
     for _ in range(steps):
-        of_each = [next(process) for process in pod]
-        found.append({k: np.concatenate([batch[k] for batch in of_each]) for k in of_each[0]})
-    return found
+        process_batches = [next(process) for process in pod]
+        result.append(
+            {k: np.concatenate([batch[k] for batch in process_batches]) for k in process_batches[0]}
+        )
+    return result
 
 
 def saved(pod):
-    """The states of all processes, as a checkpoint gives them back."""
+    """Returns the states of all processes, in the form in which a checkpoint restores them."""
     return json.loads(json.dumps([batches._plain(process.get_state()) for process in pod]))
 
 
@@ -91,7 +93,7 @@ def assert_same(first, second):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_batches_are_the_same_on_any_number_of_processes(make, groups):
     whole = read(start(1, make=make, groups=groups), 6)
-    # On 16 processes those that share a stream run it side by side.
+    # With more processes than streams, every process that shares a stream runs it.
     for processes in (2, 4, 8 * groups):
         assert_same(read(start(processes, make=make, groups=groups), 6), whole)
 
@@ -100,13 +102,13 @@ def test_batches_are_the_same_on_any_number_of_processes(make, groups):
     ("make", "counts"),
     [(packed, (1, 4, 2)), (packed, (2, 2, 8)), (mixed, (2, 1, 4)), (threaded, (4, 1, 2))],
 )
-def test_a_run_goes_on_from_each_place_on_other_numbers_of_processes(make, counts):
+def test_a_run_resumes_from_any_step_on_other_numbers_of_processes(make, counts):
     whole = read(start(1, make=make), 7)
     for first in range(7):
         pod = start(counts[0], make=make)
         seen = read(pod, first)
         states = saved(pod)
-        # Where a process stands before it is told makes no difference.
+        # Batches that are read after the save make no difference.
         read(pod, 1)
         pod = restored(states, counts[1], make=make)
         seen += read(pod, (7 - first) // 2)
@@ -114,7 +116,7 @@ def test_a_run_goes_on_from_each_place_on_other_numbers_of_processes(make, count
         assert_same(seen + read(pod, 7 - len(seen)), whole)
 
 
-def test_groups_have_orders_of_their_own_and_the_first_is_that_of_a_single_run():
+def test_groups_have_their_own_orders_and_the_first_matches_a_single_run():
     (both,), (alone,) = read(start(1, groups=2), 1), read(start(1), 1)
     first, second = np.split(both["text"], 2)
     np.testing.assert_array_equal(first, alone["text"])
@@ -141,25 +143,26 @@ def test_packing_loses_no_token_and_joins_no_documents():
         seen += tokens[segments > 0].tolist()
         for segment in range(1, segments.max() + 1):
             inside = segments == segment
-            # Of one document, in its order: all tokens are different, and documents are numbered through.
+            # A segment has tokens of a single document. All tokens are different, so each identifies its document.
             homes = {next(i for i, d in enumerate(DOCUMENTS) if t in d) for t in tokens[inside]}
             assert len(homes) == 1
             assert np.array_equal(positions[inside], np.arange(inside.sum()))
     assert seen == list(range(300))
-    # Only the last row is filled up.
+    # Only the last row is padded.
     assert all((row["text_segment_ids"] > 0).all() for row in rows[:-1])
 
 
-def test_mixing_keeps_its_weights():
+def test_mixing_keeps_its_weights_and_separates_the_sources():
     rows = np.concatenate([batch["text"] for batch in read(start(1, make=mixed), 12)])
     of_second = (rows.sum(axis=-1) < 0).sum()
-    # A row in four of each stream, in which windows of three stand before one another.
+    # In each stream, one row in four is from the second source, shuffled within windows of three rows. The tolerance
+    # is one of a stream's 24 rows.
     assert abs(of_second / len(rows) - 1 / 4) <= 1 / 24
-    # And nothing of one source is in a row of the other.
+    # No row has values of both sources.
     assert ((rows > 0).any(axis=-1) != (rows < 0).any(axis=-1)).all()
 
 
-def test_what_does_not_fit():
+def test_streams_that_do_not_fit_are_refused():
     (part,) = parts(1)
     for count in (0, 3, 16):
         with pytest.raises(ValueError, match=f"{count} streams do not fit batch_size=8"):
@@ -180,19 +183,19 @@ def test_what_does_not_fit():
         ({"groups": 2}, "lacks the streams 1/0, 1/1, 1/2, 1/3 of this process"),
     ],
 )
-def test_a_state_of_other_streams(kwargs, match):
+def test_a_state_of_other_streams_is_refused(kwargs, match):
     states = saved(start(1))
     with pytest.raises(ValueError, match=match):
         restored(states, 1, **kwargs)
 
 
-def test_a_state_of_another_iterator():
+def test_a_state_of_another_iterator_is_refused():
     with pytest.raises(ValueError, match="a different iterator wrote; this one has streams"):
         restored([{"batches": 3, "examples": 20}], 1)
 
 
-def test_a_run_goes_on_with_streams_of_other_processes():
-    """Through the position that is in a checkpoint."""
+def test_a_checkpoint_restores_the_streams_of_other_processes():
+    """One process restores the streams of four through the position in their checkpoint."""
     the_mesh = mesh.make_mesh(devices=jax.devices()[:4])
     make = lambda part: pipelines.Streams(packed, 4, part)
     train = batches.TrainBatches(make, the_mesh, batch_size=8, seed=5)
@@ -202,7 +205,7 @@ def test_a_run_goes_on_with_streams_of_other_processes():
     read(pod, 3)
     train.restore([{"step": 3, "iterator": state} for state in saved(pod)])
     np.testing.assert_array_equal(next(train)["text"], whole[3]["text"])
-    # One process's state is not that of all.
+    # The state of a single process lacks the streams of the others.
     lacking = [{"step": 3, "iterator": saved(pod)[0]}]
     with pytest.raises(ValueError, match="lacks the streams 0/1, 0/2, 0/3"):
         train.restore(lacking)

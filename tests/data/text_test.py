@@ -1,4 +1,4 @@
-"""Texts: files and records that are named where they cannot be read, and tokens that are the text."""
+"""Text data: files, records and tokenizers, and the errors that name those that cannot be read."""
 
 import sys
 
@@ -25,29 +25,29 @@ def records(path, contents):
     return path
 
 
-def test_tokens_are_the_text(tokenizer):
+def test_tokens_decode_to_the_text(tokenizer):
     encode = text.encoder(tokenizer)
     end = tokenizer.token_to_id(text.END)
-    for each in (*TEXTS, "", "what it has not seen: \N{GREEK SMALL LETTER ALPHA}"):
-        tokens = encode(each)
+    for sample in (*TEXTS, "", "what it has not seen: \N{GREEK SMALL LETTER ALPHA}"):
+        tokens = encode(sample)
         assert tokens.dtype == np.int32 and tokens.max(initial=0) < 300
-        # What is written in a text does not end it.
+        # An end token that is written in the text does not end it.
         assert (tokens == end).tolist() == [False] * (len(tokens) - 1) + [True]
-        assert tokenizer.decode(tokens[:-1].tolist()) == each
+        assert tokenizer.decode(tokens[:-1].tolist()) == sample
     assert len(encode(TEXTS[0])) < len(TEXTS[0]) / 2
 
 
-def test_a_tokenizer_is_that_of_its_texts(tokenizer, tmp_path):
+def test_a_tokenizer_depends_only_on_its_texts(tokenizer, tmp_path):
     again = text.train_tokenizer(reversed(TEXTS), 300)
     assert again.to_str() == tokenizer.to_str()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert text.load_tokenizer(tmp_path / "tokenizer.json").to_str() == tokenizer.to_str()
 
 
-def test_tokenizers_that_are_none(tmp_path, monkeypatch):
+def test_invalid_tokenizers_are_refused(tmp_path, monkeypatch):
     (tmp_path / "broken.json").write_text("{")
-    for name, said in (("gone.json", "No such file"), ("broken.json", "EOF while parsing")):
-        with pytest.raises(ValueError, match=rf"{name} cannot be read as a tokenizer \(.*{said}"):
+    for name, reason in (("gone.json", "No such file"), ("broken.json", "EOF while parsing")):
+        with pytest.raises(ValueError, match=rf"{name} cannot be read as a tokenizer \(.*{reason}"):
             text.load_tokenizer(tmp_path / name)
     with pytest.raises(ValueError, match="vocabulary of 256 must have more than 256"):
         text.train_tokenizer(TEXTS, 256)
@@ -56,14 +56,14 @@ def test_tokenizers_that_are_none(tmp_path, monkeypatch):
         text.train_tokenizer(TEXTS, 300)
 
 
-def test_a_tokenizer_without_an_end(tokenizer, tmp_path):
+def test_a_tokenizer_without_an_end_token_is_refused(tokenizer, tmp_path):
     content = tokenizer.to_str().replace(text.END, "<|fin|>")
     (tmp_path / "other.json").write_text(content)
     with pytest.raises(ValueError, match=r"other.json has no token '<\|end\|>'"):
         text.load_tokenizer(tmp_path / "other.json")
 
 
-def test_files_are_texts(tmp_path):
+def test_files_are_read_as_texts(tmp_path):
     for number, content in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_bytes(content.encode())
     paths = sorted(tmp_path.iterdir())
@@ -79,7 +79,7 @@ def test_files_are_texts(tmp_path):
         files[1]
 
 
-def test_records_of_several_files(tmp_path):
+def test_records_are_read_from_several_files(tmp_path):
     contents = [f"record {i} ".encode() * 40 for i in range(9)]
     paths = [records(tmp_path / "a", contents[:4]), records(tmp_path / "b", contents[4:])]
     source = text.Records(paths)
@@ -91,7 +91,7 @@ def test_records_of_several_files(tmp_path):
     assert sorted(documents) == [content.decode() for content in contents]
 
 
-def test_records_that_cannot_be_read(tmp_path):
+def test_records_that_cannot_be_read_are_refused(tmp_path):
     contents = [f"record {i} ".encode() * 40 for i in range(9)]
     good, bad = (records(tmp_path / name, contents) for name in ("good", "bad"))
     whole = bad.read_bytes()
@@ -100,7 +100,7 @@ def test_records_that_cannot_be_read(tmp_path):
     bad.write_bytes(whole[:1000])
     with pytest.raises(ValueError, match="bad cannot be read as a file of ArrayRecord"):
         text.Records([good, bad])
-    # A bit of the first record.
+    # Flip a bit of the first record. If its text is not in the file in plain form, flip a bit of byte 200.
     place = whole.index(b"record 0") if b"record 0" in whole else 200
     bad.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     source = text.Records([good, bad])

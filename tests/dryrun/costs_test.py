@@ -1,11 +1,11 @@
-"""What a program costs, counted by hand."""
+"""Costs of a compiled program, compared with counts made by hand."""
 
 import pytest
 
 from xshard.dryrun import costs, hlo
 
-# As a TPU's compiler writes a scan over ten layers: it does not say how often the loop runs, and keeps the
-# activations on the chip, in the memory S(1).
+# A scan over ten layers, in the form in which the TPU compiler prints it. The text does not state the loop's trip
+# count, and the activations stay on the chip, in the memory S(1).
 SCAN = """
 %taken (param_0.12: bf16[10,8,8], param_1.13: s32[]) -> bf16[8,8] {
   %param_0.12 = bf16[10,8,8]{2,1,0:T(8,128)(2,1)} parameter(0)
@@ -63,33 +63,36 @@ def scan(start="0", bound="10"):
 
 
 @pytest.mark.parametrize("start, bound, rounds", [("0", "10", 10), ("4", "10", 6), ("9", "3", 0)])
-def test_what_is_in_a_loop_counts_as_often_as_it_runs(start, bound, rounds):
+def test_a_loop_body_is_counted_once_per_iteration(start, bound, rounds):
     program = scan(start, bound)
     assert program.times()["body"] == rounds and program.unknown_loops() == 0
     flops, hbm_bytes, cycles = costs.of(program)
     assert flops == rounds * 2 * 4 * 8 * 8
-    # A slice of the weights each time, the counter, and once the batch: the rest is on the chip.
+    # Each round moves the counter and a slice of the weights. The batch and the counter's start value move once.
+    # The rest stays on the chip.
     counter, weights, batch, start_bytes = 4 + 8, 2 * 8 * 8, 2 * 4 * 8, 4
     assert hbm_bytes == rounds * (counter + weights) + batch + start_bytes
-    # What the compiler says within a fusion is no other work.
+    # The instructions inside a fusion carry the same estimate, which must not count twice.
     assert cycles == rounds * 1831
 
 
-def test_a_loop_of_unknown_length_counts_as_one_round_and_is_told():
+def test_a_loop_of_unknown_length_counts_once_and_is_reported():
     program = hlo.parse(SCAN.replace("direction=LT", "direction=NE"))
     assert program.unknown_loops() == 1 and program.times()["body"] == 1
     assert costs.of(program).flops == 2 * 4 * 8 * 8
 
 
-def test_the_number_of_a_parameter_is_no_bound():
+def test_a_parameter_number_is_not_taken_for_a_loop_bound():
     text = SCAN.replace("START", "0").replace("constant(BOUND)", "parameter(7)")
     program = hlo.parse(text)
     assert program.unknown_loops() == 1 and program.times()["body"] == 1
 
 
-def test_a_count_that_the_compiler_gives_is_taken():
-    given = 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'
-    program = hlo.parse(SCAN.replace("direction=LT", "direction=NE").replace("body=%body", given))
+def test_a_trip_count_from_the_compiler_is_used():
+    loop_attributes = 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'
+    program = hlo.parse(
+        SCAN.replace("direction=LT", "direction=NE").replace("body=%body", loop_attributes)
+    )
     assert program.unknown_loops() == 0 and program.times()["body"] == 7
 
 
@@ -104,7 +107,7 @@ def convolution(attributes, left, right, result):
     "attributes, left, right, result, products",
     [
         ("dim_labels=bf_io->bf", "4,8", "8,16", "4,16", 4 * 8 * 16),
-        # Each place of 3 in a row of 5 meets 5 elements but for the two ends, which meet 4.
+        # The middle element of the kernel meets all 5 elements of the row; its two ends meet 4 each.
         (
             "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
             "1,5,2",
@@ -113,7 +116,7 @@ def convolution(attributes, left, right, result):
             13 * 2 * 7,
         ),
         ("window={size=3 stride=2}, dim_labels=b0f_0io->b0f", "1,5,1", "3,1,1", "1,2,1", 6),
-        # As the gradient of a stride: every second element that the kernel meets is a zero put in between.
+        # The gradient of a strided convolution: every second element that the kernel meets is an inserted zero.
         (
             "window={size=2 pad=1_1 lhs_dilate=2}, dim_labels=b0f_0io->b0f",
             "1,3,1",
@@ -121,7 +124,7 @@ def convolution(attributes, left, right, result):
             "1,6,1",
             6,
         ),
-        # A product of four pairs of matrices, as a TPU writes it.
+        # A batched product of four pairs of matrices, in the form in which the TPU compiler prints it.
         (
             "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf",
             "4,8,5",
@@ -138,13 +141,13 @@ def convolution(attributes, left, right, result):
         ),
     ],
 )
-def test_a_convolution_is_two_for_each_product_that_is_not_with_padding(
+def test_a_convolution_counts_two_flops_per_product_outside_the_padding(
     attributes, left, right, result, products
 ):
     assert costs.of(convolution(attributes, left, right, result)).flops == 2 * products
 
 
-def test_a_product_of_matrices():
+def test_a_matrix_product_counts_flops_and_bytes():
     program = hlo.parse(
         "%x = f32[3,4,8]{2,1,0} parameter(0)\n%w = f32[3,8,5]{2,1,0} parameter(1)\n"
         "%y = f32[3,4,5]{2,1,0} dot(%x, %w), lhs_batch_dims={0}, lhs_contracting_dims={2}\n"
@@ -152,7 +155,7 @@ def test_a_product_of_matrices():
     assert costs.of(program) == (2 * 3 * 4 * 8 * 5, 4 * (3 * 4 * 8 + 3 * 8 * 5 + 3 * 4 * 5), 0)
 
 
-def test_an_update_in_place_moves_the_update():
+def test_an_in_place_update_moves_only_the_updated_part():
     program = hlo.parse(
         "%x = f32[100,8]{1,0} parameter(0)\n%u = f32[1,8]{1,0} parameter(1)\n%i = s32[] parameter(2)\n"
         "%y = f32[100,8]{1,0} dynamic-update-slice(%x, %u, %i, %i)\n"
@@ -160,7 +163,7 @@ def test_an_update_in_place_moves_the_update():
     assert costs.of(program).hbm_bytes == 2 * 4 * 8 + 2 * 4
 
 
-def test_of_branches_the_more_expensive_one_counts():
+def test_the_more_expensive_branch_of_a_conditional_counts():
     branch = "%NAME (p: f32[SIZE]) -> f32[SIZE] {\n  %p = f32[SIZE]{0} parameter(0)\n  ROOT %c = f32[SIZE]{0} copy(%p)\n}\n"
     branches = "".join(
         branch.replace("NAME", n).replace("SIZE", s) for n, s in (("a", "3"), ("b", "5"))

@@ -1,4 +1,7 @@
-"""A dry run as a user meets it. The TPU's compiler is large: what needs it is skipped where it is not there."""
+"""The dry run from the user's side.
+
+Some tests need the TPU compiler, which is in the large package libtpu. They are skipped where it is not installed.
+"""
 
 import importlib.util
 import json
@@ -30,7 +33,7 @@ TOY = ("--config=tests/toy.py", "--topology=v5e:2x2")
 
 
 def run(*arguments, before=""):
-    """The program's exit code, standard output and standard error."""
+    """Runs the dry-run program; returns its exit code, standard output and standard error."""
     program = f"import sys; {before}\nfrom xshard.dryrun import __main__ as dryrun\nsys.exit(dryrun.run())"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("JAX_PLATFORMS", None)
@@ -41,7 +44,7 @@ def run(*arguments, before=""):
 
 
 @pytest.mark.parametrize("chip", chips.CHIPS.values(), ids=chips.CHIPS)
-def test_a_chip_s_numbers_are_of_one_order_and_have_a_source(chip):
+def test_chip_figures_are_plausible_and_have_a_source(chip):
     assert chip.source == f"https://docs.cloud.google.com/tpu/docs/{chip.name}"
     assert 1e14 < chip.flops < 1e15 and 2**34 <= chip.hbm < 2**37
     assert chip.flops > 100 * chip.hbm_rate > 100 * chip.ici_rate > 1e13
@@ -51,7 +54,7 @@ def test_a_chip_s_numbers_are_of_one_order_and_have_a_source(chip):
 @pytest.mark.parametrize(
     "topology", ["v5e:1x1", "v5e:16x16", "v6e:4x8", "v4:2x2x1", "v5p:4x4x8", "v5p:16x16x24"]
 )
-def test_slices_that_there_are(topology):
+def test_existing_slice_shapes_are_accepted(topology):
     assert chips.parse_topology(topology).name == topology.split(":")[0]
 
 
@@ -67,13 +70,13 @@ def test_slices_that_there_are(topology):
         ("v7x:4x4x4", "must be one of v4, v5e, v5p, v6e"),
     ],
 )
-def test_slices_that_there_are_not(topology, rule):
+def test_slice_shapes_that_do_not_exist_are_refused(topology, rule):
     with pytest.raises(ValueError, match=rule) as e:
         chips.parse_topology(topology)
     assert f"--topology={topology}" in str(e.value)
 
 
-def test_bounds():
+def test_bounds_are_amounts_divided_by_rates():
     chip = chips.CHIPS["v5e"]
     limits = estimate.bounds(chip, costs.Cost(197 * 10**12, 819 * 10**9), 10**11, 10**9)
     assert [limit.name for limit in limits] == ["compute", "memory", "ICI", "DCN"]
@@ -82,7 +85,7 @@ def test_bounds():
     assert estimate.bounds(chips.CHIPS["v4"], costs.Cost(), 0, 0)[3].seconds == 0
 
 
-def test_a_device_s_part_of_a_tree():
+def test_shard_bytes_count_a_single_device():
     places = mesh.make_mesh(None, model=2)
     rows = mesh.sharding(places, "model")
     tree = {
@@ -104,7 +107,7 @@ ENTRY %main (x: f32[1024,1024], w: f32[1024,1024]) -> f32[1024,1024] {
 
 
 class Compiled:
-    """Stands in for a compiled step."""
+    """A stand-in for a compiled step."""
 
     def as_text(self):
         return HLO
@@ -137,7 +140,7 @@ def replicas():
 
 
 def check(result):
-    """The schema, and what must be so of every result."""
+    """Checks what must hold of every result; returns its bounds by name."""
     json.dumps(result, allow_nan=False)
     limits = {limit["name"]: limit for limit in result["bounds"]}
     assert list(limits) == ["compute", "memory", "ICI", "DCN"]
@@ -146,14 +149,14 @@ def check(result):
     assert result["examples_per_second"] == pytest.approx(result["examples"] / result["seconds"])
     assert result["memory"]["fits"] is True and result["estimated_cycles"] >= 0
     assert 0 < result["memory"]["peak"] < result["chip"]["hbm"]
-    sent = {True: "DCN", False: "ICI"}
-    for between, name in sent.items():
+    networks = {True: "DCN", False: "ICI"}
+    for between, name in networks.items():
         rows = [row for row in result["collectives"] if row["between_slices"] is between]
         assert sum(row["sent"] for row in rows) == limits[name]["amount"]
     return limits
 
 
-def test_what_is_said_of_a_compiled_step():
+def test_a_compiled_step_is_described_and_shown():
     result = described()
     limits = check(result)
     array = 4 * 2**20
@@ -176,25 +179,26 @@ def test_what_is_said_of_a_compiled_step():
     assert "DCN" not in shown and "Warning" not in shown and result["warnings"] == []
 
 
-def test_a_program_of_several_counts_as_often_as_it_is_run():
-    held = jax.ShapeDtypeStruct((2**21,), np.float32, sharding=mesh.sharding(replicas()))
-    once, thrice = described(), described(times=3, live=[held])
+def test_a_stage_counts_as_often_as_it_is_run():
+    live_array = jax.ShapeDtypeStruct((2**21,), np.float32, sharding=mesh.sharding(replicas()))
+    once, thrice = described(), described(times=3, live=[live_array])
     for name in ("compute", "memory", "ICI"):
         assert check(thrice)[name]["amount"] == 3 * check(once)[name]["amount"]
-    # Of what is held the compiler counts the arguments.
+    # The compiler's peak includes the arguments, so only the rest of the live array is added.
     assert thrice["memory"]["peak"] == once["memory"]["peak"] + 2**23 - 2**22
 
 
-def test_a_collective_that_is_not_between_neighbours_is_warned_of():
+def test_a_collective_between_distant_chips_causes_a_warning():
     class Apart(Compiled):
         def as_text(self):
             return HLO.replace("{{0,1,2,3,4,5,6,7}}", "{{0,2},{1,3},{4,6},{5,7}}")
 
-    # Devices are numbered by hosts, so that each second one is a row further.
+    # The chips are in the order of their hosts, two in a row of the slice, so chips 0 and 2 are neighbors.
     places = jax.sharding.Mesh(np.reshape(pods.make("v5e:2x4"), (4, 2)), ("replica", "model"))
     result = described(Apart(), places)
     (row,) = result["collectives"]
     assert (row["over"], row["hops"], row["mean_hops"]) == ("within replica", 1, 1.0)
+    # In the order that `make_mesh` chooses, they are two hops apart.
     places = jax.sharding.Mesh(
         mesh.make_mesh(devices=pods.make("v5e:2x4")).devices.reshape(4, 2), ("replica", "model")
     )
@@ -211,7 +215,7 @@ def test_a_collective_that_is_not_between_neighbours_is_warned_of():
     assert warning in summary.show(result) and "within replica  ICI      2 " in summary.show(result)
 
 
-def test_a_program_that_jax_cannot_read_is_one_message_and_its_memory():
+def test_an_unreadable_program_gives_one_message_and_its_memory():
     class Newer(Compiled):
         def as_text(self):
             raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure (hlo_instruction.cc:463)")
@@ -224,14 +228,14 @@ def test_a_program_that_jax_cannot_read_is_one_message_and_its_memory():
     assert "peak                       12 MiB" in summary.show(e.value.result)
 
 
-def test_what_the_compiler_estimates_is_shown_beside_the_bounds():
+def test_the_compilers_estimate_is_shown_beside_the_bounds():
     result = described()
     assert "Estimated by the compiler" not in summary.show(result)
     result["estimated_cycles"] = 22_546_739_582
     assert "as if nothing overlapped: 22.5 G cycles.\n" in summary.show(result)
 
 
-def test_what_is_not_published_is_no_bound():
+def test_an_unpublished_rate_gives_no_bound():
     result = described()
     result["bounds"][3] |= {"amount": 10, "rate": None, "seconds": None}
     assert "DCN         10 B         not published  ?" in summary.show(result)
@@ -244,7 +248,7 @@ def test_what_is_not_published_is_no_bound():
         ("90.00G", "Make activations smaller"),
     ],
 )
-def test_a_step_that_does_not_fit(needed, first):
+def test_a_step_that_does_not_fit_is_reported_with_remedies(needed, first):
     places = mesh.make_mesh()
     state = state_lib.abstract_state(
         toy.Toy(toy.get_config()), places, 0, {"x": np.ones((1, 3)), "y": np.ones(1)}
@@ -259,11 +263,13 @@ def test_a_step_that_does_not_fit(needed, first):
     assert f"{float(needed[:-1]) - 15.75:.2f} GiB too much" in message
     assert "parameters 8.00 GiB, optimizer state 16.00 GiB, batch 1 MiB" in message
     assert "params/linear/w 12 B" in message
-    mend = message.split("12 B. ")[1]
-    assert mend.startswith(first) and "model_parallel" in mend and "micro_batches" in mend
+    remedies = message.split("12 B. ")[1]
+    assert (
+        remedies.startswith(first) and "model_parallel" in remedies and "micro_batches" in remedies
+    )
 
 
-def test_what_the_compiler_refuses_is_one_message_with_its_words():
+def test_a_compiler_error_is_one_message_with_its_text():
     refused = RuntimeError("UNIMPLEMENTED: no such collective")
     e = dryrun._compiler_error(refused, {"topology": "v5e:2x2", "slices": 2}, None)
     assert isinstance(e, errors.UserError)
@@ -275,7 +281,7 @@ def test_what_the_compiler_refuses_is_one_message_with_its_words():
         assert part in str(e)
 
 
-def test_without_libtpu_there_is_one_message():
+def test_a_missing_libtpu_is_one_message():
     code, out, err = run(*TOY, before="sys.modules['libtpu'] = None")
     assert (code, out) == (1, "")
     assert err.startswith("error: libtpu is not installed") and "Traceback" not in err
@@ -283,7 +289,7 @@ def test_without_libtpu_there_is_one_message():
         assert part in err
 
 
-# The flags, and what is said. None of them comes as far as the compiler.
+# The flags, and parts of the expected message. Each case is refused before anything is compiled.
 BAD = {
     "no topology": (["--config=tests/toy.py"], ["--config and --topology are needed", "v5e:16x16"]),
     "topology": ([*TOY, "--topology=v5e:3x5"], ["--topology=v5e:3x5", "no such slice", "4x8"]),
@@ -327,39 +333,39 @@ def test_help():
         (["--config.precision=low"], "precision='low' is not a jmp policy"),
     ],
 )
-def test_a_config_that_the_pod_does_not_divide(flags, message):
+def test_a_config_that_does_not_fit_the_pod_is_refused(flags, message):
     code, out, err = run(*TOY, *flags)
     assert (code, out) == (1, "") and err.startswith(f"error: {message}"), err
 
 
 @needs_libtpu
 @pytest.mark.parametrize("slices", [1, 2])
-def test_the_real_step_of_an_absent_pod(slices, tmp_path, monkeypatch):
-    # As where all that is compiled is kept; this cannot be read again.
+def test_a_real_step_is_compiled_for_an_absent_pod(slices, tmp_path, monkeypatch):
+    # The environment sets a compilation cache. A dry run must not write to it: it could not read its programs back.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     code, out, err = run(*DIGITS, "--json", f"--slices={slices}", "--config.batch_size=4096")
     assert (code, err) == (0, "") and not list(tmp_path.iterdir())
     result = json.loads(out)
     limits = check(result)
     assert result["chips"] == 16 * slices == math.prod(result["mesh"].values())
-    # The network of configs/digits.py: 85,450 numbers in float32, and Adam's two of each.
+    # The network of configs/digits.py has 85,450 float32 parameters, and Adam keeps two moments of each.
     assert result["memory"]["parameters"] == 4 * 85450
     assert 2 * 4 * 85450 <= result["memory"]["optimizer_state"] < 2 * 4 * 85450 + 100
     assert result["memory"]["batch"] == 4096 // 16 // slices * (64 + 1) * 4
     over = {row["over"] for row in result["collectives"]}
-    # What is reduced over slices is scattered in each, in two steps.
+    # A reduction over several slices scatters within each slice, in two steps.
     assert over == ({"replica", "within replica", "slice"} if slices > 1 else {"replica"})
     assert (limits["DCN"]["amount"] > 0) is (slices > 1)
-    # At least the products of the two convolutions and the two layers, forwards and backwards.
+    # At least the products of the two convolutions and the two dense layers, forward and backward.
     products = 22 * 22 * 24 + 22 * 22 * 24 * 48 // 4 + 768 * 96 + 96 * 10
     assert limits["compute"]["amount"] >= 2 * 2 * products * 256 // slices
-    # The parameters and the moments are read and written.
+    # The step reads and writes the parameters and the moments.
     assert limits["memory"]["amount"] >= 2 * 3 * 4 * 85450
     assert result["unknown_loops"] == 0 and result["estimated_cycles"] > 1000
 
 
 @needs_libtpu
-def test_a_model_that_does_not_fit_is_one_message():
+def test_a_model_that_does_not_fit_gives_one_message():
     code, out, err = run(*DIGITS, "--json", "--config.model.hidden=3000000")
     memory = json.loads(out)["memory"]
     assert code == 1 and memory["fits"] is False and memory["needed"] > memory["available"]
@@ -369,7 +375,7 @@ def test_a_model_that_does_not_fit_is_one_message():
 
 
 @needs_libtpu
-def test_the_attention_of_a_language_model_on_a_pod():
+def test_attention_kernels_of_a_language_model_are_counted():
     length, heads, size, parts, layers = 256, 4, 64, 2, 3
     code, out, err = run(
         "--config=configs/lm.py", "--topology=v5e:2x2", "--json", "--config.batch_size=4",
@@ -380,8 +386,9 @@ def test_the_attention_of_a_language_model_on_a_pod():
     assert (code, err) == (0, "")
     result = json.loads(out)
     check(result)
-    found = {row["kernel"]: row for row in result["kernels"]}
-    # A sequence a micro-batch, of which each device has its heads; what is computed again is so in each layer.
+    actual = {row["kernel"]: row for row in result["kernels"]}
+    # A micro-batch is one sequence, and each device computes its share of the heads. With remat, each layer runs its
+    # forward kernel twice.
     times = layers * 2
     expected = {
         "fwd_residuals": (2, 2 * times),
@@ -389,12 +396,13 @@ def test_the_attention_of_a_language_model_on_a_pod():
         "dq_no_residuals": (3, times),
     }
     for phase, (products, count) in expected.items():
-        row = found.pop(f"splash_mha_{phase}")
+        row = actual.pop(f"splash_mha_{phase}")
         scores = heads // parts * length * (length + 1) // 2
         assert (row["count"], row["flops"]) == (count, count * 2 * products * scores * size)
-        # At most each of ten arrays once, of which the sums of rows have a row of memory each.
+        # At most ten arrays, each moved once. A row sum occupies 128 float32 values of memory, so the limit takes as
+        # many for each position of every array.
         assert row["hbm_bytes"] <= count * 10 * heads // parts * length * 128 * 4
-    assert not found
+    assert not actual
 
 
 TOPOLOGIES = (
@@ -408,7 +416,7 @@ TOPOLOGIES = (
     ),
     *(("v5p:2x2x2", 1), ("v5p:4x4x8", 4), ("v5p:8x8x16", 1), ("v6e:4x4", 1), ("v6e:8x16", 4)),
 )
-# What each device says of itself, of one slice without its number.
+# Prints the attributes of each device. Devices of a single slice may have no slice_index; 0 stands in for it.
 DEVICES = """
 import json
 from xshard.metrics import chips
@@ -422,7 +430,7 @@ for topology, slices in json.loads(sys.argv[1]):
 
 
 def run_program(program, *arguments):
-    """What a program prints, a line each, with libtpu in a process of its own."""
+    """Runs a program in its own process, which loads libtpu; returns its output lines, decoded from JSON."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\n{program}", *arguments],
@@ -432,8 +440,8 @@ def run_program(program, *arguments):
 
 
 @needs_libtpu
-def test_the_stand_ins_are_as_libtpu_describes_the_chips():
-    for (topology, slices), found in zip(
+def test_stand_in_chips_match_libtpus_description():
+    for (topology, slices), actual in zip(
         TOPOLOGIES, run_program(DEVICES, json.dumps(TOPOLOGIES)), strict=True
     ):
         expected = [
@@ -448,7 +456,7 @@ def test_the_stand_ins_are_as_libtpu_describes_the_chips():
             ]
             for chip in pods.make(topology, slices)
         ]
-        assert found == expected, topology
+        assert actual == expected, topology
 
 
 SCATTERED = """
@@ -478,14 +486,15 @@ PLACES = (("v5e:4x4", 1), ("v5e:16x16", 2), ("v6e:8x8", 1), ("v5p:4x4x8", 2), ("
 
 
 @needs_libtpu
-def test_what_is_scattered_over_whole_slices_goes_between_neighbours_and_is_never_summed_whole():
+def test_scatter_and_gather_over_a_slice_send_to_neighbors_only():
     whole = 4 * 2048 * 2048
     for place, rows in zip(PLACES, run_program(SCATTERED, json.dumps(PLACES)), strict=True):
         inside = [row for row in rows if not row["between_slices"]]
         assert {row["hops"] for row in inside} == {1}, (place, rows)
         scattered = sum(row["sent"] for row in inside if row["kind"] == "reduce-scatter")
         assert 0.9 * whole < scattered < whole, (place, rows)
-        # Gathered in as many steps on a plane; on a torus of three axes in one, which is an all-reduce.
+        # On a plane the gather takes as many steps as the scatter. On a torus of three axes it takes one step, which
+        # XLA compiles to an all-reduce.
         is_plane = place[0].startswith(("v5e", "v6e"))
         summed = [row["bytes"] for row in inside if row["kind"] == "all-reduce"]
         assert sum(summed) == (0 if is_plane else whole), (place, rows)

@@ -1,4 +1,4 @@
-"""What the TPU's compiler makes of parameters in shards: by what layers are gathered, and what is computed meanwhile."""
+"""Sharded parameters in a TPU program: the collective that gathers each layer, and its overlap with computation."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ LAYERS, WIDTH, EXAMPLES = 3, 2048, 2048
 
 
 class Stack(toy.Toy):
-    """A stack of layers, large enough that to gather one takes as long as to compute one."""
+    """A stack of layers, large enough that gathering one takes as long as computing one."""
 
     def train_data(self):
         x = np.zeros((self.config.batch_size, WIDTH), np.float32)
@@ -35,7 +35,11 @@ class Stack(toy.Toy):
 
 
 def main(topology):
-    """Prints what is found in the step that a run would compile."""
+    """Compiles the step of a run; prints what it gathers.
+
+    The output has the kinds of the collectives, the bytes gathered in the loops over layers, and the bytes gathered
+    while products are computed.
+    """
     replicas = int(np.prod([int(size) for size in topology.split(":")[1].split("x")]))
     config = toy.get_config()
     config.experiment = f"{__name__}.Stack"
@@ -47,30 +51,30 @@ def main(topology):
     program = hlo.parse(compiled.as_text())
     times = program.times()
     loops = [name for name in program.computations if times[name] == LAYERS]
-    sent = [one for one in collectives.in_program(program) if one.dtypes == ("bf16",)]
-    kinds = sorted({one.kind for one in sent})
-    gathered = sum(one.bytes for one in sent if one.times == LAYERS)
-    print(json.dumps([kinds, gathered, sum(meanwhile(program, name) for name in loops)]))
+    sent = [op for op in collectives.in_program(program) if op.dtypes == ("bf16",)]
+    kinds = sorted({op.kind for op in sent})
+    gathered = sum(op.bytes for op in sent if op.times == LAYERS)
+    print(json.dumps([kinds, gathered, sum(overlapped_bytes(program, name) for name in loops)]))
 
 
-def meanwhile(program, name):
-    """The bytes that a computation gathers while it computes products."""
+def overlapped_bytes(program, name):
+    """Returns the bytes that a computation gathers while it computes products."""
     total, started, hidden = 0, {}, set()
-    for one in program.computations[name].instructions.values():
-        inside = list(instructions(program, one))
-        if one.name.startswith("async-collective-start"):
+    for op in program.computations[name].instructions.values():
+        inside = list(instructions(program, op))
+        if op.name.startswith("async-collective-start"):
             gathers = [inner for inner in inside if inner.opcode == "all-gather"]
-            started[one.name] = sum(inner.bytes for inner in gathers)
-        elif one.name.startswith("async-collective-done"):
-            start = one.name.replace("done", "start")
+            started[op.name] = sum(inner.bytes for inner in gathers)
+        elif op.name.startswith("async-collective-done"):
+            start = op.name.replace("done", "start")
             total += started.pop(start) if start in hidden else 0
         elif any(inner.opcode == "convolution" for inner in inside):
             hidden |= set(started)
     return total
 
 
-def instructions(program, one):
-    for body in one.bodies:
+def instructions(program, op):
+    for body in op.bodies:
         for inner in program.computations[body].instructions.values():
             yield inner
             yield from instructions(program, inner)
@@ -89,6 +93,6 @@ def test_layers_are_gathered_while_others_are_computed(topology):
     )
     assert done.returncode == 0, done.stderr
     kinds, gathered, hidden = json.loads(done.stdout)
-    # An all-reduce of shards and zeros would send twice as much.
+    # A gather by an all-reduce of zero-padded shards would send twice as much.
     assert kinds == ["all-gather"]
     assert gathered / 3 < hidden <= gathered

@@ -1,11 +1,11 @@
-"""What the kernels of a compiled program cost, counted by hand."""
+"""Costs of the kernels in a compiled program, compared with counts made by hand."""
 
 import pytest
 
 from xshard.dryrun import costs, hlo, kernels, summary
 
-# As a TPU's compiler writes the forward kernel of splash attention, shortened: two heads of 8 positions, of which the values
-# are on the chip; and another one.
+# The forward kernel of splash attention, in the form in which the TPU compiler prints it, shortened. It has two heads
+# of 8 positions, and its values are already on the chip. A second kernel, whose cost is unknown, follows.
 CALLS = """
 ENTRY %main (n: s8[1,1,1], q: bf16[2,8,4], v: bf16[2,8,4], s: s32[8,128]) -> bf16[2,8,4] {
   %n = s8[1,1,1]{2,1,0:T(8,128)(4,1)} parameter(0)
@@ -40,9 +40,10 @@ def calls(phase="fwd_residuals", scope="causal"):
 )
 def test_causal_attention_counts_half_of_its_scores(phase, products):
     program = calls(phase)
-    # Each position has a score for itself and for those before it.
+    # Each position has a score for itself and for each earlier position.
     flops = 2 * products * 2 * (8 * 9 // 2) * 4
-    # The numbers of blocks, queries, keys and positions are read, and a sum and the result written; the rest is on the chip.
+    # The kernel reads the block numbers, queries, keys and positions, and writes a sum and the result. The rest is on
+    # the chip.
     moved = 1 + 2 * (2 * 2 * 8 * 4) + 4 * 8 * 128 + 4 * 8 * 128 + 2 * 2 * 8 * 4
     assert costs.of(program) == (flops, moved, 0)
     ours, theirs = sorted(kernels.rows(program), key=lambda row: row["kernel"])
@@ -56,13 +57,13 @@ def test_causal_attention_counts_half_of_its_scores(phase, products):
 
 
 @pytest.mark.parametrize("scope", ["layer", "not_causal"])
-def test_of_another_mask_nothing_is_counted(scope):
+def test_attention_with_another_mask_is_not_counted(scope):
     program = calls(scope=scope)
     assert costs.of(program) == (0, 0, 0)
     assert {row["flops"] for row in kernels.rows(program)} == {None}
 
 
-def test_a_result_says_what_is_counted():
+def test_a_result_lists_counted_and_uncounted_kernels():
     rows = kernels.rows(calls())
     shown = summary._kernels({"kernels": rows})
     assert shown == [

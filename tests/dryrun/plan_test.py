@@ -1,4 +1,4 @@
-"""The search for a plan: what there is to choose, what is left out, in which order the rest is compiled."""
+"""The search for a plan: the settings to choose from, the pruning, and the order in which plans are compiled."""
 
 import importlib.util
 import json
@@ -24,11 +24,11 @@ TOY = ("--plan", "--config=tests/toy.py", "--topology=v5e:2x2")
 
 
 def result(seconds, peak=1, name="memory"):
-    """What a dry run says of a step that fits."""
+    """Returns the result of a dry run of a step that fits."""
     bounds = [{"name": one, "seconds": 0.0, "amount": 0} for one in ("compute", "ICI", "DCN")]
     bounds.append({"name": name, "seconds": seconds, "amount": 8})
-    said = {"bounds": bounds, "seconds": seconds, "dominated_by": name, "estimated_cycles": 2000}
-    return {**said, "memory": {"peak": peak, "fits": True}}
+    dry_run = {"bounds": bounds, "seconds": seconds, "dominated_by": name, "estimated_cycles": 2000}
+    return {**dry_run, "memory": {"peak": peak, "fits": True}}
 
 
 def plans_of(config, num_chips=16, **values):
@@ -42,7 +42,7 @@ def with_values(plans, **values):
     return found
 
 
-def test_all_plans_keep_the_batch_and_each_is_there_once():
+def test_all_plans_keep_the_batch_and_none_is_repeated():
     plans = plans_of(lm_pod.get_config(), 256)
     own = plans[0]
     assert own.is_own and not any(one.is_own for one in plans[1:])
@@ -52,14 +52,15 @@ def test_all_plans_keep_the_batch_and_each_is_there_once():
         "reduction.reduce_dtype": "float32", "model.remat": True,
     }  # fmt: skip
     assert len({tuple(one.values.values()) for one in plans}) == len(plans)
-    # 9 model axes, of 4 x model_parallel examples a replica; and three switches.
+    # The model axis has 9 possible sizes. Each leaves 4 x model_parallel examples a replica, so n + 3 numbers of
+    # micro-batches. There are 3 ways to shard the state, 2 reduce dtypes, and remat is on or off.
     assert len(plans) == sum(n + 3 for n in range(9)) * 12
     for one in plans:
         replicas = 256 // one.values["model_parallel"]
         assert 1024 % (replicas * one.values["micro_batches"]) == 0
 
 
-def test_what_cannot_be_chosen_is_not():
+def test_only_settings_that_apply_are_varied():
     config = digits.get_config()
     plans = choices.of(config, 16, has_model_axis=False)
     assert {one.values["model_parallel"] for one in plans} == {1}
@@ -69,28 +70,28 @@ def test_what_cannot_be_chosen_is_not():
     plans = choices.of(config, 32, has_model_axis=False)
     assert {one.values["reduction.slice_dtype"] for one in plans} == {"float32", "bfloat16", "int8"}
     assert choices.flags_of(plans[0])[:2] == ["--config.slices=2", "--config.model_parallel=1"]
-    # Its own comes first where it does not divide, to be refused by name.
+    # The config's own plan comes first even if its micro-batches do not divide the batch: it is refused by name.
     config.micro_batches = 3
     assert choices.of(config, 32, has_model_axis=False)[0].values["micro_batches"] == 3
 
 
-def test_micro_batches_divide_what_a_logical_replica_has():
+def test_micro_batches_divide_a_logical_replicas_examples():
     config = digits.get_config()
     config.logical_replicas = 64
     plans = choices.of(config, 16, has_model_axis=False)
     assert {one.values["micro_batches"] for one in plans} == {1, 2}
 
 
-def test_better_is_what_is_bound_less_then_of_fewer_cycles_then_what_holds_less():
+def test_plans_rank_by_bound_then_cycles_then_memory():
     plans = [choices.Plan({}) for _ in range(4)]
     found = [result(1.0), result(0.5, 3), result(0.5, 2), result(0.5, 1)]
     found[2]["estimated_cycles"] = 3000
-    for one, said in zip(plans, found, strict=True):
-        one.result = said
+    for one, dry_run in zip(plans, found, strict=True):
+        one.result = dry_run
     assert sorted(plans, key=lambda one: one.rank) == [plans[i] for i in (3, 1, 2, 0)]
 
 
-def test_the_next_is_the_nearest_to_the_best():
+def test_the_next_plan_is_the_nearest_to_the_best():
     plans = plans_of(lm_tiny.get_config(), 4)
     assert choices.following(plans) is plans[0]
     plans[0].outcome, plans[0].result = choices.FITS, result(2.0)
@@ -100,17 +101,18 @@ def test_the_next_is_the_nearest_to_the_best():
         one.needs = one.values["micro_batches"]
     following = choices.following(plans)
     assert choices.distance(following.values, other.values) == 1
-    # Of those that are as near what saves least memory.
+    # Among plans at the same distance, the one that needs the most memory is next.
     near = [one for one in plans if choices.distance(one.values, other.values) == 1]
     assert following.needs == max(one.needs for one in near) > min(one.needs for one in near)
     assert choices.distance(following.values, plans[0].values) >= 3
-    # A replica of four times as many chips has four times as many rows, or as many in four times the parts.
-    again = with_values(plans, model_parallel=4, micro_batches=4)
-    assert choices.distance(plans[0].values, again.values) == 2
+    # A replica of four times as many chips has four times as many rows. Four times as many micro-batches keep their
+    # size, so `rescaled` differs only in model_parallel; `other` has four times as many again.
+    rescaled = with_values(plans, model_parallel=4, micro_batches=4)
+    assert choices.distance(plans[0].values, rescaled.values) == 2
     assert choices.distance(plans[0].values, other.values) == 2 + 2
 
 
-def test_each_way_to_hold_the_state_is_tried():
+def test_each_way_to_shard_the_state_is_tried():
     plans, ways = plans_of(lm_tiny.get_config(), 4), set()
     for _ in range(3):
         one = choices.following(plans)
@@ -120,7 +122,7 @@ def test_each_way_to_hold_the_state_is_tried():
 
 
 @pytest.mark.parametrize("outcome", [choices.TOO_LARGE, choices.PRUNED])
-def test_where_the_config_does_not_fit_the_next_is_what_needs_least(outcome):
+def test_if_the_config_does_not_fit_the_plan_that_needs_least_is_next(outcome):
     plans = plans_of(lm_tiny.get_config(), 4)
     plans[0].outcome = outcome
     for number, one in enumerate(plans):
@@ -140,7 +142,7 @@ def test_where_the_config_does_not_fit_the_next_is_what_needs_least(outcome):
         ({"micro_batches": 2, "model_parallel": 2}, False),
     ],
 )
-def test_what_needs_more_than_a_plan_that_does_not_fit(values, more):
+def test_a_plan_that_needs_more_than_a_failed_plan_is_recognized(values, more):
     changed = {"micro_batches": 4, "model.remat": True, "reduction.shard_update": True}
     failed = plans_of(lm_tiny.get_config(), 1, **changed)[0].values
     assert choices.needs_more({**failed, **values}, failed) is more
@@ -158,7 +160,7 @@ def judged(plans, config, prepare, kept=0):
         judge(one)
 
 
-def test_what_cannot_fit_is_pruned_with_its_reason():
+def test_plans_that_cannot_fit_are_pruned_with_a_reason():
     config = lm_tiny.get_config()
     plans, asked = plans_of(config, 4), []
 
@@ -169,7 +171,7 @@ def test_what_cannot_fit_is_pruned_with_its_reason():
         return prepared({"parameters": size, "optimizer_state": size})
 
     judged(plans, config, prepare, kept=1000)
-    # Once for each state that a chip may hold.
+    # The judge prepares each layout of the state on a chip once.
     sharded = [(False, False), (True, False), (True, True)]
     assert sorted(asked) == [(n, *which) for n in (1, 2, 4) for which in sharded]
     why = lambda **values: with_values(plans, **values).reason
@@ -181,7 +183,7 @@ def test_what_cannot_fit_is_pruned_with_its_reason():
     assert with_values(plans, model_parallel=4).needs == 2 * 200 + 1000 // 4
 
 
-def test_what_the_framework_refuses_is_counted_with_its_reason():
+def test_refused_plans_are_counted_with_their_reasons():
     config = lm_tiny.get_config()
     plans = plans_of(config, 4, micro_batches=3)
 
@@ -196,28 +198,30 @@ def test_what_the_framework_refuses_is_counted_with_its_reason():
     assert (plans[0].outcome, plans[0].reason) == (choices.REFUSED, "no 3")
     refused = [one for one in plans[1:] if one.outcome == choices.REFUSED]
     assert {one.reason for one in refused} == {"no shards"}
-    # Of the plans but for its own a third is not sharded.
+    # A third of the plans other than the config's own do not shard the update.
     assert len(refused) == (len(plans) - 1) * 2 // 3
     assert f"{len(refused)} refused: no shards\n1 refused: no 3" in plan.show(plans, "v5e:2x2")
 
 
-def test_what_a_dry_run_says_becomes_of_a_plan():
-    def took(code, said, err=""):
+def test_a_dry_runs_output_sets_the_outcome_of_its_plan():
+    def outcome_of(code, dry_run, err=""):
         one = choices.Plan({})
-        plan.take(one, code, f"hello\n{json.dumps(said)}\n" if said else "hello\n", err)
+        plan.take(one, code, f"hello\n{json.dumps(dry_run)}\n" if dry_run else "hello\n", err)
         return one
 
-    assert took(0, result(1.0)).result == result(1.0)
-    large = took(1, {"memory": {"fits": False, "needed": 7}}, "error: too much")
+    assert outcome_of(0, result(1.0)).result == result(1.0)
+    large = outcome_of(1, {"memory": {"fits": False, "needed": 7}}, "error: too much")
     assert (large.outcome, large.needs) == (choices.TOO_LARGE, 7)
-    refused = took(1, {"memory": {"fits": True}}, "error: cannot read\n(--debug shows where)\n")
+    refused = outcome_of(
+        1, {"memory": {"fits": True}}, "error: cannot read\n(--debug shows where)\n"
+    )
     assert (refused.outcome, refused.reason) == (choices.REFUSED, "cannot read")
-    crashed = took(-signal.SIGABRT, None, "Check failed\n")
+    crashed = outcome_of(-signal.SIGABRT, None, "Check failed\n")
     assert crashed.reason == "the compiler was ended by signal 6: Check failed"
 
 
 def searched(most, seconds, is_too_large=lambda values: False):
-    """The plans of a search, and the lines of those that were compiled."""
+    """Returns the plans of a search, and those that it compiled."""
     plans, compiled = plans_of(lm_tiny.get_config(), 4), []
 
     def compile_plan(one):
@@ -232,7 +236,7 @@ def searched(most, seconds, is_too_large=lambda values: False):
     return plans, compiled
 
 
-def test_a_search_finds_the_best_of_many_by_few():
+def test_a_search_finds_the_best_plan_with_few_compilations():
     def seconds(values):
         near = (values["model_parallel"] - 4) ** 2 + (values["micro_batches"] - 2) ** 2
         return 1.0 + near + values["model.remat"] + (not values["reduction.shard_update"])
@@ -243,7 +247,7 @@ def test_a_search_finds_the_best_of_many_by_few():
     assert best.result["seconds"] == 1.0
 
 
-def test_a_search_leaves_out_what_needs_more_than_what_does_not_fit():
+def test_a_search_prunes_plans_that_need_more_than_a_failed_one():
     too_large = lambda values: not values["model.remat"]
     plans, compiled = searched(1000, lambda values: 1.0, too_large)
     pruned = [one for one in plans if one.outcome == choices.PRUNED]
@@ -252,7 +256,7 @@ def test_a_search_leaves_out_what_needs_more_than_what_does_not_fit():
     assert {one.outcome for one in plans} == {choices.FITS, choices.TOO_LARGE, choices.PRUNED}
 
 
-def test_the_table_has_the_ten_best_each_with_its_flags():
+def test_the_table_shows_the_ten_best_plans_with_their_flags():
     plans = plans_of(digits.get_config(), 16)
     for number, one in enumerate(plans[:12]):
         one.result, one.outcome = result(float(12 - number)), choices.FITS
@@ -267,7 +271,7 @@ def test_the_table_has_the_ten_best_each_with_its_flags():
     assert "The config as it is: " in lines[-3] and "at least 12 s" in lines[-3]
 
 
-def test_what_a_loop_keeps_for_its_gradient_is_seen_in_the_trace():
+def test_stacked_bytes_count_what_a_loop_keeps_for_its_gradient():
     import jax
     import jax.numpy as jnp
 
@@ -277,7 +281,7 @@ def test_what_a_loop_keeps_for_its_gradient_is_seen_in_the_trace():
 
     w, x = jnp.ones((10, 8, 8)), jnp.ones((64, 8))
     kept = estimate.stacked_bytes(jax.make_jaxpr(jax.grad(loss))(w, x))
-    # At least the layer's input and the sine's for each of ten layers.
+    # The loop keeps at least the layer's input and the sine's input for each of ten layers.
     assert 2 * 10 * 64 * 8 * 4 <= kept < 6 * 10 * 64 * 8 * 4
     assert estimate.stacked_bytes(jax.make_jaxpr(loss)(w, x)) == 0
 
@@ -288,7 +292,7 @@ def interrupted(plans, compile_plan, most, report):
     raise KeyboardInterrupt
 
 
-def test_what_is_known_when_interrupted_is_printed(monkeypatch, capsys):
+def test_an_interrupted_search_prints_its_results_so_far(monkeypatch, capsys):
     monkeypatch.setattr(plan, "search", interrupted)
     monkeypatch.setattr(plan.Judge, "_kept", lambda *_: 0)
     stopped = []
@@ -301,7 +305,7 @@ def test_what_is_known_when_interrupted_is_printed(monkeypatch, capsys):
     assert "1 of 5: model_parallel=1" in err and "interrupted" in err
 
 
-def test_stopping_ends_what_is_being_compiled():
+def test_stopping_the_compiler_kills_running_compilations():
     compiler = plan.Compiler(())
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         compiler._running.add(child)
@@ -309,29 +313,29 @@ def test_stopping_ends_what_is_being_compiled():
         assert child.wait() == -signal.SIGKILL
 
 
-def raised(config, prepare, topology="v5e:4x4"):
+def error_message(config, prepare, topology="v5e:4x4"):
     with pytest.raises(errors.UserError) as e:
         plan.run(config, topology, prepare, (), 5, as_json=False)
     return str(e.value)
 
 
-def test_a_plan_that_cannot_be_is_one_message(monkeypatch):
+def test_a_search_without_a_possible_plan_is_one_message(monkeypatch):
     prepare = lambda config, topology: prepared({"parameters": 1})
     config = toy.get_config()
     with config.unlocked():
         del config["reduction"]
         config.batch_size = 16
-    message = raised(config, prepare)
+    message = error_message(config, prepare)
     for part in ("nothing to choose on v5e:4x4", "sharding_rules", "Leave out --plan"):
         assert part in message
     refused = lambda config, topology: estimate.shard_bytes(errors_of("libtpu is not installed"))
-    assert "none of 24 plans is possible: 24 refused: libtpu is not" in raised(
+    assert "none of 24 plans is possible: 24 refused: libtpu is not" in error_message(
         digits.get_config(), refused
     )
     monkeypatch.setattr(plan.Judge, "_kept", lambda *_: 0)
     monkeypatch.setattr(plan, "search", lambda *_: None)
-    assert "none of the compiled plans fits v5e:4x4" in raised(digits.get_config(), prepare)
-    assert "no such slice" in raised(digits.get_config(), prepare, "v5e:3x3")
+    assert "none of the compiled plans fits v5e:4x4" in error_message(digits.get_config(), prepare)
+    assert "no such slice" in error_message(digits.get_config(), prepare, "v5e:3x3")
 
 
 def errors_of(message):
@@ -339,7 +343,7 @@ def errors_of(message):
 
 
 def run(*arguments):
-    """The program's exit code, standard output and standard error."""
+    """Runs the dry-run program; returns its exit code, standard output and standard error."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("JAX_PLATFORMS", None)
     done = subprocess.run(
@@ -356,11 +360,11 @@ def test_a_wrong_flag_is_one_message():
 
 
 @needs_libtpu
-def test_a_plan_as_a_user_meets_it():
+def test_the_plan_command_prints_the_plans_with_the_best_first():
     code, out, err = run(*TOY, "--json", "--plan_compiles=2", "--config.batch_size=8")
     assert code == 0, err
     plans = json.loads(out)["plans"]
-    # Two rows a replica, in one or two micro-batches; whole, with the update or parameters in shards; two types.
+    # A replica has two rows, so one or two micro-batches. There are 3 ways to shard the state, and 2 reduce dtypes.
     assert len(plans) == 2 * 3 * 2
     best, second, *others = plans
     assert best["outcome"] == second["outcome"] == choices.FITS
@@ -368,7 +372,7 @@ def test_a_plan_as_a_user_meets_it():
     assert best["result"]["seconds"] <= second["result"]["seconds"]
     assert best["is_own"] or second["is_own"]
     for one in (best, second):
-        # The estimate is from below.
+        # The estimated need is a lower bound.
         assert 0 < one["needs"] <= one["result"]["memory"]["peak"]
         assert one["result"]["estimated_cycles"] > 0
         assert f"--config.micro_batches={one['values']['micro_batches']}" in one["flags"]

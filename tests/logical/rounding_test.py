@@ -1,4 +1,4 @@
-"""On CPUs a run with exact sums rounds each operation by itself, whatever else is in its programs."""
+"""Tests that on CPUs a run with exact sums rounds each operation separately, whatever else its programs compute."""
 
 import json
 import pathlib
@@ -27,8 +27,8 @@ print(len(jax.devices()), np.sum(result != a * b + c))
 EXACT = {"logical_replicas": 2, "reduction": {"arithmetic": "exact"}}
 
 
-def rounded_otherwise(config, flags=""):
-    """The numbers of devices, and of sums that are not those of rounded products."""
+def devices_and_fused(config, flags=""):
+    """Returns the number of devices, and how many results differ from sums of rounded products."""
     command = [sys.executable, "-c", PROGRAM, json.dumps(config)]
     environment = harness.environment(XLA_FLAGS=flags)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -37,12 +37,13 @@ def rounded_otherwise(config, flags=""):
 
 
 @pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"), reason="XLA has this flag for x86 alone"
+    platform.machine() not in ("x86_64", "AMD64"), reason="XLA has this flag only on x86"
 )
-def test_products_and_sums_are_rounded_each():
-    assert rounded_otherwise(EXACT) == (2, 0)
-    # What a user says counts.
-    assert rounded_otherwise(EXACT, "--xla_cpu_max_isa=SSE4_2") == (2, 0)
-    devices, joined = rounded_otherwise({"logical_replicas": 2, "reduction": {}})
+def test_products_and_sums_are_rounded_separately():
+    assert devices_and_fused(EXACT) == (2, 0)
+    # A user's own value of the flag is also accepted. SSE4.2 has no fused multiply-add either.
+    assert devices_and_fused(EXACT, "--xla_cpu_max_isa=SSE4_2") == (2, 0)
+    devices, fused = devices_and_fused({"logical_replicas": 2, "reduction": {}})
     assert devices == 2
-    assert joined > 0 or " fma " not in pathlib.Path("/proc/cpuinfo").read_text()
+    # Without exact sums, XLA fuses some of the operations if the CPU has a fused multiply-add.
+    assert fused > 0 or " fma " not in pathlib.Path("/proc/cpuinfo").read_text()

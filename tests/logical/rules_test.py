@@ -1,4 +1,4 @@
-"""All of optax's rules: an update with exact sums is the same on any number of devices."""
+"""Tests that each of optax's rules, with exact sums, makes the same update on any number of devices."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from tests.optimizers import harness, table
 from xshard import logical
 from xshard import mesh as mesh_lib
 
-# Coverage is measured by the other tests: it would double the time of these, which trace many rules.
+# Other tests measure coverage. Measuring it here would double the time, because these tests trace many rules.
 pytestmark = pytest.mark.no_cover
 
 _COUNT = 4
@@ -29,7 +29,7 @@ def make_step(name):
 
 
 def trajectory(devices, names):
-    """Parameters and state of rules in one program, after each of some steps on so many devices."""
+    """Returns each rule's parameters and state after each step, with all rules in one program on `devices` devices."""
     mesh = mesh_lib.make_mesh(devices=jax.devices()[:devices])
     replicas = logical.Replicas(_COUNT, mesh, limbs=1)
     transformed = {name: make_step(name) for name in names}
@@ -48,7 +48,7 @@ def trajectory(devices, names):
     held, states = {name: (params, init(name)) for name in names}, []
     held = jax.device_put(held, mesh_lib.sharding(mesh))
     for number in range(_STEPS):
-        # The last rows are at places without a replica.
+        # The last rows belong to places without a replica. Their NaN would show if a result depended on them.
         rows = np.full((replicas.rows(len(batch)), batch.shape[1]), np.nan, np.float32)
         rows[: len(batch)] = batch * (number + 1)
         held = program(held, mesh_lib.put(mesh, rows, _ROWS))
@@ -59,7 +59,7 @@ def trajectory(devices, names):
 @pytest.mark.parametrize("name", table.NAMES)
 def test_an_update_does_not_depend_on_the_devices(name):
     alone = trajectory(1, [name])
-    # Of three the last has none of the four replicas.
+    # The last of three devices holds none of the four replicas.
     harness.assert_equal(trajectory(3, [name]), alone)
     new, old = alone[-1][name][0], harness.params()
     changed = jax.tree.map(lambda x, y: bool(jnp.any(x != y)), new, old)
@@ -67,7 +67,7 @@ def test_an_update_does_not_depend_on_the_devices(name):
 
 
 def compare():
-    """Prints which of some rules in one program end otherwise on three devices than on one."""
+    """Prints the rules that, in one program, end with other bits on three devices than on one."""
     names = [name for name in table.NAMES[::7] if name != "noisy_sgd"]
     alone, among_three = trajectory(1, names)[-1], trajectory(3, names)[-1]
     for name in names:
@@ -76,7 +76,7 @@ def compare():
             print(name)
 
 
-# As a run does.
+# A run sets up the CPU in the same way.
 _PROGRAM = """
 from xshard.pod import origin
 
@@ -88,8 +88,8 @@ rules_test.compare()
 """
 
 
-def test_nor_do_many_in_one_program():
-    # Where products and sums may be joined one of them does, compiled with these flags.
+def test_many_updates_in_one_program_do_not_depend_on_the_devices():
+    # If XLA may fuse products and sums, one of these updates does depend on the devices with these flags.
     environment = processes.environment(XLA_FLAGS=tests.XLA_FLAGS)
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, env=environment

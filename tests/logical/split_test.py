@@ -1,4 +1,4 @@
-"""A replica's program, split at what is exchanged."""
+"""The split of a replica's program at its exchanges."""
 
 import functools
 
@@ -15,11 +15,11 @@ _SIZES = {"slice": 1, "replica": 4}
 _BOTH = ("slice", "replica")
 
 
-def number():
+def replica_number():
     return lax.axis_index(_BOTH).astype(jnp.float32)
 
 
-def again(x):
+def exchange_sine(x):
     return lax.psum(jnp.sin(x), _BOTH)
 
 
@@ -29,16 +29,16 @@ def split(f, *args, own=(False, True), left_own=None):
     return split_lib.split(program, "step", _SIZES, own, left_own)
 
 
-def test_each_part_computes_what_is_its_own():
+def test_each_part_computes_its_side_of_an_exchange():
     def step(w, x):
-        local = jax.jit(lambda w, x: lax.psum(w * x + number(), _BOTH))(w, x)
+        local = jax.jit(lambda w, x: lax.psum(w * x + replica_number(), _BOTH))(w, x)
         return w - local, lax.pmax(x, "replica")
 
-    found = split(step, 2.0, 3.0)
-    (exchange,) = found.exchanges
+    parts = split(step, 2.0, 3.0)
+    (exchange,) = parts.exchanges
     assert [kind.name for kind in exchange.kinds] == ["psum", "pmax"]
     assert exchange.before([2.0, 3.0, jnp.int32(2)]) == [8.0, 3.0]
-    assert found.after([2.0, None, None, 10.0, 7.0]) == [-8.0, 7.0]
+    assert parts.after([2.0, None, None, 10.0, 7.0]) == [-8.0, 7.0]
 
 
 def test_an_exchange_may_depend_on_another():
@@ -46,53 +46,56 @@ def test_an_exchange_may_depend_on_another():
         mean = lax.pmean(x, _BOTH)
         return w + lax.psum((x - mean) ** 2, _BOTH), lax.pmax(x, "replica")
 
-    found = split(step, 2.0, 3.0)
-    kinds = [[kind.name for kind in exchange.kinds] for exchange in found.exchanges]
+    parts = split(step, 2.0, 3.0)
+    kinds = [[kind.name for kind in exchange.kinds] for exchange in parts.exchanges]
     assert kinds == [["psum", "pmax"], ["psum"]]
-    assert [exchange.results for exchange in found.exchanges] == [(0, 2), (1,)]
-    first, second = (exchange.before for exchange in found.exchanges)
+    assert [exchange.results for exchange in parts.exchanges] == [(0, 2), (1,)]
+    first, second = (exchange.before for exchange in parts.exchanges)
     assert first([2.0, 3.0]) == [3.0, 3.0]
     assert second([2.0, 3.0, None, 8.0]) == [1.0]
-    assert found.after([2.0, None, None, 8.0, 5.0, 4.0]) == [7.0, 4.0]
+    assert parts.after([2.0, None, None, 8.0, 5.0, 4.0]) == [7.0, 4.0]
 
 
 @pytest.mark.parametrize("tiled", [True, False])
-def test_a_shard_is_the_replicas_own_until_it_is_gathered(tiled):
+def test_a_scattered_shard_differs_by_replica_until_it_is_gathered(tiled):
     def step(x):
-        shard = lax.psum_scatter(x * number(), "replica", scatter_dimension=1, tiled=tiled)
-        kept = shard + number()
+        shard = lax.psum_scatter(x * replica_number(), "replica", scatter_dimension=1, tiled=tiled)
+        kept = shard + replica_number()
         return lax.all_gather(2 * shard, "replica", axis=1, tiled=tiled), kept
 
-    found = split(step, jnp.ones((3, 4)), own=[True], left_own=[False, True])
-    first, second = found.exchanges
+    parts = split(step, jnp.ones((3, 4)), own=[True], left_own=[False, True])
+    first, second = parts.exchanges
     assert (first.kinds, first.kept) == ((split_lib.Kind("reduce_scatter", 1),), ())
     assert (second.kinds, second.kept) == ((split_lib.Kind("all_gather", 1),), (0,))
     brought, kept = second.before([None, jnp.int32(2), jnp.ones((3, 1))])
     assert (brought.shape, float(brought[0, 0])) == ((3, 1), 2.0)
     assert (kept.shape, kept.ravel().tolist()) == ((3, 1) if tiled else (3,), [3.0] * 3)
-    (whole,) = found.after([None, None, None, jnp.ones((3, 4))])
+    (whole,) = parts.after([None, None, None, jnp.ones((3, 4))])
     assert whole.shape == (3, 4)
     with pytest.raises(errors.UserError, match="differs between the replicas"):
         split(step, jnp.ones((3, 4)), own=[True])
 
 
-def test_what_is_computed_again_for_the_backward_pass_is_found():
+def test_a_rematerialized_gradient_is_split():
     def step(w, x):
         loss = jax.checkpoint(lambda w: jnp.sin(w * x))
         return lax.pmean(jax.grad(loss)(w), _BOTH)
 
-    found = split(step, 2.0, 3.0)
-    (gradient,) = found.exchanges[0].before([2.0, 3.0])
+    parts = split(step, 2.0, 3.0)
+    (gradient,) = parts.exchanges[0].before([2.0, 3.0])
     np.testing.assert_allclose(gradient, 3 * np.cos(6), rtol=1e-6)
-    assert found.after([None, None, None, 8.0]) == [2.0]
+    assert parts.after([None, None, None, 8.0]) == [2.0]
 
 
 @pytest.mark.parametrize(
     "step, words",
     [
-        (lambda w, x: functools.reduce(lambda x, _: again(x), range(17), x), "has 17 exchanges"),
+        (
+            lambda w, x: functools.reduce(lambda x, _: exchange_sine(x), range(17), x),
+            "has 17 exchanges",
+        ),
         (lambda w, x: w + x, "differs between the replicas"),
-        (lambda w, x: w + number(), "differs between the replicas"),
+        (lambda w, x: w + replica_number(), "differs between the replicas"),
         (lambda w, x: lax.ppermute(x, "replica", [(0, 1)]), "ppermute over the replicas"),
         (lambda w, x: lax.psum(x, "slice"), "psum over \\['slice'\\]"),
         (lambda w, x: lax.psum(x, "replica", axis_index_groups=[[0, 1], [2, 3]]), "groups of"),
@@ -106,6 +109,6 @@ def test_what_is_computed_again_for_the_backward_pass_is_found():
         ),
     ],
 )
-def test_what_cannot_be_split_is_refused_by_name(step, words):
+def test_a_program_that_cannot_be_split_is_refused_with_the_reason(step, words):
     with pytest.raises(errors.UserError, match=words):
         split(step, 2.0, 3.0)

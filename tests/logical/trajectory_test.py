@@ -1,4 +1,4 @@
-"""One trajectory: the same bits on any number of devices."""
+"""Tests that a run with exact sums computes the same bits on any number of devices."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ _STEPS = 6
 _COUNT = 4
 _HALF = "params=float32,compute=float16,output=float32"
 _OWN = "tests.logical.trajectory_test.Own"
-# With 10 hidden units no array divides by 8: their shards are of what is stored flattened.
+# With 10 hidden units no array divides evenly by 8, so the shards are parts of flattened arrays.
 _SHARDS = {
     "experiment": "tests.logical.trajectory_test.Clipped",
     "logical_replicas": 8,
@@ -33,7 +33,7 @@ _SHARDS = {
 
 
 class Own(toy.Wide):
-    """Has a key and a sum that are a replica's own, and a sum for each example; judges by them."""
+    """An experiment with a key and a sum for each replica, and a sum for each example; its evaluation uses the sums."""
 
     def init(self, key, batch):
         shown = xshard.PerExample({"sum": jnp.zeros_like(batch["y"])})
@@ -46,7 +46,7 @@ class Own(toy.Wide):
     def train_step(self, state, batch, key):
         line, outcome = super().train_step(state["line"], batch, key)
         old = state["drawn"].value
-        # Of what the replicas have exchanged, and of what is the replica's own.
+        # The sum combines parameters, which the replicas have exchanged, with the replica's own random key.
         total = old["sum"] + jnp.sum(line.params["mlp/~/linear_0"]["w"]) * jax.random.uniform(key)
         shown = xshard.PerExample({"sum": state["shown"].value["sum"] + jnp.sin(batch["y"])})
         new = {"line": line, "shown": shown, "drawn": self._drawn(old["key"], total)}
@@ -64,7 +64,7 @@ class Own(toy.Wide):
 
 
 class Clipped(toy.Averaged):
-    """Its rule takes the norm of all gradients, and keeps averages that it is judged by."""
+    """An experiment whose rule clips by the norm of all gradients, and which is evaluated on moving averages."""
 
     def optimizer(self):
         rate = self.config.optimizer.learning_rate
@@ -78,7 +78,7 @@ class Clipped(toy.Averaged):
 
 
 class Contrasting(toy.Wide):
-    """Its loss sees the outputs of all replicas."""
+    """An experiment whose loss depends on the outputs of all replicas."""
 
     def loss(self, outputs, batch):
         value, logged = super().loss(outputs, batch)
@@ -86,30 +86,34 @@ class Contrasting(toy.Wide):
 
 
 def config(**changes):
-    made = toy.get_config()
-    made.experiment = changes.pop("experiment", "tests.toy.Wide")
-    made.logical_replicas = _COUNT
-    made.reduction.arithmetic = changes.pop("arithmetic", "exact")
-    made.reduction.shard_update = changes.pop("shard_update", False)
-    # In some steps, which a dynamic scale skips.
-    made.overflow_above = 1.98
-    made.group_assignment = changes.pop("group_assignment", ())
-    made.update(changes)
-    return made.lock()
+    run_config = toy.get_config()
+    run_config.experiment = changes.pop("experiment", "tests.toy.Wide")
+    run_config.logical_replicas = _COUNT
+    run_config.reduction.arithmetic = changes.pop("arithmetic", "exact")
+    run_config.reduction.shard_update = changes.pop("shard_update", False)
+    # Some steps overflow, and a dynamic loss scale skips them.
+    run_config.overflow_above = 1.98
+    run_config.group_assignment = changes.pop("group_assignment", ())
+    run_config.update(changes)
+    return run_config.lock()
 
 
 def digest(tree):
     raw = lambda x: (
         jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     )
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
-        found.update(np.asarray(raw(leaf)).tobytes())
-    return found.hexdigest()
+        checksum.update(np.asarray(raw(leaf)).tobytes())
+    return checksum.hexdigest()
 
 
 def trajectory(devices, of=None, **changes):
-    """Checksums of all states, of what the steps log, and of an evaluation, of so many devices; and the skips."""
+    """Trains on `devices` devices.
+
+    Returns:
+      Checksums of all states, checksums of the logged values, the evaluated values, and the number of skipped steps.
+    """
     of = of or config(**changes)
     experiment = experiment_lib.load(of.experiment)(of)
     mesh = experiment_lib.mesh_of(of, jax.devices()[:devices])
@@ -160,32 +164,32 @@ def test_the_bits_do_not_depend_on_the_devices(changes, devices):
     ],
     ids=["whole", "half", "groups"],
 )
-def test_an_update_in_shards_does_not_depend_on_the_devices(changes, places):
+def test_a_sharded_update_does_not_depend_on_the_devices(changes, places):
     first, *others = [trajectory(**{**_SHARDS, **changes, **place}) for place in places]
     assert 0 < first[-1] < 2 * _STEPS
     for other in others:
         assert other == first
 
 
-def test_only_exchanges_leave_a_device():
+def test_only_exchanges_communicate_between_devices():
     of = config(**_SHARDS)
     experiment = experiment_lib.load(of.experiment)(of)
     mesh = experiment_lib.mesh_of(of, jax.devices()[:2])
     batches = preflight.train_batches(experiment, mesh)
     state = state_lib.abstract_state(experiment, mesh, of.seed, batches.example)
     stages = preflight.jitted_step(experiment, mesh).lower(state, batches.shapes()).stages
-    # Of eight replicas a device computes four, before each of three exchanges.
+    # Each device computes four of the eight replicas before each of three exchanges.
     assert [stage.times for stage in stages] == [1, 4, 1, 4, 1, 4, 1, 1, 1]
     names = ("all_reduce", "reduce_scatter", "all_gather")
     crosses = [any(name in stage.program.as_text() for name in names) for stage in stages]
     assert crosses == [False, False, True, False, True, False, True, False, False]
 
 
-def test_an_update_in_shards_is_that_of_whole_arrays_but_for_rounding():
-    judged = lambda devices, **changes: trajectory(devices, **{**_SHARDS, **changes})[2]
-    exact = judged(2)
+def test_a_sharded_update_equals_a_whole_one_within_rounding():
+    evaluated = lambda devices, **changes: trajectory(devices, **{**_SHARDS, **changes})[2]
+    exact = evaluated(2)
     for changes in ({"shard_update": False}, {"arithmetic": "float"}):
-        assert judged(2, **changes) == pytest.approx(exact, rel=1e-4)
+        assert evaluated(2, **changes) == pytest.approx(exact, rel=1e-4)
 
 
 def test_an_exchange_may_depend_on_another():
@@ -196,16 +200,16 @@ def test_an_exchange_may_depend_on_another():
         assert trajectory(3, of) == trajectory(1, of)
 
 
-def test_state_of_a_replicas_own_does_not_depend_on_the_devices():
+def test_per_replica_state_does_not_depend_on_the_devices():
     changes = {"experiment": _OWN, "reads": False, "fingerprint_every_steps": 2}
     first, *others = [trajectory(devices, **changes) for devices in (1, 2, 4)]
     assert others == [first, first]
-    # Of float sums but for rounding.
+    # With floating-point sums the values agree within rounding.
     values = trajectory(2, arithmetic="float", **changes)[2]
     assert values == pytest.approx(first[2], rel=1e-3)
 
 
-def test_environments_are_played_alike_on_any_devices():
+def test_environments_do_not_depend_on_the_devices():
     of = rl.get_config()
     of.logical_replicas, of.reduction.arithmetic = 6, "exact"
     of.update(
@@ -216,22 +220,22 @@ def test_environments_are_played_alike_on_any_devices():
     assert others == [first] * 3
 
 
-def test_slices_are_devices_like_others():
+def test_slices_do_not_change_the_bits():
     assert trajectory(4, slices=2) == trajectory(1)
 
 
-def test_groups_have_replicas_of_their_own():
+def test_groups_do_not_depend_on_the_devices():
     halves = ((0, 1), (2, 3))
     assert trajectory(2, group_assignment=((0,), (1,))) == trajectory(4, group_assignment=halves)
 
 
-def test_groups_have_state_of_their_replicas_own():
+def test_per_replica_state_of_groups_does_not_depend_on_the_devices():
     halves, own = ((0, 1), (2, 3)), {"experiment": _OWN, "reads": False}
     alone = trajectory(2, group_assignment=((0,), (1,)), **own)
     assert alone == trajectory(4, group_assignment=halves, **own)
 
 
-def test_floating_point_sums_differ_by_rounding_alone():
+def test_floating_point_sums_differ_only_by_rounding():
     def end(devices, arithmetic):
         of = config(arithmetic=arithmetic)
         experiment = experiment_lib.load(of.experiment)(of)
@@ -245,7 +249,7 @@ def test_floating_point_sums_differ_by_rounding_alone():
 
     exact = end(1, "exact")
     for devices in (1, 3):
-        # Sums in another order, over six steps of Adam.
+        # The tolerances allow for another order of summation in six steps of Adam.
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
             end(devices, "float"),
@@ -262,15 +266,15 @@ def test_floating_point_sums_differ_by_rounding_alone():
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_before_anything_is_made(tmp_path, changes, words):
+def test_an_impossible_config_is_refused_before_a_run_is_created(tmp_path, changes, words):
     with pytest.raises(errors.UserError, match=words):
         loop.Run(config(**changes), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
-def on(monkeypatch):
-    """Makes runs take so many devices."""
+def use_devices(monkeypatch):
+    """A function that sets the number of devices that runs use."""
 
     def take(count):
         of = lambda config: mesh_lib.make_mesh(
@@ -281,11 +285,11 @@ def on(monkeypatch):
     return take
 
 
-def test_state_of_a_replicas_own_goes_on_elsewhere(tmp_path, on):
+def test_per_replica_state_resumes_on_other_numbers_of_devices(tmp_path, use_devices):
     def run(name, *devices):
         directory = tmp_path / name
         for i, count in enumerate(devices, 1):
-            on(count)
+            use_devices(count)
             of = config(experiment=_OWN, steps=_STEPS * i // len(devices), reads=False)
             assert loop.run(of, str(directory), "") == 0
         end = loop.Run(of, str(directory))
@@ -296,29 +300,31 @@ def test_state_of_a_replicas_own_goes_on_elsewhere(tmp_path, on):
     assert run("moved", 4, 2, 1) == run("stayed", 2)
 
 
-def test_a_run_with_its_update_in_shards_goes_on_elsewhere(tmp_path, on):
+def test_a_sharded_run_resumes_on_other_numbers_of_devices(tmp_path, use_devices):
     def run(name, *places):
         for i, (count, shards) in enumerate(places, 1):
-            on(count)
+            use_devices(count)
             steps = _STEPS * i // len(places)
             of = config(**{**_SHARDS, "shard_update": shards}, steps=steps)
             assert loop.run(of, str(tmp_path / name), "") == 0
         end = loop.Run(of, str(tmp_path / name))
         state = end.checkpoints.manager.restore(end._target).state
-        # A checkpoint has whole arrays.
+        # A checkpoint stores whole arrays.
         assert state.experiment.opt_state["adam"]["1/0/mu/mlp/~/linear_0/w"].shape == (3, 10)
         return digest(state), rows.results(tmp_path / name)["eval"]
 
     assert run("moved", (8, True), (1, True)) == run("stayed", (4, True))
-    # Without shards any number of devices will do.
+    # Without sharding, a run works on any number of devices.
     run("whole", (3, False), (2, True))
 
 
 @pytest.mark.parametrize(
     "changes, path", [({"experiment": _OWN}, "drawn/.*"), ({"shard_update": True}, "opt_state/.*")]
 )
-def test_state_of_a_replicas_own_takes_even_shares(tmp_path, on, changes, path):
-    on(3)
+def test_state_that_differs_by_replica_needs_even_shares_of_devices(
+    tmp_path, use_devices, changes, path
+):
+    use_devices(3)
     with pytest.raises(
         errors.UserError, match=f"{path}differs between replicas.*one of \\[1, 2, 4\\]"
     ):
@@ -326,25 +332,25 @@ def test_state_of_a_replicas_own_takes_even_shares(tmp_path, on, changes, path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_prediction_by_the_state_of_replicas_that_share_a_device_is_refused(tmp_path, on):
-    on(2)
-    made = config(experiment=_OWN, reads=True)
+def test_predict_may_not_read_per_replica_state_on_shared_devices(tmp_path, use_devices):
+    use_devices(2)
+    run_config = config(experiment=_OWN, reads=True)
     with pytest.raises(errors.UserError, match="Own.predict .* reads the state 'drawn/sum'"):
-        loop.Run(made, str(tmp_path / "run"))
+        loop.Run(run_config, str(tmp_path / "run"))
 
 
-def test_exact_sums_are_of_whole_parameters(tmp_path):
-    made = config().copy_and_resolve_references()
-    made.unlock()
-    made.reduction.shard_params = True
+def test_exact_sums_cannot_be_used_with_shard_params(tmp_path):
+    run_config = config().copy_and_resolve_references()
+    run_config.unlock()
+    run_config.reduction.shard_params = True
     with pytest.raises(errors.UserError, match="shard_params=True cannot be used with.*exact"):
-        loop.Run(made, str(tmp_path / "run"))
+        loop.Run(run_config, str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("name", ["chip", "libraries", "flags"])
-def test_a_run_goes_on_only_where_its_bits_are_the_same(tmp_path, name):
-    made = config(steps=1)
-    run = loop.Run(made, str(tmp_path))
+def test_an_exact_run_resumes_only_where_its_bits_stay_the_same(tmp_path, name):
+    run_config = config(steps=1)
+    run = loop.Run(run_config, str(tmp_path))
     with run.opened():
         run.complete()
     origin = json.loads((tmp_path / "origin.json").read_text())
@@ -352,5 +358,5 @@ def test_a_run_goes_on_only_where_its_bits_are_the_same(tmp_path, name):
     with pytest.raises(
         errors.UserError, match=f"Its {name} changed from another to .*arithmetic=float"
     ):
-        loop.Run(made, str(tmp_path))
+        loop.Run(run_config, str(tmp_path))
     loop.Run(config(steps=1, arithmetic="float"), str(tmp_path))

@@ -1,4 +1,4 @@
-"""Where two real runs part, and what is said to differ between them."""
+"""Tests that bisect finds where two real runs diverge, and reports what differs between them."""
 
 import json
 import shutil
@@ -13,55 +13,57 @@ from xshard.replay import bisecting
 
 
 def config(**changes):
-    made = toy.get_config()
-    made.update_from_flattened_dict({"log_every_steps": 1, "steps": 8, **changes})
-    return made.lock()
+    run_config = toy.get_config()
+    run_config.update_from_flattened_dict({"log_every_steps": 1, "steps": 8, **changes})
+    return run_config.lock()
 
 
 def compared(tmp_path):
     return bisecting.parting(*(bisecting.read(str(tmp_path / name)) for name in "AB"))
 
 
-def test_the_same_twice(tmp_path, capsys):
+def test_two_equal_runs_are_reported_as_equal(tmp_path, capsys):
     for name in "AB":
         assert loop.run(config(), str(tmp_path / name), "") == 0
     assert compared(tmp_path) == (8, None, [], [], True)
     capsys.readouterr()
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 0
-    said = capsys.readouterr().out
-    assert "equal: the fingerprints and values of all steps that both logged, up to step 8" in said
-    assert "configs and origins are the same" in said
+    output = capsys.readouterr().out
+    assert (
+        "equal: the fingerprints and values of all steps that both logged, up to step 8" in output
+    )
+    assert "configs and origins are the same" in output
 
 
-def test_another_seed(tmp_path, capsys):
+def test_runs_with_different_seeds_diverge_in_their_first_state(tmp_path, capsys):
     for name, seed in (("A", 0), ("B", 1)):
         assert loop.run(config(seed=seed), str(tmp_path / name), "") == 0
-    found = compared(tmp_path)
-    assert found[:2] == (0, 1) and found.states == ["other", "params"]
+    divergence = compared(tmp_path)
+    assert divergence[:2] == (0, 1) and divergence.states == ["other", "params"]
     capsys.readouterr()
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 1
-    said = capsys.readouterr().out
-    assert "diverge before step 1: their first states differ in other, params" in said
-    assert "config.seed" in said and "config.steps" not in said
+    output = capsys.readouterr().out
+    assert "diverge before step 1: their first states differ in other, params" in output
+    assert "config.seed" in output and "config.steps" not in output
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_run_that_went_on_with_another_config(tmp_path, capsys, every):
+def test_runs_resumed_with_different_configs_diverge_in_the_next_step(tmp_path, capsys, every):
     changes = {"fingerprint_every_steps": every}
     assert loop.run(config(steps=4, **changes), str(tmp_path / "A"), "") == 0
     shutil.copytree(tmp_path / "A", tmp_path / "B")
     for name, parts in (("A", 1), ("B", 2)):
         assert loop.run(config(micro_batches=parts, **changes), str(tmp_path / name), "") == 0
-    found = compared(tmp_path)
-    # The state that step 5 began with is the same; what it made of it is not.
-    assert found[:3] == (4, 5, []) and "loss" in found.values
+    divergence = compared(tmp_path)
+    # Step 5 begins with the same state in both runs, but its values differ.
+    assert divergence[:3] == (4, 5, []) and "loss" in divergence.values
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 1
-    said = capsys.readouterr().out
-    assert ("diverge in step 5" in said) == bool(every) and "config.micro_batches" in said
-    assert ("rows have no fingerprints" in said) != bool(every)
+    output = capsys.readouterr().out
+    assert ("diverge in step 5" in output) == bool(every) and "config.micro_batches" in output
+    assert ("rows have no fingerprints" in output) != bool(every)
 
 
-def test_a_bit_that_flips_in_all_copies(tmp_path, monkeypatch, capsys):
+def test_a_bit_flip_in_all_copies_is_located(tmp_path, monkeypatch, capsys):
     assert loop.run(config(), str(tmp_path / "A"), "") == 0
     run = loop.Run(config(log_every_steps=2), str(tmp_path / "B"))
     step_of_run = run.train_step
@@ -78,9 +80,9 @@ def test_a_bit_that_flips_in_all_copies(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "train_step", train_step)
     with run.opened():
         run.train()
-    found = compared(tmp_path)
-    # Step 5, which began with another bit, is not in both; by step 6 it has come to the slots.
-    assert found[:2] == (4, 6) and {"params", "slots"} <= set(found.states)
+    divergence = compared(tmp_path)
+    # Step 5 begins with the flipped bit, but only run A logs it. By step 6 the difference has reached the slots.
+    assert divergence[:2] == (4, 6) and {"params", "slots"} <= set(divergence.states)
     bisect.main([str(tmp_path / "A"), str(tmp_path / "B")])
     assert (
         "The runs diverge in steps 4 to 5 (equal up to the row of step 4)"
@@ -88,7 +90,7 @@ def test_a_bit_that_flips_in_all_copies(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_what_is_no_run_or_has_nothing_in_common(tmp_path, capsys):
+def test_a_missing_run_and_runs_without_a_common_step_are_refused(tmp_path, capsys):
     assert loop.run(config(steps=2), str(tmp_path / "A"), "") == 0
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "none")]) != 0
     assert "holds no config.json: give the work directory of a run" in capsys.readouterr().err

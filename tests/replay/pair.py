@@ -1,4 +1,4 @@
-"""Two learners, of which the second takes a logarithm of what is negative."""
+"""An experiment with two learners, the second of which takes the logarithm of a negative number."""
 
 import haiku as hk
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from tests import toy
 
 
 class Pair(xshard.Experiment):
-    """Two lines."""
+    """Fits two lines, one for each learner."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -29,10 +29,10 @@ class Pair(xshard.Experiment):
 
     def train_step(self, state, batch, key):
         losses = {"first": self._error, "second": self._logarithm}
-        made = {}
+        updated = {}
         for name, learner in self.learners.items():
-            made[name] = learner.update(state[name], losses[name], batch, key)
-        return tuple({name: x[i] for name, x in made.items()} for i in range(2))
+            updated[name] = learner.update(state[name], losses[name], batch, key)
+        return tuple({name: x[i] for name, x in updated.items()} for i in range(2))
 
     def _error(self, state, batch, key):
         outputs, net_state = self.learners["first"].apply(state, key, batch["x"])

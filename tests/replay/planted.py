@@ -1,4 +1,7 @@
-"""A run with a fault that was put into it: in a layer, for one example, of a kind, in a precision; and what replaying it names."""
+"""Runs with a planted fault, and a check that their replay names it.
+
+A fault has a kind, a layer and an example. It occurs in a run with a given precision and loss scale.
+"""
 
 import inspect
 import itertools
@@ -23,7 +26,7 @@ FLOAT32, FLOAT16 = (f"params=float32,compute={x},output=float32" for x in ("floa
 
 
 class Layers(toy.Toy):
-    """Layers of which one does to the last example of all what its data say: their `flag` is 1 for one, and 0 for others."""
+    """A stack of layers, one of which applies the fault to a single example, marked by a `flag` of 1 in the data."""
 
     def train_data(self):
         rng = np.random.default_rng(0)
@@ -46,12 +49,12 @@ class Layers(toy.Toy):
         return hk.Linear(1, name="last")(x)[:, 0]
 
     def _fault(self, x, flag):
-        # Each kind is one line, which it is told by.
+        # The fault of each kind arises in the first line of its case, where `line` looks for it.
         match self.config.kind:
             case "zero_over_zero":
                 return x * (1 - flag) / (1 - flag)
             case "inf_minus_inf":
-                large = jnp.exp(flag * 200)  # inf_minus_inf, the infinities
+                large = jnp.exp(flag * 200)  # The infinities arise here.
                 return x + (large - large)
             case "logarithm":
                 return x + jnp.log(1 - 2 * flag)
@@ -80,7 +83,7 @@ class Layers(toy.Toy):
 
 @jax.custom_vjp
 def _kernel(x, flag):
-    """The same for TPUs, which cannot be compiled for what the tests are on."""
+    """The TPU branch of the 'by_platform' fault, which cannot be compiled for the platform that the tests run on."""
 
     def add(x, flag, out):
         out[...] = x[...] + jnp.log(1 - 2 * flag[...])
@@ -102,13 +105,13 @@ class Fault(NamedTuple):
 
     Attributes:
       kind: one of KINDS, or "by_platform".
-      layer: in which layer.
-      example: for which example.
-      precision: the run's.
-      loss_scale: 'none', then the run stops; or 'dynamic', then the step is skipped.
-      micro_batches: the run's.
-      shard_update: the run's.
-      groups: how many groups of replicas.
+      layer: the layer that has it.
+      example: the number of the example that triggers it.
+      precision: the run's policy.
+      loss_scale: 'none', so that the run stops; or 'dynamic', so that it skips the step.
+      micro_batches: the run's setting.
+      shard_update: the run's setting.
+      groups: the number of groups of replicas.
     """
 
     kind: str
@@ -122,9 +125,13 @@ class Fault(NamedTuple):
 
 
 def draw(rng: np.random.Generator, examples: int) -> list[Fault]:
-    """A fault at random, for so many examples; where only half precision or a loss scale has such, with these."""
+    """Draws a random fault and several examples; returns it once for each example.
+
+    A kind that only occurs in half precision, or only with a loss scale, gets them.
+    """
     kind = str(rng.choice(KINDS))
-    # A root's gradient is large where its argument is small: in float16, under a scale, that is a fault of its own.
+    # The gradient of a root is large where its argument is small. In float16, under a loss scale, that would be
+    # another fault.
     is_half = kind.endswith("_overflow") or (kind != "root_gradient" and rng.random() < 0.5)
     is_scaled = kind == "gradient_overflow" or rng.random() < 0.5
     fault = Fault(
@@ -141,7 +148,7 @@ def draw(rng: np.random.Generator, examples: int) -> list[Fault]:
 
 
 def get_config(fault: Fault, replicas: int = 8) -> ml_collections.ConfigDict:
-    """A run of one epoch."""
+    """Returns the config of a run of one epoch with a fault."""
     config = toy.get_config()
     config.experiment = "tests.replay.planted.Layers"
     config.update(fault._asdict() | {"exponent": 13, "batch_size": 32 // fault.groups})
@@ -157,19 +164,19 @@ def get_config(fault: Fault, replicas: int = 8) -> ml_collections.ConfigDict:
 
 
 def train(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> None:
-    """Runs it, until the fault stops it or to its end."""
+    """Trains a run with a fault, until the fault stops it or to its end."""
     loop.run(get_config(fault, replicas), str(directory), "")
 
 
 def line(kind: str) -> str:
-    """The line that a kind of fault is on, as a report has it."""
+    """Returns the source line of a kind of fault, in the form that a report prints."""
     source, begin = inspect.getsourcelines(Layers._fault)
     (case,) = (number for number, text in enumerate(source) if f'"{kind}"' in text)
     return f"{pathlib.Path(__file__).relative_to(pathlib.Path.cwd())}:{begin + case + 1}"
 
 
 def place(fault: Fault) -> tuple[int, list[int]]:
-    """The first step that has the example in its batch of some group, and the rows that it has there, of all groups."""
+    """Returns the first step in which a group's batch has the example, and the example's rows there over all groups."""
     config = get_config(fault)
     size, groups = config.batch_size, fault.groups
     numbers = data.order({"x": np.zeros(EXAMPLES)}, config.seed, groups)
@@ -181,42 +188,42 @@ def place(fault: Fault) -> tuple[int, list[int]]:
 
 
 def wrong(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> list[str]:
-    """What a replay says otherwise than it is; nothing if it names all of it."""
+    """Returns the differences between a replay's findings and the planted fault; empty if there are none."""
     step, rows = place(fault)
     run = past.Past(str(directory))
-    *_, made = run.steps(run.suspects())
-    found = anatomy.Anatomy(run, made).find()
-    if made.number != step or found is None:
-        return [f"step {made.number} for {step}, {found}"]
+    *_, repeated = run.steps(run.suspects())
+    finding = anatomy.Anatomy(run, repeated).find()
+    if repeated.number != step or finding is None:
+        return [f"step {repeated.number} for {step}, {finding}"]
     size = fault.groups * get_config(fault).batch_size // replicas
-    numbers = [run.examples(made.number, made.batch, group) for group in found.rows or []]
-    said = {
-        "replicas": (found.replicas, sorted({row // size for row in rows})),
-        "rows": (sorted(itertools.chain(*found.rows or [])), rows),
+    numbers = [run.examples(repeated.number, repeated.batch, group) for group in finding.rows or []]
+    checks = {
+        "replicas": (finding.replicas, sorted({row // size for row in rows})),
+        "rows": (sorted(itertools.chain(*finding.rows or [])), rows),
         "examples": (sorted(itertools.chain(*numbers)), [fault.example] * len(rows)),
-        "reproduced": (run.difference(made), None),
+        "reproduced": (run.difference(repeated), None),
     }
     if fault.kind == "bad_example":
-        said["input"] = (found.first.input, "the batch's 'x'")
+        checks["input"] = (finding.first.input, "the batch's 'x'")
     else:
-        said["line"] = (found.first.line, line(fault.kind))
+        checks["line"] = (finding.first.line, line(fault.kind))
         is_backward = fault.kind in ("root_gradient", "gradient_overflow")
-        said["backward"] = (found.first.backward, is_backward)
-    said |= _of_cure(fault, found)
+        checks["backward"] = (finding.first.backward, is_backward)
+    checks |= _cure_checks(fault, finding)
     return [
-        f"{name}: {is_so!r} for {ought!r}"
-        for name, (is_so, ought) in said.items()
-        if is_so != ought
+        f"{name}: {actual!r} for {expected!r}"
+        for name, (actual, expected) in checks.items()
+        if actual != expected
     ]
 
 
-def _of_cure(fault: Fault, found: anatomy.Finding) -> dict[str, tuple[object, object]]:
+def _cure_checks(fault: Fault, finding: anatomy.Finding) -> dict[str, tuple[object, object]]:
     if fault.kind == "bad_example":
-        return {"cure": (found.cure, "")}
+        return {"cure": (finding.cure, "")}
     if fault.kind == "gradient_overflow" and fault.loss_scale == "dynamic":
-        return {"scale": (found.scale_exponent is not None and "too high" in found.cure, True)}
-    no_scale = "no loss scale would cure it" in found.cure
+        return {"scale": (finding.scale_exponent is not None and "too high" in finding.cure, True)}
+    no_scale = "no loss scale would cure it" in finding.cure
     if fault.kind == "forward_overflow":
-        finite = "in float32 the step is finite" in found.cure
+        finite = "in float32 the step is finite" in finding.cure
         return {"cure": ((no_scale, finite), (fault.loss_scale == "dynamic", True))}
     return {"cure": (no_scale, fault.loss_scale == "dynamic")}

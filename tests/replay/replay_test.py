@@ -1,4 +1,4 @@
-"""A step of a run that is made again: compared with its rows, and taken apart."""
+"""The replay of a step: the comparison with the logged rows, and the search for a fault."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_a_planted_fault_is_named(tmp_path, kind):
             assert contents(directory) == before
 
 
-def test_of_what_each_platform_does_in_its_way_the_fault_is_named(tmp_path):
+def test_a_platform_dependent_fault_is_named(tmp_path):
     fault = planted.Fault("by_platform", loss_scale="dynamic", groups=2)
     planted.train(fault, tmp_path)
     assert not planted.wrong(fault, tmp_path)
@@ -48,7 +48,7 @@ def test_of_what_each_platform_does_in_its_way_the_fault_is_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A run of which the third step was skipped for an example that is not finite, and which has gone on."""
+    """A run that skipped its third step, because an example was not finite, and continued to its end."""
     directory = tmp_path_factory.mktemp("run")
     config = toy.get_config()
     config.update({"experiment": "tests.toy.Poisoned", "steps": 6, "poisoned": ((0, 3),)})
@@ -63,7 +63,7 @@ def contents(directory):
 
 
 def rewrite(directory, tmp_path, change):
-    """A copy of a run with other rows."""
+    """Copies a run with its rows changed; returns the directory of the copy."""
     copy = tmp_path / "copy"
     for path, content in contents(directory).items():
         place = copy / path.relative_to(directory)
@@ -75,32 +75,32 @@ def rewrite(directory, tmp_path, change):
     return copy
 
 
-def test_the_first_step_that_was_skipped(directory, capsys):
-    # It lies between two rows, of which the second one counts it.
+def test_the_first_skipped_step_is_replayed_by_default(directory, capsys):
+    # The skipped step lies between two logged rows; the second one counts it.
     before = contents(directory)
     assert program.main([str(directory)]) == 0
-    said = capsys.readouterr().out
-    assert "step 3, repeated from the checkpoint of step 2" in said
-    assert "not finite before the step: the batch's 'y' is nan" in said
-    assert "replica 0 of 8\n" in said and "(row 0 of the batch)" in said
-    assert "reaches      the loss, the gradient of mlp/~/linear_0/b" in said
+    output = capsys.readouterr().out
+    assert "step 3, repeated from the checkpoint of step 2" in output
+    assert "not finite before the step: the batch's 'y' is nan" in output
+    assert "replica 0 of 8\n" in output and "(row 0 of the batch)" in output
+    assert "reaches      the loss, the gradient of mlp/~/linear_0/b" in output
     assert contents(directory) == before
 
 
-def test_a_step_that_is_finite(directory, capsys):
+def test_a_finite_step_is_reproduced_with_its_norms(directory, capsys):
     assert program.main([str(directory), "--step=4"]) == 0
-    said = capsys.readouterr().out
-    assert "1 rows compared: reproduced, bit for bit" in said
-    assert "Every value that reaches a result of the step is finite." in said
+    output = capsys.readouterr().out
+    assert "1 rows compared: reproduced, bit for bit" in output
+    assert "Every value that reaches a result of the step is finite." in output
     (row,) = [row for row in past.Past(str(directory)).rows.items() if row[0] == 4]
-    norms = [line.split() for line in said.splitlines() if "mlp/~/" in line]
+    norms = [line.split() for line in output.splitlines() if "mlp/~/" in line]
     total = np.sqrt(sum(float(norm) ** 2 for norm, _, path in norms))
-    # The table has four digits.
+    # The table prints four digits.
     np.testing.assert_allclose(total, row[1]["gradient_norm"], rtol=1e-3)
-    assert "tests/toy.py:" in said
+    assert "tests/toy.py:" in output
 
 
-def test_rows_that_are_other_ones(directory, tmp_path, capsys):
+def test_a_changed_row_is_reported_as_not_reproduced(directory, tmp_path, capsys):
     def change(row):
         if row["step"] == 4 and "loss" in row:
             row["loss"] = float(np.nextafter(np.float32(row["loss"]), np.float32(9)))
@@ -111,25 +111,25 @@ def test_rows_that_are_other_ones(directory, tmp_path, capsys):
     (copy / "origin.json").write_text(
         json.dumps({**origin, "libraries": "jax 0.0.1", "flags": "XLA_FLAGS=--xla_x"})
     )
-    # From the checkpoint of step 4 on there is nothing of it.
+    # The replay of step 6 begins at the checkpoint of step 4, after the changed row.
     assert program.main([str(copy), "--step=6"]) == 0
     assert program.main([str(copy), "--step=4"]) == program.NOT_REPRODUCED
-    said = capsys.readouterr().out
-    assert "not reproduced: step 4, column loss, logged " in said
-    assert "changed since: libraries: jax 0.0.1 -> jax " in said
-    assert "changed since the run: flags: XLA_FLAGS=--xla_x -> " in said
+    output = capsys.readouterr().out
+    assert "not reproduced: step 4, column loss, logged " in output
+    assert "changed since: libraries: jax 0.0.1 -> jax " in output
+    assert "changed since the run: flags: XLA_FLAGS=--xla_x -> " in output
 
 
-def test_on_fewer_devices(directory, capsys, monkeypatch):
+def test_a_replay_on_fewer_devices_warns_that_bits_may_differ(directory, capsys, monkeypatch):
     devices = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda *args: devices)
     code = program.main([str(directory), "--step=3"])
-    said = capsys.readouterr().out
-    assert "bits may differ" in said and "devices: 8 cpu on 1 process(es), " in said
-    assert code in (0, program.NOT_REPRODUCED) and "replica 0 of 2\n" in said
+    output = capsys.readouterr().out
+    assert "bits may differ" in output and "devices: 8 cpu on 1 process(es), " in output
+    assert code in (0, program.NOT_REPRODUCED) and "replica 0 of 2\n" in output
 
 
-def test_what_is_no_step(directory, tmp_path, capsys):
+def test_a_step_outside_the_run_is_refused(directory, tmp_path, capsys):
     def message(*arguments):
         assert program.main([str(x) for x in arguments]) == 1
         return capsys.readouterr().err
@@ -141,21 +141,21 @@ def test_what_is_no_step(directory, tmp_path, capsys):
     assert "metrics.jsonl are finite, and no step was skipped: give --step" in message(fine)
 
 
-def test_one_of_two_learners(tmp_path, capsys):
+def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     config = toy.get_config()
     config.update({"experiment": "tests.replay.pair.Pair", "steps": 1, "writers": ("jsonl",)})
     config.checkpoint.update({"best_metric": "first"})
     assert loop.run(config.lock(), str(tmp_path), "") == 3
     capsys.readouterr()
     assert program.main([str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "step 1, repeated from the first state" in said
-    assert "first not finite: log gives nan\n  line         tests/replay/pair.py:" in said
-    # Its derivative is finite, and the other learner has nothing of it.
-    assert "reaches      the loss of second\n" in said
+    output = capsys.readouterr().out
+    assert "step 1, repeated from the first state" in output
+    assert "first not finite: log gives nan\n  line         tests/replay/pair.py:" in output
+    # The logarithm's derivative is finite, and the fault does not reach the other learner.
+    assert "reaches      the loss of second\n" in output
 
 
-def test_examples_that_only_do_it_together():
+def test_examples_that_fail_only_together_are_blamed_together():
     heavy = {3, 5}
     blamed = cause.blame_examples(lambda rows: heavy <= set(rows.tolist()), [np.arange(8)])
     assert blamed == [[0, 1, 2, 3, 4, 5, 6, 7]]

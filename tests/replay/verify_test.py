@@ -1,4 +1,7 @@
-"""Experiments that resume to the same bits, and those that do not, named by kind: real processes, one of them killed."""
+"""Tests that --verify_resume recognizes experiments that resume to the same bits, and names why others do not.
+
+The runs are real processes, one of which is killed.
+"""
 
 import os
 import pathlib
@@ -19,52 +22,55 @@ FLAGS = ("--config=tests/impure.py", "--stop_after=0.001", "--config.steps=999")
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """What the processes need to find the same packages."""
+    """Sets the variables that child processes need to find the same packages."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
 
 def verified(capsys, *flags):
-    """The exit code, and what was said."""
+    """Verifies a resume after 6 steps; returns the exit code and the standard output."""
     code = program.main(["--verify_resume=6", *FLAGS, *flags])
     return code, capsys.readouterr().out
 
 
-def test_a_pure_experiment_is_the_same(tmp_path, capsys):
-    code, said = verified(capsys, f"--workdir={tmp_path / 'mine'}", "--config.micro_batches", "2")
-    assert code == 0 and len(said.splitlines()) == 1
-    assert "killed at step 4 and resumed from step 2; 9 rows, 5 arrays" in said
+def test_a_pure_experiment_resumes_to_the_same_bits(tmp_path, capsys):
+    code, output = verified(capsys, f"--workdir={tmp_path / 'mine'}", "--config.micro_batches", "2")
+    assert code == 0 and len(output.splitlines()) == 1
+    assert "killed at step 4 and resumed from step 2; 9 rows, 5 arrays" in output
     assert not (tmp_path / "mine").exists()
 
 
-def test_on_other_devices_numbers_are_near(capsys):
+def test_on_other_devices_values_agree_within_the_tolerance(capsys):
     flags = "--config.experiment=tests.impure.Rough", "--cpu_devices=8", "--config.batch_size=32"
     places = "--verify_devices=4", "--verify_processes=2", "--verify_tolerance=1e-5"
-    code, said = verified(capsys, *flags, *places)
-    assert code == 0 and len(said.splitlines()) == 1, said
-    assert said.startswith("the same within 1e-05: 6 undisturbed steps, and 6 killed at step 4 and")
+    code, output = verified(capsys, *flags, *places)
+    assert code == 0 and len(output.splitlines()) == 1, output
+    assert output.startswith(
+        "the same within 1e-05: 6 undisturbed steps, and 6 killed at step 4 and"
+    )
     assert (
         "from step 2 on 4 devices of 2 processes; 9 rows, 7 arrays (the largest difference in an array is"
-        in said
+        in output
     )
-    # They are not the same bits.
-    assert 0 < float(re.search(r"in an array is (\S+) of its", said)[1]) < 1e-5
+    # The bits differ.
+    assert 0 < float(re.search(r"in an array is (\S+) of its", output)[1]) < 1e-5
 
 
-def test_what_depends_on_the_number_of_devices_is_named(capsys):
+def test_a_dependence_on_the_number_of_devices_is_named(capsys):
     flags = "--config.experiment=tests.impure.Drawing", "--cpu_devices=8", "--verify_devices=2"
-    code, said = verified(capsys, *flags)
+    code, output = verified(capsys, *flags)
     assert (
-        code == program.NOT_REPRODUCED and "not the same within 0.001: 6 undisturbed steps" in said
+        code == program.NOT_REPRODUCED
+        and "not the same within 0.001: 6 undisturbed steps" in output
     )
-    # The state that was restored is the same, whatever is drawn after it.
-    assert re.search(r"^row of step +3, (loss|gradient_norm): ", said, re.MULTILINE), said
-    assert re.search(r"^array +params/linear/b$", said, re.MULTILINE), said
-    assert "kind         the number of devices: an undisturbed run on 2 devices" in said
-    shutil.rmtree(re.search(r"^runs +(\S+)$", said, re.MULTILINE)[1])
+    # The restored state is the same, so the first difference is in a value that was drawn later.
+    assert re.search(r"^row of step +3, (loss|gradient_norm): ", output, re.MULTILINE), output
+    assert re.search(r"^array +params/linear/b$", output, re.MULTILINE), output
+    assert "kind         the number of devices: an undisturbed run on 2 devices" in output
+    shutil.rmtree(re.search(r"^runs +(\S+)$", output, re.MULTILINE)[1])
 
 
-def test_how_near_arrays_are():
+def test_the_gap_between_arrays_is_relative_to_the_largest_value():
     x = np.array([1.0, -4.0], np.float32)
     assert alike._gap(x, x.copy()) == 0 and alike._gap(x, x + np.float32([0.5, 0])) == 0.125
     assert alike._gap(np.float32([np.nan]), np.float32([np.nan])) == 0
@@ -81,7 +87,7 @@ def test_how_near_arrays_are():
     assert alike._gap(np.asarray(half), np.asarray(half + jnp.bfloat16([0.5, 0]))) == 0.125
 
 
-def test_how_near_rows_are():
+def test_rows_are_compared_within_a_tolerance():
     row = lambda step, loss, text="ab", **more: {
         "step": step, "loss": loss, "fingerprint/params": text, "skipped": 0, **more,
     }  # fmt: skip
@@ -89,7 +95,8 @@ def test_how_near_rows_are():
     same = lambda second, restored=1: alike.first_row(
         *alike._without_near(first, second, 1e-2, restored)
     )
-    # As a part of the column's largest; and the state that step 2 begins with is the restored one.
+    # Gaps are relative to the column's largest value. Step 2 begins with the restored state, whose fingerprint must be
+    # equal.
     assert same([row(1, 2.0), row(2, 1.01), row(3, 0.519, "cd", eval=[8.0, 0.07])]) is None
     assert same([row(1, 2.0), row(2, 1.0), row(3, 0.5, eval=[8.0, 0.09])])[:2] == (3, "eval")
     assert same([row(1, 2.0), row(2, 1.0), row(3, 0.53, eval=[8.0, 0.0])])[:2] == (3, "loss")
@@ -103,28 +110,28 @@ def test_how_near_rows_are():
 
 
 KINDS = {
-    # The loss, and the batches, of a process's own: it is not the resume.
+    # The loss or the batches differ in every process, so the resume is not the cause.
     "Clock": ("impure: undisturbed runs differ, too", 1),
     "Augmented": ("impure: undisturbed runs differ, too", 1),
     "HashOrder": ("hash order: undisturbed runs differ, too, but not with PYTHONHASHSEED=0", 1),
-    # The first step after the checkpoint of step 2.
+    # Step 3 is the first step after the checkpoint of step 2.
     "Counting": ("the data: two undisturbed runs are equal; after the resume step 3 has", 3),
     "Remembering": ("state outside of TrainState: two undisturbed runs are equal", 3),
 }
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_not_the_same_is_named_by_its_kind(name, capsys):
+def test_an_impure_experiment_is_named_by_its_kind(name, capsys):
     kind, step = KINDS[name]
-    code, said = verified(capsys, f"--config.experiment=tests.impure.{name}")
+    code, output = verified(capsys, f"--config.experiment=tests.impure.{name}")
     assert code == program.NOT_REPRODUCED
-    assert re.search(rf"^kind +{re.escape(kind)}", said, re.MULTILINE), said
-    assert re.search(rf"^row of step +{step}, \w+: \S+ \| \S+$", said, re.MULTILINE), said
-    assert ("killed at step 4 and resumed from step 2" in said) == (step == 3)
-    assert (re.search(r"^array +params/linear/b$", said, re.MULTILINE) is not None) == (step == 3)
-    assert ("has a different batch (undisturbed: examples " in said) == (name == "Counting")
-    # The runs are kept, to be looked at.
-    folder = pathlib.Path(re.search(r"^runs +(\S+)$", said, re.MULTILINE)[1])
+    assert re.search(rf"^kind +{re.escape(kind)}", output, re.MULTILINE), output
+    assert re.search(rf"^row of step +{step}, \w+: \S+ \| \S+$", output, re.MULTILINE), output
+    assert ("killed at step 4 and resumed from step 2" in output) == (step == 3)
+    assert (re.search(r"^array +params/linear/b$", output, re.MULTILINE) is not None) == (step == 3)
+    assert ("has a different batch (undisturbed: examples " in output) == (name == "Counting")
+    # The runs are kept for inspection.
+    folder = pathlib.Path(re.search(r"^runs +(\S+)$", output, re.MULTILINE)[1])
     assert {path.name for path in folder.iterdir()} > {"whole", "resumed", "resumed.log"}
     shutil.rmtree(folder)
 
@@ -137,7 +144,7 @@ def test_what_is_not_the_same_is_named_by_its_kind(name, capsys):
         (None, "", "the evaluation: two undisturbed"),
     ],
 )
-def test_the_kinds_that_need_no_batches(row, array, kind, monkeypatch):
+def test_kinds_that_need_no_batches_are_named(row, array, kind, monkeypatch):
     equal, differing = (
         alike.Comparison(None),
         alike.Comparison(row and past.Difference(*row), array),
@@ -147,12 +154,12 @@ def test_the_kinds_that_need_no_batches(row, array, kind, monkeypatch):
     runs = verify._Runs(FLAGS, 6)
     runs.folder.rmdir()
     assert runs.kind(2, differing).startswith(kind)
-    # Where undisturbed runs differ none of these is said.
+    # If undisturbed runs differ, the kind is impurity instead.
     monkeypatch.setattr(alike, "compare", lambda *_: alike.Comparison(None, "params/w"))
     assert runs.kind(2, differing).startswith("impure")
 
 
-def test_a_run_that_fails_shows_what_it_said(capfd):
+def test_a_failed_run_shows_its_output(capfd):
     assert program.main(["--verify_resume=6", *FLAGS, "--config.micro_batches=3"]) == 1
     error = capfd.readouterr().err
     assert "error: batch_size=8 must be a positive multiple" in error
@@ -170,8 +177,8 @@ def test_a_run_that_fails_shows_what_it_said(capfd):
         (6, "--mode=eval", "trains in one process"),
     ],
 )
-def test_what_cannot_be_verified_is_refused_before_a_run(steps, flag, message, monkeypatch):
-    monkeypatch.setattr(verify.tempfile, "mkdtemp", lambda **_: pytest.fail("made a directory"))
+def test_an_impossible_verification_is_refused_before_a_run(steps, flag, message, monkeypatch):
+    monkeypatch.setattr(verify.tempfile, "mkdtemp", lambda **_: pytest.fail("created a directory"))
     with pytest.raises(errors.UserError, match=re.escape(message)):
         verify.verify([*FLAGS, flag], steps, print)
 
@@ -185,8 +192,8 @@ def test_what_cannot_be_verified_is_refused_before_a_run(steps, flag, message, m
         ((2, 1, float("nan")), "--verify_tolerance=nan must"),
     ],
 )  # fmt: skip
-def test_places_that_there_cannot_be_are_refused(place, message, monkeypatch):
-    monkeypatch.setattr(verify.tempfile, "mkdtemp", lambda **_: pytest.fail("made a directory"))
+def test_impossible_devices_and_tolerances_are_refused(place, message, monkeypatch):
+    monkeypatch.setattr(verify.tempfile, "mkdtemp", lambda **_: pytest.fail("created a directory"))
     with pytest.raises(errors.UserError, match=re.escape(message)):
         verify.verify(FLAGS, 6, print, verify.Elsewhere(*place))
     monkeypatch.setattr(verify.jax, "default_backend", lambda: "gpu")
@@ -196,7 +203,7 @@ def test_places_that_there_cannot_be_are_refused(place, message, monkeypatch):
         verify.verify(FLAGS, 6, print, verify.Elsewhere(2, 1, 0.1))
 
 
-def test_a_program_without_a_run_leaves_with_its_usage(capsys):
+def test_arguments_without_a_run_exit_with_the_usage(capsys):
     devices = ["runs/digits", "--verify_devices=2"]
     processes = ["--verify_resume=6", *FLAGS, "--verify_processes=2"]
     for arguments in ([], ["runs/digits", "--config=tests/impure.py"], devices, processes):
@@ -214,12 +221,12 @@ def test_the_kill_comes_after_a_checkpoint_and_before_the_end():
     assert len(kills) > 20
 
 
-def test_the_first_difference_of_rows():
+def test_the_first_difference_of_rows_is_found():
     same = {"step": 1, "loss": 2.0, "fingerprint/params": "ab"}
     row = {"step": 2, "loss": 2.0, "fingerprint/params": "cd"}
     first_row = alike.first_row
     assert first_row([same, row], [same, dict(row)]) is None
-    # A state that differs is named before what has come of it.
+    # A state that differs is named before the values computed from it.
     other = {**row, "loss": 3.0, "fingerprint/params": "ef"}
     assert first_row([same, row], [same, other]) == (2, "fingerprint/params", "cd", "ef")
     assert first_row([same, row], [same, {**row, "loss": None}]) == (2, "loss", 2.0, None)

@@ -1,4 +1,4 @@
-"""Which charts there are, what is in them, and how they are drawn."""
+"""The charts of a report: their list, their contents, and the way in which they are drawn."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def read(tmp_path, *contents, **kwargs):
 
 
 def draw(some_runs, name):
-    """The traces of a chart by their names, and the whole figure."""
+    """Returns the traces and the layout of a chart."""
     (chart,) = [chart for chart in charts.charts(some_runs) if chart.name == name]
     figure = figures.figure(chart, some_runs).to_plotly_json()
     return figure["data"], figure["layout"]
@@ -27,7 +27,7 @@ def losses(*values):
     return [{"step": step, "loss": value} for step, value in enumerate(values, 1)]
 
 
-def test_all_that_rows_hold_has_a_chart(tmp_path):
+def test_the_columns_of_a_run_have_charts(tmp_path):
     some_runs = read(tmp_path, samples.rows(), attempts=samples.ATTEMPTS)
     assert [(chart.section, chart.name) for chart in charts.charts(some_runs)] == [
         *((charts.LEARNING, name) for name in ("loss", "accuracy")),
@@ -42,7 +42,7 @@ def test_all_that_rows_hold_has_a_chart(tmp_path):
     assert layout["yaxis"]["type"] == "log" and [s["x0"] for s in layout["shapes"]] == [200]
 
 
-def test_what_each_learner_has_is_drawn_as_that_of_one(tmp_path):
+def test_columns_of_a_named_learner_are_drawn_like_those_of_a_single_one(tmp_path):
     names = ("critic/global_step", "epoch", "critic/loss_scale", "critic/loss", "learning_rate")
     logged = [{"step": step, **dict.fromkeys(names, float(step))} for step in (1, 2)]
     drawn = charts.charts(read(tmp_path, logged))
@@ -68,8 +68,8 @@ def test_training_and_evaluation_of_a_metric_are_on_one_axis(tmp_path):
     assert len({t["line"]["color"] for t in shown.values()}) == 5
 
 
-def test_a_curve_has_the_same_colour_in_all_charts(tmp_path):
-    # As rows are written: in the order of the alphabet.
+def test_a_curve_has_the_same_color_in_all_charts(tmp_path):
+    # Rows are written with their names in alphabetical order.
     content = [{"step": 1, "loss": 1.0, "accuracy": 0.1}]
     names = ("eval/accuracy", "eval/average/accuracy", "eval/average/loss", "eval/loss")
     content.append({"step": 2, **dict.fromkeys(names, 0.5)})
@@ -81,7 +81,7 @@ def test_a_curve_has_the_same_colour_in_all_charts(tmp_path):
     assert colours[0] == colours[1] and len(colours[0]) == 4
 
 
-def test_groups_have_a_curve_each(tmp_path):
+def test_each_group_has_a_curve(tmp_path):
     traces, _ = draw(read(tmp_path, samples.rows(groups=2)), "accuracy")
     names = [trace["name"] for trace in traces if trace.get("showlegend") is not False]
     assert names[:3] == ["training, group 0", "training, group 1", "evaluation, group 0"]
@@ -98,7 +98,7 @@ def test_a_slider_changes_the_averages_and_never_the_rows(tmp_path):
     assert [float(step["label"]) for step in slider["steps"]] == list(figures.WEIGHTS)
     for step, weight in zip(slider["steps"], figures.WEIGHTS, strict=True):
         (changed,), traces_changed = step["args"][0]["y"], step["args"][1]
-        # The weights of what came before, those of the values themselves.
+        # An average is the weighted sum of the values so far, divided by the sum of their weights.
         w = weight
         expected = [1, (w + 3) / (w + 1), None, (w * w + 3 * w + 5) / (w * w + w + 1)]
         assert traces_changed == [1] and changed[2] is None
@@ -108,7 +108,7 @@ def test_a_slider_changes_the_averages_and_never_the_rows(tmp_path):
     assert "sliders" not in layout
 
 
-def test_what_is_not_finite_is_marked(tmp_path):
+def test_values_that_are_not_finite_are_marked(tmp_path):
     *_, cross = draw(read(tmp_path, losses(None, 2.0, float("nan"), 3.0, None)), "loss")[0]
     assert (cross["x"], cross["y"]) == ([1, 3, 5], [2.0, 2.0, 3.0])
     assert cross["marker"]["symbol"] == "x" and cross["hovertemplate"] == "not finite"
@@ -116,14 +116,14 @@ def test_what_is_not_finite_is_marked(tmp_path):
     assert cross["x"] == [1, 2]
 
 
-def test_seeds_have_a_mean_with_a_band(tmp_path):
+def test_runs_that_differ_only_in_seed_have_a_mean_with_a_band(tmp_path):
     some_runs = read(tmp_path, losses(1.0, 2.0, 6.0, 0.5), losses(3.0, None, 2.0))
     other = samples.write(tmp_path / "other", losses(9.0, 9.0), steps=7)
     some_runs += runs.read([str(other)])
     assert charts.seeds(some_runs) == [0, 0, 1]
     traces, _ = draw(some_runs, "loss")
     band, mean, average, cross, *_ = traces
-    # Only where all seeds have rows, and only where all are finite.
+    # The mean covers the steps that all seeds have. It has a gap where a value is not finite.
     assert (mean["x"], mean["y"]) == ([1, 2, 3], [2.0, None, 4.0])
     assert (cross["x"], average["line"]["width"]) == ([2], 2.5)
     assert (band["x"], band["y"]) == ([1, 1, None, 3, 3, None], [1.0, 3.0, None, 2.0, 6.0, None])
@@ -135,7 +135,7 @@ def test_seeds_have_a_mean_with_a_band(tmp_path):
     assert colours[0] == colours[1] == average["line"]["color"] != colours[2]
 
 
-def test_a_long_curve_is_drawn_short_with_its_peak_and_its_faults(tmp_path):
+def test_a_long_curve_is_thinned_but_keeps_peaks_and_crosses(tmp_path):
     lines = losses(*[1.0 + s % 2 for s in range(50_000)])
     lines[7777]["loss"], lines[7780]["loss"] = 2.0**40, None
     traces, _ = draw(read(tmp_path, lines), "loss")
@@ -150,10 +150,10 @@ def test_a_part_without_a_finite_value_stays_a_gap():
     np.testing.assert_array_equal(charts.thin(values, 5), np.arange(9))
 
 
-def test_the_shares_of_the_time_add_up(tmp_path):
+def test_the_shares_of_the_time_add_up_to_one(tmp_path):
     figure = figures.bars(read(tmp_path, *[losses(1.0)] * 2, attempts=samples.ATTEMPTS))
     assert [trace.name for trace in figure.data] == [*attempts.PARTS, attempts.DOWN]
-    # Of 230 steps 200 count, of 200 more all.
+    # Of the first attempt's 230 steps 200 count, and all 200 of the second attempt's.
     assert figure.data[0].x[0] == pytest.approx(0.09 * 400 / (5000 + 12 + 0.11 * 200))
     assert sum(np.array(trace.x) for trace in figure.data) == pytest.approx([1.0, 1.0])
     assert figures.bars(read(tmp_path / "more", losses(1.0))) is None
@@ -167,5 +167,5 @@ def test_names_are_escaped_for_plotly(tmp_path):
     assert any(trace["name"] == "&lt;i&gt;x: training" for trace in draw(some_runs, "loss")[0])
 
 
-def test_colours_are_all_different():
+def test_colors_are_all_different():
     assert len({figures.colour(number) for number in range(60)}) == 60

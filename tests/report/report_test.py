@@ -1,4 +1,4 @@
-"""The page: what it says of runs, as they are and as they should not be."""
+"""The HTML page of a report, for ordinary, damaged and hostile work directories."""
 
 import html
 import json
@@ -21,7 +21,7 @@ PLOTLY = re.compile(r"<script>/\*\*\n.*?</script>", re.DOTALL)
 
 
 def report(tmp_path, *workdirs):
-    """Makes a report; returns its HTML, without plotly's own script."""
+    """Writes a report; returns its HTML without plotly's own script."""
     output = tmp_path / "out" / "report.html"
     assert tool.main([*map(str, workdirs), f"--output={output}"]) == 0
     source = output.read_text()
@@ -31,13 +31,13 @@ def report(tmp_path, *workdirs):
 
 
 def words(page):
-    """What is to be read on a page outside of its charts."""
+    """Returns the visible text of a page outside its charts."""
     page = re.sub(r"<(script|style)[ >].*?</\1>", "", page, flags=re.DOTALL)
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
 def rows(page, index=0):
-    """The rows of a table, by the names of its columns."""
+    """Returns the rows of a table as dictionaries with the column names as keys."""
     source = re.findall(r"<table>.*?</table>", page, re.DOTALL)[index]
     lines = re.findall(r"<tr>(.*?)</tr>", source, re.DOTALL)
     cells = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", line, re.DOTALL) for line in lines]
@@ -52,7 +52,7 @@ def read(tmp_path, content, **kwargs):
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """A run that was stopped at step 7 and went on, with skips and a best checkpoint."""
+    """A run of 7 steps that was extended to 12, with skipped steps and a best checkpoint."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     for steps in (7, 12):
         config = toy.get_config()
@@ -66,7 +66,7 @@ def contents(folder):
     return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_real_run(tmp_path, real):
+def test_the_page_of_a_real_run(tmp_path, real):
     before = contents(real)
     page = report(tmp_path, real)
     assert contents(real) == before
@@ -85,7 +85,7 @@ def test_a_real_run(tmp_path, real):
     assert saved[best]["kept"] == "best 1 by error" and "written with" in words(page)
 
 
-def test_a_run_begins_again_by_what_the_page_says(tmp_path, real):
+def test_the_code_on_the_page_restores_the_config(tmp_path, real):
     blocks = re.findall(r"<pre>(.*?)</pre>", report(tmp_path, real), re.DOTALL)
     program, command = map(html.unescape, blocks)
     names = {}
@@ -97,7 +97,7 @@ def test_a_run_begins_again_by_what_the_page_says(tmp_path, real):
     assert json.loads(config.to_json()) == {k: v for k, v in before.items() if k != "_run"}
 
 
-def test_runs_side_by_side(tmp_path):
+def test_several_runs_are_shown_side_by_side(tmp_path):
     paths = [
         samples.write(
             tmp_path / x / "run",
@@ -111,7 +111,7 @@ def test_runs_side_by_side(tmp_path):
     page = report(tmp_path, *paths, f"{paths[0]}/", tmp_path / "b/../a/run")
     assert [(row["run"], row["seed"]) for row in rows(page)] == [("a/run", "0"), ("b/run", "1")]
     (row, _) = rows(page)
-    # All of it, between the attempts too.
+    # The time includes the pause between the attempts.
     assert (row["time"], row["attempts"], row["eval accuracy"]) == ("1:23:54", "2", "0.5")
     assert row["goodput"] == "0.7%"
     assert "steps" not in row and "They differ in seed." in words(page)
@@ -124,13 +124,13 @@ def test_runs_side_by_side(tmp_path):
      ("training", 600, "gone, or silent for 10 min; was training"),
      (None, 0, "not known: there is no status.json")],
 )  # fmt: skip
-def test_what_a_run_is_doing(tmp_path, doing, ago, shown):
+def test_the_state_of_a_run_is_shown(tmp_path, doing, ago, shown):
     run = read(tmp_path, [{"step": 10, "loss": 1.0}], doing=doing, ago=ago)
     assert (run.doing, run.step) == (shown, 10)
 
 
 @pytest.mark.parametrize("doing", ["failed: not finite", "done", None])
-def test_a_run_that_has_not_ended_finite_is_not_done(tmp_path, doing):
+def test_a_run_with_results_that_are_not_finite_is_not_done(tmp_path, doing):
     path = samples.write(tmp_path / "one", [{"step": 400, "loss": 1.0}], doing=doing)
     results = {"step": 400, "eval": {}, "finite": False, "why": "step 400: the loss is nan"}
     (path / "results.json").write_text(json.dumps(results))
@@ -140,20 +140,20 @@ def test_a_run_that_has_not_ended_finite_is_not_done(tmp_path, doing):
     assert 'class="state failed"' in page and 'class="state done"' not in page
 
 
-def test_a_result_of_before_a_run_went_on_is_not_its_result_now(tmp_path):
+def test_results_from_before_a_resume_are_not_the_current_results(tmp_path):
     content = [{"step": 400, "eval/accuracy": 0.5}, {"step": 500, "eval/accuracy": 0.75}]
     going_on = {"results": {"accuracy": 0.5}, "doing": "training", "ago": 0}
     (row,) = rows(report(tmp_path, samples.write(tmp_path / "one", content, **going_on)))
     assert row["eval accuracy"] == "0.75 at step 500"
 
 
-def test_no_metrics_yet(tmp_path):
+def test_a_run_without_metrics_yet_is_shown(tmp_path):
     page = report(tmp_path, samples.write(tmp_path / "one", None, doing="compiling", ago=0))
     assert "no metrics yet" in words(page) and "running: compiling" in words(page)
     assert "chart-0" not in page
 
 
-def test_what_is_damaged_or_not_finite_is_told(tmp_path):
+def test_damaged_files_and_values_that_are_not_finite_are_reported(tmp_path):
     content = [{"step": step, "loss": 1.0} for step in range(380, 401, 5)]
     content[0]["loss"] = content[-1]["loss"] = float("inf")
     path = samples.write(tmp_path / "one", content)
@@ -172,7 +172,7 @@ def test_what_is_damaged_or_not_finite_is_told(tmp_path):
     assert '<td class="failed">not finite</td>' in page
 
 
-def test_numbers_of_groups():
+def test_the_values_of_groups_share_a_cell():
     nan = float("nan")
     assert tables.numbers([1.0, nan]) == ("1 · not finite", "failed", "")
     assert tables.numbers([2.0] * 3) == ("2 · 2 · 2", "", "")
@@ -182,7 +182,7 @@ def test_numbers_of_groups():
 EVIL = '</script><img src=x onerror="alert(1)">'
 
 
-def test_texts_from_files_are_only_texts(tmp_path):
+def test_text_from_files_is_escaped(tmp_path):
     content = [{"step": s, EVIL: 1.0, "loss": 1.0, "\ud800\x00\x1b": 1.0} for s in (1, 2)]
     content.append({"step": 3, f"eval/{EVIL}": 2.0})
     changes = {"experiment": EVIL, f"key {EVIL}": EVIL, "doing": f"failed: {EVIL}"}
@@ -193,11 +193,11 @@ def test_texts_from_files_are_only_texts(tmp_path):
     for chosen in (paths, paths[:1]):
         page = report(tmp_path, *chosen)
         assert "<img" not in page and EVIL in words(page) and f"failed: {EVIL}" in words(page)
-        # Those of the charts are only numbers and escaped texts, for HTML and once more for plotly.
+        # The charts contain only numbers and escaped text. Text is escaped for HTML, and once more for plotly.
         assert page.count("</script>") == page.count("<script") and "&lt;img" not in words(page)
 
 
-def test_nothing_leaves_the_page(tmp_path):
+def test_the_page_loads_and_sends_nothing(tmp_path):
     page = report(tmp_path, samples.write(tmp_path / "one", samples.rows()))
     assert not re.findall(r"<(?:link|img|iframe|form|script [^>]*src)", page) and "://" not in page
     assert page.count('"showSendToCloud": false') == page.count("Plotly.newPlot(") > 5
@@ -230,7 +230,7 @@ def test_bad_directories_are_all_named_and_nothing_is_written(tmp_path, capsys):
     assert "a work directory is empty" in error(capsys, "", f"--output={out}")
 
 
-def test_an_output_that_cannot_be_written(tmp_path, capsys):
+def test_an_output_that_cannot_be_written_is_refused(tmp_path, capsys):
     path = samples.write(tmp_path / "one", None)
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.html").mkdir()
@@ -240,13 +240,13 @@ def test_an_output_that_cannot_be_written(tmp_path, capsys):
         assert "must be a file that ends in .html" in error(capsys, path, f"--output={output}")
 
 
-def test_a_missing_plotly_is_named_with_the_command(tmp_path, capsys, monkeypatch):
+def test_a_missing_plotly_is_reported_with_the_install_command(tmp_path, capsys, monkeypatch):
     path = samples.write(tmp_path / "one", None)
     monkeypatch.setattr(tool.importlib.util, "find_spec", lambda name: None)
     assert "pip install '.[report]'" in error(capsys, path, f"--output={tmp_path / 'x.html'}")
 
 
-def test_checkpoints_elsewhere(tmp_path, real):
+def test_checkpoints_in_other_directories_are_shown(tmp_path, real):
     places = [str(real / "checkpoints"), str(tmp_path / "nowhere"), "ftp://bucket/x"]
     paths = [
         samples.write(tmp_path / name, None, checkpoint={"directory": place})
@@ -258,7 +258,7 @@ def test_checkpoints_elsewhere(tmp_path, real):
     assert f"c: {places[2]}: cannot be read: '{places[2]}' is not a valid place" in words(page)
 
 
-def test_a_place_of_checkpoints_that_does_not_answer_holds_nothing_up(tmp_path, monkeypatch):
+def test_checkpoint_storage_that_does_not_answer_does_not_block(tmp_path, monkeypatch):
     silent = threading.Event()
     monkeypatch.setattr(runs.checkpoint, "read_catalog", lambda place: silent.wait())
     path = samples.write(tmp_path / "one", None, checkpoint={"directory": "gs://bucket/x"})
@@ -268,8 +268,8 @@ def test_a_place_of_checkpoints_that_does_not_answer_holds_nothing_up(tmp_path, 
     assert not run.checkpoints.entries
 
 
-def test_no_device_is_touched(tmp_path, real):
-    # A run on this machine may have them all. With such a platform JAX fails at its first look at devices.
+def test_a_report_uses_no_device(tmp_path, real):
+    # A run on this machine may hold all devices. With this platform JAX fails as soon as it looks for devices.
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "none_such"}
     done = subprocess.run(
         [sys.executable, "-m", "xshard.report", str(real), f"--output={tmp_path / 'x.html'}"],
@@ -280,7 +280,7 @@ def test_no_device_is_touched(tmp_path, real):
     assert "best 1 by error" in (tmp_path / "x.html").read_text()
 
 
-def test_numbers_at_the_ends_of_what_a_file_can_hold(tmp_path):
+def test_the_largest_and_smallest_numbers_are_shown(tmp_path):
     ends = [1e308, -1e308, 5e-324, 0, 10**400, None]
     names = ("loss", "loss_scale", "perf/seconds", "perf/time", "perf/steps_per_second")
     content = [{"step": step, **dict.fromkeys(names, end)} for step, end in enumerate(ends)]

@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl as columns, damaged ones among them."""
+"""Tests that the rows of metrics.jsonl are read as columns, and that damaged rows are skipped."""
 
 import json
 
@@ -8,10 +8,10 @@ from tests.report import samples
 from xshard.report import rows
 
 
-def test_columns(tmp_path):
-    made = [{"step": 2, "loss": 0.5, "n": 3}, {"step": 4, "loss": float("nan"), "n": 4}]
-    made.insert(1, {"step": 3, "eval/error": [0.1, 0.2], "eval/ensemble/error": 0.05})
-    samples.write_rows(tmp_path / "metrics.jsonl", made)
+def test_rows_are_read_as_columns(tmp_path):
+    logged = [{"step": 2, "loss": 0.5, "n": 3}, {"step": 4, "loss": float("nan"), "n": 4}]
+    logged.insert(1, {"step": 3, "eval/error": [0.1, 0.2], "eval/ensemble/error": 0.05})
+    samples.write_rows(tmp_path / "metrics.jsonl", logged)
     read = rows.read(tmp_path / "metrics.jsonl")
     assert read.notes == []
     np.testing.assert_array_equal(read.training["loss"].steps, [2, 4])
@@ -21,11 +21,11 @@ def test_columns(tmp_path):
     assert list(read.evaluation) == ["error", "ensemble/error"]
 
 
-def test_a_file_that_is_not_there_has_no_rows(tmp_path):
+def test_a_missing_file_has_no_rows(tmp_path):
     assert rows.read(tmp_path / "metrics.jsonl") == rows.Rows({}, {}, [])
 
 
-def test_damaged_lines(tmp_path):
+def test_damaged_lines_are_skipped_with_a_note(tmp_path):
     lines = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
     texts = [json.dumps(line) for line in lines]
     path = tmp_path / "metrics.jsonl"
@@ -37,26 +37,28 @@ def test_damaged_lines(tmp_path):
     cut, damaged = read.notes
     assert "last line of metrics.jsonl is incomplete" in cut
     assert damaged.endswith("skipped 3 invalid line(s): 2, 3, 4.")
-    # A row that only lacks its newline is a row, whatever came before it.
+    # A last row that only lacks its newline is read, whatever precedes it.
     path.write_text(f"{texts[0]}\nnonsense\n{texts[1]}")
     read = rows.read(path)
     np.testing.assert_array_equal(read.training["loss"].steps, [1, 2])
     assert read.notes == ["metrics.jsonl: skipped 1 invalid line(s): 2."]
-    # With its newline the last one is no row that is being written.
+    # An incomplete last line that ends with a newline is damaged: it is not still being written.
     path.write_text(f"{texts[0]}\n{texts[1][:9]}\n")
     (note,) = rows.read(path).notes
     assert "skipped 1 invalid line(s)" in note
 
 
-def test_a_step_that_was_made_again_counts_as_it_was_the_last_time(tmp_path):
-    made = [{"step": s, "loss": v} for s, v in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 20.0), (4, 4.0))]
-    samples.write_rows(tmp_path / "m", made)
+def test_the_last_row_of_a_repeated_step_counts(tmp_path):
+    logged = [
+        {"step": s, "loss": v} for s, v in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 20.0), (4, 4.0))
+    ]
+    samples.write_rows(tmp_path / "m", logged)
     column = rows.read(tmp_path / "m").training["loss"]
     np.testing.assert_array_equal(column.steps, [1, 2, 3, 4])
     np.testing.assert_array_equal(column.values[:, 0], [1, 20, 3, 4])
 
 
-def test_what_is_no_number_is_left_out_and_said(tmp_path):
+def test_values_that_are_not_numbers_are_left_out_with_a_note(tmp_path):
     values = ["a", 1.0, [1.0, 2.0], True, 10**400, None]
     path = tmp_path / "m"
     path.write_text(

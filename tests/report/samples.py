@@ -1,4 +1,4 @@
-"""Work directories with made-up rows, as a run writes them."""
+"""Work directories with invented rows, in the format that a run writes."""
 
 import json
 import math
@@ -20,21 +20,21 @@ CONFIG = {
 
 
 def rows(steps=400, every=10, groups=1, seed=0, restarts=(200,), shift=0.0):
-    """Rows of a run: a noisy loss, a loss scale that skips, and the time that each process takes."""
+    """Returns the rows of a run with a noisy loss, skipped steps, and times that begin anew at each restart."""
     rng = np.random.default_rng(seed)
     many = lambda value: value if groups == 1 else [value * (1 + 0.1 * g) for g in range(groups)]
     count = lambda value: value if groups == 1 else [value] * groups
-    found, skipped, begin, wasted, born = [], 0, 0, 0.0, 1.79e9
+    result, skipped, begin, wasted, started = [], 0, 0, 0.0, 1.79e9
     for step in range(every, steps + 1, every):
         if restarts and step > restarts[0]:
-            begin, restarts, wasted, born = step - every, restarts[1:], 0.0, born + 5000
+            begin, restarts, wasted, started = step - every, restarts[1:], 0.0, started + 5000
         skip = step % (13 * every) == 0
         skipped += skip
         wasted += 0.02 * every
         seconds = 12.0 + 0.11 * (step - begin)
         loss = (2.3 + shift) * math.exp(-3 * step / steps) + 0.05 + abs(rng.normal(0, 0.04))
         rate = 10 + rng.normal(0, 0.3)
-        found.append(
+        result.append(
             {
                 "step": step,
                 "loss": many(loss),
@@ -54,16 +54,16 @@ def rows(steps=400, every=10, groups=1, seed=0, restarts=(200,), shift=0.0):
                 "perf/data_seconds": 0.3 * wasted,
                 "perf/checkpoint_seconds": 0.2 * wasted,
                 "perf/evaluation_seconds": 0.4 * wasted,
-                "perf/time": born + seconds,
+                "perf/time": started + seconds,
             }
         )
         if step % (5 * every) == 0:
-            found.append(evaluation(step, steps, groups, 0.0))
-    return found
+            result.append(evaluation(step, steps, groups, 0.0))
+    return result
 
 
 def evaluation(step, steps=400, groups=1, better=0.0):
-    """An evaluation row."""
+    """Returns an evaluation row."""
     accuracy = 0.95 * (1 - math.exp(-4 * step / steps)) + better
     row = {"step": step, "perf/time": 1.79e9 + step}
     for prefix, more in (("eval/", 0.0), ("eval/average/", 0.01)):
@@ -74,14 +74,17 @@ def evaluation(step, steps=400, groups=1, better=0.0):
     return row
 
 
-def write_rows(path, made):
+def write_rows(path, logged):
     """Writes a metrics.jsonl."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(jsonfile.dumps(row) + "\n" for row in made))
+    path.write_text("".join(jsonfile.dumps(row) + "\n" for row in logged))
 
 
 def attempt(begun, first, step, doing="training"):
-    """What process 0 of an attempt has said last: 12 s, and 0.11 s a step, of which 0.09 s are training."""
+    """Returns the last status of an attempt's process 0.
+
+    The attempt took 12 s, and 0.11 s a step, of which 0.09 s are training.
+    """
     steps = step - first
     seconds = {"start": 11.0, "training": 0.09 * steps, "evaluation": 0.01 * steps}
     row = {"doing": doing, "step": step, "steps": 400, "rate": 10.0, "host": "h0", "pid": 1}
@@ -89,27 +92,35 @@ def attempt(begun, first, step, doing="training"):
     return row | {"time": begun + 12.0 + 0.11 * steps}
 
 
-# Killed at step 230, of which it had saved step 200, and done.
+# The first attempt was killed at step 230, after it had saved step 200. The second one finished.
 ATTEMPTS = (attempt(1e9, 0, 230), attempt(1e9 + 5000, 200, 400, "done"))
 
 
 def write(
-    directory, made=None, *, job=(), doing="done", ago=1000.0, results=None, attempts=(), **changes
+    directory,
+    logged=None,
+    *,
+    job=(),
+    doing="done",
+    ago=1000.0,
+    results=None,
+    attempts=(),
+    **changes,
 ):
     """Writes a work directory; returns its path."""
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True)
     config = {**CONFIG, **changes}
     (directory / "config.json").write_text(json.dumps(config))
-    if made is not None:
-        write_rows(directory / "metrics.jsonl", made)
+    if logged is not None:
+        write_rows(directory / "metrics.jsonl", logged)
     if job:
         write_rows(directory / "eval" / "metrics.jsonl", job)
     if results is not None:
         content = {"step": config["steps"], "global_step": config["steps"], "eval": results}
         (directory / "results.json").write_text(json.dumps(content))
     if doing is not None:
-        last = made[-1]["step"] if made else None
+        last = logged[-1]["step"] if logged else None
         row = {"doing": doing, "step": last, "steps": config["steps"], "rate": 10.0, "host": "h0"}
         row |= {"pid": 1, "time": time.time() - ago}
         if attempts:
