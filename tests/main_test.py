@@ -1,4 +1,4 @@
-"""Tests that the program answers bad input with one clear message, and changes no file."""
+"""Tests of the program as a user runs it: bad input gives one clear message, and no file is lost."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests of how processes meet, over real sockets; threads stand in for processes, which tests/launch starts."""
+"""Tests of how processes meet, over real sockets, with threads as processes; tests/launch uses real processes."""
 
 import contextlib
 import json
@@ -54,7 +54,8 @@ def test_a_loopback_address_stays_on_loopback(host):
 
 
 def test_an_address_of_no_interface_listens_on_all_interfaces():
-    # A Kubernetes service and address translation have such addresses. No machine has one in 192.0.2.0/24.
+    # The address of a Kubernetes service, or before address translation, belongs to no interface. Nor does any in
+    # 192.0.2.0/24.
     for address in ("192.0.2.1:8476", "no.such.host.invalid:8476", f"{'x' * 70}:8476"):
         assert places.interface(address) == ""
 
@@ -114,7 +115,8 @@ def test_a_port_taken_by_another_program_is_reported():
         port = other.getsockname()[1]
         received = meet(make_places(2, port)[:1])
         assert f"port {port} is taken by another program" in str(received[0])
-        # To a guest, the other program accepts the connection and sends nothing.
+        # To a guest, the other program accepts the connection and sends nothing. A guest waits for an answer for 5 s
+        # more than `seconds`, so here for 0.5 s.
         received = meet(make_places(2, port)[1:], seconds=-4.5)
         assert "did not answer as process 0" in str(received[0])
 
@@ -255,6 +257,7 @@ def test_a_stranger_without_the_token_is_dropped():
 def test_a_guest_sends_no_token_and_no_config_to_an_unproven_host():
     sent = []
     with socket.create_server(("127.0.0.1", 0)) as other, processes() as start:
+        # A guest waits for an answer for 5 s more than `seconds`, so here for 1 s.
         last = start(make_places(2, other.getsockname()[1])[1], seconds=-4.0)
         with other.accept()[0] as connection:
             # A host must prove that it has the token before a guest sends more; this seal is wrong.
@@ -287,6 +290,8 @@ def test_a_sealed_line_is_valid_once_and_on_its_own_connection():
 
 
 def raw(data):
+    """Returns a function that connects and sends only this data."""
+
     def visit(place):
         connection = connect(place)
         with contextlib.suppress(OSError):
@@ -297,7 +302,7 @@ def raw(data):
 
 
 def sealed(*messages, token=TOKEN, **fields):
-    """Returns a visit that shows the token, then sends raw messages, and a hello if there are fields."""
+    """Returns a function that connects, shows the token, sends raw messages, and a hello if it has fields."""
 
     def visit(place):
         stranger = Stranger(place, token)

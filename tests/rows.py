@@ -38,7 +38,7 @@ def read(directory):
 
 
 def same_bits(directory):
-    """Returns the rows as text, without the timings, which differ between runs of the same bits."""
+    """Returns the rows as text, without the `perf/` values, which differ between runs of the same bits."""
     return [
         json.dumps({name: value for name, value in row.items() if not name.startswith("perf/")})
         for row in read(directory)

@@ -39,7 +39,7 @@ def _wait(number):
 
 
 class _Marked:
-    """Batches with a mark on the examples of the seventh."""
+    """Batches whose examples have a mark: 1 in the seventh batch, 0 in all others."""
 
     state_is_shared = True
 

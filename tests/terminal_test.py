@@ -88,7 +88,7 @@ class Tty(io.StringIO):
 
 @pytest.fixture
 def open_screen(monkeypatch):
-    """Returns a function that makes stdout and stderr a terminal, and returns a reader of its lines."""
+    """Returns a function that replaces stdout and stderr by a terminal, and returns a reader of its lines."""
 
     def open_terminal(term="xterm"):
         stream = Tty()

@@ -94,7 +94,7 @@ class Poisoned(Wide):
 
 
 class Lowered(Poisoned):
-    """Has updates that a roll-back can lower, and averages of its parameters."""
+    """Scales its updates down after a roll-back, and keeps averages of its parameters."""
 
     def optimizer(self):
         rule = xshard.OptaxOptimizer(optax.adam(0.1), backs_off=True)
@@ -131,7 +131,7 @@ class _Poisoned:
 
 
 class Overflowing(Toy):
-    """Makes the parameters nonfinite in its last update, while all losses and gradients are finite."""
+    """Makes the parameters nonfinite in update `overflow_at`, by default the last; its gradients are finite."""
 
     def optimizer(self):
         rate = lambda count: jnp.where(count == self.config.overflow_at - 1, jnp.inf, 0.0)
@@ -177,7 +177,7 @@ class OneSlice(Toy):
 
 
 class Drifting(Toy):
-    """Does not reduce gradients, which is a mistake."""
+    """Lacks the reduction of gradients, which is a mistake."""
 
     def optimizer(self):
         return xshard.OptaxOptimizer(optax.sgd(0.1))

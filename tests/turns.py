@@ -10,7 +10,7 @@ from tests import toy
 
 
 class Turns(xshard.Experiment):
-    """One network learns the labels, with a penalty from a second one, which learns to predict the first one's errors."""
+    """One network learns the labels. A second learns to predict the first one's errors, which the first keeps small."""
 
     def __init__(self, config):
         super().__init__(config)
