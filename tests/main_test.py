@@ -1,4 +1,4 @@
-"""The program as a user meets it: one clear message for bad input, and nothing lost."""
+"""Tests of the program as a user runs it: bad input gives one clear message, and no file is lost."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Runs the program with some arguments: `(exit code, standard output, standard error)`."""
+    """Returns a function that runs the program: `(exit code, standard output, standard error)`."""
     directory = tmp_path_factory.mktemp("output")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.main_test", str(directory)]
@@ -31,7 +31,7 @@ def run(tmp_path_factory):
 
 
 def serve(directory):
-    """For each line of arguments a process of its own, forked to save the seconds of the imports."""
+    """Runs the program for each line of arguments, in a fork that need not import the modules again."""
     from xshard import main
 
     for line in sys.stdin:
@@ -64,7 +64,7 @@ def finished(tmp_path_factory, run):
     return directory
 
 
-# The flags after --config=tests/toy.py, in a directory that holds a finished run, and what is said.
+# The flags after --config=tests/toy.py for the directory of a finished run, and parts of the message.
 BAD = {
     "misspelt key": (["--config.stepz=3"], ["--config.stepz", "did you mean steps"]),
     "misspelt nested key": (
@@ -118,7 +118,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_message_and_changes_nothing(finished, run, case):
+def test_bad_input_gives_one_message_and_changes_nothing(finished, run, case):
     flags, parts = BAD[case]
     before = contents(finished)
     code, out, err = run(
@@ -149,7 +149,7 @@ INIT = {
 
 
 @pytest.mark.parametrize("case", INIT)
-def test_what_a_new_run_cannot_begin_with(finished, tmp_path, run, case):
+def test_bad_initialization_flags_are_refused_before_the_run_starts(finished, tmp_path, run, case):
     flags, parts = INIT[case]
     flags = [flag.format(finished) for flag in flags]
     code, out, err = run(
@@ -161,7 +161,7 @@ def test_what_a_new_run_cannot_begin_with(finished, tmp_path, run, case):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_new_run_begins_with_another_one_s_parameters(finished, tmp_path, run):
+def test_a_new_run_starts_from_another_run_s_parameters(finished, tmp_path, run):
     code, out, err = run(
         "--config=tests/toy.py",
         f"--workdir={tmp_path}/run",
@@ -180,7 +180,7 @@ CONFIG_FILES = ["raises", "missing", "missing, with a space", "folder", "incompl
 
 
 @pytest.mark.parametrize("case", [*CONFIG_FILES, "syntax"])
-def test_bad_config_files(tmp_path, run, case):
+def test_bad_config_files_are_refused(tmp_path, run, case):
     texts = {
         "raises": "def get_config():\n  raise RuntimeError('of its own')\n",
         "incomplete": "import ml_collections\ndef get_config():\n  return ml_collections.ConfigDict()\n",
@@ -206,7 +206,7 @@ def test_bad_config_files(tmp_path, run, case):
 
 
 @pytest.mark.parametrize("case", ["a file", "below a file", "somebody's", "config", "checkpoints"])
-def test_bad_work_directories(tmp_path, run, case):
+def test_bad_work_directories_are_refused(tmp_path, run, case):
     write(tmp_path / "file", "mine")
     (tmp_path / "other/checkpoints").mkdir(parents=True)
     for name in ("config", "checkpoints"):
@@ -233,14 +233,14 @@ def test_bad_work_directories(tmp_path, run, case):
     assert contents(tmp_path) == before
 
 
-def test_help(run):
+def test_help_lists_the_flags(run):
     code, out, err = run("--help")
     assert code == 0 and err == ""
     for part in ("--config", "--workdir", "--[no]debug", "--cpu_devices", "42"):
         assert part in out
 
 
-def test_debug_gives_the_traceback(tmp_path, run):
+def test_debug_prints_the_traceback(tmp_path, run):
     flags = [
         "--config=tests/toy.py",
         f"--workdir={tmp_path}/run",
@@ -259,16 +259,16 @@ def test_a_bug_keeps_its_traceback(tmp_path, run):
     assert code == 1 and "Traceback" in err and "ZeroDivisionError" in err
 
 
-def test_quiet_says_no_more_than_the_results(tmp_path, run):
+def test_quiet_prints_only_the_results(tmp_path, run):
     flags = ["--config=tests/toy.py", f"--workdir={tmp_path}/run", "--cpu_devices=4", "--quiet"]
     code, out, err = run(*flags)
     assert (code, err) == (0, "") and out.startswith("\nresults:\n  error")
-    # Where rows go may change between two parts of a run.
+    # A run may resume with other writers.
     code, out, err = run(*flags, "--config.writers=('jsonl',)", "--config.steps=3")
     assert (code, err) == (0, "") and out.startswith("\nresults:")
 
 
-def test_steps_may_be_added(finished, run):
+def test_steps_can_be_added_to_a_finished_run(finished, run):
     flags = [
         "--config=tests/toy.py",
         f"--workdir={finished}",
@@ -280,7 +280,7 @@ def test_steps_may_be_added(finished, run):
     assert "resumed from the checkpoint of step 12" in out
     assert "steps: 12 -> 14" in out
     assert json.loads((finished / "results.json").read_text())["step"] == 14
-    # Fewer than there are: nothing is lost, and the advice still leads on.
+    # With fewer steps than the run has made, nothing is lost, and the message suggests a number that trains on.
     code, out, err = run(*flags[:-1], "--config.steps=3")
     assert code == 0, err
     assert (
@@ -290,7 +290,7 @@ def test_steps_may_be_added(finished, run):
 
 
 def __getattr__(name):
-    # Only the test of a bug imports this, by its path.
+    # Only test_a_bug_keeps_its_traceback needs the class; its program imports it by its path.
     if name != "Buggy":
         raise AttributeError(name)
     from tests import toy
@@ -308,7 +308,7 @@ if __name__ == "__main__":
     serve(pathlib.Path(sys.argv[1]))
 
 
-def test_the_config_is_shown_and_nothing_is_done(run, tmp_path):
+def test_show_config_prints_the_config_and_runs_nothing(run, tmp_path):
     code, out, err = run("--config=tests/toy.py", "--config.steps=7", "--show_config")
     assert (code, err) == (0, "") and not list(tmp_path.iterdir())
     lines = out.splitlines()

@@ -1,7 +1,8 @@
-"""What holds for digits, tried on the experiments that are more than a classifier: each promise on each of them.
+"""Tries each promise that holds for digits on the experiments that are more than a classifier.
 
-The program: `python -m tests.matrix`; some minutes for each of EXPERIMENTS. Each cell of its table ends in one of
-two ways: it works, or the run is refused by name before it has made its directory. Anything else is an error.
+Run it with `python -m tests.matrix`; it takes some minutes for each of EXPERIMENTS. Each cell of its table has one of
+two outcomes: it works, or the run is refused with a message before it creates its directory. Anything else is an
+error.
 """
 
 import argparse
@@ -40,26 +41,26 @@ _REFUSED = "refused: "
 
 
 class Cell:
-    """An experiment that is tried in a folder of its own."""
+    """An experiment, and the folder that holds its runs."""
 
     def __init__(self, config, folder):
         self._config, self._folder = config, pathlib.Path(folder)
 
     def killed(self, processes, seed):
-        """Kills a run at a step of chance, and runs it again: the bits of the arrays, rows and results are the same."""
+        """Kills a run at a random step and resumes it; its arrays, rows and results must have the same bits."""
         self._train("whole", processes=processes)
         step = random.Random(seed).randrange(3, _STEPS - 2)
         with self._start("killed", processes=processes) as running:
             for line in running.stdout:
                 if f"step {step}/{_STEPS}" in line:
                     break
-            # The launcher, and its processes.
+            # This kills the launcher and its processes.
             os.killpg(running.pid, signal.SIGKILL)
         assert "resumed from the checkpoint of step" in self._train("killed", processes=processes)
         harness.assert_same_end(self._folder / "killed", self._folder / "whole", _STEPS)
 
     def moved(self):
-        """Runs on 1 device, goes on with 8 and ends with 4: each step is made once."""
+        """Runs on 1 device, resumes on 8 and then on 4; each step must be logged once."""
         for part, devices in enumerate((1, 8, 4), 1):
             output = self._train("moved", f"steps={_STEPS * part // 3}", devices=devices)
             assert part == 1 or "resumed from the checkpoint of step" in output
@@ -73,7 +74,7 @@ class Cell:
         self._train("changed", *changes, devices=4)
 
     def tools(self):
-        """Judges a run by another process, draws its report, and loads it in a script."""
+        """Evaluates a run in another process, builds its report, verifies its checkpoints, and loads it in a script."""
         self._train("run", devices=4)
         run = str(self._folder / "run")
         self._call(*self._command("run")[2:], "--mode=eval", "--cpu_devices=2")
@@ -97,7 +98,7 @@ class Cell:
         assert results[0] != results[1] and all(result["finite"] for result in results)
 
     def dry_run(self):
-        """Compiles the step for a slice of TPUs."""
+        """Compiles the step for a TPU slice."""
         self._call("xshard.dryrun", f"--config={self._config}", "--topology=v5e:2x4", "--json")
 
     def _command(self, directory, *changes):
@@ -120,9 +121,9 @@ class Cell:
             start_new_session=True,
         )  # fmt: skip
 
-    def _train(self, directory, *changes, **how):
-        """The output of a run that ends well, or is refused."""
-        with self._start(directory, *changes, **how) as running:
+    def _train(self, directory, *changes, **layout):
+        """Returns the output of a successful run; raises RefusedError if the run is refused."""
+        with self._start(directory, *changes, **layout) as running:
             output = running.communicate()[0]
         if running.returncode:
             _raise(output, is_new=not (self._folder / directory).exists())
@@ -139,7 +140,7 @@ class Cell:
 
 
 class RefusedError(Exception):
-    """The message of a run that was refused before it made anything."""
+    """The message of a run that was refused before it created its directory."""
 
 
 def _raise(output, is_new):
@@ -168,7 +169,7 @@ CELLS = {
 
 
 def attempt(config, name, folder):
-    """'works', or the message of a refusal."""
+    """Returns 'works', or the message of a refusal."""
     try:
         CELLS[name](Cell(config, folder))
     except RefusedError as e:
@@ -177,7 +178,7 @@ def attempt(config, name, folder):
 
 
 def main():
-    """Tries what is asked for, and prints a line for each."""
+    """Tries the selected cells, and prints a line for each; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--experiment", action="append", choices=EXPERIMENTS)
     parser.add_argument("--cell", action="append", choices=CELLS)

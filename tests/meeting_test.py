@@ -1,4 +1,4 @@
-"""How processes meet: real sockets; the processes are threads here, real ones in tests/launch."""
+"""Tests of how processes meet, over real sockets, with threads as processes; tests/launch uses real processes."""
 
 import contextlib
 import json
@@ -29,23 +29,23 @@ from xshard.pod import handshake, meeting, places, reception, rendezvous, signal
 
 @pytest.fixture(autouse=True)
 def close_connections():
-    """Closes what a test has opened."""
+    """Closes the connections that a test has opened."""
     with OPEN:
         yield
 
 
-# Who comes, and what they hear.
+# Processes that connect, and the hosts or errors that they receive.
 
 
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("token", [TOKEN, ""])
-def test_all_hear_who_has_come(count, token):
+def test_each_process_receives_the_hosts_of_all(count, token):
     host = socket.gethostname()
     assert meet(make_places(count), token=token) == [[host] * count] * count
 
 
 @pytest.mark.parametrize("host", ["[::1]", "localhost", "127.0.0.1"])
-def test_loopback_is_not_left(host):
+def test_a_loopback_address_stays_on_loopback(host):
     port = harness.free_port()
     assert places.interface(f"{host}:{port}") in ("::1", "127.0.0.1")
     with places.listen(make_places(2, port, host)[0]) as server:
@@ -53,15 +53,16 @@ def test_loopback_is_not_left(host):
     assert meet(make_places(2, port, host)) == [[socket.gethostname()] * 2] * 2
 
 
-def test_an_address_of_no_interface_means_all_of_them():
-    # As of a service on Kubernetes, or behind address translation: 192.0.2.0/24 is nobody's.
+def test_an_address_of_no_interface_listens_on_all_interfaces():
+    # The address of a Kubernetes service, or before address translation, belongs to no interface. Nor does any in
+    # 192.0.2.0/24.
     for address in ("192.0.2.1:8476", "no.such.host.invalid:8476", f"{'x' * 70}:8476"):
         assert places.interface(address) == ""
 
 
-def test_a_name_that_means_loopback_only_here_means_all_interfaces(monkeypatch):
-    # As Debian's own name, which is 127.0.1.1 on that host and another address on all others.
-    find = lambda host, *args, **kwargs: original(
+def test_a_name_that_is_loopback_only_here_listens_on_all_interfaces(monkeypatch):
+    # Debian resolves a machine's own name to 127.0.1.1; other machines resolve it to another address.
+    resolve = lambda host, *args, **kwargs: original(
         "127.0.1.1" if host == "h0" else host, *args, **kwargs
     )
     original = socket.getaddrinfo
@@ -70,7 +71,7 @@ def test_a_name_that_means_loopback_only_here_means_all_interfaces(monkeypatch):
     def getaddrinfo(host, *args, **kwargs):
         if host == "h0" and kwargs == numbers_only:
             raise socket.gaierror("not a number")
-        return find(host, *args, **kwargs)
+        return resolve(host, *args, **kwargs)
 
     monkeypatch.setattr(places.socket, "getaddrinfo", getaddrinfo)
     assert places.interface("h0:1") == ""
@@ -81,45 +82,46 @@ def test_a_name_that_means_loopback_only_here_means_all_interfaces(monkeypatch):
     ("address", "bound"),
     [("127.0.0.1:8476", "127.0.0.1:8476"), ("[::1]:8476", "[::1]:8476"), ("192.0.2.1:8476", None)],
 )
-def test_jax_listens_where_the_processes_have_met(monkeypatch, address, bound):
-    given = {}
+def test_jax_binds_the_address_at_which_the_processes_met(monkeypatch, address, bound):
+    captured = {}
     monkeypatch.setattr(rendezvous.meeting, "meet", lambda *args: ["h0", "h1"])
     monkeypatch.setattr(rendezvous.jax.config, "update", lambda *args: None)
     monkeypatch.setattr(
-        rendezvous.jax.distributed, "initialize", lambda *args, **kwargs: given.update(kwargs)
+        rendezvous.jax.distributed, "initialize", lambda *args, **kwargs: captured.update(kwargs)
     )
     place = places.Place(address, 2, 0)
     rendezvous.join(place, rendezvous.Timeouts(), FACTS, "", Heard())
-    assert given["coordinator_bind_address"] == bound
+    assert captured["coordinator_bind_address"] == bound
 
 
-def test_who_does_not_come_is_named():
-    at = make_places(5)
+def test_processes_that_do_not_connect_are_named():
+    all_places = make_places(5)
     with processes() as start:
-        # The time is up when those have come who will.
-        first = start(at[0], seconds=1.0)
-        strangers = [Stranger(at[0]) for _ in range(2)]
+        # All processes that do connect have connected before the deadline.
+        first = start(all_places[0], seconds=1.0)
+        strangers = [Stranger(all_places[0]) for _ in range(2)]
         for index, stranger in enumerate(strangers, 1):
             assert stranger.greet()
             stranger.say_hello(index=index, count=5)
             assert stranger.hear() == {"welcome": True}
-        said = str(first.result())
-    assert said.startswith("process 3, 4 of 5 did not connect to 127.0.0.1:")
-    assert "--num_processes=5 is right" in said
-    assert [stranger.hear() for stranger in strangers] == [{"error": said}] * 2
+        received = str(first.result())
+    assert received.startswith("process 3, 4 of 5 did not connect to 127.0.0.1:")
+    assert "--num_processes=5 is right" in received
+    assert [stranger.hear() for stranger in strangers] == [{"error": received}] * 2
 
 
-def test_a_taken_port():
+def test_a_port_taken_by_another_program_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        said = meet(make_places(2, port)[:1])
-        assert f"port {port} is taken by another program" in str(said[0])
-        # To the others, it takes the connection and says nothing.
-        said = meet(make_places(2, port)[1:], seconds=-4.5)
-        assert "did not answer as process 0" in str(said[0])
+        received = meet(make_places(2, port)[:1])
+        assert f"port {port} is taken by another program" in str(received[0])
+        # To a guest, the other program accepts the connection and sends nothing. A guest waits for an answer for 5 s
+        # more than `seconds`, so here for 0.5 s.
+        received = meet(make_places(2, port)[1:], seconds=-4.5)
+        assert "did not answer as process 0" in str(received[0])
 
 
-def test_a_program_that_answers_something_else_is_not_asked_for_ever(monkeypatch):
+def test_a_guest_gives_up_on_a_program_that_is_not_process_0(monkeypatch):
     monkeypatch.setattr(meeting, "_PATIENCE_SECONDS", 0.5)
     for answer in (b"HTTP/1.0 400 Bad Request\r\n\r\n", b"[" * 200_000 + b"\n", b"x" * (2 << 20)):
         with socket.create_server(("127.0.0.1", 0)) as other, processes() as start:
@@ -131,17 +133,17 @@ def test_a_program_that_answers_something_else_is_not_asked_for_ever(monkeypatch
             assert "did not answer as process 0" in str(last.result())
 
 
-def test_a_coordinator_that_cannot_be_reached():
-    for address, why in (
+def test_an_unreachable_coordinator_is_reported():
+    for address, reason in (
         (f"127.0.0.1:{harness.free_port()}", "refused"),
         ("no.such.host.invalid:1", "known"),
     ):
-        (said,) = meet([places.Place(address, 2, 1)], seconds=0.5)
-        assert str(said).startswith("process 1 on ") and "cannot reach" in str(said)
-        assert why in str(said)
+        (received,) = meet([places.Place(address, 2, 1)], seconds=0.5)
+        assert str(received).startswith("process 1 on ") and "cannot reach" in str(received)
+        assert reason in str(received)
 
 
-# What does not fit.
+# Processes that do not fit the run.
 
 
 @pytest.fixture
@@ -149,48 +151,48 @@ def impatient(monkeypatch):
     monkeypatch.setattr(reception, "_PATIENCE_SECONDS", 0.5)
 
 
-def test_another_number_of_processes(impatient):
+def test_different_process_counts_are_refused(impatient):
     first = make_places(2)[0]
-    said = [str(e) for e in meet([first, places.Place(first.address, 3, 1)])]
-    assert set(said) == {said[0]} and "--num_processes=3, process 0 on" in said[0]
+    received = [str(e) for e in meet([first, places.Place(first.address, 3, 1)])]
+    assert set(received) == {received[0]} and "--num_processes=3, process 0 on" in received[0]
 
 
-def test_two_with_one_number(impatient):
+def test_two_processes_with_one_id_are_refused(impatient):
     first, second, _ = make_places(3)
-    said = [str(e) for e in meet([first, second, second])]
-    assert all("two processes have --process_id=1" in text for text in said)
+    received = [str(e) for e in meet([first, second, second])]
+    assert all("two processes have --process_id=1" in text for text in received)
 
 
-def test_other_code_or_config_is_named(impatient):
+def test_different_code_or_config_is_named(impatient):
     first, second = make_places(2)
     with processes() as start:
-        said = [str(f.result()) for f in (start(first), start(second, facts=OTHER))]
-    assert set(said) == {said[0]}
+        received = [str(f.result()) for f in (start(first), start(second, facts=OTHER))]
+    assert set(received) == {received[0]}
     for part in ("process 1 on", "config.steps: 13 there, 12 on", "xshard/loop.py: ffffffff there"):
-        assert part in said[0]
+        assert part in received[0]
 
 
-def test_without_a_token_a_guest_is_told_of_no_value(impatient):
+def test_without_a_token_guests_receive_no_config_values(impatient):
     first, second, third = make_places(3)
     with processes() as start:
         futures = [
             start(p, token="", facts=f)
             for p, f in ((first, FACTS), (second, FACTS), (third, OTHER))
         ]
-        full, brief, told = (str(future.result()) for future in futures)
+        full, brief, mismatched = (str(future.result()) for future in futures)
     assert "config.steps: 13 there, 12 on" in full
-    for text in (brief, told):
+    for text in (brief, mismatched):
         assert "(config.steps; xshard/loop.py)" in text and "prints the values" in text
         assert "13" not in text.replace(socket.gethostname(), "")
 
 
-def test_many_differences_are_counted(impatient):
+def test_the_first_differences_are_listed_and_the_rest_counted(impatient):
     facts = {f"file{i}": "a" for i in range(8)}
     first, second = make_places(2)
     with processes() as start:
         futures = [start(first, facts=facts), start(second, facts=dict.fromkeys(facts, "b"))]
-        said = str(futures[0].result())
-    assert "file4" in said and "file5" not in said and "and 3 more" in said
+        received = str(futures[0].result())
+    assert "file4" in received and "file5" not in received and "and 3 more" in received
 
 
 def test_a_long_value_is_compared_by_its_checksum(impatient):
@@ -199,20 +201,22 @@ def test_a_long_value_is_compared_by_its_checksum(impatient):
     assert meet((first, second), facts={"config.table": long}) == [[socket.gethostname()] * 2] * 2
     with processes() as start:
         futures = [start(p, facts={"t": f"{long}{p.index}"}) for p in (first, second)]
-        said = str(futures[0].result())
-    assert "has different code or a different config (t: xxx" in said and len(said) < 2000
+        received = str(futures[0].result())
+    assert "has different code or a different config (t: xxx" in received and len(received) < 2000
 
 
-def test_more_facts_than_a_message_holds():
-    at = make_places(2)
+def test_more_facts_than_a_message_holds_are_refused():
+    all_places = make_places(2)
     with processes() as start:
-        first = start(at[0], seconds=1.0)
-        last = start(at[1], facts={f"package/{i:0100}.py": "0a1b2c3d" for i in range(10_000)})
+        first = start(all_places[0], seconds=1.0)
+        last = start(
+            all_places[1], facts={f"package/{i:0100}.py": "0a1b2c3d" for i in range(10_000)}
+        )
         assert "has 10000 facts" in str(last.result())
         assert "did not connect" in str(first.result())
 
 
-def test_after_a_wrong_process_the_right_one_still_begins_the_run():
+def test_the_right_process_still_starts_the_run_after_a_wrong_one():
     first, second = make_places(2)
     with processes() as start:
         futures = [start(first)]
@@ -222,23 +226,23 @@ def test_after_a_wrong_process_the_right_one_still_begins_the_run():
         assert [future.result() for future in futures] == [[socket.gethostname()] * 2] * 2
 
 
-# Who is not of this launch.
+# Processes of another launch.
 
 
-def test_another_launch_and_no_launch_are_turned_away(monkeypatch):
+def test_processes_with_another_token_or_none_are_turned_away(monkeypatch):
     monkeypatch.setattr(meeting, "_PATIENCE_SECONDS", 0.3)
     first, second = make_places(2)
     with processes() as start:
         host = start(first, seconds=3.0)
         for token in ("", "another"):
-            said = str(start(second, token=token, facts=OTHER).result())
-            assert "it has a different launch token (XSHARD_LAUNCH_TOKEN)" in said
-        said = str(host.result())
-    assert said.startswith("process 1 of 2 did not connect")
-    assert "that connected, the last from 127.0.0.1, did not have this launch's token" in said
+            received = str(start(second, token=token, facts=OTHER).result())
+            assert "it has a different launch token (XSHARD_LAUNCH_TOKEN)" in received
+        received = str(host.result())
+    assert received.startswith("process 1 of 2 did not connect")
+    assert "that connected, the last from 127.0.0.1, did not have this launch's token" in received
 
 
-def test_who_does_not_know_the_token_hears_nothing_and_learns_nothing():
+def test_a_stranger_without_the_token_is_dropped():
     first, second = make_places(2)
     with processes() as start:
         host = start(first)
@@ -250,21 +254,22 @@ def test_who_does_not_know_the_token_hears_nothing_and_learns_nothing():
         assert isinstance(start(second).result(), list) and isinstance(host.result(), list)
 
 
-def test_the_token_and_a_config_are_never_sent_to_what_only_listens():
+def test_a_guest_sends_no_token_and_no_config_to_an_unproven_host():
     sent = []
     with socket.create_server(("127.0.0.1", 0)) as other, processes() as start:
+        # A guest waits for an answer for 5 s more than `seconds`, so here for 1 s.
         last = start(make_places(2, other.getsockname()[1])[1], seconds=-4.0)
         with other.accept()[0] as connection:
-            # It would have to show the token first.
+            # A host must prove that it has the token before a guest sends more; this seal is wrong.
             connection.sendall(handshake.nonce_line("b" * 32) + b"0" * 64 + b' {"process": 0}\n')
             while data := connection.recv(1 << 16):
                 sent.append(data)
         last.result()
-    said = b"".join(sent)
-    assert json.loads(said).keys() == {"nonce"} and TOKEN.encode() not in said
+    received = b"".join(sent)
+    assert json.loads(received).keys() == {"nonce"} and TOKEN.encode() not in received
 
 
-def test_a_line_counts_once_and_where_it_was_said():
+def test_a_sealed_line_is_valid_once_and_on_its_own_connection():
     nonces = "a b"
     guest = handshake.Seals(TOKEN, handshake.GUEST, nonces)
     host = handshake.Seals(TOKEN, handshake.HOST, nonces)
@@ -281,23 +286,25 @@ def test_a_line_counts_once_and_where_it_was_said():
             other.read(line)
 
 
-# Whoever else comes.
+# Rogue connections.
 
 
 def raw(data):
-    def come(place):
+    """Returns a function that connects and sends only this data."""
+
+    def visit(place):
         connection = connect(place)
         with contextlib.suppress(OSError):
             connection.sendall(data)
         return connection
 
-    return come
+    return visit
 
 
 def sealed(*messages, token=TOKEN, **fields):
-    """One who has the token, and then says something else."""
+    """Returns a function that connects, shows the token, sends raw messages, and a hello if it has fields."""
 
-    def come(place):
+    def visit(place):
         stranger = Stranger(place, token)
         stranger.greet()
         with contextlib.suppress(OSError):
@@ -307,7 +314,7 @@ def sealed(*messages, token=TOKEN, **fields):
                 stranger.say_hello(**fields)
         return stranger.connection
 
-    return come
+    return visit
 
 
 def sealed_depth(place):
@@ -323,60 +330,60 @@ ROGUES = {
     "deep with the token": sealed_depth,
     "a browser": raw(b"GET / HTTP/1.0\r\n\r\n"),
     "random bytes": raw(bytes(range(256)) * 4096),
-    "no end": raw(b"x" * (4 << 20)),
-    "the hello of before": raw(
+    "an endless line": raw(b"x" * (4 << 20)),
+    "a hello without nonce and seal": raw(
         b'{"index": 1, "count": 2, "host": "evil", "pid": 1, "facts": {}}\n'
     ),
-    "a nonce of a number": raw(b'{"nonce": 7}\n'),
+    "a number as the nonce": raw(b'{"nonce": 7}\n'),
     "garbage with the token": sealed(b"\xff" * 100 + b"\n"),
-    "no end with the token": sealed(b"x" * (2 << 20)),
-    "facts that are none": sealed(facts=5),
-    "facts of numbers": sealed(facts=MANY),
-    "facts of facts": sealed(facts={"a": {"b": "c"}}),
+    "an endless line with the token": sealed(b"x" * (2 << 20)),
+    "facts that are no dictionary": sealed(facts=5),
+    "numbers as facts": sealed(facts=MANY),
+    "nested facts": sealed(facts={"a": {"b": "c"}}),
     "a long fact": sealed(facts={"a": "b" * 5000}),
-    "an index of lists": sealed(index=[1]),
-    "an index that is a truth": sealed(index=True),
+    "a list as the index": sealed(index=[1]),
+    "a boolean index": sealed(index=True),
     "index 0": sealed(index=0),
-    "an index beyond": sealed(index=2),
+    "an index beyond the count": sealed(index=2),
     "a large index": sealed(index=10**30),
-    "a count of words": sealed(count="2"),
-    "a host of numbers": sealed(host=5),
-    "a host that rings": sealed(host="\x1b[2J\x07"),
-    "a pid below": sealed(pid=-1),
+    "a string as the count": sealed(count="2"),
+    "a number as the host": sealed(host=5),
+    "control characters in the host": sealed(host="\x1b[2J\x07"),
+    "a negative pid": sealed(pid=-1),
     "another launch": sealed(token="another", index=1),
-    "by hand": sealed(token="", index=1),
+    "started by hand": sealed(token="", index=1),
 }
 
 
 @pytest.mark.parametrize("rogue", ROGUES)
-def test_a_rogue_is_dropped_and_the_run_begins(rogue):
-    at = make_places(3)
+def test_a_rogue_connection_is_dropped_and_the_run_starts(rogue):
+    all_places = make_places(3)
     with processes() as start:
-        futures = [start(at[0]), start(at[1])]
-        with ROGUES[rogue](at[0]) as connection:
+        futures = [start(all_places[0]), start(all_places[1])]
+        with ROGUES[rogue](all_places[0]) as connection:
             connection.settimeout(harness.FOREVER)
             with contextlib.suppress(ConnectionError):
                 while connection.recv(1 << 16):
                     pass
-        futures.append(start(at[2]))
+        futures.append(start(all_places[2]))
         assert [future.result() for future in futures] == [[socket.gethostname()] * 3] * 3
 
 
-def test_a_seated_guest_that_says_something_else_loses_its_place():
-    at = make_places(3)
+def test_an_accepted_guest_that_sends_an_invalid_message_is_dropped():
+    all_places = make_places(3)
     with processes() as start:
-        host = start(at[0])
-        stranger = Stranger(at[0])
+        host = start(all_places[0])
+        stranger = Stranger(all_places[0])
         assert stranger.greet()
         stranger.say_hello(index=1, count=3)
         assert stranger.hear() == {"welcome": True}
         stranger.say({"leaving": "SIGWINCH"})
         assert stranger.hear() is None
-        others = [start(at[1]), start(at[2])]
+        others = [start(all_places[1]), start(all_places[2])]
         assert [f.result() for f in (host, *others)] == [[socket.gethostname()] * 3] * 3
 
 
-def test_a_slow_guest_holds_up_neither_the_others_nor_the_deadline(monkeypatch):
+def test_slow_guests_delay_neither_the_others_nor_the_deadline(monkeypatch):
     monkeypatch.setattr(reception, "_ANSWER_SECONDS", 1.0)
     first, second = make_places(2)
     with processes() as start:
@@ -385,7 +392,7 @@ def test_a_slow_guest_holds_up_neither_the_others_nor_the_deadline(monkeypatch):
         dropped = threading.Event()
 
         def trickle():
-            # Each byte in time for any limit on a byte.
+            # Each byte would meet a time limit that restarts with every byte.
             with contextlib.suppress(OSError):
                 while not dropped.wait(0.05):
                     drip.sendall(b" ")
@@ -393,11 +400,11 @@ def test_a_slow_guest_holds_up_neither_the_others_nor_the_deadline(monkeypatch):
 
         trickling = threading.Thread(target=trickle)
         trickling.start()
-        # Both are sent away while the others are waited for.
+        # Process 0 drops both while it waits for the other process.
         trickling.join(harness.FOREVER)
         assert not trickling.is_alive() and silent.recv(1) == b"" and not host.done()
         assert isinstance(start(second).result(), list) and isinstance(host.result(), list)
-        # And alone with it, process 0 waits no longer than it would.
+        # If only a slow guest has connected, process 0 still keeps to its deadline.
         first = make_places(2)[0]
         host = start(first, seconds=2.0)
         silent = Stranger(first)
@@ -405,17 +412,17 @@ def test_a_slow_guest_holds_up_neither_the_others_nor_the_deadline(monkeypatch):
         assert "did not connect" in str(host.result()) and silent.is_dropped()
 
 
-def test_200_connections_at_once():
+def test_200_simultaneous_connections_keep_nobody_out():
     first, second = make_places(2)
     with processes() as start:
         host = start(first)
         crowd = [connect(first) for _ in range(200)]
         assert isinstance(start(second).result(), list) and isinstance(host.result(), list)
-        for one in crowd:
-            one.close()
+        for visitor in crowd:
+            visitor.close()
 
 
-def test_of_more_strangers_than_there_is_room_for_the_first_go(monkeypatch):
+def test_the_oldest_strangers_are_dropped_when_there_are_too_many(monkeypatch):
     monkeypatch.setattr(reception, "_MOST_STRANGERS", 3)
     first, second = make_places(2)
     with processes() as start:
@@ -425,35 +432,35 @@ def test_of_more_strangers_than_there_is_room_for_the_first_go(monkeypatch):
         assert isinstance(start(second).result(), list) and isinstance(host.result(), list)
 
 
-def test_who_is_gone_is_not_there():
-    at = make_places(3)
+def test_a_process_that_left_frees_its_index():
+    all_places = make_places(3)
     with processes() as start:
-        host = start(at[0])
-        gone = Stranger(at[0])
+        host = start(all_places[0])
+        gone = Stranger(all_places[0])
         assert gone.greet()
         gone.say_hello(index=1, count=3)
         assert gone.hear() == {"welcome": True}
         gone.connection.shutdown(socket.SHUT_RDWR)
-        # Its number is free again, whenever the end of the connection is seen.
-        others = [start(at[1]), start(at[2])]
+        # Its index is free again, whether or not process 0 has detected the end of the connection yet.
+        others = [start(all_places[1]), start(all_places[2])]
         assert [f.result() for f in (host, *others)] == [[socket.gethostname()] * 3] * 3
 
 
-def test_who_was_there_and_is_gone_is_named():
-    at = make_places(3)
+def test_a_process_that_connected_and_left_is_named():
+    all_places = make_places(3)
     with processes() as start:
-        host = start(at[0], seconds=2.0)
-        gone = Stranger(at[0])
+        host = start(all_places[0], seconds=2.0)
+        gone = Stranger(all_places[0])
         assert gone.greet()
         gone.say_hello(index=1, count=3, pid=4711)
         assert gone.hear() == {"welcome": True}
         gone.connection.shutdown(socket.SHUT_RDWR)
-        said = str(host.result())
-    assert said.startswith("process 1, 2 of 3 did not connect")
-    assert "process 1 on stranger (pid 4711) connected, but left before" in said
+        received = str(host.result())
+    assert received.startswith("process 1, 2 of 3 did not connect")
+    assert "process 1 on stranger (pid 4711) connected, but left before" in received
 
 
-def test_a_process_0_that_ends_is_noticed_at_once():
+def test_the_end_of_process_0_is_detected_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server, processes() as start:
         last = start(make_places(2, server.getsockname()[1])[1])
         with server.accept()[0] as connection, connection.makefile("rb") as file:
@@ -473,27 +480,30 @@ def test_a_process_0_that_ends_is_noticed_at_once():
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130), (signal.SIGUSR1, 42)]
 )
-def test_a_signal_to_one_that_waits_ends_all_who_wait(monkeypatch, index, number, code):
-    at = make_places(4)
+def test_a_signal_to_one_waiting_process_stops_all(monkeypatch, index, number, code):
+    all_places = make_places(4)
     seated = []
     seat = reception._Guest.seat
     monkeypatch.setattr(
         reception._Guest, "seat", lambda guest, hello: (seat(guest, hello), seated.append(hello))
     )
-    ears = [Heard() for _ in range(3)]
+    receivers = [Heard() for _ in range(3)]
     with processes() as start:
-        futures = [start(place, heard=ear) for place, ear in zip(at[:3], ears, strict=True)]
+        futures = [
+            start(place, heard=receiver)
+            for place, receiver in zip(all_places[:3], receivers, strict=True)
+        ]
         harness.wait_until(lambda: len(seated) == 2)
-        ears[index].send(number)
-        ends = [future.result() for future in futures]
-    assert [e.code for e in ends] == [code] * 3
-    who = (
+        receivers[index].send(number)
+        stops = [future.result() for future in futures]
+    assert [e.code for e in stops] == [code] * 3
+    prefix = (
         f"{number.name} on process {index} on {socket.gethostname()}: stopped before the run began"
     )
-    assert all(str(e).startswith(who) for e in ends)
+    assert all(str(e).startswith(prefix) for e in stops)
 
 
-def test_a_signal_before_process_0_is_there():
+def test_a_signal_stops_a_guest_before_process_0_listens():
     heard = Heard()
     with processes() as start:
         last = start(make_places(2)[1], heard=heard)
@@ -515,7 +525,7 @@ with signals.Heard() as heard:
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
-def test_a_real_signal_to_a_real_process(number):
+def test_a_real_signal_stops_a_real_process(number):
     address = f"127.0.0.1:{harness.free_port()}"
     process = harness.start([sys.executable, "-c", PROGRAM, address])
     with harness.running(process):
@@ -525,7 +535,7 @@ def test_a_real_signal_to_a_real_process(number):
     assert code == signals.CODES[number] and f"{number.name} on process 0" in output
 
 
-def test_a_crowd_that_takes_all_files_keeps_nobody_out():
+def test_a_crowd_that_takes_all_descriptors_keeps_nobody_out():
     first, second = make_places(2)
     shell = 'ulimit -n 64; exec "$@"'
     process = harness.start(
@@ -539,7 +549,7 @@ def test_a_crowd_that_takes_all_files_keeps_nobody_out():
         assert (code, output) == (0, "") and len(crowd) == 100
 
 
-def test_what_it_was_started_to_ignore_is_ignored():
+def test_signals_that_a_program_was_started_to_ignore_stay_ignored():
     program = (
         "import signal\nfrom xshard.pod import signals\n"
         "with signals.Heard() as heard:\n"
@@ -554,7 +564,7 @@ def test_what_it_was_started_to_ignore_is_ignored():
     assert done.stdout.split() == [str(int(signal.SIGXCPU))], done.stderr
 
 
-def test_the_signals_are_given_back():
+def test_signal_handlers_are_restored():
     numbers = signals.to_hear()
     before = [signal.getsignal(number) for number in numbers]
     with signals.Heard() as heard:

@@ -1,4 +1,4 @@
-"""Metrics on their way to the host, and as text; hooks that call for them."""
+"""Tests of metrics: their transfer to the host, their JSON and text, and the files that hold them."""
 
 import json
 
@@ -11,7 +11,7 @@ from xshard.metrics import rows as rows_lib
 from xshard.metrics import show
 
 
-def test_rows_come_some_steps_later_and_all_of_them():
+def test_every_row_arrives_some_steps_later():
     deferred = deferred_lib.Deferred()
     rows = []
     for step in range(1, 6):
@@ -25,13 +25,13 @@ def test_rows_come_some_steps_later_and_all_of_them():
     assert [row["step"] for row in deferred.flush()] == [5]
 
 
-def test_what_is_not_finite_is_valid_json():
+def test_nonfinite_numbers_become_null_in_json():
     row = {"step": 1, "loss": float("inf"), "of groups": [1.5, float("nan")], "nested": {"a": 2.0}}
     expected = {"step": 1, "loss": None, "of groups": [1.5, None], "nested": {"a": 2.0}}
     assert json.loads(jsonfile.dumps(row)) == expected
 
 
-def test_a_name_for_each_number():
+def test_nested_rows_are_flattened_to_one_name_per_number():
     row = {"step": 1, "loss": [0.5, [1, 2]], "nested": {"a": 2.0}, "none": []}
     assert rows_lib.flat(row) == {
         "step": 1, "loss/0": 0.5, "loss/1/0": 1, "loss/1/1": 2, "nested/a": 2.0
@@ -47,11 +47,11 @@ def test_long_lists_of_lines_are_cut_in_the_middle():
 @pytest.mark.parametrize(
     "seconds,text", [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (float("nan"), "?")]
 )
-def test_durations(seconds, text):
+def test_durations_as_text(seconds, text):
     assert show.duration(seconds) == text
 
 
-def test_a_file_is_replaced_whole(tmp_path):
+def test_replacing_a_file_leaves_no_temporary_file(tmp_path):
     path = tmp_path / "a"
     for content in (b"one", b"two"):
         disk.replace(path, content)

@@ -1,4 +1,4 @@
-"""Mistakes in an experiment: each is named, with its place and what to write instead, before anything is taken."""
+"""Tests that a mistake in an experiment is reported, with its place and a fix, before the run creates anything."""
 
 import itertools
 import sys
@@ -22,12 +22,12 @@ ADAM = '        opt = xshard.OptaxOptimizer(optax.adam(rate), name="adam")\n'
 
 
 def before(line, text):
-    """The edit that puts text before a line."""
+    """Returns the edit that puts text before a line."""
     return (line, f"{text}\n{line}")
 
 
 def train(text):
-    """The edit of what `train_data` returns; d is what it was."""
+    """Returns the edit that makes `train_data` return `text`, in which `d` is the original data."""
     return (TRAIN, f"        d = _spirals(np.arange(97))\n        return {text}")
 
 
@@ -41,7 +41,7 @@ def in_evaluate(text):
 
 NORM = "        hk.BatchNorm(True, True, 0.9{})(batch['point'], is_training=is_training)"
 STATE = "        x = hk.get_state('x', {}, init=jnp.zeros); hk.set_state('x', {})"
-# The edit of what `python -m xshard.new` writes, and what is to be said.
+# Each case: an edit of the experiment that `python -m xshard.new` writes, and parts of the message.
 MISTAKES = {
     "loss alone": (
         in_loss(', {"accuracy": accuracy}', ""),
@@ -51,7 +51,7 @@ MISTAKES = {
         in_loss("jnp.mean(_cross_entropy(outputs, batch))", "_cross_entropy(outputs, batch)"),
         ["a loss of shape (24,)", "return jnp.mean(loss)"],
     ),
-    "loss of Python's": ((LOSS, "        return 1.0, {}"), ["1.0 as the loss", "computed from"]),
+    "a Python number as the loss": ((LOSS, "        return 1.0, {}"), ["1.0 as the loss", "computed from"]),
     "loss of an integer": (
         (LOSS, '        return jnp.sum(batch["label"]), {}'),
         ["a int32 array of shape () as the loss", "floating-point"],
@@ -66,13 +66,13 @@ MISTAKES = {
         ["'accuracy' of shape (24,)", "jnp.mean(accuracy)"],
     ),
     "a scalar of text": (in_loss("accuracy}", "'high'}"), ["'high' called 'accuracy'", "numbers"]),
-    "a scalar that is there": (in_loss('"accuracy"', '"loss"'), ["'loss', which every run logs"]),
-    "a name that is none": (in_loss('"accuracy"', "1"), ["under 1; names must be strings"]),
+    "a scalar called loss": (in_loss('"accuracy"', '"loss"'), ["'loss', which every run logs"]),
+    "a name that is no string": (in_loss('"accuracy"', "1"), ["under 1; names must be strings"]),
     "parameters in loss": (
         before(LOSS, "        hk.get_parameter('w', (), init=jnp.ones)"),
         ["in Spirals.loss: Unable to retrieve parameter 'w'", "Only the network, such as forward, may create parameters"],
     ),
-    "evaluation of nothing": (
+    "evaluation that returns nothing": (
         (EVALUATE, "        pass"),
         ["Spirals.evaluate (experiment_", "returned None", "{'accuracy': hits}"],
     ),
@@ -89,7 +89,7 @@ MISTAKES = {
         ["of shape (3,)", "has 24 examples"],
     ),
     "evaluation that counts": (in_evaluate("_hits(outputs, batch), 'count': 1"), ["'count', which"]),
-    "evaluation of other text": (in_evaluate("'high'"), ["'high' as 'accuracy'", "a value for each"]),
+    "evaluation that returns text": (in_evaluate("'high'"), ["'high' as 'accuracy'", "a value for each"]),
     "a layer in evaluation alone": (
         before(FORWARD, "        is_training or hk.Linear(2, name='more')(batch['point'])"),
         ["in Spirals.forward: Unable to retrieve parameter 'w' for module 'more'", "whether"],
@@ -158,7 +158,7 @@ MISTAKES = {
         ["of type int32, which differs between the replicas"],
     ),
 }  # fmt: skip
-# Bugs of the user's code, which show where, and with which words they end.
+# Bugs in the user's code: an edit, and parts of the message. {FORWARD} stands for the number of that line.
 BUGS = {
     "a shape": (
         (FORWARD, '        return network(batch["point"].reshape(-1))'),
@@ -210,13 +210,13 @@ BUGS = {
     "a file that cannot be parsed": ((FORWARD, f"{FORWARD})"), [":{FORWARD}: SyntaxError: unmatched"]),
     "an import": (("import optax", "import optx"), ["ModuleNotFoundError: No module named 'optx'"]),
 }  # fmt: skip
-# What looks odd, and works.
+# Edits that look odd and work.
 WORKS = {
     "a print": before(FORWARD, "        print('in forward')"),
     "keys in loss": before(LOSS, "        hk.next_rng_key()"),
     "a norm": before(FORWARD, NORM.format("")),
     "a count of steps": before(FORWARD, STATE.format("(), jnp.int32", "x + 1")),
-    "a scalar of Python's": in_loss("accuracy}", "1}"),
+    "a Python number as a scalar": in_loss("accuracy}", "1}"),
     "numbers of double precision": (".astype(np.float32)", ""),
     "hits as they are compared": in_evaluate("outputs[:, 0] > 0"),
     "samples that predict": (
@@ -229,12 +229,12 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """Checks a run of the edited experiment; its file's name."""
+    """Returns a function that creates a run of the edited experiment, which checks the experiment."""
     name = f"experiment_{next(_NUMBERS)}"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def checked(edit, **config_values):
+    def create(edit, **config_values):
         old, new_text = edit
         text = (new.TEMPLATE / "experiment.py").read_text()
         assert old in text
@@ -243,13 +243,13 @@ def check(tmp_path, monkeypatch):
         exec((new.TEMPLATE / "config.py").read_text(), namespace)
         config = namespace["get_config"]()
         config.update(experiment=f"{name}.Spirals", **config_values)
-        # As it is outside of these tests.
+        # Outside of these tests, JAX promotes types in its standard way.
         with jax.numpy_dtype_promotion("standard"):
             return loop.Run(config.lock(), str(tmp_path / "run"))
 
-    yield checked
+    yield create
     sys.modules.pop(name, None)
-    # Neither made nor taken.
+    # The checks come before the run's directory is created.
     assert not (tmp_path / "run").exists()
 
 
@@ -269,7 +269,7 @@ def line_of(text):
 
 
 @pytest.mark.parametrize("case", BUGS)
-def test_a_bug_shows_where(check, case, capsys):
+def test_a_bug_is_reported_with_its_place(check, case, capsys):
     edit, parts = BUGS[case]
     with pytest.raises(Exception) as caught:
         check(edit)
@@ -279,18 +279,18 @@ def test_a_bug_shows_where(check, case, capsys):
             part = part.replace(f"{{{name}}}", str(line_of(text)))
         assert part in cli.summary(caught.value), cli.summary(caught.value)
     cli.print_error(caught.value, has_debug_flag=True)
-    # Nothing of how the framework came to call it.
+    # The traceback hides the framework's frames; only the failed import of optx may show them.
     printed = capsys.readouterr().err
     assert "xshard/loop.py" not in printed or "optx" in printed
     assert printed.endswith(f"error: {cli.summary(caught.value)}\n")
 
 
 @pytest.mark.parametrize("case", WORKS)
-def test_what_works(check, case):
+def test_odd_code_that_works_is_accepted(check, case):
     check(WORKS[case])
 
 
-def test_a_metric_of_the_best_that_is_none(check):
+def test_an_unknown_best_metric_is_refused(check):
     checkpoint = {"keep_best": 1, "best_metric": "acc"}
     with pytest.raises(errors.UserError, match="best_metric='acc' must be a metric .* accuracy, l"):
         check((FORWARD, FORWARD), checkpoint=checkpoint)

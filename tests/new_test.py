@@ -1,4 +1,4 @@
-"""The experiment to begin with is written whole or not at all. That it works is in docs_test: its tutorial."""
+"""Tests that a new experiment is written whole or not at all; docs_test runs it as part of the tutorial."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from xshard import config
 from xshard.new import __main__ as new
 
 
-def test_it_says_what_to_do_next(tmp_path, monkeypatch, capsys):
+def test_the_next_commands_are_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert new.main(["some where/spirals"]) == 0
     out = capsys.readouterr().out
@@ -18,7 +18,7 @@ def test_it_says_what_to_do_next(tmp_path, monkeypatch, capsys):
     assert len(commands) == 2 and all(command in readme for command in commands)
 
 
-def test_its_config_has_every_key_of_a_run():
+def test_the_new_config_has_every_key_of_a_run():
     namespace = {}
     exec((new.TEMPLATE / "config.py").read_text(), namespace)
     config.check(namespace["get_config"]())
@@ -27,7 +27,7 @@ def test_its_config_has_every_key_of_a_run():
     assert keys - own == {key.name for key in config.KEYS}
 
 
-def test_an_empty_directory_will_do(tmp_path, monkeypatch, capsys):
+def test_an_empty_directory_is_accepted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert new.main(["."]) == 0
     assert "  cd " not in capsys.readouterr().out

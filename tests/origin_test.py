@@ -1,4 +1,4 @@
-"""The commit that an experiment's code is of."""
+"""Tests of the Git commit that a run records for its experiment's code."""
 
 import subprocess
 
@@ -19,32 +19,32 @@ def repository(tmp_path):
 
 
 def git(folder, *arguments):
-    someone = ["-c", "user.name=Someone", "-c", "user.email=someone@example.com"]
-    command = ["git", "-C", str(folder), *someone, *arguments]
+    identity = ["-c", "user.name=Someone", "-c", "user.email=someone@example.com"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_a_commit(repository):
+def test_the_commit_is_marked_dirty_only_if_the_file_has_changed(repository):
     file = repository / "experiment.py"
     commit = git(repository, "rev-parse", "HEAD")
     assert len(commit) == 40 and origin_lib.commit(str(file)) == commit
-    # A tag does not take its place.
+    # A tag does not replace the hash.
     git(repository, "tag", "v1")
     assert origin_lib.commit(str(file)) == commit
     file.write_text("a = 2\n")
     assert origin_lib.commit(str(file)) == f"{commit}-dirty"
 
 
-def test_a_file_that_is_not_in_the_commit(repository):
+def test_an_untracked_experiment_marks_the_commit_dirty(repository):
     commit = git(repository, "rev-parse", "HEAD")
     other = repository / "other.py"
     other.write_text("")
     assert origin_lib.commit(str(other)) == f"{commit}-dirty"
-    # Work directories and the like do not make the code another.
+    # Other untracked files, such as work directories, do not mark the commit dirty.
     assert origin_lib.commit(str(repository / "experiment.py")) == commit
 
 
-def test_nothing_fails_for_want_of_git(repository, tmp_path, monkeypatch):
+def test_without_git_or_a_repository_the_commit_is_empty(repository, tmp_path, monkeypatch):
     assert origin_lib.commit(str(tmp_path / "experiment.py")) == ""
     assert origin_lib.commit("/nowhere/experiment.py") == ""
     monkeypatch.setenv("PATH", "")

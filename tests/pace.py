@@ -1,20 +1,21 @@
-"""Keeps a run from being over before it is disturbed, however late its test comes to that."""
+"""Slows runs down, so that they have not ended when a test interrupts them, however late that is."""
 
 import contextlib
 import os
 import time
 
 _VARIABLE = "XSHARD_TEST_SLOW"
+# How long a slow run waits for each batch.
 _SECONDS = 0.5
 
 
 @contextlib.contextmanager
 def slow(file, after):
-    """Has runs go slowly after so many steps; yields the variables of their environment.
+    """Makes runs slow after a number of steps; yields the environment variables that the runs need.
 
     Args:
-      file: a path that the runs can see; at the end they go on as quickly as they can.
-      after: the number of steps.
+      file: a path that the runs can read; it is deleted at the end, and the runs go on at full speed.
+      after: the number of steps at full speed.
     """
     file.write_text(str(after))
     try:
@@ -24,7 +25,7 @@ def slow(file, after):
 
 
 class _Slow:
-    """Batches that come slowly."""
+    """Batches that are slow from the step that a file names."""
 
     state_is_shared = True
 
@@ -48,7 +49,7 @@ class _Slow:
         return False
 
 
-def batches(of):
-    """An experiment's batches, at the pace that its test asks for."""
+def batches(iterator):
+    """Returns an experiment's batches, slowed down if the test asks for it."""
     file = os.environ.get(_VARIABLE)
-    return _Slow(of, file) if file else of
+    return _Slow(iterator, file) if file else iterator

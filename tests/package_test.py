@@ -1,4 +1,4 @@
-"""What `pip install .` brings."""
+"""Tests of the files that `pip install .` installs."""
 
 import pathlib
 import shutil
@@ -14,7 +14,7 @@ PACKAGES = ("xshard", "launch")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The names of the files in the wheel, which is built of a copy, without a network."""
+    """Returns the names of the files in a wheel that is built from a copy, without a network."""
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")
@@ -29,7 +29,7 @@ def wheel(tmp_path_factory):
     return set(zipfile.ZipFile(path).namelist())
 
 
-def test_the_wheel_has_every_file_that_runs(wheel):
+def test_the_wheel_has_every_file_of_the_packages(wheel):
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*")]
     wanted = {
         path.relative_to(ROOT).as_posix()

@@ -1,4 +1,4 @@
-"""What processes do together, but for the meeting itself: that is done by real ones in tests/launch."""
+"""Tests of the exchanges between processes; tests/launch tests their meeting with real processes."""
 
 import json
 
@@ -11,44 +11,44 @@ from xshard.pod import processes
 
 
 class Jitted:
-    """A jitted function that says what is done with it."""
+    """A jitted function that records its compilation and its calls."""
 
-    def __init__(self, said):
+    def __init__(self, events):
         self._function = jax.jit(lambda x: x + 1)
-        self._said = said
+        self._events = events
 
     def __call__(self, x):
-        self._said.append("called")
+        self._events.append("called")
         return self._function(x)
 
     def lower(self, x):
         return self
 
     def compile(self):
-        self._said.append("compiled")
+        self._events.append("compiled")
 
 
 def test_no_process_runs_a_program_before_all_have_compiled_it(monkeypatch):
-    said = []
+    events = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes.Exchange, "__call__", lambda self: said.append(self._what))
-    step = processes.compiled_by_all(Jitted(said), "the step")
-    assert not said and [float(step(jnp.float32(x))) for x in (1, 2)] == [2.0, 3.0]
-    assert said == ["compiled", "compiling the step", "called", "called"]
+    monkeypatch.setattr(processes.Exchange, "__call__", lambda self: events.append(self._what))
+    step = processes.compiled_by_all(Jitted(events), "the step")
+    assert not events and [float(step(jnp.float32(x))) for x in (1, 2)] == [2.0, 3.0]
+    assert events == ["compiled", "compiling the step", "called", "called"]
 
 
-def test_one_that_does_not_come_is_missed(monkeypatch):
-    said = []
+def test_a_process_that_does_not_respond_is_reported(monkeypatch):
+    events = []
 
-    def missing(self):
+    def raise_lost(self):
         raise processes.LostError(f"{self._what}: process 1 of 2 did not respond within 7200 s")
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes.Exchange, "__call__", missing)
-    step = processes.compiled_by_all(Jitted(said), "the step")
+    monkeypatch.setattr(processes.Exchange, "__call__", raise_lost)
+    step = processes.compiled_by_all(Jitted(events), "the step")
     with pytest.raises(processes.LostError, match="compiling the step: process 1"):
         step(jnp.float32(1))
-    assert said == ["compiled"]
+    assert events == ["compiled"]
 
 
 def test_a_program_is_compiled_once(monkeypatch):
@@ -61,19 +61,21 @@ def test_a_program_is_compiled_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "others, rule", [(["10 rows", "9 rows"], "process 2: 9 rows"), (["10 rows"] * 2, "")]
+    "others, difference", [(["10 rows", "9 rows"], "process 2: 9 rows"), (["10 rows"] * 2, "")]
 )
-def test_all_processes_have_the_same_data(monkeypatch, others, rule):
+def test_different_data_on_the_processes_is_refused(monkeypatch, others, difference):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    heard = lambda _, mine: [mine, *(json.dumps({"held-out": other}) for other in others)]
-    monkeypatch.setattr(processes.Exchange, "__call__", heard)
+    exchange = lambda _, mine: [mine, *(json.dumps({"held-out": other}) for other in others)]
+    monkeypatch.setattr(processes.Exchange, "__call__", exchange)
     facts = {"held-out": lambda: "10 rows"}
-    if not rule:
+    if not difference:
         processes.check_equal_data(facts)
         return
-    with pytest.raises(ValueError, match=f"held-out differs .* Process 0: 10 rows; {rule}. Give"):
+    with pytest.raises(
+        ValueError, match=f"held-out differs .* Process 0: 10 rows; {difference}. Give"
+    ):
         processes.check_equal_data(facts)
 
 
-def test_one_process_has_nothing_to_compare():
+def test_a_single_process_compares_nothing():
     processes.check_equal_data({"held-out": lambda: pytest.fail("not to be called")})

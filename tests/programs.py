@@ -1,4 +1,4 @@
-"""Programs that runs of one config share, which each of them would trace anew: most of the time of a short run."""
+"""Programs that runs of one config share. To trace them anew would take most of the time of a short run."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ from xshard import state as state_lib
 from xshard import step
 from xshard.stored import fingerprint
 
-# Functions of an experiment and a mesh, and of nothing else that differs between runs of one config.
+# These functions depend on the experiment and the mesh, and on nothing else that differs between runs of one config.
 _MAKERS = (
     (step, "make_watched_step"),
     (step, "make_predict"),
@@ -21,10 +21,10 @@ _MAKERS = (
 
 @contextlib.contextmanager
 def shared(besides=()):
-    """Has runs of one config share their programs, which JAX then traces, lowers and loads once.
+    """Makes runs of one config share their programs, so that JAX traces, lowers and loads each program once.
 
     Args:
-      besides: keys of the config in which such runs may differ: those that only their data depend on.
+      besides: keys of the config in which the runs may differ because only their data depends on these keys.
     """
     with pytest.MonkeyPatch.context() as patch:
         for module, name in _MAKERS:
@@ -33,16 +33,16 @@ def shared(besides=()):
 
 
 def _once(make, besides):
-    """The function, called once for each config, mesh and options."""
-    made = {}
+    """Wraps a function so that it is called once for each config, mesh and set of options."""
+    programs = {}
 
     @functools.wraps(make)
     def get(experiment, mesh, *args, **options):
         config = experiment.config.to_dict().items()
         config = repr([(name, value) for name, value in config if name not in besides])
         key = (type(experiment), config, mesh, *options.items())
-        if key not in made:
-            made[key] = make(experiment, mesh, *args, **options)
-        return made[key]
+        if key not in programs:
+            programs[key] = make(experiment, mesh, *args, **options)
+        return programs[key]
 
     return get

@@ -1,6 +1,6 @@
-"""An autoencoder with a codebook that moves with all replicas' batches, and its config: an experiment for tests.
+"""An experiment for tests: an autoencoder whose codebook is a moving average over the batches of all replicas.
 
-Source: van den Oord et al., "Neural Discrete Representation Learning", 2017, of which Haiku has the codebook.
+Source: van den Oord et al., "Neural Discrete Representation Learning", 2017. The codebook is Haiku's.
 """
 
 import haiku as hk
@@ -13,7 +13,7 @@ from experiments.digits import images
 
 
 class Quantized(xshard.Supervised):
-    """Draws handwritten digits again from one of a few codes for each part of them."""
+    """Encodes each part of a handwritten digit as one of a few codes, and decodes the digit again."""
 
     def train_data(self):
         return images.split()[0]
@@ -28,11 +28,11 @@ class Quantized(xshard.Supervised):
         )
         flat = hk.Flatten()(batch["image"])
         hidden = norm(hk.Linear(self.config.hidden, name="encode")(flat), is_training)
-        found = codebook(hidden.reshape(len(hidden), -1, 4), is_training)
-        quantized = found["quantize"].reshape(hidden.shape)
+        coded = codebook(hidden.reshape(len(hidden), -1, 4), is_training)
+        quantized = coded["quantize"].reshape(hidden.shape)
         decoded = hk.nets.MLP([self.config.hidden, flat.shape[1]], name="decode")(quantized)
         error = jnp.mean((decoded - flat) ** 2, axis=-1)
-        return {"error": error, "codebook": found["loss"], "perplexity": found["perplexity"]}
+        return {"error": error, "codebook": coded["loss"], "perplexity": coded["perplexity"]}
 
     def loss(self, outputs, batch):
         loss = jnp.mean(outputs["error"]) + outputs["codebook"]
@@ -48,7 +48,7 @@ class Quantized(xshard.Supervised):
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """What differs from `xshard.config.default()`."""
+    """Returns `xshard.config.default()` with the values for this experiment."""
     config = xshard.config.default()
     config.experiment = "tests.quantized.Quantized"
     config.steps = 300

@@ -1,4 +1,4 @@
-"""Every public name has a docstring that fits it, and the reference is made of them."""
+"""Tests that every public name has a docstring that fits it, and that the reference is built from these."""
 
 import ast
 import importlib.util
@@ -23,7 +23,7 @@ def source(module):
 
 
 def public(node, prefix):
-    """The public classes, functions, methods and properties below a node, with `__init__`: `(name, node)`."""
+    """Yields `(name, node)` for the public classes, functions, methods and properties below a node, and `__init__`."""
     for child in node.body:
         if not isinstance(child, ast.ClassDef | ast.FunctionDef):
             continue
@@ -35,7 +35,7 @@ def public(node, prefix):
 
 
 def section(docstring, title):
-    """The names that a section of a docstring describes; None if there is no such section."""
+    """Returns the names that a section of a docstring describes; None if there is no such section."""
     lines = inspect.cleandoc(docstring).splitlines()
     if f"{title}:" not in lines:
         return None
@@ -50,8 +50,8 @@ def section(docstring, title):
 
 def arguments(function):
     args = function.args
-    every = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
-    return [arg.arg for arg in every if arg and arg.arg not in ("self", "cls")]
+    parameters = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
+    return [arg.arg for arg in parameters if arg and arg.arg not in ("self", "cls")]
 
 
 def problems(module):
@@ -61,15 +61,15 @@ def problems(module):
     for name, node in public(tree, module):
         docstring = ast.get_docstring(node)
         if not docstring:
-            # A constructor without arguments that need words is described by its class.
+            # If a constructor's arguments need no explanation, the docstring of the class is enough.
             if node.name != "__init__":
                 yield f"{name} has no docstring"
             continue
         if isinstance(node, ast.ClassDef):
             described = section(docstring, "Attributes") or []
-            own = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
-            own |= {name.attr for name in ast.walk(node) if isinstance(name, ast.Attribute)}
-            yield from (f"{name}: no attribute {word}" for word in described if word not in own)
+            used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+            used |= {name.attr for name in ast.walk(node) if isinstance(name, ast.Attribute)}
+            yield from (f"{name}: no attribute {word}" for word in described if word not in used)
             continue
         described = section(docstring, "Args")
         if described is not None and described != arguments(node):
@@ -77,11 +77,11 @@ def problems(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_what_is_public_is_documented(module):
+def test_every_public_name_is_documented(module):
     assert not list(problems(module))
 
 
-def test_what_is_exported_is_documented():
+def test_every_exported_name_is_documented():
     assert len(xshard.__all__) <= 32
     for name in xshard.__all__:
         exported = getattr(xshard, name)
@@ -90,7 +90,7 @@ def test_what_is_exported_is_documented():
             assert member.startswith("_") or inspect.getdoc(value), f"{name}.{member}"
 
 
-def test_the_reference_is_made_of_it(tmp_path):
+def test_the_reference_has_every_module_and_exported_name(tmp_path):
     reference.build(tmp_path)
     index = (tmp_path / "index.html").read_text()
     for module in MODULES:

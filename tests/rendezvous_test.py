@@ -1,4 +1,4 @@
-"""How a process finds its place: by flags, or as JAX detects it. The meeting itself is in meeting_test.py."""
+"""Tests of how a process gets its place: from flags, or as JAX detects it. meeting_test.py tests the meeting."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from xshard.pod import places, rendezvous
 
 
 @pytest.mark.parametrize(
-    "said, message",
+    "flags, message",
     [
         ((None, 2, 0), "--coordinator_address must be given too"),
         (("h:1", None, None), "--num_processes and --process_id must be given too"),
@@ -15,18 +15,18 @@ from xshard.pod import places, rendezvous
         (("h:1", 2, 2), "--process_id=2 must be from 0 to 1"),
     ],
 )
-def test_flags_that_do_not_fit(said, message):
+def test_flags_that_do_not_fit_are_refused(flags, message):
     with pytest.raises(places.StartError, match=message):
-        rendezvous.place(*said)
+        rendezvous.place(*flags)
 
 
-def test_one_process_needs_no_place():
+def test_a_single_process_has_no_place():
     assert rendezvous.place(None, None, None) is None
     assert rendezvous.place(None, 1, None) is None
     assert rendezvous.place("h:1", 1, 0) is None
 
 
-def test_what_slurm_says_is_detected(monkeypatch):
+def test_a_place_is_detected_under_slurm(monkeypatch):
     step = {"JOB_ID": 7, "STEP_NODELIST": "h[0-1]", "NTASKS": 2, "PROCID": 1, "LOCALID": 0}
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))

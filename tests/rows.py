@@ -1,4 +1,4 @@
-"""What a run leaves, for comparisons; and what stops it on its way."""
+"""Readers of the rows, results and state of a run, for comparisons; and ways to stop a run."""
 
 import json
 
@@ -9,11 +9,11 @@ from xshard.run import preflight, states
 
 
 class Killed(BaseException):
-    """The end of a run at an instant that a test chooses."""
+    """The end of a run at an instant that a test chooses, as if the process were killed."""
 
 
 class ScriptedWatch:
-    """Stands in for what comes from outside: a notice at one poll."""
+    """A stand-in for the watch over a run, which delivers one notice at the poll with a given number."""
 
     def __init__(self, at, kind):
         self._at = at
@@ -32,13 +32,13 @@ class ScriptedWatch:
 
 
 def read(directory):
-    """The rows of a work directory."""
+    """Returns the rows of a work directory."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def same_bits(directory):
-    """Its rows as text, but for what differs between runs of the same bits."""
+    """Returns the rows as text, without the `perf/` values, which differ between runs of the same bits."""
     return [
         json.dumps({name: value for name, value in row.items() if not name.startswith("perf/")})
         for row in read(directory)
@@ -46,14 +46,14 @@ def same_bits(directory):
 
 
 def results(directory):
-    """Its results, but for the run's own name."""
-    found = json.loads((directory / "results.json").read_text())
-    assert found.pop("run")
-    return found
+    """Returns the results of a work directory, without the ID of the run."""
+    content = json.loads((directory / "results.json").read_text())
+    assert content.pop("run")
+    return content
 
 
 def final_state(directory, config):
-    """The state in its newest checkpoint."""
+    """Returns the state in the newest checkpoint of a work directory."""
     experiment = experiment_lib.load(config.experiment)(config)
     mesh = experiment_lib.mesh_of(config)
     example = preflight.train_batches(experiment, mesh).example

@@ -1,4 +1,4 @@
-"""Samples: what of them is kept, that a run which was killed shows the same, and where they are looked for."""
+"""Tests of samples: their files, the samples of a run that was killed, and the places that show them."""
 
 import json
 import struct
@@ -22,7 +22,7 @@ ALL_OF_EACH = dict.fromkeys(("scalars", "images", "histograms", "tensors"), 0)
 
 
 class Showing(toy.Toy):
-    """Shows one of each kind."""
+    """Shows one sample of each kind."""
 
     def samples(self, predict, key):
         del key
@@ -33,7 +33,7 @@ class Showing(toy.Toy):
 
 
 class Huge(toy.Toy):
-    """Shows more than a line holds."""
+    """Shows more than a line of the samples file may hold."""
 
     def samples(self, predict, key):
         del predict, key
@@ -42,7 +42,7 @@ class Huge(toy.Toy):
 
 
 class Wrong(toy.Toy):
-    """Shows what nobody can show."""
+    """Returns an array, which is no valid sample."""
 
     def samples(self, predict, key):
         del predict, key
@@ -63,7 +63,7 @@ def lines(directory):
 
 
 def pixels_of(content):
-    """The pixels of a PNG file, whose lines have no filter, each chunk as its checksum says."""
+    """Returns the pixels of a PNG file; checks each chunk's checksum, and that no line has a filter."""
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     place, chunks = 8, {}
     while place < len(content):
@@ -79,12 +79,12 @@ def pixels_of(content):
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (3, 5, 1), (3, 5, 3)])
-def test_an_image_is_a_file_of_its_pixels(shape):
+def test_an_image_becomes_a_png_file_of_its_pixels(shape):
     whole = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     item = xshard.Image(whole).item()
     np.testing.assert_array_equal(pixels_of(samples.png(item)).reshape(shape), whole)
     assert (item["height"], item["width"]) == (3, 5)
-    # A float is the nearest of 256 shades; what no shade is for is black or white.
+    # A float becomes the nearest of 256 shades. NaN and values below 0 become black, values above 1 white.
     np.testing.assert_array_equal(
         xshard.Image(whole / np.float32(255)).pixels.reshape(shape), whole
     )
@@ -92,7 +92,7 @@ def test_an_image_is_a_file_of_its_pixels(shape):
     assert odd.ravel().tolist() == [0, 0, 255, 255]
 
 
-def test_a_histogram_counts_each_finite_value():
+def test_a_histogram_counts_the_finite_values_only():
     values = np.array([0.0, 1.0, 1.0, np.nan, 3.0, -np.inf])
     item = json.loads(json.dumps(xshard.Histogram(values).item()))
     assert sum(item["counts"]) == 4 and (item["sum"], item["squares"]) == (5.0, 11.0)
@@ -111,12 +111,12 @@ def test_a_histogram_counts_each_finite_value():
         (lambda: samples.named("X.samples", {3: "a"}), "a sample called 3"),
     ],
 )  # fmt: skip
-def test_what_is_no_sample(make, match):
+def test_invalid_samples_are_refused(make, match):
     with pytest.raises(errors.UserError, match=match):
         make()
 
 
-def test_a_mistake_is_named_before_a_run_and_too_much_when_it_is_there(tmp_path, capsys):
+def test_invalid_samples_fail_before_a_run_and_large_ones_when_shown(tmp_path, capsys):
     with pytest.raises(errors.UserError, match="Wrong.samples .* returned ndarray called 'pixels'"):
         loop.Run(make_config("Wrong"), str(tmp_path / "run"))
     with pytest.raises(
@@ -130,7 +130,7 @@ def test_a_mistake_is_named_before_a_run_and_too_much_when_it_is_there(tmp_path,
 
 
 def dies(method, at, *, after):
-    """The method, at whose call of this number the process ends, before it does anything or after."""
+    """Wraps a method so that its call with this number kills the run, before or after it does its work."""
     calls = []
 
     def call(*args, **kwargs):
@@ -154,7 +154,7 @@ def whole(tmp_path_factory):
 
 INSTANTS = [
     (log_lib.Log, "write_samples", 1, True),
-    # In the order of their calls: after 2 and 4, and after the last step, whose checkpoint is there by then.
+    # The calls come after steps 2, 4 and 6. Step 6 is the last; its checkpoint exists when the third call comes.
     (log_lib.Log, "write_samples", 3, False),
     (log_lib.Log, "write_samples", 3, True),
     (loop.Run, "_sample", 2, False),
@@ -163,7 +163,7 @@ INSTANTS = [
 
 
 @pytest.mark.parametrize("instant", INSTANTS, ids=str)
-def test_a_run_that_was_killed_shows_the_same(tmp_path, whole, instant, monkeypatch):
+def test_a_run_that_was_killed_shows_the_same_samples(tmp_path, whole, instant, monkeypatch):
     owner, name, at, after = instant
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, dies(getattr(owner, name), at, after=after))
@@ -175,7 +175,7 @@ def test_a_run_that_was_killed_shows_the_same(tmp_path, whole, instant, monkeypa
 
 
 class Stop:
-    """Stops a run at its first step at which it saves and shows samples."""
+    """A watch that stops a run at the first step after which it both saves and shows samples."""
 
     def __init__(self):
         self.step = 0
@@ -191,39 +191,39 @@ class Stop:
         pass
 
 
-def test_what_a_stop_cuts_short_is_made_up_for(tmp_path, whole):
+def test_samples_that_a_stop_cuts_off_are_shown_after_the_resume(tmp_path, whole):
     assert loop.run(make_config(), str(tmp_path), "", watch=Stop()) == 42
     assert [json.loads(line)["step"] for line in lines(tmp_path)] == [2]
     assert loop.run(make_config(), str(tmp_path), "") == 0
     assert lines(tmp_path) == lines(whole)
 
 
-def test_tensorboard_reads_what_the_lines_have(whole, tmp_path):
-    # And after another start, which writes its file anew.
+def test_tensorboard_reads_the_samples_of_the_json_lines(whole, tmp_path):
+    # The second start of this run writes its event file anew.
     assert loop.run(make_config(steps=7), str(tmp_path), "") == 0
     assert loop.run(make_config(steps=8, samples_every_steps=4), str(tmp_path), "") == 0
     for directory, steps in ((whole, [2, 4, 6]), (tmp_path, [2, 4, 6, 7, 8])):
         kept = [json.loads(line)["samples"] for line in lines(directory)]
         path = str(directory / "tensorboard")
-        found = event_accumulator.EventAccumulator(path, ALL_OF_EACH)
-        # That of TensorBoard's own program; only it drops the texts of before a restart, too.
-        of_texts = plugin_event_accumulator.EventAccumulator(path, {"tensors": 0})
-        found.Reload()
-        of_texts.Reload()
-        images, histograms = found.Images("pixels"), found.Histograms("out")
-        texts = of_texts.Tensors("said")
-        for events in (images, histograms, texts, of_texts.Tensors("pixels")):
+        accumulator = event_accumulator.EventAccumulator(path, ALL_OF_EACH)
+        # TensorBoard's own program uses this accumulator. Only this one also drops the texts from before a restart.
+        plugin_accumulator = plugin_event_accumulator.EventAccumulator(path, {"tensors": 0})
+        accumulator.Reload()
+        plugin_accumulator.Reload()
+        images, histograms = accumulator.Images("pixels"), accumulator.Histograms("out")
+        texts = plugin_accumulator.Tensors("said")
+        for events in (images, histograms, texts, plugin_accumulator.Tensors("pixels")):
             assert [event.step for event in events] == steps
         for row, image, histogram, text in zip(kept, images, histograms, texts, strict=True):
             assert image.encoded_image_string == samples.png(row["pixels"])
             assert (image.height, image.width) == (3, 3)
             assert list(histogram.histogram_value.bucket) == row["out"]["counts"]
             assert text.tensor_proto.string_val[0].decode().strip() == row["said"]["text"]
-        plugin = of_texts.SummaryMetadata("said").plugin_data.plugin_name
-        assert plugin == "text" and found.Scalars("loss")
+        plugin = plugin_accumulator.SummaryMetadata("said").plugin_data.plugin_name
+        assert plugin == "text" and accumulator.Scalars("loss")
 
 
-def test_the_results_and_the_report_show_them(whole, tmp_path):
+def test_the_results_and_the_report_show_the_samples(whole, tmp_path):
     said = json.loads((whole / "results.json").read_text())["samples"]
     last = json.loads(lines(whole)[-1])["samples"]
     assert said == (
@@ -235,7 +235,7 @@ def test_the_results_and_the_report_show_them(whole, tmp_path):
         assert f"data:image/png;base64,{row['pixels']['png']}" in shown
         assert row["said"]["text"].replace("<", "&lt;") in shown
     assert shown.count("<svg width=") == 3 and shown.count("<summary>2 before</summary>") == 3
-    # Of what is forged nothing comes onto the page but as text.
+    # Forged samples reach the page as escaped text only.
     evil = "<script>alert(1)</script>"
     image = {"kind": "image", "png": f'"{evil}', "height": 1, "width": 1, "channels": 1}
     rows = [{"step": 1, "samples": {evil: {"kind": "text", "text": evil}, "x": image, "y": 5}}]
@@ -245,7 +245,7 @@ def test_the_results_and_the_report_show_them(whole, tmp_path):
     assert evil not in shown and "&lt;script&gt;alert(1)" in shown and '<img src="data' not in shown
 
 
-def test_a_writer_of_ones_own_may_take_them(tmp_path):
+def test_a_custom_writer_may_take_samples(tmp_path):
     assert (
         loop.run(make_config(steps=2, writers=("jsonl", f"{__name__}.Mine")), str(tmp_path), "")
         == 0
@@ -254,7 +254,7 @@ def test_a_writer_of_ones_own_may_take_them(tmp_path):
 
 
 class Mine:
-    """Keeps the samples that it is given."""
+    """A custom writer that keeps the samples that it receives."""
 
     taken: list = []  # noqa: RUF012
 
@@ -274,14 +274,14 @@ class Mine:
         pass
 
 
-def test_rows_of_both_kinds_come_in_the_order_of_their_steps(tmp_path):
+def test_rows_and_samples_are_merged_in_the_order_of_steps(tmp_path):
     rows = [{"step": 1, "loss": 1.0}, {"step": 4, "loss": 2.0}, {"step": 1.5}]
     shown = [{"step": step, "samples": {}} for step in (1, 3)]
     part = writers.Part(tmp_path, 4, {}, lambda: iter(rows), lambda: iter(shown))
     assert list(part.everything()) == [rows[0], shown[0], shown[1], rows[1]]
 
 
-def test_an_older_directory_goes_on(tmp_path):
+def test_a_directory_from_before_samples_existed_resumes(tmp_path):
     config = make_config(samples_every_steps=0, steps=4)
     assert loop.run(config, str(tmp_path), "") == 0
     path = tmp_path / "config.json"
@@ -290,5 +290,5 @@ def test_an_older_directory_goes_on(tmp_path):
     path.write_text(json.dumps(content))
     (tmp_path / "samples.jsonl").unlink()
     assert loop.run(make_config(samples_every_steps=2), str(tmp_path), "") == 0
-    # From where it stood on.
+    # The run resumed at step 4, so its samples begin there.
     assert [json.loads(line)["step"] for line in lines(tmp_path)] == [4, 6]

@@ -1,4 +1,4 @@
-"""Runs whose update is sharded: they end where replicated ones end, and go on as these and back."""
+"""Tests of runs with a sharded update: they end like replicated runs, and can switch to replicated and back."""
 
 import dataclasses
 
@@ -29,16 +29,16 @@ def config(**changes):
 
 
 def train(directory, **changes):
-    """The run, and its state as a checkpoint has it."""
+    """Trains a run; returns the run, its final state, and that state in the form that a checkpoint stores."""
     run = loop.Run(config(**changes), str(directory))
     with run.opened():
         state, _ = run.train()
     return run, state, run.checkpoints.states.storage.to_whole(state)
 
 
-# 16 hidden units: every array but the last bias has a dimension that 8, 4 or 2 divide; with 20 there are
-# none for 8, and the arrays are flattened and filled up.
-# With so many all but the last bias are held in shards.
+# With 16 hidden units, every array but the last bias has a dimension that 8, 4 and 2 divide. With 20, 8 divides no
+# dimension, so the arrays are flattened and padded.
+# With 1024 hidden units, all parameters but the last bias are held in shards.
 HELD = {"shard_params": True, "hidden": 1024}
 DIVIDED = {"shard_params": True, "hidden": 128, "model_parallel": 2}
 SHAPES = [
@@ -57,16 +57,16 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_sharded_run_ends_where_a_replicated_one_does(tmp_path, shape):
+def test_a_sharded_run_ends_with_the_state_of_a_replicated_run(tmp_path, shape):
     replicated = {**shape, "shard_params": False}
     runs = {"sharded": {**shape, "shard_update": True}, "replicated": replicated}
     ends = [train(tmp_path / name, **changes)[2] for name, changes in runs.items()]
     (sharded, replicated) = ({"state": dataclasses.replace(end, rng=None)} for end in ends)
-    # The norm of nothing is taken here: only sums over replicas are in another order.
+    # No norms are computed here, so only the order of the sums over replicas differs.
     harness.assert_close(sharded, replicated, rtol=2e-4, atol=1e-5)
 
 
-def bytes_a_device(tree):
+def bytes_per_device(tree):
     device = jax.devices()[0]
     return sum(
         shard.data.nbytes
@@ -76,33 +76,35 @@ def bytes_a_device(tree):
     )
 
 
-@pytest.mark.parametrize("hidden, filling", [(1024, 0), (1025, 6)])
-def test_slots_take_an_nth_of_the_memory(hidden, filling):
+@pytest.mark.parametrize("hidden, padding", [(1024, 0), (1025, 6)])
+def test_sharded_slots_take_an_nth_of_the_memory(hidden, padding):
     def state(shard_update):
         the_config = config(hidden=hidden, shard_update=shard_update)
         experiment = toy.Wide(the_config)
         return state_lib.init(experiment, mesh.make_mesh(), 0, experiment.train_data())
 
     whole, cut = state(False), state(True)
-    # The last bias, the count and the loss scale are whole on each.
+    # Every device holds the slots of the last bias, the count and the loss scale whole.
     small = 2 * 4 + 4 + 2 * 4
-    slots = lambda state: bytes_a_device(state.experiment.opt_state) - small
-    # Of the six slots that are cut each is filled up by less than an element on each replica.
-    assert slots(cut) <= slots(whole) / 8 + 4 * filling
-    assert bytes_a_device(cut.experiment.params) == bytes_a_device(whole.experiment.params)
+    slots = lambda state: bytes_per_device(state.experiment.opt_state) - small
+    # Padding adds less than one element per replica to each of the six sharded slots.
+    assert slots(cut) <= slots(whole) / 8 + 4 * padding
+    assert bytes_per_device(cut.experiment.params) == bytes_per_device(whole.experiment.params)
 
 
 @pytest.mark.parametrize(
-    "hidden, kind, made_with",
+    "hidden, kind, saved_with",
     [
         (16, "Wide", {"shard_update": True}),
         (20, "Averaged", {"shard_update": True}),
         (1024, "Averaged", {"shard_params": True}),
     ],
 )
-def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden, kind, made_with):
+def test_a_checkpoint_does_not_depend_on_the_sharding_that_saved_it(
+    tmp_path, hidden, kind, saved_with
+):
     of_kind = {"hidden": hidden, "experiment": f"tests.toy.{kind}"}
-    run, state, whole = train(tmp_path, **made_with, **of_kind)
+    run, state, whole = train(tmp_path, **saved_with, **of_kind)
     names = lambda tree: {
         jax.tree_util.keystr(path): (x.shape, x.dtype)
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
@@ -128,14 +130,14 @@ def test_a_checkpoint_does_not_show_who_has_made_it(tmp_path, hidden, kind, made
     "shape", [{"hidden": 20}, {"slices": 2, "slice_dtype": "int8", "hidden": 18, "experiment": "tests.toy.Averaged"}, {"aggregation_method": "EXPERIMENTAL_TREE", "micro_batches": 2}, {**HELD, "slices": 2, "slice_dtype": "int8", "experiment": "tests.toy.Averaged"}],
     ids=str,
 )  # fmt: skip
-def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path, shape):
+def test_a_run_that_was_stopped_ends_with_the_same_bits(tmp_path, shape):
     _, _, whole = train(tmp_path / "one", shard_update=True, **shape)
     train(tmp_path / "two", shard_update=True, steps=5, **shape)
     _, _, again = train(tmp_path / "two", shard_update=True, **shape)
     harness.assert_equal(again, whole)
 
 
-# Of two learners, with a moving average of the parameters of one.
+# This experiment has two learners, and a moving average of the parameters of one.
 TURNS = {**HELD, "experiment": "tests.turns.Turns", "overflow_above": 2.0}
 
 
@@ -150,7 +152,7 @@ TURNS = {**HELD, "experiment": "tests.turns.Turns", "overflow_above": 2.0}
     ],
     ids=["Wide", "Turns"],
 )
-def test_a_run_goes_on_sharded_and_back(tmp_path, kind, between):
+def test_a_run_resumes_with_shards_and_then_without(tmp_path, kind, between):
     _, _, whole = train(tmp_path / "one", **kind)
     parts = [{}, *between, {}]
     for number, changes in enumerate(parts, 1):
@@ -164,20 +166,20 @@ def test_a_run_goes_on_sharded_and_back(tmp_path, kind, between):
     )
 
 
-def test_a_run_begins_with_shards_of_what_another_has_trained_whole(tmp_path):
+def test_a_sharded_run_starts_from_a_replicated_run_s_parameters(tmp_path):
     kind = {**TURNS, "steps": 1}
     _, state, _ = train(tmp_path, **{**kind, "shard_params": False})
     experiment = turns.Turns(config(**kind))
     fresh = state_lib.init(experiment, mesh.make_mesh(), 0, experiment.train_data())
-    taken = checkpoint.init_from(checkpoint.Source(str(tmp_path)), fresh, print)
+    initialized = checkpoint.init_from(checkpoint.Source(str(tmp_path)), fresh, print)
     for name in ("average", "doubt", "guess"):
         of = lambda tree: getattr(tree.experiment[name], "params", tree.experiment[name])
-        harness.assert_equal(of(taken), of(state))
+        harness.assert_equal(of(initialized), of(state))
         places = lambda tree: jax.tree.map(lambda x: x.sharding, of(tree))
-        assert places(taken) == places(fresh) != places(state)
+        assert places(initialized) == places(fresh) != places(state)
 
 
-def test_what_int8_has_kept_is_of_so_many_slices(tmp_path):
+def test_int8_errors_cannot_be_restored_for_another_slice_count(tmp_path):
     train(tmp_path, slices=2, slice_dtype="int8")
     with pytest.raises(
         ValueError, match=r"error/mlp.* is float32\[2, .*\[4, .* Restore it with the config"
@@ -185,7 +187,7 @@ def test_what_int8_has_kept_is_of_so_many_slices(tmp_path):
         loop.Run(config(slices=4, slice_dtype="int8"), str(tmp_path)).resume_or_init()
 
 
-def test_a_reduction_may_not_change_on_the_way(tmp_path):
+def test_a_reduction_cannot_change_when_a_run_resumes(tmp_path):
     train(tmp_path)
     changed = config()
     with changed.unlocked():
@@ -200,7 +202,7 @@ def test_int8_without_slices_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_state_is_reshaped_by_one_program(tmp_path):
+def test_reshaping_a_state_again_compiles_nothing(tmp_path):
     run, state, whole = train(tmp_path, shard_update=True, hidden=20)
     run.checkpoints.states.storage.from_whole(whole)
     count = harness.compile_count()
@@ -215,7 +217,7 @@ def test_a_state_is_reshaped_by_one_program(tmp_path):
     assert run.checkpoints.states.storage.from_whole(state) is state
 
 
-def test_slices_that_the_rule_does_not_reduce_over_are_refused(tmp_path):
+def test_an_optimizer_that_does_not_reduce_over_slices_is_refused(tmp_path):
     bad = config(slices=2, experiment="tests.toy.OneSlice")
     with pytest.raises(
         ValueError, match="does not reduce over the axis 'slice'.*slice_axis_name='sl"
@@ -224,7 +226,7 @@ def test_slices_that_the_rule_does_not_reduce_over_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("slices", [0, 3, 16, True, 2.0])
-def test_slices_that_do_not_fit_are_refused(tmp_path, slices):
+def test_slice_counts_that_do_not_fit_are_refused(tmp_path, slices):
     with pytest.raises((ValueError, TypeError), match="slices"):
         loop.Run(config(slices=slices), str(tmp_path))
 
@@ -241,31 +243,39 @@ def compiled(which, **changes):
     else:
         batch = next(iter(batches.EvalBatches(examples, the_mesh, 8)))
     make = {"train": step.make_train_step, "eval": step.make_eval_step}[which]
-    found = collectives.of(jax.jit(make(experiment, the_mesh)).lower(state, batch).compile())
-    return the_mesh, found
+    operations = collectives.of(jax.jit(make(experiment, the_mesh)).lower(state, batch).compile())
+    return the_mesh, operations
 
 
-def kinds(the_mesh, found):
-    return sorted({(one.kind, collectives.axes(the_mesh, one)) for one in found})
+def kinds(the_mesh, operations):
+    return sorted(
+        {(operation.kind, collectives.axes(the_mesh, operation)) for operation in operations}
+    )
 
 
 @pytest.mark.parametrize("groups", [(), HALVES])
-def test_the_budget_of_a_sharded_step(groups):
-    found = kinds(*compiled("train", shard_update=True, group_assignment=groups))
-    # Gradients, parameters; what is whole, the vote and the metrics.
+def test_the_collectives_of_a_sharded_step(groups):
+    operations = kinds(*compiled("train", shard_update=True, group_assignment=groups))
+    # Parameters are gathered and gradients scattered. The rest is reduced: whole arrays, the vote and the metrics.
     over = ("replica",)
-    assert found == [("all-gather", over), ("all-reduce", over), ("reduce-scatter", over)]
+    assert operations == [("all-gather", over), ("all-reduce", over), ("reduce-scatter", over)]
 
 
-def test_the_budget_over_slices():
-    the_mesh, found = compiled("train", slices=2)
-    between = [one for one in found if "slice" in collectives.axes(the_mesh, one)]
-    # The metrics go over both axes at once; of the gradients a quarter goes between slices.
+def test_a_quarter_of_the_gradients_is_sent_between_slices():
+    the_mesh, operations = compiled("train", slices=2)
+    between = [
+        operation for operation in operations if "slice" in collectives.axes(the_mesh, operation)
+    ]
+    # The metrics are reduced over both axes at once. A quarter of the gradients is sent between slices.
     params = 3 * 16 + 16 + 16
-    gradients = sum(one.bytes for one in between if collectives.axes(the_mesh, one) == ("slice",))
+    gradients = sum(
+        operation.bytes
+        for operation in between
+        if collectives.axes(the_mesh, operation) == ("slice",)
+    )
     assert gradients == 4 * (params // 4 + 1)
 
 
 def test_an_evaluation_does_not_gather_slots():
-    the_mesh, found = compiled("eval", shard_update=True)
-    assert kinds(the_mesh, found) == [("all-reduce", ("replica",))]
+    the_mesh, operations = compiled("eval", shard_update=True)
+    assert kinds(the_mesh, operations) == [("all-reduce", ("replica",))]

@@ -1,4 +1,4 @@
-"""An experiment that stands still in the middle of a step, as where a device or what it waits for does."""
+"""An experiment that hangs in the middle of a step, as it would if a device hung."""
 
 import os
 import threading
@@ -9,12 +9,12 @@ import numpy as np
 
 from tests import toy
 
-# A file that the first start makes: the next one comes past.
+# The variable that names a file. The first start creates the file and hangs; the next start sees it and does not.
 VARIABLE = "XSHARD_TEST_STANDSTILL"
 
 
 class Standstill(toy.Toy):
-    """Waits for ever in the batch whose examples say so."""
+    """Hangs in the batch whose examples are marked."""
 
     def train_batches(self, part):
         return _Marked(super().train_batches(part))
@@ -39,7 +39,7 @@ def _wait(number):
 
 
 class _Marked:
-    """Batches of which the seventh is marked."""
+    """Batches whose examples have a mark: 1 in the seventh batch, 0 in all others."""
 
     state_is_shared = True
 

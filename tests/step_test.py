@@ -1,4 +1,4 @@
-"""The step: replicas, groups, micro-batches, precision, skips, shardings."""
+"""Tests of the step: replicas, groups, micro-batches, precision, skipped steps, shardings."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ def run(experiment, the_mesh, steps, state=None):
 
 
 class Quiet(toy.Toy):
-    """Without noise, so that the number of replicas does not matter."""
+    """A linear model without noise, so that the number of replicas does not matter."""
 
     def forward(self, batch, *, is_training):
         return hk.Linear(1, name="linear")(batch["x"])[:, 0]
@@ -70,14 +70,14 @@ def test_one_device_and_eight_train_alike():
         jax.tree.leaves(eight[0].experiment.params),
         strict=True,
     ):
-        # float32 sums in another order, six steps of Adam.
+        # Over six steps of Adam, float32 sums are computed in another order.
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     losses = [[float(m["loss"]) for m in history] for _, history in (one, eight)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
     assert losses[0][-1] < losses[0][0]
 
 
-def test_micro_batches_train_as_the_whole_batch():
+def test_micro_batches_train_like_the_whole_batch():
     whole, parts = (run(*make(Quiet, devices=2, micro_batches=n), 6) for n in (1, 4))
     for a, b in zip(
         jax.tree.leaves(whole[0].experiment.params),
@@ -88,7 +88,7 @@ def test_micro_batches_train_as_the_whole_batch():
     np.testing.assert_allclose(whole[1][-1]["loss"], parts[1][-1]["loss"], rtol=1e-4)
 
 
-def test_there_is_one_reduction_of_gradients_for_all_micro_batches():
+def test_gradients_are_reduced_once_for_all_micro_batches():
     experiment, the_mesh = make(Quiet, micro_batches=2)
     examples = experiment.train_data()
     state = state_lib.init(experiment, the_mesh, 0, examples)
@@ -99,11 +99,11 @@ def test_there_is_one_reduction_of_gradients_for_all_micro_batches():
     text = (
         jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, batch).compile().as_text()
     )
-    # XLA merges the gradients' reduction and that of the metrics, or leaves them as two.
+    # XLA may merge the all-reduce of the gradients with the all-reduce of the metrics, or not.
     assert text.count(" all-reduce(") <= 2
 
 
-def test_groups_are_models_of_their_own():
+def test_each_group_trains_its_own_model():
     experiment, the_mesh = make(group_assignment=GROUPS)
     state, history = run(experiment, the_mesh, 4)
     w = np.asarray(state.experiment.params["linear"]["w"])
@@ -113,7 +113,7 @@ def test_groups_are_models_of_their_own():
     assert state.experiment.global_step.shape == (2,) and state.step.shape == ()
 
 
-def test_the_first_group_is_what_a_run_of_one_group_would_be():
+def test_the_first_group_equals_a_run_of_one_group():
     grouped, _ = run(*make(Quiet, group_assignment=((0, 1, 2, 3), (4, 5, 6, 7))), 3)
     alone, _ = run(*make(Quiet, devices=4), 3)
     first = jax.tree.map(lambda a: np.asarray(a)[0], grouped.experiment.params)
@@ -121,7 +121,7 @@ def test_the_first_group_is_what_a_run_of_one_group_would_be():
         np.testing.assert_array_equal(a, b)
 
 
-def test_groups_skip_at_steps_of_their_own():
+def test_each_group_skips_steps_independently():
     experiment, the_mesh = make(group_assignment=GROUPS, overflow_above=2.0)
     state, history = run(experiment, the_mesh, 12)
     skipped = np.array([m["skipped"] for m in history])
@@ -135,7 +135,7 @@ def test_groups_skip_at_steps_of_their_own():
 
 
 class Plain(toy.Wide):
-    """Without noise."""
+    """A model with a hidden layer, without noise."""
 
     def forward(self, batch, *, is_training):
         return hk.nets.MLP([self.config.hidden, 1], name="mlp")(batch["x"])[:, 0]
@@ -155,13 +155,13 @@ def global_norm(tree):
         {},
         {"micro_batches": 2},
         {"model_parallel": 2},
-        # With 20 hidden units arrays are flattened and filled up, and the last bias is whole.
+        # With 20 hidden units, the arrays are flattened and padded, and the last bias is whole.
         {"shard_update": True, "hidden": 20},
         {"shard_update": True, "slices": 2},
     ],
     ids=str,
 )
-def test_norms_are_those_of_the_whole_batch_and_of_the_new_parameters(changes):
+def test_norms_are_of_the_whole_batch_and_of_the_new_parameters(changes):
     experiment, the_mesh = make(Plain, **changes)
     examples = experiment.train_data()
     state = state_lib.init(experiment, the_mesh, 0, examples)
@@ -179,7 +179,7 @@ def test_norms_are_those_of_the_whole_batch_and_of_the_new_parameters(changes):
     gradient_norm = global_norm(jax.grad(loss)(jax.device_get(state.experiment.params)))
     after, (metrics,) = run(experiment, the_mesh, 1, state)
     assert {metrics[name].dtype for name in inspection.NORMS} == {np.dtype(np.float32)}
-    # The loss is scaled by 2**15, which loses nothing; float32 is summed in another order.
+    # Scaling the loss by 2**15 loses no precision, but float32 sums are computed in another order.
     np.testing.assert_allclose(metrics["gradient_norm"], gradient_norm, rtol=1e-5)
     np.testing.assert_allclose(
         metrics["parameter_norm"], global_norm(after.experiment.params), rtol=1e-6
@@ -187,7 +187,7 @@ def test_norms_are_those_of_the_whole_batch_and_of_the_new_parameters(changes):
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
-def test_each_group_has_norms_of_its_own_and_a_skipped_step_shows(shard_update):
+def test_each_group_has_its_own_norms_and_a_skipped_step_shows(shard_update):
     experiment, the_mesh = make(
         toy.Wide, group_assignment=GROUPS, overflow_above=2.0, shard_update=shard_update
     )
@@ -197,17 +197,17 @@ def test_each_group_has_norms_of_its_own_and_a_skipped_step_shows(shard_update):
     assert norms.shape == (12, 2) and skipped.any() and not skipped.all()
     np.testing.assert_array_equal(np.isfinite(norms), ~skipped)
     assert np.all(norms[~skipped.any(axis=1), 0] != norms[~skipped.any(axis=1), 1])
-    # Skipped, the parameters are those of the step before.
-    lengths = np.array([m["parameter_norm"] for m in history])
+    # A skipped step keeps the parameters of the step before it.
+    parameter_norms = np.array([m["parameter_norm"] for m in history])
     for step_number, group in zip(*np.nonzero(skipped[1:]), strict=True):
-        assert lengths[step_number + 1, group] == lengths[step_number, group]
-    ends = [
+        assert parameter_norms[step_number + 1, group] == parameter_norms[step_number, group]
+    final_norms = [
         global_norm(jax.tree.map(lambda x, g=g: x[g], state.experiment.params)) for g in range(2)
     ]
-    np.testing.assert_allclose(lengths[-1], ends, rtol=1e-6)
+    np.testing.assert_allclose(parameter_norms[-1], final_norms, rtol=1e-6)
 
 
-def test_norms_are_equal_on_all_replicas_bit_by_bit():
+def test_norms_have_the_same_bits_on_all_replicas():
     experiment, the_mesh = make(toy.Wide, shard_update=True, hidden=20)
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
     train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=16, seed=0)
@@ -217,7 +217,7 @@ def test_norms_are_equal_on_all_replicas_bit_by_bit():
         assert len(metrics[name].addressable_shards) == 8 and len(copies) == 1
 
 
-def test_a_skipped_step_leaves_parameters_and_network_state():
+def test_a_skipped_step_keeps_the_parameters_and_network_state():
     experiment, the_mesh = make(overflow_above=-1e9)
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
     before = jax.tree.map(np.asarray, state.experiment)
@@ -242,7 +242,7 @@ def test_network_state_is_equal_on_all_replicas():
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
-def test_precision_policies(compute):
+def test_a_precision_policy_sets_the_dtypes(compute):
     seen = []
 
     class Spy(toy.Toy):
@@ -276,7 +276,7 @@ def test_the_state_is_donated_and_nothing_compiles_again():
     assert harness.compile_count() == count
 
 
-def test_abstract_state_is_what_init_makes():
+def test_the_abstract_state_matches_the_initial_state():
     for changes in ({}, {"group_assignment": GROUPS}):
         experiment, the_mesh = make(**changes)
         args = (experiment, the_mesh, 0, experiment.train_data())
@@ -288,7 +288,7 @@ def test_abstract_state_is_what_init_makes():
 
 
 class Wide(Quiet):
-    """One wide layer over the axis 'model'."""
+    """A model with one wide layer, which is sharded over the axis 'model'."""
 
     def forward(self, batch, *, is_training):
         hidden = hk.Linear(16, name="wide")(batch["x"])
@@ -321,7 +321,7 @@ def test_an_optimizer_that_does_not_reduce_is_refused():
         state_lib.init(experiment, the_mesh, 0, experiment.train_data())
 
 
-def test_evaluation_counts_each_example_once_and_makes_an_ensemble():
+def test_evaluation_counts_each_example_once_and_adds_an_ensemble():
     experiment, the_mesh = make(Quiet, group_assignment=GROUPS)
     state, _ = run(experiment, the_mesh, 2)
     evaluate = jax.jit(step.make_eval_step(experiment, the_mesh))
@@ -340,14 +340,14 @@ def test_evaluation_counts_each_example_once_and_makes_an_ensemble():
     "changes",
     [
         {},
-        # With 20 hidden units no dimension divides by 8: the averages are stored flattened and filled up.
+        # With 20 hidden units, 8 divides no dimension, so the averages are stored flattened and padded.
         {"shard_update": True, "hidden": 20},
         {"shard_update": True, "group_assignment": GROUPS, "hidden": 18},
         {"shard_update": True, "model_parallel": 2},
     ],
     ids=str,
 )
-def test_evaluation_of_averages(changes):
+def test_averages_are_evaluated_beside_the_parameters(changes):
     experiment, the_mesh = make(toy.Averaged, **changes)
     state, _ = run(experiment, the_mesh, 3)
     evaluate = jax.jit(step.make_eval_step(experiment, the_mesh))
@@ -363,14 +363,14 @@ def test_evaluation_of_averages(changes):
     )
     whole = dataclasses.replace(whole, experiment=whole.experiment.replace(params=params))
     wanted = jax.device_get(evaluate(whole, batch))
-    # Here the averages are in the parameters' place, as a checkpoint has them.
+    # Here the averages replace the parameters, in the form that a checkpoint stores.
     np.testing.assert_allclose(sums["average/error"], wanted["error"], rtol=1e-6)
     np.testing.assert_allclose(sums["average/error"], wanted["average/error"], rtol=1e-6)
     assert np.all(sums["average/error"] != sums["error"])
     assert sums["average/error"].shape == sums["error"].shape and "average/count" not in sums
 
 
-def test_a_run_without_averages_has_none():
+def test_a_run_without_averages_evaluates_none():
     experiment, the_mesh = make()
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
     with within.run_on(the_mesh), pytest.raises(errors.UserError, match="keeps no averages"):
@@ -394,7 +394,7 @@ def test_gradients_can_be_clipped_per_replica():
 
 
 class Normed(Wide):
-    """Clips the norm of what lies along 'model', which takes a sum over that axis."""
+    """Clips the global norm of gradients that are sharded over 'model', which needs a sum over that axis."""
 
     def optimizer(self):
         opt = xshard.CrossShardOptimizer(
@@ -403,7 +403,7 @@ class Normed(Wide):
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
-def test_groups_along_the_model_axis_skip_at_steps_of_their_own():
+def test_groups_with_a_model_axis_skip_steps_independently():
     groups = ((0, 2), (1, 3))
     experiment, the_mesh = make(
         Normed, model_parallel=2, group_assignment=groups, overflow_above=2.0

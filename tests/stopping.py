@@ -1,11 +1,11 @@
-"""Experiments that callbacks end."""
+"""Experiments whose callbacks end the run."""
 
 import xshard
 from tests import toy
 
 
 class Stopping(toy.Toy):
-    """Ends when its error is no longer halved from one evaluation to the next."""
+    """Ends after two consecutive evaluations that do not lower the best error by more than 0.5."""
 
     def callbacks(self):
         metric = self.config.get("metric", "error")
@@ -18,7 +18,7 @@ class Stopping(toy.Toy):
 
 
 class Showing(Stopping):
-    """Shows what it has learnt, too."""
+    """Also shows samples."""
 
     def samples(self, predict, key):
         return toy.Talking.samples(self, predict, key)

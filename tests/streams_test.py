@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, broken or of few characters: real processes and descriptors."""
+"""Tests of standard streams that are closed, full, broken or ASCII only, with real processes and descriptors."""
 
 import io
 import os
@@ -12,7 +12,7 @@ from tests.launch import harness
 from xshard import cli
 from xshard.files import streams
 
-# Prints more than any buffer holds, and says in a file, the first to be opened, how it went.
+# Prints more than any buffer holds, and reports to a file. The file is opened first: its descriptor must be above 2.
 PROGRAM = """
 import contextlib, os, sys
 from xshard import cli
@@ -36,13 +36,13 @@ SHELL = {
     "stdin closed": "<&- >/dev/null",
     "all closed": "<&- >&- 2>&-",
     "a full device": ">/dev/full 2>/dev/full",
-    "a pager that has seen enough": "2>&1 | head -c 1",
-    "a reader that is gone": "> >(true) 2>&1",
+    "a pager that has quit": "2>&1 | head -c 1",
+    "a reader that has ended": "> >(true) 2>&1",
 }
 
 
 @pytest.mark.parametrize("case", SHELL)
-def test_the_work_is_done_and_the_exit_code_is_its_own(tmp_path, case):
+def test_a_program_finishes_with_its_own_exit_code(tmp_path, case):
     line = f'"$@" {SHELL[case]}; exit ${{PIPESTATUS[0]}}'
     command = ["bash", "-c", line, "-", sys.executable, "-c", PROGRAM, str(tmp_path / "said")]
     done = subprocess.run(
@@ -56,17 +56,17 @@ def test_the_work_is_done_and_the_exit_code_is_its_own(tmp_path, case):
     assert (tmp_path / "said").read_text() == "done '' True"
 
 
-def test_a_terminal_that_goes_away(tmp_path):
-    ours, its = pty.openpty()
+def test_a_program_outlives_its_terminal(tmp_path):
+    ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "said")],
         env=harness.environment(),
         stdin=subprocess.DEVNULL,
-        stdout=its,
-        stderr=its,
+        stdout=theirs,
+        stderr=theirs,
         start_new_session=True,
     )
-    os.close(its)
+    os.close(theirs)
     assert os.read(ours, 1)
     os.close(ours)
     assert process.wait(harness.FOREVER) == 7
@@ -74,7 +74,7 @@ def test_a_terminal_that_goes_away(tmp_path):
 
 
 @pytest.mark.parametrize("module", ["xshard.main", "xshard.dryrun", "launch"])
-def test_help_into_a_pager_that_has_seen_enough(module):
+def test_help_into_a_pager_that_has_quit(module):
     line = '"$@" --help | true; exit ${PIPESTATUS[0]}'
     command = ["bash", "-c", line, "-", sys.executable, "-m", module]
     done = subprocess.run(command, env=harness.environment(), capture_output=True, text=True)
@@ -89,7 +89,7 @@ class Broken(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-def test_what_cannot_be_written_is_dropped_and_what_cannot_be_encoded_is_escaped():
+def test_a_broken_stream_drops_text_and_an_ascii_stream_escapes_it():
     stream = streams.lasting(Broken())
     assert stream.write("text") == 4
     stream.flush()
@@ -103,9 +103,9 @@ def test_what_cannot_be_written_is_dropped_and_what_cannot_be_encoded_is_escaped
     stream.write("no more")
 
 
-def test_a_program_that_is_run_twice_has_one_of_each(monkeypatch):
+def test_a_second_run_does_not_wrap_the_streams_again(monkeypatch):
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, io.StringIO())
     assert cli.run(lambda: 3) == 3
-    once = sys.stdout
-    assert cli.run(lambda: 3) == 3 and sys.stdout is once
+    wrapped = sys.stdout
+    assert cli.run(lambda: 3) == 3 and sys.stdout is wrapped

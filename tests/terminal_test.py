@@ -1,4 +1,4 @@
-"""What a run shows: lines where nobody watches, one line that is kept up to date where somebody does."""
+"""Tests of a run's output: a line for each row in a file, and one line that is updated in place on a terminal."""
 
 import contextlib
 import io
@@ -24,43 +24,43 @@ ROW = {"step": 5, "accuracy": 0.5, "loss": [1.25, 3e-7], "scale": 65536.0, "perf
 
 def make(show=terminal.Show.NORMAL, steps=100):
     now = [0.0]
-    made = terminal.Terminal(steps, show, lambda: now[0])
-    return made, now
+    created = terminal.Terminal(steps, show, lambda: now[0])
+    return created, now
 
 
-def test_a_line_for_each_row_where_stdout_is_a_file(capsys):
-    shown, now = make()
-    shown.start(0)
+def test_each_row_is_a_line_where_stdout_is_a_file(capsys):
+    display, now = make()
+    display.start(0)
     now[0] = 10.0
-    shown.progress(5)
-    shown.row(ROW, 0.625)
-    shown.close()
+    display.progress(5)
+    display.row(ROW, 0.625)
+    display.close()
     out = capsys.readouterr().out
     assert out == (
         "step   5/100  loss [1.25 3e-07]  accuracy 0.5  scale 65536  0.6 steps/s  3:10 left\n"
     )
 
 
-def test_quiet_is_quiet(capsys):
-    shown, _ = make(terminal.Show.QUIET)
-    shown.start(0)
-    shown.row(ROW, 1.0)
-    shown.say("step 5: saved")
-    shown.close()
+def test_quiet_prints_nothing(capsys):
+    display, _ = make(terminal.Show.QUIET)
+    display.start(0)
+    display.row(ROW, 1.0)
+    display.say("step 5: saved")
+    display.close()
     assert capsys.readouterr() == ("", "")
 
 
 class Screen:
-    """A terminal of 80 columns that remembers its lines, and understands what is written to it."""
+    """A terminal that interprets the text and escape sequences written to it, and keeps its lines."""
 
     def __init__(self):
         self.lines, self._row, self._column = [""], 0, 0
 
     def write(self, text):
         for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]", text):
-            self._one(part)
+            self._apply(part)
 
-    def _one(self, part):
+    def _apply(self, part):
         if part == "\n":
             self._row += 1
             if self._row == len(self.lines):
@@ -72,7 +72,7 @@ class Screen:
         elif re.fullmatch(r"\x1b\[\d*A", part):
             self._row -= int(part[2:-1] or 1)
         elif part.startswith("\x1b["):
-            assert part.endswith("m"), f"nothing else moves or hides: {part!r}"
+            assert part.endswith("m"), f"an unexpected escape sequence: {part!r}"
         else:
             line = self.lines[self._row].ljust(self._column)
             self.lines[self._row] = line[: self._column] + part + line[self._column + 1 :]
@@ -80,7 +80,7 @@ class Screen:
 
 
 class Tty(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that reports that it is a terminal."""
 
     def isatty(self):
         return True
@@ -88,9 +88,9 @@ class Tty(io.StringIO):
 
 @pytest.fixture
 def open_screen(monkeypatch):
-    """Makes stdout and stderr a terminal; a function that reads what is on it."""
+    """Returns a function that replaces stdout and stderr by a terminal, and returns a reader of its lines."""
 
-    def opened(term="xterm"):
+    def open_terminal(term="xterm"):
         stream = Tty()
         for name, value in {"TERM": term, "COLUMNS": "80"}.items():
             monkeypatch.setenv(name, value)
@@ -98,92 +98,101 @@ def open_screen(monkeypatch):
             monkeypatch.setattr(sys, name, stream)
 
         def read():
-            made = Screen()
-            # As the system does it on a terminal.
-            made.write(stream.getvalue().replace("\n", "\r\n"))
-            return [line.rstrip() for line in made.lines]
+            created = Screen()
+            # The system translates newlines on a terminal in this way.
+            created.write(stream.getvalue().replace("\n", "\r\n"))
+            return [line.rstrip() for line in created.lines]
 
         return read
 
-    yield opened
+    yield open_terminal
     terminal.leave()
 
 
-def test_one_line_is_kept_up_to_date_and_all_else_is_above_it(open_screen):
+def test_the_progress_line_is_updated_below_all_other_output(open_screen):
     screen = open_screen()
-    shown, now = make()
-    shown.start(0)
+    display, now = make()
+    display.start(0)
     for step in range(1, 51):
         now[0] += 0.1
-        shown.progress(step)
+        display.progress(step)
         if step == 10:
-            shown.row({**ROW, "step": 10, "loss": 0.5}, 10.0)
+            display.row({**ROW, "step": 10, "loss": 0.5}, 10.0)
     print("from anywhere")
     thread = threading.Thread(target=lambda: print("from another thread", file=sys.stderr))
     thread.start()
     thread.join()
-    shown.say("step 50: saved")
-    said, line = screen()[:-1], screen()[-1]
-    assert said == ["from anywhere", "from another thread", "step 50: saved"]
+    display.say("step 50: saved")
+    lines_above, line = screen()[:-1], screen()[-1]
+    assert lines_above == ["from anywhere", "from another thread", "step 50: saved"]
     assert line.endswith("step 48/100  loss 0.5  10.0 steps/s  0:05 left"), line
     now[0] += 1
-    shown.progress(60)
+    display.progress(60)
     assert "step 60/100" in screen()[-1] and len(screen()) == 4
-    shown.close()
+    display.close()
     print("results")
     assert "step 60/100" in screen()[3] and screen()[4] == "results"
 
 
-def test_the_line_is_drawn_a_few_times_a_second(open_screen):
+def test_the_progress_line_is_drawn_a_few_times_a_second(open_screen):
     open_screen()
-    shown, now = make(steps=10_000)
-    shown.start(0)
+    display, now = make(steps=10_000)
+    display.start(0)
     for step in range(1, 10_001):
         now[0] += 0.001
-        shown.progress(step)
+        display.progress(step)
     assert 30 <= sys.stdout.rich_proxied_file.getvalue().count("step ") <= 50
 
 
-@pytest.mark.parametrize("show,shown_too", [("NORMAL", False), ("VERBOSE", True)])
-def test_rows_are_lines_on_a_terminal_if_all_is_to_be_shown(open_screen, show, shown_too):
+@pytest.mark.parametrize("show,is_shown", [("NORMAL", False), ("VERBOSE", True)])
+def test_rows_are_printed_on_a_terminal_only_if_verbose(open_screen, show, is_shown):
     screen = open_screen()
-    shown, _ = make(terminal.Show[show])
-    shown.start(0)
-    shown.row(ROW, 1.0)
-    assert any("accuracy 0.5" in line for line in screen()) == shown_too
+    display, _ = make(terminal.Show[show])
+    display.start(0)
+    display.row(ROW, 1.0)
+    assert any("accuracy 0.5" in line for line in screen()) == is_shown
 
 
-def test_who_leaves_at_once_leaves_the_line_behind(open_screen):
+def test_leaving_at_once_ends_the_progress_line_and_restores_stdout(open_screen):
     screen = open_screen()
-    shown, _ = make()
-    shown.start(0)
+    display, _ = make()
+    display.start(0)
     assert "step 0/100" in screen()[-1]
     terminal.leave()
     assert screen()[-1] == "" and isinstance(sys.stdout, Tty)
-    # The run may still be about to close it.
-    shown.close()
+    # The run may still close the display after that.
+    display.close()
 
 
-def test_a_terminal_that_can_do_nothing_gets_lines(open_screen):
+def test_a_dumb_terminal_gets_a_line_for_each_row(open_screen):
     screen = open_screen("dumb")
-    shown, _ = make()
-    shown.start(0)
-    shown.row(ROW, 1.0)
+    display, _ = make()
+    display.start(0)
+    display.row(ROW, 1.0)
     assert screen()[0].startswith("step   5/100  loss [1.25 3e-07]")
 
 
 def run_on_a_terminal(*arguments, until="", send=b""):
-    """Runs Python on a real pseudo-terminal; the exit code and what is on the screen."""
+    """Runs Python on a real pseudo-terminal.
+
+    Args:
+      *arguments: the arguments of Python.
+      until: the output after which to send bytes; none by default.
+      send: the bytes.
+
+    Returns:
+      The exit code, and the lines on the screen.
+    """
     ours, theirs = pty.openpty()
-    # Ctrl-C is for the processes whose terminal it is.
-    own = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv)"
+    # Ctrl-C reaches only processes whose controlling terminal this is, so the program first makes it its own.
+    program = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv)"
     process = subprocess.Popen(
-        [sys.executable, "-c", own, *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
+        [sys.executable, "-c", program, *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
         start_new_session=True, env={**environment(), "TERM": "xterm", "COLUMNS": "200"},
     )  # fmt: skip
     os.close(theirs)
     output = b""
-    # The system says with an error that the other side is closed.
+    # A read raises an error when the other side is closed.
     with contextlib.suppress(OSError):
         while piece := os.read(ours, 4096):
             output += piece
@@ -196,7 +205,7 @@ def run_on_a_terminal(*arguments, until="", send=b""):
     return process.wait(), [line.rstrip() for line in screen.lines]
 
 
-def test_a_run_on_a_real_terminal_that_ctrl_c_stops(tmp_path):
+def test_ctrl_c_stops_a_run_on_a_real_terminal(tmp_path):
     code, lines = run_on_a_terminal(
         "-m", "xshard.main", "--config=tests/toy.py", "--cpu_devices=4", f"--workdir={tmp_path}",
         "--config.steps=1000000", "--config.checkpoint.every_steps=1000000",
@@ -215,7 +224,7 @@ def test_a_run_on_a_real_terminal_that_ctrl_c_stops(tmp_path):
     assert "to resume: " in below and "saved 84 B" in above + below
 
 
-def test_what_comes_after_a_process_that_leaves_at_once_is_on_a_line_of_its_own():
+def test_output_after_a_process_that_left_at_once_begins_a_new_line():
     code, lines = run_on_a_terminal(
         "-c",
         "from xshard.metrics import terminal\nfrom xshard.pod import ends\n"
@@ -230,7 +239,7 @@ def params(**shapes):
 
 
 def table_of(tree, the_mesh, whole=False):
-    """The lines of the table, without the title."""
+    """Returns the lines of the table, without the title."""
     return overview.model(
         toy.get_config(), the_mesh, trees.leaves_by_path(tree), whole=whole
     ).splitlines()[1:]
@@ -278,5 +287,5 @@ def test_a_long_table_is_cut_in_the_middle():
         ({"skipped": 0}, {"skipped": 0, "loss_scale": 2.0}, ""),
     ],
 )
-def test_what_a_person_should_hear_of(before, row, text):
+def test_skipped_steps_and_loss_scale_changes_are_reported(before, row, text):
     assert log.changes({"step": 100, **before}, {"step": 150, **row}) == text

@@ -1,4 +1,4 @@
-"""A small experiment, and its config, for tests of the loop and the program."""
+"""A small experiment, its variants and its config, for tests of the loop and the program."""
 
 import haiku as hk
 import jax
@@ -12,7 +12,7 @@ from tests import pace
 
 
 class Toy(xshard.Supervised):
-    """Linear regression on made-up numbers, with noise in training so that keys count."""
+    """Linear regression on synthetic data. Noise in training makes the result depend on the random keys."""
 
     def train_data(self):
         rng = np.random.default_rng(0)
@@ -37,7 +37,7 @@ class Toy(xshard.Supervised):
 
     def loss(self, outputs, batch):
         error = jnp.mean((outputs - batch["y"]) ** 2)
-        # Now and then a loss beyond all bounds, as a step that a dynamic scale skips.
+        # The loss of some batches is infinite, so that a dynamic loss scale skips the step.
         bad = jnp.max(batch["x"]) > self.config.overflow_above
         return jnp.where(bad, jnp.inf, 1.0) * error, {"error": error}
 
@@ -53,7 +53,7 @@ class Toy(xshard.Supervised):
 
 
 class Wide(Toy):
-    """With a hidden layer, whose arrays can be cut."""
+    """Adds a hidden layer, whose arrays can be sharded."""
 
     def forward(self, batch, *, is_training):
         x = batch["x"]
@@ -63,7 +63,7 @@ class Wide(Toy):
 
 
 class Divided(Wide):
-    """With a square layer along the model axis."""
+    """Adds a square layer that is sharded over the model axis."""
 
     def forward(self, batch, *, is_training):
         del is_training
@@ -79,7 +79,7 @@ class Divided(Wide):
 
 
 class Poisoned(Wide):
-    """With NaN in one example of the batches of some steps; in float32, with a loss scale or without."""
+    """Puts NaN into one example of the batches of some steps; in float32, with or without a loss scale."""
 
     def train_batches(self, part):
         return _Poisoned(super().train_batches(part), part, self.config.poisoned)
@@ -94,7 +94,7 @@ class Poisoned(Wide):
 
 
 class Lowered(Poisoned):
-    """Its updates can be lowered; it keeps averages of its parameters."""
+    """Scales its updates down after a roll-back, and keeps averages of its parameters."""
 
     def optimizer(self):
         rule = xshard.OptaxOptimizer(optax.adam(0.1), backs_off=True)
@@ -103,14 +103,14 @@ class Lowered(Poisoned):
 
 
 class _Poisoned:
-    """Batches of which the first example of a group is not a number at some steps."""
+    """Batches in which the label of a group's first example is NaN at some steps."""
 
     state_is_shared = True
 
     def __init__(self, batches, part, poisoned):
         self._batches = batches
         self._part = part
-        self._poisoned = {tuple(one) for one in poisoned}
+        self._poisoned = {tuple(entry) for entry in poisoned}
 
     def __next__(self):
         step = self._batches.get_state()["batches"] + 1
@@ -131,7 +131,7 @@ class _Poisoned:
 
 
 class Overflowing(Toy):
-    """Its last update takes the parameters beyond all bounds, where no loss and no gradient was."""
+    """Makes the parameters nonfinite in update `overflow_at`, by default the last; its gradients are finite."""
 
     def optimizer(self):
         rate = lambda count: jnp.where(count == self.config.overflow_at - 1, jnp.inf, 0.0)
@@ -139,7 +139,7 @@ class Overflowing(Toy):
 
 
 class Talking(Toy):
-    """Says what it has learnt."""
+    """Shows predictions as a text sample."""
 
     def samples(self, predict, key):
         x = jax.device_get(jax.random.normal(key, (2, 3)))
@@ -155,7 +155,7 @@ class Averaged(Wide):
 
 
 class Frozen(Averaged):
-    """Trains its last layer alone."""
+    """Trains its last layer only: it returns no gradients for the first layer."""
 
     def clip_gradients(self, grads):
         first = "mlp/~/linear_0"
@@ -163,7 +163,7 @@ class Frozen(Averaged):
 
 
 class Kept(Averaged):
-    """Trains its last layer alone, as it says by a path."""
+    """Freezes the parameters whose paths match the config's `kept`."""
 
     def frozen(self):
         return self.config.kept
@@ -177,14 +177,14 @@ class OneSlice(Toy):
 
 
 class Drifting(Toy):
-    """Forgets to reduce."""
+    """Lacks the reduction of gradients, which is a mistake."""
 
     def optimizer(self):
         return xshard.OptaxOptimizer(optax.sgd(0.1))
 
 
 class FailsOnOne(Toy):
-    """Finds no data on one of its processes."""
+    """Has no data on process 1."""
 
     def train_data(self):
         if jax.process_index() == 1:
@@ -193,7 +193,7 @@ class FailsOnOne(Toy):
 
 
 class Uneven(Toy):
-    """Has less to be judged by on one of its processes."""
+    """Has fewer evaluation examples on process 1."""
 
     def eval_data(self):
         count = 9 if jax.process_index() == 1 else 10
@@ -201,7 +201,7 @@ class Uneven(Toy):
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """A run of some steps."""
+    """Returns the config of a short run."""
     config = xshard.config.default()
     config.experiment = "tests.toy.Toy"
     config.steps = 12

@@ -1,4 +1,4 @@
-"""What a run has trained, loaded elsewhere."""
+"""Tests of `xshard.load`, which loads a run's trained model elsewhere."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def train(directory, **changes):
     ],
     ids=str,
 )
-def test_it_is_what_the_run_has_trained(tmp_path, changes):
+def test_a_loaded_model_predicts_with_the_run_s_parameters(tmp_path, changes):
     train(tmp_path, **changes)
     trained = xshard.load(str(tmp_path))
     assert int(trained.state.step) == 10
@@ -40,12 +40,12 @@ def test_it_is_what_the_run_has_trained(tmp_path, changes):
     w = [np.asarray(mlp[f"mlp/~/linear_{i}"]["w"]) for i in (0, 1)]
     b = [np.asarray(mlp[f"mlp/~/linear_{i}"]["b"]) for i in (0, 1)]
     outputs = np.maximum(BATCH["x"] @ w[0] + b[0][..., None, :], 0) @ w[1] + b[1][..., None, :]
-    # The mean over groups. Sums of 20 numbers in float32, in another order.
+    # A prediction is the mean over groups. float32 sums of 20 numbers are computed in another order.
     wanted = outputs[..., 0].reshape(-1, 5).mean(axis=0)
     np.testing.assert_allclose(trained.predict(BATCH), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_another_checkpoint_and_what_is_not_there(tmp_path):
+def test_loading_takes_any_checkpoint_and_changes_no_file(tmp_path):
     train(tmp_path)
     assert int(xshard.load(f"{tmp_path}@5").state.step) == 5
     with pytest.raises(checkpoint.CheckpointError, match="7"):
@@ -57,22 +57,22 @@ def test_another_checkpoint_and_what_is_not_there(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_a_script_of_three_lines_on_one_device(tmp_path):
+def test_a_script_of_three_lines_predicts_on_one_device(tmp_path):
     train(tmp_path, **{"reduction.shard_update": True})
     script = (
         "import numpy as np, xshard\n"
         f"trained = xshard.load({str(tmp_path)!r})\n"
         "print(trained.predict({'x': np.ones((5, 3), np.float32), 'y': np.zeros(5, np.float32)}))"
     )
-    told = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    alone = np.array(told.stdout.strip(" []\n").split(), np.float32)
-    # Eight digits are printed.
+    alone = np.array(finished.stdout.strip(" []\n").split(), np.float32)
+    # The script prints eight digits.
     np.testing.assert_allclose(alone, xshard.load(str(tmp_path)).predict(BATCH), rtol=1e-6)
 
 
-def test_groups_need_a_device_each(tmp_path):
+def test_each_group_needs_a_device(tmp_path):
     train(tmp_path, group_assignment=HALVES)
     with pytest.raises(xshard.UserError, match="as 2 group"):
         xshard.load(str(tmp_path), jax.devices()[:1])

@@ -1,4 +1,4 @@
-"""Two learners in turn, and a moving average of one: an experiment for tests, with the config of `tests.toy`."""
+"""An experiment for tests: two learners that train in turn, and a moving average of one. Its config: `tests.toy`."""
 
 import haiku as hk
 import jax
@@ -10,12 +10,12 @@ from tests import toy
 
 
 class Turns(xshard.Experiment):
-    """A network learns numbers, and what another thinks of its mistakes; that one learns these."""
+    """One network learns the labels. A second learns to predict the first one's errors, which the first keeps small."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.guess = xshard.Learner(self._guess, self._rule, self.config)
-        self.doubt = xshard.Learner(self._doubt, self._rule, self.config)
+        self.guess = xshard.Learner(self._guess, self._optimizer, self.config)
+        self.doubt = xshard.Learner(self._doubt, self._optimizer, self.config)
         self._toy = toy.Toy(config)
 
     def train_data(self):
@@ -31,7 +31,7 @@ class Turns(xshard.Experiment):
         hidden = jnp.tanh(hk.Linear(self.config.hidden, name="hidden")(x))
         mean = hk.get_state("mean", hidden.shape[1:], hidden.dtype, jnp.zeros)
         if is_training:
-            # Over all replicas.
+            # The mean is over all replicas.
             now = jax.lax.pmean(jnp.mean(hidden, axis=0), ("slice", "replica"))
             hk.set_state("mean", 0.9 * mean + 0.1 * now)
             mean = now
@@ -41,7 +41,7 @@ class Turns(xshard.Experiment):
         inputs = jnp.concatenate([x, y[:, None]], axis=-1)
         return hk.nets.MLP([self.config.hidden, 1], activation=jnp.tanh)(inputs)[:, 0]
 
-    def _rule(self):
+    def _optimizer(self):
         opt = xshard.OptaxOptimizer(optax.sgd(1e-4, momentum=0.9), name="sgd")
         opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
         return xshard.MixedPrecisionLossScaleOptimizer(
@@ -67,7 +67,7 @@ class Turns(xshard.Experiment):
     def _guess_loss(self, doubt, state, batch, key):
         y, net_state = self.guess.apply(state, key, batch["x"], is_training=True)
         doubts, _ = self.doubt.apply(doubt, None, batch["x"], y)
-        # Now and then a loss beyond all bounds, of which this learner's scale is lowered, and not the other's.
+        # The loss of some batches is infinite, which lowers the loss scale of this learner and not the other's.
         bad = jnp.max(batch["x"]) > self.config.overflow_above
         error = jnp.where(bad, jnp.inf, 1.0) * jnp.mean((y - batch["y"]) ** 2)
         return error + 0.1 * jnp.mean(doubts), net_state, {"error": error}
@@ -79,7 +79,7 @@ class Turns(xshard.Experiment):
             return self.doubt.apply(state, None, batch["x"], y)[0]
 
         error = jnp.mean((doubts(y) - jnp.abs(y - batch["y"])) ** 2)
-        # Its slope, too, is learnt to be small: a derivative of a derivative.
+        # The loss also penalizes the slope, so its gradient is a derivative of a derivative.
         slope = jax.grad(lambda y: jnp.sum(doubts(y)))(y)
         return error + 0.1 * jnp.mean(slope**2), state.net_state, {}
 
@@ -95,7 +95,7 @@ class Turns(xshard.Experiment):
 
 
 class Divided(Turns):
-    """With a square layer along the model axis, and its average."""
+    """Adds a layer, so that a square layer and its average are sharded over the model axis."""
 
     def _guess(self, x, *, is_training):
         wide = jnp.tanh(hk.Linear(self.config.hidden, name="wide")(x))

@@ -1,4 +1,4 @@
-"""What Weights & Biases is given; a stand-in takes it, as real ones are made by its service."""
+"""Tests of the data sent to Weights & Biases. A stand-in receives it, because real runs need the service."""
 
 import sys
 import types
@@ -11,7 +11,7 @@ from xshard.metrics import writers
 
 
 class Run:
-    """What `wandb.init` returns."""
+    """A stand-in for the run that `wandb.init` returns."""
 
     def __init__(self, sent, options):
         self.options = options
@@ -30,14 +30,14 @@ class Error(Exception):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """What was sent, and the arguments of each `init`."""
-    found = types.SimpleNamespace(rows=[], options=[], error=None)
+    """Returns the rows sent, the arguments of each `init`, and the error that `init` raises, if set."""
+    record = types.SimpleNamespace(rows=[], options=[], error=None)
 
     def init(**options):
-        if found.error:
-            raise Error(found.error)
-        found.options.append(options)
-        return Run(found.rows, options)
+        if record.error:
+            raise Error(record.error)
+        record.options.append(options)
+        return Run(record.rows, options)
 
     stand_in = types.SimpleNamespace(
         init=init,
@@ -47,10 +47,10 @@ def sent(monkeypatch):
         Histogram=lambda *, np_histogram: ("histogram", *np_histogram),
     )
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    return found
+    return record
 
 
-def part(directory, step, rows, *, killed=False):
+def write_part(directory, step, rows, *, killed=False):
     history = lambda: writers.read(directory / "metrics.jsonl")
     shown = writers.JsonLines(directory / "samples.jsonl", step)
     from_file = lambda: writers.read(directory / "samples.jsonl")
@@ -72,52 +72,52 @@ def training(step):
     return {"step": step, "loss": [1.0, float(step)], "scale": None}
 
 
-def test_one_run_goes_on_and_gets_each_row(tmp_path, sent):
+def test_all_parts_of_a_run_send_their_rows_to_one_wandb_run(tmp_path, sent):
     evaluation = {"step": 2, "eval/error": 0.5}
-    part(tmp_path, 0, [training(1), training(2), evaluation])
+    write_part(tmp_path, 0, [training(1), training(2), evaluation])
     values = lambda step: {"step": step, "loss/0": 1.0, "loss/1": float(step)}
     first = [(1, values(1)), (2, values(2)), (2, evaluation), "finished"]
     assert sent.rows == first
-    # The next part goes on before the end of the last one; then one is killed, and lets all be sent again.
-    part(tmp_path, 1, [training(2), evaluation, training(3)], killed=True)
+    # The next part resumes before the end of the last one, and is killed, so the part after it sends its row again.
+    write_part(tmp_path, 1, [training(2), evaluation, training(3)], killed=True)
     assert sent.rows == [*first, (3, values(3))]
-    part(tmp_path, 3, [training(4)])
+    write_part(tmp_path, 3, [training(4)])
     assert sent.rows == [*first, (3, values(3)), (3, values(3)), (4, values(4)), "finished"]
     ids = {options["id"] for options in sent.options}
     assert len(sent.options) == 3 and len(ids) == 1
     assert sent.options[0]["resume"] == "allow" and sent.options[0]["config"] == {"a": 1}
 
 
-def test_a_first_part_that_is_killed_is_of_the_same_run(tmp_path, sent):
-    part(tmp_path, 0, [training(1)], killed=True)
-    part(tmp_path, 0, [training(1), training(2)])
+def test_a_killed_first_part_belongs_to_the_same_run(tmp_path, sent):
+    write_part(tmp_path, 0, [training(1)], killed=True)
+    write_part(tmp_path, 0, [training(1), training(2)])
     first, second = sent.options
     assert first["id"] == second["id"]
-    # Nobody knows what of the first part has arrived.
+    # Some rows of the killed part may not have arrived, so all are sent again.
     assert [row[0] for row in sent.rows if row != "finished"] == [1, 1, 2]
 
 
-def test_what_weights_and_biases_refuses_is_a_message(tmp_path, sent):
+def test_a_refusal_by_weights_and_biases_is_a_message(tmp_path, sent):
     sent.error = "no key."
     with pytest.raises(ValueError, match="cannot start: no key. .*WANDB_MODE=offline"):
-        part(tmp_path, 0, [])
+        write_part(tmp_path, 0, [])
 
 
 def test_samples_are_sent_once_and_after_the_rows_of_their_step(tmp_path, sent):
     pixels = samples.Image(np.zeros((2, 4))).item()
     bars = samples.Histogram(np.arange(4)).item()
     shown = {"a": {"kind": "text", "text": "x < y"}, "b": pixels, "c": bars}
-    # Of several learners, each of whose losses has its name; an evaluation follows its step's row.
+    # With several learners, each loss has its learner's name. An evaluation follows the row of its step.
     rows = [{"step": 1, "net/loss": 1.0}, {"step": 1, "eval/error": 2.0}]
     rows += [{"step": 1, "samples": shown}, {"step": 2, "net/loss": 1.0}]
-    part(tmp_path, 0, rows, killed=True)
+    write_part(tmp_path, 0, rows, killed=True)
     values = [values for _, values in sent.rows]
     assert [step for step, _ in sent.rows] == [1, 1, 1, 2] and values[:2] == rows[:2]
     assert values[2]["a"] == ("html", "<pre>x &lt; y</pre>")
     assert f"data:image/png;base64,{pixels['png']}" in values[2]["b"][1]
     assert values[2]["c"] == ("histogram", bars["counts"], bars["edges"])
-    # The next part sends again what nobody knows to be there, in the same order, and then nothing twice.
-    part(tmp_path, 2, [])
+    # The next part resends all rows in order, as some may not have arrived. The part after it sends nothing twice.
+    write_part(tmp_path, 2, [])
     assert sent.rows[4:8] == sent.rows[:4] and sent.rows[8:] == ["finished"]
-    part(tmp_path, 2, [])
+    write_part(tmp_path, 2, [])
     assert sent.rows[9:] == ["finished"]

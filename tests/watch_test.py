@@ -1,4 +1,4 @@
-"""What a run hears of: in one process here; between processes, in tests/launch/pod_test.py."""
+"""Tests of the watch over a run, in one process; tests/launch/pod_test.py tests it between processes."""
 
 import concurrent.futures
 import contextlib
@@ -23,12 +23,12 @@ from xshard.pod import heartbeat, notice, signals, status, watch
 
 
 def poll(watching):
-    """Polls as the steps of a run do, until there is something to be done."""
+    """Polls as the steps of a run do, until there is a notice; returns it."""
     return harness.wait_until(watching.poll)
 
 
 def calls_of(monkeypatch, watching, name):
-    """A list that grows each time that a method of the watch has come to its end."""
+    """Returns a list that grows each time a method of the watch has returned."""
     ended = []
     original = getattr(watching, name)
 
@@ -45,7 +45,7 @@ def calls_of(monkeypatch, watching, name):
     [(signal.SIGINT, 130), (signal.SIGTERM, 42), (signal.SIGHUP, 42), (signal.SIGUSR1, 42),
      (signal.SIGUSR2, 42), (signal.SIGXCPU, 42)],
 )  # fmt: skip
-def test_a_signal_becomes_a_notice_and_only_one(tmp_path, capfd, monkeypatch, number, code):
+def test_repeated_signals_become_one_notice(tmp_path, capfd, monkeypatch, number, code):
     watching = watch.Watch(tmp_path)
     signalled = calls_of(monkeypatch, watching, "_signalled")
     with watching:
@@ -54,7 +54,7 @@ def test_a_signal_becomes_a_notice_and_only_one(tmp_path, capfd, monkeypatch, nu
         heard = poll(watching)
         assert heard == (notice.STOP, signal.Signals(number).name, code)
         if number != signal.SIGINT:
-            # As those come that stop a job on many hosts, or at the limit of CPU time: several times over.
+            # The signals that stop a job on many hosts, or at the limit of CPU time, come several times.
             os.kill(os.getpid(), number)
             harness.wait_until(lambda: len(signalled) == 2)
             assert watching._agreement._asked is None and watching.poll() is None
@@ -62,18 +62,18 @@ def test_a_signal_becomes_a_notice_and_only_one(tmp_path, capfd, monkeypatch, nu
     assert capfd.readouterr().err.count(said) == 1
 
 
-def test_a_signal_of_before_the_watch_is_heard(tmp_path):
+def test_a_signal_from_before_the_watch_is_handled(tmp_path):
     with signals.Heard() as heard:
         os.kill(os.getpid(), signal.SIGTERM)
         watching = watch.Watch(tmp_path, heard=heard)
-        # Before it hears: a process that has not come to its first step leaves at once.
+        # This poll comes before the watch reads the signal, because a stop before the first poll ends the process.
         watching.poll()
         with watching:
             assert poll(watching).why == "SIGTERM"
 
 
-def test_a_signal_while_python_stands_still(tmp_path):
-    # What waits at it waits in C, as in a compilation: no handler of Python's can run.
+def test_a_signal_is_handled_while_python_is_blocked(tmp_path):
+    # The main thread waits at this barrier in C, as in a compilation, so no Python handler can run.
     libc, barrier = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     assert libc.pthread_barrier_init(barrier, None, 2) == 0
 
@@ -92,16 +92,16 @@ def test_a_signal_while_python_stands_still(tmp_path):
         assert poll(watching).why == "SIGTERM"
 
 
-def test_the_handlers_are_given_back(tmp_path):
+def test_the_signal_handlers_are_restored(tmp_path):
     numbers = (signal.SIGINT, signal.SIGTERM)
     heard = []
-    # Of this test's own: whoever starts the tests in the background has them ignore SIGINT.
-    own = {number: lambda got, _: heard.append(got) for number in numbers}
-    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    # The test sets its own handlers, because a program that a shell starts in the background ignores SIGINT.
+    handlers = {number: lambda got, _: heard.append(got) for number in numbers}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         with watch.Watch(tmp_path):
             pass
-        assert {number: signal.getsignal(number) for number in numbers} == own
+        assert {number: signal.getsignal(number) for number in numbers} == handlers
         assert signal.set_wakeup_fd(-1) == -1
         for number in numbers:
             os.kill(os.getpid(), number)
@@ -111,14 +111,14 @@ def test_the_handlers_are_given_back(tmp_path):
             signal.signal(number, handler)
 
 
-def test_a_stop_file(tmp_path):
+def test_a_stop_file_stops_the_run(tmp_path):
     with watch.Watch(tmp_path) as watching:
         assert watching.poll() is None
         (tmp_path / "STOP").touch()
         assert poll(watching) == (notice.STOP, f"there is a file {tmp_path / 'STOP'}", 42)
 
 
-def test_stop_after(tmp_path, monkeypatch):
+def test_stop_after_stops_the_run_after_its_time(tmp_path, monkeypatch):
     passed = 0.0
     now = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
     monkeypatch.setattr(watch, "time", now)
@@ -128,7 +128,7 @@ def test_stop_after(tmp_path, monkeypatch):
         assert poll(watching) == (notice.STOP, "the time of --stop_after has passed", 42)
 
 
-def test_a_save_that_is_asked_for_and_a_stop_that_outdoes_it(tmp_path):
+def test_a_save_is_announced_and_a_stop_overrides_it(tmp_path):
     with watch.Watch(tmp_path) as watching:
         watching.poll()
         watching.ask(notice.Notice(notice.SAVE, "it is time"))
@@ -139,7 +139,7 @@ def test_a_save_that_is_asked_for_and_a_stop_that_outdoes_it(tmp_path):
         assert poll(watching).why == "enough"
 
 
-def test_a_save_for_the_same_point_does_not_undo_a_stop(tmp_path):
+def test_a_save_at_the_same_step_does_not_undo_a_stop(tmp_path):
     with watch.Watch(tmp_path) as watching:
         watching.poll()
         for rounds, kind in enumerate((notice.STOP, notice.SAVE), 1):
@@ -148,7 +148,7 @@ def test_a_save_for_the_same_point_does_not_undo_a_stop(tmp_path):
         assert watching.poll().kind == notice.STOP
 
 
-def test_the_status_is_there_while_it_runs(tmp_path, monkeypatch):
+def test_the_status_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
     def read():
         rows = json.loads((tmp_path / "status.json").read_bytes())
         return rows if rows[0]["rate"] else None
@@ -157,7 +157,7 @@ def test_the_status_is_there_while_it_runs(tmp_path, monkeypatch):
     written = calls_of(monkeypatch, watching, "_write_status")
     with watching:
         watching.doing("compiling", step=0, steps=100)
-        # Not before the directory is known to be this run's.
+        # The watch writes nothing before it is told that the directory belongs to this run.
         harness.wait_until(lambda: len(written) > 1)
         assert not (tmp_path / "status.json").exists()
         watching.publish()
@@ -192,8 +192,8 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "action, code", [("lambda: ends.leave(7)", 7), ("lambda: print('heard')", -signal.SIGABRT)]
 )
-def test_an_abort_of_any_thread_is_announced(action, code):
-    # The main thread stands still meanwhile, as one that computes does.
+def test_an_abort_in_any_thread_calls_the_handler(action, code):
+    # The main thread is blocked meanwhile, as it is in a computation.
     program = f"""
 import ctypes, threading
 from xshard.pod import ends
@@ -207,7 +207,7 @@ with ends.before_abort({action}):
     assert ended.returncode == code
 
 
-def test_after_the_watch_an_abort_is_as_before():
+def test_the_abort_handler_is_removed_at_the_end():
     program = """
 import ctypes
 from xshard.pod import ends
@@ -220,7 +220,7 @@ ctypes.CDLL(None).abort()
 
 
 class LossyBoard:
-    """Stands in for the board of several processes: a call may be lost, or only its reply."""
+    """A stand-in for the board that several processes share; it loses some calls, and only the reply of others."""
 
     def __init__(self, index, shared, choose):
         self._index, self._shared, self._choose = index, shared, choose
@@ -249,44 +249,44 @@ class LossyBoard:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_two_agree_over_a_network_that_loses_calls(tmp_path, monkeypatch, seed):
+def test_two_processes_agree_over_a_network_that_loses_calls(tmp_path, monkeypatch, seed):
     def train(watching, asks):
-        """Steps at a pace of its own; the polls at which there was something to be done."""
+        """Makes steps at a random pace; returns the step and the kind of each notice."""
         choose = random.Random(seed * 2 + asks)
-        found = []
+        notices = []
         for step in itertools.count(1):
             time.sleep(choose.random() * 0.002)
             if asks and step in (20, 60, 110):
                 watching.ask(notice.Notice(notice.SAVE, f"at {step}"))
             heard = watching.poll()
             if heard is not None:
-                found.append((step, heard.kind))
+                notices.append((step, heard.kind))
             if heard is not None and heard.kind == notice.STOP:
-                return found
-            if asks and len(found) >= 2 and step > 150:
+                return notices
+            if asks and len(notices) >= 2 and step > 150:
                 watching.ask(notice.Notice(notice.STOP, "enough"))
 
     monkeypatch.setattr(watch, "_TICK_SECONDS", 0.01)
-    shared, both = {}, []
+    shared, watches = {}, []
     with contextlib.ExitStack() as stack:
         for index in range(2):
             watching = watch.Watch(tmp_path, ["h0", "h0"])
             watching._index = index
             watching._board = LossyBoard(index, shared, random.Random(100 * seed + index))
             watching._agreement._board = watching._board
-            both.append(watching)
-        for watching in both:
+            watches.append(watching)
+        for watching in watches:
             stack.enter_context(watching)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            left, right = pool.map(train, both, (True, False))
+            left, right = pool.map(train, watches, (True, False))
     assert left == right and left[-1][1] == notice.STOP and len(left) >= 3
 
 
-def test_progress_is_asked_of_what_comes_on_by_steps():
+def test_only_training_and_evaluation_can_stall():
     progress = heartbeat.Progress(seconds=2.0, tick_seconds=0.5)
     assert not any(progress.stalled(status.TRAINING) for _ in range(4))
     progress.made()
-    # A compilation takes as long as it takes, and what comes after it begins anew.
+    # A compilation may take any time, and the time limit starts again after it.
     assert not any(progress.stalled("compiling") for _ in range(100))
     progress.made()
     assert [progress.stalled(status.EVALUATING) for _ in range(5)] == [0, 0, 0, 0, 2.5]
@@ -295,7 +295,7 @@ def test_progress_is_asked_of_what_comes_on_by_steps():
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_that_never_ends_ends_the_run_which_is_started_again(tmp_path, processes):
+def test_a_step_that_never_ends_makes_the_launcher_restart_the_run(tmp_path, processes):
     options = ("--config.experiment=tests.standstill.Standstill", "--step_timeout_seconds=15")
     process = harness.launch(
         f"--num_processes={processes}",
@@ -306,11 +306,11 @@ def test_a_step_that_never_ends_ends_the_run_which_is_started_again(tmp_path, pr
     code, output = harness.finish(process)
     assert code == 0, output
     said = next(line for line in output.splitlines() if "no progress for" in line)
-    # The host is some steps ahead of the one that does not end.
+    # The host is some steps ahead of the step that never ends.
     assert re.search(r"since \d\d:\d\d:\d\d, in training at step [789]: a device", said)
     assert "--step_timeout_seconds=15" in said and "resumes from the last checkpoint" in said
-    # What the threads are at, of the process that has seen it first: the main thread in the loop, and the function that
-    # waits, of one of the processes. What others than process 0 print is in their logs.
+    # The process that detects the stall first prints the stacks of its threads: the main thread is in the loop, and the
+    # host function hangs in one of the processes. Processes other than 0 print to their logs.
     logs = [path.read_text() for path in (tmp_path / "run").glob("logs/*.log")]
     for name in ("loop.py", "standstill.py"):
         assert any(name in text for text in (output, *logs))

@@ -1,4 +1,4 @@
-"""Where rows go: what a part of a run that was cut off has written after its checkpoint does not stay."""
+"""Tests of the writers of rows: rows that an interrupted run wrote after its checkpoint do not stay."""
 
 import contextlib
 import csv
@@ -23,7 +23,7 @@ def open_part(directory, step, names=ALL):
 
 
 def write_part(directory, step, rows, names=ALL):
-    """One part of a run, to its end or until it is killed: no writer holds rows back."""
+    """Writes a part of a run, which may end or be killed: the files are the same, since no writer buffers rows."""
     opened = open_part(directory, step, names)
     for row in rows:
         for writer in opened:
@@ -50,14 +50,14 @@ def csv_rows(directory):
 
 
 def scalars(directory):
-    """What TensorBoard itself reads: {tag: [(step, value)]}."""
-    found = event_accumulator.EventAccumulator(str(directory / "tensorboard"), {"scalars": 0})
-    found.Reload()
-    tags = found.Tags()["scalars"]
-    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in tags}
+    """Returns the scalars that TensorBoard itself reads: {tag: [(step, value)]}."""
+    result = event_accumulator.EventAccumulator(str(directory / "tensorboard"), {"scalars": 0})
+    result.Reload()
+    tags = result.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in result.Scalars(tag)] for tag in tags}
 
 
-def test_each_number_is_where_it_is_looked_for(tmp_path):
+def test_every_format_has_every_number(tmp_path):
     rows = [training(1), {**training(2), "loss": [0.5, 0.25]}, {**evaluation(2), "perf/time": 9.0}]
     write_part(tmp_path, 0, rows)
     assert json_rows(tmp_path) == rows
@@ -74,11 +74,11 @@ def test_each_number_is_where_it_is_looked_for(tmp_path):
     }  # fmt: skip
 
 
-def test_steps_that_are_made_again_are_there_once(tmp_path):
+def test_repeated_steps_are_written_once(tmp_path):
     write_part(tmp_path, 0, [training(1), training(2), evaluation(2), training(3), training(4)])
-    # Killed after step 4; the checkpoint is that of step 2.
+    # The run was killed after step 4; its last checkpoint is from step 2.
     write_part(tmp_path, 2, [training(3, again=10.0), evaluation(3)])
-    # And again, at once, from the same checkpoint.
+    # It was soon killed again, and resumes from the same checkpoint.
     write_part(tmp_path, 2, [training(3, again=20.0), training(4, again=20.0), training(5)])
     expected = [
         training(1), training(2), evaluation(2), training(3, 20.0), training(4, 20.0), training(5),
@@ -87,9 +87,9 @@ def test_steps_that_are_made_again_are_there_once(tmp_path):
     assert [(row["step"], row["perf/seconds"]) for row in csv_rows(tmp_path)] == [
         (str(row["step"]), str(row["perf/seconds"]) if "loss" in row else "") for row in expected
     ]
-    found = scalars(tmp_path)
-    assert found["perf/seconds"] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0), (5, 5.0)]
-    assert found["eval/error"] == [(2, 1.0)]
+    result = scalars(tmp_path)
+    assert result["perf/seconds"] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0), (5, 5.0)]
+    assert result["eval/error"] == [(2, 1.0)]
 
 
 @pytest.fixture
@@ -101,10 +101,10 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize("change", [0.0, -3600.0, 3600.0, 9e9])
-def test_a_clock_that_is_set_makes_no_point_twice(tmp_path, clock, change):
+def test_a_changed_clock_duplicates_no_point(tmp_path, clock, change):
     write_part(tmp_path, 0, [training(step) for step in range(1, 5)])
     if change > 1e9:
-        # As of a start whose clock was ahead by centuries.
+        # The clock of the earlier start was ahead by centuries.
         (old,) = (tmp_path / "tensorboard").iterdir()
         old.rename(old.with_name(old.name.replace("1700000000", "9999999000")))
     else:
@@ -114,7 +114,7 @@ def test_a_clock_that_is_set_makes_no_point_twice(tmp_path, clock, change):
     assert scalars(tmp_path)["perf/seconds"] == [(1, 1.0), (2, 2.0), (3, 13.0), (4, 24.0)]
 
 
-def test_a_reader_that_was_open_before_a_start_goes_on(tmp_path):
+def test_a_reader_that_was_open_before_a_restart_continues(tmp_path):
     write_part(tmp_path, 0, [training(1), training(2), training(3)])
     reader = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0})
     for start in range(1, 5):
@@ -125,14 +125,14 @@ def test_a_reader_that_was_open_before_a_start_goes_on(tmp_path):
         for writer in opened:
             writer.write(training(3, again=start))
         reader.Reload()
-        found = [(event.step, event.value) for event in reader.Scalars("perf/seconds")]
-        assert found == [(1, 1.0), (2, 2.0), (3, 3.0 + start)]
+        result = [(event.step, event.value) for event in reader.Scalars("perf/seconds")]
+        assert result == [(1, 1.0), (2, 2.0), (3, 3.0 + start)]
         for writer in opened:
             writer.close()
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
-def test_of_files_that_are_not_the_writers_none_is_deleted_or_written_to(tmp_path):
+def test_files_of_others_are_neither_deleted_nor_written_to(tmp_path):
     folder = tmp_path / "tensorboard"
     folder.mkdir()
     other = tmp_path / "other"
@@ -146,17 +146,17 @@ def test_of_files_that_are_not_the_writers_none_is_deleted_or_written_to(tmp_pat
         (folder / name).write_bytes(b"")
     (folder / "events.out.tfevents.1600000001.host.xshard").symlink_to(other)
     (folder / ".events.new").symlink_to(other)
-    # Of a version before.
+    # An earlier version of xshard gave its files such names.
     (folder / "events.out.tfevents.1600000002.host.000003").write_bytes(b"")
     for _ in range(3):
         write_part(tmp_path, 0, [training(1)])
     assert other.read_text() == "somebody's"
-    found = sorted(path.name for path in folder.iterdir())
-    assert set(names) < set(found) and "events.out.tfevents.1600000001.host.xshard" in found
-    assert len(found) == len(names) + 1 + 2
+    result = sorted(path.name for path in folder.iterdir())
+    assert set(names) < set(result) and "events.out.tfevents.1600000001.host.xshard" in result
+    assert len(result) == len(names) + 1 + 2
 
 
-def test_a_file_is_whole_and_durable_before_those_before_are_deleted(tmp_path, monkeypatch):
+def test_a_file_is_complete_and_durable_before_old_ones_are_deleted(tmp_path, monkeypatch):
     for _ in range(2):
         write_part(tmp_path, 0, [training(1)])
     folder = tmp_path / "tensorboard"
@@ -176,17 +176,17 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_sync_is_of_the_file_and_its_folder_also_after_the_end(tmp_path, monkeypatch):
+def test_sync_covers_the_file_and_its_folder_even_after_close(tmp_path, monkeypatch):
     writer = open_part(tmp_path, 0)[ALL.index("tensorboard")]
     writer.write(training(1))
     synced = []
     fsync = os.fsync
 
-    def note(descriptor):
+    def record_sync(descriptor):
         synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    monkeypatch.setattr(event_files.os, "fsync", note)
+    monkeypatch.setattr(event_files.os, "fsync", record_sync)
     (file,) = (tmp_path / "tensorboard").iterdir()
     writer.sync()
     writer.close()
@@ -197,7 +197,7 @@ def test_sync_is_of_the_file_and_its_folder_also_after_the_end(tmp_path, monkeyp
         writer.sync()
 
 
-def test_rows_that_were_edited_by_hand_are_no_events(tmp_path):
+def test_invalid_rows_edited_by_hand_become_no_events(tmp_path):
     lines = ['{"step": 1.5, "loss": 1}', '{"step": 1, "loss": "x", "perf/time": "noon", "a": 2}']
     lines += [f'{{"step": 2, "a": {10**400}, "b": 1e300}}', '{"step": -1e400}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -205,45 +205,45 @@ def test_rows_that_were_edited_by_hand_are_no_events(tmp_path):
     assert scalars(tmp_path)["a"] == [(1, 2.0)]
 
 
-def test_a_run_that_begins_anew_leaves_nothing_of_what_was_before_its_first_checkpoint(tmp_path):
+def test_a_run_that_starts_over_removes_the_earlier_rows(tmp_path):
     write_part(tmp_path, 0, [training(1), training(2)])
     write_part(tmp_path, 0, [])
     assert json_rows(tmp_path) == [] and not (tmp_path / "metrics.csv").exists()
     assert not any(scalars(tmp_path).values())
 
 
-def test_a_table_is_the_same_whether_a_run_was_cut_off_or_not(tmp_path):
+def test_the_table_of_an_interrupted_run_is_the_same(tmp_path):
     rows = [training(1), {**training(2), "loss": float("inf")}, evaluation(2), training(3)]
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
     write_part(tmp_path / "whole", 0, rows)
     write_part(tmp_path / "parts", 0, [*rows[:3], {**training(3), "lost": 1.0}])
     with (tmp_path / "parts" / "metrics.csv").open("a") as file:
-        file.write("4,0.12")  # A process that was killed in the middle of a line.
+        file.write("4,0.12")  # The process was killed in the middle of a line.
     write_part(tmp_path / "parts", 2, rows[3:])
     whole, parts = ((tmp_path / name / "metrics.csv").read_bytes() for name in ("whole", "parts"))
     assert whole == parts
     assert whole.splitlines()[2] == b"2,,0,2.0,"
 
 
-def test_writers_that_come_later_get_what_was_before(tmp_path):
+def test_writers_that_are_added_later_get_the_earlier_rows(tmp_path):
     write_part(tmp_path, 0, [training(1), evaluation(1), training(2)], ["jsonl"])
     write_part(tmp_path, 1, [training(2, again=1.0)])
     assert [row["loss"] for row in csv_rows(tmp_path)] == ["1.0", "", "1.5"]
-    found = scalars(tmp_path)
-    assert found["loss"] == [(1, 1.0), (2, 1.5)] and found["eval/error"] == [(1, 0.5)]
+    result = scalars(tmp_path)
+    assert result["loss"] == [(1, 1.0), (2, 1.5)] and result["eval/error"] == [(1, 0.5)]
 
 
-def test_a_table_outlives_a_disk_that_says_once_that_it_is_not_there(tmp_path, monkeypatch):
+def test_a_table_survives_a_disk_that_reports_it_missing(tmp_path, monkeypatch):
     table = writers.Csv(tmp_path / "metrics.csv", lambda: iter(()))
     table.write({"step": 1, "loss": 1.0})
-    # As one on a network may.
+    # A disk on a network may report this for a moment.
     monkeypatch.setattr(pathlib.Path, "exists", lambda self: False)
     table.write({"step": 2, "loss": 0.5, "error": 2.0})
     assert [(row["step"], row["error"]) for row in csv_rows(tmp_path)] == [("1", ""), ("2", "2.0")]
 
 
-def test_json_lines_that_are_cut_off_in_the_middle(tmp_path):
+def test_a_truncated_json_line_is_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_part(tmp_path, 0, [training(1), training(2), training(3)])
     with path.open("a") as file:
@@ -252,14 +252,14 @@ def test_json_lines_that_are_cut_off_in_the_middle(tmp_path):
     assert json_rows(tmp_path) == [training(1), training(2), training(3, again=1.0)]
 
 
-def test_a_row_that_lost_its_newline_does_not_swallow_the_next(tmp_path):
+def test_a_row_without_a_newline_is_not_joined_with_the_next(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\xfe\n{"step": 2}')
     writers.JsonLines(path, 2).write({"step": 3})
     assert [row["step"] for row in json_rows(tmp_path)] == [1, 2, 3]
 
 
-def test_what_is_not_finite(tmp_path):
+def test_nonfinite_numbers_in_every_format(tmp_path):
     row = {"step": 1, "loss": float("inf"), "of groups": [1.5, float("nan")], "nested": {"a": 2.0}}
     write_part(tmp_path, 0, [row])
     expected = {"step": 1, "loss": None, "of groups": [1.5, None], "nested": {"a": 2.0}}
@@ -267,7 +267,7 @@ def test_what_is_not_finite(tmp_path):
     assert csv_rows(tmp_path) == [
         {"step": "1", "loss": "", "of groups/0": "1.5", "of groups/1": "", "nested/a": "2.0"}
     ]
-    # The same when it is written and when it is written again from the row, which has no infinity.
+    # The value is NaN when it is first written, and when it is written again from the JSON row, which has null.
     for _ in range(2):
         ((step, value),) = scalars(tmp_path)["loss"]
         assert step == 1 and math.isnan(value)
@@ -276,7 +276,7 @@ def test_what_is_not_finite(tmp_path):
 
 @contextlib.contextmanager
 def full_disk(size):
-    """No file may grow beyond this size: the system itself refuses."""
+    """Makes the system refuse to let any file grow beyond this size."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
     try:
@@ -286,24 +286,26 @@ def full_disk(size):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_full_disk_ends_the_run_and_spoils_nothing(tmp_path, name):
+def test_a_full_disk_ends_the_run_and_corrupts_nothing(tmp_path, name):
     write_part(tmp_path, 0, [training(step) for step in range(1, 21)])
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     limit = 500 + max(path.stat().st_size for path in files)
-    opened, made = open_part(tmp_path, 20), 20
+    opened, last_step = open_part(tmp_path, 20), 20
     match = "(metrics|tensorboard).* could not be written: File too large.*the same command"
     with pytest.raises(ValueError, match=match):
-        while made < 1000:
-            made += 1
-            for one, writer in zip(ALL, opened, strict=True):
-                with full_disk(limit) if one == name else contextlib.nullcontext():
-                    writer.write(training(made))
+        while last_step < 1000:
+            last_step += 1
+            for format_name, writer in zip(ALL, opened, strict=True):
+                with full_disk(limit) if format_name == name else contextlib.nullcontext():
+                    writer.write(training(last_step))
     for writer in opened:
         writer.close()
-    # The next start goes on from a checkpoint, which is before that.
-    assert 22 < made < 1000
-    write_part(tmp_path, made - 2, [training(step) for step in range(made - 1, made + 5)])
-    wanted = list(range(1, made + 5))
+    # The next start resumes from an earlier checkpoint.
+    assert 22 < last_step < 1000
+    write_part(
+        tmp_path, last_step - 2, [training(step) for step in range(last_step - 1, last_step + 5)]
+    )
+    wanted = list(range(1, last_step + 5))
     assert [row["step"] for row in json_rows(tmp_path)] == wanted
     assert [int(row["step"]) for row in csv_rows(tmp_path)] == wanted
     assert [step for step, _ in scalars(tmp_path)["loss"]] == wanted
@@ -315,13 +317,13 @@ def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(ValueError, match=r"metrics\.csv could not be written"), full_disk(1000):
         writers.Csv(tmp_path / "metrics.csv", lambda: writers.read(tmp_path / "metrics.jsonl"))
     assert (tmp_path / "metrics.csv").read_bytes() == before
-    # Who has it open reads on in the old one: nothing of it is written over.
+    # A reader that has the table open still reads the old one, which is not overwritten.
     with old:
         write_part(tmp_path, 100, [evaluation(100)])
         assert old.read() == before
 
 
-def test_rows_are_there_when_they_are_written(tmp_path):
+def test_rows_are_readable_as_soon_as_they_are_written(tmp_path):
     opened = open_part(tmp_path, 0)
     for writer in opened:
         writer.write(training(1))
@@ -332,13 +334,13 @@ def test_rows_are_there_when_they_are_written(tmp_path):
 
 
 def Mine(part):  # noqa: N802
-    """A writer of a user's own."""
+    """Creates a custom writer."""
     written = part.directory / f"mine_from_{part.step}"
     append = lambda row: written.write_text(str(row))
     return types.SimpleNamespace(write=append, flush=lambda: None, close=lambda: None)
 
 
-def test_a_writer_of_ones_own(tmp_path):
+def test_a_custom_writer_receives_the_rows(tmp_path):
     names = ("tests.writers_test.Mine", "jsonl")
     writers.check(names)
     write_part(tmp_path, 3, [training(4)], names)
@@ -360,7 +362,7 @@ def test_a_writer_of_ones_own(tmp_path):
         (("jsonl", "wandb"), r"pip install 'xshard\[wandb\]'"),
     ],
 )
-def test_names_that_are_refused(names, message, monkeypatch):
+def test_invalid_writer_names_are_refused(names, message, monkeypatch):
     monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
         writers.check(names)
