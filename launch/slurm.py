@@ -92,7 +92,7 @@ class Slurm(engine.Engine):
             directory=shlex.quote(os.getcwd()),
             choice=_choice(jobs),
             # An elastic job runs one process on each node that it got, which may be fewer after a requeue.
-            hosts='--ntasks="$SLURM_NNODES" ' if jobs[0].least else "",
+            hosts='--ntasks="$SLURM_NNODES" --ntasks-per-node=1 ' if jobs[0].least else "",
             log='"$log"',
             token=handshake.VARIABLE,
         )
@@ -108,7 +108,8 @@ class Slurm(engine.Engine):
                     f"{job.elastic} asks sbatch for --nodes={nodes} with one process on each, but "
                     f"--sbatch={option} asks for another size: leave one of them out."
                 )
-        return {"nodes": nodes, "ntasks-per-node": 1}
+        # Without a number of tasks: Slurm would allocate just enough nodes for them, which is always MIN.
+        return {"nodes": nodes}
 
 
 def _choice(jobs: Sequence[engine.Job]) -> str:

@@ -152,14 +152,18 @@ def test_slurm_runs_one_process_on_each_allocated_node(tmp_path):
     (tmp_path / "run").mkdir()
     plan = slurm.Slurm().launch([toy(tmp_path)])
     (content,) = plan.files.values()
-    assert "#SBATCH --nodes=2-4\n#SBATCH --ntasks-per-node=1\n" in content
-    assert "--ntasks=" not in content.partition("cd ")[0]
+    # With a number of tasks Slurm would allocate two nodes, however many are idle.
+    assert "#SBATCH --nodes=2-4\n" in content and "--ntasks" not in content.partition("cd ")[0]
     path = harness.stand_in(tmp_path, "srun", "")
     for nodes in ("3", "2"):
         # The second number is smaller, as after a requeue on the remaining nodes.
         environment = {**os.environ, "PATH": path, "SLURM_NNODES": nodes}
         subprocess.run(["bash", "-u"], input=content, text=True, check=True, env=environment)
-    assert [call[1] for call in harness.calls(tmp_path)] == ["--ntasks=3", "--ntasks=2"]
+    one_each = "--ntasks-per-node=1"
+    assert [call[1:3] for call in harness.calls(tmp_path)] == [
+        ["--ntasks=3", one_each],
+        ["--ntasks=2", one_each],
+    ]
 
 
 @pytest.mark.parametrize("option", ["--nodes=4", "--ntasks=4", "--ntasks-per-node=2"])
