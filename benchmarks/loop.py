@@ -24,7 +24,7 @@ from benchmarks import measure, models
 from tests import toy
 from xshard import loop, step
 from xshard import state as state_lib
-from xshard.pod import watch
+from xshard.pod import monitor
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "How often each side is timed.", 1)
 _STEPS = flags.DEFINE_integer("steps", 1500, "Of a turn.", 200)
@@ -34,13 +34,13 @@ _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 _UNTIMED = 50
 
 
-class Clock(watch.Watch):
+class Clock(monitor.PodMonitor):
     """A run's watch that also records when the timed steps begin."""
 
     begin = 0.0
 
     def doing(self, what: str, **more: int) -> None:
-        """Sets the status as `Watch.doing` does, and starts the clock at the first timed step."""
+        """Sets the status as `PodMonitor.doing` does, and starts the clock at the first timed step."""
         if what == "training" and more["step"] == _UNTIMED:
             self.begin = time.perf_counter()
         super().doing(what, **more)

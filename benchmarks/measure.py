@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from xshard.metrics import show as show_lib
+from xshard.metrics import formatting as formatting_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def show(rows: Iterable[Row]) -> str:
             ratios.append(line | {"target": _target(row), "met": _met(row)})
         else:
             figures.append({"absolute": row.what, "measured": _measured(row)})
-    tables = [show_lib.table(lines) for lines in (ratios, figures) if lines]
+    tables = [formatting_lib.table(lines) for lines in (ratios, figures) if lines]
     reasons = [f"not measured: {'; '.join(names)}\n  {why}" for why, names in missing.items()]
     return "\n\n".join(tables + reasons)
 

@@ -20,7 +20,7 @@ import numpy as np
 from absl import app, flags
 
 from tests.replay import planted
-from xshard.metrics import show
+from xshard.metrics import formatting
 
 _COUNT = flags.DEFINE_integer("count", 300, "How many faults.", 1)
 _EXAMPLES = flags.DEFINE_integer("examples", 3, "For how many examples each is tried.", 1)
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         print(f"{number} {'wrong' if wrong else 'named'} {seconds:.1f} s {fault}", flush=True)
         for text in wrong:
             print(f"  {text}", flush=True)
-    print(show.table([_row(kind, tried[kind]) for kind in planted.KINDS if tried[kind]]))
+    print(formatting.table([_row(kind, tried[kind]) for kind in planted.KINDS if tried[kind]]))
     return int(not all(is_named for of_kind in tried.values() for is_named, _ in of_kind))
 
 

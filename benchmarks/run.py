@@ -25,7 +25,7 @@ from absl import app, flags
 
 from benchmarks import measure
 from xshard.files import disk, jsonfile
-from xshard.metrics import show as show_lib
+from xshard.metrics import formatting as formatting_lib
 
 Commands = list[list[str]]
 
@@ -184,7 +184,7 @@ def show(machine: dict[str, Any], rows: Sequence[measure.Row], notes: Sequence[s
             "Time, or bytes, of the first over those of the second: the median of the rounds, and their middle half."
         ]
         + [measure.show(rows)] * bool(rows)
-        + [show_lib.table(lines), "\n".join([summary, *notes])]
+        + [formatting_lib.table(lines), "\n".join([summary, *notes])]
     )
 
 

@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         return status.show(words[1:], _JSON.value)
     chosen = make_engine(_ENGINE.value)
     if words:
-        return _do(_look_after(chosen, words))
+        return _execute(_manage(chosen, words))
     job = _job(tuple(command))
     points = sweep.read(pathlib.Path(_SWEEP.value)) if _SWEEP.value else []
     jobs = sweep.jobs(job, points) or [job]
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
         sweep.claim(job.workdir, points, jobs)
     # On this machine the launcher supervises the processes itself instead of running the plan.
     if not isinstance(chosen, local.Local) or _DRY_RUN.value:
-        return _do(plan)
+        return _execute(plan)
     return sweep.run(jobs, chosen, _PARALLEL.value) if points else local.run(job, chosen)
 
 
@@ -140,7 +140,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
-def _look_after(chosen: engine.Engine, words: list[str]) -> engine.Plan:
+def _manage(chosen: engine.Engine, words: list[str]) -> engine.Plan:
     verb, *names = words
     if verb not in _VERBS or len(names) != (verb != "list"):
         raise engine.LaunchError(
@@ -176,7 +176,7 @@ def _job(command: tuple[str, ...]) -> engine.Job:
     return dataclasses.replace(job, name=name)
 
 
-def _do(plan: engine.Plan) -> int:
+def _execute(plan: engine.Plan) -> int:
     if _DRY_RUN.value:
         print(plan)
         return 0

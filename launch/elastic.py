@@ -65,7 +65,7 @@ def check(jobs: Sequence[engine.Job]) -> None:
 
 def _warning(job: engine.Job) -> str:
     """Returns the warning about a job, empty if there is none; raises LaunchError if the job is refused."""
-    config = sweep.asked_for(job)
+    config = sweep.requested_config(job)
     if config is None:
         return (
             "--elastic: the config of the command cannot be read here. Without logical_replicas in it, the results of "

@@ -110,7 +110,7 @@ class Plan:
                 path.unlink(missing_ok=True)
                 stack.callback(path.unlink, missing_ok=True)
                 _write(path, content.replace(TOKEN, token), 0o600)
-            environment = {**os.environ, handshake.VARIABLE: token}
+            environment = {**os.environ, handshake.TOKEN_VARIABLE: token}
             return self._run_commands(environment, replace=replace and not self.private)
 
     def _run_commands(self, environment: Mapping[str, str], *, replace: bool) -> int:

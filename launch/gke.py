@@ -192,4 +192,4 @@ def _secret(job: engine.Job) -> dict[str, Any]:
 def _token(job: engine.Job) -> dict[str, Any]:
     # Optional, because the processes also recognize one another if the secret is deleted and all have an empty token.
     source = {"name": _secret_name(job.name), "key": _TOKEN_KEY, "optional": True}
-    return {"name": handshake.VARIABLE, "valueFrom": {"secretKeyRef": source}}
+    return {"name": handshake.TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": source}}

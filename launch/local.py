@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from launch import engine
-from xshard.files import streams
+from xshard.files import standard_streams
 from xshard.pod import handshake, notice, signals, status
 
 _STEP_SECONDS = 0.1
 # How long to wait after a failure: the other processes learn of it, report it and leave by themselves.
-_HEAR_SECONDS = 15.0
+_EXIT_SECONDS = 15.0
 # How long to wait after SIGTERM: a process leaves, unless it waits for a peer that was killed.
-_SETTLE_SECONDS = 3.0
+_SIGTERM_SECONDS = 3.0
 # How long to read on after the processes have ended. A reader ends with its pipe, but a child may keep that open.
 _READ_SECONDS = 15.0
 _MOST_BACKOFF_SECONDS = 60.0
@@ -71,14 +71,14 @@ class Supervisor:
         self._job = job
         self._elastic = job.elastic
         self._options = options
-        self._out = streams.lasting(out)
-        self._asked: collections.deque[int] = collections.deque()
+        self._out = standard_streams.tolerant(out)
+        self._signals: collections.deque[int] = collections.deque()
         self._stopped = False
 
     def signal(self, number: int) -> None:
         """Passes a signal on to the pod, and prevents another start. A signal handler or any thread may call it."""
         self._stopped = True
-        self._asked.append(number)
+        self._signals.append(number)
 
     def run(self) -> int:
         """Runs the job to its end.
@@ -90,7 +90,7 @@ class Supervisor:
         failures, best = 0, self._step()
         while True:
             pod = _Pod(self._job, self._out, self._options.grace_seconds)
-            code = pod.wait(self._asked)
+            code = pod.wait(self._signals)
             if code in (notice.DONE, notice.INTERRUPTED) or self._stopped:
                 return code
             if code == notice.NONFINITE:
@@ -105,7 +105,7 @@ class Supervisor:
             best = max(best, step)
             if pod.lost and self._job.least:
                 # The program did not fail, and the number of hosts limits how often this happens, so it is not counted.
-                if not self._goes_on_without(pod):
+                if not self._drop_lost_hosts(pod):
                     return code
                 failures = 0
                 continue
@@ -121,7 +121,7 @@ class Supervisor:
             if self._stopped:
                 return code
 
-    def _goes_on_without(self, pod: "_Pod") -> bool:
+    def _drop_lost_hosts(self, pod: "_Pod") -> bool:
         """Removes the hosts that a pod has lost from the job; returns whether enough are left."""
         left = self._job.processes - pod.lost
         of_all = f"{left} of {self._job.processes} hosts are left"
@@ -180,38 +180,38 @@ class _Pod:
                 self.lost += 1
                 self.cause = f"process {index} of {job.processes} cannot be started: {e.strerror}"
         self._readers = [
-            threading.Thread(target=self._copy, args=(index, process.stdout), daemon=True)
+            threading.Thread(target=self._forward_output, args=(index, process.stdout), daemon=True)
             for index, process in enumerate(self._processes)
         ]
         for reader in self._readers:
             reader.start()
 
-    def wait(self, asked: "collections.deque[int]") -> int:
+    def wait(self, signal_queue: "collections.deque[int]") -> int:
         """Waits until all processes have ended; returns the exit code of the pod.
 
         Args:
-          asked: the queue of signals to pass on.
+          signal_queue: the queue of signals to pass on.
         """
         if self.lost:
             # The others would wait for the missing processes until the start timeout.
-            return self._break_up()
-        deadline, is_told = float("inf"), False
+            return self._kill_all()
+        deadline, is_terminating = float("inf"), False
         while None in (codes := self._codes()):
-            if asked:
-                self._send(asked.popleft())
+            if signal_queue:
+                self._send(signal_queue.popleft())
                 deadline = min(deadline, time.monotonic() + self._grace)
             failed = [index for index, code in enumerate(codes) if _failed(code)]
             if failed and not self._first:
                 self._first = failed
                 # If a process was killed by a signal, the others can neither train nor save without it, so they are
                 # not given time to save.
-                is_told = any((codes[index] or 0) < 0 for index in failed)
-                patience = _SETTLE_SECONDS if is_told else _HEAR_SECONDS
+                is_terminating = any((codes[index] or 0) < 0 for index in failed)
+                patience = _SIGTERM_SECONDS if is_terminating else _EXIT_SECONDS
                 deadline = min(deadline, time.monotonic() + patience)
             if time.monotonic() >= deadline:
                 # First SIGTERM, then SIGKILL for the processes that did not leave.
-                self._send(signal.SIGKILL if is_told else signal.SIGTERM)
-                is_told, deadline = True, time.monotonic() + _SETTLE_SECONDS
+                self._send(signal.SIGKILL if is_terminating else signal.SIGTERM)
+                is_terminating, deadline = True, time.monotonic() + _SIGTERM_SECONDS
             time.sleep(_STEP_SECONDS)
         for reader in self._readers:
             reader.join(_READ_SECONDS)
@@ -225,7 +225,7 @@ class _Pod:
         self.cause = self._describe(first, ends[first])
         return ends[first]
 
-    def _break_up(self) -> int:
+    def _kill_all(self) -> int:
         """Kills a pod that could not be started in full; returns the exit code."""
         self._send(signal.SIGKILL)
         for process in self._processes:
@@ -260,7 +260,7 @@ class _Pod:
                 elif process.poll() is None:
                     process.send_signal(number)
 
-    def _copy(self, index: int, lines: IO[str]) -> None:
+    def _forward_output(self, index: int, lines: IO[str]) -> None:
         prefix = f"[{index}] " if len(self._processes) > 1 else ""
         with lines:
             for line in lines:
@@ -293,7 +293,7 @@ def _start(command: Sequence[str], token: str) -> "subprocess.Popen[str]":
         errors="replace",
         # A terminal sends Ctrl-C to this process only, which passes it on.
         start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", handshake.VARIABLE: token},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", handshake.TOKEN_VARIABLE: token},
     )
 
 
@@ -304,15 +304,15 @@ def _failed(code: int | None) -> bool:
 def run(job: engine.Job, options: Local) -> int:
     """Runs a job to its end on this terminal, and passes signals on to it; returns the exit code."""
     supervisor = Supervisor(job, options, sys.stdout)
-    with passed_on(supervisor.signal):
+    with forwarding_signals(supervisor.signal):
         return supervisor.run()
 
 
 @contextlib.contextmanager
-def passed_on(take: Callable[[int], None]) -> Iterator[None]:
+def forwarding_signals(take: Callable[[int], None]) -> Iterator[None]:
     """Passes the signals that stop a run to `take` while the context lasts."""
     previous = {}
-    for number in signals.to_hear():
+    for number in signals.stop_signals():
         previous[number] = signal.signal(number, lambda received, _: take(received))
     try:
         yield

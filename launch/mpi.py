@@ -23,5 +23,5 @@ class Mpi(engine.Engine):
         job = engine.only_job(jobs, "mpi")
         options = [part for option in self.options for part in shlex.split(option)]
         # Only the variable's name is on the command line, which other users can read.
-        token = ["-x", handshake.VARIABLE]
+        token = ["-x", handshake.TOKEN_VARIABLE]
         return engine.Plan([["mpirun", "-n", str(job.processes), *options, *token, *job.arguments]])

@@ -94,7 +94,7 @@ class Slurm(engine.Engine):
             # An elastic job runs one process on each node that it got, which may be fewer after a requeue.
             hosts='--ntasks="$SLURM_NNODES" --ntasks-per-node=1 ' if jobs[0].least else "",
             log='"$log"',
-            token=handshake.VARIABLE,
+            token=handshake.TOKEN_VARIABLE,
         )
 
     def _size(self, job: engine.Job) -> dict[str, object]:

@@ -9,13 +9,13 @@ from launch import engine, sweep
 from xshard import config as config_lib
 from xshard import errors
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import source
+from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile, workdir
-from xshard.metrics import show as show_lib
+from xshard.metrics import formatting as formatting_lib
 from xshard.pod import attempts
 from xshard.pod import status as status_lib
-from xshard.replay import bisecting
+from xshard.replay import divergence
 
 
 def show(words: Sequence[str], as_json: bool) -> int:
@@ -34,10 +34,10 @@ def show(words: Sequence[str], as_json: bool) -> int:
     directory = pathlib.Path(words[0])
     if (directory / sweep.POINTS_FILE).exists():
         points = sweep.rows(directory)
-        print(jsonfile.dumps(points, indent=2) if as_json else show_lib.table(points))
+        print(jsonfile.dumps(points, indent=2) if as_json else formatting_lib.table(points))
         return 0
     processes, latest = rows(directory), latest_checkpoint(directory)
-    why = workdir.not_finite(directory)
+    why = workdir.nonfinite_reason(directory)
     tries = attempts.read(directory)
     goodput = attempts.goodput(tries)
     if as_json:
@@ -50,18 +50,18 @@ def show(words: Sequence[str], as_json: bool) -> int:
         }
         print(jsonfile.dumps(content, indent=2))
         return 0
-    print(show_lib.table([_for_people(row) for row in processes]))
+    print(formatting_lib.table([_for_people(row) for row in processes]))
     if latest is None:
         print("no checkpoint yet")
     else:
         finite = "" if latest["finite"] else ", NOT FINITE"
         print(
-            f"newest checkpoint: step {latest['step']}, {show_lib.age(latest['age'])} old{finite}"
+            f"newest checkpoint: step {latest['step']}, {formatting_lib.age(latest['age'])} old{finite}"
         )
     if why:
         print(f"not finite: {why}")
     if goodput:
-        print(f"\n{show_lib.table([_attempt(attempt) for attempt in tries])}")
+        print(f"\n{formatting_lib.table([_attempt(attempt) for attempt in tries])}")
         print(_goodput(goodput, len(tries)))
     return 0
 
@@ -92,26 +92,26 @@ def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
     newest = max(format_lib.committed(store), key=lambda attempt: attempt.step, default=None)
     if newest is None:
         return None
-    commit = source.read_commit(newest)
+    commit = metadata_files.read_commit(newest)
     finite = not commit.get(format_lib.NONFINITE)
     return {"step": newest.step, "age": time.time() - commit["time"], "finite": finite}
 
 
 def _compare(directories: Sequence[str], as_json: bool) -> int:
     """Prints whether two runs are the same so far, as `xshard.bisect` does; returns 0 if they are, else 1."""
-    runs = [bisecting.read(directory) for directory in directories]
-    parting = bisecting.parting(*runs)
+    runs = [divergence.read(directory) for directory in directories]
+    divergence_found = divergence.find_divergence(*runs)
     logged = [max(run.rows) for run in runs]
     if as_json:
-        print(jsonfile.dumps({**parting._asdict(), "logged": logged}, indent=2))
+        print(jsonfile.dumps({**divergence_found._asdict(), "logged": logged}, indent=2))
     else:
-        print(bisecting.described(parting))
+        print(divergence.describe(divergence_found))
         if logged[0] != logged[1]:
             ends = [
                 f"{name} to step {step}" for name, step in zip(directories, logged, strict=True)
             ]
             print(f"They have logged: {', '.join(ends)}.")
-    return 0 if parting.step is None else 1
+    return 0 if divergence_found.step is None else 1
 
 
 def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:
@@ -141,12 +141,12 @@ def _attempt(attempt: attempts.Attempt) -> dict[str, Any]:
     steps = ""
     if attempt.first is not None:
         steps = f"{attempt.first} to {attempt.step}"
-    spent = {name: show_lib.duration(x) if x else "" for name, x in attempt.seconds.items()}
+    spent = {name: formatting_lib.duration(x) if x else "" for name, x in attempt.seconds.items()}
     return {
         "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.begun)),
         "steps": steps,
         **spent,
-        attempts.DOWN: show_lib.duration(attempt.down) if attempt.down else "",
+        attempts.DOWN: formatting_lib.duration(attempt.down) if attempt.down else "",
         "ended": attempt.end,
     }
 
@@ -156,7 +156,7 @@ def _goodput(goodput: attempts.Goodput, count: int) -> str:
     lost = sorted(goodput.lost.items(), key=lambda item: -item[1])
     rest = ", ".join(f"{name} {share:.1%}" for name, share in lost)
     times = "1 attempt" if count == 1 else f"{count} attempts"
-    of_time = f"{show_lib.duration(goodput.seconds)} in {times}"
+    of_time = f"{formatting_lib.duration(goodput.seconds)} in {times}"
     return f"goodput {goodput.share:.1%} of {of_time}; {rest or 'nothing lost'}"
 
 
@@ -170,6 +170,6 @@ def _for_people(row: dict[str, Any]) -> dict[str, Any]:
         "doing": doing,
         "step": "" if row["step"] is None else f"{row['step']}/{row['steps']}",
         "steps/s": "" if row["rate"] is None else f"{row['rate']:.1f}",
-        "left": "" if row["left"] is None else show_lib.duration(row["left"]),
-        "heard": f"{show_lib.age(row['heard'])} ago",
+        "left": "" if row["left"] is None else formatting_lib.duration(row["left"]),
+        "heard": f"{formatting_lib.age(row['heard'])} ago",
     }

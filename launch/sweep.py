@@ -19,7 +19,7 @@ from xshard import config as config_lib
 from xshard import errors
 from xshard.files import disk, jsonfile, workdir
 from xshard.files import identity as identity_lib
-from xshard.metrics import show
+from xshard.metrics import formatting
 from xshard.pod import notice, status
 
 Point = Mapping[str, Any]
@@ -97,7 +97,7 @@ def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[e
         # In an existing sweep, a run without a record was started by the sweep: its launcher ended before the run did.
         begun = runs.pop(name, "" if old is None else there)
         if there != begun:
-            texts.append(_taken(job, there, begun))
+            texts.append(_adopt(job, there, begun))
         if there not in ("", _OLDER):
             runs[name] = there
     try:
@@ -111,7 +111,7 @@ def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[e
         print(text, flush=True)
 
 
-def _taken(job: engine.Job, there: str, begun: str) -> str:
+def _adopt(job: engine.Job, there: str, begun: str) -> str:
     """Returns the line about a directory that holds another run than the recorded one.
 
     Raises:
@@ -131,14 +131,14 @@ def _taken(job: engine.Job, there: str, begun: str) -> str:
 
 def _differences(job: engine.Job) -> str:
     """Returns the differences between the config in a job's work directory and the requested one; empty if none."""
-    there, asked = jsonfile.read(job.workdir / "config.json"), asked_for(job)
-    if asked is None:
+    there, requested = jsonfile.read(job.workdir / "config.json"), requested_config(job)
+    if requested is None:
         return "the requested config cannot be read"
     there.pop(workdir.IDENTITY, None)
-    old, new = config_lib.flatten(there), config_lib.flatten(asked)
+    old, new = config_lib.flatten(there), config_lib.flatten(requested)
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     texts = [f"{key}: {old.get(key)!r} instead of {new.get(key)!r}" for key in changed]
-    return show.listed(texts, _SHOWN, "; ")
+    return formatting.listed(texts, _SHOWN, "; ")
 
 
 def read_runs(directory: pathlib.Path) -> dict[str, Any]:
@@ -168,7 +168,9 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
       0 if all jobs are done; else the exit code of the first that is not.
     """
     todo = [job for job in all_jobs if not has_ended(job)]
-    failed = [job.name for job in all_jobs if job not in todo and workdir.not_finite(job.workdir)]
+    failed = [
+        job.name for job in all_jobs if job not in todo and workdir.nonfinite_reason(job.workdir)
+    ]
     count = len(all_jobs) - len(todo) - len(failed)
     print(f"{count} of {len(all_jobs)} jobs are done; {parallel} at a time", flush=True)
     if failed:
@@ -197,11 +199,11 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
             print(f"{job.name}: started; its output goes to {log.name}", flush=True)
             code = supervisor.run()
         with noting:
-            _note(job)
+            _record_run(job)
         print(f"{job.name}: ended with exit code {code}", flush=True)
         return code
 
-    with local.passed_on(pass_on), concurrent.futures.ThreadPoolExecutor(parallel) as pool:
+    with local.forwarding_signals(pass_on), concurrent.futures.ThreadPoolExecutor(parallel) as pool:
         codes = dict(
             zip((job.workdir.name for job in todo), pool.map(supervise, todo), strict=True)
         )
@@ -209,12 +211,12 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
     for row in table:
         if codes.get(row["run"]):
             row["doing"] = f"exit code {codes[row['run']]}"
-    print(f"\n{show.table(table)}")
+    print(f"\n{formatting.table(table)}")
     codes |= dict.fromkeys(failed, notice.NONFINITE)
     return next((code for code in codes.values() if code), notice.DONE)
 
 
-def _note(job: engine.Job) -> None:
+def _record_run(job: engine.Job) -> None:
     """Records the run that a job has started or resumed."""
     directory = job.workdir.parent
     # If it cannot be recorded now, as on a full disk, the next start of the sweep records it.
@@ -241,10 +243,10 @@ def has_ended(job: engine.Job) -> bool:
     of_this_run = identity is None or results.get("run") == identity.get("id")
     is_saved = reached is None or reached.get("step") == results.get("step")
     is_over = is_saved or not results.get("finite", True)
-    return of_this_run and is_over and config == asked_for(job)
+    return of_this_run and is_over and config == requested_config(job)
 
 
-def asked_for(job: engine.Job) -> dict[str, Any] | None:
+def requested_config(job: engine.Job) -> dict[str, Any] | None:
     """Returns the config of a job as JSON values; None if it cannot be read, as for a program without --config."""
     arguments = list(job.arguments)
     values = flags.FlagValues()

@@ -9,7 +9,7 @@ from jax.experimental import compilation_cache
 
 from tests import toy
 from xshard import loop
-from xshard.files import cache
+from xshard.files import compile_cache
 
 
 @pytest.fixture(autouse=True)
@@ -17,9 +17,9 @@ def no_cache(monkeypatch):
     """Turns off the cache that tests share, and caches programs however fast they compile."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
-    monkeypatch.setattr(cache, "_LEAST_SECONDS", 0)
+    monkeypatch.setattr(compile_cache, "_LEAST_SECONDS", 0)
     # The cache is used on one device only; the tests have eight.
-    monkeypatch.setattr(cache, "_may_stand_still", lambda: False)
+    monkeypatch.setattr(compile_cache, "_may_deadlock", lambda: False)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.compilation_cache.reset_cache()
@@ -50,14 +50,14 @@ def names(folder):
 
 
 def test_an_attempt_loads_what_the_previous_one_compiled(tmp_path, hits):
-    folder = tmp_path / cache.FOLDER
-    with cache.kept(tmp_path, print):
+    folder = tmp_path / compile_cache.FOLDER
+    with compile_cache.enabled(tmp_path, print):
         compute(1)
         assert [name for name in names(folder) if not name.startswith("attempt-")] == []
     first = names(folder)
     assert any("lambda" in name for name in first)
     hits.clear()
-    with cache.kept(tmp_path, print):
+    with compile_cache.enabled(tmp_path, print):
         compute(1)
         assert hits
         compute(2)
@@ -67,41 +67,41 @@ def test_an_attempt_loads_what_the_previous_one_compiled(tmp_path, hits):
 
 
 def test_complete_entries_of_a_killed_attempt_are_taken(tmp_path):
-    left = tmp_path / cache.FOLDER / "attempt-killed"
+    left = tmp_path / compile_cache.FOLDER / "attempt-killed"
     left.mkdir(parents=True)
     for seconds, name in enumerate(("first-cache", "second-cache", "cut_off-cache")):
         (left / name).write_bytes(b"entry")
         os.utime(left / name, (seconds, seconds))
-    with cache.kept(tmp_path, print):
+    with compile_cache.enabled(tmp_path, print):
         pass
-    assert names(tmp_path / cache.FOLDER) == {"first-cache", "second-cache"}
+    assert names(tmp_path / compile_cache.FOLDER) == {"first-cache", "second-cache"}
 
 
 def test_a_cache_that_cannot_be_used_does_not_end_the_run(tmp_path):
     lines = []
-    (tmp_path / cache.FOLDER).write_text("a file")
-    with cache.kept(tmp_path, lines.append):
+    (tmp_path / compile_cache.FOLDER).write_text("a file")
+    with compile_cache.enabled(tmp_path, lines.append):
         assert compute(3)
     assert len(lines) == 1 and "compiled programs are not cached for a restart" in lines[0]
 
 
 def test_a_folder_that_the_user_configured_is_used(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
-    with cache.kept(tmp_path, print):
+    with compile_cache.enabled(tmp_path, print):
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
-    assert not (tmp_path / cache.FOLDER).exists()
+    assert not (tmp_path / compile_cache.FOLDER).exists()
 
 
 def test_a_run_caches_what_it_compiles(tmp_path):
     config = toy.get_config()
     config.steps = 2
     assert loop.run(config.lock(), str(tmp_path), "") == 0
-    assert any("train_step" in name for name in names(tmp_path / cache.FOLDER))
+    assert any("train_step" in name for name in names(tmp_path / compile_cache.FOLDER))
 
 
 def test_nothing_is_cached_with_several_cpu_devices(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert jax.device_count() == 8
-    with cache.kept(tmp_path, print):
+    with compile_cache.enabled(tmp_path, print):
         assert jax.config.jax_compilation_cache_dir is None
-    assert not (tmp_path / cache.FOLDER).exists()
+    assert not (tmp_path / compile_cache.FOLDER).exists()

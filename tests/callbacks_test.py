@@ -11,7 +11,7 @@ from tests import rows, stopping, toy
 from xshard import callbacks, errors, loop
 from xshard.metrics import log as log_lib
 from xshard.metrics import writers
-from xshard.modes import follow
+from xshard.modes import continuous_eval
 from xshard.report import runs
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -156,7 +156,7 @@ def test_other_programs_treat_an_ended_run_as_done(whole, tmp_path, capsys):
     step = rows.results(whole)["step"]
     (seen,) = runs.read([str(whole)])
     assert seen.state == "done" and "has not improved" in seen.doing
-    assert follow.run(make_config(), str(whole), "", None) == 0
+    assert continuous_eval.run(make_config(), str(whole), "", None) == 0
     assert f"the run has ended at step {step}" in capsys.readouterr().out
     assert rows.read(whole / "eval")[-1]["step"] == step
     content = json.loads((whole / "config.json").read_text())

@@ -16,7 +16,7 @@ from xshard import state as state_lib
 from xshard import step
 from xshard.data import batches
 from xshard.dryrun import collectives
-from xshard.metrics import show
+from xshard.metrics import formatting
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -221,7 +221,7 @@ def test_the_table_of_a_step_s_collectives():
     mesh = mesh_lib.make_mesh(HALVES)
     config = toy.get_config()
     config.group_assignment = HALVES
-    shown = show.table(collectives.rows(mesh, collectives.of(compile_step(config, mesh))))
+    shown = formatting.table(collectives.rows(mesh, collectives.of(compile_step(config, mesh))))
     assert shown.splitlines()[0].split()[:6] == [
         "kind",
         "over",

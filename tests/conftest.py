@@ -10,7 +10,7 @@ import pytest
 
 import tests
 from tests import programs
-from xshard.checkpoint import source
+from xshard.checkpoint import metadata_files
 
 os.environ.setdefault("XLA_FLAGS", tests.XLA_FLAGS)
 jax.config.update("jax_num_cpu_devices", 8)
@@ -19,7 +19,7 @@ hk.config.set(check_jax_usage=True)
 # Tracing creates many objects. With the default thresholds, garbage collection took a sixth of the tests' time.
 gc.set_threshold(200_000, 50, 100)
 # Damage that a test causes does not heal, so the wait before a second read is left out.
-source.READ_AGAIN_SECONDS = (0.0, 0.0)
+metadata_files.READ_AGAIN_SECONDS = (0.0, 0.0)
 
 # A process under nohup or in a shell's background ignores some signals, and all processes that it starts inherit that.
 # A test that sends such a signal would wait forever for the process to end. A signal with a handler is reset by exec.

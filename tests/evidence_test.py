@@ -16,7 +16,7 @@ from xshard.checkpoint import arrays
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import disk, workdir
-from xshard.modes import follow
+from xshard.modes import continuous_eval
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -138,7 +138,9 @@ def test_checkpoints_that_two_directories_share(tmp_path, whose, capsys):
         with pytest.raises(errors.UserError, match=r"checkpoints of run .*one on .*two holds run"):
             loop.run(make_config(store_folder, steps=24), str(tmp_path / "two"), "")
         with pytest.raises(errors.UserError, match="give the run's own checkpoint.directory"):
-            follow.Follower(make_config(store_folder), str(tmp_path / "two")).follow()
+            continuous_eval.ContinuousEvaluator(
+                make_config(store_folder), str(tmp_path / "two")
+            ).follow()
     else:
         # This happens when the hosts of a pod lose their disks while the checkpoints are in a bucket.
         assert loop.run(make_config(store_folder, steps=24), str(tmp_path / "two"), "") == 0

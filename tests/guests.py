@@ -6,7 +6,7 @@ import signal
 import socket
 
 from tests.launch import harness
-from xshard.pod import handshake, meeting, places
+from xshard.pod import handshake, process_spec, rendezvous
 
 FACTS = {"config.steps": "12", "xshard/loop.py": "0a1b2c3d"}
 OTHER = {**FACTS, "config.steps": "13", "xshard/loop.py": "ffffffff"}
@@ -16,7 +16,7 @@ TOKEN = "5e" * 32
 OPEN = contextlib.ExitStack()
 
 
-class Heard:
+class SignalReceiver:
     """Stands in for the signals of a process, which only a main thread can receive."""
 
     def __init__(self, opened=OPEN):
@@ -36,17 +36,17 @@ class Heard:
 
 
 # For processes that receive no signal. It has its own stack, so that it stays open when a test closes OPEN.
-SILENCE = Heard(contextlib.ExitStack())
+SILENCE = SignalReceiver(contextlib.ExitStack())
 
 
 @contextlib.contextmanager
 def processes():
     """Yields a function that starts a process as a thread, and returns a future of the hosts, or of the error."""
 
-    def attend(place, facts=FACTS, token=TOKEN, seconds=harness.FOREVER, heard=SILENCE):
+    def attend(place, facts=FACTS, token=TOKEN, seconds=harness.FOREVER, signal_receiver=SILENCE):
         try:
-            return meeting.meet(place, seconds, facts, token, heard)
-        except (places.StartError, places.StoppedError) as e:
+            return rendezvous.meet(place, seconds, facts, token, signal_receiver)
+        except (process_spec.StartError, process_spec.StoppedError) as e:
             return e
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
@@ -61,7 +61,7 @@ def meet(at, **options):
 
 def make_places(count, port=None, host="127.0.0.1"):
     address = f"{host}:{port or harness.free_port()}"
-    return [places.Place(address, count, index) for index in range(count)]
+    return [process_spec.ProcessSpec(address, count, index) for index in range(count)]
 
 
 def connect(place):
@@ -88,7 +88,7 @@ class Stranger:
         """Proves to know the token; returns False if process 0 does not prove to know the same one."""
         self.connection.sendall(handshake.nonce_line("a" * 32))
         nonces = f"{'a' * 32} {handshake.read_nonce(self._file.readline()[:-1])}"
-        self._seals = handshake.Seals(self._token, handshake.GUEST, nonces)
+        self._seals = handshake.Seals(self._token, handshake.CLIENT, nonces)
         with contextlib.suppress(handshake.MalformedError):
             self._seals.read(self._file.readline()[:-1])
             self.say({})
@@ -100,7 +100,7 @@ class Stranger:
 
     def say_body(self, body):
         """Sends bytes that are not a message, with a valid seal."""
-        line = self._seals._seal(handshake.GUEST, self._seals._said, body) + b" " + body
+        line = self._seals._seal(handshake.CLIENT, self._seals._said, body) + b" " + body
         self.connection.sendall(line + b"\n")
 
     def say_hello(self, **fields):

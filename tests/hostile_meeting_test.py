@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests import guests, hostile
 from tests.launch import harness
-from xshard.pod import handshake, reception
+from xshard.pod import handshake, rendezvous_server
 
 NONCE = {"nonce": "a" * 32}
 # The meeting waits for two processes besides process 0, so that this one alone cannot start the run.
@@ -37,7 +37,7 @@ def meeting():
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         # A process with the token but another config would end the meeting after these seconds.
-        patch.setattr(reception, "_PATIENCE_SECONDS", harness.FOREVER)
+        patch.setattr(rendezvous_server, "_PATIENCE_SECONDS", harness.FOREVER)
         start = stack.enter_context(guests.processes())
         first, *others = guests.make_places(3)
         host = start(first)
@@ -155,6 +155,6 @@ def test_a_message_without_an_end_is_not_kept(meeting, token):
 def sealed(stranger, content):
     """Returns the next line of a guest with a token: any content, with the seal that belongs to it."""
     seals = stranger._seals
-    seal = seals._seal(handshake.GUEST, seals._said, content)
+    seal = seals._seal(handshake.CLIENT, seals._said, content)
     seals._said += 1
     return seal + b" " + content + b"\n"

@@ -20,11 +20,11 @@ from tests.checkpoint import harness
 from tests.report import samples
 from xshard import errors
 from xshard.checkpoint import __main__ as tool
-from xshard.checkpoint import arrays, parts, schema, source
+from xshard.checkpoint import array_reader, arrays, metadata_files, schema
 from xshard.checkpoint import format as format_lib
 from xshard.files import jsonfile, workdir
-from xshard.metrics import event_files, show, writers
-from xshard.modes import follow
+from xshard.metrics import event_files, formatting, writers
+from xshard.modes import continuous_eval
 from xshard.report import gallery, runs
 
 
@@ -97,7 +97,7 @@ def metas(document):
 def test_a_damaged_meta_is_refused_or_valid(content):
     document_read = parsed(schema.meta, content)
     if document_read is not None:
-        for array in source.array_metas(document_read).values():
+        for array in metadata_files.array_metas(document_read).values():
             assert array.chunk_count >= 0 and 0 <= array.nbytes < 1 << 63
             assert array.dtype in arrays.TYPES and str(array)
             assert all(part >= 1 for part in array.chunk_shape)
@@ -148,7 +148,7 @@ def test_the_tool_reads_or_refuses_a_damaged_checkpoint(whole, data):
 def run_tool(arguments):
     """Runs the checkpoint tool. It must print strict JSON or a message, and may allocate only arrays below 1 MiB."""
     out, err = io.StringIO(), io.StringIO()
-    allocate = parts._aligned
+    allocate = array_reader._aligned
 
     def bounded(shape, dtype):
         array = allocate(shape, dtype)
@@ -156,7 +156,7 @@ def run_tool(arguments):
         return array
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "_aligned", bounded)
+        patch.setattr(array_reader, "_aligned", bounded)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = tool.main(arguments)
     assert "Traceback" not in err.getvalue(), err.getvalue()
@@ -203,19 +203,19 @@ def look(directory):
         user_error(lambda: sweep.rows(directory))
         user_error(lambda: jsonfile.dumps(sweep.rows(directory)))
         user_error(lambda: status.show([str(directory)], True))
-        user_error(lambda: show.table(status.rows(directory)))
+        user_error(lambda: formatting.table(status.rows(directory)))
         user_error(lambda: jsonfile.dumps(status.latest_checkpoint(directory)))
         for (run,) in [user_error(lambda: runs.read([str(directory)])) or [None]]:
             assert run is None or isinstance(run.step, int | None)
-        user_error(lambda: workdir.not_finite(directory))
+        user_error(lambda: workdir.nonfinite_reason(directory))
         config = ml_collections.ConfigDict(samples.CONFIG)
         user_error(lambda: workdir.Workdir(directory).check(config))
         user_error(lambda: workdir.Workdir(directory).check_origin(workdir.Origin("a", "b", "c")))
-        best = user_error(lambda: follow._read_best(directory / "eval/best.json"))
+        best = user_error(lambda: continuous_eval._read_best(directory / "eval/best.json"))
         assert best is None or all(isinstance(step, int) for step in best["pinned"])
         judged = writers.read_steps(directory / "eval/metrics.jsonl")
         assert all(isinstance(row["step"], int) for row in judged)
-        follow._judged(directory / "eval/metrics.jsonl", "eval/accuracy", [10])
+        continuous_eval._judged(directory / "eval/metrics.jsonl", "eval/accuracy", [10])
 
 
 @hostile.settings(slow=True)

@@ -418,7 +418,9 @@ def test_mistakes_are_named(kind, message):
 
 def test_a_learner_outside_a_run_explains_the_alternative():
     experiment, *_ = make(Line)
-    with pytest.raises(errors.UserError, match="Elsewhere: with xshard.learners.within.run_on"):
+    with pytest.raises(
+        errors.UserError, match="Elsewhere: with xshard.learners.run_context.run_on"
+    ):
         experiment.init(jax.random.key(0), {"x": jnp.ones((2, 3))})
 
 

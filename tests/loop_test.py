@@ -21,10 +21,10 @@ from tests.optimizers import harness
 from xshard import checkpoint, evaluation, loop
 from xshard.files import workdir
 from xshard.metrics import clock
-from xshard.modes import follow
+from xshard.modes import continuous_eval
 from xshard.optimizers import trees
 from xshard.pod import notice
-from xshard.run import due as due_lib
+from xshard.run import schedule as schedule_lib
 
 
 def make_config(**changes):
@@ -365,7 +365,7 @@ def test_a_new_run_is_initialized_from_the_network_of_another(tmp_path, capsys):
     source = checkpoint.Source(str(tmp_path / "wide"))
     begun = loop.Run(averaged, str(tmp_path / "averaged"), source)
     state = begun.resume_or_init().state
-    whole = begun.checkpoints.states.storage.to_whole(state)
+    whole = begun.checkpoints.states.converter.to_whole(state)
     for path, param in trees.leaves_by_path(whole.experiment.params).items():
         np.testing.assert_array_equal(
             whole.experiment.opt_state["MovingAverageOptimizer"][f"average/{path}"], param
@@ -409,10 +409,10 @@ def test_slots_of_frozen_parameters_in_older_checkpoints_are_ignored(
         return made
 
     def begin(directory, add):
-        to_whole = loop.storage.Storage.to_whole
+        to_whole = loop.conversion.Storage.to_whole
         with pytest.MonkeyPatch.context() as patch:
             older = lambda storage, state: add(to_whole(storage, state))
-            patch.setattr(loop.storage.Storage, "to_whole", older)
+            patch.setattr(loop.conversion.Storage, "to_whole", older)
             assert loop.run(config(steps=5), str(tmp_path / directory), "") == 0
 
     assert loop.run(config(), str(tmp_path / "whole"), "") == 0
@@ -424,7 +424,7 @@ def test_slots_of_frozen_parameters_in_older_checkpoints_are_ignored(
     assert "0/mu/mlp/~/linear_1/w" in states[0].experiment.opt_state["adam"]
     assert not any("linear_0" in name for name in states[0].experiment.opt_state["adam"])
     # The job of --mode=eval reads these checkpoints, and a run may be initialized from them.
-    assert follow.run(config(), str(tmp_path / "older"), "", None) == 0
+    assert continuous_eval.run(config(), str(tmp_path / "older"), "", None) == 0
     assert [row["step"] for row in rows.read(tmp_path / "older/eval")] == [3, 5, 6, 9, 12]
     init = checkpoint.Source(f"{tmp_path}/older@5", "^(params|opt_state)/")
     assert loop.run(config(), str(tmp_path / "new"), "", init) == 0
@@ -663,7 +663,7 @@ def test_only_metrics_of_logged_steps_are_fetched(tmp_path, monkeypatch):
 
 
 def test_the_steps_at_which_evaluations_and_saves_are_due():
-    due = due_lib.Due(last=7, evaluation_every=3, save_every=5, saves_evaluated=False)
+    due = schedule_lib.Schedule(last=7, evaluation_every=3, save_every=5, saves_evaluated=False)
     steps = range(1, 8)
     assert [step for step in steps if due.evaluation(step)] == [3, 6, 7]
     assert [step for step in steps if due.save(step)] == [5, 7]

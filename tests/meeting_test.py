@@ -16,7 +16,7 @@ from tests.guests import (
     OPEN,
     OTHER,
     TOKEN,
-    Heard,
+    SignalReceiver,
     Stranger,
     connect,
     make_places,
@@ -24,7 +24,7 @@ from tests.guests import (
     processes,
 )
 from tests.launch import harness
-from xshard.pod import handshake, meeting, places, reception, rendezvous, signals
+from xshard.pod import handshake, process_spec, rendezvous, rendezvous_server, signals, startup
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +47,8 @@ def test_each_process_receives_the_hosts_of_all(count, token):
 @pytest.mark.parametrize("host", ["[::1]", "localhost", "127.0.0.1"])
 def test_a_loopback_address_stays_on_loopback(host):
     port = harness.free_port()
-    assert places.interface(f"{host}:{port}") in ("::1", "127.0.0.1")
-    with places.listen(make_places(2, port, host)[0]) as server:
+    assert process_spec.interface(f"{host}:{port}") in ("::1", "127.0.0.1")
+    with process_spec.listen(make_places(2, port, host)[0]) as server:
         assert server.getsockname()[0] in ("::1", "127.0.0.1")
     assert meet(make_places(2, port, host)) == [[socket.gethostname()] * 2] * 2
 
@@ -57,7 +57,7 @@ def test_an_address_of_no_interface_listens_on_all_interfaces():
     # The address of a Kubernetes service, or before address translation, belongs to no interface. Nor does any in
     # 192.0.2.0/24.
     for address in ("192.0.2.1:8476", "no.such.host.invalid:8476", f"{'x' * 70}:8476"):
-        assert places.interface(address) == ""
+        assert process_spec.interface(address) == ""
 
 
 def test_a_name_that_is_loopback_only_here_listens_on_all_interfaces(monkeypatch):
@@ -73,9 +73,9 @@ def test_a_name_that_is_loopback_only_here_listens_on_all_interfaces(monkeypatch
             raise socket.gaierror("not a number")
         return resolve(host, *args, **kwargs)
 
-    monkeypatch.setattr(places.socket, "getaddrinfo", getaddrinfo)
-    assert places.interface("h0:1") == ""
-    assert places.interface("127.0.1.1:1") == "127.0.1.1"
+    monkeypatch.setattr(process_spec.socket, "getaddrinfo", getaddrinfo)
+    assert process_spec.interface("h0:1") == ""
+    assert process_spec.interface("127.0.1.1:1") == "127.0.1.1"
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_a_name_that_is_loopback_only_here_listens_on_all_interfaces(monkeypatch
 )
 def test_jax_binds_the_address_at_which_the_processes_met(monkeypatch, address, bound):
     captured = {}
-    monkeypatch.setattr(rendezvous.meeting, "meet", lambda *args: ["h0", "h1"])
-    monkeypatch.setattr(rendezvous.jax.config, "update", lambda *args: None)
+    monkeypatch.setattr(startup.rendezvous, "meet", lambda *args: ["h0", "h1"])
+    monkeypatch.setattr(startup.jax.config, "update", lambda *args: None)
     monkeypatch.setattr(
-        rendezvous.jax.distributed, "initialize", lambda *args, **kwargs: captured.update(kwargs)
+        startup.jax.distributed, "initialize", lambda *args, **kwargs: captured.update(kwargs)
     )
-    place = places.Place(address, 2, 0)
-    rendezvous.join(place, rendezvous.Timeouts(), FACTS, "", Heard())
+    place = process_spec.ProcessSpec(address, 2, 0)
+    startup.join(place, startup.Timeouts(), FACTS, "", SignalReceiver())
     assert captured["coordinator_bind_address"] == bound
 
 
@@ -122,7 +122,7 @@ def test_a_port_taken_by_another_program_is_reported():
 
 
 def test_a_guest_gives_up_on_a_program_that_is_not_process_0(monkeypatch):
-    monkeypatch.setattr(meeting, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.5)
     for answer in (b"HTTP/1.0 400 Bad Request\r\n\r\n", b"[" * 200_000 + b"\n", b"x" * (2 << 20)):
         with socket.create_server(("127.0.0.1", 0)) as other, processes() as start:
             last = start(make_places(2, other.getsockname()[1])[1])
@@ -138,7 +138,7 @@ def test_an_unreachable_coordinator_is_reported():
         (f"127.0.0.1:{harness.free_port()}", "refused"),
         ("no.such.host.invalid:1", "known"),
     ):
-        (received,) = meet([places.Place(address, 2, 1)], seconds=0.5)
+        (received,) = meet([process_spec.ProcessSpec(address, 2, 1)], seconds=0.5)
         assert str(received).startswith("process 1 on ") and "cannot reach" in str(received)
         assert reason in str(received)
 
@@ -148,12 +148,12 @@ def test_an_unreachable_coordinator_is_reported():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(reception, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous_server, "_PATIENCE_SECONDS", 0.5)
 
 
 def test_different_process_counts_are_refused(impatient):
     first = make_places(2)[0]
-    received = [str(e) for e in meet([first, places.Place(first.address, 3, 1)])]
+    received = [str(e) for e in meet([first, process_spec.ProcessSpec(first.address, 3, 1)])]
     assert set(received) == {received[0]} and "--num_processes=3, process 0 on" in received[0]
 
 
@@ -221,7 +221,9 @@ def test_the_right_process_still_starts_the_run_after_a_wrong_one():
     with processes() as start:
         futures = [start(first)]
         assert "different code or a different config" in str(start(second, facts=OTHER).result())
-        assert "--num_processes=3" in str(start(places.Place(first.address, 3, 1)).result())
+        assert "--num_processes=3" in str(
+            start(process_spec.ProcessSpec(first.address, 3, 1)).result()
+        )
         futures.append(start(second))
         assert [future.result() for future in futures] == [[socket.gethostname()] * 2] * 2
 
@@ -230,7 +232,7 @@ def test_the_right_process_still_starts_the_run_after_a_wrong_one():
 
 
 def test_processes_with_another_token_or_none_are_turned_away(monkeypatch):
-    monkeypatch.setattr(meeting, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.3)
     first, second = make_places(2)
     with processes() as start:
         host = start(first, seconds=3.0)
@@ -271,15 +273,15 @@ def test_a_guest_sends_no_token_and_no_config_to_an_unproven_host():
 
 def test_a_sealed_line_is_valid_once_and_on_its_own_connection():
     nonces = "a b"
-    guest = handshake.Seals(TOKEN, handshake.GUEST, nonces)
-    host = handshake.Seals(TOKEN, handshake.HOST, nonces)
+    guest = handshake.Seals(TOKEN, handshake.CLIENT, nonces)
+    host = handshake.Seals(TOKEN, handshake.SERVER, nonces)
     line = guest.line({"leaving": "SIGTERM"})[:-1]
     assert host.read(line) == {"leaving": "SIGTERM"}
     others = [
         host,
         guest,
-        handshake.Seals(TOKEN, handshake.HOST, "a c"),
-        handshake.Seals("", handshake.HOST, nonces),
+        handshake.Seals(TOKEN, handshake.SERVER, "a c"),
+        handshake.Seals("", handshake.SERVER, nonces),
     ]
     for other in others:
         with pytest.raises(handshake.MalformedError):
@@ -384,7 +386,7 @@ def test_an_accepted_guest_that_sends_an_invalid_message_is_dropped():
 
 
 def test_slow_guests_delay_neither_the_others_nor_the_deadline(monkeypatch):
-    monkeypatch.setattr(reception, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous_server, "_ANSWER_SECONDS", 1.0)
     first, second = make_places(2)
     with processes() as start:
         host = start(first)
@@ -423,7 +425,7 @@ def test_200_simultaneous_connections_keep_nobody_out():
 
 
 def test_the_oldest_strangers_are_dropped_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(reception, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(rendezvous_server, "_MAX_UNIDENTIFIED", 3)
     first, second = make_places(2)
     with processes() as start:
         host = start(first)
@@ -465,7 +467,7 @@ def test_the_end_of_process_0_is_detected_at_once():
         last = start(make_places(2, server.getsockname()[1])[1])
         with server.accept()[0] as connection, connection.makefile("rb") as file:
             nonces = f"{handshake.read_nonce(file.readline()[:-1])} {'c' * 32}"
-            seals = handshake.Seals(TOKEN, handshake.HOST, nonces)
+            seals = handshake.Seals(TOKEN, handshake.SERVER, nonces)
             connection.sendall(handshake.nonce_line("c" * 32) + seals.line({"process": 0}))
             for _ in range(2):
                 seals.read(file.readline()[:-1])
@@ -483,14 +485,16 @@ def test_the_end_of_process_0_is_detected_at_once():
 def test_a_signal_to_one_waiting_process_stops_all(monkeypatch, index, number, code):
     all_places = make_places(4)
     seated = []
-    seat = reception._Guest.seat
+    seat = rendezvous_server._Client.accept
     monkeypatch.setattr(
-        reception._Guest, "seat", lambda guest, hello: (seat(guest, hello), seated.append(hello))
+        rendezvous_server._Client,
+        "accept",
+        lambda guest, hello: (seat(guest, hello), seated.append(hello)),
     )
-    receivers = [Heard() for _ in range(3)]
+    receivers = [SignalReceiver() for _ in range(3)]
     with processes() as start:
         futures = [
-            start(place, heard=receiver)
+            start(place, signal_receiver=receiver)
             for place, receiver in zip(all_places[:3], receivers, strict=True)
         ]
         harness.wait_until(lambda: len(seated) == 2)
@@ -504,21 +508,21 @@ def test_a_signal_to_one_waiting_process_stops_all(monkeypatch, index, number, c
 
 
 def test_a_signal_stops_a_guest_before_process_0_listens():
-    heard = Heard()
+    signal_receiver = SignalReceiver()
     with processes() as start:
-        last = start(make_places(2)[1], heard=heard)
-        heard.send(signal.SIGTERM)
+        last = start(make_places(2)[1], signal_receiver=signal_receiver)
+        signal_receiver.send(signal.SIGTERM)
         assert last.result().code == 42
 
 
 PROGRAM = """
 import sys
-from xshard.pod import meeting, places, signals
-with signals.Heard() as heard:
+from xshard.pod import rendezvous, process_spec, signals
+with signals.SignalReceiver() as receiver:
     print("heard", flush=True)
     try:
-        meeting.meet(places.Place(sys.argv[1], 2, 0), 1000.0, {}, "", heard)
-    except places.StoppedError as e:
+        rendezvous.meet(process_spec.ProcessSpec(sys.argv[1], 2, 0), 1000.0, {}, "", receiver)
+    except process_spec.StoppedError as e:
         print(e)
         sys.exit(e.code)
 """
@@ -552,10 +556,10 @@ def test_a_crowd_that_takes_all_descriptors_keeps_nobody_out():
 def test_signals_that_a_program_was_started_to_ignore_stay_ignored():
     program = (
         "import signal\nfrom xshard.pod import signals\n"
-        "with signals.Heard() as heard:\n"
+        "with signals.SignalReceiver() as receiver:\n"
         "    for number in (signal.SIGHUP, signal.SIGXCPU):\n"
         "        signal.raise_signal(number)\n"
-        "    print(*heard.read())"
+        "    print(*receiver.read())"
     )
     command = ["nohup", sys.executable, "-c", program]
     done = subprocess.run(
@@ -565,10 +569,10 @@ def test_signals_that_a_program_was_started_to_ignore_stay_ignored():
 
 
 def test_signal_handlers_are_restored():
-    numbers = signals.to_hear()
+    numbers = signals.stop_signals()
     before = [signal.getsignal(number) for number in numbers]
-    with signals.Heard() as heard:
+    with signals.SignalReceiver() as signal_receiver:
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert harness.wait_until(heard.read) == [signal.SIGUSR2]
+        assert harness.wait_until(signal_receiver.read) == [signal.SIGUSR2]
     assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1

@@ -7,8 +7,8 @@ import pytest
 
 from xshard.files import disk, jsonfile
 from xshard.metrics import deferred as deferred_lib
+from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
-from xshard.metrics import show
 
 
 def test_every_row_arrives_some_steps_later():
@@ -40,15 +40,15 @@ def test_nested_rows_are_flattened_to_one_name_per_number():
 
 def test_long_lists_of_lines_are_cut_in_the_middle():
     lines = [str(i) for i in range(10)]
-    assert show.shortened(lines, 10) == lines
-    assert show.shortened(lines, 5) == ["0", "1", "... 6 more; --verbose shows all", "8", "9"]
+    assert formatting.shortened(lines, 10) == lines
+    assert formatting.shortened(lines, 5) == ["0", "1", "... 6 more; --verbose shows all", "8", "9"]
 
 
 @pytest.mark.parametrize(
     "seconds,text", [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (float("nan"), "?")]
 )
 def test_durations_as_text(seconds, text):
-    assert show.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 def test_replacing_a_file_leaves_no_temporary_file(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xshard.pod import places, rendezvous
+from xshard.pod import process_spec, startup
 
 
 @pytest.mark.parametrize(
@@ -16,20 +16,22 @@ from xshard.pod import places, rendezvous
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags, message):
-    with pytest.raises(places.StartError, match=message):
-        rendezvous.place(*flags)
+    with pytest.raises(process_spec.StartError, match=message):
+        startup.resolve_process(*flags)
 
 
 def test_a_single_process_has_no_place():
-    assert rendezvous.place(None, None, None) is None
-    assert rendezvous.place(None, 1, None) is None
-    assert rendezvous.place("h:1", 1, 0) is None
+    assert startup.resolve_process(None, None, None) is None
+    assert startup.resolve_process(None, 1, None) is None
+    assert startup.resolve_process("h:1", 1, 0) is None
 
 
 def test_a_place_is_detected_under_slurm(monkeypatch):
     step = {"JOB_ID": 7, "STEP_NODELIST": "h[0-1]", "NTASKS": 2, "PROCID": 1, "LOCALID": 0}
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    assert rendezvous.place(None, None, None) == places.Place("h0:61447", 2, 1, [0])
+    assert startup.resolve_process(None, None, None) == process_spec.ProcessSpec(
+        "h0:61447", 2, 1, [0]
+    )
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert rendezvous.place(None, None, None) is None
+    assert startup.resolve_process(None, None, None) is None

@@ -33,7 +33,7 @@ def train(directory, **changes):
     run = loop.Run(config(**changes), str(directory))
     with run.opened():
         state, _ = run.train()
-    return run, state, run.checkpoints.states.storage.to_whole(state)
+    return run, state, run.checkpoints.states.converter.to_whole(state)
 
 
 # With 16 hidden units, every array but the last bias has a dimension that 8, 4 and 2 divide. With 20, 8 divides no
@@ -122,7 +122,7 @@ def test_a_checkpoint_does_not_depend_on_the_sharding_that_saved_it(
     ):
         again = loop.Run(config(**of_kind, **changes), str(tmp_path))
         restored = again.resume_or_init().state
-        harness.assert_equal(again.checkpoints.states.storage.to_whole(restored), whole)
+        harness.assert_equal(again.checkpoints.states.converter.to_whole(restored), whole)
     harness.assert_equal(run.resume_or_init().state, state)
 
 
@@ -204,17 +204,17 @@ def test_int8_without_slices_is_refused_before_anything_is_written(tmp_path):
 
 def test_reshaping_a_state_again_compiles_nothing(tmp_path):
     run, state, whole = train(tmp_path, shard_update=True, hidden=20)
-    run.checkpoints.states.storage.from_whole(whole)
+    run.checkpoints.states.converter.from_whole(whole)
     count = harness.compile_count()
     for _ in range(3):
         harness.assert_equal(
-            run.checkpoints.states.storage.from_whole(
-                run.checkpoints.states.storage.to_whole(state)
+            run.checkpoints.states.converter.from_whole(
+                run.checkpoints.states.converter.to_whole(state)
             ),
             state,
         )
     assert harness.compile_count() == count
-    assert run.checkpoints.states.storage.from_whole(state) is state
+    assert run.checkpoints.states.converter.from_whole(state) is state
 
 
 def test_an_optimizer_that_does_not_reduce_over_slices_is_refused(tmp_path):

@@ -15,9 +15,9 @@ from tests.optimizers import harness
 from xshard import errors, mesh, step
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.learners import within
+from xshard.learners import run_context
 from xshard.optimizers import inspection
-from xshard.stored import storage
+from xshard.stored import conversion
 
 GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))
 
@@ -353,7 +353,7 @@ def test_averages_are_evaluated_beside_the_parameters(changes):
     evaluate = jax.jit(step.make_eval_step(experiment, the_mesh))
     batch = next(iter(batches.EvalBatches(experiment.eval_data(), the_mesh, 8)))
     sums = jax.device_get(evaluate(state, batch))
-    whole = storage.Storage(experiment, the_mesh).to_whole(state)
+    whole = conversion.StateConverter(experiment, the_mesh).to_whole(state)
     averages = whole.experiment.opt_state["MovingAverageOptimizer"]
     params = jax.tree_util.tree_map_with_path(
         lambda path, _: averages[
@@ -373,7 +373,7 @@ def test_averages_are_evaluated_beside_the_parameters(changes):
 def test_a_run_without_averages_evaluates_none():
     experiment, the_mesh = make()
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
-    with within.run_on(the_mesh), pytest.raises(errors.UserError, match="keeps no averages"):
+    with run_context.run_on(the_mesh), pytest.raises(errors.UserError, match="keeps no averages"):
         experiment.learner.averages(state.experiment)
     batch = next(iter(batches.EvalBatches(experiment.eval_data(), the_mesh, 8)))
     assert jax.eval_shape(step.make_eval_step(experiment, the_mesh), state, batch).keys() == {

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch import harness
 from xshard import cli
-from xshard.files import streams
+from xshard.files import standard_streams
 
 # Prints more than any buffer holds, and reports to a file. The file is opened first: its descriptor must be above 2.
 PROGRAM = """
@@ -90,13 +90,13 @@ class Broken(io.StringIO):
 
 
 def test_a_broken_stream_drops_text_and_an_ascii_stream_escapes_it():
-    stream = streams.lasting(Broken())
+    stream = standard_streams.tolerant(Broken())
     assert stream.write("text") == 4
     stream.flush()
     stream.writelines(["a", "b"])
-    assert streams.lasting(stream) is stream
+    assert standard_streams.tolerant(stream) is stream
     raw = io.BytesIO()
-    stream = streams.lasting(io.TextIOWrapper(raw, "ascii"))
+    stream = standard_streams.tolerant(io.TextIOWrapper(raw, "ascii"))
     print("日", file=stream, flush=True)
     assert raw.getvalue() == b"\\u65e5\n"
     stream.close()

@@ -106,7 +106,7 @@ def open_screen(monkeypatch):
         return read
 
     yield open_terminal
-    terminal.leave()
+    terminal.close_progress_line()
 
 
 def test_the_progress_line_is_updated_below_all_other_output(open_screen):
@@ -158,7 +158,7 @@ def test_leaving_at_once_ends_the_progress_line_and_restores_stdout(open_screen)
     display, _ = make()
     display.start(0)
     assert "step 0/100" in screen()[-1]
-    terminal.leave()
+    terminal.close_progress_line()
     assert screen()[-1] == "" and isinstance(sys.stdout, Tty)
     # The run may still close the display after that.
     display.close()
@@ -227,9 +227,9 @@ def test_ctrl_c_stops_a_run_on_a_real_terminal(tmp_path):
 def test_output_after_a_process_that_left_at_once_begins_a_new_line():
     code, lines = run_on_a_terminal(
         "-c",
-        "from xshard.metrics import terminal\nfrom xshard.pod import ends\n"
+        "from xshard.metrics import terminal\nfrom xshard.pod import exits\n"
         "terminal.Terminal(100, terminal.Show.NORMAL).start(7)\n"
-        "ends.leave(130)\n",
+        "exits.exit_now(130)\n",
     )
     assert code == 130 and "step 7/100" in lines[-2] and lines[-1] == ""
 

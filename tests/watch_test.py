@@ -19,7 +19,7 @@ import pytest
 
 from tests import standstill
 from tests.launch import harness
-from xshard.pod import heartbeat, notice, signals, status, watch
+from xshard.pod import heartbeat, monitor, notice, signals, status
 
 
 def poll(watching):
@@ -46,13 +46,13 @@ def calls_of(monkeypatch, watching, name):
      (signal.SIGUSR2, 42), (signal.SIGXCPU, 42)],
 )  # fmt: skip
 def test_repeated_signals_become_one_notice(tmp_path, capfd, monkeypatch, number, code):
-    watching = watch.Watch(tmp_path)
-    signalled = calls_of(monkeypatch, watching, "_signalled")
+    watching = monitor.PodMonitor(tmp_path)
+    signalled = calls_of(monkeypatch, watching, "_handle_signal")
     with watching:
         assert watching.poll() is None
         os.kill(os.getpid(), number)
-        heard = poll(watching)
-        assert heard == (notice.STOP, signal.Signals(number).name, code)
+        signal_receiver = poll(watching)
+        assert signal_receiver == (notice.STOP, signal.Signals(number).name, code)
         if number != signal.SIGINT:
             # The signals that stop a job on many hosts, or at the limit of CPU time, come several times.
             os.kill(os.getpid(), number)
@@ -63,9 +63,9 @@ def test_repeated_signals_become_one_notice(tmp_path, capfd, monkeypatch, number
 
 
 def test_a_signal_from_before_the_watch_is_handled(tmp_path):
-    with signals.Heard() as heard:
+    with signals.SignalReceiver() as signal_receiver:
         os.kill(os.getpid(), signal.SIGTERM)
-        watching = watch.Watch(tmp_path, heard=heard)
+        watching = monitor.PodMonitor(tmp_path, signal_receiver=signal_receiver)
         # This poll comes before the watch reads the signal, because a stop before the first poll ends the process.
         watching.poll()
         with watching:
@@ -84,7 +84,7 @@ def test_a_signal_is_handled_while_python_is_blocked(tmp_path):
         finally:
             libc.pthread_barrier_wait(barrier)
 
-    with watch.Watch(tmp_path) as watching, concurrent.futures.ThreadPoolExecutor() as pool:
+    with monitor.PodMonitor(tmp_path) as watching, concurrent.futures.ThreadPoolExecutor() as pool:
         watching.poll()
         stopping = pool.submit(stop)
         libc.pthread_barrier_wait(barrier)
@@ -94,25 +94,25 @@ def test_a_signal_is_handled_while_python_is_blocked(tmp_path):
 
 def test_the_signal_handlers_are_restored(tmp_path):
     numbers = (signal.SIGINT, signal.SIGTERM)
-    heard = []
+    signal_receiver = []
     # The test sets its own handlers, because a program that a shell starts in the background ignores SIGINT.
-    handlers = {number: lambda got, _: heard.append(got) for number in numbers}
+    handlers = {number: lambda got, _: signal_receiver.append(got) for number in numbers}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        with watch.Watch(tmp_path):
+        with monitor.PodMonitor(tmp_path):
             pass
         assert {number: signal.getsignal(number) for number in numbers} == handlers
         assert signal.set_wakeup_fd(-1) == -1
         for number in numbers:
             os.kill(os.getpid(), number)
-        harness.wait_until(lambda: heard == list(numbers))
+        harness.wait_until(lambda: signal_receiver == list(numbers))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def test_a_stop_file_stops_the_run(tmp_path):
-    with watch.Watch(tmp_path) as watching:
+    with monitor.PodMonitor(tmp_path) as watching:
         assert watching.poll() is None
         (tmp_path / "STOP").touch()
         assert poll(watching) == (notice.STOP, f"there is a file {tmp_path / 'STOP'}", 42)
@@ -121,15 +121,15 @@ def test_a_stop_file_stops_the_run(tmp_path):
 def test_stop_after_stops_the_run_after_its_time(tmp_path, monkeypatch):
     passed = 0.0
     now = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
-    monkeypatch.setattr(watch, "time", now)
-    with watch.Watch(tmp_path, stop_after_seconds=5000) as watching:
+    monkeypatch.setattr(monitor, "time", now)
+    with monitor.PodMonitor(tmp_path, stop_after_seconds=5000) as watching:
         assert watching.poll() is None
         passed = 5000.0
         assert poll(watching) == (notice.STOP, "the time of --stop_after has passed", 42)
 
 
 def test_a_save_is_announced_and_a_stop_overrides_it(tmp_path):
-    with watch.Watch(tmp_path) as watching:
+    with monitor.PodMonitor(tmp_path) as watching:
         watching.poll()
         watching.ask(notice.Notice(notice.SAVE, "it is time"))
         assert poll(watching).kind == notice.SAVE
@@ -140,7 +140,7 @@ def test_a_save_is_announced_and_a_stop_overrides_it(tmp_path):
 
 
 def test_a_save_at_the_same_step_does_not_undo_a_stop(tmp_path):
-    with watch.Watch(tmp_path) as watching:
+    with monitor.PodMonitor(tmp_path) as watching:
         watching.poll()
         for rounds, kind in enumerate((notice.STOP, notice.SAVE), 1):
             watching.ask(notice.Notice(kind, "it is time"))
@@ -153,7 +153,7 @@ def test_the_status_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
         rows = json.loads((tmp_path / "status.json").read_bytes())
         return rows if rows[0]["rate"] else None
 
-    watching = watch.Watch(tmp_path)
+    watching = monitor.PodMonitor(tmp_path)
     written = calls_of(monkeypatch, watching, "_write_status")
     with watching:
         watching.doing("compiling", step=0, steps=100)
@@ -180,8 +180,8 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     tried = []
-    monkeypatch.setattr(watch.status.disk, "replace", write)
-    with watch.Watch(tmp_path) as watching:
+    monkeypatch.setattr(monitor.status.disk, "replace", write)
+    with monitor.PodMonitor(tmp_path) as watching:
         watching.publish()
         watching.poll()
         harness.wait_until(lambda: len(tried) > 1)
@@ -190,15 +190,15 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "action, code", [("lambda: ends.leave(7)", 7), ("lambda: print('heard')", -signal.SIGABRT)]
+    "action, code", [("lambda: exits.exit_now(7)", 7), ("lambda: print('heard')", -signal.SIGABRT)]
 )
 def test_an_abort_in_any_thread_calls_the_handler(action, code):
     # The main thread is blocked meanwhile, as it is in a computation.
     program = f"""
 import ctypes, threading
-from xshard.pod import ends
+from xshard.pod import exits
 abort = ctypes.CDLL(None).abort
-with ends.before_abort({action}):
+with exits.before_abort({action}):
     thread = threading.Thread(target=abort)
     thread.start()
     thread.join()
@@ -210,8 +210,8 @@ with ends.before_abort({action}):
 def test_the_abort_handler_is_removed_at_the_end():
     program = """
 import ctypes
-from xshard.pod import ends
-with ends.before_abort(lambda: ends.leave(7)):
+from xshard.pod import exits
+with exits.before_abort(lambda: exits.exit_now(7)):
     pass
 ctypes.CDLL(None).abort()
 """
@@ -258,19 +258,19 @@ def test_two_processes_agree_over_a_network_that_loses_calls(tmp_path, monkeypat
             time.sleep(choose.random() * 0.002)
             if asks and step in (20, 60, 110):
                 watching.ask(notice.Notice(notice.SAVE, f"at {step}"))
-            heard = watching.poll()
-            if heard is not None:
-                notices.append((step, heard.kind))
-            if heard is not None and heard.kind == notice.STOP:
+            signal_receiver = watching.poll()
+            if signal_receiver is not None:
+                notices.append((step, signal_receiver.kind))
+            if signal_receiver is not None and signal_receiver.kind == notice.STOP:
                 return notices
             if asks and len(notices) >= 2 and step > 150:
                 watching.ask(notice.Notice(notice.STOP, "enough"))
 
-    monkeypatch.setattr(watch, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(monitor, "_TICK_SECONDS", 0.01)
     shared, watches = {}, []
     with contextlib.ExitStack() as stack:
         for index in range(2):
-            watching = watch.Watch(tmp_path, ["h0", "h0"])
+            watching = monitor.PodMonitor(tmp_path, ["h0", "h0"])
             watching._index = index
             watching._board = LossyBoard(index, shared, random.Random(100 * seed + index))
             watching._agreement._board = watching._board
@@ -283,14 +283,14 @@ def test_two_processes_agree_over_a_network_that_loses_calls(tmp_path, monkeypat
 
 
 def test_only_training_and_evaluation_can_stall():
-    progress = heartbeat.Progress(seconds=2.0, tick_seconds=0.5)
+    progress = heartbeat.StallDetector(seconds=2.0, tick_seconds=0.5)
     assert not any(progress.stalled(status.TRAINING) for _ in range(4))
-    progress.made()
+    progress.note_progress()
     # A compilation may take any time, and the time limit starts again after it.
     assert not any(progress.stalled("compiling") for _ in range(100))
-    progress.made()
+    progress.note_progress()
     assert [progress.stalled(status.EVALUATING) for _ in range(5)] == [0, 0, 0, 0, 2.5]
-    never = heartbeat.Progress(seconds=0, tick_seconds=0.5)
+    never = heartbeat.StallDetector(seconds=0, tick_seconds=0.5)
     assert not any(never.stalled(status.TRAINING) for _ in range(100))
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from xshard import cli
-from xshard.replay import bisecting
+from xshard.replay import divergence
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,8 +21,8 @@ def _main(argv: Sequence[str]) -> int:
     for name in ("RUN_A", "RUN_B"):
         parser.add_argument(name, help="a run's work directory")
     options = vars(parser.parse_args(argv))
-    text, are_alike = bisecting.report(
-        *(bisecting.read(directory) for directory in options.values())
+    text, are_alike = divergence.report(
+        *(divergence.read(directory) for directory in options.values())
     )
     print(text)
     return 0 if are_alike else 1

@@ -133,7 +133,7 @@ class Evaluations:
           UserError: if a callback is not a function, or uses a metric that does not exist.
         """
         callbacks = method()
-        where = f"{getattr(method, '__qualname__', method)} ({errors.place_of(method)})"
+        where = f"{getattr(method, '__qualname__', method)} ({errors.definition_location(method)})"
         _check(where, callbacks, metrics)
         self._callbacks = callbacks
         self._meet = meet

@@ -17,7 +17,7 @@ from absl import flags
 from xshard import config as config_lib
 from xshard import errors
 from xshard.files import identity as identity_lib
-from xshard.files import streams
+from xshard.files import standard_streams
 from xshard.pod import notice
 
 
@@ -45,7 +45,7 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
     Returns:
       The exit code.
     """
-    streams.last()
+    standard_streams.make_tolerant()
     # Configs and experiments are imported from the current directory.
     sys.path.insert(0, os.getcwd())
     try:
@@ -82,7 +82,7 @@ def is_bug(e: Exception) -> bool:
     """Returns whether an exception needs a traceback: it is neither a UserError nor an I/O error in the framework."""
     if isinstance(e, errors.UserError):
         return False
-    return not (isinstance(e, OSError) and errors.is_frameworks(e))
+    return not (isinstance(e, OSError) and errors.is_framework_error(e))
 
 
 def summary(e: Exception) -> str:
@@ -98,7 +98,7 @@ def summary(e: Exception) -> str:
         # For an exception without a message, `message` returned its type already.
         if text != kind:
             text = f"{kind}: {text}"
-    elif not errors.is_frameworks(e):
+    elif not errors.is_framework_error(e):
         where = ""
     if not where:
         return text
@@ -121,7 +121,7 @@ def print_error(e: Exception, *, has_debug_flag: bool) -> None:
 
 def _print_bug(e: Exception) -> None:
     """Prints the traceback, without the framework's frames above the user's code."""
-    begin = errors.from_users_code(e)
+    begin = errors.user_traceback(e)
     if begin is None and not isinstance(e, SyntaxError):
         begin = e.__traceback__
     traceback.TracebackException(type(e), e, begin).print()

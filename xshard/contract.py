@@ -27,7 +27,7 @@ _Scalars = dict[str, jax.Array]
 
 def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
     """Checks the result of `Supervised.loss`. Returns the loss, and the scalars as float32."""
-    where = described(method)
+    where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise errors.UserError(
             f"{where} returned {_in_words(returned)}. It must return two things, the loss and a dictionary of "
@@ -46,7 +46,7 @@ def learner_loss(
       returned: its result.
       net_state: the network state before the call.
     """
-    where = described(method)
+    where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) not in (3, 4):
         raise errors.UserError(
             f"{where} returned {_in_words(returned)}. The loss of a learner must return three things, or four: the "
@@ -123,7 +123,7 @@ def per_example(
         shape = array.shape[2:]
         if shape[:1] != (rows,):
             raise errors.UserError(
-                f"{described(init)} makes {name!r} with an array of shape {shape} as xshard.PerExample. Its first "
+                f"{describe_method(init)} makes {name!r} with an array of shape {shape} as xshard.PerExample. Its first "
                 f"dimension must be that of the batch that init is given, {rows}; use xshard.PerReplica for other arrays that "
                 "differ between replicas."
             )
@@ -137,7 +137,7 @@ def step(method: Callable[..., Any], returned: Any) -> tuple[Any, Any]:
         if isinstance(metrics, Mapping | tuple):
             return state, metrics
     raise errors.UserError(
-        f"{described(method)} returned {_in_words(returned)}. It must return two things, the new state and a dictionary "
+        f"{describe_method(method)} returned {_in_words(returned)}. It must return two things, the new state and a dictionary "
         "of values to log: return state, {'generator': outcome, 'distance': distance}, or return state, {}."
     )
 
@@ -153,7 +153,7 @@ def evaluation(
       rows: the number of examples of the batch.
       arrays: whether an example's value may be an array, because the experiment overrides `summarize`.
     """
-    where = described(method)
+    where = describe_method(method)
     if not isinstance(returned, Mapping):
         raise errors.UserError(
             f"{where} returned {_in_words(returned)}. It must return a dictionary of arrays with a value for "
@@ -217,7 +217,7 @@ def optimizer(method: Callable[[], Any]) -> base.Optimizer:
     if isinstance(returned, optax.GradientTransformation):
         kind = "an optax transformation"
     raise errors.UserError(
-        f"{described(method)} returned {kind}. It must return a rule that reduces the gradients over the replicas: "
+        f"{describe_method(method)} returned {kind}. It must return a rule that reduces the gradients over the replicas: "
         "return xshard.CrossShardOptimizer(optax.adam(rate), slice_axis_name='slice')."
     )
 
@@ -226,7 +226,7 @@ def outputs(network: Callable[..., Any], returned: Any) -> Any:
     """Returns the outputs of a network; raises UserError if they hold no array."""
     if not jax.tree.leaves(returned):
         raise errors.UserError(
-            f"{described(network)} returned {_in_words(returned)}. It must return the network's "
+            f"{describe_method(network)} returned {_in_words(returned)}. It must return the network's "
             "outputs, an array or a tree of arrays: does it end in return outputs?"
         )
     return returned
@@ -236,7 +236,7 @@ def parameters(network: Callable[..., Any], params: Mapping[str, Any]) -> None:
     """Raises UserError if a network has created no parameters."""
     if not params:
         raise errors.UserError(
-            f"{described(network)} made no parameters, so there is nothing to train. Create "
+            f"{describe_method(network)} made no parameters, so there is nothing to train. Create "
             "parameters with Haiku: use its modules, such as hk.Linear(2)(x), or hk.get_parameter. Arrays created in "
             "another way, or by another library, are constants."
         )
@@ -244,7 +244,7 @@ def parameters(network: Callable[..., Any], params: Mapping[str, Any]) -> None:
 
 def network_state(network: Callable[..., Any], old: Any, new: Any) -> None:
     """Raises UserError if a network has changed the names or shapes of its Haiku state."""
-    where = described(network)
+    where = describe_method(network)
     for module, arrays in new.items():
         for name, array in arrays.items():
             initial = old.get(module, {}).get(name)
@@ -268,7 +268,7 @@ def network_errors(network: Callable[..., Any]) -> Iterator[None]:
         yield
     except (NameError, ValueError) as e:
         fix = _network_fix(e)
-        where = errors.location(e) or described(network)
+        where = errors.location(e) or describe_method(network)
         if not fix:
             raise
         raise errors.UserError(f"{where}: {fix}") from e
@@ -300,18 +300,18 @@ def loss_errors(loss: Callable[..., Any]) -> Iterator[None]:
     except ValueError as e:
         if "must be created as part of `init`" not in str(e):
             raise
-        where = errors.location(e) or described(loss)
+        where = errors.location(e) or describe_method(loss)
         raise errors.UserError(
             f"{where}: {str(e).partition(' All parameters')[0]}. Only the network, such as forward, may create "
             "parameters: create it there, and return it among the outputs."
         ) from e
 
 
-def described(method: Callable[..., Any]) -> str:
+def describe_method(method: Callable[..., Any]) -> str:
     """Returns a method and its place, for messages: 'Digits.loss (experiment.py:39)'."""
     while isinstance(method, functools.partial):
         method = method.func
-    place = errors.place_of(method)
+    place = errors.definition_location(method)
     name = getattr(method, "__qualname__", repr(method))
     return f"{name} ({place})" if place else name
 

@@ -21,7 +21,7 @@ class UserError(ValueError):
     """
 
 
-def from_users_code(e: BaseException) -> types.TracebackType | None:
+def user_traceback(e: BaseException) -> types.TracebackType | None:
     """Returns the traceback from the first frame of user code that the framework called; None if there is none."""
     called = False
     step = e.__traceback__
@@ -29,7 +29,7 @@ def from_users_code(e: BaseException) -> types.TracebackType | None:
         file = step.tb_frame.f_code.co_filename
         if _is_framework(file):
             called = True
-        elif called and is_users(file):
+        elif called and is_user_file(file):
             return step
         step = step.tb_next
     return None
@@ -41,40 +41,40 @@ def location(e: BaseException) -> str:
     Empty if it was raised neither in the user's code nor in anything that code called.
     """
     if isinstance(e, SyntaxError) and e.filename:
-        return f"{shown(e.filename)}:{e.lineno}"
+        return f"{display_path(e.filename)}:{e.lineno}"
     frames = []
-    for frame, line in traceback.walk_tb(from_users_code(e)):
-        if is_users(frame.f_code.co_filename):
+    for frame, line in traceback.walk_tb(user_traceback(e)):
+        if is_user_file(frame.f_code.co_filename):
             frames.append((frame.f_code, line))
     if not frames:
         return ""
     # The first frame is the method that the framework called, the last one is where it failed.
     method, _ = frames[0]
     function, line = frames[-1]
-    where = f"{shown(function.co_filename)}:{line}, in {function.co_qualname}"
+    where = f"{display_path(function.co_filename)}:{line}, in {function.co_qualname}"
     if function.co_qualname == method.co_qualname:
         return where
     return f"{where}, called by {method.co_qualname}"
 
 
-def is_frameworks(e: BaseException) -> bool:
+def is_framework_error(e: BaseException) -> bool:
     """Returns whether the framework raised this error, itself or through a call of the standard library."""
     is_own = True
     for frame, _ in traceback.walk_tb(e.__traceback__):
         file = frame.f_code.co_filename
         # The last frame outside of the standard library decides.
-        if not is_standard(file):
+        if not is_stdlib_file(file):
             is_own = _is_framework(file)
     return is_own
 
 
-def place_of(function: object) -> str:
+def definition_location(function: object) -> str:
     """Returns the place where a function, a method or a class is defined, such as 'experiment.py:29'; empty if unknown."""
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:
         return ""
-    return f"{shown(code.co_filename)}:{code.co_firstlineno}"
+    return f"{display_path(code.co_filename)}:{code.co_firstlineno}"
 
 
 def _is_framework(file: str) -> bool:
@@ -85,7 +85,7 @@ def _is_installed(file: str) -> bool:
     return any(part in file for part in _INSTALLED)
 
 
-def is_standard(file: str) -> bool:
+def is_stdlib_file(file: str) -> bool:
     """Returns whether a source file belongs to the standard library."""
     if file.startswith("<frozen"):
         return True
@@ -93,12 +93,12 @@ def is_standard(file: str) -> bool:
     return file.startswith(_STANDARD) and not _is_installed(file)
 
 
-def is_users(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Returns whether a source file is the user's: not the framework's, not installed, not in the standard library."""
-    return not (_is_installed(file) or _is_framework(file) or is_standard(file))
+    return not (_is_installed(file) or _is_framework(file) or is_stdlib_file(file))
 
 
-def shown(file: str) -> str:
+def display_path(file: str) -> str:
     """Returns a path relative to the current directory if it lies below it, else unchanged."""
     relative = os.path.relpath(file)
     if relative.startswith(os.pardir):

@@ -14,7 +14,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.pod import processes
-from xshard.stored import replicas as stored
+from xshard.stored import replica_state as stored
 
 # The name prefixes of sums that come from averaged parameters, and from all groups together.
 _ENSEMBLE = "ensemble/"
@@ -39,7 +39,7 @@ class Evaluation:
         """
         self._eval_step = experiment.eval_step
         self._summarize = experiment.summarize
-        self._where = contract.described(experiment.summarize)
+        self._where = contract.describe_method(experiment.summarize)
         self._splits = experiment_lib.checked_eval_data(experiment)
         replicas = logical.of_config(experiment.config, mesh)
         self._batches = {
@@ -161,7 +161,7 @@ def _jitted(
         return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=everywhere)
     mapped = step.evaluation_on_replicas(experiment, replicas.mesh)
     return logical.Program(
-        contract.described(experiment.eval_step), mapped, replicas, out_shardings=everywhere
+        contract.describe_method(experiment.eval_step), mapped, replicas, out_shardings=everywhere
     )
 
 
@@ -184,7 +184,7 @@ def sample(
       step: the number of the step.
       state: the state after that step.
     """
-    where = contract.described(experiment.samples)
+    where = contract.describe_method(experiment.samples)
     key = experiment_lib.samples_key(experiment)
     named = samples.named(where, experiment.samples(functools.partial(predict, state), key))
     return samples.row(where, step, named), samples.text(named)

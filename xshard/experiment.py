@@ -212,7 +212,7 @@ class Experiment(abc.ABC):
         Any iterator with `get_state` and `set_state` works; checkpoints contain its state.
         """
         examples = self.train_data()
-        data.check(examples, f"What {contract.described(self.train_data)} returned")
+        data.check(examples, f"What {contract.describe_method(self.train_data)} returned")
         return data.iterate(examples, part)
 
     def samples(
@@ -344,7 +344,7 @@ def _check_methods(experiment: type[Experiment]) -> None:
 def checked_eval_data(experiment: Experiment) -> dict[str, data.Examples]:
     """Returns the evaluation examples by split, after checking that they are valid: see `data.splits`."""
     splits = data.splits(experiment.eval_data())
-    what = f"What {contract.described(experiment.eval_data)} returned"
+    what = f"What {contract.describe_method(experiment.eval_data)} returned"
     for name, examples in splits.items():
         data.check(examples, f"{what} as {name!r}" if name else what)
     return splits

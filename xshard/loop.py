@@ -15,18 +15,18 @@ from xshard import callbacks, checkpoint, evaluation, logical
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
-from xshard.files import cache, workdir
+from xshard.files import compile_cache, workdir
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import log as log_lib
 from xshard.metrics import overview, writers
 from xshard.metrics import terminal as terminal_lib
+from xshard.pod import monitor as monitor_lib
 from xshard.pod import notice as notice_lib
 from xshard.pod import origin as origin_lib
 from xshard.pod import processes, status
-from xshard.pod import watch as watch_lib
-from xshard.run import due as due_lib
 from xshard.run import ending, nonfinite, preflight, replication, resuming, roll_backs, saving
-from xshard.stored import storage
+from xshard.run import schedule as schedule_lib
+from xshard.stored import conversion
 
 
 class Run:
@@ -37,7 +37,7 @@ class Run:
         config: ml_collections.ConfigDict,
         directory: str,
         init: checkpoint.Source | None = None,
-        watch: watch_lib.Watch | None = None,
+        watch: monitor_lib.PodMonitor | None = None,
         show: terminal_lib.Show = terminal_lib.Show.NORMAL,
         set_aside: str = "",
     ):
@@ -84,7 +84,7 @@ class Run:
         self.checkpoints = saving.Checkpoints(
             self.experiment, self.mesh, self.workdir, run, self.batches, say, self.origin
         )
-        self.checkpoints.check_begin(init)
+        self.checkpoints.check_can_start(init)
         manager, self._target = self.checkpoints.manager, self.checkpoints.states.target
         self.roll_backs = roll_backs.RollBacks(
             config, self.workdir, manager, self.batches, self._target, say, self.doing
@@ -92,12 +92,12 @@ class Run:
 
     def _check_programs(self) -> None:
         """Traces every program that the run will use, so that mistakes surface before training."""
-        stored = storage.as_stored(self.experiment, self.mesh, self._target)
+        stored = conversion.as_stored(self.experiment, self.mesh, self._target)
         inputs = stored, self.batches.shapes(), self.batches.rehearsal()
         train_step, predict = preflight.programs(self.experiment, self.mesh, *inputs)
         self.train_step = processes.compiled_by_all(train_step, "the training step")
         self.predict = evaluation.predictions(predict, self.mesh)
-        self._copies = replication.Watch(self.experiment, self.mesh)
+        self._copies = replication.Monitor(self.experiment, self.mesh)
         metrics = self._evaluation.check(stored, self.config.checkpoint)
         # A separate exchange: the checkpoint manager's is used by background saves.
         meet = processes.Exchange("what the callbacks say", callbacks.SECONDS)
@@ -116,7 +116,7 @@ class Run:
         """
         begin = self._begin()
         state, start, log = begin.state, self.step, self._log
-        due = due_lib.Due.of(self.config)
+        schedule = schedule_lib.Schedule.of(self.config)
         by_clock = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
         self.doing("compiling", step=start, steps=self.config.steps)
         # An evaluation that a stop interrupted is run now, unless another stop interrupts it again.
@@ -125,24 +125,24 @@ class Run:
             self._save(start, state, evaluation_due=False)
         for step in range(start + 1, (start if self._is_over() else self.config.steps) + 1):
             log.write_ahead(self.roll_backs.row(step))
-            state = self.roll_backs.backed_off(step, state)
+            state = self.roll_backs.with_back_off(step, state)
             with self.clock.waiting(log.newest):
-                batch = self.batches.of_step(step, self.predict, state)
+                batch = self.batches.batch_for_step(step, self.predict, state)
             state, values, observed, begun = self.train_step(state, batch)
             self.step = step
             log.push(step, {**values, **self._copies.push(step, begun, state)})
             self._finite.push(step, observed)
             self.doing(status.TRAINING, step=step)
             self._poll()
-            if self._stop is None and due.evaluation(step):
+            if self._stop is None and schedule.evaluation(step):
                 self._evaluate(step, state)
-            if due.samples(step) and not self._is_over():
+            if schedule.samples(step) and not self._is_over():
                 self._sample(step, state)
             # Clocks differ, so only process 0's decides; the others are told.
             if self._first and by_clock.has_passed():
                 self._ask_for_save()
-            if self._is_over() or self._save_now or due.save(step):
-                self._save(step, state, evaluation_due=due.evaluation(step))
+            if self._is_over() or self._save_now or schedule.save(step):
+                self._save(step, state, evaluation_due=schedule.evaluation(step))
             if self._is_over():
                 break
             self.checkpoints.check()
@@ -150,7 +150,7 @@ class Run:
         self.terminal.close()
         return state, self._stop
 
-    def _begin(self) -> resuming.Begin:
+    def _begin(self) -> resuming.StartState:
         """Restores the newest checkpoint, or creates a first state, and opens the log. Also runs after a roll-back."""
         # After a roll-back the previous log is still open.
         self._held.close()
@@ -162,10 +162,10 @@ class Run:
         begin = self.resume_or_init()
         start, checkpoints = int(begin.state.step), self.checkpoints.manager
         self._copies.begin(begin.state, begin.fingerprints, str(checkpoints.store))
-        self.checkpoints.go_on_from(begin)
+        self.checkpoints.record_restored_step(begin)
         self._evaluated = (-1, {})
         learners = state_lib.learners(self._target)
-        self._finite = nonfinite.Watch(self.config, self.mesh, learners, say, begin.watched)
+        self._finite = nonfinite.Monitor(self.config, self.mesh, learners, say, begin.watched)
         self._evaluations.begin(lambda: writers.evaluations(self.workdir.metrics, start))
         if self.step < 0:
             params, whole = state_lib.params(begin.state), self.terminal.verbose
@@ -191,21 +191,23 @@ class Run:
         self._copies.flush()
         self._finite.flush()
 
-    def _make_up_for(self, begin: resuming.Begin, start: int) -> None:
+    def _make_up_for(self, begin: resuming.StartState, start: int) -> None:
         """Runs the evaluation and the sampling that are due at the restored step, unless their rows exist already."""
         if start and not begin.evaluated:
-            metrics = self.checkpoints.late_evaluation(start)
+            metrics = self.checkpoints.find_late_evaluation(start)
             if metrics is None:
                 self._evaluate(start, begin.state)
             else:
                 self._evaluated = start, metrics
             if self._stop is None:
-                self.checkpoints.evaluated_late(start, self._evaluated[1], self._log)
-        is_due = start and due_lib.Due.of(self.config).samples(start) and not self._is_over()
+                self.checkpoints.add_late_evaluation(start, self._evaluated[1], self._log)
+        is_due = (
+            start and schedule_lib.Schedule.of(self.config).samples(start) and not self._is_over()
+        )
         if is_due and self.checkpoints.manager.agree(self._log.sampled) < start:
             self._sample(start, begin.state)
 
-    def resume_or_init(self) -> resuming.Begin:
+    def resume_or_init(self) -> resuming.StartState:
         """Restores the newest checkpoint, or creates a new state."""
         return self.checkpoints.resume_or_init(self._init)
 
@@ -242,7 +244,7 @@ class Run:
             if self._first:
                 identity, aside = self._run.identity, self._run.sets_aside
                 held.enter_context(self.workdir.opened(self.config, identity, self.origin, aside))
-            held.enter_context(cache.kept(self.workdir.path, self.terminal.say))
+            held.enter_context(compile_cache.enabled(self.workdir.path, self.terminal.say))
             held.enter_context(self.checkpoints.opened())
             if self._watch is not None:
                 self._watch.publish()
@@ -260,7 +262,7 @@ class Run:
         self.doing("saving")
         if self._stop is None:
             self.checkpoints.wait()
-            why = self.checkpoints.nonfinite(self.step) or self._finite.at_end() or self._failure
+            why = self.checkpoints.nonfinite(self.step) or self._finite.failure() or self._failure
             results |= {"finite": not why, "why": why}
             try:
                 results["samples"] = "" if why else self._sample(self.step, state, last=True)
@@ -268,7 +270,7 @@ class Run:
                 # Results are written even if sampling fails.
                 if self._first:
                     self.workdir.write_results(results)
-        with self.roll_backs.left_undecided(is_stopped=self._stop is not None):
+        with self.roll_backs.tolerate_nonfinite_save(is_stopped=self._stop is not None):
             self.checkpoints.wait()
         return state, self._stop, results
 
@@ -315,7 +317,7 @@ def run(
     directory: str,
     command: str,
     init: checkpoint.Source | None = None,
-    watch: watch_lib.Watch | None = None,
+    watch: monitor_lib.PodMonitor | None = None,
     show: terminal_lib.Show = terminal_lib.Show.NORMAL,
     set_aside: str = "",
 ) -> int:
@@ -336,7 +338,7 @@ def run(
     current = Run(config, directory, init, watch, show, set_aside)
     with current.opened():
         try:
-            state, stop, results = current.roll_backs.repeated(current.complete)
+            state, stop, results = current.roll_backs.retry(current.complete)
         except (nonfinite.NonfiniteError, checkpoint.NonfiniteError) as e:
             current.terminal.close()
             ending.fail(current.step, str(e), current.checkpoints.kept(), current.workdir)

@@ -25,10 +25,10 @@ from ml_collections import config_flags
 
 from xshard import checkpoint, cli, errors, loop
 from xshard import config as config_lib
-from xshard.files import streams, workdir
+from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
-from xshard.modes import follow, profiling
-from xshard.pod import handshake, notice, places, rendezvous, signals, watch
+from xshard.modes import continuous_eval, profiling
+from xshard.pod import handshake, monitor, notice, process_spec, signals, startup
 from xshard.pod import origin as origin_lib
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -86,7 +86,7 @@ _COORDINATOR = flags.DEFINE_string(
 )
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "The number of processes.", 1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, from 0.", 0)
-_DEFAULTS = rendezvous.Timeouts()
+_DEFAULTS = startup.Timeouts()
 _START = flags.DEFINE_integer(
     "start_timeout_seconds", _DEFAULTS.start, "How long to wait for all processes to connect.", 1
 )
@@ -132,10 +132,10 @@ def main(argv: Sequence[str], config: Any) -> int:
         raise errors.UserError("--init_from is for --mode=train, which begins runs.")
     if _INIT_RENAME.value and _INIT_FROM.value is None:
         raise errors.UserError("--init_rename is for --init_from, whose paths it renames.")
-    timeouts = rendezvous.Timeouts(_START.value, _HEARTBEAT.value, _SHUTDOWN.value, _STEP.value)
+    timeouts = startup.Timeouts(_START.value, _HEARTBEAT.value, _SHUTDOWN.value, _STEP.value)
     try:
-        code = _run_on_place(config, _WORKDIR.value, timeouts)
-    except places.StoppedError as e:
+        code = _run_process(config, _WORKDIR.value, timeouts)
+    except process_spec.StoppedError as e:
         print(e, file=sys.stderr, flush=True)
         return e.code
     # The run is complete. A signal that arrives now, such as srun's SIGTERM after the first process has exited,
@@ -145,30 +145,30 @@ def main(argv: Sequence[str], config: Any) -> int:
     return code
 
 
-def _run_on_place(config: Any, run_directory: str, timeouts: rendezvous.Timeouts) -> int:
+def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) -> int:
     """Joins the other processes, if there are any, and runs with them."""
     # An evaluation job writes its own status files, which must not mix with the run's own.
     directory = run_directory
     if _MODE.value == "eval":
-        directory = os.path.join(directory, follow.FOLDER)
-    place = rendezvous.place(
+        directory = os.path.join(directory, continuous_eval.FOLDER)
+    place = startup.resolve_process(
         _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeouts.start
     )
     # Signals are handled from here on without a gap. A process that has joined passes a signal on to the others.
-    with signals.Heard() as heard:
-        hosts, console = _join(place, timeouts, config, directory, heard)
-        with watch.Watch(
+    with signals.SignalReceiver() as signal_receiver:
+        hosts, console = _join(place, timeouts, config, directory, signal_receiver)
+        with monitor.PodMonitor(
             directory,
             hosts,
             stop_after_seconds=60 * _STOP_AFTER.value,
             timeouts=timeouts,
             console=console,
-            heard=heard,
+            signal_receiver=signal_receiver,
         ) as watching:
             return _run_watched(config, run_directory, watching, is_pod=bool(hosts))
 
 
-def _run_watched(config: Any, directory: str, watching: watch.Watch, *, is_pod: bool) -> int:
+def _run_watched(config: Any, directory: str, watching: monitor.PodMonitor, *, is_pod: bool) -> int:
     try:
         code = _run_mode(config, directory, watching)
         watching.end(notice.ENDS.get(code, "stopped"))
@@ -180,7 +180,7 @@ def _run_watched(config: Any, directory: str, watching: watch.Watch, *, is_pod: 
         raise
 
 
-def _run_mode(config: Any, directory: str, watching: watch.Watch) -> int:
+def _run_mode(config: Any, directory: str, watching: monitor.PodMonitor) -> int:
     command = _command()
     show = terminal.Show.NORMAL
     if _QUIET.value:
@@ -188,7 +188,7 @@ def _run_mode(config: Any, directory: str, watching: watch.Watch) -> int:
     if _VERBOSE.value:
         show = terminal.Show.VERBOSE
     if _MODE.value == "eval":
-        return follow.run(config, directory, command, watching, show)
+        return continuous_eval.run(config, directory, command, watching, show)
     if _MODE.value == "profile":
         return profiling.run(config, directory, _PROFILE_STEPS.value, watching, show)
     init = None
@@ -199,11 +199,11 @@ def _run_mode(config: Any, directory: str, watching: watch.Watch) -> int:
 
 
 def _join(
-    place: places.Place | None,
-    timeouts: rendezvous.Timeouts,
+    place: process_spec.ProcessSpec | None,
+    timeouts: startup.Timeouts,
     config: Any,
     directory: str,
-    heard: signals.Heard,
+    signal_receiver: signals.SignalReceiver,
 ) -> tuple[list[str], TextIO | None]:
     """Joins the other processes, if there are any.
 
@@ -212,7 +212,7 @@ def _join(
       go to this process's log file, else None.
     """
     # Child processes must not inherit the token.
-    token = os.environ.pop(handshake.VARIABLE, "")
+    token = os.environ.pop(handshake.TOKEN_VARIABLE, "")
     if place is None:
         return [], None
     log = None
@@ -220,16 +220,16 @@ def _join(
         # A log that cannot be opened must fail before the other processes depend on this one.
         log = workdir.Workdir(directory).open_log(place.index)
     facts = origin_lib.of(config, _CPU_DEVICES.value)
-    hosts = rendezvous.join(place, timeouts, facts, token, heard)
+    hosts = startup.join(place, timeouts, facts, token, signal_receiver)
     if log is None:
         return hosts, None
-    console = streams.lasting(os.fdopen(os.dup(2), "w"))
+    console = standard_streams.tolerant(os.fdopen(os.dup(2), "w"))
     for stream in (1, 2):
         os.dup2(log, stream)
     return hosts, console
 
 
-def _fail_together(watching: watch.Watch, e: Exception) -> NoReturn:
+def _fail_together(watching: monitor.PodMonitor, e: Exception) -> NoReturn:
     """Reports why this process has failed, and ends the others, which would wait for it."""
     # Most runtime errors in the middle of a computation may be caused by a peer that died. These three never are.
     is_own = str(e).startswith(("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED"))
@@ -267,6 +267,6 @@ def _command() -> str:
 
 
 if __name__ == "__main__":
-    # Before the processes join there is nothing to save. `signals.Heard` takes the signals over after that.
-    signals.leave_at_once()
+    # Before the processes join there is nothing to save. `signals.SignalReceiver` takes the signals over after that.
+    signals.exit_on_signal()
     sys.exit(run())

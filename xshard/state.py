@@ -4,7 +4,7 @@ With several groups the experiment's state has a leading dimension of groups, si
 `PerReplica` and `PerExample` arrays have a dimension of replicas after it, ordered slice by slice.
 
 If a learner's rule shards its update, each slot is sharded over `replica` along one of its dimensions, and so is each parameter
-held in shards. A slot without such a dimension is stored flat and padded; `Storage` converts it to the shape in checkpoints.
+held in shards. A slot without such a dimension is stored flat and padded; `StateConverter` converts it to the shape in checkpoints.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from xshard import contract, errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard.learners import within
-from xshard.learners.state import LearnerState, held_like, is_learner
+from xshard.learners import run_context
+from xshard.learners.state import LearnerState, is_learner, layout_of_copies
 from xshard.optimizers import gathering, trees
 from xshard.optimizers import layouts as layouts_lib
 
@@ -166,7 +166,7 @@ def _build(
     state = TrainState(jnp.int32(0), jax.tree.map(trees.strong, made), root)
     lies = jax.tree_util.tree_leaves_with_path(specs(experiment, mesh, state))
     own = [trees.path_name(path) for path, x in lies if mesh_lib.REPLICA in mesh_lib.axes_of(x)]
-    logical.check_even(experiment.config, mesh, contract.described(experiment.init), own)
+    logical.check_even(experiment.config, mesh, contract.describe_method(experiment.init), own)
     # State that differs from slice to slice was created for one slice.
     change = layouts_lib.for_each_slice if whole else layouts_lib.stored
     return map_rules_state(change, experiment, mesh, state)
@@ -204,7 +204,7 @@ def _init_group(
         if "out_axes is None" not in str(e):
             raise
         raise errors.UserError(
-            f"{contract.described(experiment.init)} makes a state that depends on the replica's number (jax.lax.axis_index) "
+            f"{contract.describe_method(experiment.init)} makes a state that depends on the replica's number (jax.lax.axis_index) "
             "and is not marked as such: wrap it in xshard.PerReplica or xshard.PerExample."
         ) from e
     return jax.tree.map(lambda is_own, x: x.joined() if is_own else x, own, made)
@@ -218,7 +218,7 @@ def _jitted_init(
 
     @jax.jit
     def init(key: jax.Array, batch: Batch) -> Any:
-        with within.run_on(mesh, experiment.sharding_rules(), all_slots=all_slots):
+        with run_context.run_on(mesh, experiment.sharding_rules(), all_slots=all_slots):
             return experiment.init(key, batch)
 
     return init
@@ -263,7 +263,7 @@ def layouts_of(
     params, opt_state = jax.tree.map(shape, (state.params, state.opt_state))
     on, rules = logical.mesh_of(experiment.config, mesh), experiment.sharding_rules()
     of_params = layouts_lib.of_params(params, on.shape[mesh_lib.REPLICA], rules)
-    slices, of_params = mesh_lib.num_slices(on), dict(state.rules.held) or of_params
+    slices, of_params = mesh_lib.num_slices(on), dict(state.rules.sharding) or of_params
     return layouts_lib.of_state(of_params, opt_state, slices, slots=state.rules.shards_update)
 
 
@@ -279,12 +279,12 @@ def specs(
     group, rules = mesh_lib.group_axes(mesh), experiment.sharding_rules()
     place = functools.partial(_tree_specs, mesh, () if manual else rules)
     of_rules = functools.partial(opt_specs, experiment, mesh, manual=manual, whole=whole)
-    copied = held_like(learners(state).values())
+    copied = layout_of_copies(learners(state).values())
 
     def of(path: Any, x: Any) -> Any:
         if is_learner(x):
             layouts = layouts_of(experiment, mesh, x)
-            held = gathering.specs(x.rules.held, group, manual=manual)
+            held = gathering.specs(x.rules.sharding, group, manual=manual)
             return x.replace(
                 params=trees.replace(place(x.params), held),
                 net_state=place(x.net_state, slots=True),

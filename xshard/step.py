@@ -21,7 +21,7 @@ from xshard.learners import learner as learner_lib
 from xshard.learners.state import Observed as ObservedUpdate
 from xshard.learners.state import Outcome
 from xshard.optimizers import trees
-from xshard.stored import fingerprint, held, storage
+from xshard.stored import conversion, fingerprint, shard_usage
 
 Batch = experiment_lib.Batch
 TrainState = state_lib.TrainState
@@ -110,7 +110,7 @@ def on_replicas(
                 # One replica reduces nothing that would order this read before the update: XLA would copy the old state.
                 batch = trees.after(begun.table, batch)
         args = old.experiment, batch, _step_key(old)
-        returned = held.call(experiment.train_step, mesh, experiment, shapes, *args)
+        returned = shard_usage.call(experiment.train_step, mesh, experiment, shapes, *args)
         made, logged = contract.step(experiment.train_step, returned)
         _check_structure(experiment, old.experiment, made)
         metrics, observed = _metrics(experiment, logged)
@@ -154,7 +154,7 @@ def make_eval_step(
     mapped = evaluation_on_replicas(experiment, mesh, whole=True)
 
     def eval_step(state: TrainState, batch: Batch, number: Any = 0) -> dict[str, jax.Array]:
-        whole = storage.to_whole(experiment, mesh, state)
+        whole = conversion.to_whole(experiment, mesh, state)
         return mapped(whole, batch, number).on(mesh)(whole, batch, number)
 
     return eval_step
@@ -170,13 +170,13 @@ def evaluation_on_replicas(
         shapes: TrainState, state: TrainState, batch: Batch, number: Any
     ) -> tuple[Any, Any]:
         if not whole:
-            state = storage.gathered(experiment, mesh, shapes, state)
+            state = conversion.gathered(experiment, mesh, shapes, state)
         batch = dict(batch)
         mask = batch.pop("_mask")
         local = _local(state, grouped)
         key = _replica_key(jax.random.fold_in(jax.random.fold_in(local.rng, _EVALUATION), number))
         args = local.experiment, batch, key
-        values = held.call(experiment.eval_step, mesh, experiment, shapes, *args, whole=True)
+        values = shard_usage.call(experiment.eval_step, mesh, experiment, shapes, *args, whole=True)
         arrays = experiment_lib.summarizes(experiment)
         values = contract.evaluation(experiment.eval_step, values, len(mask), arrays=arrays)
         sums = _masked_sums({**values, "count": mask}, mask)
@@ -206,10 +206,10 @@ def make_predict(
 
     def local_predict(shapes: TrainState, state: TrainState, batch: Batch) -> Any:
         args = _local(state, grouped).experiment, batch
-        return held.call(experiment.predict, mesh, experiment, shapes, *args, whole=True)
+        return shard_usage.call(experiment.predict, mesh, experiment, shapes, *args, whole=True)
 
     def predict(state: TrainState, batch: Batch) -> Any:
-        whole = storage.to_whole(experiment, mesh, state)
+        whole = conversion.to_whole(experiment, mesh, state)
         in_specs = (_whole_specs(experiment, mesh, whole), jax.P())
         local = functools.partial(local_predict, whole)
         return logical.Mapped(local, in_specs, jax.P()).on(mesh)(whole, batch)
@@ -229,7 +229,7 @@ def _whole_specs(
 
 def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) -> None:
     """Raises UserError unless the state that a step returns has the structure, shapes and dtypes of the old one."""
-    where = contract.described(experiment.train_step)
+    where = contract.describe_method(experiment.train_step)
     before, after = (dict(jax.tree_util.tree_leaves_with_path(x)) for x in (old, new))
     for path in [*before, *after]:
         if path not in after:
@@ -260,7 +260,7 @@ def _metrics(
     """Returns the values to log by name, and the observations of each learner."""
     if isinstance(logged, Outcome):
         return dict(logged.metrics), {"": logged.observed}
-    where = contract.described(experiment.train_step)
+    where = contract.describe_method(experiment.train_step)
     metrics: dict[str, jax.Array] = {}
     own: dict[str, jax.Array] = {}
     observed: Observed = {}
@@ -302,7 +302,7 @@ def _check_observed(
     if missing:
         name = missing[0]
         raise errors.UserError(
-            f"{contract.described(experiment.train_step)} returned metrics without those of the learner "
+            f"{contract.describe_method(experiment.train_step)} returned metrics without those of the learner "
             f"{name or 'whose state it is'!r}: return the outcome of its update under the name of its state, as in "
             f"state, outcome = learner.update(...); return state, {f'{{{name!r}: outcome}}' if name else 'outcome'}. "
             "The run reads from it whether the step is finite."

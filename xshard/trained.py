@@ -15,7 +15,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.files import jsonfile, workdir
 from xshard.run import preflight, states
-from xshard.stored import replicas
+from xshard.stored import replica_state
 
 
 class Trained(NamedTuple):
@@ -78,10 +78,10 @@ def _predictor(
 
     def checked(batch: Mapping[str, Any]) -> Any:
         traced = jitted.trace(state, mesh_lib.put_whole(mesh, batch))
-        replicas.check_unread(experiment.predict, traced.jaxpr, state, mesh)
+        replica_state.check_unread(experiment.predict, traced.jaxpr, state, mesh)
         return predict(batch)
 
-    return checked if replicas.has_others(state, mesh) else predict
+    return checked if replica_state.has_others(state, mesh) else predict
 
 
 def _mesh(

@@ -29,8 +29,8 @@ from tests.checkpoint.harness import (
 from tests.optimizers import harness
 from xshard import checkpoint, mesh
 from xshard.checkpoint import __main__ as tool
+from xshard.checkpoint import array_reader, reader
 from xshard.checkpoint import arrays as arrays_lib
-from xshard.checkpoint import parts, reader
 from xshard.checkpoint import store as store_lib
 
 
@@ -155,7 +155,7 @@ def test_restored_arrays_do_not_stay_in_host_memory(tmp_path, monkeypatch):
     tree = {str(i): jnp.full(100, i, jnp.float32) for i in range(20)}
     manager = make_manager(tmp_path, budget_bytes=1)
     save(manager, 1, tree)
-    allocate, to_device = parts._aligned, jax.device_put
+    allocate, to_device = array_reader._aligned, jax.device_put
     references, alive = [], []
 
     def tracked_aligned(*args):
@@ -166,7 +166,7 @@ def test_restored_arrays_do_not_stay_in_host_memory(tmp_path, monkeypatch):
 
     # Copies, as on devices with their own memory: an array on CPU may share the host's memory.
     put_copy = lambda values, devices: to_device(jax.tree.map(np.array, values), devices)
-    monkeypatch.setattr(parts, "_aligned", tracked_aligned)
+    monkeypatch.setattr(array_reader, "_aligned", tracked_aligned)
     monkeypatch.setattr(reader, "_PLACED_AT_ONCE", 2)
     monkeypatch.setattr(jax, "device_put", put_copy)
     harness.assert_equal(manager.restore(tree).state, tree)

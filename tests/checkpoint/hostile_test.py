@@ -12,8 +12,8 @@ import pytest
 from tests.checkpoint.harness import make_manager
 from xshard import checkpoint
 from xshard.checkpoint import __main__ as tool
+from xshard.checkpoint import array_reader
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import parts
 
 DEEP = b"[" * 100_000
 STATE = {"params": {"w": jnp.arange(4.0)}, "x": jnp.ones(3), "large": jnp.ones(300_000)}
@@ -32,14 +32,14 @@ def intact(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def allocations(monkeypatch):
     """Records the bytes of each allocation for arrays, and fails if one exceeds 2 MiB: STATE has 1.2 MB."""
-    allocate, sizes = parts._aligned, []
+    allocate, sizes = array_reader._aligned, []
 
     def count(shape, dtype):
         sizes.append(int(np.prod(shape, dtype=object)) * dtype.itemsize)
         assert sizes[-1] <= 2 << 20, "allocates more than the checkpoint stores"
         return allocate(shape, dtype)
 
-    monkeypatch.setattr(parts, "_aligned", count)
+    monkeypatch.setattr(array_reader, "_aligned", count)
     return sizes
 
 

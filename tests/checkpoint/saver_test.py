@@ -235,7 +235,9 @@ def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
 
 def test_the_progress_of_a_long_save_is_reported():
     messages, now = [], [0.0]
-    progress = budget.Progress("saving step 4", 4 * 10**9, messages.append, clock=lambda: now[0])
+    progress = budget.ProgressReporter(
+        "saving step 4", 4 * 10**9, messages.append, clock=lambda: now[0]
+    )
     for seconds in (3.0, 9.0, 10.0, 12.0, 20.0):
         now[0] = seconds
         progress.add(10**9 // 2)

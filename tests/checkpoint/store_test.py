@@ -161,7 +161,7 @@ def test_an_unreachable_store_is_not_reported_as_damage(tmp_path):
 import sys
 from tests.checkpoint import harness
 from xshard import checkpoint
-from xshard.checkpoint import format as format_lib, source, store
+from xshard.checkpoint import format as format_lib, metadata_files, store
 store.RETRIES.update(max_retries=2, initial_delay="1ms", max_delay="2ms")
 place = store.Store("gs://bucket/run")
 attempt = format_lib.Attempt(place, 1, "01234567", frozenset({"COMMIT"}))

@@ -153,17 +153,17 @@ def test_a_state_survives_the_round_trip_through_json():
         "random": np.random.default_rng(3).bit_generator.state,
         "nan": np.array([np.nan, -0.0]),
     }
-    encoded = batches._plain(state)
-    decoded = batches._unplain(json.loads(json.dumps(encoded)))
-    assert batches._plain(decoded) == encoded
+    encoded = batches._to_json(state)
+    decoded = batches._from_json(json.loads(json.dumps(encoded)))
+    assert batches._to_json(decoded) == encoded
     assert decoded["tuple"] == state["tuple"] and decoded["bytes"] == state["bytes"]
     assert decoded["random"] == state["random"] and decoded["arrays"][1] == 1.5
     for one, other in ((decoded["arrays"][0], state["arrays"][0]), (decoded["nan"], state["nan"])):
         assert one.dtype == other.dtype and one.shape == other.shape
         assert one.tobytes() == other.tobytes()
     # States from older checkpoints decode to the same values as before.
-    assert batches._unplain({"base64": "Mg=="}) == b"2"
-    assert batches._unplain({"next_index": [1, 2]}) == {"next_index": [1, 2]}
+    assert batches._from_json({"base64": "Mg=="}) == b"2"
+    assert batches._from_json({"next_index": [1, 2]}) == {"next_index": [1, 2]}
 
 
 class Actor:
@@ -194,7 +194,7 @@ class Actor:
 def served(train, steps):
     """Returns the values of the batches of steps; the number of each step stands in for its state."""
     predict = lambda state, batch: int(10 * state + batch["x"].sum())
-    return [int(train.of_step(step, predict, step)["x"][0]) for step in steps]
+    return [int(train.batch_for_step(step, predict, step)["x"][0]) for step in steps]
 
 
 def test_an_iterator_acts_every_few_steps():

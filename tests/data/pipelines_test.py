@@ -72,13 +72,13 @@ def read(pod, steps):
 
 def saved(pod):
     """Returns the states of all processes, in the form in which a checkpoint restores them."""
-    return json.loads(json.dumps([batches._plain(process.get_state()) for process in pod]))
+    return json.loads(json.dumps([batches._to_json(process.get_state()) for process in pod]))
 
 
 def restored(states, processes, **kwargs):
     pod = start(processes, **kwargs)
     for process in pod:
-        process.set_state(process.join_states([batches._unplain(state) for state in states]))
+        process.set_state(process.join_states([batches._from_json(state) for state in states]))
     return pod
 
 

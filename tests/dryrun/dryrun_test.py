@@ -19,8 +19,7 @@ from tests import pods, toy
 from xshard import errors, logical, mesh
 from xshard import state as state_lib
 from xshard.dryrun import __main__ as dryrun
-from xshard.dryrun import costs, estimate, summary
-from xshard.dryrun import described as described_lib
+from xshard.dryrun import analysis, costs, estimate, summary
 from xshard.metrics import chips
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
@@ -131,7 +130,7 @@ def described(compiled=None, the_mesh=None, times=1, live=()):
         "chip": {"hbm": chip.hbm, "source": chip.source}, "memory": {"parameters": 2**22}, "compile_seconds": 1.0,
     }  # fmt: skip
     stages = [logical.Stage(compiled or Compiled(), times, live)]
-    return described_lib.describe(result, stages, chip, the_mesh or replicas())
+    return analysis.analyze(result, stages, chip, the_mesh or replicas())
 
 
 def replicas():
@@ -220,7 +219,7 @@ def test_an_unreadable_program_gives_one_message_and_its_memory():
         def as_text(self):
             raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure (hlo_instruction.cc:463)")
 
-    with pytest.raises(described_lib.UnreadableError, match="RET_CHECK") as e:
+    with pytest.raises(analysis.UnreadableError, match="RET_CHECK") as e:
         described(Newer())
     for part in ("compiles and fits on v5e:2x4", f"jax {jax.__version__} cannot read", "[dryrun]"):
         assert part in str(e.value)
@@ -257,7 +256,7 @@ def test_a_step_that_does_not_fit_is_reported_with_remedies(needed, first):
     result = {"topology": "v5e:4x4", "memory": memory}
     words = f"the total memory required ({needed}) exceeds available HBM (15.75G)."
     e = dryrun._compiler_error(RuntimeError(words), result, state)
-    assert isinstance(e, described_lib.DoesNotFitError) and e.result["memory"]["fits"] is False
+    assert isinstance(e, analysis.DoesNotFitError) and e.result["memory"]["fits"] is False
     message = str(e)
     assert f"needs {needed[:-1]} GiB a chip of the 15.75 GiB" in message
     assert f"{float(needed[:-1]) - 15.75:.2f} GiB too much" in message

@@ -13,7 +13,7 @@ import pytest
 from configs import digits, lm_pod, lm_tiny
 from tests import toy
 from xshard import errors
-from xshard.dryrun import choices, estimate, plan
+from xshard.dryrun import candidates, estimate, plan_search
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(
@@ -34,7 +34,7 @@ def result(seconds, peak=1, name="memory"):
 def plans_of(config, num_chips=16, **values):
     with config.unlocked():
         config.update_from_flattened_dict(values)
-    return choices.of(config, num_chips, has_model_axis=True)
+    return candidates.enumerate_plans(config, num_chips, has_model_axis=True)
 
 
 def with_values(plans, **values):
@@ -62,28 +62,30 @@ def test_all_plans_keep_the_batch_and_none_is_repeated():
 
 def test_only_settings_that_apply_are_varied():
     config = digits.get_config()
-    plans = choices.of(config, 16, has_model_axis=False)
+    plans = candidates.enumerate_plans(config, 16, has_model_axis=False)
     assert {one.values["model_parallel"] for one in plans} == {1}
     assert {one.values["micro_batches"] for one in plans} == {1, 2, 4, 8}
     assert "reduction.slice_dtype" not in plans[0].values and len(plans) == 4 * 3 * 2
     config.slices = 2
-    plans = choices.of(config, 32, has_model_axis=False)
+    plans = candidates.enumerate_plans(config, 32, has_model_axis=False)
     assert {one.values["reduction.slice_dtype"] for one in plans} == {"float32", "bfloat16", "int8"}
-    assert choices.flags_of(plans[0])[:2] == ["--config.slices=2", "--config.model_parallel=1"]
+    assert candidates.flags_of(plans[0])[:2] == ["--config.slices=2", "--config.model_parallel=1"]
     # The config's own plan comes first even if its micro-batches do not divide the batch: it is refused by name.
     config.micro_batches = 3
-    assert choices.of(config, 32, has_model_axis=False)[0].values["micro_batches"] == 3
+    assert (
+        candidates.enumerate_plans(config, 32, has_model_axis=False)[0].values["micro_batches"] == 3
+    )
 
 
 def test_micro_batches_divide_a_logical_replicas_examples():
     config = digits.get_config()
     config.logical_replicas = 64
-    plans = choices.of(config, 16, has_model_axis=False)
+    plans = candidates.enumerate_plans(config, 16, has_model_axis=False)
     assert {one.values["micro_batches"] for one in plans} == {1, 2}
 
 
 def test_plans_rank_by_bound_then_cycles_then_memory():
-    plans = [choices.Plan({}) for _ in range(4)]
+    plans = [candidates.Plan({}) for _ in range(4)]
     found = [result(1.0), result(0.5, 3), result(0.5, 2), result(0.5, 1)]
     found[2]["estimated_cycles"] = 3000
     for one, dry_run in zip(plans, found, strict=True):
@@ -93,41 +95,41 @@ def test_plans_rank_by_bound_then_cycles_then_memory():
 
 def test_the_next_plan_is_the_nearest_to_the_best():
     plans = plans_of(lm_tiny.get_config(), 4)
-    assert choices.following(plans) is plans[0]
-    plans[0].outcome, plans[0].result = choices.FITS, result(2.0)
+    assert candidates.next_to_compile(plans) is plans[0]
+    plans[0].outcome, plans[0].result = candidates.FITS, result(2.0)
     other = with_values(plans, model_parallel=4, micro_batches=16)
-    other.outcome, other.result = choices.FITS, result(1.0)
+    other.outcome, other.result = candidates.FITS, result(1.0)
     for one in plans:
         one.needs = one.values["micro_batches"]
-    following = choices.following(plans)
-    assert choices.distance(following.values, other.values) == 1
+    following = candidates.next_to_compile(plans)
+    assert candidates.distance(following.values, other.values) == 1
     # Among plans at the same distance, the one that needs the most memory is next.
-    near = [one for one in plans if choices.distance(one.values, other.values) == 1]
+    near = [one for one in plans if candidates.distance(one.values, other.values) == 1]
     assert following.needs == max(one.needs for one in near) > min(one.needs for one in near)
-    assert choices.distance(following.values, plans[0].values) >= 3
+    assert candidates.distance(following.values, plans[0].values) >= 3
     # A replica of four times as many chips has four times as many rows. Four times as many micro-batches keep their
     # size, so `rescaled` differs only in model_parallel; `other` has four times as many again.
     rescaled = with_values(plans, model_parallel=4, micro_batches=4)
-    assert choices.distance(plans[0].values, rescaled.values) == 2
-    assert choices.distance(plans[0].values, other.values) == 2 + 2
+    assert candidates.distance(plans[0].values, rescaled.values) == 2
+    assert candidates.distance(plans[0].values, other.values) == 2 + 2
 
 
 def test_each_way_to_shard_the_state_is_tried():
     plans, ways = plans_of(lm_tiny.get_config(), 4), set()
     for _ in range(3):
-        one = choices.following(plans)
+        one = candidates.next_to_compile(plans)
         one.fit(result(1.0))
         ways.add((one.values["reduction.shard_update"], one.values["reduction.shard_params"]))
     assert ways == {(False, False), (True, False), (True, True)}
 
 
-@pytest.mark.parametrize("outcome", [choices.TOO_LARGE, choices.PRUNED])
+@pytest.mark.parametrize("outcome", [candidates.TOO_LARGE, candidates.PRUNED])
 def test_if_the_config_does_not_fit_the_plan_that_needs_least_is_next(outcome):
     plans = plans_of(lm_tiny.get_config(), 4)
     plans[0].outcome = outcome
     for number, one in enumerate(plans):
         one.needs = 100 - number
-    assert choices.following(plans) is plans[-1]
+    assert candidates.next_to_compile(plans) is plans[-1]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_if_the_config_does_not_fit_the_plan_that_needs_least_is_next(outcome):
 def test_a_plan_that_needs_more_than_a_failed_plan_is_recognized(values, more):
     changed = {"micro_batches": 4, "model.remat": True, "reduction.shard_update": True}
     failed = plans_of(lm_tiny.get_config(), 1, **changed)[0].values
-    assert choices.needs_more({**failed, **values}, failed) is more
+    assert candidates.needs_more({**failed, **values}, failed) is more
 
 
 def prepared(memory, hbm=1000):
@@ -154,7 +156,7 @@ def prepared(memory, hbm=1000):
 
 
 def judged(plans, config, prepare, kept=0):
-    judge = plan.Judge(config, prepare)
+    judge = plan_search.MemoryScreen(config, prepare)
     judge._kept = lambda one, config, step: kept
     for one in plans:
         judge(one)
@@ -179,7 +181,7 @@ def test_plans_that_cannot_fit_are_pruned_with_a_reason():
     assert why(model_parallel=2, micro_batches=2).startswith("state and sums of gradients need")
     assert "what a loop keeps" in why(model_parallel=2, micro_batches=1)
     one = with_values(plans, model_parallel=4, micro_batches=2)
-    assert (one.outcome, one.needs) == (choices.WAITING, 3 * 200 + 1000 // 4)
+    assert (one.outcome, one.needs) == (candidates.WAITING, 3 * 200 + 1000 // 4)
     assert with_values(plans, model_parallel=4).needs == 2 * 200 + 1000 // 4
 
 
@@ -195,27 +197,31 @@ def test_refused_plans_are_counted_with_their_reasons():
         return prepared({"parameters": 1})
 
     judged(plans, config, prepare)
-    assert (plans[0].outcome, plans[0].reason) == (choices.REFUSED, "no 3")
-    refused = [one for one in plans[1:] if one.outcome == choices.REFUSED]
+    assert (plans[0].outcome, plans[0].reason) == (candidates.REFUSED, "no 3")
+    refused = [one for one in plans[1:] if one.outcome == candidates.REFUSED]
     assert {one.reason for one in refused} == {"no shards"}
     # A third of the plans other than the config's own do not shard the update.
     assert len(refused) == (len(plans) - 1) * 2 // 3
-    assert f"{len(refused)} refused: no shards\n1 refused: no 3" in plan.show(plans, "v5e:2x2")
+    assert f"{len(refused)} refused: no shards\n1 refused: no 3" in plan_search.show(
+        plans, "v5e:2x2"
+    )
 
 
 def test_a_dry_runs_output_sets_the_outcome_of_its_plan():
     def outcome_of(code, dry_run, err=""):
-        one = choices.Plan({})
-        plan.take(one, code, f"hello\n{json.dumps(dry_run)}\n" if dry_run else "hello\n", err)
+        one = candidates.Plan({})
+        plan_search.record_outcome(
+            one, code, f"hello\n{json.dumps(dry_run)}\n" if dry_run else "hello\n", err
+        )
         return one
 
     assert outcome_of(0, result(1.0)).result == result(1.0)
     large = outcome_of(1, {"memory": {"fits": False, "needed": 7}}, "error: too much")
-    assert (large.outcome, large.needs) == (choices.TOO_LARGE, 7)
+    assert (large.outcome, large.needs) == (candidates.TOO_LARGE, 7)
     refused = outcome_of(
         1, {"memory": {"fits": True}}, "error: cannot read\n(--debug shows where)\n"
     )
-    assert (refused.outcome, refused.reason) == (choices.REFUSED, "cannot read")
+    assert (refused.outcome, refused.reason) == (candidates.REFUSED, "cannot read")
     crashed = outcome_of(-signal.SIGABRT, None, "Check failed\n")
     assert crashed.reason == "the compiler was ended by signal 6: Check failed"
 
@@ -227,12 +233,12 @@ def searched(most, seconds, is_too_large=lambda values: False):
     def compile_plan(one):
         compiled.append(one)
         if is_too_large(one.values):
-            one.outcome = choices.TOO_LARGE
+            one.outcome = candidates.TOO_LARGE
         else:
             one.result = result(seconds(one.values))
-            one.outcome = choices.FITS
+            one.outcome = candidates.FITS
 
-    plan.search(plans, compile_plan, most, lambda one, done, of: None)
+    plan_search.search(plans, compile_plan, most, lambda one, done, of: None)
     return plans, compiled
 
 
@@ -243,30 +249,34 @@ def test_a_search_finds_the_best_plan_with_few_compilations():
 
     plans, compiled = searched(24, seconds)
     assert len(compiled) == 24 < len(plans) / 3
-    best = min(choices.fitting(plans), key=lambda one: one.rank)
+    best = min(candidates.fitting(plans), key=lambda one: one.rank)
     assert best.result["seconds"] == 1.0
 
 
 def test_a_search_prunes_plans_that_need_more_than_a_failed_one():
     too_large = lambda values: not values["model.remat"]
     plans, compiled = searched(1000, lambda values: 1.0, too_large)
-    pruned = [one for one in plans if one.outcome == choices.PRUNED]
+    pruned = [one for one in plans if one.outcome == candidates.PRUNED]
     assert pruned and all(not one.values["model.remat"] for one in pruned)
     assert len(compiled) + len(pruned) == len(plans)
-    assert {one.outcome for one in plans} == {choices.FITS, choices.TOO_LARGE, choices.PRUNED}
+    assert {one.outcome for one in plans} == {
+        candidates.FITS,
+        candidates.TOO_LARGE,
+        candidates.PRUNED,
+    }
 
 
 def test_the_table_shows_the_ten_best_plans_with_their_flags():
     plans = plans_of(digits.get_config(), 16)
     for number, one in enumerate(plans[:12]):
-        one.result, one.outcome = result(float(12 - number)), choices.FITS
-    plans[12].outcome, plans[12].reason = choices.REFUSED, "no such collective"
-    lines = plan.show(plans, "v5e:4x4").splitlines()
+        one.result, one.outcome = result(float(12 - number)), candidates.FITS
+    plans[12].outcome, plans[12].reason = candidates.REFUSED, "no such collective"
+    lines = plan_search.show(plans, "v5e:4x4").splitlines()
     (head,) = (i for i, line in enumerate(lines) if line.split()[:2] == ["at", "least"])
     rows = lines[head + 1 :][:20]
     assert [row.split()[0] for row in rows[::2]] == [str(n) for n in range(1, 11)]
     assert rows[0].split()[1:3] == ["1", "s"] and rows[2].split()[1:3] == ["2", "s"]
-    assert rows[1].split() == choices.flags_of(plans[11])
+    assert rows[1].split() == candidates.flags_of(plans[11])
     assert "12 fitting, 1 refused" in lines[0] and "1 refused: no such collective" in lines
     assert "The config as it is: " in lines[-3] and "at least 12 s" in lines[-3]
 
@@ -287,18 +297,18 @@ def test_stacked_bytes_count_what_a_loop_keeps_for_its_gradient():
 
 
 def interrupted(plans, compile_plan, most, report):
-    plans[0].result, plans[0].outcome = result(3.0), choices.FITS
+    plans[0].result, plans[0].outcome = result(3.0), candidates.FITS
     report(plans[0], 1, most)
     raise KeyboardInterrupt
 
 
 def test_an_interrupted_search_prints_its_results_so_far(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "search", interrupted)
-    monkeypatch.setattr(plan.Judge, "_kept", lambda *_: 0)
+    monkeypatch.setattr(plan_search, "search", interrupted)
+    monkeypatch.setattr(plan_search.MemoryScreen, "_kept", lambda *_: 0)
     stopped = []
-    monkeypatch.setattr(plan.Compiler, "stop", lambda self: stopped.append(self))
+    monkeypatch.setattr(plan_search.Compiler, "stop", lambda self: stopped.append(self))
     prepare = lambda config, topology: prepared({"parameters": 1})
-    code = plan.run(digits.get_config(), "v5e:4x4", prepare, (), 5, as_json=False)
+    code = plan_search.run(digits.get_config(), "v5e:4x4", prepare, (), 5, as_json=False)
     out, err = capsys.readouterr()
     assert code == 130 and len(stopped) == 1
     assert "1  3 s" in out and "1 fitting, 23 not compiled" in out
@@ -306,7 +316,7 @@ def test_an_interrupted_search_prints_its_results_so_far(monkeypatch, capsys):
 
 
 def test_stopping_the_compiler_kills_running_compilations():
-    compiler = plan.Compiler(())
+    compiler = plan_search.Compiler(())
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         compiler._running.add(child)
         compiler.stop()
@@ -315,7 +325,7 @@ def test_stopping_the_compiler_kills_running_compilations():
 
 def error_message(config, prepare, topology="v5e:4x4"):
     with pytest.raises(errors.UserError) as e:
-        plan.run(config, topology, prepare, (), 5, as_json=False)
+        plan_search.run(config, topology, prepare, (), 5, as_json=False)
     return str(e.value)
 
 
@@ -332,8 +342,8 @@ def test_a_search_without_a_possible_plan_is_one_message(monkeypatch):
     assert "none of 24 plans is possible: 24 refused: libtpu is not" in error_message(
         digits.get_config(), refused
     )
-    monkeypatch.setattr(plan.Judge, "_kept", lambda *_: 0)
-    monkeypatch.setattr(plan, "search", lambda *_: None)
+    monkeypatch.setattr(plan_search.MemoryScreen, "_kept", lambda *_: 0)
+    monkeypatch.setattr(plan_search, "search", lambda *_: None)
     assert "none of the compiled plans fits v5e:4x4" in error_message(digits.get_config(), prepare)
     assert "no such slice" in error_message(digits.get_config(), prepare, "v5e:3x3")
 
@@ -367,8 +377,8 @@ def test_the_plan_command_prints_the_plans_with_the_best_first():
     # A replica has two rows, so one or two micro-batches. There are 3 ways to shard the state, and 2 reduce dtypes.
     assert len(plans) == 2 * 3 * 2
     best, second, *others = plans
-    assert best["outcome"] == second["outcome"] == choices.FITS
-    assert {one["outcome"] for one in others} == {choices.WAITING}
+    assert best["outcome"] == second["outcome"] == candidates.FITS
+    assert {one["outcome"] for one in others} == {candidates.WAITING}
     assert best["result"]["seconds"] <= second["result"]["seconds"]
     assert best["is_own"] or second["is_own"]
     for one in (best, second):

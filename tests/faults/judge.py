@@ -16,8 +16,8 @@ import re
 
 from tensorboard.backend.event_processing import event_accumulator
 
+from xshard.checkpoint import array_reader, metadata_files
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import parts, source
 from xshard.checkpoint import store as store_lib
 
 _BUDGET_BYTES = 1 << 30
@@ -161,13 +161,15 @@ def reason(fault):
 
 def _checkpoint(attempt):
     """Returns a digest of a checkpoint's arrays and position in the data, its metrics, and whether it is pinned."""
-    meta = source.read_meta(attempt)
+    meta = metadata_files.read_meta(attempt)
     digest = hashlib.sha256(json.dumps(meta["data"], sort_keys=True).encode())
-    for name, value in parts.read_arrays(attempt, source.array_metas(meta), _BUDGET_BYTES):
+    for name, value in array_reader.read_arrays(
+        attempt, metadata_files.array_metas(meta), _BUDGET_BYTES
+    ):
         digest.update(name.encode() + str(value.dtype).encode() + value.tobytes())
     return {
         "state": digest.hexdigest(),
-        "metrics": source.read_commit(attempt)["metrics"],
+        "metrics": metadata_files.read_commit(attempt)["metrics"],
         "pinned": format_lib.PINNED in attempt.marks,
     }
 

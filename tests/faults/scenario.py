@@ -25,9 +25,9 @@ _IMPORTED = (
     "tensorboard.backend.event_processing.event_accumulator",
     "xshard.checkpoint.orbax",
     "xshard.metrics.event_files",
-    "xshard.modes.follow",
+    "xshard.modes.continuous_eval",
     "xshard.modes.profiling",
-    "xshard.pod.watch",
+    "xshard.pod.monitor",
 )
 # Longer than any part takes on a busy machine. A part that takes longer is treated as hung.
 DEADLINE_SECONDS = 180.0

@@ -84,8 +84,8 @@ sys.exit(end)
 
 def run(tmp_path, monkeypatch, ends, processes, least, settle=0.1):
     """Runs a pod that the launcher gives up after one failure; returns the exit code and the output."""
-    monkeypatch.setattr(local, "_SETTLE_SECONDS", settle)
-    monkeypatch.setattr(local, "_HEAR_SECONDS", settle)
+    monkeypatch.setattr(local, "_SIGTERM_SECONDS", settle)
+    monkeypatch.setattr(local, "_EXIT_SECONDS", settle)
     command = (sys.executable, "-c", PROGRAM, json.dumps(ends), f"--workdir={tmp_path}")
     job, out = engine.Job("job", command, processes, least=least), io.StringIO()
     code = local.Supervisor(job, local.Local(1), out).run()

@@ -56,8 +56,8 @@ def supervise(tmp_path, monkeypatch):
     def make_supervisor(
         *ends, processes=1, max_failures=3, grace=harness.FOREVER, settle=harness.FOREVER
     ):
-        monkeypatch.setattr(local, "_SETTLE_SECONDS", settle)
-        monkeypatch.setattr(local, "_HEAR_SECONDS", settle)
+        monkeypatch.setattr(local, "_SIGTERM_SECONDS", settle)
+        monkeypatch.setattr(local, "_EXIT_SECONDS", settle)
         command = (sys.executable, str(tmp_path / "program.py"), str(tmp_path), ",".join(ends))
         job = engine.Job("job", (*command, f"--workdir={tmp_path}"), processes)
         supervisor = local.Supervisor(job, local.Local(max_failures, grace), out)
@@ -118,7 +118,7 @@ def test_a_log_that_cannot_be_written_blocks_no_process(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM])
 def test_the_signals_that_stop_a_run_are_passed_on(number):
     received = []
-    with local.passed_on(received.append):
+    with local.forwarding_signals(received.append):
         signal.raise_signal(number)
     assert received == [number]
 
@@ -127,7 +127,7 @@ def test_a_signal_that_was_ignored_at_the_start_is_not_passed_on():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         received = []
-        with local.passed_on(received.append):
+        with local.forwarding_signals(received.append):
             signal.raise_signal(signal.SIGHUP)
         assert received == [] and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:

@@ -101,7 +101,7 @@ def knows_token(port, token):
     with socket.create_connection(("127.0.0.1", port)) as guest, guest.makefile("rb") as file:
         guest.sendall(handshake.nonce_line("a" * 32))
         its_nonce = handshake.read_nonce(file.readline()[:-1])
-        seals = handshake.Seals(token, handshake.GUEST, f"{'a' * 32} {its_nonce}")
+        seals = handshake.Seals(token, handshake.CLIENT, f"{'a' * 32} {its_nonce}")
         try:
             return seals.read(file.readline()[:-1]) == {"process": 0}
         except handshake.MalformedError:

@@ -94,17 +94,17 @@ def test_the_time_after_a_completed_attempt_is_not_down_time(tmp_path):
 def test_attempts_are_kept_once_and_damaged_files_do_not_end_a_run(tmp_path):
     path = samples.write(tmp_path / "run", attempts=samples.ATTEMPTS[:1])
     for _ in range(2):
-        attempts.keep(path)
+        attempts.preserve_previous(path)
         assert len(attempts.read(path)) == len((path / attempts.FILE).read_text().split("\n")) - 1
     # The status of an older version, which did not record when the attempt began.
     write(path, {})
-    attempts.keep(path)
+    attempts.preserve_previous(path)
     assert len(attempts.read(path)) == 1
     with (path / attempts.FILE).open("a") as file:
         file.write('{"begun": "noon"}\nnot JSON\n{"begun": 1, "doing": "do')
     assert len(attempts.read(path)) == 1
     (path / "status.json").write_text("[")
-    attempts.keep(path)
+    attempts.preserve_previous(path)
     with pytest.raises(errors.UserError, match="status.json"):
         attempts.read(path)
 

@@ -117,7 +117,7 @@ class Sweep:
         job = self.jobs[index]
         job.workdir.mkdir(parents=True, exist_ok=True)
         owner = {"id": run, "fingerprint": "f"} if run else None
-        config = {**sweep.asked_for(job), **changed, **({"_run": owner} if owner else {})}
+        config = {**sweep.requested_config(job), **changed, **({"_run": owner} if owner else {})}
         (job.workdir / "config.json").write_text(json.dumps(config))
         results = {"step": 12, "finite": True, "eval": {"error": 0.5}, "run": run}
         (job.workdir / "results.json").write_text(json.dumps(results))
@@ -136,7 +136,7 @@ def ended(tmp_path):
     ended.claim()
     for index, run in enumerate("ab"):
         ended.end(index, run)
-        sweep._note(ended.jobs[index])
+        sweep._record_run(ended.jobs[index])
     return ended
 
 

@@ -67,8 +67,8 @@ def test_a_scattered_shard_differs_by_replica_until_it_is_gathered(tiled):
     first, second = parts.exchanges
     assert (first.kinds, first.kept) == ((split_lib.Kind("reduce_scatter", 1),), ())
     assert (second.kinds, second.kept) == ((split_lib.Kind("all_gather", 1),), (0,))
-    brought, kept = second.before([None, jnp.int32(2), jnp.ones((3, 1))])
-    assert (brought.shape, float(brought[0, 0])) == ((3, 1), 2.0)
+    sent, kept = second.before([None, jnp.int32(2), jnp.ones((3, 1))])
+    assert (sent.shape, float(sent[0, 0])) == ((3, 1), 2.0)
     assert (kept.shape, kept.ravel().tolist()) == ((3, 1) if tiled else (3,), [3.0] * 3)
     (whole,) = parts.after([None, None, None, jnp.ones((3, 4))])
     assert whole.shape == (3, 4)

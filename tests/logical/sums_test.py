@@ -24,8 +24,8 @@ def exchanged(arrays, devices, kind, count=None, limbs=1, steps=(None,)):
     numbers = np.arange(len(padded))
 
     def local(padded, numbers):
-        kinds, brought = [split.Kind(kind)], [[x] for x in padded]
-        (result,) = sums.combine(kinds, brought, numbers < count, count, limbs, steps)
+        kinds, sent = [split.Kind(kind)], [[x] for x in padded]
+        (result,) = sums.combine(kinds, sent, numbers < count, count, limbs, steps)
         return jnp.stack(result) if kind == split.SCATTER else result[None]
 
     spec = jax.P(mesh_lib.BATCH)

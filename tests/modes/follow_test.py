@@ -12,7 +12,7 @@ import pytest
 from tests import rows, toy
 from xshard import checkpoint, loop
 from xshard.metrics import terminal
-from xshard.modes import follow
+from xshard.modes import continuous_eval
 from xshard.pod import notice
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -57,7 +57,7 @@ def test_the_job_ends_with_a_run_that_is_not_finite(tmp_path, capsys):
     config.update({"experiment": "tests.toy.Poisoned", "poisoned": ((0, 5),)})
     config.checkpoint.every_steps = 2
     assert loop.run(config.lock(), str(tmp_path), "") == notice.NONFINITE
-    assert follow.run(config, str(tmp_path), "", None) == 0
+    assert continuous_eval.run(config, str(tmp_path), "", None) == 0
     assert list(logged_errors(tmp_path)) == [2, 4]
     assert "the run has ended, since it is not finite: step 5" in capsys.readouterr().out
 
@@ -65,7 +65,7 @@ def test_the_job_ends_with_a_run_that_is_not_finite(tmp_path, capsys):
 def test_the_job_computes_the_same_error_as_the_run(tmp_path, capsys):
     config = make_config(keep_last=10)
     assert loop.run(config, str(tmp_path), "") == 0
-    assert follow.run(config, str(tmp_path), "", None) == 0
+    assert continuous_eval.run(config, str(tmp_path), "", None) == 0
     errors = logged_errors(tmp_path)
     assert list(errors) == [3, 6, 9, 12]
     assert len((tmp_path / "eval/metrics.csv").read_text().splitlines()) == 5
@@ -77,7 +77,7 @@ def test_the_job_computes_the_same_error_as_the_run(tmp_path, capsys):
     assert best(tmp_path)["pinned"] == [min(errors, key=errors.get)]
     # A second job evaluates nothing again.
     capsys.readouterr()
-    assert follow.run(config, str(tmp_path), "", None) == 0
+    assert continuous_eval.run(config, str(tmp_path), "", None) == 0
     assert "evaluation" not in capsys.readouterr().out and logged_errors(tmp_path) == errors
 
 
@@ -92,7 +92,7 @@ def test_the_job_waits_for_a_run_and_continues_with_it(tmp_path, capsys):
                 config.steps = end
             assert loop.run(config, str(tmp_path), "") == 0
 
-    job = follow.Follower(make_config(), str(tmp_path), sleep=sleep)
+    job = continuous_eval.ContinuousEvaluator(make_config(), str(tmp_path), sleep=sleep)
     assert job.follow() is None
     out = capsys.readouterr().out
     assert out.count("waiting for a run in") == 1
@@ -105,7 +105,7 @@ def test_the_job_waits_for_a_run_and_continues_with_it(tmp_path, capsys):
 def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(tmp_path, monkeypatch):
     values = {3: 0.1, 6: 0.3, 9: 0.2, 12: 0.05}
     evaluate = lambda self, state, go_on: {"error": values[int(state.step)]}
-    monkeypatch.setattr(follow.evaluation.Evaluation, "__call__", evaluate)
+    monkeypatch.setattr(continuous_eval.evaluation.Evaluation, "__call__", evaluate)
 
     def train(last_step):
         config = make_config(keep_last=1, keep_best=0)
@@ -113,14 +113,16 @@ def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(tmp_pat
             config.steps = last_step
         # The run itself computes another error, and keeps no best checkpoint.
         with monkeypatch.context() as patch:
-            patch.setattr(follow.evaluation.Evaluation, "__call__", lambda *_: {"error": 1.0})
+            patch.setattr(
+                continuous_eval.evaluation.Evaluation, "__call__", lambda *_: {"error": 1.0}
+            )
             assert loop.run(config, str(tmp_path), "") == 0
 
     def job(last_step):
         config = make_config(keep_last=1)
         with config.unlocked():
             config.steps = last_step
-        return follow.Follower(config, str(tmp_path))
+        return continuous_eval.ContinuousEvaluator(config, str(tmp_path))
 
     train(3)
     job(3).follow()
@@ -143,7 +145,7 @@ def test_a_checkpoint_that_a_user_pinned_stays_pinned(run):
     config = make_config(keep_last=10)
     manager = loop.Run(config, str(run)).checkpoints.manager
     assert manager.pin(3) and not manager.pin(3)
-    follow.run(config, str(run), "", None)
+    continuous_eval.run(config, str(run), "", None)
     assert best(run)["pinned"] == [12] and best(run)["best"][0]["step"] == 12
     assert not manager.pin(3) and manager.pin(6)
 
@@ -157,14 +159,14 @@ def kill_at_call(monkeypatch, config, directory, owner, name):
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, die)
         with pytest.raises(rows.Killed):
-            follow.run(config, str(directory), "", None)
+            continuous_eval.run(config, str(directory), "", None)
 
 
 def test_the_pin_of_a_killed_job_is_removed(run, monkeypatch):
     config = make_config(keep_last=10)
-    kill_at_call(monkeypatch, config, run, follow.evaluation.Evaluation, "__call__")
+    kill_at_call(monkeypatch, config, run, continuous_eval.evaluation.Evaluation, "__call__")
     assert best(run)["pinned"] == [3]
-    follow.run(config, str(run), "", None)
+    continuous_eval.run(config, str(run), "", None)
     assert best(run)["pinned"] == [12]
     assert loop.Run(config, str(run)).checkpoints.manager.pin(3)
 
@@ -172,9 +174,9 @@ def test_the_pin_of_a_killed_job_is_removed(run, monkeypatch):
 def test_a_job_killed_after_it_logged_a_row_still_knows_the_best(run, monkeypatch):
     config = make_config(keep_last=10, best_mode="max")
     # The kill is in the second writer, so the first writer has already logged the row.
-    kill_at_call(monkeypatch, config, run, follow.writers.Csv, "write")
+    kill_at_call(monkeypatch, config, run, continuous_eval.writers.Csv, "write")
     assert list(logged_errors(run)) == [3]
-    assert follow.run(config, str(run), "", None) == 0
+    assert continuous_eval.run(config, str(run), "", None) == 0
     errors = logged_errors(run)
     assert list(errors) == [3, 6, 9, 12]
     assert best(run)["pinned"] == [max(errors, key=errors.get)] == [3]
@@ -182,40 +184,40 @@ def test_a_job_killed_after_it_logged_a_row_still_knows_the_best(run, monkeypatc
 
 def test_a_job_killed_before_it_logged_a_row_removes_its_pins(run, monkeypatch):
     config = make_config(keep_last=10)
-    kill_at_call(monkeypatch, config, run, follow.writers.JsonLines, "write")
+    kill_at_call(monkeypatch, config, run, continuous_eval.writers.JsonLines, "write")
     assert best(run)["pinned"] == [3] and not (run / "eval/metrics.jsonl").exists()
-    assert follow.run(config, str(run), "", None) == 0
+    assert continuous_eval.run(config, str(run), "", None) == 0
     marks = (run / "checkpoints").glob("*/PINNED")
     assert [path.parent.name[:13] for path in marks] == ["step_00000012"]
 
 
 def test_values_that_are_not_finite_are_never_the_best(run):
-    assert follow.run(make_config(keep_last=10), str(run), "", None) == 0
+    assert continuous_eval.run(make_config(keep_last=10), str(run), "", None) == 0
     logged_rows = rows.read(run / "eval")
     logged_rows[-1]["eval/error"], logged_rows[0]["eval/error"] = None, [0.25, None]
     (run / "eval/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged_rows))
-    assert follow.run(make_config(keep_last=10, best_mode="max"), str(run), "", None) == 0
+    assert continuous_eval.run(make_config(keep_last=10, best_mode="max"), str(run), "", None) == 0
     largest = max(logged_rows[1:3], key=lambda row: row["eval/error"])
     assert best(run)["pinned"] == [largest["step"]]
 
 
 def test_a_changed_choice_of_the_best_applies_to_logged_errors(run):
     config = make_config(keep_last=10, best_mode="max")
-    assert follow.run(config, str(run), "", None) == 0
+    assert continuous_eval.run(config, str(run), "", None) == 0
     assert best(run)["pinned"] == [3] and best(run)["mode"] == "max"
     # The new mode applies to the logged errors; nothing is evaluated again.
-    assert follow.run(make_config(keep_last=10), str(run), "", None) == 0
+    assert continuous_eval.run(make_config(keep_last=10), str(run), "", None) == 0
     errors = logged_errors(run)
     assert best(run)["best"] == [{"step": 12, "value": min(errors.values())}] and len(errors) == 4
     assert best(run)["pinned"] == [12] and best(run)["mode"] == "min"
-    assert follow.run(make_config(keep_last=10, keep_best=0), str(run), "", None) == 0
+    assert continuous_eval.run(make_config(keep_last=10, keep_best=0), str(run), "", None) == 0
     assert best(run)["pinned"] == best(run)["best"] == []
     assert loop.Run(make_config(), str(run)).checkpoints.manager.pin(12)
 
 
 def test_a_quiet_job_prints_only_its_end(run, capsys):
     show = terminal.Show.QUIET
-    assert follow.run(make_config(keep_last=10), str(run), "", None, show) == 0
+    assert continuous_eval.run(make_config(keep_last=10), str(run), "", None, show) == 0
     out = capsys.readouterr().out
     assert (
         out.startswith("all checkpoints to step 12 are evaluated") and len(logged_errors(run)) == 4
@@ -226,7 +228,7 @@ def test_the_job_reports_the_last_evaluated_step(run, capsys):
     config = make_config(keep_last=10)
     with config.unlocked():
         config.steps = 5
-    assert follow.run(config, str(run), "", None) == 0
+    assert continuous_eval.run(config, str(run), "", None) == 0
     last = max(logged_errors(run))
     assert f"all checkpoints to step {last} are evaluated" in capsys.readouterr().out
     assert last != 5
@@ -236,7 +238,7 @@ def test_a_damaged_checkpoint_is_skipped(run, capsys):
     config = make_config(keep_last=10)
     (folder,) = (run / "checkpoints").glob("*6.*")
     (folder / "meta.json").write_bytes(b"{}")
-    follow.run(config, str(run), "", None)
+    continuous_eval.run(config, str(run), "", None)
     assert list(logged_errors(run)) == [3, 9, 12]
     assert "step 6 is skipped" in capsys.readouterr().out
 
@@ -255,9 +257,9 @@ class Watch:
 def test_an_evaluation_that_a_stop_interrupted_is_repeated(run):
     config = make_config(keep_last=10)
     # Each evaluation has two batches. This poll is in the middle of the second evaluation.
-    assert follow.run(config, str(run), "", Watch(5)) == 42
+    assert continuous_eval.run(config, str(run), "", Watch(5)) == 42
     assert list(logged_errors(run)) == [3]
-    assert follow.run(config, str(run), "", None) == 0
+    assert continuous_eval.run(config, str(run), "", None) == 0
     assert list(logged_errors(run)) == [3, 6, 9, 12]
 
 
@@ -266,18 +268,18 @@ def test_another_config_metric_or_model_is_refused(run, tmp_path):
     with other.unlocked():
         other.seed = 1
     with pytest.raises(ValueError, match="seed: 0 -> 1"):
-        follow.run(other, str(run), "", None)
+        continuous_eval.run(other, str(run), "", None)
     with pytest.raises(
         ValueError, match="best_metric='nothing' must be a metric of the evaluation"
     ):
-        follow.run(make_config(best_metric="nothing"), str(run), "", None)
+        continuous_eval.run(make_config(best_metric="nothing"), str(run), "", None)
     wide = make_config(directory=str(run / "checkpoints"))
     with wide.unlocked():
         wide.experiment = "tests.toy.Wide"
     (tmp_path / "wide").mkdir()
     (tmp_path / "wide/config.json").write_text(wide.to_json_best_effort())
     with pytest.raises(checkpoint.CheckpointError, match="saved with another model or optimizer"):
-        follow.run(wide, str(tmp_path / "wide"), "", None)
+        continuous_eval.run(wide, str(tmp_path / "wide"), "", None)
 
 
 def test_the_job_follows_a_run_in_real_processes(tmp_path):

@@ -192,7 +192,7 @@ def train(make, x, replicas, start=None):
     transformed = harness.transform_step(make)
     params = harness.params(np.float64)
     _, state = transformed.init(jax.random.key(0), params, x)
-    rules = hk.transform(lambda: base.held(make())).apply({}, None)
+    rules = hk.transform(lambda: base.all_rules(make())).apply({}, None)
     sharding = layouts.StateSharding(state, params, replicas)
     sharded = any(getattr(rule, "shard_update", False) for rule in rules)
     specs = sharding.specs if sharded else jax.tree.map(lambda _: jax.P(), state)
@@ -410,7 +410,7 @@ def run_sharded(make, step_of, params, inputs, replicas=4, key=None):
     """Returns the results of `step_of(rule, params, x)` for each input, and the whole state (None if not sharded)."""
     rules = hk.transform_with_state(lambda params, x: step_of(make(), params, x))
     _, state = rules.init(key, params, inputs[0])
-    held = hk.transform(lambda: base.held(make())).apply({}, None)
+    held = hk.transform(lambda: base.all_rules(make())).apply({}, None)
     if not any(getattr(rule, "shard_update", False) for rule in held):
         return [rules.apply({}, state, key, params, x)[0] for x in inputs], None
     sharding = layouts.StateSharding(state, params, replicas)
@@ -585,5 +585,5 @@ class InList(base.Optimizer):
 
 
 def test_a_rule_that_holds_itself_is_listed_once():
-    held = hk.transform(lambda: len(base.held(InList()))).apply({}, None)
+    held = hk.transform(lambda: len(base.all_rules(InList()))).apply({}, None)
     assert held == 1

@@ -19,7 +19,7 @@ from xshard import state as state_lib
 from xshard.data import batches
 from xshard.dryrun import collectives
 from xshard.optimizers import base
-from xshard.stored import fingerprint, storage
+from xshard.stored import conversion, fingerprint
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 DOUBLE = "params=float64,compute=float64,output=float64"
@@ -188,7 +188,7 @@ def trained(steps=4, **changes):
 
 
 def on_host(experiment, the_mesh, state):
-    whole = storage.Storage(experiment, the_mesh).to_whole(state)
+    whole = conversion.StateConverter(experiment, the_mesh).to_whole(state)
     return jax.device_get(dataclasses.replace(whole, rng=None))
 
 
@@ -320,7 +320,7 @@ def test_gather_once_gathers_once_for_all_micro_batches():
 def test_evaluation_prediction_and_fingerprint_match_whole_parameters():
     outcomes = []
     experiment, the_mesh, state, _ = trained(kind="recurrent", steps=2)
-    whole = storage.Storage(experiment, the_mesh).to_whole(state)
+    whole = conversion.StateConverter(experiment, the_mesh).to_whole(state)
     for sharded in (True, False):
         experiment, the_mesh = make("recurrent", sharded)
         shapes = state_lib.abstract_state(experiment, the_mesh, 0, experiment.train_data())

@@ -107,7 +107,7 @@ def sharded(
     """Returns a step like that of `replicated` with sharded slots, and `store` and `whole` to convert a state."""
 
     def sharding(state: Any) -> layouts_lib.StateSharding | None:
-        rules = hk.transform(lambda: base.held(make_optimizer())).apply({}, None)
+        rules = hk.transform(lambda: base.all_rules(make_optimizer())).apply({}, None)
         shards = any(getattr(rule, "shard_update", False) for rule in rules)
         return layouts_lib.StateSharding(state, params(), replicas) if shards else None
 

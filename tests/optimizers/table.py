@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         optax.ema(0.9),
     ),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
-    "back_off": lambda: back_off.after(optax.adam(0.1)),
+    "back_off": lambda: back_off.with_back_off(optax.adam(0.1)),
     "apply_every": lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1)),
     "partition": lambda: optax.partition(
         {"w": optax.adam(0.1), "b": optax.sgd(0.1)},

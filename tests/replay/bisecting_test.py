@@ -9,7 +9,7 @@ import pytest
 
 from tests import toy
 from xshard import bisect, loop
-from xshard.replay import bisecting
+from xshard.replay import divergence
 
 
 def config(**changes):
@@ -19,7 +19,7 @@ def config(**changes):
 
 
 def compared(tmp_path):
-    return bisecting.parting(*(bisecting.read(str(tmp_path / name)) for name in "AB"))
+    return divergence.find_divergence(*(divergence.read(str(tmp_path / name)) for name in "AB"))
 
 
 def test_two_equal_runs_are_reported_as_equal(tmp_path, capsys):

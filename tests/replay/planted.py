@@ -19,7 +19,7 @@ from jax.experimental import pallas
 import xshard
 from tests import toy
 from xshard import data, loop
-from xshard.replay import anatomy, past
+from xshard.replay import diagnosis, replayer
 
 EXAMPLES, LAYERS, WIDTH = 128, 3, 6
 FLOAT32, FLOAT16 = (f"params=float32,compute={x},output=float32" for x in ("float32", "float16"))
@@ -190,9 +190,9 @@ def place(fault: Fault) -> tuple[int, list[int]]:
 def wrong(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> list[str]:
     """Returns the differences between a replay's findings and the planted fault; empty if there are none."""
     step, rows = place(fault)
-    run = past.Past(str(directory))
-    *_, repeated = run.steps(run.suspects())
-    finding = anatomy.Anatomy(run, repeated).find()
+    run = replayer.Replayer(str(directory))
+    *_, repeated = run.steps(run.suspect_steps())
+    finding = diagnosis.Diagnosis(run, repeated).find()
     if repeated.number != step or finding is None:
         return [f"step {repeated.number} for {step}, {finding}"]
     size = fault.groups * get_config(fault).batch_size // replicas
@@ -217,7 +217,7 @@ def wrong(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> list[str]
     ]
 
 
-def _cure_checks(fault: Fault, finding: anatomy.Finding) -> dict[str, tuple[object, object]]:
+def _cure_checks(fault: Fault, finding: diagnosis.Finding) -> dict[str, tuple[object, object]]:
     if fault.kind == "bad_example":
         return {"cure": (finding.cure, "")}
     if fault.kind == "gradient_overflow" and fault.loss_scale == "dynamic":

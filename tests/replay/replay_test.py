@@ -10,7 +10,7 @@ from tests import programs, toy
 from tests.replay import planted
 from xshard import loop
 from xshard.replay import __main__ as program
-from xshard.replay import cause, past
+from xshard.replay import cause, replayer
 
 KINDS = {
     "zero_over_zero": {},
@@ -92,7 +92,7 @@ def test_a_finite_step_is_reproduced_with_its_norms(directory, capsys):
     output = capsys.readouterr().out
     assert "1 rows compared: reproduced, bit for bit" in output
     assert "Every value that reaches a result of the step is finite." in output
-    (row,) = [row for row in past.Past(str(directory)).rows.items() if row[0] == 4]
+    (row,) = [row for row in replayer.Replayer(str(directory)).rows.items() if row[0] == 4]
     norms = [line.split() for line in output.splitlines() if "mlp/~/" in line]
     total = np.sqrt(sum(float(norm) ** 2 for norm, _, path in norms))
     # The table prints four digits.

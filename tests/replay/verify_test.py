@@ -15,7 +15,7 @@ import pytest
 
 from xshard import errors
 from xshard.replay import __main__ as program
-from xshard.replay import alike, past, verify
+from xshard.replay import comparison, replayer, verify
 
 FLAGS = ("--config=tests/impure.py", "--stop_after=0.001", "--config.steps=999")
 
@@ -72,8 +72,10 @@ def test_a_dependence_on_the_number_of_devices_is_named(capsys):
 
 def test_the_gap_between_arrays_is_relative_to_the_largest_value():
     x = np.array([1.0, -4.0], np.float32)
-    assert alike._gap(x, x.copy()) == 0 and alike._gap(x, x + np.float32([0.5, 0])) == 0.125
-    assert alike._gap(np.float32([np.nan]), np.float32([np.nan])) == 0
+    assert (
+        comparison._gap(x, x.copy()) == 0 and comparison._gap(x, x + np.float32([0.5, 0])) == 0.125
+    )
+    assert comparison._gap(np.float32([np.nan]), np.float32([np.nan])) == 0
     others = (
         x.astype(int),
         x[:1],
@@ -81,10 +83,10 @@ def test_the_gap_between_arrays_is_relative_to_the_largest_value():
         np.float32([1, np.inf]),
         x.astype("f8"),
     )
-    assert [alike._gap(x, other) for other in others] == [np.inf] * 5
-    assert alike._gap(np.int32([1]), np.int32([2])) == np.inf
+    assert [comparison._gap(x, other) for other in others] == [np.inf] * 5
+    assert comparison._gap(np.int32([1]), np.int32([2])) == np.inf
     half = jnp.bfloat16([1.0, 4.0])
-    assert alike._gap(np.asarray(half), np.asarray(half + jnp.bfloat16([0.5, 0]))) == 0.125
+    assert comparison._gap(np.asarray(half), np.asarray(half + jnp.bfloat16([0.5, 0]))) == 0.125
 
 
 def test_rows_are_compared_within_a_tolerance():
@@ -92,8 +94,8 @@ def test_rows_are_compared_within_a_tolerance():
         "step": step, "loss": loss, "fingerprint/params": text, "skipped": 0, **more,
     }  # fmt: skip
     first = [row(1, 2.0), row(2, 1.0), row(3, 0.5, eval=[8.0, 0.0])]
-    same = lambda second, restored=1: alike.first_row(
-        *alike._without_near(first, second, 1e-2, restored)
+    same = lambda second, restored=1: comparison.first_row(
+        *comparison._without_near(first, second, 1e-2, restored)
     )
     # Gaps are relative to the column's largest value. Step 2 begins with the restored state, whose fingerprint must be
     # equal.
@@ -104,7 +106,7 @@ def test_rows_are_compared_within_a_tolerance():
     assert same([first[0], {**first[1], "skipped": 1}, first[2]])[:2] == (2, "skipped")
     assert same([row(1, 2.01), *first[1:]])[:2] == (1, "loss")
     assert same(first[:2])[0] == 3 and same([*first, row(4, 1.0)])[0] == 4
-    assert alike._near({"a": {"b": 1.0}, "c": "x"}, {"a": {"b": 1.001}, "c": "y"}, 1e-2) == {
+    assert comparison._near({"a": {"b": 1.0}, "c": "x"}, {"a": {"b": 1.001}, "c": "y"}, 1e-2) == {
         "a": {"b": 1.0}, "c": "y",
     }  # fmt: skip
 
@@ -146,16 +148,16 @@ def test_an_impure_experiment_is_named_by_its_kind(name, capsys):
 )
 def test_kinds_that_need_no_batches_are_named(row, array, kind, monkeypatch):
     equal, differing = (
-        alike.Comparison(None),
-        alike.Comparison(row and past.Difference(*row), array),
+        comparison.Comparison(None),
+        comparison.Comparison(row and replayer.Difference(*row), array),
     )
     monkeypatch.setattr(verify._Runs, "train", lambda *_, **__: None)
-    monkeypatch.setattr(alike, "compare", lambda *_: equal)
+    monkeypatch.setattr(comparison, "compare", lambda *_: equal)
     runs = verify._Runs(FLAGS, 6)
     runs.folder.rmdir()
     assert runs.kind(2, differing).startswith(kind)
     # If undisturbed runs differ, the kind is impurity instead.
-    monkeypatch.setattr(alike, "compare", lambda *_: alike.Comparison(None, "params/w"))
+    monkeypatch.setattr(comparison, "compare", lambda *_: comparison.Comparison(None, "params/w"))
     assert runs.kind(2, differing).startswith("impure")
 
 
@@ -195,12 +197,12 @@ def test_an_impossible_verification_is_refused_before_a_run(steps, flag, message
 def test_impossible_devices_and_tolerances_are_refused(place, message, monkeypatch):
     monkeypatch.setattr(verify.tempfile, "mkdtemp", lambda **_: pytest.fail("created a directory"))
     with pytest.raises(errors.UserError, match=re.escape(message)):
-        verify.verify(FLAGS, 6, print, verify.Elsewhere(*place))
+        verify.verify(FLAGS, 6, print, verify.ResumeDevices(*place))
     monkeypatch.setattr(verify.jax, "default_backend", lambda: "gpu")
     with pytest.raises(
         errors.UserError, match="splits the CPU, and this is gpu: set JAX_PLATFORMS"
     ):
-        verify.verify(FLAGS, 6, print, verify.Elsewhere(2, 1, 0.1))
+        verify.verify(FLAGS, 6, print, verify.ResumeDevices(2, 1, 0.1))
 
 
 def test_arguments_without_a_run_exit_with_the_usage(capsys):
@@ -224,7 +226,7 @@ def test_the_kill_comes_after_a_checkpoint_and_before_the_end():
 def test_the_first_difference_of_rows_is_found():
     same = {"step": 1, "loss": 2.0, "fingerprint/params": "ab"}
     row = {"step": 2, "loss": 2.0, "fingerprint/params": "cd"}
-    first_row = alike.first_row
+    first_row = comparison.first_row
     assert first_row([same, row], [same, dict(row)]) is None
     # A state that differs is named before the values computed from it.
     other = {**row, "loss": 3.0, "fingerprint/params": "ef"}

@@ -152,7 +152,7 @@ def test_a_part_without_a_finite_value_stays_a_gap():
 
 def test_the_shares_of_the_time_add_up_to_one(tmp_path):
     figure = figures.bars(read(tmp_path, *[losses(1.0)] * 2, attempts=samples.ATTEMPTS))
-    assert [trace.name for trace in figure.data] == [*attempts.PARTS, attempts.DOWN]
+    assert [trace.name for trace in figure.data] == [*attempts.TIME_CATEGORIES, attempts.DOWN]
     # Of the first attempt's 230 steps 200 count, and all 200 of the second attempt's.
     assert figure.data[0].x[0] == pytest.approx(0.09 * 400 / (5000 + 12 + 0.11 * 200))
     assert sum(np.array(trace.x) for trace in figure.data) == pytest.approx([1.0, 1.0])

@@ -20,7 +20,7 @@ from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.learners import state as learner_state
-from xshard.metrics import show
+from xshard.metrics import formatting
 from xshard.optimizers import inspection, phases
 from xshard.pod import notice
 from xshard.run import nonfinite
@@ -369,7 +369,7 @@ def watch(policy="warn", patience=100):
     the_mesh, messages = mesh.make_mesh(devices=jax.devices()[:1]), []
     params = {"m": {"w": 0, "b": 0}}
     learners = {"": learner_state.LearnerState(params, {}, {}, 0)}
-    return nonfinite.Watch(config, the_mesh, learners, messages.append), messages
+    return nonfinite.Monitor(config, the_mesh, learners, messages.append), messages
 
 
 def push_one(watching, number, verdict):
@@ -396,9 +396,9 @@ def test_the_start_and_the_end_of_a_bad_stretch_are_reported_once():
         "step 6: finite again (not finite since step 2)",
         "step 8: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run continues, because on_nonfinite=warn",
     ]
-    assert watching.at_end().startswith("step 8: the loss is inf")
+    assert watching.failure().startswith("step 8: the loss is inf")
     push(watching, [F], 9)
-    assert watching.at_end() == ""
+    assert watching.failure() == ""
 
 
 def test_the_number_of_reported_stretches_is_limited():
@@ -428,7 +428,7 @@ def test_a_fine_step_resets_the_count_of_skips_in_a_row():
 
 
 def test_a_long_list_names_only_its_first_items():
-    assert show.listed([str(i) for i in range(10)]) == "0, 1, 2, 3, 4, 5, 6, 7, and 2 more"
+    assert formatting.listed([str(i) for i in range(10)]) == "0, 1, 2, 3, 4, 5, 6, 7, and 2 more"
 
 
 def test_a_skipped_step_leaves_the_network_state_unchanged(tmp_path):

@@ -92,7 +92,7 @@ def test_a_run_with_equal_replicas_continues(tmp_path, variant):
 def test_parted_replicas_are_not_saved_even_if_steps_are_rarely_compared(tmp_path, every):
     changes = {"fingerprint_every_steps": every, "checkpoint.every_steps": 1}
     with pytest.raises(
-        replication.PartedError, match="After step 1 the replicas .* of 'seen', which"
+        replication.ReplicaDivergenceError, match="After step 1 the replicas .* of 'seen', which"
     ):
         loop.run(config(lies="state", **changes), str(tmp_path), "")
     assert not list(tmp_path.glob("checkpoints/step_*"))
@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_named_within_two_steps(tmp_path, monkeypatch, name, ki
     )
     flips.after(monkeypatch, [4], name, 5)
     run = loop.Run(new_config.lock(), str(tmp_path))
-    with run.opened(), pytest.raises(replication.PartedError) as e:
+    with run.opened(), pytest.raises(replication.ReplicaDivergenceError) as e:
         run.train()
     of_group = " of group 1" if "group_assignment" in variant else ""
     number = 1 if of_group else 5
@@ -205,7 +205,7 @@ def test_a_restored_state_that_differs_is_named_and_not_trained(
 
 def test_a_checkpoint_without_fingerprints_is_not_compared(tmp_path, monkeypatch):
     with monkeypatch.context() as before:
-        before.setattr(replication.Watch, "of_state", lambda self, state: None)
+        before.setattr(replication.Monitor, "of_state", lambda self, state: None)
         new_config = saved_at_5(tmp_path)
     change_restored(monkeypatch, "params/linear/w", lambda x: 2 * x)
     assert loop.run(new_config.lock(), str(tmp_path), "") == 0

@@ -22,8 +22,8 @@ from xshard.data import batches
 from xshard.files import jsonfile, workdir
 from xshard.metrics import log as log_lib
 from xshard.pod import notice
-from xshard.replay import past
-from xshard.run import history, jumps, replication, roll_backs
+from xshard.replay import replayer
+from xshard.run import loss_jumps, replication, roll_back_history, roll_backs
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -78,7 +78,7 @@ def uninterrupted(tmp_path_factory):
     return directory
 
 
-class Past(toy.Poisoned):
+class SkipsPast(toy.Poisoned):
     """Has data without batches 5 to 11."""
 
     def train_batches(self, part):
@@ -103,7 +103,7 @@ def test_the_run_ends_in_the_bits_of_a_run_without_the_skipped_data(uninterrupte
     assert (second["restored"], second["first_batch"], second["last_batch"]) == (4, 5, 11)
     # The second roll-back replaced the rows of the first.
     assert rolled(uninterrupted) == [(5, 2, 8, 5, 11)]
-    config = make_config(experiment="tests.run.roll_backs_test.Past", on_nonfinite="stop")
+    config = make_config(experiment="tests.run.roll_backs_test.SkipsPast", on_nonfinite="stop")
     assert loop.run(config, str(tmp_path), "") == 0
     left, right = rows.final_state(uninterrupted, make_config()), rows.final_state(tmp_path, config)
     harness.assert_equal(left, right)
@@ -157,9 +157,9 @@ INSTANTS = [
     (roll_backs.RollBacks, "add"),
     (format_lib, "note_removed"),
     (manager_lib.Manager, "give_up"),
-    (workdir.Workdir, "note_reached"),
+    (workdir.Workdir, "record_newest"),
     (log_lib.Log, "write_ahead"),
-    (batches.TrainBatches, "of_step"),
+    (batches.TrainBatches, "batch_for_step"),
     (loop.Run, "_save"),
 ]
 
@@ -375,13 +375,13 @@ def test_a_loss_that_jumps_causes_a_roll_back(tmp_path, groups):
 
 
 def test_jumps_are_detected_for_each_learner_and_group():
-    watching = jumps.Jumps(2.0, 3)
+    watching = loss_jumps.JumpDetector(2.0, 3)
     losses = [[1.0, -1.0], [3.0, -1.0], [2.0, -1.0], [np.nan, 9.0], [4.0, 9.0], [6.1, 9.0]]
     seen = [watching.add(np.array([row])) for row in losses]
     # A negative median detects no jump, and a step that is not finite does not enter the median.
     assert [np.isfinite(x).any() for x in seen] == [False] * 5 + [True]
     assert seen[-1].tolist()[0][0] == 3.0 and np.isnan(seen[-1][0, 1])
-    other = jumps.Jumps(2.0, 3)
+    other = loss_jumps.JumpDetector(2.0, 3)
     other.set_state(json.loads(json.dumps(watching.get_state())))
     np.testing.assert_array_equal(
         other.add(np.array([[9.0, 9.0]])), watching.add(np.array([[9.0, 9.0]]))
@@ -432,8 +432,8 @@ def test_a_record_that_no_run_can_have_written_is_refused(tmp_path, content):
 
 def test_a_record_of_a_version_without_update_scales_is_read(tmp_path):
     (tmp_path / "roll_backs.json").write_text(json.dumps([OLD]))
-    (entry,) = history.read(tmp_path / "roll_backs.json")
-    assert entry.update_scale == 1.0 and history.passes([entry]) == {5: 3}
+    (entry,) = roll_back_history.read(tmp_path / "roll_backs.json")
+    assert entry.update_scale == 1.0 and roll_back_history.batches_to_skip([entry]) == {5: 3}
 
 
 def test_recorded_roll_backs_apply_under_another_policy(tmp_path):
@@ -520,7 +520,7 @@ def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
 def test_a_device_that_flips_bits_repeatedly_ends_the_run(tmp_path, monkeypatch):
     config = make_config(on_parted="roll_back", poisoned=(), limit=2)
     flips.after(monkeypatch, [6] * 9, FLIPPED, 3)
-    with pytest.raises(replication.PartedError) as e:
+    with pytest.raises(replication.ReplicaDivergenceError) as e:
         loop.run(config, str(tmp_path), "")
     assert "rolled back 2 times, the most that roll_back.limit allows: (1) After step 6" in str(
         e.value
@@ -530,7 +530,7 @@ def test_a_device_that_flips_bits_repeatedly_ends_the_run(tmp_path, monkeypatch)
     for on_parted, on_nonfinite, count in (("stop", "roll_back", 0), ("roll_back", "stop", 2)):
         other = tmp_path / on_parted
         config = make_config(on_parted=on_parted, on_nonfinite=on_nonfinite, poisoned=(), limit=2)
-        with pytest.raises(replication.PartedError):
+        with pytest.raises(replication.ReplicaDivergenceError):
             loop.run(config, str(other), "")
         assert len(recorded(other) if count else []) == count
         assert (other / "roll_backs.json").exists() == bool(count)
@@ -593,6 +593,6 @@ def test_a_stopped_run_with_lowered_updates_resumes_to_the_same_end(
 
 def test_steps_with_lowered_updates_are_replayed(lowered):
     for step in (3, 6, 12):
-        run = past.Past(str(lowered))
+        run = replayer.Replayer(str(lowered))
         for result in run.steps(range(step, step + 1)):
             assert run.difference(result) is None

@@ -9,7 +9,7 @@ import xshard
 from tests import rows, toy
 from xshard import errors, loop, mesh
 from xshard import experiment as experiment_lib
-from xshard.modes import follow
+from xshard.modes import continuous_eval
 
 HALVES, PAIRS = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3))
 
@@ -109,10 +109,10 @@ def test_a_method_that_reads_the_state_on_other_replicas_is_refused(tmp_path, us
         trained.predict(batch)
     use_devices(4)
     with pytest.raises(errors.UserError, match=message.format("eval_step", 4)):
-        follow.run(config(reads=True), str(tmp_path), "", None)
+        continuous_eval.run(config(reads=True), str(tmp_path), "", None)
     # On the original number of replicas the evaluation returns the same value.
     use_devices(8)
-    assert follow.run(config(reads=True), str(tmp_path), "", None) == 0
+    assert continuous_eval.run(config(reads=True), str(tmp_path), "", None) == 0
     assert rows.read(tmp_path / "eval")[-1]["eval/seen"] == rows.results(tmp_path)["eval"]["seen"]
 
 
@@ -120,7 +120,7 @@ def test_a_method_that_reads_the_state_on_other_replicas_is_refused(tmp_path, us
 def test_an_evaluation_without_the_state_runs_on_other_replicas(tmp_path, use_devices, devices):
     assert loop.run(config(), str(tmp_path), "") == 0
     use_devices(devices)
-    assert follow.run(config(), str(tmp_path), "", None) == 0
+    assert continuous_eval.run(config(), str(tmp_path), "", None) == 0
     evaluated = rows.read(tmp_path / "eval")[-1]
     # The tolerance is for float32 sums of ten numbers in another order.
     wanted = rows.results(tmp_path)["eval"]["error"]

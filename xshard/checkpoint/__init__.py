@@ -8,7 +8,7 @@ from xshard.checkpoint.reader import Restored
 from xshard.checkpoint.retention import Keep, Saved
 from xshard.checkpoint.saver import Committed, NonfiniteError
 from xshard.checkpoint.store import CheckpointError, Store
-from xshard.checkpoint.transfer import (
+from xshard.checkpoint.warm_start import (
     BY_DEFAULT,
     GROUPS,
     PARAMS,

@@ -34,13 +34,13 @@ from typing import IO, Any
 import numpy as np
 
 from xshard import cli
+from xshard.checkpoint import array_reader, catalog, manager, orbax, retention, writer
 from xshard.checkpoint import arrays as arrays_lib
-from xshard.checkpoint import catalog, manager, orbax, parts, retention, writer
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import source as source_lib
+from xshard.checkpoint import metadata_files as metadata_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile
-from xshard.metrics import show as show_lib
+from xshard.metrics import formatting as formatting_lib
 from xshard.stored import hashing
 
 Rows = list[dict[str, Any]]
@@ -58,7 +58,7 @@ def list_steps(store: store_lib.Store) -> Rows:
     for entry in catalog.read_catalog(store).entries:
         row: dict[str, Any] = {"step": entry.step, "state": entry.state, "age": "", "MB": ""}
         if entry.time is not None:
-            row["age"] = show_lib.age(time.time() - entry.time)
+            row["age"] = formatting_lib.age(time.time() - entry.time)
         if entry.nbytes is not None:
             row["MB"] = entry.nbytes / 1e6
         row["pinned"] = "pinned" if entry.pinned else ""
@@ -71,10 +71,10 @@ def list_steps(store: store_lib.Store) -> Rows:
 def show(store: store_lib.Store, step: int) -> Rows:
     """Returns a row for each array, and one for each item of metadata."""
     attempt = format_lib.find(store, step)
-    commit, meta = source_lib.settled(lambda: source_lib.read_both(attempt))
-    arrays = source_lib.array_metas(meta)
+    commit, meta = metadata_lib.retry_on_damage(lambda: metadata_lib.read_commit_meta(attempt))
+    arrays = metadata_lib.array_metas(meta)
     scales = {name: array for name, array in arrays.items() if _is_scale(name, array)}
-    values = dict(parts.read_arrays(attempt, scales, _BUDGET_BYTES))
+    values = dict(array_reader.read_arrays(attempt, scales, _BUDGET_BYTES))
     rows = []
     for name, array in arrays.items():
         value = values[name].tolist() if name in values else ""
@@ -105,7 +105,7 @@ def verify(store: store_lib.Store, step: int | None) -> Rows:
 def diff(store: store_lib.Store, a: int, b: int) -> Rows:
     """Returns a row for each array that differs."""
     first, second = (format_lib.find(store, step) for step in (a, b))
-    of_first, of_second = (source_lib.read_array_metas(attempt) for attempt in (first, second))
+    of_first, of_second = (metadata_lib.read_array_metas(attempt) for attempt in (first, second))
     rows: Rows = []
     in_both = {}
     for path in sorted(of_first.keys() | of_second.keys()):
@@ -116,9 +116,9 @@ def diff(store: store_lib.Store, a: int, b: int) -> Rows:
             reason = "only in one checkpoint, or of another shape or type"
             rows.append({"path": path, "largest difference": reason})
     # The arrays are read and compared one by one, so that both checkpoints together may exceed the memory.
-    lefts = parts.read_arrays(first, in_both, _BUDGET_BYTES)
+    lefts = array_reader.read_arrays(first, in_both, _BUDGET_BYTES)
     others = {path: of_second[path] for path in in_both}
-    rights = parts.read_arrays(second, others, _BUDGET_BYTES)
+    rights = array_reader.read_arrays(second, others, _BUDGET_BYTES)
     for (path, left), (_, right) in zip(lefts, rights, strict=True):
         if left.tobytes() != right.tobytes():
             rows.append({"path": path, "largest difference": _gap(left, right)})
@@ -224,7 +224,7 @@ def _main(argv: Sequence[str]) -> int:
             raise format_lib.CheckpointError(f"{store} is not a directory.")
         arguments[key] = store
     rows = command(**arguments)
-    print(jsonfile.dumps(rows, indent=1) if as_json else show_lib.table(rows))
+    print(jsonfile.dumps(rows, indent=1) if as_json else formatting_lib.table(rows))
     if command not in (verify, heal):
         return 0
     return int(any(not row["state"].startswith("whole") for row in rows))
@@ -271,7 +271,7 @@ _COMMANDS: dict[str, tuple[Callable[..., Rows], str]] = {
 
 
 def _read_all(attempt: format_lib.Attempt) -> Iterator[tuple[str, np.ndarray]]:
-    return parts.read_arrays(attempt, source_lib.read_array_metas(attempt), _BUDGET_BYTES)
+    return array_reader.read_arrays(attempt, metadata_lib.read_array_metas(attempt), _BUDGET_BYTES)
 
 
 def _write_npz(out: IO[bytes], arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, str]:
@@ -314,16 +314,16 @@ def _damage(attempt: format_lib.Attempt) -> str:
 
     def read() -> str:
         digest = hashing.of_arrays(_read_all(attempt))
-        saved = source_lib.read_meta(attempt)["metadata"].get("fingerprint")
+        saved = metadata_lib.read_meta(attempt)["metadata"].get("fingerprint")
         known = hashing.total(saved.values()) if isinstance(saved, dict) else None
         if known not in (None, digest):
             return f"the fingerprint of its arrays is {digest}, but on the devices it was {known}"
-        source_lib.added_metrics(attempt)
+        metadata_lib.added_metrics(attempt)
         return ""
 
     try:
-        return source_lib.settled(read)
-    except source_lib.UnreadableError:
+        return metadata_lib.retry_on_damage(read)
+    except metadata_lib.UnreadableError:
         # A read error is not damage: the stored bytes may be whole.
         raise
     except format_lib.CheckpointError as e:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import source
+from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 from xshard.pod import processes
 
@@ -122,13 +122,13 @@ class Agreement:
           CheckpointError: on all processes, for an error that is not damage and persists.
         """
         damage = ""
-        for wait_seconds in (*source.READ_AGAIN_SECONDS, None):
+        for wait_seconds in (*metadata_files.READ_AGAIN_SECONDS, None):
             content, answer = None, {}
             try:
                 content = read_once()
-            except source.DamagedError as e:
+            except metadata_files.DamagedError as e:
                 answer = {"damaged": str(e)}
-            except source.UnreadableError as e:
+            except metadata_files.UnreadableError as e:
                 answer = {"unreadable": str(e)}
             except Exception as e:
                 # Any error must reach the exchange, since the other processes wait there.

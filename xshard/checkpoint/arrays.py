@@ -37,7 +37,7 @@ _SMALL_FACTORS = 7
 CheckpointError = store_lib.CheckpointError
 Shape = tuple[int, ...]
 # The index of a chunk in the grid of its array.
-Place = tuple[int, ...]
+ChunkIndex = tuple[int, ...]
 # The bounds of a part of an array, in each dimension.
 Box = tuple[tuple[int, int], ...]
 
@@ -98,11 +98,11 @@ class ArrayMeta:
         return math.prod(self.grid)
 
     @property
-    def sum_place(self) -> slice:
+    def checksum_slice(self) -> slice:
         """The byte range of the checksum in a stored chunk."""
         return slice(self.chunk_bytes, self.chunk_bytes + CRC_BYTES)
 
-    def chunks(self, box: Box | None = None) -> list[Place]:
+    def chunks(self, box: Box | None = None) -> list[ChunkIndex]:
         """Lists the chunks that hold a part of the array, by their places in the grid; all chunks by default."""
         if box is None:
             box = whole_box(self.shape)
@@ -114,14 +114,14 @@ class ArrayMeta:
             ranges.append(range(first, end))
         return list(itertools.product(*ranges))
 
-    def box(self, chunk: Place) -> Box:
+    def box(self, chunk: ChunkIndex) -> Box:
         """Returns the part of the array that a chunk holds."""
         box = []
         for i, size, end in zip(chunk, self.chunk_shape, self.shape, strict=True):
             box.append((i * size, min((i + 1) * size, end)))
         return tuple(box)
 
-    def sum_of(self, chunk: Place) -> int | None:
+    def sum_of(self, chunk: ChunkIndex) -> int | None:
         """Returns the recorded CRC-32C of a chunk; None if the checkpoint has none."""
         if self.sums is None:
             return None
@@ -184,7 +184,7 @@ def is_large(path: str, meta: ArrayMeta) -> bool:
     return bool(path) and meta.chunk_bytes >= LARGE_BYTES
 
 
-def chunk_key(path: str, chunk: Place) -> str:
+def chunk_key(path: str, chunk: ChunkIndex) -> str:
     """Returns the database key of a chunk."""
     return "/".join([path, "c", *map(str, chunk)])
 
@@ -205,14 +205,14 @@ def stored_sum(content: bytes) -> int:
     return stored
 
 
-def check_sum(content: bytes, meta: ArrayMeta, chunk: Place) -> None:
+def check_sum(content: bytes, meta: ArrayMeta, chunk: ChunkIndex) -> None:
     """Raises ValueError if a stored chunk, or its last bytes, do not end with the checksum that was recorded."""
     expected = meta.sum_of(chunk)
     if expected is not None and stored_sum(content) != expected:
         raise ValueError("the chunk does not match its recorded checksum")
 
 
-def decode(content: bytes, meta: ArrayMeta, chunk: Place) -> np.ndarray:
+def decode(content: bytes, meta: ArrayMeta, chunk: ChunkIndex) -> np.ndarray:
     """Decodes a chunk from its bytes.
 
     Args:

@@ -41,7 +41,7 @@ class Budget:
             self._changed.notify_all()
 
 
-class Progress:
+class ProgressReporter:
     """Reports the progress of a task that takes long."""
 
     def __init__(

@@ -4,7 +4,7 @@ import os
 from typing import Any, NamedTuple
 
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import retention, source
+from xshard.checkpoint import metadata_files, retention
 from xshard.checkpoint import store as store_lib
 
 
@@ -108,8 +108,8 @@ def _entry(
 def _commit(attempt: format_lib.Attempt) -> dict[str, Any] | None:
     """Reads a COMMIT; returns an empty one if it is damaged, None if it was deleted after the listing."""
     try:
-        return source.settled(lambda: source.read_commit(attempt))
-    except source.DamagedError:
+        return metadata_files.retry_on_damage(lambda: metadata_files.read_commit(attempt))
+    except metadata_files.DamagedError:
         is_gone = attempt.store.read(attempt.prefix + format_lib.COMMIT) is None
         return None if is_gone else {}
 
@@ -119,8 +119,8 @@ def _newest_meta(attempts: list[format_lib.Attempt]) -> dict[str, Any]:
     if not attempts:
         return {}
     try:
-        return source.settled(lambda: source.read_meta(attempts[-1]))
-    except source.DamagedError:
+        return metadata_files.retry_on_damage(lambda: metadata_files.read_meta(attempts[-1]))
+    except metadata_files.DamagedError:
         return {}
 
 

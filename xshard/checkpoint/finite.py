@@ -9,10 +9,10 @@ import numpy as np
 from xshard.checkpoint import ownership
 
 # The number of elements that are checked at a time, so that intermediate results stay in the processor's cache.
-_LOOKED_AT = 1 << 16
+_BLOCK_ELEMENTS = 1 << 16
 
 
-def noting_nonfinite(
+def recording_nonfinite(
     chunks: Iterator[ownership.Chunk | None], watched: Callable[[str], Any], nonfinite: set[str]
 ) -> Iterator[ownership.Chunk | None]:
     """Passes chunks through, and adds the paths of arrays that are not finite to `nonfinite`.
@@ -25,8 +25,8 @@ def noting_nonfinite(
     for chunk in chunks:
         if chunk is not None:
             piece, value = chunk
-            is_asked = piece.path not in nonfinite and watched(piece.path)
-            if is_asked and not is_finite(value):
+            is_checked = piece.path not in nonfinite and watched(piece.path)
+            if is_checked and not is_finite(value):
                 nonfinite.add(piece.path)
         yield chunk
 
@@ -36,7 +36,7 @@ def is_finite(value: np.ndarray) -> bool:
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return True
     flat = value.reshape(-1)
-    parts = (flat[i : i + _LOOKED_AT] for i in range(0, flat.size, _LOOKED_AT))
+    parts = (flat[i : i + _BLOCK_ELEMENTS] for i in range(0, flat.size, _BLOCK_ELEMENTS))
     if value.dtype.itemsize == 2:
         return all(_is_finite_half(part) for part in parts)
     return all(np.isfinite(part).all() for part in parts)

@@ -9,7 +9,7 @@ from absl import logging
 
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import lock as lock_lib
-from xshard.checkpoint import retention, source, writer
+from xshard.checkpoint import metadata_files, retention, writer
 from xshard.checkpoint import store as store_lib
 
 
@@ -56,8 +56,8 @@ class Folder:
         """Lists the checked arrays that are not finite, by path; empty if the save checked none."""
         if attempt not in self._nonfinite:
             try:
-                commit = source.read_commit(attempt)
-            except source.DamagedError as e:
+                commit = metadata_files.read_commit(attempt)
+            except metadata_files.DamagedError as e:
                 # A run must not resume from a damaged checkpoint either, so it is treated as not finite.
                 return [str(e)]
             self._nonfinite[attempt] = commit.get(format_lib.NONFINITE, [])
@@ -157,8 +157,8 @@ class Folder:
         """Describes a checkpoint for the retention rules."""
         metric = None
         if self._keep.best:
-            with contextlib.suppress(source.DamagedError):
-                metric = source.read_commit(attempt)["metrics"].get(self._keep.metric)
+            with contextlib.suppress(metadata_files.DamagedError):
+                metric = metadata_files.read_commit(attempt)["metrics"].get(self._keep.metric)
         # A link means that a person moved the checkpoint elsewhere, and only that person may delete it.
         pinned = format_lib.PINNED in attempt.marks or attempt.is_link
         finite = not (self._keeps_finite and self.nonfinite(attempt))

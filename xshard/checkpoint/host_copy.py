@@ -25,7 +25,9 @@ _IDLE_SECONDS = 0.05
 class HostCopy:
     """A queue of chunks to write, filled by the caller of a save and emptied by the thread of the save."""
 
-    def __init__(self, plan: ownership.Plan, budget_bytes: int, progress: budget_lib.Progress):
+    def __init__(
+        self, plan: ownership.Plan, budget_bytes: int, progress: budget_lib.ProgressReporter
+    ):
         """Creates an empty queue.
 
         Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import logging
 
-from xshard.checkpoint import agreement, reader, retention, saver, source, writer
+from xshard.checkpoint import agreement, metadata_files, reader, retention, saver, writer
 from xshard.checkpoint import folder as folder_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
@@ -131,7 +131,7 @@ class Manager:
         """Returns the metrics of a step, as this process sees them; empty if the step has none or no longer exists."""
         for attempt in reversed(self._folder.committed()):
             if attempt.step == step:
-                return source.read_commit(attempt)["metrics"]
+                return metadata_files.read_commit(attempt)["metrics"]
         return {}
 
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
@@ -140,7 +140,7 @@ class Manager:
         Raises:
           CheckpointError: if the step cannot be read.
         """
-        metas = source.read_array_metas(format_lib.find(self.store, step))
+        metas = metadata_files.read_array_metas(format_lib.find(self.store, step))
         return {path: meta.shape for path, meta in metas.items()}
 
     def nonfinite(self, step: int) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorstore as ts
 
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import source as source_lib
+from xshard.checkpoint import metadata_files as metadata_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile
 
@@ -26,7 +26,7 @@ def describe(attempt: format_lib.Attempt) -> int:
     Returns:
       The number of arrays.
     """
-    arrays = source_lib.read_array_metas(attempt)
+    arrays = metadata_lib.read_array_metas(attempt)
     tree = {}
     for path, meta in arrays.items():
         tree[str((path,))] = {

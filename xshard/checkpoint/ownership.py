@@ -20,7 +20,7 @@ class Piece(NamedTuple):
     """
 
     path: str
-    chunk: arrays_lib.Place
+    chunk: arrays_lib.ChunkIndex
     shard: int
     start: tuple[int, ...]
     shape: arrays_lib.Shape
@@ -77,7 +77,7 @@ class _Choice(NamedTuple):
     """A chunk, its size in bytes, and the processes that hold it, one of which will write it."""
 
     path: str
-    chunk: arrays_lib.Place
+    chunk: arrays_lib.ChunkIndex
     nbytes: int
     holders: list[int]
 

@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from xshard.checkpoint import array_reader, metadata_files
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import parts as parts_lib
-from xshard.checkpoint import source
-from xshard.metrics import show
+from xshard.metrics import formatting
 
 # Arrays are put on devices in groups of this size. One call for each of thousands takes longer than reading them.
 _PLACED_AT_ONCE = 64
@@ -102,14 +101,14 @@ def restore(
       CheckpointError: if the checkpoint belongs to another run, or its structure, shapes or types differ from the
         target's.
     """
-    commit, meta = source.read_both(attempt)
+    commit, meta = metadata_files.read_commit_meta(attempt)
     of_run = commit.get(format_lib.OWNER)
     if owner is not None and of_run is not None and of_run["id"] != owner.id:
         raise format_lib.CheckpointError(
             f"{attempt} belongs to run {of_run['id']}, but this is run {owner.id}: move it away, or give another "
             "checkpoint.directory."
         )
-    stored = source.array_metas(meta)
+    stored = metadata_files.array_metas(meta)
     # A target may depend on the stored shapes: `PerReplica` state has one entry for each replica that saved it.
     if callable(target):
         target = target({path: stored[path].shape for path in stored})
@@ -118,7 +117,7 @@ def restore(
     unread = _unread(stored, described, may_hold)
     if unread:
         say(
-            f"{attempt} holds arrays that are not used here: {show.listed(sorted(unread), _SHOWN, '; ')}"
+            f"{attempt} holds arrays that are not used here: {formatting.listed(sorted(unread), _SHOWN, '; ')}"
         )
     _check_same(attempt, stored, described, unread)
     leaves = []
@@ -143,16 +142,16 @@ def read_leaves(
     Raises:
       DamagedError: if the checkpoint does not hold what was written.
     """
-    parts: list[parts_lib.Part] = []
+    parts: list[array_reader.ArrayRegion] = []
     readings: list[_Reading] = []
     for leaf in leaves:
         reading = _Reading(leaf)
         for box in reading.boxes:
-            parts.append(parts_lib.Part(leaf.path, leaf.meta, box))
+            parts.append(array_reader.ArrayRegion(leaf.path, leaf.meta, box))
             readings.append(reading)
     total = sum(part.nbytes for part in parts)
-    progress = budget_lib.Progress(f"reading {attempt}", total, say)
-    values = parts_lib.read_parts(attempt, parts, budget_bytes)
+    progress = budget_lib.ProgressReporter(f"reading {attempt}", total, say)
+    values = array_reader.read_regions(attempt, parts, budget_bytes)
     full: list[_Reading] = []
     arrays: dict[str, jax.Array] = {}
     for reading, part, value in zip(readings, parts, values, strict=True):
@@ -242,7 +241,7 @@ def _check_same(
             problems.append(f"'{path}' is {stored[path]} in it, {wanted[path]} here")
     if problems:
         raise format_lib.CheckpointError(
-            f"{attempt} was saved with another model or optimizer: {show.listed(problems, _SHOWN, '; ')}. "
+            f"{attempt} was saved with another model or optimizer: {formatting.listed(problems, _SHOWN, '; ')}. "
             "Restore it with the config that it was saved with, start a new run in another directory, or "
             "take a part of it with --init_from."
         )

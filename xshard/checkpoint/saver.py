@@ -130,7 +130,7 @@ class Saver:
         leaves = arrays_lib.flatten(state)
         plan = self._plan_for(leaves)
         nbytes = sum(plan.arrays[piece.path].chunk_bytes for piece in plan.pieces)
-        progress = budget_lib.Progress(f"saving step {request.step}", nbytes, self._say)
+        progress = budget_lib.ProgressReporter(f"saving step {request.step}", nbytes, self._say)
         copy = host_copy.HostCopy(plan, self._budget_bytes, progress)
         failure = self._join()
         self._thread = threading.Thread(
@@ -255,7 +255,7 @@ class Saver:
         chunks = copy.chunks()
         if self._finite:
             is_watched = re.compile(self._finite).search
-            chunks = finite_lib.noting_nonfinite(chunks, is_watched, nonfinite)
+            chunks = finite_lib.recording_nonfinite(chunks, is_watched, nonfinite)
         try:
             index = self._agreement.index
             report["keys"] = writer.write_part(attempt, index, plan.arrays, chunks, copy.written)

@@ -231,7 +231,7 @@ class _Batches:
         self._array: Any = None
         self._under_way: list[tuple[Any, int]] = []
         self._sums: dict[str, int] = {}
-        self._large: list[tuple[str, arrays_lib.Place]] = []
+        self._large: list[tuple[str, arrays_lib.ChunkIndex]] = []
         self._begin()
 
     def write(self, key: str, content: bytes) -> None:
@@ -264,7 +264,7 @@ class _Batches:
         for path, chunk in self._large:
             key = arrays_lib.chunk_key(path, chunk)
             # Tensorstore computed the checksum of a large chunk, and stored it behind the chunk's bytes.
-            ends[key] = self._database.read(key, byte_range=self._arrays[path].sum_place)
+            ends[key] = self._database.read(key, byte_range=self._arrays[path].checksum_slice)
         read = {key: arrays_lib.stored_sum(end.result().value) for key, end in ends.items()}
         return self._sums | read
 

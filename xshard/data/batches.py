@@ -57,17 +57,17 @@ class TrainBatches:
         groups = mesh_lib.num_groups(mesh)
         self._sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
         self._rows = rows_lib.Rows(batch_size, self._sharding, replicas, groups)
-        group_of = self._rows.mine // batch_size
-        rows = tuple(self._rows.mine[group_of == g] - g * batch_size for g in range(groups))
+        group_of = self._rows.local_rows // batch_size
+        rows = tuple(self._rows.local_rows[group_of == g] - g * batch_size for g in range(groups))
         self._iterator: Any = make(data.Part(batch_size, rows, seed))
         self._check_iterator()
         self.epoch_examples: int | None = getattr(self._iterator, "epoch_examples", None)
-        self._passes: Mapping[int, int] = {}
+        self._skips: Mapping[int, int] = {}
         self._every = getattr(self._iterator, "acts_every_steps", None)
         if self._every is not None:
             _check_acts(self._iterator, self._every)
         # The first batch is read for its shapes, and then put back for the first step.
-        with self._taken_back():
+        with self._restoring_iterator():
             first = self._take_next()
         # One row is enough for names, dtypes and shapes.
         self.example = {name: array[:1] for name, array in first.items()}
@@ -82,9 +82,9 @@ class TrainBatches:
 
     def __next__(self) -> dict[str, jax.Array]:
         """Returns the next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
-        return self._rows.lay(self._take_next())
+        return self._rows.to_devices(self._take_next())
 
-    def of_step(
+    def batch_for_step(
         self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
     ) -> dict[str, jax.Array]:
         """Returns the batch of a step, after the iterator has acted if that is due.
@@ -99,28 +99,28 @@ class TrainBatches:
         """
         if self._every is not None and (step - 1) % self._every == 0:
             self._iterator.act(step, functools.partial(predict, state))
-        for _ in range(self._passes.get(step, 0)):
+        for _ in range(self._skips.get(step, 0)):
             self._take_next()
         return next(self)
 
-    def pass_over(self, passes: Mapping[int, int]) -> None:
+    def set_skips(self, passes: Mapping[int, int]) -> None:
         """Sets the numbers of batches to draw and discard before certain steps, by step."""
-        self._passes = passes
+        self._skips = passes
 
     def rehearsal(self) -> Callable[[Callable[..., Any]], None] | None:
         """Returns a function that lets the iterator act with a `predict` and then restores it; None if it does not act."""
 
         def rehearse(predict: Callable[..., Any]) -> None:
-            with self._taken_back():
+            with self._restoring_iterator():
                 self._iterator.act(1, predict)
 
         return None if self._every is None else rehearse
 
     @contextlib.contextmanager
-    def _taken_back(self) -> Iterator[None]:
+    def _restoring_iterator(self) -> Iterator[None]:
         """Restores the iterator's state at the end of the context."""
         # The state is copied, through the form that checkpoints use: the iterator may write into its arrays.
-        state = _unplain(_plain(self._iterator.get_state()))
+        state = _from_json(_to_json(self._iterator.get_state()))
         try:
             yield
         finally:
@@ -128,7 +128,7 @@ class TrainBatches:
 
     def position(self, step: int) -> dict[str, Any]:
         """Returns this process's position in its data after a step, for the checkpoint."""
-        return {"step": step, "iterator": _plain(self._iterator.get_state())}
+        return {"step": step, "iterator": _to_json(self._iterator.get_state())}
 
     def restore(self, positions: Sequence[Mapping[str, Any]]) -> None:
         """Restores the position from a checkpoint.
@@ -147,7 +147,7 @@ class TrainBatches:
             )
         states = [position["iterator"] for position in positions]
         if hasattr(self._iterator, "join_states"):
-            self._iterator.set_state(self._iterator.join_states([_unplain(x) for x in states]))
+            self._iterator.set_state(self._iterator.join_states([_from_json(x) for x in states]))
             return
         # Equal states are not enough: processes that read different files may have reached the same position in each.
         alike = all(other == states[0] for other in states)
@@ -160,7 +160,7 @@ class TrainBatches:
                 "iterator a state that all processes share, such as a number of batches, and set its attribute "
                 "state_is_shared = True; or define its method join_states, as xshard.data.pipelines.Streams does."
             )
-        self._iterator.set_state(_unplain(states[jax.process_index()]))
+        self._iterator.set_state(_from_json(states[jax.process_index()]))
 
     def _take_next(self) -> data.Arrays:
         try:
@@ -171,10 +171,10 @@ class TrainBatches:
                 "grain's repeat() does, or set fewer steps."
             ) from e
         sizes = {name: len(array) for name, array in batch.items()}
-        if set(sizes.values()) != {len(self._rows.mine)}:
+        if set(sizes.values()) != {len(self._rows.local_rows)}:
             raise errors.UserError(
                 f"The experiment's iterator returned arrays of {sizes} rows. It must return at least one array, each "
-                f"with the {len(self._rows.mine)} rows of this process's Part."
+                f"with the {len(self._rows.local_rows)} rows of this process's Part."
             )
         return batch
 
@@ -188,7 +188,7 @@ class TrainBatches:
                 "grain.IterDataset has."
             )
         try:
-            json.dumps(_plain(self._iterator.get_state()))
+            json.dumps(_to_json(self._iterator.get_state()))
         except TypeError as e:
             raise errors.UserError(
                 f"get_state of {type(self._iterator).__name__} returned a value that JSON cannot hold ({e}). It may "
@@ -234,10 +234,10 @@ class EvalBatches:
     def __iter__(self) -> Iterator[dict[str, jax.Array]]:
         size = data.num_examples(self._examples)
         for start in range(0, size, self._rows.batch_size):
-            mine = start + self._rows.mine
+            local_rows = start + self._rows.local_rows
             # Padding repeats the last example, so that it has the right shape and type.
-            batch = data.take(self._examples, np.minimum(mine, size - 1))
-            yield self._rows.lay({**batch, "_mask": mine < size})
+            batch = data.take(self._examples, np.minimum(local_rows, size - 1))
+            yield self._rows.to_devices({**batch, "_mask": local_rows < size})
 
 
 def train_shapes(
@@ -306,7 +306,7 @@ def _check_acts(iterator: Any, every: Any) -> None:
         )
 
 
-def _plain(state: Any) -> Any:
+def _to_json(state: Any) -> Any:
     """Converts a state to JSON values; bytes, arrays and tuples become dictionaries with a marker key.
 
     Tuples must be restored as tuples, because grain's iterators distinguish them from lists.
@@ -323,18 +323,18 @@ def _plain(state: Any) -> Any:
         # Arrays are compressed, since buffers are often mostly empty or have few distinct values.
         return {_ARRAY: base64.b64encode(zlib.compress(file.getvalue(), 1)).decode()}
     if isinstance(state, tuple):
-        return {_TUPLE: [_plain(item) for item in state]}
+        return {_TUPLE: [_to_json(item) for item in state]}
     if isinstance(state, list):
-        return [_plain(item) for item in state]
+        return [_to_json(item) for item in state]
     if isinstance(state, Mapping):
-        return {name: _plain(item) for name, item in state.items()}
+        return {name: _to_json(item) for name, item in state.items()}
     return state
 
 
-def _unplain(state: Any) -> Any:
-    """The inverse of `_plain`."""
+def _from_json(state: Any) -> Any:
+    """The inverse of `_to_json`."""
     if isinstance(state, list):
-        return [_unplain(item) for item in state]
+        return [_from_json(item) for item in state]
     if not isinstance(state, dict):
         return state
     if state.keys() == {_BYTES}:
@@ -343,5 +343,5 @@ def _unplain(state: Any) -> Any:
         content = zlib.decompress(base64.b64decode(state[_ARRAY]))
         return np.load(io.BytesIO(content), allow_pickle=False)
     if state.keys() == {_TUPLE}:
-        return tuple(map(_unplain, state[_TUPLE]))
-    return {name: _unplain(item) for name, item in state.items()}
+        return tuple(map(_from_json, state[_TUPLE]))
+    return {name: _from_json(item) for name, item in state.items()}

@@ -29,19 +29,19 @@ class Rows:
         Attributes:
           batch_size: the argument.
           count: the number of rows on all devices, including padding.
-          mine: the rows on this process's devices, ascending, without duplicates.
+          local_rows: the rows on this process's devices, ascending, without duplicates.
         """
         places = replicas.rows(batch_size) if replicas else batch_size
         of_group = np.minimum(np.arange(places), batch_size - 1)
-        lying = np.concatenate([group * batch_size + of_group for group in range(groups)])
-        here = sharding.addressable_devices_indices_map(lying.shape).values()
-        self.batch_size, self.count = batch_size, len(lying)
-        self.mine = np.unique(np.concatenate([lying[index] for index in here if index]))
+        row_of_slot = np.concatenate([group * batch_size + of_group for group in range(groups)])
+        here = sharding.addressable_devices_indices_map(row_of_slot.shape).values()
+        self.batch_size, self.count = batch_size, len(row_of_slot)
+        self.local_rows = np.unique(np.concatenate([row_of_slot[index] for index in here if index]))
         self._sharding = sharding
-        # For each row on the devices, its index in `mine`.
-        self._at = np.searchsorted(self.mine, lying)
+        # For each row on the devices, its index in `local_rows`.
+        self._at = np.searchsorted(self.local_rows, row_of_slot)
 
-    def lay(self, arrays: data.Arrays) -> dict[str, jax.Array]:
+    def to_devices(self, arrays: data.Arrays) -> dict[str, jax.Array]:
         """Puts this process's rows of arrays on its devices."""
 
         def put(array: np.ndarray) -> jax.Array:

@@ -28,7 +28,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.dryrun import described, estimate, plan, summary
+from xshard.dryrun import analysis, estimate, plan_search, summary
 from xshard.files import jsonfile
 from xshard.learners.state import is_learner
 from xshard.metrics import chips
@@ -96,7 +96,7 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
     if isinstance(compiled, jax.stages.Compiled):
         # With logical replicas the step is several programs.
         compiled = [logical.Stage(compiled, 1, (state, batch))]
-    result = described.describe(result, compiled, chip, mesh)
+    result = analysis.analyze(result, compiled, chip, mesh)
     if result["memory"]["peak"] > chip.hbm:
         raise _does_not_fit(result["memory"]["peak"], chip.hbm, result, state)
     return result
@@ -183,7 +183,7 @@ def _compiler_error(e: Exception, result: dict[str, Any], state: Any) -> errors.
         needed, available = _bytes(*sizes.group(1, 2)), _bytes(*sizes.group(3, 4))
         return _does_not_fit(needed, available, result, state)
     return errors.UserError(
-        f"libtpu {described.libtpu_version()} cannot compile the step for {result['topology']}, slices={result['slices']}: "
+        f"libtpu {analysis.libtpu_version()} cannot compile the step for {result['topology']}, slices={result['slices']}: "
         f"{cli.message(e)} Try another topology, other values of reduction.* or slices, or the libtpu that jax "
         f"{jax.__version__} is made for: pip install '.[dryrun]'."
     )
@@ -196,7 +196,7 @@ def _bytes(number: str, unit: str) -> int:
 
 def _does_not_fit(
     needed: int, available: int, result: dict[str, Any], state: Any
-) -> described.DoesNotFitError:
+) -> analysis.DoesNotFitError:
     """Returns the error for a step that needs more memory than a chip has, with its largest arrays and remedies."""
     memory = result["memory"]
     memory |= {"needed": needed, "available": available, "fits": False}
@@ -216,7 +216,7 @@ def _does_not_fit(
     if rest >= needed / 2:
         mends.reverse()
     first, second = mends
-    return described.DoesNotFitError(
+    return analysis.DoesNotFitError(
         f"The step does not fit on {result['topology']}: it needs {summary.size(needed)} a chip of the "
         f"{summary.size(available)} that the compiler may use, {summary.size(needed - available)} too much. About: {parts}. "
         f"The largest arrays: {arrays}. {first[0].upper()}{first[1:]}; or {second}; or choose chips with "
@@ -239,13 +239,15 @@ def main(argv: Sequence[str]) -> int:
             config.update(slices=_SLICES.value)
     if _PLAN.value:
         most, as_json = _PLAN_COMPILES.value, _JSON.value
-        return plan.run(config, _TOPOLOGY.value, prepare, sys.argv[1:], most, as_json=as_json)
+        return plan_search.run(
+            config, _TOPOLOGY.value, prepare, sys.argv[1:], most, as_json=as_json
+        )
     show_result = jsonfile.dumps if _JSON.value else summary.show
     # The compiler ignores signals, so it runs in a thread and this one can be interrupted.
     work = concurrent.futures.ThreadPoolExecutor(1).submit(dry_run, config, _TOPOLOGY.value)
     try:
         print(show_result(work.result()))
-    except described.IncompleteError as e:
+    except analysis.IncompleteError as e:
         print(show_result(e.result))
         raise
     return notice.DONE

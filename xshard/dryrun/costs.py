@@ -58,74 +58,83 @@ class _Counter:
             # A placeholder, so that a computation that calls itself does not recurse forever.
             self._known[name] = Cost()
             computation = self._program.computations.get(name, hlo.Computation())
-            costs = [self._instruction(name, one) for one in computation.instructions.values()]
+            costs = [
+                self._instruction(name, instruction)
+                for instruction in computation.instructions.values()
+            ]
             self._known[name] = _total(costs)
         return self._known[name]
 
-    def _instruction(self, name: str, one: hlo.Instruction) -> Cost:
-        loop = self._program.loop(name, one)
+    def _instruction(self, name: str, instruction: hlo.Instruction) -> Cost:
+        loop = self._program.loop(name, instruction)
         if loop:
             body, rounds = loop
             cost = self.computation(body)
             times = 1 if rounds is None else rounds
             return Cost(*(times * amount for amount in cost))
-        if one.opcode == "conditional":
-            return max((self.computation(body) for body in one.bodies), default=Cost(), key=sum)
-        if one.opcode in ("call", "async-start"):
-            return _total([self.computation(body) for body in one.bodies])
-        kernel = kernels.of(one, [self._made(name, operand) for operand in one.operands])
+        if instruction.opcode == "conditional":
+            return max(
+                (self.computation(body) for body in instruction.bodies), default=Cost(), key=sum
+            )
+        if instruction.opcode in ("call", "async-start"):
+            return _total([self.computation(body) for body in instruction.bodies])
+        kernel = kernels.of(
+            instruction, [self._producer(name, operand) for operand in instruction.operands]
+        )
         if kernel and kernel.flops is not None:
             return Cost(kernel.flops, kernel.hbm_bytes)
-        estimated = _CYCLES.search(one.attributes)
+        estimated = _CYCLES.search(instruction.attributes)
         cycles = int(estimated[1]) if estimated else 0
-        return Cost(self._flops(name, one), self._traffic(name, one), cycles)
+        return Cost(self._flops(name, instruction), self._traffic(name, instruction), cycles)
 
-    def _flops(self, name: str, one: hlo.Instruction) -> int:
-        if one.opcode == "fusion":
+    def _flops(self, name: str, instruction: hlo.Instruction) -> int:
+        if instruction.opcode == "fusion":
             return sum(
                 self._flops(body, inner)
-                for body in one.bodies
+                for body in instruction.bodies
                 for inner in self._program.computations[body].instructions.values()
             )
-        if one.opcode not in ("dot", "convolution"):
+        if instruction.opcode not in ("dot", "convolution"):
             return 0
-        shapes = [self._shape(name, operand) for operand in one.operands]
-        count = _dot if one.opcode == "dot" else _convolution
-        return count(one, shapes[0], shapes[1])
+        shapes = [self._shape(name, operand) for operand in instruction.operands]
+        count = _dot if instruction.opcode == "dot" else _convolution
+        return count(instruction, shapes[0], shapes[1])
 
     def _shape(self, name: str, operand: str) -> tuple[int, ...]:
         return self._program.computations[name].instructions[operand].arrays[0].shape
 
-    def _made(self, name: str, operand: str) -> hlo.Instruction | None:
+    def _producer(self, name: str, operand: str) -> hlo.Instruction | None:
         return self._program.computations[name].instructions.get(operand)
 
-    def _traffic(self, name: str, one: hlo.Instruction) -> int:
-        if one.opcode in _FREE or one.opcode.endswith("-done"):
+    def _traffic(self, name: str, instruction: hlo.Instruction) -> int:
+        if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
             return 0
-        if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
+        if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
             # The result of a start contains its operands, so it covers reads and writes.
-            return one.hbm_bytes
-        read = sum(self._read(name, one, place) for place in range(len(one.operands)))
-        return read + self._written(name, one)
+            return instruction.hbm_bytes
+        read = sum(
+            self._read(name, instruction, place) for place in range(len(instruction.operands))
+        )
+        return read + self._written(name, instruction)
 
-    def _read(self, name: str, one: hlo.Instruction, place: int) -> int:
+    def _read(self, name: str, instruction: hlo.Instruction, place: int) -> int:
         """Counts the bytes that an instruction reads of its operand."""
-        operand = self._made(name, one.operands[place])
+        operand = self._producer(name, instruction.operands[place])
         whole = operand.hbm_bytes if operand else 0
         if not whole:
             return 0
-        if one.opcode == "fusion":
-            return min(whole, sum(self._read_inside(body, place) for body in one.bodies))
-        return min(whole, _slice(one, place, whole))
+        if instruction.opcode == "fusion":
+            return min(whole, sum(self._read_inside(body, place) for body in instruction.bodies))
+        return min(whole, _slice(instruction, place, whole))
 
     def _read_inside(self, body: str, place: int) -> int:
         """Counts the bytes that a fused computation reads of a parameter: those that the parameter's users read."""
-        for one in self._program.computations[body].instructions.values():
-            if one.opcode == "parameter" and one.literal == str(place):
-                return self._taken(body, one.name, one.bytes)
+        for instruction in self._program.computations[body].instructions.values():
+            if instruction.opcode == "parameter" and instruction.literal == str(place):
+                return self._bytes_used(body, instruction.name, instruction.bytes)
         return 0
 
-    def _taken(self, body: str, name: str, whole: int) -> int:
+    def _bytes_used(self, body: str, name: str, whole: int) -> int:
         """Counts the bytes of a value that its users read, at most the whole."""
         total = 0
         for user in self._program.computations[body].users(name):
@@ -133,32 +142,36 @@ class _Counter:
                 if operand != name:
                     continue
                 if user.opcode == "bitcast":
-                    total += self._taken(body, user.name, whole)
+                    total += self._bytes_used(body, user.name, whole)
                 elif user.opcode == "fusion":
                     total += sum(self._read_inside(inner, place) for inner in user.bodies)
                 else:
                     total += _slice(user, place, whole)
         return min(whole, total)
 
-    def _written(self, name: str, one: hlo.Instruction) -> int:
+    def _written(self, name: str, instruction: hlo.Instruction) -> int:
         """Counts the bytes of a result that are written to main memory; for an in-place update, only the update."""
-        in_hbm = one.hbm_bytes
+        in_hbm = instruction.hbm_bytes
         if not in_hbm:
             return 0
-        if one.opcode == "fusion":
-            return min(in_hbm, self._result(name, one))
-        return self._result(name, one)
+        if instruction.opcode == "fusion":
+            return min(in_hbm, self._result(name, instruction))
+        return self._result(name, instruction)
 
-    def _result(self, name: str, one: hlo.Instruction) -> int:
+    def _result(self, name: str, instruction: hlo.Instruction) -> int:
         """Counts the bytes of a result that are computed, in whatever memory; for an in-place update, only the update."""
         instructions = self._program.computations[name].instructions
-        while one.opcode == "bitcast" and one.operands and one.operands[0] in instructions:
-            one = instructions[one.operands[0]]
-        if one.opcode == "fusion":
-            return sum(self._root(body) for body in one.bodies)
-        if one.opcode == "dynamic-update-slice" and one.operands[1] in instructions:
-            one = instructions[one.operands[1]]
-        return one.bytes
+        while (
+            instruction.opcode == "bitcast"
+            and instruction.operands
+            and instruction.operands[0] in instructions
+        ):
+            instruction = instructions[instruction.operands[0]]
+        if instruction.opcode == "fusion":
+            return sum(self._root(body) for body in instruction.bodies)
+        if instruction.opcode == "dynamic-update-slice" and instruction.operands[1] in instructions:
+            instruction = instructions[instruction.operands[1]]
+        return instruction.bytes
 
     def _root(self, body: str) -> int:
         """Counts the bytes of a fused computation's result that are computed, of all elements of a tuple."""
@@ -176,31 +189,33 @@ def _total(costs: Sequence[Cost]) -> Cost:
     return Cost(*map(sum, zip(*costs, strict=True)))
 
 
-def _slice(one: hlo.Instruction, place: int, whole: int) -> int:
+def _slice(instruction: hlo.Instruction, place: int, whole: int) -> int:
     """Returns the bytes that an instruction reads of an operand: only a slice, if it slices the operand."""
-    if place == 0 and one.opcode in _SLICES:
-        return one.bytes
-    if place == 0 and one.opcode == "dynamic-update-slice":
+    if place == 0 and instruction.opcode in _SLICES:
+        return instruction.bytes
+    if place == 0 and instruction.opcode == "dynamic-update-slice":
         # An in-place update touches only the updated part.
         return 0
     return whole
 
 
-def _dot(one: hlo.Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    named = _CONTRACTED.search(one.attributes)
+def _dot(instruction: hlo.Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    named = _CONTRACTED.search(instruction.attributes)
     contracted = [left[int(n)] for n in named[1].split(",") if n] if named else []
-    return 2 * math.prod(one.arrays[0].shape) * math.prod(contracted)
+    return 2 * math.prod(instruction.arrays[0].shape) * math.prod(contracted)
 
 
-def _convolution(one: hlo.Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> int:
+def _convolution(
+    instruction: hlo.Instruction, left: tuple[int, ...], right: tuple[int, ...]
+) -> int:
     """Counts two for each multiply-add, without those on padding, which need not be computed."""
-    labels = _LABELS.search(one.attributes)
+    labels = _LABELS.search(instruction.attributes)
     if not labels:
         return 0
     inputs, kernel, result = labels.groups()
-    shape = one.arrays[0].shape
+    shape = instruction.arrays[0].shape
     total = 2 * shape[result.index("b")] * shape[result.index("f")] * right[kernel.index("i")]
-    window = _window(one.attributes)
+    window = _window(instruction.attributes)
     for place, label in enumerate(sorted(label for label in result if label.isdigit())):
         sizes = (left[inputs.index(label)], right[kernel.index(label)], shape[result.index(label)])
         total *= _taps(*sizes, {key: values[place] for key, values in window.items()})

@@ -3,7 +3,7 @@
 from typing import Any
 
 from xshard import torus
-from xshard.metrics import show as show_lib
+from xshard.metrics import formatting as formatting_lib
 
 _NAMES = {"workspace": "activations and workspace", "program": "the program itself"}
 
@@ -19,24 +19,24 @@ def show(result: dict[str, Any]) -> str:
     )
     # A step that does not fit, or whose program cannot be read, has only its memory.
     if "collectives" not in result:
-        return f"{head}\n\n{show_lib.table(_held(memory, chip))}"
+        return f"{head}\n\n{formatting_lib.table(_held(memory, chip))}"
     times = [_show_bound(limit) for limit in result["bounds"] if limit["amount"]]
-    seconds = show_lib.scaled(result["seconds"], "s")
-    rate = show_lib.scaled(result["examples_per_second"] or 0.0, "")
+    seconds = formatting_lib.scaled(result["seconds"], "s")
+    rate = formatting_lib.scaled(result["examples_per_second"] or 0.0, "")
     parts = [
         f"{head}; compiled in {result['compile_seconds']:.0f} s: it fits",
-        show_lib.table(_held(memory, chip)),
-        f"collectives of a step\n{show_lib.table(_sent(result))}",
+        formatting_lib.table(_held(memory, chip)),
+        f"collectives of a step\n{formatting_lib.table(_sent(result))}",
         *_kernels(result),
         *result["warnings"],
-        f"a step takes at least\n{show_lib.table(times)}",
+        f"a step takes at least\n{formatting_lib.table(times)}",
         f"A step takes at least {seconds}, at most {rate} examples a second: {result['dominated_by']} dominates. "
         "Bounds, not predictions.",
     ]
     if result["estimated_cycles"]:
         parts.append(
             "Estimated by the compiler, without collectives and kernels and as if nothing overlapped: "
-            f"{show_lib.scaled(result['estimated_cycles'], '')} cycles."
+            f"{formatting_lib.scaled(result['estimated_cycles'], '')} cycles."
         )
     if result["unknown_loops"]:
         parts.append(f"{result['unknown_loops']} loops of unknown length count as one round.")
@@ -101,11 +101,11 @@ def _kernels(result: dict[str, Any]) -> list[str]:
         shown = {
             "kernel": row["kernel"],
             "times": row["count"],
-            "a chip does": show_lib.scaled(row["flops"], "FLOP") if known else "not counted",
-            "moves": show_lib.scaled(row["hbm_bytes"], "B") if known else "not counted",
+            "a chip does": formatting_lib.scaled(row["flops"], "FLOP") if known else "not counted",
+            "moves": formatting_lib.scaled(row["hbm_bytes"], "B") if known else "not counted",
         }
         rows.append(shown)
-    return [f"kernels of a step\n{show_lib.table(rows)}"] if rows else []
+    return [f"kernels of a step\n{formatting_lib.table(rows)}"] if rows else []
 
 
 def _show_hops(row: dict[str, Any]) -> str:
@@ -120,9 +120,9 @@ def _show_bound(limit: dict[str, Any]) -> dict[str, str]:
     rate, seconds = limit["rate"], limit["seconds"]
     return {
         "because of": limit["name"],
-        "a chip does": show_lib.scaled(limit["amount"], unit),
-        "at most": show_lib.scaled(rate, f"{unit}/s") if rate else "not published",
-        "time": "?" if seconds is None else show_lib.scaled(seconds, "s"),
+        "a chip does": formatting_lib.scaled(limit["amount"], unit),
+        "at most": formatting_lib.scaled(rate, f"{unit}/s") if rate else "not published",
+        "time": "?" if seconds is None else formatting_lib.scaled(seconds, "s"),
     }
 
 

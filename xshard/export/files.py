@@ -13,7 +13,7 @@ from xshard import mesh as mesh_lib
 from xshard import trained as trained_lib
 from xshard.export import program
 from xshard.files import disk, tensors
-from xshard.metrics import show
+from xshard.metrics import formatting
 
 PROGRAM = ".stablehlo"
 
@@ -57,7 +57,7 @@ def write(
         groups = mesh_lib.num_groups(trained.state.step.sharding.mesh)
         tensors.write(path, arrays, {checkpoint.GROUPS: str(groups if groups > 1 else 0)})
         size = sum(x.nbytes for x in arrays.values())
-        return f"{path}: {len(arrays)} arrays, {show.scaled(size, 'B')}"
+        return f"{path}: {len(arrays)} arrays, {formatting.scaled(size, 'B')}"
     exported, names = program.export(trained, batch, batch_size, arrays if arguments else {})
     content = bytes(exported.serialize())
     with disk.writing(path):
@@ -65,7 +65,7 @@ def write(
     outputs = ", ".join(str(x) for x in exported.out_avals)
     return (
         f"{path}: predict of {', '.join(names) or 'no array'} -> {outputs}, for {', '.join(exported.platforms)}; "
-        f"{show.scaled(len(content), 'B')}"
+        f"{formatting.scaled(len(content), 'B')}"
     )
 
 

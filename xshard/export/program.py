@@ -15,10 +15,10 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import trained as trained_lib
 from xshard.data import batches
-from xshard.learners import within
+from xshard.learners import run_context
 from xshard.optimizers import varying
 from xshard.run import preflight
-from xshard.stored import replicas, storage
+from xshard.stored import conversion, replica_state
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # The mark of a batch array in the analysis of what the outputs depend on.
@@ -29,7 +29,7 @@ _Shapes = dict[str, jax.ShapeDtypeStruct]
 def whole(trained: trained_lib.Trained) -> state_lib.TrainState:
     """Returns the state with all arrays in the shapes of a checkpoint."""
     mesh = trained.state.step.sharding.mesh
-    return storage.Storage(trained.experiment, mesh).to_whole(trained.state)
+    return conversion.StateConverter(trained.experiment, mesh).to_whole(trained.state)
 
 
 def export(
@@ -77,7 +77,7 @@ def export(
         if batch_size is not None:
             raise
         raise errors.UserError(
-            f"{contract.described(experiment.predict)} cannot be exported for batches of any size: {cli.summary(e)} "
+            f"{contract.describe_method(experiment.predict)} cannot be exported for batches of any size: {cli.summary(e)} "
             "Give the number of rows: --batch_size=1, or batch_size=1."
         ) from e
     args, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
@@ -111,16 +111,16 @@ def _predict_one(
 ) -> Any:
     own = lambda x: x.local() if experiment_lib.is_own(x) else x
     state = jax.tree.map(own, state, is_leaf=experiment_lib.is_own)
-    with within.run_on(mesh, experiment.sharding_rules(), whole=True):
+    with run_context.run_on(mesh, experiment.sharding_rules(), whole=True):
         return experiment.predict(state, batch)
 
 
 def _check_own(trained: trained_lib.Trained, shapes: _Shapes) -> None:
     """Raises UserError if the prediction reads `PerReplica` state of a run with another number of replicas."""
     mesh = trained.state.step.sharding.mesh
-    if replicas.has_others(trained.state, mesh):
+    if replica_state.has_others(trained.state, mesh):
         traced = preflight.jitted_predict(trained.experiment, mesh).trace(trained.state, shapes)
-        replicas.check_unread(trained.experiment.predict, traced.jaxpr, trained.state, mesh)
+        replica_state.check_unread(trained.experiment.predict, traced.jaxpr, trained.state, mesh)
 
 
 def _read(
@@ -137,7 +137,7 @@ def _read(
             read.append(name)
     if not read:
         raise errors.UserError(
-            f"{contract.described(experiment.predict)} does not depend on any array of its batch ({', '.join(names)})."
+            f"{contract.describe_method(experiment.predict)} does not depend on any array of its batch ({', '.join(names)})."
         )
     return read
 

@@ -11,9 +11,9 @@ tensorboard/     the same rows as event files, likewise
 wandb/           the same rows as Weights & Biases stores them, likewise
 samples.jsonl    a row for each step after which the experiment logged samples; see `xshard.samples`
 results.json     the final evaluation, and whether the run ended with finite values
-status.json      the current activity of each process; see `xshard.pod.watch`
+status.json      the current activity of each process; see `xshard.pod.monitor`
 attempts.jsonl   the last status of the first process, for each earlier start; see `xshard.pod.attempts`
-eval/            the output of `--mode=eval`; see `xshard.modes.follow`
+eval/            the output of `--mode=eval`; see `xshard.modes.continuous_eval`
 logs/            the printed output of all processes except the first, one file each
 set_aside/       the files that --restart_from_scratch moved away, in one folder per run
 STOP             created by a person; the run saves and stops, and does not start until the file is removed
@@ -41,7 +41,7 @@ SET_ASIDE = "set_aside"
 _STAYS = {SET_ASIDE, ".lock", "logs", "launch.log", "STOP"}
 
 
-class Reached(NamedTuple):
+class NewestCheckpoint(NamedTuple):
     """The newest checkpoint of a run that has counted.
 
     Attributes:
@@ -137,21 +137,21 @@ class Workdir:
                 f"{self.config} is not a valid config of a run: '{IDENTITY}' is {content!r}; give a new --workdir."
             ) from e
 
-    def reached(self) -> Reached | None:
+    def reached(self) -> NewestCheckpoint | None:
         """Returns the newest checkpoint that this run reached; None if none is recorded."""
         content = _read(self._reached, "high-water mark")
         if content is None:
             return None
         try:
             step, folder = int(content["step"]), str(content["folder"])
-            return Reached(step, folder, str(content["checkpoints"]))
+            return NewestCheckpoint(step, folder, str(content["checkpoints"]))
         except (TypeError, KeyError, ValueError) as e:
             raise errors.UserError(
                 f"{self._reached} is not valid: {content!r}. Delete it if you know that the newest checkpoint is "
                 "in its place."
             ) from e
 
-    def note_reached(self, reached: Reached) -> None:
+    def record_newest(self, reached: NewestCheckpoint) -> None:
         """Records the newest checkpoint that the run reached, durably."""
         jsonfile.write(self._reached, reached._asdict())
 
@@ -277,8 +277,8 @@ class Workdir:
         Args:
           goes_on: whether the run goes on.
         """
-        why = not_finite(self.path)
-        if goes_on and (why or ended(self.path) is not None):
+        why = nonfinite_reason(self.path)
+        if goes_on and (why or callback_stop(self.path) is not None):
             self.results.unlink()
         return "" if goes_on else why
 
@@ -326,7 +326,7 @@ def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:
         ) from e
 
 
-def ended(directory: pathlib.Path) -> tuple[int, str] | None:
+def callback_stop(directory: pathlib.Path) -> tuple[int, str] | None:
     """Returns the step at which a callback ended the run in a work directory, and the reason; None if none did.
 
     Raises:
@@ -337,7 +337,7 @@ def ended(directory: pathlib.Path) -> tuple[int, str] | None:
     return (step, str(why)) if why and type(step) is int else None
 
 
-def not_finite(directory: pathlib.Path) -> str:
+def nonfinite_reason(directory: pathlib.Path) -> str:
     """Returns the reason if the run in a work directory ended with nonfinite values; empty otherwise.
 
     Raises:

@@ -18,7 +18,7 @@ from jax import lax
 from xshard import config as config_lib
 from xshard import contract, errors
 from xshard import mesh as mesh_lib
-from xshard.learners import checked, within
+from xshard.learners import run_context, update_stub
 from xshard.learners import state as state_lib
 from xshard.optimizers import base, gathering, gradients, inspection, layouts, moving_average, trees
 from xshard.optimizers.varying import equal_on_replicas
@@ -105,11 +105,11 @@ class Learner:
         """
         with contract.network_errors(self._function):
             args, kwargs = self._policy.cast_to_param((args, kwargs))
-            network, asked = gathering.noting(self._function)
+            network, requested = gathering.recording_shapes(self._function)
             params, net_state = hk.transform_with_state(network).init(key, *args, **kwargs)
         contract.parameters(self._function, params)
         params = self._policy.cast_to_param(params)
-        rules = hk.transform(self._describe).apply({}, None, params, asked)
+        rules = hk.transform(self._describe).apply({}, None, params, requested)
         _, opt_state = hk.transform_with_state(self._init_rules).init(key, params, rules)
         return state_lib.LearnerState(params, net_state, opt_state, jnp.int32(0), rules)
 
@@ -125,15 +125,15 @@ class Learner:
           **kwargs: the network's keyword arguments, likewise.
         """
         args, kwargs = self._policy.cast_to_compute((args, kwargs))
-        held, call = gathering.held(state.params, state.rules.held), self._network.apply
+        held, call = gathering.sharded(state.params, state.rules.sharding), self._network.apply
         params = trees.replace(self._policy.cast_to_compute(state.params), held)
         if held:
-            call = gathering.applied(
+            call = gathering.gathering_apply(
                 self._function,
                 *self._how_gathered(state),
                 state.rules.reduce_dtype,
-                by_hand=within.is_looked_into(),
-                ready=within.gathered(held),
+                outside_update=run_context.is_analysis_only(),
+                ready=run_context.gathered(held),
             )
         with contract.network_errors(self._function):
             outputs, new_state = call(params, state.net_state, key, *args, **kwargs)
@@ -146,7 +146,7 @@ class Learner:
     def _how_gathered(
         self, state: state_lib.LearnerState
     ) -> tuple[jax.sharding.Mesh, layouts.Layouts, Any]:
-        return within.run().mesh, state.rules.held, self._policy.compute_dtype
+        return run_context.current().mesh, state.rules.sharding, self._policy.compute_dtype
 
     def update(
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
@@ -169,16 +169,16 @@ class Learner:
           contains 'loss', 'skipped', 'global_step', 'loss_scale' if the rule scales losses, 'gradient_norm',
           'parameter_norm' and the values of the rule's schedules (see `OptaxOptimizer`).
         """
-        if within.is_looked_into():
+        if run_context.is_analysis_only():
             updated = lambda: self.update(state, loss, batch, key)
             part = jax.tree.map(lambda x: x[: len(x) // self._micro_batches], batch)
-            return checked.update(state, self._call(state, loss, part, key), batch, updated)
+            return update_stub.update(state, self._call(state, loss, part, key), batch, updated)
         with contract.loss_errors(loss):
             update, opt_state = self._rules.apply({}, state.opt_state, key, state, loss, batch)
         # The rule reduced the gradients, so these are equal on all replicas if they were before. With one replica no
         # collective shows that in the program, so they are declared equal here.
         equal = {"params": update.params, "opt_state": opt_state, "global_step": update.global_step}
-        before = gathering.not_held(state.params, state.rules.held), state.global_step
+        before = gathering.unsharded(state.params, state.rules.sharding), state.global_step
         equal = equal_on_replicas(equal, given=before)
         applied = equal["global_step"] != state.global_step
         # Averaged together, in one collective.
@@ -206,10 +206,10 @@ class Learner:
         name = state.rules.averages_module
         if name is None:
             raise errors.UserError(
-                f"{contract.described(self._make_rule)} returned a rule that keeps no averages: wrap it in a "
+                f"{contract.describe_method(self._make_rule)} returned a rule that keeps no averages: wrap it in a "
                 "MovingAverageOptimizer."
             )
-        if state.rules.shards_update and not within.run().whole:
+        if state.rules.shards_update and not run_context.current().whole:
             raise errors.UserError(
                 "Averages are available only in eval_step and predict; in a training step with shard_update each "
                 "replica holds shards of them."
@@ -227,12 +227,12 @@ class Learner:
         called = hk.transform_with_state(lambda: loss(state, batch, key))
         return called.apply({}, state.opt_state, key)[0]
 
-    def _describe(self, params: Any, asked: Mapping[str, tuple[int, ...]]) -> state_lib.Rules:
+    def _describe(self, params: Any, requested: Mapping[str, tuple[int, ...]]) -> state_lib.Rules:
         """Describes the rules, given the parameters and the shapes in which the network asks for them."""
-        opt, run = self._optimizer({}), within.run()
+        opt, run = self._optimizer({}), run_context.current()
         averages = [
             rule.module_name
-            for rule in base.held(opt)
+            for rule in base.all_rules(opt)
             if isinstance(rule, moving_average.MovingAverageOptimizer)
         ]
         shards_update = any(rule.shard_update for rule in inspection.reducing(opt))
@@ -240,14 +240,14 @@ class Learner:
         for rule in inspection.reducing(opt):
             if rule.shard_params:
                 inspection.check_shards_params(opt, run.mesh, clips=self._clips)
-                held = gathering.layouts_of(params, asked, run.mesh, run.sharding_rules)
-                rules = dataclasses.replace(rules, held=held, reduce_dtype=rule.reduce_dtype)
+                held = gathering.layouts_of(params, requested, run.mesh, run.sharding_rules)
+                rules = dataclasses.replace(rules, sharding=held, reduce_dtype=rule.reduce_dtype)
         return rules
 
     def _optimizer(self, held: layouts.Layouts) -> base.Optimizer:
-        run = within.run()
+        run = run_context.current()
         opt = contract.optimizer(self._make_rule)
-        inspection.check_reduces(contract.described(self._make_rule), opt, run.mesh)
+        inspection.check_reduces(contract.describe_method(self._make_rule), opt, run.mesh)
         for rule in inspection.reducing(opt):
             rule.lie_on(run.mesh, run.sharding_rules, held)
         if self._skips_nonfinite:
@@ -256,8 +256,8 @@ class Learner:
         return opt
 
     def _init_rules(self, params: Any, rules: state_lib.Rules) -> None:
-        opt = self._optimizer(rules.held)
-        if within.run().all_slots:
+        opt = self._optimizer(rules.sharding)
+        if run_context.current().all_slots:
             opt.init(params)
         else:
             trained = trees.select(params, trees.unfrozen(params, self._frozen))
@@ -265,7 +265,7 @@ class Learner:
             opt.apply_gradients(self._clip(zeros), params)
 
     def _update(self, state: state_lib.LearnerState, loss: Loss, batch: Any) -> _Update:
-        opt = self._optimizer(state.rules.held)
+        opt = self._optimizer(state.rules.sharding)
         value, net_state, metrics, aux, grads = self._differentiate(opt, state, loss, batch)
         scales = inspection.loss_scales(opt)
         scheduled = inspection.schedules(opt, state.global_step)
@@ -273,7 +273,7 @@ class Learner:
         shares, squares = inspection.norms(done)
         scheduled |= inspection.hyperparameters(opt, state.params)
         new_scales = inspection.loss_scales(opt)
-        where = f"The rule of {contract.described(self._make_rule)}"
+        where = f"The rule of {contract.describe_method(self._make_rule)}"
         # If the loss logs a metric under the name of a schedule, the loss's value is kept.
         names = sorted(scheduled.keys() - metrics.keys())
         agreed = {name: contract.scalar(where, name, scheduled[name]) for name in names}
@@ -304,10 +304,10 @@ class Learner:
 
         ready = {}
         if self._gathers_once and parts > 1:
-            ready = gathering.gathered(state.params, *self._how_gathered(state))
+            ready = gathering.gather_params(state.params, *self._how_gathered(state))
 
         def value_of(params: Any, inputs: Any) -> tuple[jax.Array, Any]:
-            with within.with_gathered(params, ready):
+            with run_context.with_gathered(params, ready):
                 returned = loss(state.replace(params=params), *inputs)
             value, *rest = contract.learner_loss(loss, returned, state.net_state)
             # The losses of micro-batches are added up, so each counts as its part of the mean.

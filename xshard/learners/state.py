@@ -24,13 +24,13 @@ class Rules:
     Attributes:
       shards_update: whether slots are sharded over the replicas.
       averages_module: the module name under which the rules keep averages of the parameters; None without averages.
-      held: the layouts of parameters and slots if parameters are also held in shards; otherwise empty.
+      sharding: the layouts of parameters and slots if parameters are also held in shards; otherwise empty.
       reduce_dtype: the type in which the gradients of parameters held in shards are summed.
     """
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
     averages_module: str | None = dataclasses.field(default=None, compare=False)
-    held: layouts.Layouts = dataclasses.field(default_factory=dict, compare=False)
+    sharding: layouts.Layouts = dataclasses.field(default_factory=dict, compare=False)
     reduce_dtype: str = dataclasses.field(default="float32", compare=False)
 
 
@@ -69,7 +69,7 @@ def is_learner(x: Any) -> bool:
     return isinstance(x, LearnerState)
 
 
-def held_like(
+def layout_of_copies(
     states: Collection[LearnerState],
 ) -> Callable[[str, Any], layouts.Layout | None]:
     """Returns a function that finds the layout of arrays outside learners that copy their parameters in shards.
@@ -83,9 +83,9 @@ def held_like(
       array is not a copy, if the parameter is not held in shards, or if several such parameters have different layouts.
     """
     params: dict[str, list[tuple[Any, Any]]] = {}
-    for state in states if any(state.rules.held for state in states) else ():
+    for state in states if any(state.rules.sharding for state in states) else ():
         for path, x in trees.leaves_by_path(state.params).items():
-            params.setdefault(path, []).append((x.shape, state.rules.held.get(path)))
+            params.setdefault(path, []).append((x.shape, state.rules.sharding.get(path)))
 
     def find(path: str, x: Any) -> layouts.Layout | None:
         # The longest ending comes first, so a copy is matched to the most specific path.
@@ -93,8 +93,8 @@ def held_like(
             found = [layout for shape, layout in params.get(ending, ()) if shape == x.shape]
             if found:
                 first, *others = found
-                is_held = first is not None and first.held
-                return first if is_held and all(other == first for other in others) else None
+                is_shard = first is not None and first.shards_param
+                return first if is_shard and all(other == first for other in others) else None
         return None
 
     return find

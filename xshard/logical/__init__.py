@@ -4,7 +4,6 @@ Data, keys, means, metrics and evaluations belong to logical replicas, so that n
 of its devices, except by rounding. With exact sums, a run ends in the same bits on any number of devices.
 """
 
-from xshard.logical.parts import Mapped
 from xshard.logical.program import Program, Stage
 from xshard.logical.replicas import (
     Replicas,
@@ -15,6 +14,7 @@ from xshard.logical.replicas import (
     of_config,
     own_spec,
 )
+from xshard.logical.segments import Mapped
 
 __all__ = [
     "Mapped",

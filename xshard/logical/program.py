@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard.logical.parts import OWN, Mapped, Parts, Replica, Results, placed_on
 from xshard.logical.replicas import Replicas
+from xshard.logical.segments import OWN, Mapped, Replica, Results, SegmentedProgram, placed_on
 
 # When XLA partitions a program for several devices, it eliminates common subexpressions before it simplifies. It does
 # not for one device, so it would simplify, and round, such a program differently. Disabling the pass avoids that.
-_ROUNDS_ALIKE = {"xla_disable_hlo_passes": "cse"}
+_SAME_ROUNDING = {"xla_disable_hlo_passes": "cse"}
 
 
 class Stage(NamedTuple):
@@ -74,7 +74,7 @@ class Program:
         self._mapped = mapped
         self._replicas = replicas
         self._options = options
-        self._built: dict[Any, _One | _Apart] = {}
+        self._built: dict[Any, _SingleProgram | _SeparatePrograms] = {}
 
     def trace(self, *args: Any) -> Any:
         """The program traced for as many devices as there are logical replicas, as `jax.jit(...).trace` returns it.
@@ -82,7 +82,7 @@ class Program:
         Raises:
           UserError: if the function cannot be run on logical replicas.
         """
-        inputs = self._of(args).parts.inputs
+        inputs = self._implementation(args).segmented.inputs
         shapes = jax.tree.unflatten(inputs.tree, inputs.shapes(self._replicas.mesh.shape))
         return jax.jit(lambda *args: self._mapped(*args).on(self._replicas.mesh)(*args)).trace(
             *shapes
@@ -90,89 +90,91 @@ class Program:
 
     def lower(self, *args: Any) -> Lowered:
         """Lowers the programs for these arguments."""
-        return Lowered(self._of(args).lower(args))
+        return Lowered(self._implementation(args).lower(args))
 
     def __call__(self, *args: Any) -> Any:
         """Runs the programs, which are compiled on the first call with arguments of these shapes."""
-        program = self._of(args)
+        program = self._implementation(args)
         if not program.is_compiled:
             self.lower(*args).compile()
         return program(args)
 
-    def _of(self, args: Any) -> "_One | _Apart":
+    def _implementation(self, args: Any) -> "_SingleProgram | _SeparatePrograms":
         key = jax.tree.structure(args), *(x.shape for x in jax.tree.leaves(args))
         if key not in self._built:
-            parts = Parts(self._what, self._mapped(*args), self._replicas, args)
-            kind = _Apart if self._replicas.limbs else _One
-            self._built[key] = kind(parts, **self._options)
+            segmented = SegmentedProgram(self._what, self._mapped(*args), self._replicas, args)
+            kind = _SeparatePrograms if self._replicas.limbs else _SingleProgram
+            self._built[key] = kind(segmented, **self._options)
         return self._built[key]
 
 
-class _One:
+class _SingleProgram:
     """The parts of a function, combined into one program."""
 
-    def __init__(self, parts: Parts, **options: Any):
+    def __init__(self, segmented: SegmentedProgram, **options: Any):
         """Combines the parts, with options of `jax.jit`."""
-        self.parts, self.is_compiled = parts, False
-        equal, own = parts.inputs.specs
-        leaves = parts.out_specs, parts.own_specs
+        self.segmented, self.is_compiled = segmented, False
+        equal, own = segmented.inputs.specs
+        leaves = segmented.out_specs, segmented.own_specs
         mapped = Mapped(self._run, (equal, own, OWN), leaves)
-        self._jitted = jax.jit(mapped.on(parts.on), **options)
+        self._jitted = jax.jit(mapped.on(segmented.on), **options)
 
     def _run(self, state: Any, own: Any, numbers: jax.Array) -> tuple[list[jax.Array], ...]:
-        parts = self.parts
-        replicas = parts.divide(own, numbers)
-        results, kept = parts.run(self._before, parts.exchange, state, replicas)
-        return parts.after(state, results), parts.join(kept)
+        segmented = self.segmented
+        replicas = segmented.divide(own, numbers)
+        results, kept = segmented.run(self._before, segmented.exchange, state, replicas)
+        return segmented.after(state, results), segmented.join(kept)
 
     def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
-        before = functools.partial(self.parts.before, at, state, results)
+        before = functools.partial(self.segmented.before, at, state, results)
         # One replica after the other, so that the activations of one are alive at a time.
         made = lax.map(before, jax.tree.map(lambda *xs: jnp.stack(xs), *replicas))
         return [jax.tree.map(lambda x, i=i: x[i], made) for i in range(len(replicas))]
 
     def lower(self, args: Any) -> list[Stage]:
         """Lowers the program."""
-        parts, self.is_compiled = self.parts, True
-        lowered = self._jitted.lower(*parts.inputs.parted(args), parts.shape_of_numbers)
+        segmented, self.is_compiled = self.segmented, True
+        lowered = self._jitted.lower(*segmented.inputs.parted(args), segmented.shape_of_numbers)
         return [Stage(lowered, 1, args)]
 
     def __call__(self, args: Any) -> Any:
         """Runs the function."""
-        inputs = self.parts.inputs.parted(args)
-        return self.parts.finish(*self._jitted(*inputs, self.parts.numbers))
+        inputs = self.segmented.inputs.parted(args)
+        return self.segmented.finish(*self._jitted(*inputs, self.segmented.numbers))
 
 
-class _Apart:
+class _SeparatePrograms:
     """The parts of a function as separate programs.
 
     The host dispatches them without waiting, except for exchanges between several CPU devices.
     """
 
-    def __init__(self, parts: Parts, **options: Any):
+    def __init__(self, segmented: SegmentedProgram, **options: Any):
         """Jits the parts. The options are for the last part, whose first argument is all state equal on replicas."""
-        self.parts, on, self.is_compiled = parts, parts.on, False
-        jit = functools.partial(jax.jit, compiler_options=_ROUNDS_ALIKE)
-        equal, own = parts.inputs.specs
+        self.segmented, on, self.is_compiled = segmented, segmented.on, False
+        jit = functools.partial(jax.jit, compiler_options=_SAME_ROUNDING)
+        equal, own = segmented.inputs.specs
         self._replica = Replica(own, OWN, OWN)
-        replicas = [self._replica] * parts.rounds
-        self._divide = jax.jit(Mapped(parts.divide, (own, OWN), replicas).on(on))
+        replicas = [self._replica] * segmented.rounds
+        self._divide = jax.jit(Mapped(segmented.divide, (own, OWN), replicas).on(on))
         self._befores, self._exchanges = [], []
-        for at in range(len(parts.split.exchanges)):
-            takes = (equal, parts.equal, self._replica)
-            before = Mapped(functools.partial(parts.before, at), takes, OWN)
-            exchange = Mapped(functools.partial(parts.exchange, at), (OWN, OWN), (parts.equal, OWN))
+        for at in range(len(segmented.split.exchanges)):
+            takes = (equal, segmented.equal, self._replica)
+            before = Mapped(functools.partial(segmented.before, at), takes, OWN)
+            exchange = Mapped(
+                functools.partial(segmented.exchange, at), (OWN, OWN), (segmented.equal, OWN)
+            )
             self._befores.append(jit(before.on(on)))
             self._exchanges.append(jax.jit(exchange.on(on)))
-        self._join = jax.jit(Mapped(parts.join, (OWN,), parts.own_specs).on(on))
-        after = Mapped(parts.after, (equal, parts.equal), parts.out_specs)
+        self._join = jax.jit(Mapped(segmented.join, (OWN,), segmented.own_specs).on(on))
+        after = Mapped(segmented.after, (equal, segmented.equal), segmented.out_specs)
         self._after = jit(after.on(on), **options)
 
     def lower(self, args: Any) -> list[Stage]:
         """Lowers the programs, in the order in which they run."""
-        parts, on = self.parts, self.parts.on
+        segmented, on = self.segmented, self.segmented.on
         self.is_compiled = True
-        state, own = parts.inputs.parted(args)
+        state, own = segmented.inputs.parted(args)
         stages: list[Stage] = []
         live: list[Any] = [state, own]
 
@@ -184,43 +186,43 @@ class _Apart:
 
         def before(at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
             lowered = self._befores[at].lower(state, results, replicas[0])
-            return [add(lowered, OWN, parts.rounds)] * parts.rounds
+            return [add(lowered, OWN, segmented.rounds)] * segmented.rounds
 
-        def exchange(at: int, brought: Any, numbers: Any) -> Any:
-            lowered = self._exchanges[at].lower(brought, numbers)
-            made = add(lowered, (parts.equal, OWN))
+        def exchange(at: int, sent: Any, numbers: Any) -> Any:
+            lowered = self._exchanges[at].lower(sent, numbers)
+            made = add(lowered, (segmented.equal, OWN))
             # The arrays that went into the exchange are freed after it; the replicas keep the others.
             live[-2] = [kept for _, kept in live[-2]]
             return made
 
-        divide = self._divide.lower(own, parts.shape_of_numbers)
-        replicas = add(divide, [self._replica] * parts.rounds)
-        results, kept = parts.run(before, exchange, state, replicas)
-        if parts.own_specs:
-            add(self._join.lower(kept), parts.own_specs)
-        add(self._after.lower(state, results), parts.out_specs)
+        divide = self._divide.lower(own, segmented.shape_of_numbers)
+        replicas = add(divide, [self._replica] * segmented.rounds)
+        results, kept = segmented.run(before, exchange, state, replicas)
+        if segmented.own_specs:
+            add(self._join.lower(kept), segmented.own_specs)
+        add(self._after.lower(state, results), segmented.out_specs)
         return stages
 
     def __call__(self, args: Any) -> Any:
         """Runs the function."""
-        parts = self.parts
-        state, own = parts.inputs.parted(args)
-        replicas = self._divide(own, parts.numbers)
-        results, kept = parts.run(self._before, self._exchange, state, replicas)
+        segmented = self.segmented
+        state, own = segmented.inputs.parted(args)
+        replicas = self._divide(own, segmented.numbers)
+        results, kept = segmented.run(self._before, self._exchange, state, replicas)
         # Joined before the last program, to which the caller may donate the state.
-        left = self._join(kept) if parts.own_specs else []
-        return parts.finish(self._after(state, results), left)
+        left = self._join(kept) if segmented.own_specs else []
+        return segmented.finish(self._after(state, results), left)
 
     def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
         return [self._befores[at](state, results, replica) for replica in replicas]
 
-    def _exchange(self, at: int, brought: Any, numbers: Any) -> Any:
+    def _exchange(self, at: int, sent: Any, numbers: Any) -> Any:
         """Runs an exchange. On several CPU devices it first waits for all earlier programs, and then for the exchange.
 
         XLA's CPU client has one thread for each device. A device that waits in a collective blocks its thread, and so
         does dispatching to a device with 32 programs in its queue. Together they would deadlock the process.
         """
-        devices = self.parts.on.devices
+        devices = self.segmented.on.devices
         if devices.flat[0].platform != "cpu" or devices.size == 1:
-            return self._exchanges[at](brought, numbers)
-        return jax.block_until_ready(self._exchanges[at](jax.block_until_ready(brought), numbers))
+            return self._exchanges[at](sent, numbers)
+        return jax.block_until_ready(self._exchanges[at](jax.block_until_ready(sent), numbers))

@@ -45,7 +45,7 @@ class Kind(NamedTuple):
     dim: int = 0
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """A part of a program.
 
     Attributes:
@@ -72,7 +72,7 @@ class Exchange(NamedTuple):
       kept: the positions of the kept outputs among the outputs that are a replica's own.
     """
 
-    before: Part
+    before: Segment
     kinds: tuple[Kind, ...]
     results: tuple[int, ...]
     kept: tuple[int, ...]
@@ -88,7 +88,7 @@ class Split(NamedTuple):
     """
 
     exchanges: tuple[Exchange, ...]
-    after: Part
+    after: Segment
     size: int
 
 
@@ -97,7 +97,7 @@ def split(
     what: str,
     sizes: Mapping[str, int],
     own: Sequence[bool],
-    left_own: Sequence[bool],
+    outputs_own: Sequence[bool],
 ) -> Split:
     """Splits a replica's program.
 
@@ -106,43 +106,43 @@ def split(
       what: a name of the program, for error messages.
       sizes: the sizes of the axes that are mapped in it.
       own: whether each input is the replica's own.
-      left_own: whether each output is the replica's own.
+      outputs_own: whether each output is the replica's own.
 
     Raises:
       UserError: if too many exchanges depend on one another; if one is in a loop or a branch, or is not in
         `COLLECTIVES`; or if an output that must be equal depends on values that differ between replicas.
     """
-    both, kinds = _put_together(program, what, sizes, left_own)
-    levels = _levels(both.jaxpr, len(kinds), sum(left_own))
+    both, kinds = _merged_program(program, what, sizes, outputs_own)
+    levels = _levels(both.jaxpr, len(kinds), sum(outputs_own))
     _check_depth(what, max(levels[: len(kinds)], default=-1) + 1)
-    after = _part(both, range(len(levels), len(both.out_avals)))
+    after = _segment(both, range(len(levels), len(both.out_avals)))
     _check_equal(what, after, [*own, True, *(kind.name == SCATTER for kind in kinds)])
     exchanges = []
     for level in sorted(set(levels)):
         at = [i for i, x in enumerate(levels) if x == level]
         results = tuple(i for i in at if i < len(kinds))
         kept = tuple(i - len(kinds) for i in at[len(results) :])
-        brought = tuple(kinds[i] for i in results)
-        exchanges.append(Exchange(_part(both, at), brought, results, kept))
+        sent = tuple(kinds[i] for i in results)
+        exchanges.append(Exchange(_segment(both, at), sent, results, kept))
     return Split(tuple(exchanges), after, len(kinds))
 
 
-def _put_together(
-    program: core.ClosedJaxpr, what: str, sizes: Mapping[str, int], left_own: Sequence[bool]
+def _merged_program(
+    program: core.ClosedJaxpr, what: str, sizes: Mapping[str, int], outputs_own: Sequence[bool]
 ) -> tuple[core.ClosedJaxpr, list[Kind]]:
     """A program that takes the inputs, the replica's number and the results of exchanges; and the kinds of these.
 
     It returns the arrays to exchange, then the outputs that are the replica's own, and then the others.
     """
     # Dead code is removed first, so that unused results are not exchanged.
-    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(left_own), instantiate=True)
+    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(outputs_own), instantiate=True)
     exchanged = [(eqn, x) for eqn in _exchanged(jaxpr, what) for x in eqn.outvars]
 
     def run(inputs: Sequence[Any], number: Any, results: Sequence[Any]) -> Any:
-        brought: list[Any] = []
-        made = _Run(number, iter(results), brought)(jaxpr, program.consts, inputs)
-        kept = [x for x, is_own in zip(made, left_own, strict=True) if is_own]
-        return brought, kept, [x for x, is_own in zip(made, left_own, strict=True) if not is_own]
+        sent: list[Any] = []
+        made = _Run(number, iter(results), sent)(jaxpr, program.consts, inputs)
+        kept = [x for x, is_own in zip(made, outputs_own, strict=True) if is_own]
+        return sent, kept, [x for x, is_own in zip(made, outputs_own, strict=True) if not is_own]
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
     inputs = list(map(_shape, program.in_avals))
@@ -160,7 +160,7 @@ def _check_depth(what: str, depth: int) -> None:
         )
 
 
-def _check_equal(what: str, after: Part, own: Sequence[bool]) -> None:
+def _check_equal(what: str, after: Segment, own: Sequence[bool]) -> None:
     if any(i < len(own) and own[i] for i in after.reads):
         raise errors.UserError(
             f"{what} returns a value that differs between the replicas. With logical_replicas each result must be equal on "
@@ -177,8 +177,8 @@ def _levels(jaxpr: core.Jaxpr, count: int, kept: int) -> list[int]:
       count: the number of exchanged arrays.
       kept: the number of kept outputs, which follow the exchanged ones.
     """
-    brought = jaxpr.outvars[:count]
-    result_of = dict(zip(jaxpr.invars[len(jaxpr.invars) - count :], brought, strict=True))
+    sent = jaxpr.outvars[:count]
+    result_of = dict(zip(jaxpr.invars[len(jaxpr.invars) - count :], sent, strict=True))
     found: dict[Any, int] = {}
 
     def level(x: Any) -> int:
@@ -193,28 +193,28 @@ def _levels(jaxpr: core.Jaxpr, count: int, kept: int) -> list[int]:
     return [level(x) for x in jaxpr.outvars[: count + kept]]
 
 
-def _part(program: core.ClosedJaxpr, outputs: Sequence[int]) -> Part:
+def _segment(program: core.ClosedJaxpr, outputs: Sequence[int]) -> Segment:
     """The part of a program that computes some of its outputs."""
     is_made = [i in outputs for i in range(len(program.out_avals))]
     jaxpr, reads = partial_eval.dce_jaxpr(program.jaxpr, is_made)
     reads_at = tuple(i for i, is_read in enumerate(reads) if is_read)
-    return Part(core.ClosedJaxpr(jaxpr, program.consts), reads_at)
+    return Segment(core.ClosedJaxpr(jaxpr, program.consts), reads_at)
 
 
 class _Run:
     """Evaluates a program with a given replica's number and given results of its exchanges."""
 
-    def __init__(self, number: Any, results: Iterator[Any], brought: list[Any]):
+    def __init__(self, number: Any, results: Iterator[Any], sent: list[Any]):
         """Stores the given values.
 
         Args:
           number: the number of the replica.
           results: the results of the exchanges, in the order of the program.
-          brought: a list, to which the evaluation appends the arrays that the replica sends.
+          sent: a list, to which the evaluation appends the arrays that the replica sends.
         """
         self._number = number
         self._results = results
-        self._brought = brought
+        self._brought = sent
 
     def __call__(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The outputs of a program."""

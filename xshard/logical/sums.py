@@ -25,8 +25,8 @@ _BITS = 30
 
 def combine(
     kinds: Sequence[split.Kind],
-    brought: Sequence[Sequence[jax.Array]],
-    is_one: jax.Array | None,
+    sent: Sequence[Sequence[jax.Array]],
+    has_replica: jax.Array | None,
     count: int,
     limbs: int,
     gather_steps: Sequence[Any] = (None,),
@@ -35,8 +35,8 @@ def combine(
 
     Args:
       kinds: the way in which each array is exchanged.
-      brought: for each place on the device, the arrays that the replica at that place sends.
-      is_one: for each place on the device, whether it has a replica; None if every place has one.
+      sent: for each place on the device, the arrays that the replica at that place sends.
+      has_replica: for each place on the device, whether it has a replica; None if every place has one.
       count: the number of replicas of a group.
       limbs: the number of integers that represent each floating-point summand, so that the order of a sum does not
         matter; 0 to sum in floating point.
@@ -45,52 +45,54 @@ def combine(
     Returns:
       For each array, the result, equal on all devices; for a scattered array, a list with the shard of each place.
     """
-    made: list[Any] = [None] * len(kinds)
+    results: list[Any] = [None] * len(kinds)
     exactly = []
-    for i, (kind, *held) in enumerate(zip(kinds, *brought, strict=True)):
+    for i, (kind, *arrays) in enumerate(zip(kinds, *sent, strict=True)):
         if kind.name == split.GATHER:
-            made[i] = _gathered(held, kind.dim, count, gather_steps)
+            results[i] = _gathered(arrays, kind.dim, count, gather_steps)
         elif kind.name in (split.MAX, split.MIN):
-            made[i] = _extreme(kind.name, held, is_one)
-        elif limbs and jnp.issubdtype(held[0].dtype, jnp.floating):
+            results[i] = _extreme(kind.name, arrays, has_replica)
+        elif limbs and jnp.issubdtype(arrays[0].dtype, jnp.floating):
             exactly.append(i)
         else:
-            ((made[i],),) = _totals([kind], [[_added(_where(is_one, held))]], count, len(held))
-    wide = [_where(is_one, [of[i].astype(jnp.float32) for of in brought]) for i in exactly]
+            ((results[i],),) = _totals(
+                [kind], [[_added(_where(has_replica, arrays))]], count, len(arrays)
+            )
+    wide = [_where(has_replica, [of[i].astype(jnp.float32) for of in sent]) for i in exactly]
     totals = _exact_sums([kinds[i] for i in exactly], wide, count, limbs)
     for i, total in zip(exactly, totals, strict=True):
-        made[i] = total.astype(brought[0][i].dtype)
+        results[i] = total.astype(sent[0][i].dtype)
     for i, kind in enumerate(kinds):
         if kind.name == split.SCATTER:
-            made[i] = jnp.split(made[i], len(brought), kind.dim)
-    return made
+            results[i] = jnp.split(results[i], len(sent), kind.dim)
+    return results
 
 
 def _exact_sums(
-    kinds: Sequence[split.Kind], brought: Sequence[list[jax.Array]], count: int, limbs: int
+    kinds: Sequence[split.Kind], sent: Sequence[list[jax.Array]], count: int, limbs: int
 ) -> list[jax.Array]:
     """The sums of float32 arrays over all replicas. A sum is all NaN if any element of its array is not finite.
 
     Args:
       kinds: the way in which each array is exchanged, a sum or a scatter.
-      brought: for each array, the summands of the device's replicas.
+      sent: for each array, the summands of the device's replicas.
       count: the number of replicas of a group.
       limbs: the number of integers for each element.
     """
-    if not brought:
+    if not sent:
         return []
     # The sum of `count` integers of this many bits fits an int32.
     bits = _BITS - (count - 1).bit_length()
-    largest = jnp.stack([jnp.max(_largest(held), initial=0) for held in brought])
+    largest = jnp.stack([jnp.max(_largest(arrays), initial=0) for arrays in sent])
     # NaN becomes infinity, so that pmax propagates it on every backend.
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf)
     largest = lax.pmax(largest, mesh_lib.REPLICAS)
     exponents = _exponent(largest, _LEAST_EXPONENT + limbs * bits)
     summands = []
-    for exponent, held in zip(exponents, brought, strict=True):
-        of_replicas = [_integers(x * _power(bits - exponent), bits, limbs) for x in held]
+    for exponent, arrays in zip(exponents, sent, strict=True):
+        of_replicas = [_integers(x * _power(bits - exponent), bits, limbs) for x in arrays]
         summands.append([_added(limb) for limb in zip(*of_replicas, strict=True)])
-    sums = _totals(kinds, summands, count, len(brought[0]))
+    sums = _totals(kinds, summands, count, len(sent[0]))
     return [
         jnp.where(jnp.isfinite(x), _float(limb_sums, exponent, bits), jnp.nan)
         for x, limb_sums, exponent in zip(largest, sums, exponents, strict=True)
@@ -104,11 +106,11 @@ def _totals(
     whole = [i for i, kind in enumerate(kinds) if kind.name == split.SUM]
     # One psum of the whole list, so that all sums share one collective.
     of_whole = lax.psum([summands[i] for i in whole], mesh_lib.REPLICAS)
-    made = dict(zip(whole, of_whole, strict=True))
+    results = dict(zip(whole, of_whole, strict=True))
     for i, kind in enumerate(kinds):
         if kind.name == split.SCATTER:
-            made[i] = [_scattered(x, kind.dim, count, places) for x in summands[i]]
-    return [made[i] for i in range(len(kinds))]
+            results[i] = [_scattered(x, kind.dim, count, places) for x in summands[i]]
+    return [results[i] for i in range(len(kinds))]
 
 
 def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
@@ -119,13 +121,13 @@ def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
     return lax.psum_scatter(jnp.pad(x, pads), mesh_lib.REPLICAS, scatter_dimension=dim, tiled=True)
 
 
-def _gathered(held: Sequence[jax.Array], dim: int, count: int, steps: Sequence[Any]) -> jax.Array:
+def _gathered(arrays: Sequence[jax.Array], dim: int, count: int, steps: Sequence[Any]) -> jax.Array:
     """Concatenates the arrays of all replicas along a dimension."""
-    x = jnp.concatenate(held, dim)
+    x = jnp.concatenate(arrays, dim)
     for groups in reversed(steps):
         how = {"axis": dim, "tiled": True, "axis_index_groups": groups}
         x = lax.all_gather(x, mesh_lib.REPLICAS, **how)
-    return lax.slice_in_dim(x, 0, held[0].shape[dim] * count, axis=dim)
+    return lax.slice_in_dim(x, 0, arrays[0].shape[dim] * count, axis=dim)
 
 
 def _integers(x: jax.Array, bits: int, limbs: int) -> list[jax.Array]:
@@ -143,14 +145,14 @@ def _float(limbs: Sequence[jax.Array], exponent: jax.Array, bits: int) -> jax.Ar
     return _added(parts[::-1])
 
 
-def _added(held: Sequence[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.add, held)
+def _added(arrays: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, arrays)
 
 
-def _largest(held: Sequence[jax.Array]) -> jax.Array:
+def _largest(arrays: Sequence[jax.Array]) -> jax.Array:
     """The elementwise largest magnitudes of arrays, or NaN."""
     # The bits of non-negative floats, read as integers, have the order of the floats. Those of NaN are the largest.
-    bits = [lax.bitcast_convert_type(jnp.abs(x), jnp.int32) for x in held]
+    bits = [lax.bitcast_convert_type(jnp.abs(x), jnp.int32) for x in arrays]
     return lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
 
 
@@ -165,18 +167,22 @@ def _power(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def _extreme(kind: str, held: Sequence[jax.Array], is_one: jax.Array | None) -> jax.Array:
+def _extreme(kind: str, arrays: Sequence[jax.Array], has_replica: jax.Array | None) -> jax.Array:
     """The elementwise maximum or minimum over all replicas."""
-    is_whole = jnp.issubdtype(held[0].dtype, jnp.integer)
+    is_whole = jnp.issubdtype(arrays[0].dtype, jnp.integer)
     if kind == split.MIN:
         mirrored = jnp.invert if is_whole else jnp.negative
-        return mirrored(_extreme(split.MAX, list(map(mirrored, held)), is_one))
-    least = jnp.iinfo(held[0].dtype).min if is_whole else -jnp.inf
-    return lax.pmax(functools.reduce(jnp.maximum, _where(is_one, held, least)), mesh_lib.REPLICAS)
+        return mirrored(_extreme(split.MAX, list(map(mirrored, arrays)), has_replica))
+    least = jnp.iinfo(arrays[0].dtype).min if is_whole else -jnp.inf
+    return lax.pmax(
+        functools.reduce(jnp.maximum, _where(has_replica, arrays, least)), mesh_lib.REPLICAS
+    )
 
 
-def _where(is_one: jax.Array | None, held: Sequence[jax.Array], other: Any = 0) -> list[jax.Array]:
+def _where(
+    has_replica: jax.Array | None, arrays: Sequence[jax.Array], other: Any = 0
+) -> list[jax.Array]:
     """The arrays of replicas, with `other` in place of each array at an empty place."""
-    if is_one is None:
-        return list(held)
-    return [jnp.where(is_one[i], x, jnp.asarray(other, x.dtype)) for i, x in enumerate(held)]
+    if has_replica is None:
+        return list(arrays)
+    return [jnp.where(has_replica[i], x, jnp.asarray(other, x.dtype)) for i, x in enumerate(arrays)]

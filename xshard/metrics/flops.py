@@ -22,7 +22,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import step as step_lib
 from xshard.data import batches
-from xshard.learners import within
+from xshard.learners import run_context
 from xshard.metrics import chips
 
 
@@ -73,7 +73,7 @@ def forward(
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
 
     def local(state: Any, batch: Mapping[str, Any]) -> jax.Array:
-        with within.run_on(mesh, rules):
+        with run_context.run_on(mesh, rules):
             value = experiment.learner.value(state, experiment.training_loss, batch, key)
         # The result needs a dimension for `out_specs` to shard.
         return value[None]

@@ -15,7 +15,7 @@ from xshard import mesh as mesh_lib
 from xshard.data import batches as batches_lib
 from xshard.files import identity, workdir
 from xshard.metrics import clock as clock_lib
-from xshard.metrics import deferred, show
+from xshard.metrics import deferred, formatting
 from xshard.metrics import flops as flops_lib
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
@@ -207,7 +207,7 @@ def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]
     numbers = []
     for name, value in values.items():
         row[f"eval/{name}"] = value
-        numbers.append(f"{name} {show.number(value)}")
+        numbers.append(f"{name} {formatting.number(value)}")
     row["perf/time"] = _now()
     return row, f"step {step}  evaluation: {'  '.join(numbers)}"
 
@@ -228,10 +228,10 @@ def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
             skipped = np.asarray(row[name]) - np.asarray(before.get(name, 0))
             if np.any(skipped):
                 steps = row["step"] - before["step"]
-                count = show.number(skipped.tolist())
+                count = formatting.number(skipped.tolist())
                 parts.append(f"{count} of the last {steps} steps skipped{of_learner}")
         if kind == "loss_scale" and name in before and before[name] != row[name]:
-            scales = f"{show.number(before[name])} -> {show.number(row[name])}"
+            scales = f"{formatting.number(before[name])} -> {formatting.number(row[name])}"
             parts.append(f"loss scale{of_learner} {scales}")
     if not parts:
         return ""

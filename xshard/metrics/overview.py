@@ -8,7 +8,7 @@ import jax
 import ml_collections
 
 from xshard import mesh as mesh_lib
-from xshard.metrics import show
+from xshard.metrics import formatting
 
 # The number of lines of a shortened table.
 _LINES = 24
@@ -53,10 +53,10 @@ def model(
         device_bytes += math.prod(shard) * leaf.dtype.itemsize
     place = mesh_lib.describe(mesh)
     title = f"{config.experiment}: {size:,} parameters, {config.precision}, on {place}"
-    head, *lines = show.table(rows).splitlines()
+    head, *lines = formatting.table(rows).splitlines()
     if not whole:
-        lines = show.shortened(lines, _LINES)
-    everywhere, device = show.scaled(all_bytes, "B"), show.scaled(device_bytes, "B")
+        lines = formatting.shortened(lines, _LINES)
+    everywhere, device = formatting.scaled(all_bytes, "B"), formatting.scaled(device_bytes, "B")
     last = f"{size:,} parameters in {len(params)} arrays, {everywhere}; {device} on each device"
     return "\n".join([title, head, *lines, last])
 
@@ -81,7 +81,7 @@ def results(values: Mapping[str, Any]) -> str:
     """
     lines = ["\nresults:"]
     for name, value in values["eval"].items():
-        lines.append(f"  {name:<20} {show.number(value)}")
+        lines.append(f"  {name:<20} {formatting.number(value)}")
     if "ended" in values:
         lines.append(f"  ended at step {values['step']}: {values['ended']}")
     if values["samples"]:

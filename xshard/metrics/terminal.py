@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xshard.metrics import clock, rows
-from xshard.metrics import show as show_lib
+from xshard.metrics import formatting as formatting_lib
 
 # The interval of the progress line's updates, and the number of updates that its rate is measured over.
 _SECONDS = 0.25
@@ -89,7 +89,7 @@ class Terminal:
         parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
         for name, value in {**_losses(row), **row}.items():
             if name not in _NOT_SHOWN and not name.startswith("perf/"):
-                parts.append(f"{name} {show_lib.number(value)}")
+                parts.append(f"{name} {formatting_lib.number(value)}")
         self.say("  ".join([*parts, f"{rate:.1f} steps/s", f"{self._left(step)} left"]))
 
     def close(self) -> None:
@@ -105,9 +105,9 @@ class Terminal:
         """Returns the time left at the average pace since the start, including evaluations and saves."""
         begin, first = self._begin
         if step <= first:
-            return show_lib.duration(float("nan"))
+            return formatting_lib.duration(float("nan"))
         pace = (self._now() - begin) / (step - first)
-        return show_lib.duration((self._steps - step) * pace)
+        return formatting_lib.duration((self._steps - step) * pace)
 
     def _draw(self, step: int) -> None:
         self._drawn = step
@@ -117,7 +117,7 @@ class Terminal:
     def _update(self, step: int) -> None:
         parts = [f"step {step}/{self._steps}"]
         for name, value in _losses(self._row).items():
-            parts.append(f"{name} {show_lib.number(value)}")
+            parts.append(f"{name} {formatting_lib.number(value)}")
         rate = self._rate.value()
         if rate is not None:
             parts += [f"{rate:.1f} steps/s", f"{self._left(step)} left"]
@@ -134,7 +134,7 @@ def _losses(row: rows.Row) -> rows.Row:
     return {name: value for name, value in row.items() if name.rpartition("/")[2] == "loss"}
 
 
-def leave() -> None:
+def close_progress_line() -> None:
     """Closes the progress line, if there is one; called before a process is ended at once."""
     for line in list(_OPEN):
         _close(line)

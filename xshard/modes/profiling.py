@@ -5,8 +5,8 @@ import ml_collections
 
 from xshard import errors, loop
 from xshard.metrics import terminal
+from xshard.pod import monitor as monitor_lib
 from xshard.pod import notice
-from xshard.pod import watch as watch_lib
 
 FOLDER = "profile"
 
@@ -15,7 +15,7 @@ def run(
     config: ml_collections.ConfigDict,
     directory: str,
     steps: str,
-    watch: watch_lib.Watch | None,
+    watch: monitor_lib.PodMonitor | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
     """Resumes from the newest checkpoint, or starts anew, and profiles some steps; writes only the trace.
@@ -48,7 +48,7 @@ def run(
             jax.block_until_ready((state, values))
             jax.profiler.start_trace(str(traces))
         with jax.profiler.StepTraceAnnotation("train", step_num=start + number):
-            batch = current.batches.of_step(start + number + 1, current.predict, state)
+            batch = current.batches.batch_for_step(start + number + 1, current.predict, state)
             state, values, *_ = current.train_step(state, batch)
         # Keeps few steps in flight, as the training loop does, so that the trace resembles a run.
         if number % 2:

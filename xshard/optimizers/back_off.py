@@ -18,11 +18,11 @@ class BackOffState(NamedTuple):
     hyperparams: dict[str, jax.Array]
 
 
-def after(transformation: Any) -> optax.GradientTransformation:
+def with_back_off(transformation: Any) -> optax.GradientTransformation:
     """Returns a transformation that multiplies the updates of another by the factor.
 
     >>> from xshard.optimizers import back_off
-    >>> rule = back_off.after(optax.adam(1e-3))
+    >>> rule = back_off.with_back_off(optax.adam(1e-3))
     >>> rule.init({'w': jnp.zeros(2)})[-1].hyperparams['update_scale'].item()
     1.0
     """

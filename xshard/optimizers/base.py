@@ -54,7 +54,7 @@ class Optimizer(hk.Module):
     GATE_GRAPH = gradients.GATE_GRAPH
 
     # The state that losses wrote since the last step. A skipped step restores it.
-    _written: skips.Written = skips.NOTHING
+    _written: skips.Writes = skips.NO_WRITES
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keeps this rule's name out of the names of modules that a loss creates, in overriding methods too."""
@@ -112,7 +112,7 @@ class Optimizer(hk.Module):
             grad_loss=grad_loss,
             has_aux=has_aux,
         )
-        self._written = skips.written(before, skips.current_state(), self._written)
+        self._written = skips.merge_writes(before, skips.current_state(), self._written)
         if colocate_gradients_with_ops:
             grads = gradients.colocate(grads, trained)
         grads = gradients.gate(grads, gate_gradients)
@@ -188,7 +188,7 @@ class Optimizer(hk.Module):
         old = trees.as_arrays(params)
         grads = trees.steepest(grads, old)
         with jax.named_scope(name or self.get_name()):
-            rules = held(self)
+            rules = all_rules(self)
             done = phases.Step(rules, _duties(rules)).apply(grads, old)
         whole = trees.rebuild(params, trees.leaves_by_path(done.params))
         count = None if global_step is None else skips.count(done.applied, global_step)
@@ -241,8 +241,8 @@ class Optimizer(hk.Module):
     def settle(self, applied: Any) -> None:
         """Restores the state that losses wrote since the last step, if this step is not applied."""
         # Cleared, so that the next step restores only what losses write after this one.
-        losses, self._written = self._written, skips.NOTHING
-        skips.put_back(applied, losses)
+        losses, self._written = self._written, skips.NO_WRITES
+        skips.restore_unless_applied(applied, losses)
 
     def get_name(self) -> str:
         """The module's name."""
@@ -310,7 +310,7 @@ class OptimizerWrapper(Optimizer):
         return {**self.state_dict(), **self.opt.state_by_name()}
 
 
-def held(opt: Optimizer) -> list[Optimizer]:
+def all_rules(opt: Optimizer) -> list[Optimizer]:
     """The rule and all rules that it holds, in attributes, lists and dicts, outermost first."""
     rules: list[Optimizer] = []
     # A container may contain itself, and two rules may hold the same third rule.

@@ -169,7 +169,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "group_assignment and slice_axis_name exclude each other: give groups a mapped axis of "
                 "their own."
             )
-        for inner in base.held(self.opt):
+        for inner in base.all_rules(self.opt):
             if not isinstance(inner, CrossShardOptimizer):
                 continue
             if inner.axis_name in (self.axis_name, self.slice_axis_name):

@@ -8,7 +8,7 @@ import jax
 from xshard.optimizers import trees
 
 
-class Reached:
+class DependenceTracker:
     """Records the parameters that values depend on, as their differentiation shows.
 
     A parameter counts if JAX propagates a derivative to it. Those behind `lax.stop_gradient`, or used only in

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from xshard import errors, mesh
-from xshard.optimizers import again, shards, trees, varying
 from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import remat, shards, trees, varying
 
 # The least number of elements in a shard, one row of a TPU memory tile. Gathering fewer costs more than it saves.
 _SMALLEST = 128
 
-_BY_HAND = (
+_OUTSIDE_UPDATE = (
     "A network is differentiated with respect to its parameters outside of Learner.update. With shard_params=True the result "
     "is a replica's shard of the sum over all replicas, and not its own gradient. Pass the loss to Learner.update, or set "
     "reduction.shard_params to False."
@@ -38,22 +38,24 @@ _BY_HAND = (
 _SHARD, _WITHIN = "shard:", "within:"
 
 
-def noting(network: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
+def recording_shapes(
+    network: Callable[..., Any],
+) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
     """The network, and the shapes in which it asks for its parameters, by path, filled while these are created."""
-    asked: dict[str, tuple[int, ...]] = {}
+    requested: dict[str, tuple[int, ...]] = {}
 
     def note(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
         if hk.running_init():
             path = f"{context.lifted_prefix_name or ''}{context.full_name}"
-            asked[path] = tuple(context.original_shape)
+            requested[path] = tuple(context.original_shape)
         return next_getter(value)
 
-    return with_getter(network, note), asked
+    return with_getter(network, note), requested
 
 
 def layouts_of(
     params: Any,
-    asked: Mapping[str, tuple[int, ...]],
+    requested: Mapping[str, tuple[int, ...]],
     on: jax.sharding.Mesh,
     rules: mesh.Rules = (),
 ) -> layouts_lib.Layouts:
@@ -61,15 +63,15 @@ def layouts_of(
 
     Args:
       params: arrays or shapes.
-      asked: the shapes that `noting` recorded. Extra leading dimensions of a parameter are scanned over, and are not
-        sharded. A parameter that is small or not in `asked` is whole on each replica.
+      requested: the shapes that `recording_shapes` recorded. Extra leading dimensions of a parameter are scanned over, and are not
+        sharded. A parameter that is small or not in `requested` is whole on each replica.
       on: the mesh.
       rules: the sharding rules for the other mesh axes.
     """
     count = on.shape[mesh.REPLICA]
     found = layouts_lib.of_params(params, count, rules)
     for path, layout in found.items():
-        shape = asked.get(path)
+        shape = requested.get(path)
         if count == 1 or shape is None or math.prod(shape) < _SMALLEST * count:
             continue
         first, ndim = len(layout.shape) - len(shape), len(layout.shape)
@@ -77,19 +79,19 @@ def layouts_of(
         free = [dim >= first and along[dim] is None for dim in range(ndim)]
         dim = layouts_lib.divisible(layout.shape, count, free)
         if dim is not None:
-            found[path] = dataclasses.replace(layout, dim=dim, flat=False, held=True)
+            found[path] = dataclasses.replace(layout, dim=dim, flat=False, shards_param=True)
     return found
 
 
-def held(params: Any, layouts: layouts_lib.Layouts) -> dict[str, jax.Array]:
+def sharded(params: Any, layouts: layouts_lib.Layouts) -> dict[str, jax.Array]:
     """The parameters that are held in shards, by path."""
     leaves = trees.leaves_by_path(params).items()
-    return {path: x for path, x in leaves if path in layouts and layouts[path].is_held(x)}
+    return {path: x for path, x in leaves if path in layouts and layouts[path].is_param_shard(x)}
 
 
-def not_held(params: Any, layouts: layouts_lib.Layouts) -> dict[str, jax.Array]:
+def unsharded(params: Any, layouts: layouts_lib.Layouts) -> dict[str, jax.Array]:
     """The parameters that are held whole, by path."""
-    shares = held(params, layouts)
+    shares = sharded(params, layouts)
     return {path: x for path, x in trees.leaves_by_path(params).items() if path not in shares}
 
 
@@ -103,27 +105,27 @@ def specs(
       of_groups: the axes of a leading dimension of groups.
       manual: as for `Layout.spec`.
     """
-    shares = {path: layout for path, layout in layouts.items() if layout.held}
+    shares = {path: layout for path, layout in layouts.items() if layout.shards_param}
     place = lambda layout: layout.spec(mesh.REPLICA, manual=manual)
     return {path: jax.P(*of_groups, *place(layout)) for path, layout in shares.items()}
 
 
-def gathered(
+def gather_params(
     params: Any, on: jax.sharding.Mesh, layouts: layouts_lib.Layouts, dtype: Any
 ) -> dict[str, jax.Array]:
-    """Gathers each parameter that is held in shards, by path. Arguments as for `applied`."""
+    """Gathers each parameter that is held in shards, by path. Arguments as for `gathering_apply`."""
     gather = functools.partial(_gather, _partition(on, layouts), dtype, "float32", False)
-    return {path: gather(layouts[path], x) for path, x in held(params, layouts).items()}
+    return {path: gather(layouts[path], x) for path, x in sharded(params, layouts).items()}
 
 
-def applied(
+def gathering_apply(
     network: Callable[..., Any],
     on: jax.sharding.Mesh,
     layouts: layouts_lib.Layouts,
     dtype: Any,
     reduce_dtype: str,
     *,
-    by_hand: bool = False,
+    outside_update: bool = False,
     ready: Mapping[str, jax.Array] = types.MappingProxyType({}),
 ) -> Callable[..., Any]:
     """The `apply` of a network, as `hk.transform_with_state` returns it, that also accepts shards of parameters.
@@ -134,13 +136,13 @@ def applied(
       layouts: the layouts that `layouts_of` returns.
       dtype: the type to gather in.
       reduce_dtype: the type to sum gradients in, as for `Partition.scatter`.
-      by_hand: whether differentiating by parameters would bypass `Learner.update`, so that it raises UserError.
-      ready: arrays that `gathered` has returned for some of these parameters; they are not gathered again.
+      outside_update: whether differentiating by parameters would bypass `Learner.update`, so that it raises UserError.
+      ready: arrays that `gather_params` has returned for some of these parameters; they are not gathered again.
     """
 
     def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
         partition = _partition(on, layouts)
-        gather = functools.partial(_gather, partition, dtype, reduce_dtype, by_hand)
+        gather = functools.partial(_gather, partition, dtype, reduce_dtype, outside_update)
         asking = hk.transform_with_state(with_getter(network, _getter(partition, gather))).apply
 
         def run(early: Sequence[str], params: Any) -> Any:
@@ -149,7 +151,7 @@ def applied(
                 first[path] = gather(layouts[path], leaves[path], ready.get(path))
             return asking(trees.replace(params, first), *args, **kwargs)
 
-        return _gathered_again(run, params, layouts)
+        return _with_regathering(run, params, layouts)
 
     return apply
 
@@ -181,7 +183,7 @@ def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Ca
     return getter
 
 
-def _gathered_again(
+def _with_regathering(
     run: Callable[[Sequence[str], Any], Any], params: Any, layouts: layouts_lib.Layouts
 ) -> Any:
     """The result of `run(early, params)`. Its backward pass keeps all intermediate values except gathered parameters.
@@ -193,13 +195,13 @@ def _gathered_again(
     """
     # Traced once to find the parameters that must be gathered early, then again with these gathered.
     program, shapes = jax.make_jaxpr(functools.partial(run, ()), return_shape=True)(params)
-    followed = _Followed(params, layouts)
-    followed.through(program.jaxpr)
-    final = functools.partial(run, sorted(followed.early))
-    if not again.is_in(program.jaxpr):
+    tracer = _ShardTracer(params, layouts)
+    tracer.through(program.jaxpr)
+    final = functools.partial(run, sorted(tracer.early))
+    if not remat.is_in(program.jaxpr):
         return jax.checkpoint(final, policy=_is_kept)(params)
-    program = jax.make_jaxpr(final)(params) if followed.early else program
-    final = functools.partial(again.run, program)
+    program = jax.make_jaxpr(final)(params) if tracer.early else program
+    final = functools.partial(remat.run, program)
     results = jax.checkpoint(final, policy=_is_kept)(*jax.tree.leaves(params))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -241,7 +243,7 @@ def _gather(
     partition: shards.Partition,
     dtype: Any,
     reduce_dtype: str,
-    by_hand: bool,
+    outside_update: bool,
     layout: layouts_lib.Layout,
     shard: jax.Array,
     ready: jax.Array | None = None,
@@ -254,8 +256,8 @@ def _gather(
         return partition.gather(layout, shard.astype(sent)) if ready is None else ready
 
     def backward(_: None, grad: jax.Array) -> tuple[jax.Array, None]:
-        if by_hand:
-            raise errors.UserError(_BY_HAND)
+        if outside_update:
+            raise errors.UserError(_OUTSIDE_UPDATE)
         total = partition.scatter(layout, trees.widen(grad), reduce_dtype)
         return total.astype(shard.dtype), None
 
@@ -270,7 +272,7 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name != "all_gather"
 
 
-class _Followed:
+class _ShardTracer:
     """Follows parameter shards through a network's program.
 
     Attributes:
@@ -286,7 +288,7 @@ class _Followed:
           layouts: the layouts of the parameters.
         """
         self.early: set[str] = set()
-        shares = held(params, layouts)
+        shares = sharded(params, layouts)
         paths = trees.present(params)
         self._inputs = [frozenset([_SHARD + path] if path in shares else []) for path in paths]
 

@@ -124,7 +124,7 @@ def value_and_grad(
       is their sum and aux is a list; for micro-batches aux is stacked.
     """
     check_loss(loss)
-    reached = dependence.Reached()
+    reached = dependence.DependenceTracker()
     evaluate = functools.partial(
         _evaluate_one, params=params, trained=trained, reached=reached, has_aux=has_aux
     )
@@ -180,7 +180,7 @@ def _evaluate_one(
     *,
     params: trees.Params,
     trained: dict[str, Any],
-    reached: dependence.Reached,
+    reached: dependence.DependenceTracker,
     has_aux: bool,
     wait_for: tuple[Any, ...] = (),
 ) -> tuple[Any, Any, dict[str, Any]]:

@@ -41,7 +41,9 @@ class SkipNonfinite(base.OptimizerWrapper):
 
 def reducing(opt: base.Optimizer) -> list[cross_shard.CrossShardOptimizer]:
     """The rules that reduce gradients, outermost first."""
-    return [rule for rule in base.held(opt) if isinstance(rule, cross_shard.CrossShardOptimizer)]
+    return [
+        rule for rule in base.all_rules(opt) if isinstance(rule, cross_shard.CrossShardOptimizer)
+    ]
 
 
 def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> None:
@@ -53,7 +55,7 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
     if missing:
         argument = "axis_name" if mesh_lib.REPLICA in missing else "slice_axis_name"
         raise errors.UserError(
-            f"{where} returned {' around '.join(rule.name for rule in base.held(opt))}, which does not "
+            f"{where} returned {' around '.join(rule.name for rule in base.all_rules(opt))}, which does not "
             f"reduce over the axis '{missing[0]}': replicas would drift apart. Wrap it in a "
             f"CrossShardOptimizer with {argument}='{missing[0]}'."
         )
@@ -103,7 +105,7 @@ def loss_scales(opt: base.Optimizer) -> list[jax.Array]:
     """The current loss scales of all rules, outermost first."""
     return [
         rule.loss_scale()
-        for rule in base.held(opt)
+        for rule in base.all_rules(opt)
         if isinstance(rule, loss_scale.MixedPrecisionLossScaleOptimizer)
     ]
 
@@ -116,7 +118,7 @@ def schedules(opt: base.Optimizer, updates: Any) -> dict[str, Any]:
       updates: the number of updates applied, used as the count if a transformation keeps none.
     """
     values = []
-    for rule in base.held(opt):
+    for rule in base.all_rules(opt):
         if isinstance(rule, optax_optimizer.OptaxOptimizer) and rule.schedules:
             state = _state(rule)
             names = [name for name in sorted(state) if name.rpartition("/")[2] == "count"]
@@ -140,7 +142,7 @@ def hyperparameters(opt: base.Optimizer, params: trees.Params) -> dict[str, Any]
     """
     values = []
     paths = trees.leaves_by_path(params).keys()
-    for rule in base.held(opt):
+    for rule in base.all_rules(opt):
         if isinstance(rule, optax_optimizer.OptaxOptimizer):
             for path, x in sorted(_state(rule).items()):
                 *place, folder, name = f"{rule.name}/{path}".split("/")

@@ -37,7 +37,7 @@ class Layout:
       flat: whether the array is stored flattened.
       along: the other mesh axes that the dimensions of `shape` lie along.
       copies: the size of a leading dimension, for arrays that differ by slice; 0 if there is none.
-      held: whether each replica also holds only its shard of the parameter itself between steps.
+      shards_param: whether each replica also holds only its shard of the parameter itself between steps.
     """
 
     path: str = dataclasses.field(compare=False)
@@ -47,7 +47,7 @@ class Layout:
     flat: bool = False
     along: tuple[Any, ...] = ()
     copies: int = 0
-    held: bool = False
+    shards_param: bool = False
 
     @property
     def size(self) -> int:
@@ -109,14 +109,14 @@ class Layout:
 
     def shard(self, x: Any, index: Any) -> jax.Array:
         """Shard `index` of a whole array. The shard of a parameter held in shards is returned as it is."""
-        if self.dim is None or self.is_held(x):
+        if self.dim is None or self.is_param_shard(x):
             return jnp.asarray(x)
         size = self.shard_shape[self.dim]
         return lax.dynamic_slice_in_dim(self.store(x), index * size, size, self.dim)
 
-    def is_held(self, x: Any) -> bool:
+    def is_param_shard(self, x: Any) -> bool:
         """Returns whether an array is the shard of a parameter that is held in shards."""
-        return self.held and x.shape == self.shard_shape
+        return self.shards_param and x.shape == self.shard_shape
 
     def without(self, dims: Sequence[int]) -> "Layout":
         """The layout of the array after a reduction over `dims`, which must not include the sharded dimension."""

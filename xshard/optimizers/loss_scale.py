@@ -195,7 +195,7 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
-        for inner in base.held(self.opt):
+        for inner in base.all_rules(self.opt):
             if isinstance(inner, MixedPrecisionLossScaleOptimizer):
                 raise ValueError(
                     f"opt already scales losses ({inner.name}): two scales would multiply, and each "

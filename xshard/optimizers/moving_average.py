@@ -73,7 +73,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
-        for inner in base.held(self.opt):
+        for inner in base.all_rules(self.opt):
             if isinstance(inner, MovingAverageOptimizer):
                 raise ValueError(
                     f"opt already keeps averages of its parameters ({inner.name}): 'average' would be the "

@@ -65,7 +65,9 @@ class OptaxOptimizer(base.Optimizer):
                 f"have; received {transformation!r}."
             )
         super().__init__(name=name)
-        self.transformation = back_off.after(transformation) if backs_off else transformation
+        self.transformation = (
+            back_off.with_back_off(transformation) if backs_off else transformation
+        )
         self.schedules = _check_schedules(schedules or {})
         # A rule that is constructed for a step has its state already, and was checked when that was created.
         self._is_checked = not hk.running_init()

@@ -63,7 +63,7 @@ class Step:
         def gather(layout: layouts_lib.Layout, grad: Any, x: jax.Array) -> jax.Array:
             # `map` skips the parameters without a gradient: they are unchanged on all replicas, so nothing is sent.
             del grad
-            return x if layout.held else partition.gather(layout, x)
+            return x if layout.shards_param else partition.gather(layout, x)
 
         gathered = partition.map(gather, grads, new)
         params = trees.replace(params, trees.leaves_by_path(gathered))
@@ -132,9 +132,9 @@ class Step:
         before = skips.current_state()
         with self._all_reached():
             grads = self._rule.aggregate(grads)
-            written = skips.written(before, skips.current_state(), skips.NOTHING)
+            written = skips.merge_writes(before, skips.current_state(), skips.NO_WRITES)
             applied = self._rule.vote(grads)
-        skips.put_back(applied, written)
+        skips.restore_unless_applied(applied, written)
         return grads, applied
 
     def _settle(self, applied: Any) -> None:
@@ -231,7 +231,7 @@ def _shape_of_whole(layout: layouts_lib.Layout, x: Any) -> jax.ShapeDtypeStruct:
 
 def _given(partition: shards.Partition, layout: layouts_lib.Layout, grad: Any) -> Any:
     """A gradient as a rule receives it; `Summed` for a parameter held in shards, whose gradient is summed already."""
-    if not layout.held:
+    if not layout.shards_param:
         return grad
     return values.Summed(trees.widen(layout.shard(grad, partition.index)), layout)
 

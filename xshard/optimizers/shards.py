@@ -127,7 +127,7 @@ class Partition:
             and is returned as it is.
           dtype: the type to sum in, instead of x's. The result has x's type.
         """
-        if self.count == 1 or layout.is_held(x):
+        if self.count == 1 or layout.is_param_shard(x):
             return x
         if layout.dim is None:
             return summed(functools.partial(lax.psum, **self._axis), x, dtype)

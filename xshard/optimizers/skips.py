@@ -11,8 +11,8 @@ import jax.numpy as jnp
 # Arrays of Haiku state, by module and name.
 State = Mapping[tuple[str, str], Any]
 # The state that a loss wrote, by module and name: the array before, and the array that it wrote.
-Written = Mapping[tuple[str, str], tuple[Any, Any]]
-NOTHING: Written = types.MappingProxyType({})
+Writes = Mapping[tuple[str, str], tuple[Any, Any]]
+NO_WRITES: Writes = types.MappingProxyType({})
 
 
 class _AnyModule(hk.Module):
@@ -76,7 +76,7 @@ def write(state: State) -> None:
         modules.write(module, name, array)
 
 
-def written(before: State, after: State, earlier: Written) -> Written:
+def merge_writes(before: State, after: State, earlier: Writes) -> Writes:
     """Returns the changes between two states, merged with the changes that other losses made before.
 
     Args:
@@ -99,7 +99,7 @@ def written(before: State, after: State, earlier: Written) -> Written:
     return changes
 
 
-def put_back(applied: Any, losses: Written) -> None:
+def restore_unless_applied(applied: Any, losses: Writes) -> None:
     """Restores the state that losses wrote, if the step is not applied.
 
     State that something else has overwritten since stays. So does state that was written in another trace,

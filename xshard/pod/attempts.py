@@ -16,11 +16,11 @@ from xshard.metrics import clock
 from xshard.pod import status
 
 FILE = "attempts.jsonl"
-AGAIN, OTHER, DOWN = "made again", "other", "not running"
+REPEATED, OTHER, DOWN = "made again", "other", "not running"
 # The parts into which the time of an attempt is divided, in the order in which they are shown.
-PARTS = (
+TIME_CATEGORIES = (
     clock.TRAINING,
-    AGAIN,
+    REPEATED,
     clock.DATA,
     clock.CHECKPOINT,
     clock.EVALUATION,
@@ -38,7 +38,7 @@ class Attempt(NamedTuple):
       first: the step that it started from; None if it did not get that far.
       step: the last step that it made; None if it made none.
       end: how it ended, or its last known phase.
-      seconds: the seconds spent in each of `PARTS`; steps that a later attempt repeated are not 'training'.
+      seconds: the seconds spent in each of `TIME_CATEGORIES`; steps that a later attempt repeated are not 'training'.
       down: the seconds until the next attempt began; 0 if this one was done or is the last.
     """
 
@@ -57,7 +57,7 @@ class Goodput(NamedTuple):
     Attributes:
       seconds: the time from the start of the first attempt to the last status, without the time after a completed one.
       share: the share of `seconds` that went into training steps that count.
-      lost: the shares of the other `PARTS`, and of the time in which nothing ran.
+      lost: the shares of the other `TIME_CATEGORIES`, and of the time in which nothing ran.
     """
 
     seconds: float
@@ -65,7 +65,7 @@ class Goodput(NamedTuple):
     lost: dict[str, float]
 
 
-def keep(directory: pathlib.Path) -> None:
+def preserve_previous(directory: pathlib.Path) -> None:
     """Preserves the last status of the previous attempt. It must be called before this attempt writes its own.
 
     Errors of reading and writing are ignored, because missing statistics are no reason to end a run.
@@ -97,7 +97,7 @@ def read(directory: pathlib.Path) -> list[Attempt]:
 
 def goodput(attempts: Sequence[Attempt]) -> Goodput | None:
     """Returns how some attempts spent their time; None if they spent none."""
-    spent = dict.fromkeys((*PARTS, DOWN), 0.0)
+    spent = dict.fromkeys((*TIME_CATEGORIES, DOWN), 0.0)
     for attempt in attempts:
         for name, seconds in (*attempt.seconds.items(), (DOWN, attempt.down)):
             spent[name] += seconds
@@ -118,11 +118,11 @@ def _attempt(row: Mapping[str, Any], counted: int | None, after: float | None) -
       after: when the next attempt began; None if there is none.
     """
     ended = max(row["time"], row["begun"])
-    seconds = dict.fromkeys(PARTS, 0.0) | row["seconds"]
+    seconds = dict.fromkeys(TIME_CATEGORIES, 0.0) | row["seconds"]
     if row["trained"]:
         last = row["step"] if counted is None else min(row["step"], counted)
         useful = max(0, last - row["first"]) / row["trained"]
-        seconds[AGAIN] = (1 - useful) * seconds[clock.TRAINING]
+        seconds[REPEATED] = (1 - useful) * seconds[clock.TRAINING]
         seconds[clock.TRAINING] *= useful
     rest = max(0.0, ended - row["begun"] - sum(seconds.values()))
     # An attempt that was killed before its first step reported no start time, so the rest of its time was the start.

@@ -14,16 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from xshard.files import jsonfile
-from xshard.metrics import show
-from xshard.pod import places
+from xshard.metrics import formatting
+from xshard.pod import process_spec
 
 # The environment variable in which the launcher passes the token to the processes of a launch.
-VARIABLE = "XSHARD_LAUNCH_TOKEN"
+TOKEN_VARIABLE = "XSHARD_LAUNCH_TOKEN"
 # The longest lines, in bytes. LONGEST is for a side that has shown the token: its line may hold a config and a checksum
 # for each file. BRIEF is for anyone else.
-LONGEST = 1 << 20
-BRIEF = 1 << 10
-HOST, GUEST = "host", "guest"
+MAX_LINE_BYTES = 1 << 20
+MAX_SHORT_LINE_BYTES = 1 << 10
+SERVER, CLIENT = "host", "guest"
 _SEAL_CHARACTERS = 64
 _NONCE_BYTES = 16
 _MOST_PROCESSES = 1 << 20
@@ -42,7 +42,7 @@ class MalformedError(Exception):
     """A message that no process of this launch can have sent."""
 
 
-class GoneError(Exception):
+class DisconnectedError(Exception):
     """The other side closed the connection, or cannot be reached."""
 
 
@@ -99,7 +99,7 @@ def _short(value: str) -> str:
     return f"{value[:_KEPT_OF_LONG]}... ({len(value)} characters, SHA-256 {checksum}...)"
 
 
-class MismatchError(places.StartError):
+class MismatchError(process_spec.StartError):
     """A process that connected does not fit the others. The message names all differences, with values.
 
     Attributes:
@@ -143,8 +143,8 @@ def mismatch(own: Hello, other: Hello, present: Hello | None) -> MismatchError |
     begin = f"{other.name} has different code or a different config"
     end = "give all hosts the same code and config."
     return MismatchError(
-        f"{begin} ({show.listed(values, _SHOWN, '; ')}): {end}",
-        f"{begin} ({show.listed(names, _SHOWN, '; ')}): {end} {own.name} prints the values.",
+        f"{begin} ({formatting.listed(values, _SHOWN, '; ')}): {end}",
+        f"{begin} ({formatting.listed(names, _SHOWN, '; ')}): {end} {own.name} prints the values.",
     )
 
 
@@ -165,7 +165,7 @@ def _integer(message: Mapping[str, Any], name: str, least: int, most: int) -> in
     return value
 
 
-def text(message: Mapping[str, Any], name: str, longest: int = BRIEF) -> str:
+def text(message: Mapping[str, Any], name: str, longest: int = MAX_SHORT_LINE_BYTES) -> str:
     """Returns a printable text field of a message; raises MalformedError if it is missing or invalid."""
     value = message.get(name)
     if not isinstance(value, str) or len(value) > longest or not value.isprintable():
@@ -200,15 +200,15 @@ class Seals:
 
         Args:
           token: the token of the launch; empty for processes that were started by hand.
-          own: the role of this side, `HOST` or `GUEST`.
+          own: the role of this side, `SERVER` or `CLIENT`.
           nonces: the guest's nonce and the host's, separated by a space.
         """
         key = token.encode(errors="surrogateescape")
         self._key = hmac.digest(key, nonces.encode(), "sha256")
         self._own = own
-        self._other = HOST
-        if own == HOST:
-            self._other = GUEST
+        self._other = SERVER
+        if own == SERVER:
+            self._other = CLIENT
         # The numbers of lines so far, which number the next lines.
         self._said = 0
         self._read = 0
@@ -238,7 +238,7 @@ async def read_line(reader: asyncio.StreamReader, longest: int) -> bytes:
     """Receives the next line, without the newline.
 
     Raises:
-      GoneError: if the connection ends first.
+      DisconnectedError: if the connection ends first.
       MalformedError: if the line is longer than `longest` bytes.
     """
     line = b""
@@ -249,7 +249,7 @@ async def read_line(reader: asyncio.StreamReader, longest: int) -> bytes:
             # The line is longer than the reader's buffer. This takes the buffered part, and the loop goes on.
             line += await reader.readexactly(e.consumed)
         except (asyncio.IncompleteReadError, OSError) as e:
-            raise GoneError from e
+            raise DisconnectedError from e
         if len(line) > longest + 1:
             raise MalformedError("length")
     return line[:-1]

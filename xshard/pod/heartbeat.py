@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from xshard.pod import rendezvous, status
+from xshard.pod import startup, status
 
 
 class Heartbeat:
@@ -15,7 +15,7 @@ class Heartbeat:
       lost: the processes that have been silent for too long.
     """
 
-    def __init__(self, count: int, timeouts: rendezvous.Timeouts, tick_seconds: float):
+    def __init__(self, count: int, timeouts: startup.Timeouts, tick_seconds: float):
         """Starts to count.
 
         Args:
@@ -31,7 +31,7 @@ class Heartbeat:
         self._unanswered = 0
         self.lost: set[int] = set()
 
-    def hear(self, rows: Mapping[int, str]) -> float:
+    def update(self, rows: Mapping[int, str]) -> float:
         """Returns for how many seconds the lost processes have been silent; 0 if no process is lost.
 
         Args:
@@ -77,7 +77,7 @@ class Heartbeat:
         return 0.0
 
 
-class Progress:
+class StallDetector:
     """Measures the time without progress of this process, in ticks as `Heartbeat` does.
 
     If a device or a collective hangs, the threads of the host go on. The process then stays alive forever without
@@ -94,7 +94,7 @@ class Progress:
         self._limit, self._tick = seconds, tick_seconds
         self._ticks = 0
 
-    def made(self) -> None:
+    def note_progress(self) -> None:
         """Notes progress; may be called from any thread."""
         self._ticks = 0
 

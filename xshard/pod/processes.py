@@ -218,7 +218,7 @@ def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
     return call
 
 
-def bounded(action: Callable[[], Any], seconds: float) -> Any:
+def with_timeout(action: Callable[[], Any], seconds: float) -> Any:
     """Runs an action that may hang if a peer is gone; returns its result, or None if it fails or takes too long."""
     returned: list[Any] = [None]
 

@@ -21,7 +21,7 @@ CODES = {
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 
 
-def to_hear() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """Returns the signals that stop this program.
 
     It leaves out signals that the program was started to ignore, as nohup does with SIGHUP, and signals with a handler
@@ -36,16 +36,16 @@ def to_hear() -> list[signal.Signals]:
     return numbers
 
 
-def leave_at_once() -> None:
+def exit_on_signal() -> None:
     """Makes the signals end this program at once, since it has nothing to save yet; Python itself handles Ctrl-C."""
-    for number in to_hear():
+    for number in stop_signals():
         if number != signal.SIGINT:
             signal.signal(number, _leave)
 
 
 def ignore() -> None:
     """Ignores the signals from here on; for a program that has finished its work and decided its exit code."""
-    for number in to_hear():
+    for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -57,20 +57,20 @@ def _leave(number: int, frame: object) -> None:
     os._exit(notice.PREEMPTED)
 
 
-class Heard:
+class SignalReceiver:
     """A context in which signals are collected; only the main thread may enter it.
 
     A signal is kept until any thread reads it. Python's handler in C writes it to a socket at once, even while handlers
     in Python cannot run, as in a long compilation.
     """
 
-    def __enter__(self) -> "Heard":
+    def __enter__(self) -> "SignalReceiver":
         self._end, self._wake = socket.socketpair()
         self._end.setblocking(False)
         self._wake.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._previous = {}
-        for number in to_hear():
+        for number in stop_signals():
             # A signal is written to the socket only if it has a Python handler; the handler itself does nothing.
             self._previous[number] = signal.signal(number, lambda *_: None)
         return self

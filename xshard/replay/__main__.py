@@ -101,7 +101,7 @@ def _main(argv: Sequence[str]) -> int:
         elsewhere = None
         if options.verify_devices is not None:
             places = options.verify_devices, options.verify_processes
-            elsewhere = verify.Elsewhere(*places, options.verify_tolerance)
+            elsewhere = verify.ResumeDevices(*places, options.verify_tolerance)
         is_reproduced = verify.verify(flags, options.verify_resume, print, elsewhere)
     else:
         is_reproduced = report.replay(options.run, options.step, print)

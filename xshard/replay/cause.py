@@ -8,8 +8,7 @@ import numpy as np
 
 from xshard import mesh as mesh_lib
 from xshard.optimizers import varying
-from xshard.replay import evaluate
-from xshard.replay import program as program_lib
+from xshard.replay import dataflow, observations
 
 # A replica's number, and a value's number.
 _Node = tuple[int, int]
@@ -49,7 +48,7 @@ class Cause(NamedTuple):
 
 
 def find(
-    program: program_lib.Program, looks: evaluate.Looks, mesh: jax.sharding.Mesh
+    program: dataflow.Program, observed: observations.Observations, mesh: jax.sharding.Mesh
 ) -> Cause | None:
     """Finds the origin of a step's non-finite results; None if all results are finite.
 
@@ -59,18 +58,18 @@ def find(
     """
     # Losses and gradients are searched first, since the new state and other metrics follow from them.
     kinds = (_of_updates(program), list(program.results.items()))
-    replicas = range(len(looks.largest))
+    replicas = range(len(observed.largest))
     for results in kinds:
         ends = {
-            (r, value): name for name, value in results for r in replicas if looks.bad(r, value)
+            (r, value): name for name, value in results for r in replicas if observed.bad(r, value)
         }
         if ends:
             break
     else:
         return None
-    graph = _Graph(program, looks, mesh)
+    graph = _Graph(program, observed, mesh)
     origins = graph.origins(ends, only_nan=True)
-    nans = [value for r, value in origins if np.isnan(looks.largest[r, value])]
+    nans = [value for r, value in origins if np.isnan(observed.largest[r, value])]
     deeper = graph.origins(origins, only_nan=False)
     # A constant of the program, such as a mask's infinity, is not a cause. The operation that makes nan from it is.
     computed = [node for node in deeper if not _is_constant(program, node[1])]
@@ -79,7 +78,7 @@ def find(
     return Cause(first, where, min(nans, default=None), list(dict.fromkeys(ends.values())))
 
 
-def _of_updates(program: program_lib.Program) -> list[tuple[str, int]]:
+def _of_updates(program: dataflow.Program) -> list[tuple[str, int]]:
     """Returns the values that a run observes: the losses and the gradients."""
     of = lambda learner: f" of {learner}" if learner else ""
     losses = [(f"the loss{of(learner)}", value) for learner, value in program.losses.items()]
@@ -90,7 +89,7 @@ def _of_updates(program: program_lib.Program) -> list[tuple[str, int]]:
     return [*losses, *gradients]
 
 
-def _is_constant(program: program_lib.Program, value: int) -> bool:
+def _is_constant(program: dataflow.Program, value: int) -> bool:
     """Returns whether a non-finite value without non-finite sources is a constant of the program."""
     equation = program.values[value].equation
     return equation is not None and equation.primitive.name in _CHOOSE
@@ -100,10 +99,13 @@ class _Graph:
     """The graph of values that are not finite, with edges to their sources that are not finite either."""
 
     def __init__(
-        self, program: program_lib.Program, looks: evaluate.Looks, mesh: jax.sharding.Mesh
+        self,
+        program: dataflow.Program,
+        observed: observations.Observations,
+        mesh: jax.sharding.Mesh,
     ):
         self._program = program
-        self._looks = looks
+        self._observed = observed
         self._axes = {name: mesh.shape[name] for name in mesh_lib.BATCH}
 
     def origins(self, ends: Iterable[_Node], *, only_nan: bool) -> list[_Node]:
@@ -124,7 +126,7 @@ class _Graph:
         return origins
 
     def _is_nan(self, node: _Node) -> bool:
-        return bool(np.isnan(self._looks.largest[node]))
+        return bool(np.isnan(self._observed.largest[node]))
 
     def _causes(self, node: _Node) -> list[_Node]:
         replica, number = node
@@ -134,15 +136,15 @@ class _Graph:
             (peer, source)
             for source in value.sources
             for peer in peers
-            if self._looks.bad(peer, source) and self._is_before((peer, source), node)
+            if self._observed.bad(peer, source) and self._is_before((peer, source), node)
         ]
 
     def _is_before(self, source: _Node, node: _Node) -> bool:
         """Returns whether the source was first not finite in the same round of the common loops as the node, or earlier."""
         loops = [self._program.values[number].loops for _, number in (source, node)]
         common = sum(a == b for a, b in zip(*loops, strict=False))
-        common = min(common, program_lib.DEPTH)
-        first, second = (self._looks.rounds[x][:common].tolist() for x in (source, node))
+        common = min(common, dataflow.DEPTH)
+        first, second = (self._observed.rounds[x][:common].tolist() for x in (source, node))
         return bool(first <= second)
 
     def _peers(self, replica: int, equation: Any) -> list[int]:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from xshard import logical
 from xshard import mesh as mesh_lib
-from xshard.metrics import show
-from xshard.replay import anatomy, past
+from xshard.metrics import formatting
+from xshard.replay import diagnosis, replayer
 
 
 def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool:
@@ -22,7 +22,7 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
     Raises:
       UserError: if there is no such run or step, or if it cannot be repeated here.
     """
-    run = past.Past(directory)
+    run = replayer.Replayer(directory)
     for change in run.changes:
         say(f"changed since the run: {change}")
     is_elsewhere = any(change.startswith("devices") for change in run.changes)
@@ -30,13 +30,13 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
         say("on other devices sums are computed in another order, so bits may differ")
     if step is not None:
         run.check(step)
-    suspects = run.suspects() if step is None else range(step, step + 1)
+    suspect_steps = run.suspect_steps() if step is None else range(step, step + 1)
     different, compared, again = None, 0, None
-    for again in run.steps(suspects):
+    for again in run.steps(suspect_steps):
         compared += again.number in run.rows
         different = different or run.difference(again)
         # A step given by its number is the only suspect. Otherwise stop at the first bad one.
-        if again.number in suspects and not past.is_as_it_should_be(again.row):
+        if again.number in suspect_steps and not replayer.is_healthy(again.row):
             break
     assert again is not None
     begin = f"the checkpoint of step {run.first_step}" if run.first_step else "the first state"
@@ -46,11 +46,11 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
     return different is None
 
 
-def describe(run: past.Past, step: past.Step) -> str:
+def describe(run: replayer.Replayer, step: replayer.Step) -> str:
     """Analyzes a repeated step, and describes what was found."""
-    taken_apart = anatomy.Anatomy(run, step)
+    taken_apart = diagnosis.Diagnosis(run, step)
     finding = taken_apart.find()
-    is_well = past.is_as_it_should_be(step.row)
+    is_well = replayer.is_healthy(step.row)
     if finding is None and not is_well:
         return (
             "The step is not finite, or is skipped, but all of its values are finite when computed one by one: it is at the "
@@ -64,7 +64,7 @@ def describe(run: past.Past, step: past.Step) -> str:
     return text
 
 
-def _compared(run: past.Past, different: past.Difference | None, compared: int) -> str:
+def _compared(run: replayer.Replayer, different: replayer.Difference | None, compared: int) -> str:
     if not compared:
         return "no row to compare with"
     if different is None:
@@ -77,7 +77,7 @@ def _compared(run: past.Past, different: past.Difference | None, compared: int) 
     return f"{text}; commit, libraries, devices and XLA's flags are those that the run recorded"
 
 
-def _finding(run: past.Past, step: past.Step, finding: anatomy.Finding) -> str:
+def _finding(run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Finding) -> str:
     first, nan = finding.first, finding.nan
     if first.input:
         lines = [f"not finite before the step: {first.input} is {first.gives}"]
@@ -87,13 +87,13 @@ def _finding(run: past.Past, step: past.Step, finding: anatomy.Finding) -> str:
     lines += _examples(run, step, finding)
     if nan is not None:
         lines += [f"which {nan.primitive} turns into nan:", *_where(nan)]
-    lines.append(f"  reaches      {show.listed(finding.results)}")
+    lines.append(f"  reaches      {formatting.listed(finding.results)}")
     if finding.cure:
         lines.append(f"  cure         {finding.cure}")
     return "\n".join(lines)
 
 
-def _where(operation: anatomy.Operation) -> list[str]:
+def _where(operation: diagnosis.Operation) -> list[str]:
     line = operation.line or operation.innermost
     within = "" if operation.innermost == line else f", within it {operation.innermost}"
     lines = [
@@ -106,7 +106,7 @@ def _where(operation: anatomy.Operation) -> list[str]:
     return lines
 
 
-def _replicas(run: past.Past, replicas: Sequence[int]) -> str:
+def _replicas(run: replayer.Replayer, replicas: Sequence[int]) -> str:
     """Describes the replicas, with their groups and slices if there are several."""
     groups, slices = mesh_lib.num_groups(run.mesh), mesh_lib.num_slices(run.mesh)
     size = mesh_lib.num_replicas(run.mesh)
@@ -121,10 +121,10 @@ def _replicas(run: past.Past, replicas: Sequence[int]) -> str:
         if groups > 1:
             text += f", in group {group}"
         texts.append(text)
-    return show.listed(texts)
+    return formatting.listed(texts)
 
 
-def _examples(run: past.Past, step: past.Step, finding: anatomy.Finding) -> list[str]:
+def _examples(run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Finding) -> list[str]:
     if finding.rows is None:
         return ["  examples     any: the value does not depend on them"]
     size, parts = run.config.batch_size, run.config.micro_batches
@@ -133,9 +133,9 @@ def _examples(run: past.Past, step: past.Step, finding: anatomy.Finding) -> list
     for rows in finding.rows:
         numbers = run.examples(step.number, step.batch, rows)
         # Rows are numbered within their group.
-        text = f"row {show.listed([str(row % size) for row in rows])} of the batch"
+        text = f"row {formatting.listed([str(row % size) for row in rows])} of the batch"
         if numbers:
-            text = f"{show.listed(list(map(str, numbers)))} ({text})"
+            text = f"{formatting.listed(list(map(str, numbers)))} ({text})"
         if len(rows) > 1:
             text += ", together"
         lines.append(f"  examples     {text}")

@@ -23,8 +23,8 @@ import jax
 
 from xshard import cli, errors
 from xshard.files import jsonfile
-from xshard.metrics import show, writers
-from xshard.replay import alike, past
+from xshard.metrics import formatting, writers
+from xshard.replay import comparison, replayer
 from xshard.stored import fingerprint
 
 # The number of checkpoints: one after each third of the steps.
@@ -32,7 +32,7 @@ _SAVES, _POLL_SECONDS = 3, 0.05
 _REFUSED = ("coordinator_address", "num_processes", "process_id", "mode", "restart_from_scratch")
 
 
-class Elsewhere(NamedTuple):
+class ResumeDevices(NamedTuple):
     """Other devices and processes to resume on.
 
     Attributes:
@@ -86,7 +86,7 @@ class Killer:
         """Kills the process at the row of the chosen step, without cleanup, as when a machine fails."""
         if row["step"] < self._step:
             return
-        while self._saved not in alike.checkpoints(self._directory):
+        while self._saved not in comparison.checkpoints(self._directory):
             time.sleep(_POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -101,7 +101,7 @@ def verify(
     flags: Sequence[str],
     steps: int,
     say: Callable[[str], None],
-    elsewhere: Elsewhere | None = None,
+    resume_devices: ResumeDevices | None = None,
 ) -> bool:
     """Runs an experiment undisturbed and interrupted, in child processes, and compares rows, results and arrays.
 
@@ -111,7 +111,7 @@ def verify(
       flags: the flags of `xshard.main`; a work directory among them is not touched.
       steps: the number of steps of each run.
       say: takes texts to print.
-      elsewhere: other devices for the killed run to resume on, if any.
+      resume_devices: other devices for the killed run to resume on, if any.
 
     Returns:
       Whether everything is equal.
@@ -125,28 +125,28 @@ def verify(
         raise errors.UserError(
             f"--verify_resume trains in one process: leave out --{', --'.join(_REFUSED)}."
         )
-    if elsewhere is not None:
-        elsewhere.check()
-    runs = _Runs(flags, steps, elsewhere)
+    if resume_devices is not None:
+        resume_devices.check()
+    runs = _Runs(flags, steps, resume_devices)
     whole = runs.train("whole")
     step, saved = kill(jsonfile.read(whole / "config.json"))
-    before = alike.rows_of(runs.train("resumed", is_killed=True))
-    row = alike.first_row(alike.rows_of(whole)[: len(before)], before)
-    same = f"the same within {elsewhere.tolerance:g}" if elsewhere else "the same bits"
+    before = comparison.rows_of(runs.train("resumed", is_killed=True))
+    row = comparison.first_row(comparison.rows_of(whole)[: len(before)], before)
+    same = f"the same within {resume_devices.tolerance:g}" if resume_devices else "the same bits"
     # Runs that differ before the kill are impure, whatever the resume does.
     if row:
-        compared = alike.Comparison(row)
+        compared = comparison.Comparison(row)
         what = f"two runs of {steps} steps, up to a kill at step {step}"
     else:
-        compared = runs.compare(runs.train("resumed", is_elsewhere=True), saved)
+        compared = runs.compare(runs.train("resumed", on_resume_devices=True), saved)
         what = f"{steps} undisturbed steps, and {steps} killed at step {step} and resumed from step {saved}"
-        what += f" on {elsewhere}" if elsewhere else ""
+        what += f" on {resume_devices}" if resume_devices else ""
     if not compared.lines():
         shutil.rmtree(runs.folder)
         say(f"{same}: {what}; {compared.size} and the results are equal")
         return True
     say("\n".join([f"not {same}: {what}", *compared.lines()]))
-    say(f"kind         {runs.kind_of_impure() if row else runs.kind(saved, compared)}")
+    say(f"kind         {runs.diagnose_nondeterminism() if row else runs.kind(saved, compared)}")
     say(f"runs         {runs.folder}")
     return False
 
@@ -154,8 +154,10 @@ def verify(
 class _Runs:
     """Runs with the same flags, in a new folder."""
 
-    def __init__(self, flags: Sequence[str], steps: int, elsewhere: Elsewhere | None = None):
-        self._elsewhere = elsewhere
+    def __init__(
+        self, flags: Sequence[str], steps: int, resume_devices: ResumeDevices | None = None
+    ):
+        self._resume_devices = resume_devices
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="xshard_verify_"))
         self._steps, every = steps, steps // _SAVES
         # Each step is logged and fingerprinted, and each checkpoint kept, to find the first difference.
@@ -175,10 +177,10 @@ class _Runs:
         self._command = [sys.executable, "-m", "xshard.main", *rest]
         self._command += [f"--config.{name}={value}" for name, value in values.items()]
 
-    def compare(self, other: pathlib.Path, restored: int) -> alike.Comparison:
+    def compare(self, other: pathlib.Path, restored: int) -> comparison.Comparison:
         """Compares the undisturbed run with another: within the tolerance after `restored` if on other devices, else bits."""
-        tolerance = self._elsewhere.tolerance if self._elsewhere else 0.0
-        return alike.compare(self.folder / "whole", other, tolerance, restored)
+        tolerance = self._resume_devices.tolerance if self._resume_devices else 0.0
+        return comparison.compare(self.folder / "whole", other, tolerance, restored)
 
     def train(
         self,
@@ -186,7 +188,7 @@ class _Runs:
         *,
         is_killed: bool = False,
         environment: str = "",
-        is_elsewhere: bool = False,
+        on_resume_devices: bool = False,
     ) -> pathlib.Path:
         """Starts or resumes a run, waits for it, and returns its directory."""
         writer = [f"{__name__}.{Killer.__name__}"] if is_killed else []
@@ -194,8 +196,8 @@ class _Runs:
         command.append(f"--workdir={self.folder / name}")
         if environment:
             command = ["env", environment, *command]
-        if is_elsewhere and self._elsewhere:
-            command = _on(self._elsewhere, command)
+        if on_resume_devices and self._resume_devices:
+            command = _command_on(self._resume_devices, command)
         log = self.folder / f"{name}.log"
         with log.open("wb") as out:
             code = subprocess.run(command, stdout=out, stderr=out, check=False).returncode
@@ -208,11 +210,11 @@ class _Runs:
             )
         return self.folder / name
 
-    def kind(self, saved: int, compared: alike.Comparison) -> str:
+    def kind(self, saved: int, compared: comparison.Comparison) -> str:
         """Determines and describes why a resumed run differs."""
         whole = self.folder / "whole"
-        if alike.compare(whole, self.train("again")).lines():
-            return self.kind_of_impure()
+        if comparison.compare(whole, self.train("again")).lines():
+            return self.diagnose_nondeterminism()
         only = "two undisturbed runs are equal; after the resume"
         step, column = compared.row[:2] if compared.row else (self._steps, "")
         # The fingerprint of step saved + 1 is of the restored state itself.
@@ -220,8 +222,8 @@ class _Runs:
             return (
                 f"the state: {only} step {step} begins with a different state than before the kill"
             )
-        where = self._elsewhere
-        if where and self.compare(self.train("elsewhere", is_elsewhere=True), -1).lines():
+        where = self._resume_devices
+        if where and self.compare(self.train("elsewhere", on_resume_devices=True), -1).lines():
             return (
                 f"the number of devices: an undisturbed run on {where} differs, too, so the resume is not the cause; does a "
                 "replica draw by its own key, or use only its part of a batch? Otherwise, sums in another order differ by more "
@@ -241,11 +243,11 @@ class _Runs:
             "attribute or a global variable change?"
         )
 
-    def kind_of_impure(self) -> str:
+    def diagnose_nondeterminism(self) -> str:
         """Determines and describes why undisturbed runs differ."""
         # A fixed hash seed makes the order of sets, and hash(), the same in each process.
         pair = [self.train(f"hash_{i}", environment="PYTHONHASHSEED=0") for i in range(2)]
-        if alike.compare(pair[0], pair[1]).lines():
+        if comparison.compare(pair[0], pair[1]).lines():
             return (
                 "impure: undisturbed runs differ, too, so the resume is not the cause; does the experiment use the time, "
                 "Python's random, os.urandom or a thread?"
@@ -259,21 +261,23 @@ class _Runs:
 def _batches(directory: pathlib.Path, steps: range) -> dict[int, dict[str, str]]:
     """Returns the checksums of the batches of repeated steps, by step and name."""
     checksums = {}
-    for step in past.Past(str(directory)).steps(steps):
-        checksums[step.number] = {name: alike.checksum(x) for name, x in step.batch.items()}
+    for step in replayer.Replayer(str(directory)).steps(steps):
+        checksums[step.number] = {name: comparison.checksum(x) for name, x in step.batch.items()}
     return checksums
 
 
 def _examples(directory: pathlib.Path, step: int) -> str:
     """Describes the examples of a step in the seed's order; empty if the run's data is in another order."""
-    run = past.Past(str(directory))
+    run = replayer.Replayer(str(directory))
     (again,) = run.steps(range(step, step + 1))
     rows = range(len(next(iter(again.batch.values()))))
     numbers = run.examples(step, again.batch, list(rows))
-    return f" (undisturbed: examples {show.listed(list(map(str, numbers)))})" if numbers else ""
+    return (
+        f" (undisturbed: examples {formatting.listed(list(map(str, numbers)))})" if numbers else ""
+    )
 
 
-def _on(place: Elsewhere, command: Sequence[str]) -> list[str]:
+def _command_on(place: ResumeDevices, command: Sequence[str]) -> list[str]:
     """Returns the command of a run on other devices."""
     devices = f"--cpu_devices={place.devices // place.processes}"
     rest = cli.without_flags(command, ["cpu_devices"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from xshard.metrics import show
+from xshard.metrics import formatting
 from xshard.pod import attempts
 from xshard.report import charts
 from xshard.report import runs as runs_lib
@@ -28,7 +28,7 @@ _RED = "#d62728"
 
 def text(value: object) -> str:
     """Escapes a text for HTML."""
-    return html.escape(show.printable(str(value)))
+    return html.escape(formatting.printable(str(value)))
 
 
 def colour(number: int) -> str:
@@ -83,7 +83,7 @@ def bars(runs: Sequence[runs_lib.Run]) -> go.Figure | None:
     if not spent:
         return None
     traces = []
-    for number, part in enumerate((*attempts.PARTS, attempts.DOWN)):
+    for number, part in enumerate((*attempts.TIME_CATEGORIES, attempts.DOWN)):
         shares = [seconds[part] / max(seconds.total(), 1e-12) for seconds in spent.values()]
         trace = {
             "type": "bar",
@@ -91,7 +91,7 @@ def bars(runs: Sequence[runs_lib.Run]) -> go.Figure | None:
             "name": part,
             "x": shares,
             "y": [text(name) for name in spent],
-            "text": [show.duration(seconds[part]) for seconds in spent.values()],
+            "text": [formatting.duration(seconds[part]) for seconds in spent.values()],
             "hovertemplate": "%{x:.1%}: %{text}",
             "marker": {"color": colour(number)},
         }

@@ -11,7 +11,7 @@ import numpy as np
 
 from xshard import errors
 from xshard.files import jsonfile
-from xshard.metrics import show
+from xshard.metrics import formatting
 
 _EVALUATION = "eval/"
 
@@ -76,7 +76,7 @@ def numbers_of(values: Any) -> dict[str, list[float]]:
     """Returns the numbers of all groups under each name of a mapping, without values that are not numbers."""
     if not isinstance(values, dict):
         return {}
-    columns = {show.printable(name): _numbers(value) for name, value in values.items()}
+    columns = {formatting.printable(name): _numbers(value) for name, value in values.items()}
     return {name: numbers for name, numbers in columns.items() if numbers}
 
 
@@ -122,7 +122,7 @@ def _columns(table: _Table, file: str, notes: list[str]) -> Columns:
         steps, last = np.unique(np.array(all_steps, np.int64)[::-1], return_index=True)
         values = [all_values[-1 - index] for index in last.tolist()]
         kept, array = _array(values)
-        name = show.printable(name)
+        name = formatting.printable(name)
         lost = len(values) - len(array)
         if lost:
             notes.append(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from xshard import checkpoint, errors
 from xshard import config as config_lib
 from xshard.files import jsonfile, workdir
-from xshard.metrics import show
+from xshard.metrics import formatting
 from xshard.pod import attempts as attempts_lib
 from xshard.pod import status
 from xshard.report import rows as rows_lib
@@ -196,12 +196,14 @@ def _state(
     # The status of a failed process counts, else process 0's.
     failed = [row for row in processes if row["doing"].startswith("failed")]
     speaker = next(iter([*failed, *processes]), None)
-    doing = show.printable(speaker["doing"]) if speaker else ""
+    doing = formatting.printable(speaker["doing"]) if speaker else ""
     has_ended = speaker is None or doing.startswith(status.ENDS)
     is_stopped = doing.startswith("stopped")
     if has_ended and not is_stopped and results.get("finite") is False:
-        return "failed", show.printable(f"not finite: {results.get('why')}")
-    done = f"done: {show.printable(str(results['ended']))}" if results.get("ended") else "done"
+        return "failed", formatting.printable(f"not finite: {results.get('why')}")
+    done = (
+        f"done: {formatting.printable(str(results['ended']))}" if results.get("ended") else "done"
+    )
     if speaker is None:
         if results:
             return "done", done
@@ -212,7 +214,7 @@ def _state(
         return ("failed", doing) if failed else ("done", done)
     age = time.time() - speaker["time"]
     if age > status.SILENT_SECONDS:
-        return "silent", f"gone, or silent for {show.age(age)}; was {doing}"
+        return "silent", f"gone, or silent for {formatting.age(age)}; was {doing}"
     if doing == "training":
         return "running", doing
     return "running", f"running: {doing}"
@@ -225,4 +227,4 @@ def _names(paths: Sequence[pathlib.Path]) -> list[str]:
         names = [str(pathlib.PurePath(*path.parts[-length:])) for path in paths]
         if len(set(names)) == len(names):
             break
-    return [show.printable(name) for name in names]
+    return [formatting.printable(name) for name in names]

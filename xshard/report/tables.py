@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard import checkpoint
-from xshard.metrics import show
+from xshard.metrics import formatting
 from xshard.pod import attempts
 from xshard.report import charts, figures
 from xshard.report import rows as rows_lib
@@ -62,7 +62,7 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
             numbers(_last(run.training.get("loss"))),
             numbers(_last(run.training.get("skipped"))),
             Cell(f"{_number(run.step)} of {of_steps}"),
-            Cell(show.duration(goodput.seconds) if goodput else NOTHING),
+            Cell(formatting.duration(goodput.seconds) if goodput else NOTHING),
             Cell(str(len(run.attempts) or NOTHING)),
             Cell(f"{goodput.share:.1%}" if goodput else NOTHING),
             *(_median(run.training.get(f"perf/{name}")) for name in _RATES),
@@ -144,7 +144,7 @@ def _saved(entry: checkpoint.Entry, evaluated: Sequence[str]) -> list[Cell]:
     if entry.time is not None:
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(entry.time))
     if entry.nbytes is not None:
-        size = show.scaled(entry.nbytes, "B")
+        size = formatting.scaled(entry.nbytes, "B")
     reasons = []
     if entry.best:
         reasons.append(f"best {entry.best} by {entry.best_metric}")
@@ -180,7 +180,7 @@ def _median(column: rows_lib.Column | None) -> Cell:
     if column is None or np.isnan(column.values).all():
         return Cell(NOTHING)
     median = float(np.nanmedian(column.values))
-    return Cell(_number(median) if median < 1e4 else show.scaled(median, ""))
+    return Cell(_number(median) if median < 1e4 else formatting.scaled(median, ""))
 
 
 def _differing(runs: Sequence[runs_lib.Run]) -> list[str]:

@@ -16,9 +16,9 @@ from xshard import config as config_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import state as learner_lib
 from xshard.learners.state import FINE, STUCK, TROUBLE
-from xshard.metrics import deferred, show
+from xshard.metrics import deferred, formatting
 from xshard.optimizers import trees
-from xshard.run import jumps
+from xshard.run import loss_jumps
 
 _LOOK_AT = (
     "Check the learning rate, the data for NaN and infinities, and the loss for divisions by 0 and logarithms or square "
@@ -48,7 +48,7 @@ class NonfiniteError(Exception):
 Observed = Mapping[str, learner_lib.Observed]
 
 
-class Watch:
+class Monitor:
     """Checks that a run's steps are finite. It looks at each step some steps later, so that the device never waits.
 
     All processes see the same numbers of a step at the same later step, so they all make the same decision.
@@ -77,7 +77,7 @@ class Watch:
         factor, steps = 0.0, 1
         if self._policy == config_lib.ROLL_BACK:
             factor, steps = config.roll_back.loss_factor, config.roll_back.loss_steps
-        self._jumps = jumps.Jumps(factor, steps)
+        self._jumps = loss_jumps.JumpDetector(factor, steps)
         self._mesh = mesh
         # The paths have the order of `Observed.gradients`.
         self._paths = {name: list(trees.leaves_by_path(x.params)) for name, x in learners.items()}
@@ -124,7 +124,7 @@ class Watch:
         """Returns the state of the watch after all judged steps, as JSON values, for a run that resumes."""
         return {"stuck": self._stuck.tolist(), "losses": self._jumps.get_state()}
 
-    def at_end(self) -> str:
+    def failure(self) -> str:
         """Returns why the run did not end well, judged by its last steps; empty if it did."""
         if np.any(self._last == TROUBLE):
             return self._describe()
@@ -170,8 +170,8 @@ class Watch:
         medians = self._jumps.add(losses)
         descriptions = []
         for learner, group in np.argwhere(np.isfinite(medians)):
-            loss, median = (show.number(float(x[learner, group])) for x in (losses, medians))
-            factor = show.number(self._jumps.factor)
+            loss, median = (formatting.number(float(x[learner, group])) for x in (losses, medians))
+            factor = formatting.number(self._jumps.factor)
             description = f"the loss is {loss}, above {factor} times the earlier median, {median}"
             descriptions.append(self._whose(learner, group) + description)
         if descriptions:
@@ -223,18 +223,18 @@ class Watch:
 
 
 def _describe_update(loss: Any, bad: np.ndarray, paths: Sequence[str]) -> str:
-    numbers = f"the loss is {show.number(float(loss))}"
+    numbers = f"the loss is {formatting.number(float(loss))}"
     nonfinite = [paths[index] for index in np.flatnonzero(bad).tolist()]
     if not nonfinite:
         return numbers
     link = "but" if np.isfinite(loss) else "and"
     count = f"{len(nonfinite)} of {len(paths)} gradients"
-    return f"{numbers}, {link} {count} are not finite: {show.listed(nonfinite)}"
+    return f"{numbers}, {link} {count} are not finite: {formatting.listed(nonfinite)}"
 
 
 def of_state(step: int, paths: Sequence[str]) -> str:
     """Describes a state that is not finite after a step, by the paths of its arrays."""
-    return f"step {step}: the resulting state is not finite: {show.listed(paths)}"
+    return f"step {step}: the resulting state is not finite: {formatting.listed(paths)}"
 
 
 def message(why: str) -> str:

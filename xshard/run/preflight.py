@@ -16,10 +16,10 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.optimizers import trees, varying
-from xshard.stored import replicas as stored
+from xshard.stored import replica_state as stored
 
 # Calls a function that predicts.
-_Ask = Callable[[Callable[..., Any]], Any]
+_PredictionCaller = Callable[[Callable[..., Any]], Any]
 # Lets a TPU compute while an all-gather is in flight. The compiler does so by itself on v5e, but not on v5p and v6e.
 _WHILE_COMPUTING = {
     "xla_enable_async_all_gather": True,
@@ -41,7 +41,7 @@ def programs(
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
     batch: Mapping[str, jax.ShapeDtypeStruct],
-    act: _Ask | None = None,
+    act: _PredictionCaller | None = None,
 ) -> tuple[Any, Any]:
     """Returns the jitted training step and prediction, after tracing and checking them.
 
@@ -62,8 +62,12 @@ def programs(
     predict = jitted_predict(experiment, mesh)
     whole = mesh_lib.sharding(mesh)
     trace = lambda batch: predict.trace(state, batches.shapes_of(batch, whole))
-    traced = [of for ask in _asking(experiment, act) for of in _of_first(ask, trace)]
-    for program in traced or _of_example(experiment, mesh, batch, trace):
+    traced = [
+        of
+        for ask in _prediction_callers(experiment, act)
+        for of in _at_first_prediction(ask, trace)
+    ]
+    for program in traced or _traced_example(experiment, mesh, batch, trace):
         _check_prediction(experiment, mesh, program)
         stored.check_unread(experiment.predict, program.jaxpr, state, mesh)
     return train_step, predict
@@ -74,7 +78,7 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
     replicas = logical.of_config(experiment.config, mesh)
     if replicas is not None:
         mapped = step.on_replicas(experiment, replicas.mesh)
-        what = contract.described(experiment.train_step)
+        what = contract.describe_method(experiment.train_step)
         return logical.Program(what, mapped, replicas, donate_argnums=0)
     watched_step = step.make_watched_step(experiment, mesh)
     on_tpus = mesh.devices.flat[0].platform == "tpu"
@@ -82,7 +86,7 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
     return jax.jit(watched_step, donate_argnums=0, compiler_options=options)
 
 
-def one_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
+def single_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
     """Returns the training step as one jitted program with one replica on each device, for inspection.
 
     Raises:
@@ -147,7 +151,7 @@ def _differs(
             "needs a floating-point type. Count steps rather than examples, or keep a float32 mean over the batch."
         )
     return (
-        f"{contract.described(experiment.train_step)} leaves the state {why}, but a checkpoint keeps only one copy of it. "
+        f"{contract.describe_method(experiment.train_step)} leaves the state {why}, but a checkpoint keeps only one copy of it. "
         "Wrap it in xshard.PerReplica or xshard.PerExample, in init and in the step; make it equal with a collective, such "
         "as jax.lax.pmean(x, ('slice', 'replica')); or, if it is equal for a reason that the program does not show, declare "
         "that with xshard.equal_on_replicas."
@@ -163,29 +167,36 @@ class _PredictedError(BaseException):
 
 def samples_batch(experiment: experiment_lib.Experiment) -> Mapping[str, Any] | None:
     """Returns the first batch for which `experiment.samples` asks a prediction; None if it asks for none."""
-    for ask in _asking(experiment, None):
-        for batch in _of_first(ask, lambda batch: batch):
+    for ask in _prediction_callers(experiment, None):
+        for batch in _at_first_prediction(ask, lambda batch: batch):
             return batch
     return None
 
 
-def _asking(experiment: experiment_lib.Experiment, act: _Ask | None) -> Iterator[_Ask]:
+def _prediction_callers(
+    experiment: experiment_lib.Experiment, act: _PredictionCaller | None
+) -> Iterator[_PredictionCaller]:
     """Yields the functions that ask for predictions in a run: the experiment's samples, and training data that acts."""
     if type(experiment).samples is not experiment_lib.Experiment.samples:
-        where, key = contract.described(experiment.samples), experiment_lib.samples_key(experiment)
+        where, key = (
+            contract.describe_method(experiment.samples),
+            experiment_lib.samples_key(experiment),
+        )
         yield lambda predict: samples.named(where, experiment.samples(predict, key))
     if act is None:
         return
     if type(experiment).predict is experiment_lib.Experiment.predict:
         raise errors.UserError(
-            f"The data that {contract.described(experiment.train_batches)} returned acts on the model "
+            f"The data that {contract.describe_method(experiment.train_batches)} returned acts on the model "
             f"(acts_every_steps), but {type(experiment).__name__} makes no predictions: define predict(state, batch), or "
             "leave acts_every_steps out."
         )
     yield act
 
 
-def _of_first(ask: _Ask, use: Callable[[Mapping[str, Any]], Any]) -> list[Any]:
+def _at_first_prediction(
+    ask: _PredictionCaller, use: Callable[[Mapping[str, Any]], Any]
+) -> list[Any]:
     """Runs `ask` up to its first prediction, and returns the result of `use` on that prediction's batch.
 
     The list is empty if `ask` asks for no prediction.
@@ -202,7 +213,7 @@ def _of_first(ask: _Ask, use: Callable[[Mapping[str, Any]], Any]) -> list[Any]:
     return results
 
 
-def _of_example(
+def _traced_example(
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
     batch: Mapping[str, jax.ShapeDtypeStruct],
@@ -237,6 +248,6 @@ def _check_prediction(
             among = "groups"
             fix = "Return the outputs of all groups, as jax.lax.all_gather(outputs, 'group') does."
         raise errors.UserError(
-            f"{contract.described(experiment.predict)} returns {name!r}, {leaf.dtype} of shape {leaf.shape}, which differs "
+            f"{contract.describe_method(experiment.predict)} returns {name!r}, {leaf.dtype} of shape {leaf.shape}, which differs "
             f"between the {among}; a prediction must be equal on all devices. {fix}"
         )

@@ -36,7 +36,7 @@ _KINDS = {
 }
 
 
-class PartedError(errors.UserError):
+class ReplicaDivergenceError(errors.UserError):
     """The replicas of a group hold different copies of state that must be equal on all of them.
 
     It is raised on all processes after the same step. A run with on_parted='roll_back' catches it and rolls back.
@@ -52,7 +52,7 @@ class PartedError(errors.UserError):
         self.step = step
 
 
-class Watch:
+class Monitor:
     """Compares the copies of the replicas. It looks at each step some steps later, so that the device never waits.
 
     All processes see the same numbers of a step at the same later step, so they all make the same decision.
@@ -91,7 +91,7 @@ class Watch:
           The fingerprints that the step logs: two uint32 for each name. Empty if this step logs none.
 
         Raises:
-          PartedError: on all processes, if replicas hold different bits.
+          ReplicaDivergenceError: on all processes, if replicas hold different bits.
         """
         self._newest = state
         logged = {}
@@ -105,12 +105,12 @@ class Watch:
         return logged
 
     def flush(self) -> None:
-        """Checks all pending fingerprints; raises PartedError as `push` does."""
+        """Checks all pending fingerprints; raises ReplicaDivergenceError as `push` does."""
         if self._pending:
             self._look(self._pending[-1][0])
 
     def of_state(self, state: state_lib.TrainState) -> dict[str, Any]:
-        """Checks a state, and returns its fingerprints by kind, as text; raises PartedError as `push` does."""
+        """Checks a state, and returns its fingerprints by kind, as text; raises ReplicaDivergenceError as `push` does."""
         self._newest = state
         # Waits for the compilation in the background, so that the program is not compiled twice.
         if self._compiling is not None:
@@ -131,7 +131,7 @@ class Watch:
           store: where the checkpoint is.
 
         Raises:
-          PartedError: if replicas hold different bits, as in `push`.
+          ReplicaDivergenceError: if replicas hold different bits, as in `push`.
           UserError: on all processes, if the fingerprints differ from the saved ones.
         """
         if saved is None:
@@ -168,7 +168,7 @@ class Watch:
         while self._pending and self._pending[0][0] <= last:
             step, fingerprints = self._pending.popleft()
             if np.any(np.asarray(fingerprints.parted)):
-                raise PartedError(self._describe(step, fingerprints), step)
+                raise ReplicaDivergenceError(self._describe(step, fingerprints), step)
 
     def _describe(self, step: int, fingerprints: fingerprint.Fingerprints) -> str:
         """Describes which arrays differ, and on which replicas. It is collective: all processes must call it."""
@@ -178,7 +178,7 @@ class Watch:
         listed = "; ".join(f"{name}: {text}" for name, texts in parted.items() for text in texts)
         return (
             f"After step {step} the replicas hold different bits of {self._paths(state)} "
-            f"{contract.described(self._experiment.train_step)} must leave equal on all of them, because a checkpoint keeps "
+            f"{contract.describe_method(self._experiment.train_step)} must leave equal on all of them, because a checkpoint keeps "
             f"only one copy ({listed})"
         )
 

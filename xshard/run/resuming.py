@@ -9,9 +9,9 @@ from xshard import checkpoint, errors
 from xshard import state as state_lib
 from xshard.files import disk, workdir
 from xshard.files import identity as identity_lib
-from xshard.metrics import show
+from xshard.metrics import formatting
 from xshard.pod import processes
-from xshard.stored import replicas
+from xshard.stored import replica_state
 
 
 class Run(NamedTuple):
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     is_older: bool = False
 
 
-class Begin(NamedTuple):
+class StartState(NamedTuple):
     """The state that a new run begins with, or that a resumed run continues from.
 
     Attributes:
@@ -38,7 +38,7 @@ class Begin(NamedTuple):
       evaluated: whether the evaluation that was due at the state's step has been made.
       rows: the number of rows that the run had logged when the state was saved; None if that is not known.
       folder: the checkpoint's folder; empty for a new run.
-      watched: the saved value of `nonfinite.Watch.get_state`; None if there is none.
+      watched: the saved value of `nonfinite.Monitor.get_state`; None if there is none.
       fingerprints: the fingerprints of the state when it was saved, by kind; None if they are not known.
     """
 
@@ -105,7 +105,7 @@ def _identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set
     return Run(identity_lib.Identity(owner.id, new.fingerprint), changes, is_older=is_older)
 
 
-def check_reached(
+def check_newest(
     manager: checkpoint.Manager, directory: workdir.Workdir, run: Run, latest: int | None
 ) -> int | None:
     """Returns the newest step that the run has saved, if the work directory records it; called on process 0.
@@ -161,7 +161,7 @@ def check_replicas(manager: checkpoint.Manager, target: state_lib.TrainState, st
     except checkpoint.CheckpointError:
         # The restore reports a damaged checkpoint, and takes an older one.
         return
-    replicas.check_count(target, target.step.sharding.mesh, stored)
+    replica_state.check_count(target, target.step.sharding.mesh, stored)
 
 
 def _or_begin_again(directory: workdir.Workdir) -> str:
@@ -188,6 +188,6 @@ def check_finite(manager: checkpoint.Manager, step: int) -> None:
             f"{'; '.join(commands)}."
         )
     raise errors.UserError(
-        f"The checkpoint of step {step} in {store} is not finite ({show.listed(bad)}), so the run would only "
+        f"The checkpoint of step {step} in {store} is not finite ({formatting.listed(bad)}), so the run would only "
         f"fail again. {way} --config.on_nonfinite=warn resumes from step {step} all the same."
     )

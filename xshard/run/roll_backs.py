@@ -24,7 +24,7 @@ from xshard import state as state_lib
 from xshard.data import batches as batches_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import rows as rows_lib
-from xshard.run import history, nonfinite, replication
+from xshard.run import nonfinite, replication, roll_back_history
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class RollBacks:
         self._factor = config.roll_back.learning_rate_factor
         policies = {
             nonfinite.NonfiniteError: config.on_nonfinite,
-            replication.PartedError: config.on_parted,
+            replication.ReplicaDivergenceError: config.on_parted,
         }
         self._reasons = [x for x, policy in policies.items() if policy == config_lib.ROLL_BACK]
         self._every = config.checkpoint.every_steps
@@ -71,9 +71,9 @@ class RollBacks:
         self._batches = batches
         self._say = say
         self._doing = doing
-        self._all: list[history.RollBack] = []
-        # As `history.standing` returns them.
-        self._standing: dict[int, history.RollBack] = {}
+        self._all: list[roll_back_history.RollBack] = []
+        # As `roll_back_history.in_effect` returns them.
+        self._in_effect: dict[int, roll_back_history.RollBack] = {}
 
     @property
     def is_ready(self) -> bool:
@@ -88,14 +88,16 @@ class RollBacks:
         Raises:
           UserError: on all processes, if a run cannot have written the file.
         """
-        values = self._manager.agree(lambda: [list(entry) for entry in history.read(self._path)])
-        self._all = [history.RollBack(*value) for value in values]
-        self._standing = history.standing(self._all)
+        values = self._manager.agree(
+            lambda: [list(entry) for entry in roll_back_history.read(self._path)]
+        )
+        self._all = [roll_back_history.RollBack(*value) for value in values]
+        self._in_effect = roll_back_history.in_effect(self._all)
         given_up = [folder for entry in self._all for folder in entry.given_up]
         self._manager.agree(lambda: self._manager.give_up(given_up))
-        self._batches.pass_over(history.passes(self._all))
+        self._batches.set_skips(roll_back_history.batches_to_skip(self._all))
 
-    def repeated(self, attempt: Callable[[], T]) -> T:
+    def retry(self, attempt: Callable[[], T]) -> T:
         """Attempts to make a run's steps, and attempts again after each roll-back.
 
         Args:
@@ -106,7 +108,7 @@ class RollBacks:
 
         Raises:
           NonfiniteError: with all roll-backs in its message, if the run may not roll back again.
-          PartedError: likewise.
+          ReplicaDivergenceError: likewise.
         """
         while True:
             trouble: tuple[Any, ...]
@@ -115,14 +117,14 @@ class RollBacks:
             except nonfinite.NonfiniteError as e:
                 trouble = e.step, str(e)
             except checkpoint.NonfiniteError as e:
-                trouble = self._looked_at(e.step), str(e)
-            except replication.PartedError as e:
-                trouble = e.step, e.what, replication.PartedError
+                trouble = self._scheduled_check(e.step), str(e)
+            except replication.ReplicaDivergenceError as e:
+                trouble = e.step, e.what, replication.ReplicaDivergenceError
             # Outside the `except` clauses, because the exception's traceback keeps the arrays of the attempt alive.
             self.add(*trouble)
 
     @contextlib.contextmanager
-    def left_undecided(self, *, is_stopped: bool) -> Iterator[None]:
+    def tolerate_nonfinite_save(self, *, is_stopped: bool) -> Iterator[None]:
         """Tolerates a state that is not finite in the extra save of a run that is being stopped.
 
         The resumed run makes these steps again, and then decides as a run that was never stopped.
@@ -140,7 +142,7 @@ class RollBacks:
         Args:
           step: the step in trouble; its batch is the last that is skipped.
           why: what was wrong with the step, for the user.
-          reason: NonfiniteError, or PartedError, for which no data is skipped.
+          reason: NonfiniteError, or ReplicaDivergenceError, for which no data is skipped.
 
         Raises:
           NonfiniteError: or the type that `reason` names, if the config does not allow another roll-back for this
@@ -149,36 +151,38 @@ class RollBacks:
         if reason not in self._reasons:
             raise reason(why, step)
         if len(self._all) >= self._limit:
-            raise reason(f"{why}{self._story()}", step)
+            raise reason(f"{why}{self._history_text()}", step)
         self._doing("saving")
         # The checkpoint that is being written may be the one to go back to, or one to give up.
         try:
             self._manager.wait()
         except checkpoint.CheckpointError as e:
             self._say(f"not saved: {e}")
-        is_past = reason is nonfinite.NonfiniteError
-        choose = self._choose if is_past else self._choose_equal
+        skips_data = reason is nonfinite.NonfiniteError
+        choose = self._choose if skips_data else self._choose_equal
         restored = self._manager.agree(lambda: choose(step))
         if restored is None:
             raise reason(f"{why}; there is no checkpoint to roll back to", step)
         given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
-        last = self._used(step if is_past else restored)
+        last = self._batches_drawn(step if skips_data else restored)
         # The factor accumulates over roll-backs. Parted replicas are no sign of too large updates, so they keep it.
         scale = self._all[-1].update_scale if self._all else 1.0
-        scale *= self._factor if is_past else 1.0
-        new = history.RollBack(step, why, restored, self._used(restored) + 1, last, given_up, scale)
+        scale *= self._factor if skips_data else 1.0
+        new = roll_back_history.RollBack(
+            step, why, restored, self._batches_drawn(restored) + 1, last, given_up, scale
+        )
         # Nothing has been changed yet: a kill before this write leaves no trace, and one after it is completed.
         values = [entry._asdict() for entry in (*self._all, new)]
         self._manager.agree(lambda: jsonfile.write(self._path, values))
         self._say(f"{new} (roll-back {len(values)} of at most {self._limit})")
 
-    def backed_off(self, step: int, state: state_lib.TrainState) -> state_lib.TrainState:
-        """Returns the state for a step, as `history.backed_off` does."""
-        return history.backed_off(self._standing, step, state)
+    def with_back_off(self, step: int, state: state_lib.TrainState) -> state_lib.TrainState:
+        """Returns the state for a step, as `roll_back_history.with_back_off` does."""
+        return roll_back_history.with_back_off(self._in_effect, step, state)
 
     def row(self, step: int) -> rows_lib.Row | None:
         """Returns the row, logged before a step's own, that names the batches skipped before it; None if none were."""
-        entry = self._standing.get(step - 1)
+        entry = self._in_effect.get(step - 1)
         if entry is None:
             return None
         values = {
@@ -189,16 +193,16 @@ class RollBacks:
         }
         return {"step": step, **{f"roll_back/{name}": value for name, value in values.items()}}
 
-    def _used(self, step: int) -> int:
+    def _batches_drawn(self, step: int) -> int:
         """Returns the number of batches that the run has drawn after a step, used or skipped."""
-        return step + sum(entry.passed for at, entry in self._standing.items() if at < step)
+        return step + sum(entry.num_skipped for at, entry in self._in_effect.items() if at < step)
 
-    def _story(self) -> str:
+    def _history_text(self) -> str:
         times = f"{len(self._all)} time{'s' if len(self._all) > 1 else ''}"
         before = "; ".join(f"({number}) {entry}" for number, entry in enumerate(self._all, 1))
         return f". The run has rolled back {times}, the most that roll_back.limit allows: {before}"
 
-    def _looked_at(self, step: int) -> int:
+    def _scheduled_check(self, step: int) -> int:
         """Returns the scheduled save at which every run detects a state that is not finite, though its loss is.
 
         An extra save in between detects it earlier. Rounding up to the schedule gives the same roll-back in both cases.
@@ -235,7 +239,7 @@ def _check(
             "on_nonfinite='roll_back' skips batches without training on them, but the batches of train_batches come "
             "from acting on the model (acts_every_steps): set on_nonfinite to 'stop', 'skip' or 'warn'."
         )
-    elif options.learning_rate_factor < 1 and not history.has_scale(target):
+    elif options.learning_rate_factor < 1 and not roll_back_history.has_scale(target):
         raise errors.UserError(
             f"roll_back.learning_rate_factor={options.learning_rate_factor} lowers the updates of rules made by "
             "OptaxOptimizer(..., backs_off=True), but this experiment has none: pass backs_off=True, or set the factor to 1."

@@ -14,8 +14,8 @@ from xshard import state as state_lib
 from xshard.data import batches as batches_lib
 from xshard.files import identity as identity_lib
 from xshard.files import workdir
+from xshard.metrics import formatting, writers
 from xshard.metrics import log as log_lib
-from xshard.metrics import show, writers
 from xshard.run import nonfinite, resuming, states
 
 # The key of a checkpoint's metadata for the number of rows that the run had logged when it saved.
@@ -70,7 +70,7 @@ class Checkpoints:
         )
         self.manager = self.states.manager
 
-    def check_begin(self, source: checkpoint.Source | None) -> None:
+    def check_can_start(self, source: checkpoint.Source | None) -> None:
         """Checks that the run can resume, or that a new run can begin from `source`.
 
         Raises:
@@ -82,13 +82,13 @@ class Checkpoints:
         latest = None
         if not self._run.sets_aside:
             latest = self.manager.latest_step()
-            self.manager.agree(lambda: self._check_reached(latest))
+            self.manager.agree(lambda: self._check_newest(latest))
         if latest is not None:
             self.manager.agree(lambda: resuming.check_replicas(self.manager, target, latest))
         if source is not None and latest is None:
             checkpoint.check_init(source, target)
 
-    def resume_or_init(self, source: checkpoint.Source | None) -> resuming.Begin:
+    def resume_or_init(self, source: checkpoint.Source | None) -> resuming.StartState:
         """Restores the newest checkpoint, or creates a new state if there is none yet.
 
         Args:
@@ -100,10 +100,10 @@ class Checkpoints:
         # After a roll-back the run saves steps that it has saved before.
         self._last = None
         latest = self.manager.agreed_latest_step()
-        reached = self.manager.agree(lambda: self._check_reached(latest))
+        reached = self.manager.agree(lambda: self._check_newest(latest))
         if latest is None:
             state = self.states.init()
-            return resuming.Begin(state if source is None else self._init_from(source, state))
+            return resuming.StartState(state if source is None else self._init_from(source, state))
         if source is not None:
             states.say(
                 f"--init_from={source.place} is for a new run; this run resumes from its own checkpoint"
@@ -127,20 +127,20 @@ class Checkpoints:
         if not restored.is_whole:
             # The saved fingerprints cover other arrays than this state has, so they cannot be compared with it.
             fingerprints = None
-        return resuming.Begin(
+        return resuming.StartState(
             restored.state, evaluated, rows, restored.folder, watched, fingerprints
         )
 
-    def _check_reached(self, latest: int | None) -> int | None:
-        return resuming.check_reached(self.manager, self._directory, self._run, latest)
+    def _check_newest(self, latest: int | None) -> int | None:
+        return resuming.check_newest(self.manager, self._directory, self._run, latest)
 
-    def go_on_from(self, begin: resuming.Begin) -> None:
+    def record_restored_step(self, begin: resuming.StartState) -> None:
         """Records the restored step as the newest that the run has reached; later steps no longer count."""
         step = int(begin.state.step)
         if begin.folder:
-            self.manager.agree(lambda: self._note_reached(step, begin.folder))
+            self.manager.agree(lambda: self._record_newest(step, begin.folder))
 
-    def check_rows(self, begin: resuming.Begin, log: log_lib.Log) -> None:
+    def check_rows(self, begin: resuming.StartState, log: log_lib.Log) -> None:
         """Reports, on process 0, if rows that were logged before the checkpoint was saved are missing."""
         if begin.rows is None or jax.process_index() != 0:
             return
@@ -150,7 +150,7 @@ class Checkpoints:
                 "checkpoint; the other metrics files are rebuilt from these."
             )
 
-    def late_evaluation(self, step: int) -> dict[str, Any] | None:
+    def find_late_evaluation(self, step: int) -> dict[str, Any] | None:
         """Returns the evaluation of a step that was saved without one, if its row has been written since, else None."""
         return self.manager.agree(lambda: writers.evaluation(self._directory.metrics, step))
 
@@ -179,12 +179,12 @@ class Checkpoints:
         self, source: checkpoint.Source, state: state_lib.TrainState
     ) -> state_lib.TrainState:
         # The source's arrays have the whole shapes of a checkpoint; this state's arrays may be in shards.
-        storage = self.states.storage
-        whole = storage.to_whole(state)
+        converter = self.states.converter
+        whole = converter.to_whole(state)
         taken = checkpoint.init_from(source, whole)
-        return storage.from_whole(storage.begin_averages(taken, whole))
+        return converter.from_whole(converter.begin_averages(taken, whole))
 
-    def evaluated_late(self, step: int, metrics: Mapping[str, Any], log: log_lib.Log) -> None:
+    def add_late_evaluation(self, step: int, metrics: Mapping[str, Any], log: log_lib.Log) -> None:
         """Adds the metrics of an evaluation to the checkpoint of its step, which was saved before.
 
         Args:
@@ -219,7 +219,7 @@ class Checkpoints:
         with self._tolerated():
             self.manager.save(
                 step,
-                self.states.storage.to_whole(state),
+                self.states.converter.to_whole(state),
                 {**self._metadata, **noted, _ROWS: log.rows},
                 data=self._batches.position(step),
                 metrics=_numbers(metrics),
@@ -257,19 +257,21 @@ class Checkpoints:
         """Records and reports a committed checkpoint, on process 0, in the thread that saved it."""
         # The checkpoint is committed, so an error here must not make the save fail.
         try:
-            self._note_reached(saved.step, saved.folder)
+            self._record_newest(saved.step, saved.folder)
         except (errors.UserError, OSError) as e:
             states.say(f"step {saved.step} is saved, but: {e}")
-        size = show.scaled(saved.nbytes, "B")
+        size = formatting.scaled(saved.nbytes, "B")
         message = (
             f"step {saved.step}: saved {size} in {saved.seconds:.2g} s, in {self.manager.store}"
         )
         if saved.nonfinite:
-            message += f"; NOT FINITE: {show.listed(saved.nonfinite)}"
+            message += f"; NOT FINITE: {formatting.listed(saved.nonfinite)}"
         self._notify(message)
 
-    def _note_reached(self, step: int, folder: str) -> None:
-        self._directory.note_reached(workdir.Reached(step, folder, str(self.manager.store)))
+    def _record_newest(self, step: int, folder: str) -> None:
+        self._directory.record_newest(
+            workdir.NewestCheckpoint(step, folder, str(self.manager.store))
+        )
 
     @contextlib.contextmanager
     def _tolerated(self) -> Iterator[None]:

@@ -15,8 +15,7 @@ from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.files import workdir
-from xshard.stored import replicas
-from xshard.stored import storage as storage_lib
+from xshard.stored import conversion, replica_state
 
 
 class States:
@@ -25,7 +24,7 @@ class States:
     Attributes:
       manager: the checkpoints.
       target: the shapes, types and shardings of a state in a checkpoint.
-      storage: converts a state to the shapes of a checkpoint, and back.
+      converter: converts a state to the shapes of a checkpoint, and back.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class States:
         self._args = experiment, mesh, experiment.config.seed, example
         self.manager = manager(experiment.config, str(directory.checkpoints), owner, committed)
         self.target = state_lib.abstract_state(*self._args, whole=True)
-        self.storage = storage_lib.Storage(experiment, mesh)
+        self.converter = conversion.StateConverter(experiment, mesh)
         self._mesh = mesh
 
     def init(self) -> state_lib.TrainState:
@@ -70,10 +69,12 @@ class States:
         Raises:
           CheckpointError: as `Manager.restore` does.
         """
-        target = functools.partial(replicas.fit, self.target, self._mesh) if fits else self.target
+        target = (
+            functools.partial(replica_state.fit, self.target, self._mesh) if fits else self.target
+        )
         older = lambda: state_lib.abstract_state(*self._args, whole=True, all_slots=True)
         restored = self.manager.restore(target, step, may_hold=older)
-        return restored._replace(state=self.storage.from_whole(restored.state))
+        return restored._replace(state=self.converter.from_whole(restored.state))
 
 
 def manager(

@@ -17,7 +17,7 @@ from xshard.logical.replicas import Replicas
 # Arrays by index: results of exchanges, or outputs that replicas keep.
 Results = dict[int, jax.Array]
 # The arrays that a replica sends into an exchange, and the outputs that it keeps.
-Brought = tuple[list[jax.Array], Results]
+Sent = tuple[list[jax.Array], Results]
 OWN = jax.P(mesh_lib.BATCH)
 
 
@@ -110,7 +110,7 @@ class Inputs:
         return _joined(self.own, equal, own)
 
 
-class Parts:
+class SegmentedProgram:
     """The parts of a program, as functions of the arrays that one device holds."""
 
     def __init__(self, what: str, mapped: Mapped, replicas: Replicas, args: Any):
@@ -123,10 +123,10 @@ class Parts:
         program, returned = trace(*self.inputs.shapes(dict.fromkeys(axes, 1)))
         self._out_tree, self._finish = jax.tree.structure(returned), mapped.finish
         out_specs = jax.tree.leaves(jax.tree.broadcast(mapped.out_specs, returned))
-        self._left_own = list(map(_is_own, out_specs))
+        self._outputs_own = list(map(_is_own, out_specs))
         self.out_specs = [spec for spec in out_specs if not _is_own(spec)]
         self.own_specs = list(filter(_is_own, out_specs))
-        self.split = split_lib.split(program, what, axes, self.inputs.own, self._left_own)
+        self.split = split_lib.split(program, what, axes, self.inputs.own, self._outputs_own)
         # With several groups, values that are equal within a group have a leading dimension of groups.
         self._grouped = groups > 1
         self.equal = jax.P(mesh_lib.GROUP) if self._grouped else jax.P()
@@ -145,7 +145,7 @@ class Parts:
 
     def finish(self, outputs: Sequence[Any], own: Sequence[Any]) -> Any:
         """Assembles the final result from the results of `after` and of `join`."""
-        leaves = _joined(self._left_own, outputs, own)
+        leaves = _joined(self._outputs_own, outputs, own)
         return self._finish(jax.tree.unflatten(self._out_tree, leaves))
 
     def divide(self, own: Sequence[jax.Array], numbers: jax.Array) -> list[Replica]:
@@ -159,7 +159,7 @@ class Parts:
         dims = enumerate(map(_dim, self.own_specs))
         return [jnp.concatenate([of_one[i][0] for of_one in kept], dim) for i, dim in dims]
 
-    def before(self, at: int, state: Any, results: Results, replica: Replica) -> Brought:
+    def before(self, at: int, state: Any, results: Results, replica: Replica) -> Sent:
         """Computes the arrays that a replica sends into an exchange, and the outputs that it keeps."""
         equal = self.inputs.joined(state, replica.own)
         shards = {i: x[0] for i, x in replica.shards.items()}
@@ -171,18 +171,18 @@ class Parts:
         return stacked[:count], dict(zip(exchange.kept, stacked[count:], strict=True))
 
     def exchange(
-        self, at: int, brought: Sequence[list[jax.Array]], numbers: Sequence[jax.Array]
+        self, at: int, sent: Sequence[list[jax.Array]], numbers: Sequence[jax.Array]
     ) -> tuple[Results, list[Results]]:
         """Exchanges the arrays of a device's replicas. Returns the equal results, and each replica's shards."""
         # Removes the leading dimension of places, of size 1.
-        held = [[x[0] for x in of_round] for of_round in brought]
+        held = [[x[0] for x in of_round] for of_round in sent]
         exchange, replicas = self.split.exchanges[at], self._replicas
         # If every place has a replica, no mask is needed.
         is_full = replicas.places == replicas.count
-        is_one = None if is_full else jnp.concatenate(numbers) < replicas.count
+        has_replica = None if is_full else jnp.concatenate(numbers) < replicas.count
         how = replicas.count, replicas.limbs, replicas.gather_steps
-        made = sums.combine(exchange.kinds, held, is_one, *how)
-        equal, shards = Results(), [Results() for _ in brought]
+        made = sums.combine(exchange.kinds, held, has_replica, *how)
+        equal, shards = Results(), [Results() for _ in sent]
         for i, kind, x in zip(exchange.results, exchange.kinds, made, strict=True):
             if kind.name != split_lib.SCATTER:
                 equal[i] = x[None] if self._grouped else x
@@ -213,7 +213,7 @@ class Parts:
             if not each.kinds:
                 continue
             numbers = [replica.number for replica in replicas]
-            equal, shards = exchange(at, [brought for brought, _ in made], numbers)
+            equal, shards = exchange(at, [sent for sent, _ in made], numbers)
             # Frees the sent arrays, which are large for all replicas of a device together.
             del made
             results = results | equal

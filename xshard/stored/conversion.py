@@ -60,7 +60,7 @@ def gathered(
     return state_lib.map_learners(of_learner, local)
 
 
-class Storage:
+class StateConverter:
     """Converts a run's state to the shapes of a checkpoint, which do not depend on the number of replicas, and back."""
 
     def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
@@ -94,8 +94,8 @@ class Storage:
         if name not in self._layouts:
             self._layouts[name] = state_lib.layouts_of(self._experiment, self._mesh, state)
         layouts = self._layouts[name]
-        # The layouts differ only in flattened slots. `due` collects the slots that are not in the wanted layout yet.
-        due: dict[str, dict[str, jax.Array]] = {}
+        # The layouts differ only in flattened slots. `pending` collects the slots that are not in the wanted layout yet.
+        pending: dict[str, dict[str, jax.Array]] = {}
         for module, arrays in state.opt_state.items():
             for slot, x in arrays.items():
                 layout = layouts.get(module, {}).get(slot)
@@ -103,20 +103,20 @@ class Storage:
                     continue
                 is_whole = x.shape[-len(layout.shape) :] == layout.shape
                 if is_whole != whole:
-                    due.setdefault(module, {})[slot] = x
-        if not due:
+                    pending.setdefault(module, {})[slot] = x
+        if not pending:
             return state
         key = name, whole
         if key not in self._jitted:
             change = layouts_lib.whole if whole else layouts_lib.stored
             reshape = functools.partial(state_lib.map_sharded, change, layouts, self._mesh)
-            shapes = jax.eval_shape(reshape, due)
+            shapes = jax.eval_shape(reshape, pending)
             args = self._experiment, self._mesh, layouts, shapes
             specs = state_lib.opt_specs(*args, whole=whole)
             places = jax.tree.map(lambda spec: mesh_lib.sharding(self._mesh, *spec), specs)
             self._jitted[key] = jax.jit(reshape, out_shardings=places)
         opt_state = dict(state.opt_state)
-        for module, arrays in self._jitted[key](due).items():
+        for module, arrays in self._jitted[key](pending).items():
             opt_state[module] = {**opt_state[module], **arrays}
         return state.replace(opt_state=opt_state)
 

@@ -32,7 +32,7 @@ class UnreadableError(IncompleteError):
     """A step whose compiled program this version of JAX cannot read."""
 
 
-def describe(
+def analyze(
     result: dict[str, Any],
     stages: Sequence[logical.Stage],
     chip: chips.Chip,

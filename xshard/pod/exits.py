@@ -16,10 +16,10 @@ SHORT_SECONDS = 1.0
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Ends this process from any thread."""
     # The training thread may be blocked while it holds the terminal, so the wait for the terminal is bounded.
-    processes.bounded(terminal.leave, SHORT_SECONDS)
+    processes.with_timeout(terminal.close_progress_line, SHORT_SECONDS)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -17,8 +17,8 @@ from xshard import contract, errors, supervised
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.learners import checked, within
-from xshard.learners.state import held_like, is_learner
+from xshard.learners import run_context, update_stub
+from xshard.learners.state import is_learner, layout_of_copies
 from xshard.optimizers import layouts, primitives, trees, varying
 
 _NONE: varying.Axes = frozenset()
@@ -54,12 +54,12 @@ def call(
       UserError: if the method uses a replica's shard of a parameter as if it were the whole parameter.
     """
     layouts_of = _layouts_of(shapes)
-    with within.run_on(mesh, experiment.sharding_rules(), whole=whole):
+    with run_context.run_on(mesh, experiment.sharding_rules(), whole=whole):
         with _explained(layouts_of):
             returned = method(*args)
         if layouts_of and not supervised.leaves_state_alone(experiment):
-            with within.looked_into():
-                _Uses(method, layouts_of, args).check(steps=not whole)
+            with run_context.analysis_only():
+                _UsageChecker(method, layouts_of, args).check(steps=not whole)
     return returned
 
 
@@ -69,10 +69,10 @@ def _layouts_of(state: state_lib.TrainState) -> dict[str, layouts.Layout]:
     layout: layouts.Layout | None
     learners = state_lib.learners(state)
     for name, learner in learners.items():
-        for path, layout in learner.rules.held.items():
-            if layout.held:
+        for path, layout in learner.rules.sharding.items():
+            if layout.shards_param:
                 held[f"{name}/params/{path}".removeprefix("/")] = layout
-    copied = held_like(learners.values())
+    copied = layout_of_copies(learners.values())
     node = lambda x: is_learner(x) or experiment_lib.is_own(x)
     for place, x in jax.tree_util.tree_leaves_with_path(state.experiment, is_leaf=node):
         path = trees.path_name(place)
@@ -98,7 +98,7 @@ def _explained(held: Mapping[str, layouts.Layout]) -> Iterator[None]:
         raise
 
 
-class _Uses:
+class _UsageChecker:
     """Follows the values that are shards through the program of a method."""
 
     def __init__(
@@ -111,8 +111,8 @@ class _Uses:
           held: the layouts of sharded arrays, by path in the experiment's state.
           args: the method's arguments.
         """
-        self._where = contract.described(method)
-        self._held = held
+        self._where = contract.describe_method(method)
+        self._layouts = held
         self._method = method
         self._args = args
         # The variables whose elements are all equal. Such a value is the same for a shard and for the whole.
@@ -138,7 +138,7 @@ class _Uses:
         results = varying.outputs(jaxpr, inputs, self._of_equation)
         for name, var, noted in zip(sorted(shapes), jaxpr.outvars, results, strict=True):
             index, _, path = name.partition("/")
-            layout = self._held.get(path) if steps and index == "0" else None
+            layout = self._layouts.get(path) if steps and index == "0" else None
             if layout is not None and self._is_kept(var, noted, layout):
                 continue
             self._check_whole(noted)
@@ -165,7 +165,7 @@ class _Uses:
             if node(x):
                 inputs += [varying.ALL | _other(leaf) for leaf in jax.tree.leaves(x)]
             else:
-                inputs.append(frozenset([_SHARD + path]) if path in self._held else _other(x))
+                inputs.append(frozenset([_SHARD + path]) if path in self._layouts else _other(x))
         return inputs + [varying.ALL | _other(leaf) for leaf in jax.tree.leaves(others)]
 
     def _of_equation(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
@@ -173,11 +173,11 @@ class _Uses:
         # A gathered parameter is whole, so the marks of its shard end here.
         if called == varying.GATHERED:
             return [_other(x.aval) for x in eqn.outvars]
-        if called == checked.REPLICAS_OWN:
+        if called == update_stub.REPLICAS_OWN:
             return [varying.ALL | _other(x.aval) for x in eqn.outvars]
-        if called == checked.USED_AS_WHOLE:
+        if called == update_stub.USED_AS_WHOLE:
             self._check_whole(*inputs)
-        if called == checked.USED_AS_SHARDS:
+        if called == update_stub.USED_AS_SHARDS:
             self._check_shards(*inputs)
             return inputs
         if name in ("cond", "while") and _gathers(eqn):
@@ -220,7 +220,7 @@ class _Uses:
 
     def _layout(self, noted: varying.Axes) -> layouts.Layout | None:
         """Returns the layout of a value that is computed elementwise from shards alone; None for any other value."""
-        shards = [self._held[path] for path in _paths(noted)]
+        shards = [self._layouts[path] for path in _paths(noted)]
         if _OTHER in noted or any(x.startswith(_MIXED) for x in noted):
             return None
         return shards[0] if shards and all(layout == shards[0] for layout in shards) else None
@@ -303,6 +303,6 @@ def _line(eqn: Any) -> str:
     """Returns the line of the user's code that an equation comes from, in parentheses; empty if unknown."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if errors.is_users(frame.file_name):
-            return f" ({errors.shown(frame.file_name)}:{frame.line_num})"
+        if errors.is_user_file(frame.file_name):
+            return f" ({errors.display_path(frame.file_name)}:{frame.line_num})"
     return ""

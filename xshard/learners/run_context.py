@@ -13,7 +13,7 @@ from xshard import mesh as mesh_lib
 from xshard.optimizers import trees
 
 
-class Run(NamedTuple):
+class RunContext(NamedTuple):
     """The run within which a learner is called; the fields are the arguments of `run_on`."""
 
     mesh: jax.sharding.Mesh
@@ -22,13 +22,13 @@ class Run(NamedTuple):
     whole: bool
 
 
-_CURRENT: contextvars.ContextVar[Run] = contextvars.ContextVar("run")
+_CURRENT: contextvars.ContextVar[RunContext] = contextvars.ContextVar("run")
 # The shard and the whole array of each gathered parameter, by path.
 _GATHERED: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
     "gathered", default=types.MappingProxyType({})
 )
 # A user context, so that JAX's caches never reuse a trace from one value for the other.
-_LOOKED_INTO = jax.make_user_context(False)
+_ANALYSIS_ONLY = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -47,20 +47,20 @@ def run_on(
       all_slots: whether to create slots for frozen parameters too, as old checkpoints contain them.
       whole: whether the rules' state is whole even with a sharded update, as in evaluations.
     """
-    token = _CURRENT.set(Run(mesh, sharding_rules, all_slots, whole))
+    token = _CURRENT.set(RunContext(mesh, sharding_rules, all_slots, whole))
     try:
         yield
     finally:
         _CURRENT.reset(token)
 
 
-def run() -> Run:
+def current() -> RunContext:
     """The run whose step is being traced; UserError outside a run."""
     current = _CURRENT.get(None)
     if current is None:
         raise errors.UserError(
             "A Learner must be called in the init, train_step, eval_step or predict of an Experiment, where the run "
-            "sets its mesh. Elsewhere: with xshard.learners.within.run_on(mesh): ..."
+            "sets its mesh. Elsewhere: with xshard.learners.run_context.run_on(mesh): ..."
         )
     return current
 
@@ -91,11 +91,11 @@ def gathered(params: Mapping[str, Any]) -> dict[str, jax.Array]:
     return arrays
 
 
-def looked_into(is_so: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Tells learners whether the current trace is only analyzed and never run: see `xshard.stored.held`."""
-    return _LOOKED_INTO(is_so)
+def analysis_only(is_so: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Tells learners whether the current trace is only analyzed and never run: see `xshard.stored.shard_usage`."""
+    return _ANALYSIS_ONLY(is_so)
 
 
-def is_looked_into() -> bool:
+def is_analysis_only() -> bool:
     """Returns whether the current trace is only analyzed and never run."""
-    return bool(_LOOKED_INTO.value)
+    return bool(_ANALYSIS_ONLY.value)

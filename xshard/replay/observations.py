@@ -14,10 +14,10 @@ from jax import lax
 from jax.extend import core
 
 from xshard import mesh as mesh_lib
-from xshard.replay import program as program_lib
+from xshard.replay import dataflow
 
 
-class Looks(NamedTuple):
+class Observations(NamedTuple):
     """The observations of a program's values.
 
     Attributes:
@@ -36,16 +36,18 @@ class Looks(NamedTuple):
         return not np.isfinite(self.largest[replica, value])
 
 
-def evaluator(program: program_lib.Program, mesh: jax.sharding.Mesh) -> Callable[..., Looks]:
+def make_observer(
+    program: dataflow.Program, mesh: jax.sharding.Mesh
+) -> Callable[..., Observations]:
     """Returns the function that takes a state and a batch to observations of all values of a step; it compiles once."""
     params = program.mapped.params
     along = jax.P(mesh_lib.BATCH)
 
     def on_replica(*inputs: Any) -> Any:
-        look = _Look(program)
-        _, seen = look.run(program.block, inputs, ())
+        observe = _Interpreter(program)
+        _, seen = observe.run(program.block, inputs, ())
         # The zero keeps the stack from being empty.
-        squares = jnp.stack([*look.squares, jnp.zeros((), jnp.float32)])
+        squares = jnp.stack([*observe.squares, jnp.zeros((), jnp.float32)])
         return jax.tree.map(lambda x: x[None], (*seen, squares))
 
     mapped = mesh_lib.on_replicas(
@@ -65,43 +67,43 @@ def evaluator(program: program_lib.Program, mesh: jax.sharding.Mesh) -> Callable
         raise AssertionError("the program runs on no replica")
 
     jitted = jax.jit(whole)
-    seen = np.flatnonzero([program_lib.is_looked_at(value) for value in program.values])
+    seen = np.flatnonzero([dataflow.can_be_nonfinite(value) for value in program.values])
 
-    def look(state: Any, batch: Any) -> Looks:
+    def observe(state: Any, batch: Any) -> Observations:
         some, some_rounds, squares = jax.device_get(jitted(state, batch))
         largest = np.zeros((len(some), len(program.values)), np.float32)
-        rounds = np.zeros((*largest.shape, program_lib.DEPTH), np.int32)
+        rounds = np.zeros((*largest.shape, dataflow.DEPTH), np.int32)
         largest[:, seen], rounds[:, seen] = some, some_rounds
-        return Looks(largest, rounds, squares)
+        return Observations(largest, rounds, squares)
 
-    return look
+    return observe
 
 
 # The observations of a function's values: the largest magnitudes, and the rounds.
-_Seen = tuple[jax.Array, jax.Array]
+_Observed = tuple[jax.Array, jax.Array]
 # The results of an equation, and the observations of its values.
-_Evaluated = tuple[list[Any], list[_Seen]]
+_Evaluated = tuple[list[Any], list[_Observed]]
 # The rounds of the loops around an equation, outermost first.
 _Rounds = tuple[Any, ...]
 
 
-class _Look:
+class _Interpreter:
     """The interpreter, on one replica."""
 
-    def __init__(self, program: program_lib.Program):
+    def __init__(self, program: dataflow.Program):
         self._gradients = {number: index for index, number in enumerate(program.gradients.values())}
         self.squares = [jnp.zeros((), jnp.float32)] * len(self._gradients)
         self._next = 0
 
     def run(
-        self, block: program_lib.Block, inputs: Sequence[Any], rounds: _Rounds
-    ) -> tuple[list[Any], _Seen]:
+        self, block: dataflow.Block, inputs: Sequence[Any], rounds: _Rounds
+    ) -> tuple[list[Any], _Observed]:
         """Evaluates a function; returns its results, and the observations of its numbered values."""
         begin = self._next
         values: dict[Any, Any] = dict(zip(block.jaxpr.constvars, block.consts, strict=True))
         values |= dict(zip(block.jaxpr.invars, inputs, strict=True))
         read = lambda x: x.val if isinstance(x, core.Literal) else values[x]
-        seen = [self._see(inputs, rounds)] if block.inputs else []
+        seen = [self._observe(inputs, rounds)] if block.inputs else []
         for eqn, blocks in zip(block.jaxpr.eqns, block.parts, strict=True):
             outputs, parts = self._evaluate(eqn, blocks, [read(x) for x in eqn.invars], rounds)
             seen += parts
@@ -112,12 +114,12 @@ class _Look:
     def _evaluate(
         self,
         eqn: Any,
-        blocks: Sequence[program_lib.Block],
+        blocks: Sequence[dataflow.Block],
         inputs: list[Any],
         rounds: _Rounds,
     ) -> _Evaluated:
         name = eqn.primitive.name
-        if name in program_lib.INLINED:
+        if name in dataflow.INLINED:
             outputs, seen = self.run(blocks[0], inputs, rounds)
             return outputs, [seen]
         if name == "scan":
@@ -126,14 +128,14 @@ class _Look:
             outputs, parts = self._while(eqn, blocks[0], inputs, rounds)
         elif name == "cond":
             outputs, parts = self._cond(eqn, blocks, inputs, rounds)
-        elif program_lib.moves(eqn):
+        elif dataflow.moves(eqn):
             return _bind(eqn, inputs), []
         else:
             outputs, parts = [_rounded(x) for x in _bind(eqn, inputs)], []
-        return outputs, [*parts, self._see(outputs, rounds)]
+        return outputs, [*parts, self._observe(outputs, rounds)]
 
     def _scan(
-        self, eqn: Any, block: program_lib.Block, inputs: list[Any], rounds: _Rounds
+        self, eqn: Any, block: dataflow.Block, inputs: list[Any], rounds: _Rounds
     ) -> _Evaluated:
         params = eqn.params
         consts, carries = params["num_consts"], params["num_carry"]
@@ -145,9 +147,9 @@ class _Look:
             self._next = first
             number, seen, carried = carry
             outputs, new = self.run(block, [*fixed, *carried, *scanned], (*rounds, number))
-            return (number + 1, _later(seen, new), outputs[:carries]), outputs[carries:]
+            return (number + 1, _merge_rounds(seen, new), outputs[:carries]), outputs[carries:]
 
-        init = jnp.int32(0), _nothing(block.looked_at), begin
+        init = jnp.int32(0), _no_values(block.num_floating), begin
         (_, seen, carried), stacked = lax.scan(
             body,
             init,
@@ -159,7 +161,7 @@ class _Look:
         return [*carried, *stacked], [seen]
 
     def _while(
-        self, eqn: Any, block: program_lib.Block, inputs: list[Any], rounds: _Rounds
+        self, eqn: Any, block: dataflow.Block, inputs: list[Any], rounds: _Rounds
     ) -> _Evaluated:
         params = eqn.params
         skip, consts = params["cond_nconsts"], params["body_nconsts"]
@@ -171,9 +173,9 @@ class _Look:
             self._next = first
             number, seen, carried = carry
             outputs, new = self.run(block, [*fixed, *carried], (*rounds, number))
-            return number + 1, _later(seen, new), outputs
+            return number + 1, _merge_rounds(seen, new), outputs
 
-        init = jnp.int32(0), _nothing(block.looked_at), begin
+        init = jnp.int32(0), _no_values(block.num_floating), begin
         _, seen, carried = lax.while_loop(lambda x: goes_on(*asked, *x[2])[0], body, init)
         self._next = first + block.size
         return carried, [seen]
@@ -181,7 +183,7 @@ class _Look:
     def _cond(
         self,
         eqn: Any,
-        blocks: Sequence[program_lib.Block],
+        blocks: Sequence[dataflow.Block],
         inputs: list[Any],
         rounds: _Rounds,
     ) -> _Evaluated:
@@ -191,7 +193,7 @@ class _Look:
             def run(*inputs: Any) -> Any:
                 self._next = begins[index]
                 outputs, seen = self.run(blocks[index], inputs, rounds)
-                parts = [_nothing(block.looked_at) for block in blocks]
+                parts = [_no_values(block.num_floating) for block in blocks]
                 parts[index] = seen
                 return outputs, _joined(parts)
 
@@ -211,7 +213,7 @@ class _Look:
         self._next = begins[-1]
         return outputs, [seen]
 
-    def _see(self, values: Sequence[Any], rounds: _Rounds) -> _Seen:
+    def _observe(self, values: Sequence[Any], rounds: _Rounds) -> _Observed:
         """Observes values, which get the next numbers."""
         for x in values:
             if self._next in self._gradients:
@@ -219,11 +221,11 @@ class _Look:
                 square = jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))
                 self.squares[self._gradients[self._next]] = square
             self._next += 1
-        values = [x for x in values if program_lib.is_looked_at(x)]
+        values = [x for x in values if dataflow.can_be_nonfinite(x)]
         if not values:
-            return _nothing(0)
-        padded = [*rounds[: program_lib.DEPTH], *[jnp.int32(0)] * (program_lib.DEPTH - len(rounds))]
-        times = jnp.broadcast_to(jnp.stack(padded), (len(values), program_lib.DEPTH))
+            return _no_values(0)
+        padded = [*rounds[: dataflow.DEPTH], *[jnp.int32(0)] * (dataflow.DEPTH - len(rounds))]
+        times = jnp.broadcast_to(jnp.stack(padded), (len(values), dataflow.DEPTH))
         return jnp.stack([_magnitude(x) for x in values]), times
 
 
@@ -253,16 +255,16 @@ def _magnitude(x: Any) -> jax.Array:
     return largest.astype(jnp.float32)
 
 
-def _nothing(size: int) -> _Seen:
-    return jnp.zeros((size,), jnp.float32), jnp.zeros((size, program_lib.DEPTH), jnp.int32)
+def _no_values(size: int) -> _Observed:
+    return jnp.zeros((size,), jnp.float32), jnp.zeros((size, dataflow.DEPTH), jnp.int32)
 
 
-def _joined(parts: Sequence[_Seen]) -> _Seen:
-    parts = [_nothing(0), *parts]
+def _joined(parts: Sequence[_Observed]) -> _Observed:
+    parts = [_no_values(0), *parts]
     return jnp.concatenate([x for x, _ in parts]), jnp.concatenate([x for _, x in parts])
 
 
-def _later(before: _Seen, now: _Seen) -> _Seen:
+def _merge_rounds(before: _Observed, now: _Observed) -> _Observed:
     """Merges the observations before and in a round; a value that was not finite keeps its first observation."""
     (largest, rounds), (new, new_rounds) = before, now
     was_finite = jnp.isfinite(largest)

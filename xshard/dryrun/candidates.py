@@ -61,7 +61,7 @@ class Plan:
         return seconds, cycles, self.result["memory"]["peak"]
 
 
-def of(config: Any, num_chips: int, *, has_model_axis: bool) -> list[Plan]:
+def enumerate_plans(config: Any, num_chips: int, *, has_model_axis: bool) -> list[Plan]:
     """Returns all plans for a config, the config's own first.
 
     Args:
@@ -123,12 +123,14 @@ def needs_more(values: dict[str, Any], failed: dict[str, Any]) -> bool:
     return all(failed[name] or not values[name] for name in remats)
 
 
-def following(plans: Sequence[Plan]) -> Plan | None:
+def next_to_compile(plans: Sequence[Plan]) -> Plan | None:
     """Returns the plan to compile next; None if none is left."""
     waiting = [plan for plan in plans if plan.outcome == WAITING]
     # First, try each way to hold the state once, since the best plan may be far from the config.
-    tried = {_way(plan) for plan in plans if plan.outcome in (COMPILING, FITS, TOO_LARGE)}
-    waiting = [plan for plan in waiting if _way(plan) not in tried] or waiting
+    tried = {
+        _sharding_choice(plan) for plan in plans if plan.outcome in (COMPILING, FITS, TOO_LARGE)
+    }
+    waiting = [plan for plan in waiting if _sharding_choice(plan) not in tried] or waiting
     best = min(fitting(plans), key=lambda plan: plan.rank, default=None)
     own_is_too_large = plans[0].outcome in (TOO_LARGE, PRUNED)
     if best is None and own_is_too_large:
@@ -139,7 +141,7 @@ def following(plans: Sequence[Plan]) -> Plan | None:
     return min(waiting, key=nearest, default=None)
 
 
-def _way(plan: Plan) -> tuple[Any, ...]:
+def _sharding_choice(plan: Plan) -> tuple[Any, ...]:
     return tuple(plan.values.get(name) for name in (_UPDATE, _PARAMS))
 
 

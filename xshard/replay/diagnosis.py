@@ -11,16 +11,15 @@ import numpy as np
 
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.metrics import show
+from xshard.metrics import formatting
 from xshard.optimizers import trees
 from xshard.replay import cause as cause_lib
-from xshard.replay import evaluate, past
-from xshard.replay import program as program_lib
+from xshard.replay import dataflow, observations, replayer
 from xshard.run import preflight
 
 _SCALE = "current_loss_scale"
 # The number of examples that are tried before the cause is reported as independent of the examples.
-_TRIED = 16
+_MAX_TRIED = 16
 
 
 class Operation(NamedTuple):
@@ -70,51 +69,51 @@ class Finding(NamedTuple):
     scale_exponent: int | None
 
 
-class Anatomy:
+class Diagnosis:
     """A repeated step of a run, with observations of all its values."""
 
-    def __init__(self, run: past.Past, step: past.Step):
+    def __init__(self, run: replayer.Replayer, step: replayer.Step):
         """Traces the step once more, and observes its values."""
         self._run, self._step = run, step
-        traced = run.one_program().trace(step.state, step.batch)
-        self.program = program_lib.Program(traced, (step.state, step.batch))
-        self._evaluate = evaluate.evaluator(self.program, run.mesh)
-        self.looks = self._evaluate(step.state, step.batch)
+        traced = run.single_program().trace(step.state, step.batch)
+        self.program = dataflow.Program(traced, (step.state, step.batch))
+        self._evaluate = observations.make_observer(self.program, run.mesh)
+        self.observed = self._evaluate(step.state, step.batch)
 
     def find(self) -> Finding | None:
         """Finds the first value that is not finite; None if every value that reaches a result is finite."""
-        cause = cause_lib.find(self.program, self.looks, self._run.mesh)
+        cause = cause_lib.find(self.program, self.observed, self._run.mesh)
         if cause is None:
             return None
         first = self._operation(cause.value, cause.replicas)
         nan = None
         if cause.nan is not None and cause.nan != cause.value:
-            nan = self._operation(cause.nan, range(len(self.looks.largest)))
-        rows = self._blame(cause)
-        cure, exponent = ("", None) if first.input else self._cure(cause)
+            nan = self._operation(cause.nan, range(len(self.observed.largest)))
+        rows = self._find_rows(cause)
+        cure, exponent = ("", None) if first.input else self._find_cure(cause)
         return Finding(first, nan, cause.replicas, rows, cause.results, cure, exponent)
 
     def _operation(self, number: int, replicas: Sequence[int]) -> Operation:
         value = self.program.values[number]
         equation = value.equation
         is_input = equation is None and number < len(self.program.inputs)
-        line, innermost = program_lib.lines(value)
-        largest = self.looks.largest[list(replicas), number]
+        line, innermost = dataflow.lines(value)
+        largest = self.observed.largest[list(replicas), number]
         return Operation(
             "" if equation is None else equation.primitive.name,
             self.program.inputs[number] if is_input else "",
             line,
             innermost,
-            program_lib.module_path(value),
+            dataflow.module_path(value),
             self.program.is_backward(number),
             f"{value.dtype}{list(value.shape)}",
             "nan" if np.isnan(largest).any() else "inf",
         )
 
-    def _blame(self, cause: cause_lib.Cause) -> list[list[int]] | None:
+    def _find_rows(self, cause: cause_lib.Cause) -> list[list[int]] | None:
         """Finds the rows of the batch that cause it, by replacing others; None if it does not depend on the rows."""
         host = {name: np.asarray(x) for name, x in self._step.batch.items()}
-        replicas = len(self.looks.largest)
+        replicas = len(self.observed.largest)
         size = len(next(iter(host.values()))) // replicas
         parts = self._run.config.micro_batches
         mine = [np.arange(size) + size * replica for replica in cause.replicas]
@@ -126,18 +125,18 @@ class Anatomy:
                 x = x.copy()
                 x[rows] = host[name][source]
                 changed[name] = jax.device_put(x, self._step.batch[name].sharding)
-            looks = self._evaluate(self._step.state, changed)
-            return any(looks.bad(replica, cause.value) for replica in cause.replicas)
+            observed = self._evaluate(self._step.state, changed)
+            return any(observed.bad(replica, cause.value) for replica in cause.replicas)
 
         # An example is harmless if the value is finite when every row is a copy of it.
-        tried = rows[np.unique(np.linspace(0, len(rows) - 1, _TRIED).astype(int))]
+        tried = rows[np.unique(np.linspace(0, len(rows) - 1, _MAX_TRIED).astype(int))]
         harmless = next((row for row in tried if not is_bad(np.full_like(rows, row))), None)
         if harmless is None:
             return None
         only = lambda kept: is_bad(np.where(np.isin(rows, kept), rows, harmless))
         return cause_lib.blame_examples(only, [x for m in mine for x in np.split(m, parts)])
 
-    def _cure(self, cause: cause_lib.Cause) -> tuple[str, int | None]:
+    def _find_cure(self, cause: cause_lib.Cause) -> tuple[str, int | None]:
         """Returns the cure: a lower loss scale, a wider dtype, or that neither helps; and the scale's exponent if it does."""
         scale = max((float(jnp.max(x)) for x in _scales(self._step.state)), default=1.0)
         text = ""
@@ -152,26 +151,26 @@ class Anatomy:
         return "; ".join(filter(None, (text, self._in_float32(cause, policy)))), None
 
     def _cure_by_scale(self, cause: cause_lib.Cause, scale: float) -> tuple[str, int | None]:
-        def looks_at(exponent: int) -> evaluate.Looks | None:
+        def observe_at(exponent: int) -> observations.Observations | None:
             state = _scaled(self._step.state, 2.0**-exponent)
-            looks = self._evaluate(state, self._step.batch)
-            bad = cause_lib.find(self.program, looks, self._run.mesh)
-            return looks if bad is None else None
+            observed = self._evaluate(state, self._step.batch)
+            bad = cause_lib.find(self.program, observed, self._run.mesh)
+            return observed if bad is None else None
 
         most = int(np.ceil(np.log2(scale)))
-        if looks_at(most) is None:
+        if observe_at(most) is None:
             return "not finite at a loss scale of 1 either: no loss scale would cure it", None
         # Bisection for the smallest exponent: the step is finite at `high` and not at `low`.
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if looks_at(middle) else (middle, high)
-        looks = looks_at(high)
-        finite = show.number(scale / 2**high)
-        text = f"the loss scale {show.number(scale)} is 2^{high} too high: at {finite} the step is finite"
+            low, high = (low, middle) if observe_at(middle) else (middle, high)
+        observed = observe_at(high)
+        finite = formatting.number(scale / 2**high)
+        text = f"the loss scale {formatting.number(scale)} is 2^{high} too high: at {finite} the step is finite"
         dtype = self.program.values[cause.value].dtype
-        if looks is not None and jnp.issubdtype(dtype, jnp.floating):
-            magnitude = float(looks.largest[cause.replicas, cause.value].max()) * 2**high
+        if observed is not None and jnp.issubdtype(dtype, jnp.floating):
+            magnitude = float(observed.largest[cause.replicas, cause.value].max()) * 2**high
             text += f"; the value that overflows is {magnitude:.3g}, and the largest {dtype} is {float(jnp.finfo(dtype).max):.6g}"
         return text, high
 
@@ -182,17 +181,17 @@ class Anatomy:
         config.update(precision=f"params={parameters},compute=float32,output=float32")
         experiment = type(self._run.experiment)(config)
         state, batch = self._step.state, self._step.batch
-        traced = preflight.one_program(experiment, self._run.mesh).trace(state, batch)
-        program = program_lib.Program(traced, (state, batch))
-        looks = evaluate.evaluator(program, self._run.mesh)(state, batch)
-        if cause_lib.find(program, looks, self._run.mesh) is not None:
+        traced = preflight.single_program(experiment, self._run.mesh).trace(state, batch)
+        program = dataflow.Program(traced, (state, batch))
+        observed = observations.make_observer(program, self._run.mesh)(state, batch)
+        if cause_lib.find(program, observed, self._run.mesh) is not None:
             return "not finite in float32 either: the precision is not the cause"
         value = self.program.values[cause.value]
         # The float32 program numbers its values differently, so the value is found by its place in the code.
         alike = [n for n, x in enumerate(program.values) if _place(x) == _place(value)]
         text = "in float32 the step is finite"
         if alike and jnp.issubdtype(value.dtype, jnp.floating):
-            magnitude = float(looks.largest[np.ix_(cause.replicas, alike)].max())
+            magnitude = float(observed.largest[np.ix_(cause.replicas, alike)].max())
             text += f", and this value is {magnitude:.3g}: the largest {value.dtype} is {float(jnp.finfo(value.dtype).max):.6g}"
         return text
 
@@ -202,7 +201,7 @@ class Anatomy:
 
     def _norms(self) -> list[str]:
         shape = tuple(self._run.mesh.shape[axis] for axis in mesh_lib.BATCH)
-        squares = self.looks.squares.reshape(*shape, -1)
+        squares = self.observed.squares.reshape(*shape, -1)
         lines = ["gradients that the update receives: norm, largest |element|"]
         params = state_lib.params(self._step.state)
         for index, ((learner, path), number) in enumerate(self.program.gradients.items()):
@@ -214,26 +213,26 @@ class Anatomy:
             is_part = int(np.prod(self.program.values[number].shape)) < whole
             square = of_replicas.sum(axis=1) if is_part else of_replicas[:, 0]
             norms = " ".join(f"{x:.4g}" for x in np.sqrt(square))
-            lines.append(f"  {norms}  {self.looks.largest[:, number].max():.4g}  {name}")
+            lines.append(f"  {norms}  {self.observed.largest[:, number].max():.4g}  {name}")
         return lines
 
     def _largest(self, most: int) -> list[str]:
-        largest = self.looks.largest.max(axis=0)
+        largest = self.observed.largest.max(axis=0)
         texts: dict[str, str] = {}
         for number in np.argsort(-largest).tolist():
             value = self.program.values[number]
-            line, _ = program_lib.lines(value)
+            line, _ = dataflow.lines(value)
             if line and line not in texts and np.isfinite(largest[number]) and len(texts) < most:
                 primitive = value.place[-1].primitive.name
                 texts[line] = f"  {largest[number]:.4g}  {value.dtype}  {primitive}  {line}"
         return ["the largest |value|s of the user's code, by line:", *texts.values()]
 
 
-def _place(value: program_lib.Value) -> tuple[Any, ...]:
+def _place(value: dataflow.Value) -> tuple[Any, ...]:
     """Returns features that identify an operation in the same step at another precision."""
     equation = value.equation
     primitive = "" if equation is None else equation.primitive.name
-    return primitive, program_lib.lines(value), program_lib.name_stack(value), value.shape
+    return primitive, dataflow.lines(value), dataflow.name_stack(value), value.shape
 
 
 def _scales(state: state_lib.TrainState) -> list[jax.Array]:

@@ -22,7 +22,7 @@ class UnreadableError(format_lib.CheckpointError):
     """The disk or the service failed to read a checkpoint, which may be whole."""
 
 
-def settled(read: Callable[[], _T]) -> _T:
+def retry_on_damage(read: Callable[[], _T]) -> _T:
     """Calls a read, again after damage, and returns its result; raises DamagedError if every try finds damage."""
     for seconds in READ_AGAIN_SECONDS:
         try:
@@ -39,7 +39,7 @@ def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
       DamagedError: if a file is missing or not what was written.
       CheckpointError: if the checkpoint has an unknown format version.
     """
-    _, meta = read_both(attempt)
+    _, meta = read_commit_meta(attempt)
     return meta
 
 
@@ -48,7 +48,7 @@ def read_array_metas(attempt: format_lib.Attempt) -> arrays_lib.ArrayMetas:
     return array_metas(read_meta(attempt))
 
 
-def read_both(attempt: format_lib.Attempt) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_commit_meta(attempt: format_lib.Attempt) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the content of COMMIT and meta.json, as `read_commit` and `read_meta` do, and reads each file once."""
     commit = read_commit(attempt)
     content = _read_summed(attempt, format_lib.META, commit)
@@ -64,7 +64,7 @@ def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
         raise DamagedError(f"{attempt}/{format_lib.COMMIT} belongs to another checkpoint.")
     # The state does not depend on METRICS, so a damaged METRICS is treated as absent.
     with contextlib.suppress(DamagedError):
-        commit["metrics"] |= settled(lambda: added_metrics(attempt))
+        commit["metrics"] |= retry_on_damage(lambda: added_metrics(attempt))
     return commit
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import ml_collections
 
 
-class Due(NamedTuple):
+class Schedule(NamedTuple):
     """The steps at which a run evaluates, saves and shows samples.
 
     Attributes:
@@ -23,7 +23,7 @@ class Due(NamedTuple):
     samples_every: int = 0
 
     @classmethod
-    def of(cls, config: ml_collections.ConfigDict) -> "Due":
+    def of(cls, config: ml_collections.ConfigDict) -> "Schedule":
         """Returns the schedule that a run's config describes."""
         options = config.checkpoint
         every = config.eval_every_steps, options.every_steps

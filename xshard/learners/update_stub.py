@@ -1,4 +1,4 @@
-"""A stand-in for an update in a program that is analyzed and never run: see `xshard.stored.held`.
+"""A stand-in for an update in a program that is analyzed and never run: see `xshard.stored.shard_usage`.
 
 It marks the inputs and the results of the update for the analysis, which trusts the framework's own update.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xshard.learners import within
+from xshard.learners import run_context
 from xshard.learners.state import LearnerState, Outcome
 from xshard.optimizers import gathering, trees, varying
 
@@ -35,11 +35,11 @@ def update(
     Returns:
       The unchanged state, and an outcome of zeros.
     """
-    shards = gathering.held(state.params, state.rules.held)
-    whole = gathering.not_held(state.params, state.rules.held)
+    shards = gathering.sharded(state.params, state.rules.sharding)
+    whole = gathering.unsharded(state.params, state.rules.sharding)
     used = whole, state.net_state, state.opt_state, state.global_step, lossed
     varying.marked(USED_AS_WHOLE, used)
-    with within.looked_into(False):
+    with run_context.analysis_only(False):
         _, outcome = jax.eval_shape(updated)
     outcome = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outcome)
     rows = varying.marked(REPLICAS_OWN, outcome.aux, batch)

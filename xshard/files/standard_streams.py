@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TextIO, cast
 
 
-class Lasting:
+class TolerantStream:
     """A text stream that ignores errors, such as a broken pipe, a full disk or a missing character.
 
     Text that cannot be written is dropped. A character that cannot be encoded is written as an escape.
@@ -41,12 +41,12 @@ class Lasting:
         return getattr(self._stream, name)
 
 
-def lasting(stream: Any) -> TextIO:
-    """Wraps a stream in `Lasting`, unless it already is wrapped."""
-    return cast(TextIO, stream if isinstance(stream, Lasting) else Lasting(stream))
+def tolerant(stream: Any) -> TextIO:
+    """Wraps a stream in `TolerantStream`, unless it already is wrapped."""
+    return cast(TextIO, stream if isinstance(stream, TolerantStream) else TolerantStream(stream))
 
 
-def last() -> None:
+def make_tolerant() -> None:
     """Makes the program's standard streams tolerate errors until its end, including the interpreter's last flush.
 
     If descriptor 0, 1 or 2 is closed, it is opened on the null device. Otherwise the next file to be opened would get
@@ -54,12 +54,12 @@ def last() -> None:
     """
     free = [number for number in range(3) if _open_if_closed(number)]
     # None stands for a stream whose descriptor was closed when Python started.
-    sys.stdin = sys.stdin or _to_nowhere(0, free, "r")
-    sys.stdout = lasting(sys.stdout or _to_nowhere(1, free, "w"))
-    sys.stderr = lasting(sys.stderr or _to_nowhere(2, free, "w"))
+    sys.stdin = sys.stdin or _open_null(0, free, "r")
+    sys.stdout = tolerant(sys.stdout or _open_null(1, free, "w"))
+    sys.stderr = tolerant(sys.stderr or _open_null(2, free, "w"))
 
 
-def _to_nowhere(number: int, free: Sequence[int], mode: str) -> Any:
+def _open_null(number: int, free: Sequence[int], mode: str) -> Any:
     """Opens a stream on the null device, on the given descriptor or, if another file has that number, on a new one."""
     descriptor = number if number in free else os.open(os.devnull, os.O_RDWR)
     return os.fdopen(descriptor, mode, closefd=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-class Jumps:
+class JumpDetector:
     """Compares each step's losses with the median of the steps before, separately for each learner and group.
 
     It works for positive losses only: while a median is 0 or negative, no jump is detected.

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from xshard.checkpoint import array_reader, metadata_files
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import parts, source
 from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
-from xshard.replay import past
+from xshard.replay import replayer
 from xshard.stored import fingerprint
 
 _BUDGET_BYTES = 1 << 30
@@ -30,7 +30,7 @@ class Comparison(NamedTuple):
       size: a description of how much was compared.
     """
 
-    row: past.Difference | None
+    row: replayer.Difference | None
     array: str = ""
     results: str = ""
     size: str = ""
@@ -66,7 +66,7 @@ def compare(
     return Comparison(first_row(*rows), array, results, size)
 
 
-def first_row(first: list[writers.Row], second: list[writers.Row]) -> past.Difference | None:
+def first_row(first: list[writers.Row], second: list[writers.Row]) -> replayer.Difference | None:
     """Returns the first number that differs between rows; None if none does."""
     for here, there in itertools.zip_longest(first, second, fillvalue=dict[str, Any]()):
         columns = [name for name in {**here, **there} if here.get(name) != there.get(name)]
@@ -74,7 +74,7 @@ def first_row(first: list[writers.Row], second: list[writers.Row]) -> past.Diffe
         columns.sort(key=lambda name: not name.startswith(fingerprint.PREFIX))
         for column in columns:
             step = here.get("step") or there["step"]
-            return past.Difference(step, column, here.get(column), there.get(column))
+            return replayer.Difference(step, column, here.get(column), there.get(column))
     return None
 
 
@@ -101,14 +101,14 @@ def _first_array(
     """Compares the last checkpoints; returns the first array that differs or '', the number of arrays, and the largest gap."""
     saved = [checkpoints(directory) for directory in (first, second)]
     ends = [attempts[max(attempts)] for attempts in saved]
-    metas = [source.read_array_metas(end) for end in ends]
+    metas = [metadata_files.read_array_metas(end) for end in ends]
     # An array that only one run has is a difference.
     differing = sorted(metas[0].keys() ^ metas[1].keys())
     paths = sorted(metas[0].keys() & metas[1].keys())
     arrays = []
     for end, meta in zip(ends, metas, strict=True):
         of_both = {path: meta[path] for path in paths}
-        arrays.append(parts.read_arrays(end, of_both, _BUDGET_BYTES))
+        arrays.append(array_reader.read_arrays(end, of_both, _BUDGET_BYTES))
     largest = 0.0
     for (path, x), (_, y) in zip(*arrays, strict=True):
         gap, allowed = _gap(x, y), 0.0

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 from xshard import config as config_lib
 from xshard import errors
 from xshard.files import jsonfile, workdir
-from xshard.metrics import show, writers
+from xshard.metrics import formatting, writers
 from xshard.stored import fingerprint
 
 # The number of differing values that a message names.
 _NAMES = 8
 
 
-class Parting(NamedTuple):
+class Divergence(NamedTuple):
     """The point where two runs begin to differ.
 
     Attributes:
@@ -68,7 +68,7 @@ def read(directory: str) -> Run:
     return Run(there.path, rows, facts | {f"origin.{name}": x for name, x in origin.items()})
 
 
-def parting(first: Run, second: Run) -> Parting:
+def find_divergence(first: Run, second: Run) -> Divergence:
     """Returns where two runs begin to differ, among the steps that both have logged.
 
     Raises:
@@ -97,9 +97,9 @@ def parting(first: Run, second: Run) -> Parting:
             else:
                 values.append(name)
         if states or values:
-            return Parting(alike, step, states, values, by_fingerprints)
+            return Divergence(alike, step, states, values, by_fingerprints)
         alike = step
-    return Parting(alike, None, [], [], by_fingerprints)
+    return Divergence(alike, None, [], [], by_fingerprints)
 
 
 def differences(first: Run, second: Run) -> list[dict[str, Any]]:
@@ -114,41 +114,45 @@ def differences(first: Run, second: Run) -> list[dict[str, Any]]:
 
 def report(first: Run, second: Run) -> tuple[str, bool]:
     """Returns a text on where and in what two runs differ, and whether they are equal."""
-    parted = parting(first, second)
-    lines = [described(parted)]
+    divergence = find_divergence(first, second)
+    lines = [describe(divergence)]
     rows = differences(first, second)
     if rows:
-        lines += ["", "Differences between the runs:", show.table(rows)]
+        lines += ["", "Differences between the runs:", formatting.table(rows)]
     else:
         lines += ["", "Their configs and origins are the same."]
-    return "\n".join(lines), parted.step is None
+    return "\n".join(lines), divergence.step is None
 
 
-def described(parted: Parting) -> str:
+def describe(divergence: Divergence) -> str:
     """Describes in one line where two runs begin to differ, or that they do not."""
-    if parted.step is None:
-        what = "fingerprints and values" if parted.by_fingerprints else "logged values"
-        return f"The runs are equal: the {what} of all steps that both logged, up to step {parted.alike}."
-    until = f"equal up to the row of step {parted.alike}" if parted.alike else "no row is equal"
-    if not parted.by_fingerprints:
+    if divergence.step is None:
+        what = "fingerprints and values" if divergence.by_fingerprints else "logged values"
+        return f"The runs are equal: the {what} of all steps that both logged, up to step {divergence.alike}."
+    until = (
+        f"equal up to the row of step {divergence.alike}" if divergence.alike else "no row is equal"
+    )
+    if not divergence.by_fingerprints:
         return (
-            f"The runs diverge at step {parted.step} or earlier ({until}), in {_listed(parted.values)}. Their rows have "
+            f"The runs diverge at step {divergence.step} or earlier ({until}), in {_listed(divergence.values)}. Their rows have "
             "no fingerprints (fingerprint_every_steps), which would show an earlier difference."
         )
-    if not parted.states:
+    if not divergence.states:
         return (
-            f"The runs diverge in step {parted.step} ({until}): it began with the same state, but computed different "
-            f"values of {_listed(parted.values)}. So its batch, its keys, its program or the devices differ."
+            f"The runs diverge in step {divergence.step} ({until}): it began with the same state, but computed different "
+            f"values of {_listed(divergence.values)}. So its batch, its keys, its program or the devices differ."
         )
-    if parted.step == 1:
-        return f"The runs diverge before step 1: their first states differ in {_listed(parted.states)}."
-    begin = parted.alike or 1
+    if divergence.step == 1:
+        return f"The runs diverge before step 1: their first states differ in {_listed(divergence.states)}."
+    begin = divergence.alike or 1
     where = (
-        f"in step {begin}" if begin == parted.step - 1 else f"in steps {begin} to {parted.step - 1}"
+        f"in step {begin}"
+        if begin == divergence.step - 1
+        else f"in steps {begin} to {divergence.step - 1}"
     )
     return (
-        f"The runs diverge {where} ({until}): the state that step {parted.step} begins with differs in "
-        f"{_listed(parted.states)}. A smaller log_every_steps narrows the range."
+        f"The runs diverge {where} ({until}): the state that step {divergence.step} begins with differs in "
+        f"{_listed(divergence.states)}. A smaller log_every_steps narrows the range."
     )
 
 

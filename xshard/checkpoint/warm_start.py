@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import metadata_files as metadata_lib
 from xshard.checkpoint import reader
-from xshard.checkpoint import source as source_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import tensors
-from xshard.metrics import show
+from xshard.metrics import formatting
 
 # The parameters of every network. With several networks, paths begin with the network's name, as in
 # 'generator/params/mlp/w'. Paths below opt_state/ are excluded, since slots contain the parameters' names.
@@ -150,7 +150,7 @@ def _requests(source: Source, leaves: dict[str, Any]) -> tuple[_Stored, dict[str
     if problems:
         raise format_lib.CheckpointError(
             f"{stored.where} does not fit --init_select='{source.select}': "
-            f"{show.listed(problems, _SHOWN, '; ')}. Narrow the selection, as in --init_select='^params/(?!head)', or "
+            f"{formatting.listed(problems, _SHOWN, '; ')}. Narrow the selection, as in --init_select='^params/(?!head)', or "
             "rename paths, as in --init_rename=params/old=params/new."
         )
     requests = {}
@@ -174,7 +174,7 @@ def _open(source: Source, leaves: Iterable[str]) -> _Stored:
         groups = int(count) if count.isdecimal() else 0
     else:
         where = find(source.place)
-        metas = source_lib.read_array_metas(where)
+        metas = metadata_lib.read_array_metas(where)
         groups = _count(metas)
         read = lambda leaves, say: reader.read_leaves(where, leaves, _BUDGET_BYTES, say)
     names = _renamed(source, where, metas, leaves)

@@ -21,10 +21,10 @@ from typing import Any
 from xshard import cli, errors
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard.dryrun import choices, estimate, summary
+from xshard.dryrun import candidates, estimate, summary
 from xshard.files import jsonfile
 from xshard.metrics import chips
-from xshard.metrics import show as show_lib
+from xshard.metrics import formatting as formatting_lib
 from xshard.pod import notice
 from xshard.run import preflight
 
@@ -34,10 +34,10 @@ _MOST_WORKERS = 8
 
 
 def search(
-    plans: Sequence[choices.Plan],
-    compile_plan: Callable[[choices.Plan], None],
+    plans: Sequence[candidates.Plan],
+    compile_plan: Callable[[candidates.Plan], None],
     most: int,
-    report: Callable[[choices.Plan, int, int], None],
+    report: Callable[[candidates.Plan, int, int], None],
 ) -> None:
     """Compiles at most `most` plans, one per CPU core at a time.
 
@@ -49,11 +49,13 @@ def search(
     """
     workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
     pool = concurrent.futures.ThreadPoolExecutor(workers)
-    running: dict[concurrent.futures.Future[None], choices.Plan] = {}
+    running: dict[concurrent.futures.Future[None], candidates.Plan] = {}
     begun = done = 0
     while True:
-        while len(running) < workers and begun < most and (plan := choices.following(plans)):
-            plan.end(choices.COMPILING)
+        while (
+            len(running) < workers and begun < most and (plan := candidates.next_to_compile(plans))
+        ):
+            plan.end(candidates.COMPILING)
             running[pool.submit(compile_plan, plan)] = plan
             begun += 1
         if not running:
@@ -64,19 +66,19 @@ def search(
             future.result()
             done += 1
             _prune(plans, plan)
-            waiting = sum(other.outcome == choices.WAITING for other in plans)
+            waiting = sum(other.outcome == candidates.WAITING for other in plans)
             report(plan, done, min(most, begun + waiting))
 
 
-def _prune(plans: Sequence[choices.Plan], failed: choices.Plan) -> None:
+def _prune(plans: Sequence[candidates.Plan], failed: candidates.Plan) -> None:
     """Rules out plans that need more memory than one that did not fit."""
-    for plan in plans if failed.outcome == choices.TOO_LARGE else ():
-        if plan.outcome == choices.WAITING and choices.needs_more(plan.values, failed.values):
+    for plan in plans if failed.outcome == candidates.TOO_LARGE else ():
+        if plan.outcome == candidates.WAITING and candidates.needs_more(plan.values, failed.values):
             why = "larger activations than an otherwise equal plan that does not fit"
-            plan.end(choices.PRUNED, why)
+            plan.end(candidates.PRUNED, why)
 
 
-class Judge:
+class MemoryScreen:
     """Estimates the memory that a plan needs at least, before it is compiled, and rules out invalid plans.
 
     Args:
@@ -90,7 +92,7 @@ class Judge:
         self._prepared: dict[Any, estimate.Prepared | ValueError] = {}
         self._stacked: dict[Any, int] = {}
 
-    def __call__(self, plan: choices.Plan) -> None:
+    def __call__(self, plan: candidates.Plan) -> None:
         """Sets a plan's `needs`; and its outcome, if it is invalid or cannot fit."""
         config = copy.deepcopy(self._config)
         config.update_from_flattened_dict(plan.values)
@@ -98,26 +100,30 @@ class Judge:
             step = self._step(plan, config)
             limit, memory = step.chip.hbm, step.result["memory"]
             # With micro-batches, float32 sums of gradients are kept beside the parameters.
-            sums = memory["parameters"] if plan.values[choices.MICRO] > 1 else 0
+            sums = memory["parameters"] if plan.values[candidates.MICRO] > 1 else 0
             plan.needs = sum(memory.values()) + sums
             what = "state and sums of gradients"
             # The trace takes seconds, so it runs only if the state fits.
             if plan.needs <= limit:
                 # At best, everything that a loop keeps is sharded over 'model'.
-                plan.needs += self._kept(plan, config, step) // plan.values[choices.MODEL]
+                plan.needs += self._kept(plan, config, step) // plan.values[candidates.MODEL]
                 what = "state, sums of gradients, and what a loop keeps for the backward pass"
         except ValueError as e:
-            plan.end(choices.REFUSED, cli.message(e))
+            plan.end(candidates.REFUSED, cli.message(e))
             return
         if plan.needs > limit:
-            plan.end(choices.PRUNED, f"{what} need more than the {summary.size(limit)} of a chip")
+            plan.end(
+                candidates.PRUNED, f"{what} need more than the {summary.size(limit)} of a chip"
+            )
 
-    def _step(self, plan: choices.Plan, config: Any) -> estimate.Prepared:
+    def _step(self, plan: candidates.Plan, config: Any) -> estimate.Prepared:
         """Returns the step of a plan with the same state. Plans that differ only in micro-batches, say, share it."""
         # These keys, and recomputation, do not change the state.
-        free = (choices.MICRO, "reduction.reduce_dtype")
+        free = (candidates.MICRO, "reduction.reduce_dtype")
         values = plan.values.items()
-        key = tuple(x for name, x in values if name not in free and not choices.is_remat(name, x))
+        key = tuple(
+            x for name, x in values if name not in free and not candidates.is_remat(name, x)
+        )
         if key not in self._prepared:
             try:
                 self._prepared[key] = self._prepare(config)
@@ -131,11 +137,11 @@ class Judge:
             raise found
         return found
 
-    def _kept(self, plan: choices.Plan, config: Any, step: estimate.Prepared) -> int:
+    def _kept(self, plan: candidates.Plan, config: Any, step: estimate.Prepared) -> int:
         """Traces a step for the bytes that its loops stack; once for each micro-batch size."""
         values = plan.values
-        remats = [value for name, value in values.items() if choices.is_remat(name, value)]
-        key = (values[choices.MODEL] / values[choices.MICRO], *remats)
+        remats = [value for name, value in values.items() if candidates.is_remat(name, value)]
+        key = (values[candidates.MODEL] / values[candidates.MICRO], *remats)
         if key not in self._stacked:
             experiment = experiment_lib.load(config.experiment)(config)
             traced = preflight.jitted_step(experiment, step.mesh).trace(step.state, step.batch)
@@ -155,9 +161,15 @@ class Compiler:
         self._arguments = [*arguments, "--noplan", "--json"]
         self._running: set[subprocess.Popen[str]] = set()
 
-    def __call__(self, plan: choices.Plan) -> None:
+    def __call__(self, plan: candidates.Plan) -> None:
         """Compiles a plan, and sets its outcome."""
-        command = [sys.executable, "-m", "xshard.dryrun", *self._arguments, *choices.flags_of(plan)]
+        command = [
+            sys.executable,
+            "-m",
+            "xshard.dryrun",
+            *self._arguments,
+            *candidates.flags_of(plan),
+        ]
         pipe = subprocess.PIPE
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
@@ -165,7 +177,7 @@ class Compiler:
         self._running.add(child)
         out, err = child.communicate()
         self._running.discard(child)
-        take(plan, child.returncode, out, err)
+        record_outcome(plan, child.returncode, out, err)
 
     def stop(self) -> None:
         """Kills all compilations in progress."""
@@ -173,23 +185,24 @@ class Compiler:
             child.kill()
 
 
-def take(plan: choices.Plan, code: int, out: str, err: str) -> None:
+def record_outcome(plan: candidates.Plan, code: int, out: str, err: str) -> None:
     """Sets a plan's outcome from the exit code and the output of its dry run."""
     # An experiment may print too, but the result is the last line.
-    said = out.splitlines()[-1:]
-    result = json.loads(said[0]) if said and said[0].startswith("{") else {}
+    last_line = out.splitlines()[-1:]
+    result = json.loads(last_line[0]) if last_line and last_line[0].startswith("{") else {}
     if code == notice.DONE:
         plan.fit(result)
         return
     if result and not result["memory"].get("fits", True):
         plan.needs = result["memory"]["needed"]
-        plan.end(choices.TOO_LARGE)
+        plan.end(candidates.TOO_LARGE)
         return
     last = (err.splitlines() or [""])[-1]
-    errors_said = [line for line in err.splitlines() if line.startswith("error: ")]
-    reason = errors_said[-1].removeprefix("error: ") if errors_said else last
+    error_lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    reason = error_lines[-1].removeprefix("error: ") if error_lines else last
     plan.end(
-        choices.REFUSED, reason if code > 0 else f"the compiler was ended by signal {-code}: {last}"
+        candidates.REFUSED,
+        reason if code > 0 else f"the compiler was ended by signal {-code}: {last}",
     )
 
 
@@ -218,11 +231,11 @@ def run(
     say = _clock()
     plans = _plans(config, topology)
     say(f"{len(plans)} plans; estimating their memory")
-    judge = Judge(config, lambda config: prepare(config, topology))
+    judge = MemoryScreen(config, lambda config: prepare(config, topology))
     for plan in plans:
         judge(plan)
     say(_counted(plans))
-    if not any(plan.outcome == choices.WAITING for plan in plans):
+    if not any(plan.outcome == candidates.WAITING for plan in plans):
         raise errors.UserError(f"--plan: none of {len(plans)} plans is possible: {_reasons(plans)}")
     compiler, code = Compiler(arguments), notice.DONE
     try:
@@ -232,7 +245,7 @@ def run(
         say("interrupted; results so far:")
         code = notice.INTERRUPTED
     print(jsonfile.dumps(as_data(plans)) if as_json else show(plans, topology), flush=True)
-    if code == notice.DONE and not choices.fitting(plans):
+    if code == notice.DONE and not candidates.fitting(plans):
         raise errors.UserError(
             f"--plan: none of the compiled plans fits {topology}. Give a larger topology, a smaller "
             "--config.batch_size or model, or more --plan_compiles."
@@ -240,13 +253,15 @@ def run(
     return code
 
 
-def _plans(config: Any, topology: str) -> list[choices.Plan]:
+def _plans(config: Any, topology: str) -> list[candidates.Plan]:
     """Returns the plans for a config; raises UserError if there is nothing to choose."""
     chips.parse_topology(topology)
     config_lib.check(config)
     sizes = [int(size) for size in topology.split(":")[1].split("x")]
     rules = experiment_lib.load(config.experiment)(config).sharding_rules()
-    plans = choices.of(config, math.prod(sizes) * config.slices, has_model_axis=bool(rules))
+    plans = candidates.enumerate_plans(
+        config, math.prod(sizes) * config.slices, has_model_axis=bool(rules)
+    )
     if len(plans) == 1:
         raise errors.UserError(
             f"--plan: there is nothing to choose on {topology}: the experiment has no sharding_rules for a "
@@ -261,72 +276,72 @@ def _clock() -> Callable[[str], None]:
     begin = time.monotonic()
 
     def say(text: str) -> None:
-        passed = show_lib.duration(time.monotonic() - begin)
+        passed = formatting_lib.duration(time.monotonic() - begin)
         print(f"[{passed}] {text}", file=sys.stderr, flush=True)
 
     return say
 
 
-def as_data(plans: Sequence[choices.Plan]) -> dict[str, Any]:
+def as_data(plans: Sequence[candidates.Plan]) -> dict[str, Any]:
     """Returns all plans for `--json`: those that fit in order of rank, then the others."""
-    best = sorted(choices.fitting(plans), key=lambda plan: plan.rank)
-    rest = [plan for plan in plans if plan.outcome != choices.FITS]
+    best = sorted(candidates.fitting(plans), key=lambda plan: plan.rank)
+    rest = [plan for plan in plans if plan.outcome != candidates.FITS]
     return {
         "plans": [
-            dataclasses.asdict(plan) | {"flags": choices.flags_of(plan)} for plan in best + rest
+            dataclasses.asdict(plan) | {"flags": candidates.flags_of(plan)} for plan in best + rest
         ]
     }
 
 
-def show(plans: Sequence[choices.Plan], topology: str) -> str:
+def show(plans: Sequence[candidates.Plan], topology: str) -> str:
     """Formats the ten best plans, and the outcomes of the others."""
-    best = sorted(choices.fitting(plans), key=lambda plan: plan.rank)[:_SHOWN]
+    best = sorted(candidates.fitting(plans), key=lambda plan: plan.rank)[:_SHOWN]
     parts = [f"{topology}, {len(plans)} plans: {_counted(plans)}", _reasons(plans, "\n")]
     if best:
-        head, *lines = show_lib.table(
+        head, *lines = formatting_lib.table(
             [_row(number, plan) for number, plan in enumerate(best, 1)]
         ).splitlines()
         for line, plan in zip(lines, best, strict=True):
-            head += f"\n{line}\n     {' '.join(choices.flags_of(plan))}"
+            head += f"\n{line}\n     {' '.join(candidates.flags_of(plan))}"
         parts.append(f"the best by the bound on a step's time\n{head}")
     parts.append(f"The config as it is: {_line(plans[0])}")
     parts.append("Bounds, not predictions.")
     return "\n\n".join(part for part in parts if part)
 
 
-def _counted(plans: Sequence[choices.Plan]) -> str:
+def _counted(plans: Sequence[candidates.Plan]) -> str:
     """Returns a text with the number of plans of each outcome."""
     counts = collections.Counter(plan.outcome for plan in plans)
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
 
 
-def _reasons(plans: Sequence[choices.Plan], between: str = "; ") -> str:
+def _reasons(plans: Sequence[candidates.Plan], between: str = "; ") -> str:
     """Returns a text with each reason why plans do not fit, and the number of these plans."""
     reasons = collections.Counter((plan.outcome, plan.reason) for plan in plans if plan.reason)
     return between.join(f"{n} {outcome}: {why}" for (outcome, why), n in reasons.most_common())
 
 
-def _row(number: int, plan: choices.Plan) -> dict[str, str]:
+def _row(number: int, plan: candidates.Plan) -> dict[str, str]:
     result = plan.result
     amounts = {limit["name"]: limit["amount"] for limit in result["bounds"]}
     return {
         "": f"{number}",
-        "at least": show_lib.scaled(result["seconds"], "s"),
+        "at least": formatting_lib.scaled(result["seconds"], "s"),
         "because of": result["dominated_by"],
         "peak": summary.size(result["memory"]["peak"]),
-        "ICI": show_lib.scaled(amounts["ICI"], "B"),
-        "DCN": show_lib.scaled(amounts["DCN"], "B"),
-        "cycles": show_lib.scaled(result["estimated_cycles"], ""),
+        "ICI": formatting_lib.scaled(amounts["ICI"], "B"),
+        "DCN": formatting_lib.scaled(amounts["DCN"], "B"),
+        "cycles": formatting_lib.scaled(result["estimated_cycles"], ""),
         "is": "the config" if plan.is_own else "",
     }
 
 
-def _line(plan: choices.Plan) -> str:
+def _line(plan: candidates.Plan) -> str:
     """Formats a plan and its outcome on one line."""
     values = " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in plan.values.items())
-    if plan.outcome == choices.TOO_LARGE:
+    if plan.outcome == candidates.TOO_LARGE:
         return f"{values}: too large, {summary.size(plan.needs)}"
-    if plan.outcome != choices.FITS:
+    if plan.outcome != candidates.FITS:
         why = f" ({plan.reason})" if plan.reason else ""
         return f"{values}: {plan.outcome}{why}"
     row = _row(0, plan)

@@ -22,21 +22,21 @@ from typing import Any, NoReturn, TextIO
 import jax
 
 from xshard import errors
-from xshard.pod import agreement, attempts, ends, heartbeat, processes, rendezvous, signals, status
+from xshard.pod import agreement, attempts, exits, heartbeat, processes, signals, startup, status
 from xshard.pod import notice as notice_lib
 
 _TICK_SECONDS = 0.5
 # How long a process that leaves waits for the others to read the reason.
 _LEAVE_SECONDS = 5.0
 _GO_ON = "The same command resumes from the last checkpoint."
-_TIMEOUTS = rendezvous.Timeouts()
+_TIMEOUTS = startup.Timeouts()
 
 
 class _EndedError(Exception):
     """The context was left, so the talking thread ends."""
 
 
-class Watch:
+class PodMonitor:
     """One process's watch over a run. It is a context for the main thread, because it takes the signals."""
 
     def __init__(
@@ -45,9 +45,9 @@ class Watch:
         hosts: Sequence[str] = (),
         *,
         stop_after_seconds: float = 0,
-        timeouts: rendezvous.Timeouts = _TIMEOUTS,
+        timeouts: startup.Timeouts = _TIMEOUTS,
         console: TextIO | None = None,
-        heard: signals.Heard | None = None,
+        signal_receiver: signals.SignalReceiver | None = None,
     ):
         """Prepares the watch; it starts when the context is entered.
 
@@ -58,7 +58,7 @@ class Watch:
           timeouts: how long a process may be silent before it is treated as lost. While a process starts, which may
             include reading much data, the start timeout holds.
           console: a stream that errors are written to, in addition to stderr.
-          heard: the signals, if they are already collected; by default the context collects them.
+          signal_receiver: the signals, if they are already collected; by default the context collects them.
         """
         self._directory = pathlib.Path(directory)
         self._hosts = list(hosts) or [socket.gethostname()]
@@ -66,30 +66,32 @@ class Watch:
         self._timeouts = timeouts
         self._stop_at = time.monotonic() + stop_after_seconds if stop_after_seconds else None
         self._console = console
-        self._heard = heard
+        self._signal_receiver = signal_receiver
         self._board = processes.Board(self._index, len(self._hosts))
         self._end = processes.Exchange("the end of the run", timeouts.shutdown)
         self._ended = threading.Event()
         self._published = False
         self._agreement = agreement.Agreement(self._board)
         self._heartbeat = heartbeat.Heartbeat(len(self._hosts), timeouts, _TICK_SECONDS)
-        self._progress = heartbeat.Progress(timeouts.step, _TICK_SECONDS)
+        self._progress = heartbeat.StallDetector(timeouts.step, _TICK_SECONDS)
         self._status = status.Status(self._hosts[self._index])
         # When the next exchange with the other processes is due.
         self._due = 0.0
         # Held by the thread that ends this process, so that no other thread reports a second reason.
-        self._leaving = threading.Lock()
+        self._exit_lock = threading.Lock()
         self._interrupts = 0
         self._numbers: set[signal.Signals] = set()
         # Restores the handlers of signals and of aborts when the context ends.
-        self._taken = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "PodMonitor":
         if len(self._hosts) > 1:
-            self._taken.enter_context(ends.before_abort(self._before_abort))
-        self._signals = self._heard or self._taken.enter_context(signals.Heard())
+            self._exit_stack.enter_context(exits.before_abort(self._before_abort))
+        self._signals = self._signal_receiver or self._exit_stack.enter_context(
+            signals.SignalReceiver()
+        )
         self._threads = []
-        for run in (self._hear_signals, self._talk):
+        for run in (self._handle_signals, self._exchange_messages):
             thread = threading.Thread(target=run, daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -101,11 +103,11 @@ class Watch:
         self._signals.wake()
         for thread in self._threads:
             thread.join(_LEAVE_SECONDS)
-        self._taken.close()
+        self._exit_stack.close()
 
     def poll(self) -> notice_lib.Notice | None:
         """Returns the notice to act on now, if any: the same on all processes, which poll at the same steps."""
-        self._progress.made()
+        self._progress.note_progress()
         return self._agreement.poll()
 
     def ask(self, notice: notice_lib.Notice) -> None:
@@ -114,19 +116,19 @@ class Watch:
 
     def doing(self, what: str, **more: Any) -> None:
         """Sets the status of this process, as `Status.doing` does, and counts as progress."""
-        self._progress.made()
+        self._progress.note_progress()
         self._status.doing(what, **more)
 
     def publish(self) -> None:
         """Starts to write the status of the processes into the directory, once it belongs to this run."""
         if self._index == 0:
-            attempts.keep(self._directory)
+            attempts.preserve_previous(self._directory)
         self._published = True
 
     def end(self, what: str) -> None:
         """Meets all processes for the last time; raises UserError if one of them does not come."""
         self.doing(what)
-        self._tell()
+        self._post_status()
         try:
             self._end()
         except processes.LostError as e:
@@ -141,26 +143,26 @@ class Watch:
         """Ends all processes because this one has failed."""
         self.doing(f"failed: {message.partition(chr(10))[0]}")
         own = f"{self._name(self._index)}: {message}"
-        with self._leaving:
+        with self._exit_lock:
             self._fail_all(own)
             # Another process may have failed earlier, and caused the failure here.
-            first = processes.bounded(self._first_failure, _LEAVE_SECONDS) or own
+            first = processes.with_timeout(self._first_failure, _LEAVE_SECONDS) or own
             message = ""
             if first != own:
                 message = f"the first error: {first}"
-            self._leave(notice_lib.FAILED, message)
+            self._exit(notice_lib.FAILED, message)
 
     # The thread that handles signals. It never waits for the network.
 
-    def _hear_signals(self) -> None:
+    def _handle_signals(self) -> None:
         while not self._ended.is_set():
             select.select([self._signals], [], [], _TICK_SECONDS)
             for number in self._signals.read():
-                self._signalled(number)
+                self._handle_signal(number)
             self._check_coordinator()
             self._check_progress()
 
-    def _signalled(self, number: signal.Signals) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         where = ""
         if len(self._hosts) > 1:
             where = f" on {self._name(self._index)}"
@@ -168,7 +170,7 @@ class Watch:
             self._interrupts += 1
             if self._interrupts > 1:
                 self._say("interrupted; checkpoints that were saved before are kept")
-                ends.leave(notice_lib.INTERRUPTED)
+                exits.exit_now(notice_lib.INTERRUPTED)
             self._stop(f"SIGINT{where}", notice_lib.INTERRUPTED)
             self._say("SIGINT: saving after this step; a second SIGINT ends the run at once.")
         elif number not in self._numbers and not self._agreement.is_stopping:
@@ -187,7 +189,7 @@ class Watch:
                 f"error: {self._name(0)}, which coordinates, has not answered for {silent:.0f} s: the "
                 f"process, its host or the network is down. {_GO_ON}"
             )
-            ends.leave(notice_lib.FAILED)
+            exits.exit_now(notice_lib.FAILED)
 
     def _check_progress(self) -> None:
         doing, step = self._status.now()
@@ -210,12 +212,12 @@ class Watch:
 
     # The thread that talks to the other processes.
 
-    def _talk(self) -> None:
+    def _exchange_messages(self) -> None:
         while not self._ended.is_set():
             self._agreement.wait(_TICK_SECONDS)
             try:
-                self._look_around()
-                self._hear()
+                self._check_stop_requests()
+                self._exchange_status()
                 if self._agreement.is_due():
                     self._agree()
             except _EndedError:
@@ -228,7 +230,7 @@ class Watch:
                 traceback.print_exc()
                 self.fail(f"the watch over the run has failed: {type(e).__name__}: {e}")
 
-    def _look_around(self) -> None:
+    def _check_stop_requests(self) -> None:
         if self._agreement.is_stopping:
             return
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
@@ -239,7 +241,7 @@ class Watch:
         if os.path.exists(file):
             self._stop(f"there is a file {file}")
 
-    def _hear(self) -> None:
+    def _exchange_status(self) -> None:
         """Writes this process's status and reads the others', at most once per tick."""
         if self._ended.is_set():
             # A request after the last poll finds no process left to agree with, so its wait must end here.
@@ -247,13 +249,13 @@ class Watch:
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + 0.9 * _TICK_SECONDS
-        self._tell()
+        self._post_status()
         failure = self._first_failure()
         if failure:
-            with self._leaving:
-                self._leave(notice_lib.FAILED, f"error: {failure}")
+            with self._exit_lock:
+                self._exit(notice_lib.FAILED, f"error: {failure}")
         if self._index == 0:
-            self._count_heads()
+            self._check_heartbeats()
         self._heartbeat.answered()
 
     def _first_failure(self) -> str:
@@ -262,44 +264,47 @@ class Watch:
             return ""
         return failures[min(failures)]
 
-    def _tell(self) -> None:
+    def _post_status(self) -> None:
         self._board.write("alive", json.dumps(self._status.row()))
 
-    def _count_heads(self) -> None:
-        silent = self._heartbeat.hear(self._board.read("alive"))
+    def _check_heartbeats(self) -> None:
+        silent = self._heartbeat.update(self._board.read("alive"))
         self._write_status()
         if silent:
             names = ", ".join(map(self._name, sorted(self._heartbeat.lost)))
             message = f"{names}: not heard from for {silent:.0f} s; the process, its host or the network is down. {_GO_ON}"
-            with self._leaving:
+            with self._exit_lock:
                 self._fail_all(message)
-                self._leave(notice_lib.FAILED, f"error: {message}")
+                self._exit(notice_lib.FAILED, f"error: {message}")
 
     def _agree(self) -> None:
-        notice, point = self._agreement.gather(self._hear)
+        notice, point = self._agreement.gather(self._exchange_status)
         if notice.kind == notice_lib.STOP and point == 1:
             self.doing("stopped")
-            with self._leaving:
-                self._leave(notice.code, f"{notice.why}: stopped before the first step.")
+            with self._exit_lock:
+                self._exit(notice.code, f"{notice.why}: stopped before the first step.")
         self._agreement.settle(notice, point)
 
     # Leaving.
 
     def _before_abort(self) -> None:
         # JAX aborts with its client locked. If the board answers, the abort has another cause.
-        if processes.bounded(lambda: self._board.read("failed"), ends.SHORT_SECONDS) is not None:
+        if (
+            processes.with_timeout(lambda: self._board.read("failed"), exits.SHORT_SECONDS)
+            is not None
+        ):
             return
         who = "another process"
         if self._index:
             who = f"{self._name(0)}, which coordinates,"
-        with self._leaving:
+        with self._exit_lock:
             self._say(f"error: {who} cannot be reached; see the messages of JAX above. {_GO_ON}")
-            ends.leave(notice_lib.FAILED)
+            exits.exit_now(notice_lib.FAILED)
 
     def _fail_all(self, message: str) -> None:
-        processes.bounded(lambda: self._board.append("failed", message), _LEAVE_SECONDS)
+        processes.with_timeout(lambda: self._board.append("failed", message), _LEAVE_SECONDS)
 
-    def _leave(self, code: int, message: str) -> NoReturn:
+    def _exit(self, code: int, message: str) -> NoReturn:
         """Ends this process; process 0 leaves last, because the others read its board."""
         if message:
             self._say(message)
@@ -307,12 +312,12 @@ class Watch:
         if self._index == 0:
             # JAX aborts the processes that are left when process 0 ends.
             patience = self._timeouts.heartbeat
-        processes.bounded(self._say_goodbye, patience)
-        processes.bounded(self._write_status, _LEAVE_SECONDS)
-        ends.leave(code)
+        processes.with_timeout(self._announce_exit, patience)
+        processes.with_timeout(self._write_status, _LEAVE_SECONDS)
+        exits.exit_now(code)
 
-    def _say_goodbye(self) -> None:
-        self._tell()
+    def _announce_exit(self) -> None:
+        self._post_status()
         if self._index:
             self._board.write("gone", "")
             return

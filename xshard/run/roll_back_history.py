@@ -37,13 +37,13 @@ class RollBack(NamedTuple):
     update_scale: float = 1.0
 
     @property
-    def passed(self) -> int:
+    def num_skipped(self) -> int:
         """The number of batches that are skipped."""
         return self.last_batch - self.first_batch + 1
 
     def __str__(self) -> str:
         then = "repeating the steps with the same data"
-        if self.passed:
+        if self.num_skipped:
             then = f"skipping batches {self.first_batch} to {self.last_batch} of the data"
         lowered = f", with updates times {self.update_scale:g}" if self.update_scale < 1 else ""
         return f"{self.why}; rolled back to step {self.restored}, {then}{lowered}"
@@ -76,12 +76,12 @@ def read(path: pathlib.Path) -> list[RollBack]:
     )
 
 
-def passes(entries: list[RollBack]) -> dict[int, int]:
+def batches_to_skip(entries: list[RollBack]) -> dict[int, int]:
     """Returns the number of batches to skip, by the step before which they are skipped."""
-    return {step + 1: entry.passed for step, entry in standing(entries).items()}
+    return {step + 1: entry.num_skipped for step, entry in in_effect(entries).items()}
 
 
-def standing(entries: list[RollBack]) -> dict[int, RollBack]:
+def in_effect(entries: list[RollBack]) -> dict[int, RollBack]:
     """Returns the roll-backs with skipped batches that are still in effect, by the step that each goes back to.
 
     A later roll-back that skips batches replaces those to its own or a later step, because it makes these steps again.
@@ -89,20 +89,20 @@ def standing(entries: list[RollBack]) -> dict[int, RollBack]:
     """
     by_step: dict[int, RollBack] = {}
     for new in entries:
-        if new.passed:
+        if new.num_skipped:
             # The steps after `new.restored` are made again, without the earlier skips.
             by_step = {step: entry for step, entry in by_step.items() if step < new.restored}
             by_step[new.restored] = new
     return by_step
 
 
-def backed_off(
+def with_back_off(
     entries: Mapping[int, RollBack], step: int, state: state_lib.TrainState
 ) -> state_lib.TrainState:
     """Returns the state for a step, with the update factor lowered if the run rolled back to the step before.
 
     Args:
-      entries: the roll-backs that `standing` returns.
+      entries: the roll-backs that `in_effect` returns.
       step: the number of the step that is about to be made.
       state: the state after the previous step.
     """

@@ -20,24 +20,24 @@ from xshard import experiment as experiment_lib
 from xshard.files import disk, jsonfile, workdir
 from xshard.files import identity as identity_lib
 from xshard.metrics import log, terminal, writers
+from xshard.pod import monitor as monitor_lib
 from xshard.pod import notice, processes
-from xshard.pod import watch as watch_lib
 from xshard.run import saving, states
-from xshard.stored import storage
+from xshard.stored import conversion
 
 FOLDER = "eval"
 # How often to look for a new checkpoint: on a disk, and in remote storage, where each look costs money.
 _POLL_SECONDS, _REMOTE_POLL_SECONDS = 1.0, 10.0
 
 
-class Follower:
+class ContinuousEvaluator:
     """Evaluates the checkpoints of a run. With several processes, each of them creates one."""
 
     def __init__(
         self,
         config: ml_collections.ConfigDict,
         directory: str,
-        watch: watch_lib.Watch | None = None,
+        watch: monitor_lib.PodMonitor | None = None,
         sleep: Callable[[float], None] = time.sleep,
         show: terminal.Show = terminal.Show.NORMAL,
     ):
@@ -65,7 +65,7 @@ class Follower:
         self._checkpoints = self._states.manager
         self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
         processes.check_equal_data({"evaluation": self._evaluation.summary})
-        stored = storage.as_stored(experiment, mesh, self._states.target)
+        stored = conversion.as_stored(experiment, mesh, self._states.target)
         self._evaluation.check(stored, config.checkpoint)
         self._watch = watch
         self._sleep = sleep
@@ -106,11 +106,11 @@ class Follower:
 
     def _is_over(self) -> bool:
         """Returns whether no more checkpoints will appear: the last step was evaluated, or the run ended earlier."""
-        why = workdir.not_finite(self._run.path)
+        why = workdir.nonfinite_reason(self._run.path)
         if why:
             self._say(f"the run has ended, since it is not finite: {why}")
             return True
-        early, reason = workdir.ended(self._run.path) or (None, "")
+        early, reason = workdir.callback_stop(self._run.path) or (None, "")
         if early is not None and self._judged >= early:
             self._say(f"the run has ended at step {early}: {reason}")
             return True
@@ -285,11 +285,11 @@ def run(
     config: ml_collections.ConfigDict,
     directory: str,
     command: str,
-    watch: watch_lib.Watch | None,
+    watch: monitor_lib.PodMonitor | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
     """Evaluates the checkpoints of a run to its end, or until the job is told to stop; returns the exit code."""
-    follower = Follower(config, directory, watch, show=show)
+    follower = ContinuousEvaluator(config, directory, watch, show=show)
     stop = follower.follow()
     own = workdir.Workdir(directory).path / FOLDER
     if stop is not None:

@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import source
+from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 
 # Tensorstore's status codes for content that is not what was written, and for missing files. Any other status and
@@ -33,7 +33,7 @@ _MANY_CHUNKS = 4096
 _INLINE_BYTES = 1024
 
 
-class Part(NamedTuple):
+class ArrayRegion(NamedTuple):
     """A part of an array to read.
 
     Attributes:
@@ -60,12 +60,14 @@ def read_arrays(
     Raises:
       DamagedError: at the first array that is not what was written.
     """
-    parts = [Part(path, meta, arrays_lib.whole_box(meta.shape)) for path, meta in arrays.items()]
-    yield from zip(arrays, read_parts(attempt, parts, budget_bytes), strict=True)
+    parts = [
+        ArrayRegion(path, meta, arrays_lib.whole_box(meta.shape)) for path, meta in arrays.items()
+    ]
+    yield from zip(arrays, read_regions(attempt, parts, budget_bytes), strict=True)
 
 
-def read_parts(
-    attempt: format_lib.Attempt, parts: Iterable[Part], budget_bytes: int
+def read_regions(
+    attempt: format_lib.Attempt, parts: Iterable[ArrayRegion], budget_bytes: int
 ) -> Iterator[np.ndarray]:
     """Reads parts of arrays, several at a time, and yields them in the order of `parts`.
 
@@ -81,7 +83,9 @@ def read_parts(
     stored_bytes = _stored_bytes(attempt)
     limit = min(budget_bytes, _AHEAD_BYTES)
     # The reads under way: each part, its memory, and a function that waits for the read.
-    reading: collections.deque[tuple[Part, np.ndarray, Callable[[], None]]] = collections.deque()
+    reading: collections.deque[tuple[ArrayRegion, np.ndarray, Callable[[], None]]] = (
+        collections.deque()
+    )
     held = 0
     for part in parts:
         _check_size(attempt, part, stored_bytes)
@@ -96,7 +100,7 @@ def read_parts(
 
 
 def _finish(
-    attempt: format_lib.Attempt, part: Part, out: np.ndarray, wait: Callable[[], None]
+    attempt: format_lib.Attempt, part: ArrayRegion, out: np.ndarray, wait: Callable[[], None]
 ) -> np.ndarray:
     """Waits until a part has been read; raises DamagedError or UnreadableError with the array's path."""
     try:
@@ -106,7 +110,7 @@ def _finish(
     return out
 
 
-def _check_size(attempt: format_lib.Attempt, part: Part, stored_bytes: int) -> None:
+def _check_size(attempt: format_lib.Attempt, part: ArrayRegion, stored_bytes: int) -> None:
     """Raises DamagedError if an array seems too large for its checkpoint and its chunks do not match its description.
 
     The check runs before memory is allocated, because a forged description may claim any size.
@@ -152,13 +156,13 @@ class _Database:
         self._path: str | None = None
         self._array: Any = None
 
-    def start(self, part: Part, out: np.ndarray) -> Callable[[], None]:
+    def start(self, part: ArrayRegion, out: np.ndarray) -> Callable[[], None]:
         """Begins to read a part into memory; returns a function that waits for the end."""
         if arrays_lib.is_large(part.path, part.meta):
             return self._start_large(part, out)
         return self._start_small(part, out)
 
-    def _start_large(self, part: Part, out: np.ndarray) -> Callable[[], None]:
+    def _start_large(self, part: ArrayRegion, out: np.ndarray) -> Callable[[], None]:
         """Begins to read a part with tensorstore's zarr3 driver, which assembles the chunks."""
         path, meta, box = part
         sums = []
@@ -167,7 +171,7 @@ class _Database:
             # that this checkpoint wrote shows only in a comparison with the recorded checksum.
             for chunk in meta.chunks(box):
                 key = arrays_lib.chunk_key(path, chunk)
-                sums.append((chunk, self._database.read(key, byte_range=meta.sum_place)))
+                sums.append((chunk, self._database.read(key, byte_range=meta.checksum_slice)))
         if path != self._path:
             self._array = store_lib.open_array(self._database, path, meta.zarr(), self._context)
             self._path = path
@@ -182,7 +186,7 @@ class _Database:
 
         return wait
 
-    def _start_small(self, part: Part, out: np.ndarray) -> Callable[[], None]:
+    def _start_small(self, part: ArrayRegion, out: np.ndarray) -> Callable[[], None]:
         """Begins to read each chunk as bytes, which takes less time than opening the array."""
         path, meta, box = part
         reading = []
@@ -199,7 +203,7 @@ class _Database:
         return wait
 
 
-def _error(what: str, e: Exception) -> source.DamagedError | source.UnreadableError:
+def _error(what: str, e: Exception) -> metadata_files.DamagedError | metadata_files.UnreadableError:
     """Classifies a read error as damage (wrong or missing content) or as unreadable (an error of the disk)."""
     text = str(e)
     errno, status = _ERRNO.search(text), _STATUS.match(text)
@@ -211,8 +215,10 @@ def _error(what: str, e: Exception) -> source.DamagedError | source.UnreadableEr
         # An error without a status comes from this package's checks of bytes that were read.
         is_damage = status is None or status[1] in _DAMAGE
     if is_damage:
-        return source.DamagedError(f"{what} is not what was written: {store_lib.reason(e)}.")
-    return source.UnreadableError(f"{what} cannot be read: {store_lib.reason(e)}.")
+        return metadata_files.DamagedError(
+            f"{what} is not what was written: {store_lib.reason(e)}."
+        )
+    return metadata_files.UnreadableError(f"{what} cannot be read: {store_lib.reason(e)}.")
 
 
 def _stored_bytes(attempt: format_lib.Attempt) -> int:
@@ -220,11 +226,11 @@ def _stored_bytes(attempt: format_lib.Attempt) -> int:
     try:
         size = attempt.store.size(attempt.prefix)
     except format_lib.CheckpointError as e:
-        raise source.UnreadableError(f"{attempt} cannot be read: {e}.") from e
-    return source.read_commit(attempt)["bytes"] if size is None else size
+        raise metadata_files.UnreadableError(f"{attempt} cannot be read: {e}.") from e
+    return metadata_files.read_commit(attempt)["bytes"] if size is None else size
 
 
-def _allocate(attempt: format_lib.Attempt, part: Part) -> np.ndarray:
+def _allocate(attempt: format_lib.Attempt, part: ArrayRegion) -> np.ndarray:
     try:
         return _aligned(arrays_lib.box_shape(part.box), jnp.dtype(part.meta.dtype))
     except (MemoryError, OSError) as e:

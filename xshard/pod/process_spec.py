@@ -32,7 +32,7 @@ class StoppedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProcessSpec:
     """The place of a process in its run.
 
     Attributes:
@@ -86,7 +86,7 @@ def _is_number(host: str) -> bool:
     return True
 
 
-def listen(at: Place) -> socket.socket:
+def listen(at: ProcessSpec) -> socket.socket:
     """Returns the listening socket of process 0; raises StartError if it cannot be opened."""
     port = int(at.address.rpartition(":")[2])
     ip = interface(at.address)

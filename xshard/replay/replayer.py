@@ -16,7 +16,7 @@ from xshard.files import jsonfile, workdir
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
 from xshard.pod import origin
-from xshard.run import history, preflight, resuming, states
+from xshard.run import preflight, resuming, roll_back_history, states
 
 
 class Step(NamedTuple):
@@ -44,7 +44,7 @@ class Difference(NamedTuple):
     now: Any
 
 
-class Past:
+class Replayer:
     """A run in a work directory, whose steps can be repeated here."""
 
     def __init__(self, directory: str):
@@ -61,22 +61,22 @@ class Past:
         self.mesh = experiment_lib.mesh_of(self.config)
         self.experiment = experiment_lib.load(self.config.experiment)(self.config)
         self._batches = preflight.train_batches(self.experiment, self.mesh)
-        entries = history.read(self._workdir.roll_backs)
-        self._passes = history.passes(entries)
-        self._roll_backs = history.standing(entries)
-        self._batches.pass_over(self._passes)
+        entries = roll_back_history.read(self._workdir.roll_backs)
+        self._skips = roll_back_history.batches_to_skip(entries)
+        self._roll_backs = roll_back_history.in_effect(entries)
+        self._batches.set_skips(self._skips)
         self.changes = self._changes()
         self.rows = writers.of_training(self._workdir.metrics)
-        self._why = workdir.not_finite(self._workdir.path)
+        self._why = workdir.nonfinite_reason(self._workdir.path)
         self.first_step = 0
         self.step_program = preflight.jitted_step(self.experiment, self.mesh)
         predict = preflight.jitted_predict(self.experiment, self.mesh)
         self._predict = evaluation.predictions(predict, self.mesh)
 
-    def one_program(self) -> Any:
-        """Returns the training step as one jitted program, for analysis; raises UserError like `preflight.one_program`."""
+    def single_program(self) -> Any:
+        """Returns the training step as one jitted program, for analysis; raises UserError like `preflight.single_program`."""
         if isinstance(self.step_program, logical.Program):
-            return preflight.one_program(self.experiment, self.mesh)
+            return preflight.single_program(self.experiment, self.mesh)
         return self.step_program
 
     def _changes(self) -> list[str]:
@@ -96,7 +96,7 @@ class Past:
                 changes.append(f"{name}: {old[name] or 'none'} -> {now[name] or 'none'}")
         return changes
 
-    def suspects(self) -> range:
+    def suspect_steps(self) -> range:
         """Returns the range of steps that contains the first bad one.
 
         These are the steps since the last good row: up to the first row that is not finite or counts a new skip.
@@ -143,8 +143,8 @@ class Past:
         state = self._begin(keep.start - 1)
         self.first_step = int(state.step)
         for number in range(self.first_step + 1, keep.stop):
-            state = history.backed_off(self._roll_backs, number, state)
-            batch = self._batches.of_step(number, self._predict, state)
+            state = roll_back_history.with_back_off(self._roll_backs, number, state)
+            batch = self._batches.batch_for_step(number, self._predict, state)
             before = jax.tree.map(lambda x: x.copy(), state) if number in keep else state
             stepped = self.step_program(state, batch)
             state, values = stepped.state, stepped.metrics
@@ -187,7 +187,7 @@ class Past:
         examples, size = self.experiment.train_data(), self.config.batch_size
         numbers = data.order(examples, self.config.seed, mesh_lib.num_groups(self.mesh))
         # Batches that roll-backs passed over count too.
-        before = step - 1 + sum(count for at, count in self._passes.items() if at <= step)
+        before = step - 1 + sum(count for at, count in self._skips.items() if at <= step)
         # Padding rows come after the rows of all groups.
         groups, places = np.divmod(np.arange(len(next(iter(batch.values())))), size)
         positions = before * size + places
@@ -203,7 +203,7 @@ class Past:
         return []
 
 
-def is_as_it_should_be(row: rows_lib.Row) -> bool:
+def is_healthy(row: rows_lib.Row) -> bool:
     """Returns whether all metrics of a step are finite, and it skipped no update."""
     return not np.any([*_skipped(row).values()]) and all(
         _is_finite(jsonfile.finite(x)) for x in row.values()

@@ -21,21 +21,21 @@ _LEAST_SECONDS = 0.2
 
 
 @contextlib.contextmanager
-def kept(directory: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
+def enabled(directory: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
     """Makes JAX cache compiled programs in the work directory, within the context, unless another cache is configured.
 
     JAX_COMPILATION_CACHE_DIR selects another folder, and JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
     With several processes there is no cache by default: a process that compiles while another loads may wait for it,
     so you must name a folder that all processes see. With several CPU devices there is none either; see
-    `_may_stand_still`.
+    `_may_deadlock`.
 
     Args:
       directory: a work directory to which no other attempt writes.
       say: called with the reason if the cache cannot be used. The run continues without it.
     """
     settings = jax.config.values
-    is_asked = not settings[_DIRECTORY] and settings["jax_enable_compilation_cache"]
-    if not is_asked or jax.process_count() > 1 or _may_stand_still():
+    is_enabled = not settings[_DIRECTORY] and settings["jax_enable_compilation_cache"]
+    if not is_enabled or jax.process_count() > 1 or _may_deadlock():
         yield
         return
     folder = directory / FOLDER
@@ -54,7 +54,7 @@ def kept(directory: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
                 shutil.rmtree(own)
 
 
-def _may_stand_still() -> bool:
+def _may_deadlock() -> bool:
     """Returns whether a program that is loaded from the cache might deadlock.
 
     XLA on CPUs runs the collectives of a program that it compiled one by one, in the same order on all devices.
@@ -66,7 +66,7 @@ def _may_stand_still() -> bool:
 def _begin(folder: pathlib.Path) -> pathlib.Path:
     """Creates an attempt's own folder, with links to the entries of earlier attempts."""
     folder.mkdir(exist_ok=True)
-    _take_leftovers(folder)
+    _recover_entries(folder)
     own = pathlib.Path(tempfile.mkdtemp(prefix="attempt-", dir=folder.resolve()))
     for entry in _entries(folder):
         (own / entry.name).symlink_to(entry.resolve())
@@ -96,7 +96,7 @@ def _set(settings: dict[str, Any]) -> None:
     compilation_cache.compilation_cache.reset_cache()
 
 
-def _take_leftovers(folder: pathlib.Path) -> None:
+def _recover_entries(folder: pathlib.Path) -> None:
     """Recovers the entries of attempts that were killed, except the newest of each, which may be incomplete."""
     for left in folder.glob("attempt-*"):
         entries = sorted(_entries(left), key=lambda path: path.stat().st_mtime_ns)

@@ -55,7 +55,7 @@ def _computed_again(params: Any) -> Any:
     again = jax.checkpoint(function, policy=params["policy"])
 
     def backward(inputs: Any, grads: Any) -> tuple[Any, ...]:
-        reached = dependence.Reached()
+        reached = dependence.DependenceTracker()
         named = {str(i): x for i, x in enumerate(inputs)}
         floating = [path for path, x in named.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
 

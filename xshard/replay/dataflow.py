@@ -72,7 +72,7 @@ class Value:
         return self.place[-1] if self.place else None
 
     @property
-    def is_made_once(self) -> bool:
+    def runs_once(self) -> bool:
         """Returns whether it is outside of all loops and branches."""
         return not self.loops and all(e.primitive.name in INLINED for e in self.place[:-1])
 
@@ -86,7 +86,7 @@ class Block(NamedTuple):
       inputs: whether its inputs are numbered as values of their own; they come first.
       parts: for each equation, the functions that it contains, each a `Block`.
       size: the number of numbered values in it.
-      looked_at: the number of floating-point values among them.
+      num_floating: the number of floating-point values among them.
     """
 
     jaxpr: core.Jaxpr
@@ -94,7 +94,7 @@ class Block(NamedTuple):
     inputs: bool
     parts: list[list[Any]]
     size: int
-    looked_at: int
+    num_floating: int
 
 
 class Program:
@@ -178,7 +178,7 @@ class Program:
             parts.append(blocks)
             numbers.update(zip(eqn.outvars, outputs, strict=True))
         own = self.values[begin:]
-        block = Block(jaxpr, consts, has_inputs, parts, len(own), sum(map(is_looked_at, own)))
+        block = Block(jaxpr, consts, has_inputs, parts, len(own), sum(map(can_be_nonfinite, own)))
         return block, [read(x) for x in jaxpr.outvars]
 
     def _lay_out_equation(
@@ -241,10 +241,10 @@ class Program:
             self.losses[learner] = number
         if what != "gradients":
             return
-        for asked in self._asked(number):
+        for asked in self._finite_checks(number):
             gradient = self.values[asked].sources[0]
             path = name_stack(self.values[asked]).partition(inspection.GRADIENT)[2]
-            if path and self.values[gradient].is_made_once:
+            if path and self.values[gradient].runs_once:
                 self.gradients[learner, path] = gradient
 
     def is_backward(self, number: int) -> bool:
@@ -262,7 +262,7 @@ class Program:
                 left += self.values[number].sources
         return seen
 
-    def _asked(self, number: int) -> list[int]:
+    def _finite_checks(self, number: int) -> list[int]:
         """Returns the nearest `is_finite` equations that a value depends on, in program order."""
         seen, left, asked = set(), [number], []
         while left:
@@ -282,7 +282,7 @@ def _named(path: tuple[Any, ...], form: str) -> str:
     return form.format(repr(trees.path_name(path)))
 
 
-def is_looked_at(value: Any) -> bool:
+def can_be_nonfinite(value: Any) -> bool:
     """Returns whether a value, or an array, has a dtype that can hold inf or nan."""
     return value.dtype is not None and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
 
@@ -324,7 +324,7 @@ def lines(value: Value) -> tuple[str, str]:
         frames = _frames(eqn.source_info.traceback)
         if caller and frames[len(frames) - len(caller) :] != caller:
             break
-        own = [frame for frame in frames if errors.is_users(frame[0])]
+        own = [frame for frame in frames if errors.is_user_file(frame[0])]
         users = _shown(*own[0]) if own else users
         innermost = _shown(*frames[0]) if frames else innermost
         caller = frames if eqn.primitive.name in INLINED else []
@@ -333,7 +333,7 @@ def lines(value: Value) -> tuple[str, str]:
 
 def _shown(file: str, line: int) -> str:
     """Formats a line as text; installed files have their path below site-packages."""
-    return f"{errors.shown(file.rpartition('-packages' + os.sep)[2])}:{line}"
+    return f"{errors.display_path(file.rpartition('-packages' + os.sep)[2])}:{line}"
 
 
 def _frames(traceback: Any) -> list[tuple[str, int]]:
@@ -341,4 +341,4 @@ def _frames(traceback: Any) -> list[tuple[str, int]]:
     if traceback is None:
         return []
     frames = [(frame.file_name, frame.line_num) for frame in traceback.frames]
-    return [x for x in frames if not x[0].startswith(_JAX) and not errors.is_standard(x[0])]
+    return [x for x in frames if not x[0].startswith(_JAX) and not errors.is_stdlib_file(x[0])]

@@ -89,7 +89,7 @@ def check_unread(
         inputs[paths.index(path)] = _OWN
         if any(_OWN & axes for axes in varying.outputs(program.jaxpr, inputs)):
             raise errors.UserError(
-                f"{contract.described(method)} reads the state {path!r}, which differs by replica (xshard.PerReplica): it "
+                f"{contract.describe_method(method)} reads the state {path!r}, which differs by replica (xshard.PerReplica): it "
                 f"has values of {_count(leaf, mesh)} replicas per group, and this mesh has {here}. Use the same number of "
                 "replicas, or read state that is equal on all of them, such as a mean by jax.lax.pmean in the step."
             )

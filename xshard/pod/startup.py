@@ -1,0 +1,142 @@
+"""Determines the place of a process in its run, and starts the processes: they meet before JAX connects them.
+
+If a peer does not come, JAX's own start ends a process from C++, whatever the reason. The processes therefore meet
+first, at the address of JAX's future coordinator, and report what does not fit.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+from jax._src import clusters
+
+from xshard.pod import process_spec, rendezvous, signals
+
+
+class Timeouts(NamedTuple):
+    """The times that processes wait for one another, in seconds.
+
+    Attributes:
+      start: the time until all processes have connected.
+      heartbeat: the time after which a silent process is treated as lost; a run survives a shorter outage.
+      shutdown: the time until all processes have reached the end of the run.
+      step: the time without progress in training or evaluation after which a process ends the run; 0 for no limit.
+    """
+
+    start: int = 300
+    heartbeat: int = 30
+    shutdown: int = 60
+    step: int = 0
+
+
+def resolve_process(
+    address: str | None, count: int | None, index: int | None, seconds: int = 300
+) -> process_spec.ProcessSpec | None:
+    """Returns this process's place: from the arguments, or else as JAX detects it (Slurm, Open MPI, GKE, GCE).
+
+    `address`, `count` and `index` are given together or not at all, except that a count of 1 may stand alone.
+
+    Args:
+      address: the address of process 0, as host:port.
+      count: the number of processes.
+      index: this process's index.
+      seconds: how long JAX's requests to a cloud's metadata may take.
+
+    Returns:
+      The place, or None for a run of one process.
+
+    Raises:
+      StartError: if the arguments are invalid, or if JAX detects a cluster but not this process's place in it.
+    """
+    if address is None and count == 1 and index in (None, 0):
+        return None
+    if address is None and count is None and index is None:
+        return _detect(seconds)
+    if address is None or count is None or index is None:
+        flags = {"coordinator_address": address, "num_processes": count, "process_id": index}
+        missing = [f"--{name}" for name, value in flags.items() if value is None]
+        raise process_spec.StartError(
+            f"{' and '.join(missing)} must be given too: give --coordinator_address, --num_processes and "
+            "--process_id together, or none of them if JAX can detect the cluster."
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise process_spec.StartError(
+            f"--coordinator_address={address} must be HOST:PORT, as in h0:8476."
+        )
+    if not 0 <= index < count:
+        raise process_spec.StartError(
+            f"--process_id={index} must be from 0 to {count - 1}, one less than --num_processes={count}."
+        )
+    if count == 1:
+        return None
+    return process_spec.ProcessSpec(address, count, index)
+
+
+def _detect(seconds: int) -> process_spec.ProcessSpec | None:
+    try:
+        # The five Nones leave the address, count, index, devices and method of detection to JAX.
+        address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, seconds
+        )
+    except (RuntimeError, OSError) as e:
+        raise process_spec.StartError(
+            f"JAX detects a cluster, but not the place of this process in it ({e}): give --coordinator_address, "
+            "--num_processes and --process_id; or --num_processes=1 for a run of one process."
+        ) from e
+    if address is None or not count or count == 1 or index is None:
+        return None
+    return process_spec.ProcessSpec(address, count, index, devices)
+
+
+def join(
+    at: process_spec.ProcessSpec,
+    timeouts: Timeouts,
+    facts: Mapping[str, str],
+    token: str,
+    signal_receiver: signals.SignalReceiver,
+) -> list[str]:
+    """Meets the other processes and connects JAX. It must be called before the first use of a device.
+
+    Args:
+      at: this process's place.
+      timeouts: how long to wait.
+      facts: names and short texts that must be equal on all processes, such as the config.
+      token: the token of the launch, which all of its processes have; empty if they were started by hand.
+      signal_receiver: the signals; any of them ends the meeting for all processes.
+
+    Returns:
+      The host name of each process.
+
+    Raises:
+      StartError: on all processes that connected, if one does not connect in time or does not fit.
+      StoppedError: on all processes that connected, if one of them receives a signal.
+    """
+    hosts = rendezvous.meet(at, timeouts.start, facts, token, signal_receiver)
+    # xshard handles SIGTERM itself. JAX's handler would replace that, and acts only if JAX's own function is polled.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        at.address,
+        at.count,
+        at.index,
+        at.devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=timeouts.start,
+        # xshard normally detects a lost process first, and names it; JAX's timeout is for when it cannot. It is much
+        # longer because JAX counts seconds, while xshard counts ticks, which pass slowly on a busy machine.
+        heartbeat_timeout_seconds=10 * timeouts.heartbeat + 60,
+        shutdown_timeout_seconds=timeouts.shutdown,
+        coordinator_bind_address=_bind_address(at.address),
+    )
+    return hosts
+
+
+def _bind_address(address: str) -> str | None:
+    """Returns where JAX's coordinator listens, which is where process 0 did in the meeting; None for all addresses."""
+    ip = process_spec.interface(address)
+    if not ip:
+        return None
+    if ":" in ip:
+        ip = f"[{ip}]"
+    port = address.rpartition(":")[2]
+    return f"{ip}:{port}"
