@@ -34,7 +34,11 @@ _ELASTIC = flags.DEFINE_string(
     "the remaining ones if there are at least MIN.",
 )
 _CPU_DEVICES = flags.DEFINE_integer(
-    "cpu_devices", 0, "The number of virtual CPU devices of each process; 0: the real devices.", 0
+    "cpu_devices",
+    0,
+    "The number of virtual CPU devices of each process; 0: the real devices.",
+    0,
+    1024,
 )
 _SWEEP = flags.DEFINE_string(
     "sweep", None, "A file with get_sweep(), which returns a list of overrides: one job for each."

@@ -109,6 +109,8 @@ BAD = {
     "budget": (["--config.checkpoint.budget_gb=0.0"], ["budget_gb=0.0", "above 0"]),
     "writers": (["--config.writers=('csv',)"], ["writers=('csv',)", "must have 'jsonl'"]),
     "writer": (["--config.writers=('jsonl','tsv')"], ["'tsv'", "jsonl, csv, tensorboard, wandb"]),
+    "stop": (["--stop_after=nan"], ["--stop_after=nan", "a finite number of minutes"]),
+    "devices": (["--cpu_devices=100000"], ["--cpu_devices=100000", "[0, 1024]"]),
     "quiet and verbose": (["--quiet", "--verbose"], ["exclude each other"]),
     "place": (
         ["--config.checkpoint.directory=gs://bucket"],

@@ -12,6 +12,7 @@ Exit codes:
   1    failed
 """
 
+import math
 import os
 import shlex
 import sys
@@ -76,11 +77,17 @@ _VERBOSE = flags.DEFINE_bool(
     "verbose", False, "Print every logged row, on a terminal too, and every parameter."
 )
 _CPU_DEVICES = flags.DEFINE_integer(
-    "cpu_devices", 0, "The number of virtual devices to split the CPU into; 0: JAX's default.", 0
+    "cpu_devices",
+    0,
+    "The number of virtual devices to split the CPU into; 0: JAX's default.",
+    0,
+    1024,
 )
 _STOP_AFTER = flags.DEFINE_float(
     "stop_after", 0, "Save and exit with 42 after this many minutes; 0: never.", 0
 )
+# NaN is within all bounds.
+flags.register_validator("stop_after", math.isfinite, "it must be a finite number of minutes")
 _COORDINATOR = flags.DEFINE_string(
     "coordinator_address", None, "HOST:PORT of process 0, where the processes connect."
 )
