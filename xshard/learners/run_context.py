@@ -1,4 +1,4 @@
-"""The run within which learners are called: it tells them their mesh while a step is traced."""
+"""The context in which learners are called: it gives them their mesh while a step is traced."""
 
 import contextlib
 import contextvars
@@ -14,7 +14,7 @@ from xshard.optimizers import trees
 
 
 class RunContext(NamedTuple):
-    """The run within which a learner is called; the fields are the arguments of `run_on`."""
+    """The context in which a learner is called; the fields are the arguments of `run_on`."""
 
     mesh: jax.sharding.Mesh
     sharding_rules: mesh_lib.Rules

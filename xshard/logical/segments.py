@@ -1,4 +1,4 @@
-"""The parts of a program on logical replicas, as functions of the arrays that one device holds."""
+"""The segments of a program on logical replicas, as functions of the arrays that one device holds."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

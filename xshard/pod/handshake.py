@@ -71,7 +71,7 @@ class Hello:
 
 
 def read_hello(message: Mapping[str, Any]) -> Hello:
-    """Parses a guest's hello; raises MalformedError if no process can have sent it."""
+    """Parses a client's hello; raises MalformedError if no process can have sent it."""
     count = _integer(message, "count", 2, _MOST_PROCESSES)
     index = _integer(message, "index", 1, count - 1)
     pid = _integer(message, "pid", 0, _MOST_PID)
@@ -201,7 +201,7 @@ class Seals:
         Args:
           token: the token of the launch; empty for processes that were started by hand.
           own: the role of this side, `SERVER` or `CLIENT`.
-          nonces: the guest's nonce and the host's, separated by a space.
+          nonces: the client's nonce and the host's, separated by a space.
         """
         key = token.encode(errors="surrogateescape")
         self._key = hmac.digest(key, nonces.encode(), "sha256")

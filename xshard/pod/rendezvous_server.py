@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from xshard.pod import handshake, process_spec, signals
 
-# How long a guest may take to identify itself, and how long the guests may take to read the final answer.
+# How long a client may take to identify itself, and how long the clients may take to read the final answer.
 _ANSWER_SECONDS = 5.0
 # How long process 0 still waits for the right processes after a wrong one has connected.
 _PATIENCE_SECONDS = 10.0
@@ -37,7 +37,7 @@ class _Client:
         self._token = token
 
     async def authenticate(self) -> handshake.Hello:
-        """Returns the guest's hello; raises MalformedError unless it has the token and keeps to the protocol."""
+        """Returns the client's hello; raises MalformedError unless it has the token and keeps to the protocol."""
         line = await handshake.read_line(self._reader, handshake.MAX_SHORT_LINE_BYTES)
         its_nonce = handshake.read_nonce(line)
         self.has_spoken = True
@@ -45,22 +45,22 @@ class _Client:
         self._seals = handshake.Seals(self._token, handshake.SERVER, f"{its_nonce} {own_nonce}")
         self._writer.write(handshake.nonce_line(own_nonce))
         self.send({"process": 0})
-        # The guest first sends an empty sealed line. Longer lines are accepted only after it has shown the token.
+        # The client first sends an empty sealed line. Longer lines are accepted only after it has shown the token.
         self._seals.read(await handshake.read_line(self._reader, handshake.MAX_SHORT_LINE_BYTES))
         self.is_known = True
         return handshake.read_hello(await self.read())
 
     async def read(self) -> dict[str, Any]:
-        """Returns the next message of a guest that has shown the token; raises MalformedError if it is invalid."""
+        """Returns the next message of a client that has shown the token; raises MalformedError if it is invalid."""
         return self._seals.read(await handshake.read_line(self._reader, handshake.MAX_LINE_BYTES))
 
     def accept(self, hello: handshake.Hello) -> None:
-        """Accepts the guest as the process that its hello names."""
+        """Accepts the client as the process that its hello names."""
         self.send({"welcome": True})
         self.hello = hello
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Sends a message, without waiting until the guest has received it."""
+        """Sends a message, without waiting until the client has received it."""
         self._writer.write(self._seals.line(message))
 
     def close(self) -> None:
@@ -98,10 +98,10 @@ class Server:
         self._unidentified: list[_Client] = []
         self._accepted: dict[int, _Client] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Set when a guest is accepted, or when something happens that may end the meeting.
+        # Set when a client is accepted, or when something happens that may end the meeting.
         self._news = asyncio.Event()
         self._failure: Exception | None = None
-        # The error of the first guest that does not fit. It is raised if the right one does not come in time.
+        # The error of the first client that does not fit. It is raised if the right one does not come in time.
         self._mismatch: handshake.MismatchError | None = None
         self._rejected = 0
         self._last_rejected = ""
@@ -129,7 +129,7 @@ class Server:
         return hosts
 
     def _for_guests(self, e: process_spec.StartError) -> str:
-        """Returns the message that guests receive: with values of a config only if they have shown a token."""
+        """Returns the message that clients receive: with values of a config only if they have shown a token."""
         if isinstance(e, handshake.MismatchError) and not self._token:
             return e.brief
         return str(e)
@@ -145,7 +145,7 @@ class Server:
             async with asyncio.timeout(seconds):
                 while True:
                     await self._news.wait()
-                    # Before the last guest came, an accepted one may have ended, and its end is not read yet.
+                    # Before the last client came, an accepted one may have ended, and its end is not read yet.
                     await asyncio.sleep(_SETTLE_SECONDS)
                     self._news.clear()
                     self._check()
@@ -215,7 +215,7 @@ class Server:
             client.close()
 
     def _admit(self, client: _Client, hello: handshake.Hello) -> None:
-        """Accepts a guest; if it does not fit, tells it so and raises DisconnectedError."""
+        """Accepts a client; if it does not fit, tells it so and raises DisconnectedError."""
         if client not in self._unidentified:
             # It was dropped to make room for others.
             raise handshake.DisconnectedError
@@ -236,7 +236,7 @@ class Server:
         self._news.set()
 
     async def _listen(self, client: _Client) -> NoReturn:
-        """Listens to an accepted guest, which sends a message only if it receives a signal."""
+        """Listens to an accepted client, which sends a message only if it receives a signal."""
         while True:
             name = handshake.text(await client.read(), "leaving")
             numbers = {number.name: number for number in signals.CODES}
@@ -256,7 +256,7 @@ class Server:
             self._last_disconnected = f"{client.hello.name} (pid {client.hello.pid})"
 
     async def _answer(self, answer: Mapping[str, object]) -> None:
-        """Sends the answer to all accepted guests, and closes all connections."""
+        """Sends the answer to all accepted clients, and closes all connections."""
         accepted = list(self._accepted.values())
         for client in accepted:
             client.send(answer)

@@ -70,7 +70,7 @@ def hear(connection):
 
 @contextlib.contextmanager
 def undisturbed(meeting):
-    """Asserts that the meeting goes on afterwards and still answers a guest with the token."""
+    """Asserts that the meeting goes on afterwards and still answers a client with the token."""
     place, host = meeting
     # If the meeting were over, the next connection would wait for it.
     assert not host.done()
@@ -128,7 +128,7 @@ def test_a_guest_that_sends_a_wrong_type_gets_no_answer(meeting, name, value):
 
 
 def answers(meeting, hello, more, pieces):
-    """Returns the answers that a guest with the token gets to two messages before it is disconnected: one, or none."""
+    """Returns the answers that a client with the token gets to two messages before it is disconnected: one, or none."""
     with undisturbed(meeting) as place:
         stranger = guests.Stranger(place)
         with stranger.connection as connection:
@@ -153,7 +153,7 @@ def test_a_message_without_an_end_is_not_kept(meeting, token):
 
 
 def sealed(stranger, content):
-    """Returns the next line of a guest with a token: any content, with the seal that belongs to it."""
+    """Returns the next line of a client with a token: any content, with the seal that belongs to it."""
     seals = stranger._seals
     seal = seals._seal(handshake.CLIENT, seals._said, content)
     seals._said += 1
