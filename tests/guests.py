@@ -100,7 +100,7 @@ class Stranger:
 
     def say_body(self, body):
         """Sends bytes that are not a message, with a valid seal."""
-        line = self._seals._seal(handshake.CLIENT, self._seals._said, body) + b" " + body
+        line = self._seals._seal(handshake.CLIENT, self._seals._num_sent, body) + b" " + body
         self.connection.sendall(line + b"\n")
 
     def say_hello(self, **fields):

@@ -155,6 +155,6 @@ def test_a_message_without_an_end_is_not_kept(meeting, token):
 def sealed(stranger, content):
     """Returns the next line of a client with a token: any content, with the seal that belongs to it."""
     seals = stranger._seals
-    seal = seals._seal(handshake.CLIENT, seals._said, content)
-    seals._said += 1
+    seal = seals._seal(handshake.CLIENT, seals._num_sent, content)
+    seals._num_sent += 1
     return seal + b" " + content + b"\n"

@@ -57,7 +57,7 @@ def test_repeated_signals_become_one_notice(tmp_path, capfd, monkeypatch, number
             # The signals that stop a job on many hosts, or at the limit of CPU time, come several times.
             os.kill(os.getpid(), number)
             harness.wait_until(lambda: len(signalled) == 2)
-            assert watching._agreement._asked is None and watching.poll() is None
+            assert watching._agreement._requested is None and watching.poll() is None
     said = f"{signal.Signals(number).name}: saving after this step"
     assert capfd.readouterr().err.count(said) == 1
 

@@ -65,7 +65,7 @@ class Run:
         self.workdir, self._watch = workdir.Workdir(directory), watch
         self._open(init, set_aside)
         self._check_programs()
-        self._held = contextlib.ExitStack()  # Open from the first step to the results.
+        self._resources = contextlib.ExitStack()  # Open from the first step to the results.
         self._stop: notice_lib.Notice | None = None
         self._save_now, self.step = False, -1
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
@@ -120,7 +120,7 @@ class Run:
         by_clock = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
         self.doing("compiling", step=start, steps=self.config.steps)
         # An evaluation that a stop interrupted is run now, unless another stop interrupts it again.
-        self._make_up_for(begin, start)
+        self._run_missed_evaluation(begin, start)
         if not begin.folder and self.roll_backs.is_ready:
             self._save(start, state, evaluation_due=False)
         for step in range(start + 1, (start if self._is_over() else self.config.steps) + 1):
@@ -153,7 +153,7 @@ class Run:
     def _begin(self) -> resuming.StartState:
         """Restores the newest checkpoint, or creates a first state, and opens the log. Also runs after a roll-back."""
         # After a roll-back the previous log is still open.
-        self._held.close()
+        self._resources.close()
         self._copies.forget()
         say = self.terminal.say
         self.doing("restoring")
@@ -176,7 +176,7 @@ class Run:
         self._failure = checkpoints.agree(lambda: self.workdir.failure(goes_on))
         # 2. The log drops rows after the checkpoint, because the run repeats their steps.
         run = self.experiment, self.mesh, self.batches, self.clock, self.terminal
-        self._log = self._held.enter_context(log_lib.Log(self.workdir, start, *run))
+        self._log = self._resources.enter_context(log_lib.Log(self.workdir, start, *run))
         self.checkpoints.check_rows(begin, self._log)
         return begin
 
@@ -191,7 +191,7 @@ class Run:
         self._copies.flush()
         self._finite.flush()
 
-    def _make_up_for(self, begin: resuming.StartState, start: int) -> None:
+    def _run_missed_evaluation(self, begin: resuming.StartState, start: int) -> None:
         """Runs the evaluation and the sampling that are due at the restored step, unless their rows exist already."""
         if start and not begin.evaluated:
             metrics = self.checkpoints.find_late_evaluation(start)
@@ -248,7 +248,7 @@ class Run:
             held.enter_context(self.checkpoints.opened())
             if self._watch is not None:
                 self._watch.publish()
-            held.enter_context(self._held)
+            held.enter_context(self._resources)
             yield
 
     def complete(self) -> "tuple[state_lib.TrainState, notice_lib.Notice | None, dict[str, Any]]":

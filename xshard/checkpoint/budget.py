@@ -14,24 +14,24 @@ class Budget:
     def __init__(self, limit: int):
         """Creates a budget of `limit` bytes, none of which are taken."""
         self._limit = limit
-        self._taken = 0
+        self._in_use = 0
         self._closed = False
         self._changed = threading.Condition()
 
     def fits(self, nbytes: int) -> bool:
         """Returns whether `nbytes` can be taken now. More than the limit fits if nothing else is taken."""
-        return self._closed or not self._taken or self._taken + nbytes <= self._limit
+        return self._closed or not self._in_use or self._in_use + nbytes <= self._limit
 
     def take(self, nbytes: int) -> None:
         """Takes bytes, after waiting until they fit."""
         with self._changed:
             self._changed.wait_for(lambda: self.fits(nbytes))
-            self._taken += nbytes
+            self._in_use += nbytes
 
     def give(self, nbytes: int) -> None:
         """Gives bytes back."""
         with self._changed:
-            self._taken -= nbytes
+            self._in_use -= nbytes
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -19,13 +19,13 @@ def show(result: dict[str, Any]) -> str:
     )
     # A step that does not fit, or whose program cannot be read, has only its memory.
     if "collectives" not in result:
-        return f"{head}\n\n{formatting_lib.table(_held(memory, chip))}"
+        return f"{head}\n\n{formatting_lib.table(_memory_rows(memory, chip))}"
     times = [_show_bound(limit) for limit in result["bounds"] if limit["amount"]]
     seconds = formatting_lib.scaled(result["seconds"], "s")
     rate = formatting_lib.scaled(result["examples_per_second"] or 0.0, "")
     parts = [
         f"{head}; compiled in {result['compile_seconds']:.0f} s: it fits",
-        formatting_lib.table(_held(memory, chip)),
+        formatting_lib.table(_memory_rows(memory, chip)),
         f"collectives of a step\n{formatting_lib.table(_sent(result))}",
         *_kernels(result),
         *result["warnings"],
@@ -62,7 +62,7 @@ def warnings(rows: list[dict[str, Any]], topology: str) -> list[str]:
     ]
 
 
-def _held(memory: dict[str, Any], chip: dict[str, Any]) -> list[dict[str, Any]]:
+def _memory_rows(memory: dict[str, Any], chip: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, held_bytes in memory.items():
         # 'fits' is not a size.

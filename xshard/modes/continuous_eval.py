@@ -93,7 +93,7 @@ class ContinuousEvaluator:
         return self._stop
 
     def _judge_all(self) -> None:
-        while self._go_on():
+        while self._should_continue():
             step = self._checkpoints.agree(self._next_step)
             if step is not None:
                 self._judge(step)
@@ -122,7 +122,7 @@ class ContinuousEvaluator:
             )
         return self._judged >= self._config.steps
 
-    def _go_on(self) -> bool:
+    def _should_continue(self) -> bool:
         if self._watch is not None:
             asked = self._watch.poll()
             if asked is not None and asked.kind == notice.STOP:
@@ -183,7 +183,7 @@ class ContinuousEvaluator:
                 self._best.release()
             return
         self._evaluation.check(state, self._config.checkpoint)
-        values = self._evaluation(state, self._go_on)
+        values = self._evaluation(state, self._should_continue)
         if values is None:
             return
         self._judged = step

@@ -21,7 +21,7 @@ class Agreement:
         self._nudge = threading.Event()
         self._changed = threading.Condition()
         self._polls = 0
-        self._asked: notice_lib.Notice | None = None
+        self._requested: notice_lib.Notice | None = None
         # The poll at which the training waits until the processes have agreed; None if no round is open.
         self._posted: int | None = None
         self._decided: dict[int, notice_lib.Notice] = {}
@@ -45,8 +45,8 @@ class Agreement:
     def ask(self, notice: notice_lib.Notice) -> None:
         """Asks all processes to act on a notice, at the next poll that all can still reach."""
         with self._changed:
-            if self._asked is None or notice.kind == notice_lib.STOP:
-                self._asked = notice
+            if self._requested is None or notice.kind == notice_lib.STOP:
+                self._requested = notice
         self._nudge.set()
 
     def nudge(self) -> None:
@@ -62,7 +62,7 @@ class Agreement:
 
     def is_due(self) -> bool:
         """Returns whether a notice is pending, on this process or another."""
-        if self._asked is not None or self._posted is not None:
+        if self._requested is not None or self._posted is not None:
             return True
         return bool(self._board.read(f"round {self._round}"))
 
@@ -76,8 +76,8 @@ class Agreement:
             # After an outage this is called again. The other processes may have read the first post, so it stands.
             if self._posted is None:
                 self._posted = self._polls + 1
-                self._text = json.dumps([self._posted, self._asked])
-                self._asked = None
+                self._text = json.dumps([self._posted, self._requested])
+                self._requested = None
         points = []
         notices = []
         for text in self._board.gather(f"round {self._round}", self._text, meanwhile):

@@ -210,14 +210,14 @@ class Seals:
         if own == SERVER:
             self._other = CLIENT
         # The numbers of lines so far, which number the next lines.
-        self._said = 0
+        self._num_sent = 0
         self._read = 0
 
     def line(self, message: Mapping[str, Any]) -> bytes:
         """Returns the next line that this side sends, with its seal."""
         body = _dump(message)
-        seal = self._seal(self._own, self._said, body)
-        self._said += 1
+        seal = self._seal(self._own, self._num_sent, body)
+        self._num_sent += 1
         return seal + b" " + body + b"\n"
 
     def read(self, line: bytes) -> dict[str, Any]:

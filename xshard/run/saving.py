@@ -57,7 +57,7 @@ class Checkpoints:
             "origin": origin._asdict(),
         }
         self._batches = batches
-        self._go_on = config.checkpoint.on_failure == "go_on"
+        self._tolerates_failure = config.checkpoint.on_failure == "go_on"
         self._must_be_finite = states.must_be_finite(config)
         self._last: int | None = None
         self._notify = notify
@@ -279,7 +279,7 @@ class Checkpoints:
         try:
             yield
         except checkpoint.CheckpointError as e:
-            if not self._go_on or isinstance(e, checkpoint.NonfiniteError):
+            if not self._tolerates_failure or isinstance(e, checkpoint.NonfiniteError):
                 raise
             # The step is not saved, so `save` may try it again.
             self._last = None
