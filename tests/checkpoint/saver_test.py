@@ -161,7 +161,7 @@ def test_the_caller_waits_while_the_budget_is_exhausted(tmp_path, monkeypatch):
 
     def take(self, nbytes):
         original(self, nbytes)
-        peak[0] = max(peak[0], self._taken)
+        peak[0] = max(peak[0], self._in_use)
 
     monkeypatch.setattr(budget.Budget, "take", take)
     for limit in (9000, 1, 10**6):
