@@ -166,8 +166,8 @@ store.RETRIES.update(max_retries=2, initial_delay="1ms", max_delay="2ms")
 place = store.Store("gs://bucket/run")
 attempt = format_lib.Attempt(place, 1, "01234567", frozenset({"COMMIT"}))
 try:
-    source.read_meta(attempt)
-except source.DamagedError:
+    metadata_files.read_meta(attempt)
+except metadata_files.DamagedError:
     print("damaged")
 except checkpoint.CheckpointError as e:
     print("error:", e)
