@@ -409,10 +409,10 @@ def test_slots_of_frozen_parameters_in_older_checkpoints_are_ignored(
         return made
 
     def begin(directory, add):
-        to_whole = loop.conversion.Storage.to_whole
+        to_whole = loop.conversion.StateConverter.to_whole
         with pytest.MonkeyPatch.context() as patch:
-            older = lambda storage, state: add(to_whole(storage, state))
-            patch.setattr(loop.conversion.Storage, "to_whole", older)
+            older = lambda converter, state: add(to_whole(converter, state))
+            patch.setattr(loop.conversion.StateConverter, "to_whole", older)
             assert loop.run(config(steps=5), str(tmp_path / directory), "") == 0
 
     assert loop.run(config(), str(tmp_path / "whole"), "") == 0
