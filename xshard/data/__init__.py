@@ -2,19 +2,16 @@
 
 from xshard.data.examples import (
     Arrays,
-    BatchIterator,
     Examples,
-    Part,
     Source,
     check,
-    iterate,
     num_examples,
-    order,
     splits,
     stack,
     summary,
     take,
 )
+from xshard.data.iteration import BatchIterator, Part, iterate, order
 
 __all__ = [
     "Arrays",

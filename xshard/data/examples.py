@@ -1,13 +1,7 @@
-"""Examples, and the order in which each process reads its part of them.
+"""Examples of a data set: their two forms, checks, stacks and checksums."""
 
-The order depends on the seed, the group and the epoch, and not on the number of processes. The position in it is a
-number of batches. So a run resumes with the next example on any number of processes.
-"""
-
-import dataclasses
-import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +9,6 @@ import numpy as np
 from xshard import errors
 
 Arrays = Mapping[str, np.ndarray]
-_READ_THREADS, _READ_AHEAD = 4, 8
 # The limits of a summary's checksum: the bytes of arrays that are hashed whole; else the number of rows; and the number
 # of examples of a source.
 _SUMMED_BYTES, _SUMMED_ROWS, _SUMMED_EXAMPLES = 1 << 30, 4096, 16
@@ -32,149 +25,7 @@ class Source(Protocol):
         """Returns an example, as arrays by name, the same on every process."""
 
 
-class BatchIterator(Protocol):
-    """The interface of a resumable iterator over one process's part of each batch, such as `grain.DatasetIterator`.
-
-    A run resumes only on the same number of processes, unless the iterator has one of these:
-
-    - The attribute `state_is_shared = True`. Then its state must be a position in the data that all processes read
-      together, such as a number of batches, and equal on all of them.
-    - A method `join_states`, which merges the states of all processes into one that each process takes its part of. See
-      `xshard.data.pipelines.Streams`.
-
-    Further optional members:
-
-    - `acts_every_steps = n`: the iterator uses the model. Before steps 1, n + 1, 2n + 1, ... the run calls its method
-      `act(step, predict)` on all processes. `predict` is the experiment's, of the current state; it takes a batch on the
-      host that is equal on all processes. The iterator's state must include everything it keeps until its next `act`.
-      Before a run, the framework takes the first batch and calls `act` up to its first prediction; then it restores the
-      state from before both.
-    - `summary()`: describes the data in a few words. The processes compare the texts before a run.
-    - `epoch_examples`: the number of examples per epoch, if the iterator repeats a fixed number of them.
-    """
-
-    def __next__(self) -> Arrays:
-        """Returns this process's rows of the next batch: see `Part`."""
-
-    def get_state(self) -> Any:
-        """Returns the position after the last `next`, as JSON values, bytes, tuples or arrays."""
-
-    def set_state(self, state: Any) -> None:
-        """Restores the position from a call of `get_state`."""
-
-
 Examples = Arrays | Source
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The part of each batch that one process reads.
-
-    Attributes:
-      batch_size: the number of rows of one group's batch.
-      rows: for each group, the rows of its batch on this process's devices, ascending. The process's batch has the rows
-        of the first group, then those of the second, and so on. If one model is spread over several processes, all of
-        them read its rows.
-      seed: the seed of the order.
-    """
-
-    batch_size: int
-    rows: tuple[np.ndarray, ...]
-    seed: int
-
-
-class _Iterator:
-    """An iterator of grain's, whose state also identifies the data by its number of examples."""
-
-    state_is_shared = True
-
-    def __init__(self, iterator: Any, examples: Examples):
-        self._iterator = iterator
-        self._examples = examples
-        self.epoch_examples = num_examples(examples)
-
-    def summary(self) -> str:
-        return summary(self._examples)
-
-    def __next__(self) -> Arrays:
-        return next(self._iterator)
-
-    def get_state(self) -> dict[str, int]:
-        batches = self._iterator.get_state()["next_index"]
-        return {"batches": batches, "examples": self.epoch_examples}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        if not isinstance(state, dict) or state.keys() != {"batches", "examples"}:
-            raise errors.UserError(
-                f"The checkpoint's position in the training data is {state!r}, which a different iterator wrote; "
-                "this one counts batches. Restore the experiment's earlier train_batches, or start a new run in "
-                "another directory with --init_from."
-            )
-        if state["examples"] != self.epoch_examples:
-            raise errors.UserError(
-                f"The checkpoint was written with {state['examples']} training examples, but there are now "
-                f"{self.epoch_examples}, so a resume would not continue the same run. Restore the earlier data, or "
-                "start a new run in another directory with --init_from."
-            )
-        self._iterator.set_state({"next_index": state["batches"]})
-
-
-def iterate(examples: Examples, part: Part) -> BatchIterator:
-    """Iterates over examples forever, each once per epoch, in a new random order each epoch.
-
-    Batches continue across the ends of epochs. Each group g has its own order, drawn from the seed, g and the epoch. The
-    order takes 8 bytes of memory per example. Sources are read ahead in threads; arrays are not. A `grain.MapDataset` is
-    read at the indices of its later epochs, so that its random transformations differ between epochs. Do not shuffle it.
-
-    Args:
-      examples: a mapping of arrays that share their first dimension; or a source of single examples.
-      part: the part of each batch that this process reads.
-
-    Returns:
-      An iterator whose state is the number of batches, for any number of processes.
-
-    Raises:
-      ValueError: if a batch needs more examples than there are.
-    """
-    # Importing grain takes half a second, and only runs need it.
-    import grain
-
-    check(examples)
-    size = num_examples(examples)
-    if part.batch_size > size:
-        raise errors.UserError(f"batch_size={part.batch_size} exceeds the {size} examples.")
-    numbers = order(examples, part.seed, len(part.rows))
-
-    def read(step: int) -> Arrays:
-        begin = step * part.batch_size
-        chosen = [numbers(group, begin + rows) for group, rows in enumerate(part.rows)]
-        return take(examples, np.concatenate(chosen))
-
-    threads, ahead = (0, 0) if isinstance(examples, Mapping) else (_READ_THREADS, _READ_AHEAD)
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
-    # The range is longer than any run.
-    batches = grain.MapDataset.range(2**48).map(read).to_iter_dataset(options)
-    return _Iterator(iter(batches), examples)
-
-
-def order(examples: Examples, seed: int, groups: int) -> Callable[[int, np.ndarray], np.ndarray]:
-    """Returns the function that takes a group and positions in its endless order to the numbers of the examples there."""
-    import grain  # Imported here, since it takes half a second.
-
-    size, in_epochs = num_examples(examples), isinstance(examples, grain.MapDataset)
-    of_epoch = functools.lru_cache(maxsize=2 * groups)(
-        lambda group, epoch: np.random.default_rng([seed, group, epoch]).permutation(size)
-    )
-
-    def numbers(group: int, positions: np.ndarray) -> np.ndarray:
-        epochs, offsets = np.divmod(positions, size)
-        chosen = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            chosen[here] = of_epoch(group, int(epoch))[offsets[here]] + in_epochs * epoch * size
-        return chosen
-
-    return numbers
 
 
 def take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
