@@ -43,6 +43,10 @@ class Plan:
     reason: str = ""
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def require(self, memory: int) -> None:
+        """Sets the bytes that a chip needs at least."""
+        self.needs = memory
+
     def end(self, outcome: str, reason: str = "") -> None:
         """Sets the outcome and its reason."""
         # The outcome is set last, since the search reads it from another thread.

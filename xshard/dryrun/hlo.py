@@ -95,6 +95,12 @@ class Computation:
     instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
     root: str = ""
 
+    def add(self, instruction: Instruction, *, is_root: bool) -> None:
+        """Adds an instruction, which may be the result."""
+        self.instructions[instruction.name] = instruction
+        if is_root:
+            self.root = instruction.name
+
     def users(self, name: str) -> Iterator[Instruction]:
         """Returns the instructions that read the result of the instruction `name`."""
         return (user for user in self.instructions.values() if name in user.operands)
@@ -218,16 +224,16 @@ class Program:
 
 def parse(text: str) -> Program:
     """Parses the text of a program."""
-    program = Program({"": Computation()}, "")
-    current = program.computations[""]
+    entry, current = "", Computation()
+    computations = {"": current}
     text = _OVER_LINES.sub(lambda found: found[0].replace("\n", ""), text)
     for line in text.splitlines():
         header = _HEADER.match(line)
         if header:
             is_entry, name = header.groups()
-            current = program.computations.setdefault(name, Computation())
+            current = computations.setdefault(name, Computation())
             if is_entry:
-                program.entry = name
+                entry = name
             continue
         instruction = _INSTRUCTION.match(line)
         if instruction:
@@ -235,12 +241,9 @@ def parse(text: str) -> Program:
             end = _closing(rest)
             literal, attributes = rest[:end], rest[end:]
             operands = tuple(_NAME.findall(literal))
-            current.instructions[name] = Instruction(
-                name, opcode, result, operands, literal, attributes
-            )
-            if is_root:
-                current.root = name
-    return program
+            parsed = Instruction(name, opcode, result, operands, literal, attributes)
+            current.add(parsed, is_root=bool(is_root))
+    return Program(computations, entry)
 
 
 def _closing(text: str) -> int:

@@ -93,7 +93,7 @@ class MemoryScreen:
         self._stacked: dict[Any, int] = {}
 
     def __call__(self, plan: candidates.Plan) -> None:
-        """Sets a plan's `needs`; and its outcome, if it is invalid or cannot fit."""
+        """Tells a plan what it needs; and its outcome, if it is invalid or cannot fit."""
         config = copy.deepcopy(self._config)
         config.update_from_flattened_dict(plan.values)
         try:
@@ -101,17 +101,18 @@ class MemoryScreen:
             limit, memory = step.chip.hbm, step.result["memory"]
             # With micro-batches, float32 sums of gradients are kept beside the parameters.
             sums = memory["parameters"] if plan.values[candidates.MICRO] > 1 else 0
-            plan.needs = sum(memory.values()) + sums
+            needed = sum(memory.values()) + sums
             what = "state and sums of gradients"
             # The trace takes seconds, so it runs only if the state fits.
-            if plan.needs <= limit:
+            if needed <= limit:
                 # At best, everything that a loop keeps is sharded over 'model'.
-                plan.needs += self._kept(plan, config, step) // plan.values[candidates.MODEL]
+                needed += self._kept(plan, config, step) // plan.values[candidates.MODEL]
                 what = "state, sums of gradients, and what a loop keeps for the backward pass"
         except ValueError as e:
             plan.end(candidates.REFUSED, cli.message(e))
             return
-        if plan.needs > limit:
+        plan.require(needed)
+        if needed > limit:
             plan.end(
                 candidates.PRUNED, f"{what} need more than the {summary.size(limit)} of a chip"
             )
@@ -194,7 +195,7 @@ def record_outcome(plan: candidates.Plan, code: int, out: str, err: str) -> None
         plan.fit(result)
         return
     if result and not result["memory"].get("fits", True):
-        plan.needs = result["memory"]["needed"]
+        plan.require(result["memory"]["needed"])
         plan.end(candidates.TOO_LARGE)
         return
     last = (err.splitlines() or [""])[-1]
