@@ -1,4 +1,4 @@
-"""Tests that on CPUs a run with exact sums rounds each operation separately, whatever else its programs compute."""
+"""Tests that on CPUs the rounding of a run with exact sums depends on neither its other operations nor its threads."""
 
 import json
 import pathlib
@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoint import harness
 
-PROGRAM = """
+FUSED = """
 import json, sys
 from xshard.pod import origin
 
@@ -24,16 +24,35 @@ a, b, c = np.random.default_rng(0).normal(size=(3, 1000)).astype(np.float32)
 result = np.asarray(jax.jit(lambda a, b, c: a * b + c)(a, b, c))
 print(len(jax.devices()), np.sum(result != a * b + c))
 """
+PRODUCT = """
+import json, sys, zlib
+from xshard.pod import origin
+
+origin.set_up_cpu(json.loads(sys.argv[1]), int(sys.argv[2]))
+
+import jax
+import numpy as np
+
+jax.config.update("jax_platforms", "cpu")
+generator = np.random.default_rng(0)
+a, b = (generator.normal(size=(8, width)).astype(np.float32) for width in (2048, 128))
+print(zlib.crc32(np.asarray(jax.jit(lambda a, b: a.T @ b)(a, b))))
+"""
 EXACT = {"logical_replicas": 2, "reduction": {"arithmetic": "exact"}}
+
+
+def output(program, config, *arguments, **environment):
+    """Returns what a program prints, as a list of words."""
+    command = [sys.executable, "-c", program, json.dumps(config), *arguments]
+    environment = harness.environment(**environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 def devices_and_fused(config, flags=""):
     """Returns the number of devices, and how many results differ from sums of rounded products."""
-    command = [sys.executable, "-c", PROGRAM, json.dumps(config)]
-    environment = harness.environment(XLA_FLAGS=flags)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return tuple(map(int, done.stdout.split()))
+    return tuple(map(int, output(FUSED, config, XLA_FLAGS=flags)))
 
 
 @pytest.mark.skipif(
@@ -47,3 +66,11 @@ def test_products_and_sums_are_rounded_separately():
     assert devices == 2
     # Without exact sums, XLA fuses some of the operations if the CPU has a fused multiply-add.
     assert fused > 0 or " fma " not in pathlib.Path("/proc/cpuinfo").read_text()
+
+
+@pytest.mark.parametrize("groups", [(), ((0, 1, 2, 3), (4, 5, 6, 7))])
+def test_a_large_product_does_not_depend_on_the_number_of_devices(groups):
+    # XLA has at least one thread for each device, and divides this product among its threads.
+    config = EXACT | {"logical_replicas": 4 if groups else 8, "group_assignment": groups}
+    many = output(PRODUCT, config, "8")
+    assert output(PRODUCT, config, "1") == output(PRODUCT, config, "1", NPROC="3") == many

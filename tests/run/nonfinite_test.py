@@ -363,19 +363,20 @@ def test_skipping_adds_no_state():
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
 
-def watch(policy="warn", patience=100):
-    """Returns a watch of one learner, and the list of the messages that it reports."""
+def watch(policy="warn", patience=100, names=("",), **roll_back):
+    """Returns a watch of these learners, and the list of the messages that it reports."""
     config = types.SimpleNamespace(on_nonfinite=policy, max_skips_in_a_row=patience)
+    config.roll_back = types.SimpleNamespace(**roll_back)
     the_mesh, messages = mesh.make_mesh(devices=jax.devices()[:1]), []
     params = {"m": {"w": 0, "b": 0}}
-    learners = {"": learner_state.LearnerState(params, {}, {}, 0)}
+    learners = {name: learner_state.LearnerState(params, {}, {}, 0) for name in names}
     return nonfinite.Monitor(config, the_mesh, learners, messages.append), messages
 
 
-def push_one(watching, number, verdict):
-    loss = math.inf if verdict == nonfinite.TROUBLE else 1.0
+def push_one(watching, number, verdict, name="", loss=1.0):
+    loss = math.inf if verdict == nonfinite.TROUBLE else loss
     observed = (jnp.int32(verdict), jnp.float32(loss), jnp.array([False, True]))
-    watching.push(number, {"": learner_state.Observed(*observed)})
+    watching.push(number, {name: learner_state.Observed(*observed)})
 
 
 def push(watching, verdicts, first=1):
@@ -399,6 +400,22 @@ def test_the_start_and_the_end_of_a_bad_stretch_are_reported_once():
     assert watching.failure().startswith("step 8: the loss is inf")
     push(watching, [F], 9)
     assert watching.failure() == ""
+
+
+def test_a_learner_without_observations_is_fine():
+    watching, messages = watch(names=("frozen", "student", "teacher"))
+    for number, verdict in enumerate([F, T, F], 1):
+        push_one(watching, number, verdict, "student")
+    watching.flush()
+    assert messages[0].startswith("step 2: for learner student the loss is inf")
+    assert messages[1].startswith("step 3: finite again") and watching.failure() == ""
+    watching, _ = watch("roll_back", names=("student", "teacher"), loss_factor=5.0, loss_steps=2)
+    with pytest.raises(
+        nonfinite.NonfiniteError, match="^step 3: for learner student the loss is 9"
+    ):
+        for number, loss in enumerate([1.0, 1.0, 9.0], 1):
+            push_one(watching, number, F, "student", loss)
+        watching.flush()
 
 
 def test_the_number_of_reported_stretches_is_limited():

@@ -95,11 +95,14 @@ def set_up_cpu(config: Any, devices: int = 0) -> None:
     """
     if devices:
         jax.config.update("jax_num_cpu_devices", devices)
-    if config.get("logical_replicas") and cores() == 1:
-        # With one thread XLA computes some sums in another order than with several. How many several are is irrelevant.
-        os.environ.setdefault("NPROC", "2")
+    if not logical.is_exact(config):
+        return
+    # XLA divides a large matrix product among its threads, and rounds differently near the cuts. It has as many threads
+    # as cores or devices, whichever is more, unless NPROC replaces the number of cores.
+    groups = len(config.get("group_assignment") or ()) or 1
+    os.environ["NPROC"] = str(max(2, config["logical_replicas"] * groups))
     flags = os.environ.get("XLA_FLAGS", "")
-    if logical.is_exact(config) and _INSTRUCTIONS not in flags and platform.machine() in _X86:
+    if _INSTRUCTIONS not in flags and platform.machine() in _X86:
         # Instruction sets after AVX have a fused multiply-add, which rounds once. Which operations LLVM fuses depends
         # on the rest of the program, and the program depends on the number of devices.
         os.environ["XLA_FLAGS"] = f"{flags} --{_INSTRUCTIONS}=AVX".strip()

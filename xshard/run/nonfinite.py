@@ -147,8 +147,12 @@ class Monitor:
 
     def _of_all(self, observed: Observed, field: str) -> np.ndarray:
         """Returns one observed field of all learners and groups, with shape (learners, groups)."""
-        each = [np.asarray(getattr(observed[name], field)).reshape(-1) for name in self._paths]
-        return np.reshape(each, self._last.shape)
+        # A learner that the step does not update, such as a teacher, has no observations. Its 0 is FINE, and no jump.
+        values = np.zeros(self._last.shape, np.float64)
+        for row, name in enumerate(self._paths):
+            if name in observed:
+                values[row] = np.reshape(getattr(observed[name], field), -1)
+        return values
 
     def _judge(self, step: int, verdicts: np.ndarray, observed: Observed) -> None:
         self._last = verdicts
@@ -166,7 +170,7 @@ class Monitor:
 
     def _compare(self, step: int, observed: Observed) -> None:
         """Raises NonfiniteError if a loss has jumped."""
-        losses = self._of_all(observed, "loss").astype(np.float64)
+        losses = self._of_all(observed, "loss")
         medians = self._jumps.add(losses)
         descriptions = []
         for learner, group in np.argwhere(np.isfinite(medians)):
