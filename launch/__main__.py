@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         words = flags.FLAGS(before)[1:]
     except flags.Error as e:
-        raise engine.LaunchError(f"{e}. --help lists the flags.") from e
+        raise engine.LaunchError(cli.flag_error(e)) from e
     if command and words:
         raise engine.LaunchError(f"{' '.join(words)}: the command begins after ' -- '.")
     if words[:1] == ["status"]:

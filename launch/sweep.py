@@ -86,6 +86,11 @@ def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[e
             f"{directory} holds another sweep, which differs in {' '.join(list(changed)[3:7])}: give --workdir "
             "another directory."
         )
+    if old is None and run_in(directory):
+        raise engine.LaunchError(
+            f"{directory} holds run {run_in(directory)}, and the runs of a sweep lie in a directory of its own: give "
+            "--workdir another directory."
+        )
     runs, texts = read_runs(directory), []
     for job in all_jobs:
         name = job.workdir.name

@@ -1,10 +1,13 @@
 """Tests of the messages and exit codes of programs that fail, and of the commands that they print."""
 
 import pytest
+from absl import flags
 
+from tests import toy
 from xshard import cli, errors
 from xshard.files import disk
 from xshard.pod import notice
+from xshard.run import states
 
 
 @pytest.mark.parametrize(
@@ -61,3 +64,35 @@ def test_only_disk_errors_of_the_framework_are_messages(tmp_path, capsys):
 def test_an_interrupt(capsys):
     assert cli.run(fails(KeyboardInterrupt())) == notice.INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--count=1e3", "--count=1e3 must be an integer, such as 1000."),
+        ("--count=a: b", "--count=a: b must be an integer, such as 1000."),
+        ("--rate=fast", "--rate=fast must be a number, such as 0.001."),
+        ("--debug=perhaps", "--debug=perhaps must be true or false."),
+        ("--count=-1", "flag --count=-1: -1 is not a non-negative integer."),
+        (
+            "--cuont=1",
+            "Unknown command line flag 'cuont'. Did you mean: count; --help lists the flags.",
+        ),
+    ],
+)
+def test_the_message_for_a_wrong_flag_is_a_rule(argument, message):
+    values = flags.FlagValues()
+    flags.DEFINE_integer("count", 1, "", 0, flag_values=values)
+    flags.DEFINE_float("rate", 1.0, "", flag_values=values)
+    flags.DEFINE_bool("debug", False, "", flag_values=values)
+    with pytest.raises(flags.Error) as raised:
+        values(["program", argument])
+    assert cli.flag_error(raised.value) == message
+
+
+def test_a_method_that_dataclasses_wrote_is_not_the_users_place():
+    config = toy.get_config().checkpoint
+    config.keep_last = 0
+    with pytest.raises(errors.UserError, match="keep_last=0") as raised:
+        states.keep(config)
+    assert errors.location(raised.value) == ""

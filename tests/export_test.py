@@ -17,6 +17,7 @@ from xshard import checkpoint, errors, export, loop
 from xshard import experiment as experiment_lib
 from xshard.export import __main__ as program
 from xshard.files import disk, tensors
+from xshard.pod import notice
 from xshard.run import preflight
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -40,11 +41,11 @@ np.savez(sys.argv[1] + ".npz", **outputs)
 """
 
 
-def train(directory, **changes):
+def train(directory, code=notice.DONE, **changes):
     config = toy.get_config()
     config.experiment = changes.pop("experiment", "tests.toy.Averaged")
     config.update_from_flattened_dict({"steps": 4, **changes})
-    assert loop.run(config.lock(), str(directory), "") == 0
+    assert loop.run(config.lock(), str(directory), "") == code
     return xshard.load(str(directory))
 
 
@@ -165,6 +166,15 @@ def test_another_run_restores_exported_arrays(tmp_path):
     assert len(names) == 4 and all("/average/mlp" in name for name in names)
 
 
+def test_an_export_names_its_step_and_arrays_that_are_not_finite(tmp_path):
+    trained = train(tmp_path / "run")
+    assert "a.safetensors: step 4, 4 arrays" in export.write(trained, tmp_path / "a.safetensors")
+    change = {"experiment": "tests.toy.Overflowing", "overflow_at": 4, "on_nonfinite": "warn"}
+    trained = train(tmp_path / "warned", notice.NONFINITE, **change)
+    text = export.write(trained, tmp_path / "b.stablehlo")
+    assert "step 4, NOT FINITE (params/linear/b, params/linear/w), predict of x" in text
+
+
 def test_a_failed_export_is_explained_and_writes_nothing(tmp_path, monkeypatch):
     trained = train(tmp_path / "run")
     path = tmp_path / "a.safetensors"
@@ -188,9 +198,11 @@ def test_a_failed_export_is_explained_and_writes_nothing(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(disk.os, "fsync", full)
-        with pytest.raises(errors.UserError, match="No space left"):
+        with pytest.raises(errors.UserError, match="No space left.*Nothing was exported"):
             export.write(trained, path, overwrite=True)
     assert path.read_bytes() == b"mine"
+    # What was written so far would take the room that is left.
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.safetensors", "run"]
     export.write(trained, path, overwrite=True)
     assert len(tensors.File(str(path)).shapes) == 4
     for library in ("safetensors", "flatbuffers"):

@@ -20,6 +20,13 @@ from xshard.files import identity as identity_lib
 from xshard.files import standard_streams
 from xshard.pod import notice
 
+# The beginnings of the reasons that Python and absl give for a value of another type, and the rule for each.
+_RULES = {
+    "invalid literal for int()": "an integer, such as 1000",
+    "could not convert string to float": "a number, such as 0.001",
+    "('Non-boolean argument": "true or false",
+}
+
 
 def parser(program: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
     """Returns a parser for the arguments of `python -m xshard.PROGRAM`; its help keeps the description's line breaks."""
@@ -75,7 +82,7 @@ def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> l
         _ = config.value and config.value.is_locked
         return words
     except Exception as e:
-        raise errors.UserError(_flag_error(e)) from e
+        raise errors.UserError(_parse_error(e)) from e
 
 
 def is_bug(e: Exception) -> bool:
@@ -156,12 +163,24 @@ def message(e: Exception) -> str:
     return str(e).split("\n-----")[0] or type(e).__name__
 
 
-def _flag_error(e: Exception) -> str:
-    """Returns the message for an exception from parsing the flags or loading the config."""
+def flag_error(e: flags.Error) -> str:
+    """Returns the message for an error of absl's parser of flags, with the rule for the value instead of Python's reason."""
+    text = str(e).rstrip(" .?")
+    # absl appends the parser's exception to the flag.
+    reason = str(e.__context__)
+    for beginning, rule in _RULES.items():
+        if reason.startswith(beginning):
+            flag = str(e).removeprefix("flag ").removesuffix(f": {reason}")
+            return f"{flag} must be {rule}."
     if isinstance(e, flags.UnrecognizedFlagError):
-        return f"{e}. --help lists the flags."
+        text += "; --help lists the flags"
+    return f"{text}."
+
+
+def _parse_error(e: Exception) -> str:
+    """Returns the message for an exception from parsing the flags or loading the config."""
     if isinstance(e, flags.Error):
-        return f"{e}."
+        return flag_error(e)
     path = _config_path()
     if isinstance(e, OSError) and not os.path.isfile(path):
         return f"--config={path}: there is no such file (seen from {os.getcwd()})."

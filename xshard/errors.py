@@ -86,8 +86,8 @@ def _is_installed(file: str) -> bool:
 
 
 def is_stdlib_file(file: str) -> bool:
-    """Returns whether a source file belongs to the standard library."""
-    if file.startswith("<frozen"):
+    """Returns whether a source file belongs to the standard library, as do the methods that it writes for dataclasses."""
+    if file.startswith(("<frozen", "<string>")):
         return True
     # Without a virtual environment, installed packages lie below the standard library's directory.
     return file.startswith(_STANDARD) and not _is_installed(file)

@@ -1,5 +1,6 @@
 """Tests that a checkpoint is restored bit by bit or not at all."""
 
+import errno
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from tests.checkpoint.harness import (
     save,
 )
 from tests.optimizers import harness
-from xshard import checkpoint, mesh
+from xshard import checkpoint, errors, mesh
 from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import array_reader, reader
 from xshard.checkpoint import arrays as arrays_lib
@@ -334,6 +335,22 @@ def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
         checkpoint.CheckpointError, match="could not be saved .*cannot be written: File exists"
     ):
         save(make_manager(tmp_path / "file"), 1, {"a": jnp.ones(3)})
+
+
+def test_an_agreed_action_keeps_the_message_of_an_error_and_the_type_of_a_bug(tmp_path):
+    agree = make_manager(tmp_path).agree
+
+    def fail(e):
+        raise e
+
+    with pytest.raises(checkpoint.CheckpointError, match=r"^a=1 must be 2\.$"):
+        agree(lambda: fail(errors.UserError("a=1 must be 2.")))
+    full = OSError(errno.ENOSPC, "No space left", "file")
+    with pytest.raises(checkpoint.CheckpointError, match=r"^No space left \(file\)$"):
+        agree(lambda: fail(full))
+    # As a CheckpointError, this would be printed as a user's mistake, without its traceback.
+    with pytest.raises(KeyError):
+        agree(lambda: fail(KeyError("step")))
 
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, True])

@@ -200,6 +200,16 @@ def test_a_run_from_before_the_sweep_is_refused_or_adopted(tmp_path, capsys):
     assert new.recorded() == {"000": "x"}
 
 
+def test_the_directory_of_a_run_is_not_claimed(tmp_path):
+    toy_run = engine.Job("toy", ("python", f"--workdir={tmp_path}"))
+    config = json.dumps({"_run": {"id": "abcd", "fingerprint": ""}})
+    (tmp_path / "config.json").write_text(config)
+    points = [{"seed": 0}]
+    with pytest.raises(engine.LaunchError, match=f"{tmp_path} holds run abcd.*another directory"):
+        sweep.claim(tmp_path, points, sweep.jobs(toy_run, points))
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_a_run_without_a_record_belongs_to_the_sweep(ended, capsys):
     # A sweep on a cluster, or one that lost its launcher, leaves runs without a record.
     (ended.directory / "sweep_runs.json").unlink()

@@ -11,6 +11,7 @@ import pytest
 
 from tests import rows, toy
 from xshard import checkpoint, loop
+from xshard.files import workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval
 from xshard.pod import notice
@@ -267,8 +268,10 @@ def test_another_config_metric_or_model_is_refused(run, tmp_path):
     other = make_config()
     with other.unlocked():
         other.seed = 1
-    with pytest.raises(ValueError, match="seed: 0 -> 1"):
+    with pytest.raises(ValueError, match=r"seed: 0 -> 1.* takes its parameters\.$"):
         continuous_eval.run(other, str(run), "", None)
+    # A refused config leaves nothing behind that would make the right one be refused as well.
+    assert not (run / "eval").exists()
     with pytest.raises(
         ValueError, match="best_metric='nothing' must be a metric of the evaluation"
     ):
@@ -280,6 +283,27 @@ def test_another_config_metric_or_model_is_refused(run, tmp_path):
     (tmp_path / "wide/config.json").write_text(wide.to_json_best_effort())
     with pytest.raises(checkpoint.CheckpointError, match="saved with another model or optimizer"):
         continuous_eval.run(wide, str(tmp_path / "wide"), "", None)
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_the_job_ends_when_another_run_takes_the_place_of_its_run(run, is_removed):
+    def replace(seconds):
+        old = workdir.Workdir(run).identity().id
+        if is_removed:
+            shutil.rmtree(run)
+        else:
+            assert loop.run(make_config(), str(run), "", set_aside=old) == 0
+        waits.append(old)
+
+    config = make_config()
+    with config.unlocked():
+        # More steps than the run has, so that the job waits.
+        config.steps = 24
+    waits = []
+    job = continuous_eval.ContinuousEvaluator(config, str(run), sleep=replace)
+    with pytest.raises(checkpoint.CheckpointError, match="instead of run") as raised:
+        job.follow()
+    assert waits[0] in str(raised.value) and not (run / "eval").exists()
 
 
 def test_the_job_follows_a_run_in_real_processes(tmp_path):

@@ -2,6 +2,7 @@
 
 from xshard.checkpoint.arrays import flatten
 from xshard.checkpoint.catalog import Catalog, Entry, newest_metadata, read_catalog
+from xshard.checkpoint.finite import is_finite
 from xshard.checkpoint.format import Owner, read_owner
 from xshard.checkpoint.manager import Manager
 from xshard.checkpoint.reader import Restored
@@ -39,6 +40,7 @@ __all__ = [
     "check_init",
     "flatten",
     "init_from",
+    "is_finite",
     "newest_metadata",
     "read_catalog",
     "read_owner",

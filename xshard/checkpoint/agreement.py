@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from xshard import errors
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
@@ -52,7 +53,7 @@ class Agreement:
         """Runs an action on process 0 and returns its JSON-serializable result on every process.
 
         Raises:
-          CheckpointError: on all processes, if the action fails.
+          CheckpointError: on all processes, if the action fails. A bug in it is raised as it is on process 0.
         """
         answer: dict[str, Any] = {}
         cause = None
@@ -61,9 +62,13 @@ class Agreement:
                 answer = {"value": action()}
             except Exception as e:
                 # The other processes wait in the exchange. They receive the error there, instead of a timeout.
-                answer, cause = {"error": store_lib.reason(e)}, e
+                text = str(e) if isinstance(e, errors.UserError) else store_lib.reason(e)
+                answer, cause = {"error": text}, e
         answer = self.gather(answer)[0]
         if "error" in answer:
+            # tensorstore raises ValueError and RuntimeError for what is wrong with a store.
+            if cause is not None and not isinstance(cause, OSError | ValueError | RuntimeError):
+                raise cause
             raise store_lib.CheckpointError(answer["error"]) from cause
         return answer["value"]
 

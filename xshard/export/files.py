@@ -53,18 +53,19 @@ def write(
     path = pathlib.Path(to)
     _check(path, overwrite)
     arrays = _arrays(trained, select)
+    what = f"{path}: step {int(trained.state.step)}{_nonfinite(arrays)}"
     if path.suffix == tensors.SUFFIX:
         groups = mesh_lib.num_groups(trained.state.step.sharding.mesh)
         tensors.write(path, arrays, {checkpoint.GROUPS: str(groups if groups > 1 else 0)})
         size = sum(x.nbytes for x in arrays.values())
-        return f"{path}: {len(arrays)} arrays, {formatting.scaled(size, 'B')}"
+        return f"{what}, {len(arrays)} arrays, {formatting.scaled(size, 'B')}"
     exported, names = program.export(trained, batch, batch_size, arrays if arguments else {})
     content = bytes(exported.serialize())
-    with disk.writing(path):
+    with disk.writing(path, tensors.WRITE_ELSEWHERE):
         disk.replace(path, content)
     outputs = ", ".join(str(x) for x in exported.out_avals)
     return (
-        f"{path}: predict of {', '.join(names) or 'no array'} -> {outputs}, for {', '.join(exported.platforms)}; "
+        f"{what}, predict of {', '.join(names) or 'no array'} -> {outputs}, for {', '.join(exported.platforms)}; "
         f"{formatting.scaled(len(content), 'B')}"
     )
 
@@ -85,6 +86,12 @@ def _check(path: pathlib.Path, overwrite: bool) -> None:
         raise errors.UserError(
             f"--to={path} already exists: give another name, delete it, or add --overwrite."
         )
+
+
+def _nonfinite(arrays: Mapping[str, np.ndarray]) -> str:
+    """Names the arrays that are not finite: a run may keep training on them, but hardly anyone wants to use them."""
+    paths = [path for path, x in arrays.items() if not checkpoint.is_finite(x)]
+    return f", NOT FINITE ({formatting.listed(paths)})" if paths else ""
 
 
 def _arrays(trained: trained_lib.Trained, select: str) -> dict[str, np.ndarray]:

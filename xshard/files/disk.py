@@ -22,6 +22,7 @@ _TRANSIENT = {
     errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
 }  # fmt: skip
 _TRIES = 4
+_RESUMES = "Everything saved so far counts; the same command resumes from it when there is room."
 _FIRST_WAIT_SECONDS = 0.1
 
 
@@ -72,12 +73,18 @@ def replace(path: pathlib.Path, content: bytes, *, durably: bool = True) -> None
       durably: whether this also holds after a crash of the machine, and the new content is on the disk on return.
     """
     temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        if durably:
-            os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            if durably:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        # On a full disk, what was written so far would take the room that is left.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     if durably:
         sync(path.parent)
 
@@ -104,15 +111,12 @@ def naming(path: _Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: pathlib.Path) -> Iterator[None]:
+def writing(path: pathlib.Path, fix: str = _RESUMES) -> Iterator[None]:
     """Converts an OSError to a `UserError` that names the file and tells the user what to do."""
     try:
         yield
     except OSError as e:
-        raise errors.UserError(
-            f"{path} could not be written: {e.strerror or e}. Everything saved so far counts; the same "
-            "command resumes from it when there is room."
-        ) from e
+        raise errors.UserError(f"{path} could not be written: {e.strerror or e}. {fix}") from e
 
 
 def _unless_absent(path: _Path, action: Callable[[_Path], _T]) -> _T | None:

@@ -10,6 +10,7 @@ import numpy as np
 from xshard import errors
 from xshard.files import disk
 
+WRITE_ELSEWHERE = "Nothing was exported: give another file, or make room."
 SUFFIX = ".safetensors"
 _TYPES = {
     "BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "I8": "int8", "I16": "int16",
@@ -73,7 +74,7 @@ def write(path: pathlib.Path, arrays: Mapping[str, Any], metadata: Mapping[str, 
     # `ascontiguousarray` turns a scalar into an array of one dimension, so the shape is restored.
     plain = {name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in arrays.items()}
     content = library.save(plain, dict(metadata))
-    with disk.writing(path):
+    with disk.writing(path, WRITE_ELSEWHERE):
         disk.replace(path, content)
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import ml_collections
 
 from xshard import checkpoint, errors, evaluation
@@ -75,6 +74,9 @@ class ContinuousEvaluator:
         self._judged = -1
         self._writers: list[writers.Writer] | None = None
         self._best: _Best | None = None
+        # The run's ID, empty before the job begins, or for a run of an older version.
+        self._run_id = ""
+        self._resources = contextlib.ExitStack()
 
     def last_step(self) -> int:
         """Returns the last step that was evaluated, -1 if there is none. All processes must call it."""
@@ -82,14 +84,8 @@ class ContinuousEvaluator:
 
     def follow(self) -> notice.Notice | None:
         """Evaluates checkpoints, the oldest first, up to the run's last; returns the notice that stopped it, if any."""
-        # Only process 0 uses the files; the other processes need not even have access to them.
-        first = jax.process_index() == 0
-        with self._own.opened(self._config) if first else contextlib.nullcontext():
-            try:
-                self._judge_all()
-            finally:
-                for writer in self._writers or []:
-                    writer.close()
+        with self._resources:
+            self._judge_all()
         return self._stop
 
     def _judge_all(self) -> None:
@@ -131,11 +127,13 @@ class ContinuousEvaluator:
 
     def _next_step(self) -> int | None:
         """Returns the oldest step to be evaluated, pinned so that the run cannot delete it; None if there is none."""
+        # Only process 0 calls this and uses the files; the other processes need not even have access to them.
         if self._writers is None:
             if not disk.exists(self._run.config):
                 self._say(f"waiting for a run in {self._run.path}: it has no config.json yet")
                 return None
             self._begin()
+        self._check_same_run()
         for step in self._checkpoints.all_steps():
             if step > self._judged and (self._best is None or self._best.hold(step)):
                 return step
@@ -145,15 +143,19 @@ class ContinuousEvaluator:
 
     def _begin(self) -> None:
         """Opens the run's directory, and continues after the last step that this job evaluated."""
+        # The run's config is compared before anything is written: a config that is refused must leave no trace.
         for change in self._run.check(self._config):
             self._say(f"differs from the run: {change}")
         self._check_owner()
+        self._resources.enter_context(self._own.opened(self._config))
         rows = self._own.metrics
         # A row is written after its step is evaluated, so the last complete row names the last evaluated step.
         self._judged = max((row["step"] for row in writers.read_steps(rows)), default=-1)
         config = identity_lib.plain(self._config)
         part = writers.Part(self._own.path, self._judged, config, lambda: writers.read(rows))
         self._writers = writers.open_all(self._config.writers, part)
+        for writer in self._writers:
+            self._resources.callback(writer.close)
         path = self._own.path / "best.json"
         keep = states.keep(self._config.checkpoint)
         # An old best.json is opened even if the config no longer keeps best checkpoints, so that its pins are removed.
@@ -162,12 +164,23 @@ class ContinuousEvaluator:
 
     def _check_owner(self) -> None:
         identity = self._run.identity()
+        self._run_id = identity.id if identity else ""
         store = self._checkpoints.store
         owner = checkpoint.read_owner(store)
         if identity is not None and owner is not None and owner.id != identity.id:
             raise errors.UserError(
                 f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}), and --workdir={self._run.path} "
                 f"holds run {identity.id}: give the run's own checkpoint.directory."
+            )
+
+    def _check_same_run(self) -> None:
+        """Raises UserError if the run was removed or set aside, since the rows so far are not of the run in its place."""
+        now = self._run.identity()
+        if self._run_id and (now is None or now.id != self._run_id):
+            has = f"run {now.id}" if now else "no run"
+            raise errors.UserError(
+                f"--workdir={self._run.path} now holds {has} instead of run {self._run_id}, which this job evaluates: give "
+                "the same command again to evaluate the run that is there."
             )
 
     def _judge(self, step: int) -> None:
