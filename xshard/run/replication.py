@@ -70,6 +70,8 @@ class Monitor:
         self._fingerprints = processes.compiled_by_all(
             self._program, "the fingerprint of the state"
         )
+        # Whether the program is still to be compiled for the first save, and the thread that compiles it.
+        self._is_awaited = False
         self._compiling: threading.Thread | None = None
 
     def forget(self) -> None:
@@ -102,6 +104,8 @@ class Monitor:
             self._pending.append((step - 1, begun._replace(parted=parted)))
             logged = begun.logged()
         self._look(step - deferred.IN_FLIGHT)
+        if self._is_awaited:
+            self._compile_ahead(state)
         return logged
 
     def flush(self) -> None:
@@ -112,6 +116,7 @@ class Monitor:
     def of_state(self, state: state_lib.TrainState) -> dict[str, Any]:
         """Checks a state, and returns its fingerprints by kind, as text; raises ReplicaDivergenceError as `push` does."""
         self._newest = state
+        self._is_awaited = False
         # Waits for the compilation in the background, so that the program is not compiled twice.
         if self._compiling is not None:
             self._compiling.join()
@@ -123,7 +128,8 @@ class Monitor:
     def begin(self, state: state_lib.TrainState, saved: dict[str, Any] | None, store: str) -> None:
         """Compares the fingerprints of a restored state with those saved with it, on any number of devices.
 
-        Without saved fingerprints it compiles the fingerprint program in the background, for the first save.
+        Without saved fingerprints, it has the fingerprint program compiled for the first save, in the background and after
+        the first step, so that it does not delay the compilation of that.
 
         Args:
           state: the state that the run begins with.
@@ -135,7 +141,7 @@ class Monitor:
           UserError: on all processes, if the fingerprints differ from the saved ones.
         """
         if saved is None:
-            self._compile_ahead(state)
+            self._is_awaited = True
             return
         now, where = self.of_state(state), f"{store} {int(state.step)}"
         texts = []
@@ -156,6 +162,7 @@ class Monitor:
 
     def _compile_ahead(self, state: state_lib.TrainState) -> None:
         """Compiles the fingerprint program, which the first save calls, in a thread while steps run."""
+        self._is_awaited = False
         # The thread gets shapes instead of arrays, because the next step donates the state.
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         shapes = jax.tree.map(shape, state)
