@@ -23,6 +23,8 @@ _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
 # The environment variables that change how XLA compiles a program.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _INSTRUCTIONS, _X86 = "xla_cpu_max_isa", ("x86_64", "AMD64")
+# A run with 1,024 replicas also sets up the hosts of accelerators, which must not start a thread for each.
+_MAX_THREADS = 128
 # A repository on a slow disk must not delay the start of a run for longer.
 _GIT_SECONDS = 10.0
 
@@ -100,7 +102,8 @@ def set_up_cpu(config: Any, devices: int = 0) -> None:
     # XLA divides a large matrix product among its threads, and rounds differently near the cuts. It has as many threads
     # as cores or devices, whichever is more, unless NPROC replaces the number of cores.
     groups = len(config.get("group_assignment") or ()) or 1
-    os.environ["NPROC"] = str(max(2, config["logical_replicas"] * groups))
+    threads = max(2, config["logical_replicas"] * groups)
+    os.environ["NPROC"] = str(min(threads, _MAX_THREADS))
     flags = os.environ.get("XLA_FLAGS", "")
     if _INSTRUCTIONS not in flags and platform.machine() in _X86:
         # Instruction sets after AVX have a fused multiply-add, which rounds once. Which operations LLVM fuses depends
