@@ -219,7 +219,7 @@ def test_the_command(tmp_path, capsys):
     train(tmp_path / "run")
     path = tmp_path / "a.safetensors"
     assert program.main([f"{tmp_path}/run@4", f"--to={path}"]) == 0
-    assert f"{path}: 4 arrays" in capsys.readouterr().out
+    assert f"{path}: step 4, 4 arrays" in capsys.readouterr().out
     assert program.main([f"{tmp_path}/run", f"--to={path}"]) == 1
     assert "already exists" in capsys.readouterr().err
     assert program.main([f"{tmp_path}/run", f"--to={path}", "--overwrite"]) == 0
