@@ -21,6 +21,12 @@ def test_rows_are_read_as_columns(tmp_path):
     assert list(read.evaluation) == ["error", "ensemble/error"]
 
 
+def test_fingerprints_are_no_damage(tmp_path):
+    samples.write_rows(tmp_path / "m", [{"step": 10, "loss": 0.5, "fingerprint/params": "96a70f47"}])
+    read = rows.read(tmp_path / "m")
+    assert list(read.training) == ["loss"] and read.notes == []
+
+
 def test_a_missing_file_has_no_rows(tmp_path):
     assert rows.read(tmp_path / "metrics.jsonl") == rows.Rows({}, {}, [])
 

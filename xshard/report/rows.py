@@ -12,6 +12,7 @@ import numpy as np
 from xshard import errors
 from xshard.files import jsonfile
 from xshard.metrics import formatting
+from xshard.metrics import rows as logged_rows
 
 _EVALUATION = "eval/"
 
@@ -44,7 +45,7 @@ def read(path: pathlib.Path) -> Rows:
     for step, row in _rows(path, notes):
         is_evaluation = any(name.startswith(_EVALUATION) for name in row)
         table = evaluation if is_evaluation else training
-        for name, value in row.items():
+        for name, value in logged_rows.numbers(row).items():
             steps, values = table[name]
             steps.append(step)
             values.append(value)
