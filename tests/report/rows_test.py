@@ -22,7 +22,9 @@ def test_rows_are_read_as_columns(tmp_path):
 
 
 def test_fingerprints_are_no_damage(tmp_path):
-    samples.write_rows(tmp_path / "m", [{"step": 10, "loss": 0.5, "fingerprint/params": "96a70f47"}])
+    samples.write_rows(
+        tmp_path / "m", [{"step": 10, "loss": 0.5, "fingerprint/params": "96a70f47"}]
+    )
     read = rows.read(tmp_path / "m")
     assert list(read.training) == ["loss"] and read.notes == []
 
