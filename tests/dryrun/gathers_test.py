@@ -16,7 +16,12 @@ from xshard.dryrun import __main__ as dryrun
 from xshard.dryrun import collectives, hlo
 from xshard.run import preflight
 
-LAYERS, WIDTH, EXAMPLES = 3, 2048, 2048
+LAYERS, WIDTH, EXAMPLES = 4, 2048, 2048
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: python -m pip install -r requirements_dryrun_lock.txt",
+)
 
 
 class Stack(toy.Toy):
@@ -34,11 +39,15 @@ class Stack(toy.Toy):
         return hk.layer_stack(LAYERS)(hk.remat(layer))(batch["x"])[:, 0]
 
 
-def main(topology):
+def main(topology, ahead):
     """Compiles the step of a run; prints what it gathers.
 
-    The output has the kinds of the collectives, the bytes gathered in the loops over layers, and the bytes gathered
-    while products are computed.
+    The output has the kinds of the collectives, the number of loops over layers, how many of these compute with an array
+    that the same round gathers, the bytes gathered in a round of each, and those gathered while products are computed.
+
+    Args:
+      topology: the slice to compile for.
+      ahead: whether the loops have a round less than layers.
     """
     replicas = int(np.prod([int(size) for size in topology.split(":")[1].split("x")]))
     config = toy.get_config()
@@ -50,11 +59,40 @@ def main(topology):
     compiled = preflight.jitted_step(experiment, mesh).lower(state, batch).compile()
     program = hlo.parse(compiled.as_text())
     times = program.times()
-    loops = [name for name in program.computations if times[name] == LAYERS]
+    # If gathers run ahead, the first layer's arrays are gathered before the loop, and the last layer is computed after it.
+    rounds = LAYERS - 1 if ahead else LAYERS
+    loops = [name for name in loop_bodies(program) if times[name] == rounds]
     sent = [op for op in collectives.in_program(program) if op.dtypes == ("bf16",)]
     kinds = sorted({op.kind for op in sent})
-    gathered = sum(op.bytes for op in sent if op.times == LAYERS)
-    print(json.dumps([kinds, gathered, sum(overlapped_bytes(program, name) for name in loops)]))
+    late = sum(uses_own_gathers(program, name) for name in loops)
+    gathered = sum(op.bytes for op in sent if op.times == rounds)
+    hidden = sum(overlapped_bytes(program, name) for name in loops)
+    print(json.dumps([kinds, len(loops), late, gathered, hidden]))
+
+
+def loop_bodies(program):
+    """Returns the bodies of a program's loops."""
+    found = [
+        program.loop(name, op)
+        for name, computation in program.computations.items()
+        for op in computation.instructions.values()
+    ]
+    return [loop[0] for loop in found if loop]
+
+
+def uses_own_gathers(program, name):
+    """Returns whether products of a computation read arrays that it gathers itself."""
+    gathered = set()
+    for op in program.computations[name].instructions.values():
+        # A gather in two steps reads the first step's array. What is in flight is not gathered yet.
+        if op.name.startswith("async-collective-start"):
+            continue
+        reads = not gathered.isdisjoint(op.operands)
+        if reads and any(inner.opcode == "convolution" for inner in instructions(program, op)):
+            return True
+        if reads or op.opcode == "all-gather" or op.name.startswith("async-collective-done"):
+            gathered.add(op.name)
+    return False
 
 
 def overlapped_bytes(program, name):
@@ -80,19 +118,30 @@ def instructions(program, op):
             yield from instructions(program, inner)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: python -m pip install -r requirements_dryrun_lock.txt",
-)
-@pytest.mark.parametrize("topology", ["v6e:4x4", "v5p:4x4x4"])
-def test_layers_are_gathered_while_others_are_computed(topology):
-    program = f"from tests.dryrun import gathers_test\ngathers_test.main({topology!r})"
+def gathers_of(topology, *, ahead):
+    """Returns what `main` prints, in a process of its own."""
+    program = f"from tests.dryrun import gathers_test\ngathers_test.main({topology!r}, {ahead})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
-    kinds, gathered, hidden = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:4x4x4"])
+def test_each_layer_is_gathered_while_the_one_before_is_computed(topology):
+    kinds, loops, late, gathered, hidden = gathers_of(topology, ahead=True)
     # A gather by an all-reduce of zero-padded shards would send twice as much.
+    assert kinds == ["all-gather"]
+    # One loop is the forward pass and one the backward pass.
+    assert (loops, late) == (2, 0)
+    assert gathered / 2 < hidden <= gathered
+
+
+@needs_libtpu
+def test_arrays_of_a_layer_are_gathered_while_others_are_computed():
+    kinds, _, _, gathered, hidden = gathers_of("v6e:4x4", ahead=False)
     assert kinds == ["all-gather"]
     assert gathered / 3 < hidden <= gathered
