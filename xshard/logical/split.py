@@ -310,7 +310,7 @@ def _check(eqn: Any, what: str, inside: str) -> None:
     if inside:
         raise errors.UserError(
             f"{what} has {name} over the replicas inside a {inside}; with logical_replicas it must be outside of loops and "
-            f"branches. Move it out, or {rule}"
+            f"branches. Move it out (a loss of micro-batches runs in a scan: set micro_batches to 1), or {rule}"
         )
     if name not in (*COLLECTIVES, "axis_index"):
         raise errors.UserError(
