@@ -43,11 +43,19 @@ def test_the_columns_of_a_run_have_charts(tmp_path):
 
 
 def test_columns_of_a_named_learner_are_drawn_like_those_of_a_single_one(tmp_path):
-    names = ("critic/global_step", "epoch", "critic/loss_scale", "critic/loss", "learning_rate")
+    names = (
+        "critic/global_step",
+        "epoch",
+        "critic/loss_scale",
+        "critic/accuracy",
+        "critic/loss",
+        "learning_rate",
+    )
     logged = [{"step": step, **dict.fromkeys(names, float(step))} for step in (1, 2)]
     drawn = charts.charts(read(tmp_path, logged))
     assert [(chart.section, chart.name, chart.is_log, chart.is_smoothed) for chart in drawn] == [
         (charts.LEARNING, "critic/loss", False, True),
+        (charts.LEARNING, "critic/accuracy", False, True),
         (charts.UPDATES, "critic/loss_scale", True, False),
         (charts.UPDATES, "learning_rate", False, False),
     ]
@@ -128,7 +136,7 @@ def test_runs_that_differ_only_in_seed_have_a_mean_with_a_band(tmp_path):
     assert (cross["x"], average["line"]["width"]) == ([2], 2.5)
     assert (band["x"], band["y"]) == ([1, 1, None, 3, 3, None], [1.0, 3.0, None, 2.0, 6.0, None])
     assert band["fill"] == "toself" and band["legendgroup"] == average["legendgroup"]
-    assert average["name"] == "mean of 2 seeds (run0, …): training"
+    assert average["name"] == "mean of 2 runs (run0, …): training"
     by_name = {trace["name"]: trace for trace in traces}
     assert by_name["run0: training"]["y"] == [1.0, 2.0, 6.0, 0.5]
     colours = [by_name[f"{name}: training"]["line"]["color"] for name in ("run0", "run1", "other")]

@@ -147,6 +147,16 @@ def test_results_from_before_a_resume_are_not_the_current_results(tmp_path):
     assert row["eval accuracy"] == "0.75 at step 500"
 
 
+def test_the_losses_of_all_learners_are_compared(tmp_path):
+    content = [
+        {"step": 1, "actor/loss": 2.0, "critic/loss": 0.5, "actor/skipped": 1, "loss_scale": 8}
+    ]
+    paths = [samples.write(tmp_path / "two", content), samples.write(tmp_path / "none", [])]
+    row, none = rows(report(tmp_path, *paths))
+    assert (row["training actor/loss"], row["training critic/loss"]) == ("2", "0.5")
+    assert row["actor/skipped"] == "1" and none["training actor/loss"] == tables.NOTHING
+
+
 def test_a_run_without_metrics_yet_is_shown(tmp_path):
     page = report(tmp_path, samples.write(tmp_path / "one", None, doing="compiling", ago=0))
     assert "no metrics yet" in words(page) and "running: compiling" in words(page)

@@ -61,20 +61,20 @@ class Chart(NamedTuple):
         """The section of the page that contains it."""
         if self.name.startswith("perf/"):
             return SPEED
-        return UPDATES if _of_learner(self.name) in _UPDATES else LEARNING
+        return UPDATES if without_learner(self.name) in _UPDATES else LEARNING
 
     @property
     def is_log(self) -> bool:
         """Whether the axis is logarithmic at first, as for the loss scale and norms."""
-        return _of_learner(self.name) == "loss_scale" or self.name.endswith("_norm")
+        return without_learner(self.name) == "loss_scale" or self.name.endswith("_norm")
 
     @property
     def is_smoothed(self) -> bool:
         """Whether its curves are smoothed: noisy ones are, those that change in steps are not."""
-        return _of_learner(self.name) not in ("loss_scale", "skipped", "learning_rate")
+        return without_learner(self.name) not in ("loss_scale", "skipped", "learning_rate")
 
 
-def _of_learner(name: str) -> str:
+def without_learner(name: str) -> str:
     """Returns the name of a metric without its learner's name."""
     return name.rpartition("/")[2]
 
@@ -89,11 +89,12 @@ def charts(runs: Sequence[runs_lib.Run]) -> list[Chart]:
     drawn = [Chart(metric, _with_means(own, families)) for metric, own in lines.items()]
     sections = (LEARNING, UPDATES, SPEED)
     # In its section the loss comes first; the sort keeps the order of the others.
-    return sorted(drawn, key=lambda chart: (sections.index(chart.section), chart.name != "loss"))
+    is_other = lambda chart: without_learner(chart.name) != "loss"
+    return sorted(drawn, key=lambda chart: (sections.index(chart.section), is_other(chart)))
 
 
 def seeds(runs: Sequence[runs_lib.Run]) -> list[int]:
-    """Returns the number of each run's family: the configs of runs of one family differ only in the seed."""
+    """Returns the number of each run's family: the configs of a family differ at most in the seed."""
     numbers: dict[str, int] = {}
     families = []
     for run in runs:
@@ -154,7 +155,7 @@ def _lines(number: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
         for name in sorted(columns, key=lambda name: _variants(name)[0]):
             steps, values = columns[name]
             variants, metric = _variants(name)
-            is_drawn = _NO_CHART.isdisjoint((metric, _of_learner(metric)))
+            is_drawn = _NO_CHART.isdisjoint((metric, without_learner(metric)))
             if not is_drawn or re.fullmatch("perf/.*_seconds", metric):
                 continue
             dash = _DASHES.get(variants or judge, "dash")
@@ -166,7 +167,7 @@ def _lines(number: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
 
 
 def _with_means(lines: list[Line], families: list[int]) -> list[Line]:
-    """Returns the lines; lines of runs that differ only in their seeds come after their mean."""
+    """Returns the lines; lines of a family of runs come after their mean."""
     alike = collections.defaultdict(list)
     for line in lines:
         alike[families[line.runs[0]], line.what].append(line)

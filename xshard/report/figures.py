@@ -112,7 +112,7 @@ def _base(line: charts.Line, runs: Sequence[runs_lib.Run], shade: str) -> dict[s
     if len(runs) > 1:
         run = runs[line.runs[0]].name
         count = len(line.runs)
-        of_runs = f"mean of {count} seeds ({run}, …)" if count > 1 else run
+        of_runs = f"mean of {count} runs ({run}, …)" if count > 1 else run
         label = f"{of_runs}: {line.what}"
     name = text(label)
     return {

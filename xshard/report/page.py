@@ -144,7 +144,7 @@ def _captions(chart: charts.Chart) -> list[str]:
     low = np.count_nonzero(values <= 0)
     if len(rows) < len(chart.lines):
         captions.append(
-            "A band spans the smallest to the largest value of runs that differ only in their seeds, around "
+            "A band spans the smallest to the largest value of runs whose configs differ at most in the seed, around "
             "their mean, at the steps that all of them have."
         )
     if lost:

@@ -49,7 +49,9 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
     evaluated = list(dict.fromkeys(name for final, _ in finals for name in final))
     changed = _differing(runs)
     names = ["run", "state", *changed, *(f"eval {name}" for name in evaluated)]
-    names += ["training loss", "skipped", "step", "time", "attempts", "goodput", *_RATES]
+    losses, skips = _of_learners(runs, "loss"), _of_learners(runs, "skipped")
+    names += [f"training {name}" for name in losses]
+    names += [*skips, "step", "time", "attempts", "goodput", *_RATES]
     rows = []
     for run, family, (final, when) in zip(runs, charts.seeds(runs), finals, strict=True):
         goodput = attempts.goodput(run.attempts)
@@ -59,8 +61,7 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
             Cell(run.doing, f"state {run.state}"),
             *(_setting(run, key) for key in changed),
             *(numbers(final.get(name, []), when) for name in evaluated),
-            numbers(_last(run.training.get("loss"))),
-            numbers(_last(run.training.get("skipped"))),
+            *(numbers(_last(run.training.get(name))) for name in (*losses, *skips)),
             Cell(f"{_number(run.step)} of {of_steps}"),
             Cell(formatting.duration(goodput.seconds) if goodput else NOTHING),
             Cell(str(len(run.attempts) or NOTHING)),
@@ -69,6 +70,12 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
         ]
         rows.append(row)
     return table(names, rows)
+
+
+def _of_learners(runs: Sequence[runs_lib.Run], quantity: str) -> list[str]:
+    """Returns a quantity's names in the rows of all learners, such as `actor/loss`; the quantity if no row has it."""
+    names = dict.fromkeys(name for run in runs for name in run.training)
+    return [name for name in names if charts.without_learner(name) == quantity] or [quantity]
 
 
 def checkpoints(runs: Sequence[runs_lib.Run]) -> str:
