@@ -233,7 +233,7 @@ def unfrozen(params: Params, pattern: str) -> list[str] | None:
     if not others:
         raise errors.UserError(
             f"frozen={pattern!r} matches the paths of all parameters, such as {sorted(leaves)[:3]}: leave at least "
-            "one to be trained."
+            "one to be trained, or leave out frozen if the step never updates this learner."
         )
     return others
 
