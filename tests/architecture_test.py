@@ -7,6 +7,7 @@ import pathlib
 import re
 
 import pytest
+from packaging import requirements, utils
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The packages and top-level modules of xshard, lowest first. A file imports only from its own package and from earlier
@@ -162,6 +163,21 @@ def test_the_lock_names_no_index_host_or_folder():
     lock = (ROOT / "requirements_lock.txt").read_text()
     assert not re.search(r"://|--(extra-)?index-url|--find-links| @ ", lock)
     assert "--hash=sha256:" in lock
+
+
+def test_the_lock_has_the_extras_that_its_packages_require():
+    # For an extra that is not locked, pip 23.0 tries newer versions, and refuses them because they have no hash.
+    lines = (ROOT / "requirements_lock.txt").read_text().splitlines()
+    locked = [
+        requirements.Requirement(line.removesuffix(" \\")) for line in lines if line[:1].isalpha()
+    ]
+    extras = {utils.canonicalize_name(package.name): package.extras for package in locked}
+    for package in importlib.metadata.distributions():
+        if utils.canonicalize_name(package.name) not in extras:
+            continue
+        for required in map(requirements.Requirement, package.requires or ()):
+            if required.marker is None or required.marker.evaluate({"extra": ""}):
+                assert required.extras <= extras[utils.canonicalize_name(required.name)], required
 
 
 def test_the_locked_libtpu_is_the_one_that_jax_requires():
