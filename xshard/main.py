@@ -12,6 +12,7 @@ Exit codes:
   1    failed
 """
 
+import gc
 import math
 import os
 import shlex
@@ -276,4 +277,6 @@ def _command() -> str:
 if __name__ == "__main__":
     # Before the processes join there is nothing to save. `signals.SignalReceiver` takes the signals over after that.
     signals.exit_on_signal()
+    # What has been imported stays, so the garbage collector need not search it while programs are traced.
+    gc.freeze()
     sys.exit(run())
