@@ -112,7 +112,9 @@ def prepare(config: Any, topology: str) -> estimate.Prepared:
     experiment = experiment_lib.load(config.experiment)(config)
     example = experiment_lib.example(experiment)
     state = state_lib.abstract_state(experiment, mesh, config.seed, example)
-    learners = state_lib.learners(state).values()
+    parts = jax.tree.leaves(state.experiment, is_leaf=is_learner)
+    learners = [x for x in parts if is_learner(x)]
+    others = [x for x in parts if not is_learner(x)]
     batch = batches.train_shapes(example, mesh, config.batch_size, replicas)
     result = {
         "topology": topology,
@@ -125,17 +127,11 @@ def prepare(config: Any, topology: str) -> estimate.Prepared:
             "parameters": estimate.shard_bytes([x.params for x in learners]),
             "network_state": estimate.shard_bytes([x.net_state for x in learners]),
             "optimizer_state": estimate.shard_bytes([x.opt_state for x in learners]),
-            "other_state": estimate.shard_bytes(_other(state)),
+            "other_state": estimate.shard_bytes(others),
             "batch": estimate.shard_bytes(batch),
         },
     }
     return estimate.Prepared(chip, mesh, experiment, state, batch, result)
-
-
-def _other(state: state_lib.TrainState) -> Any:
-    """Returns the arrays of the experiment's state that belong to no learner."""
-    leaves = jax.tree.leaves(state.experiment, is_leaf=is_learner)
-    return [x for x in leaves if not is_learner(x)]
 
 
 def _check(config: Any) -> None:

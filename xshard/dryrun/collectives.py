@@ -110,11 +110,13 @@ def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
         count = len(collective.groups[0])
     else:
         count = mesh.devices.size // slices
+    others = (count - 1) * size
     if collective.kind == "reduce-scatter":
         # The result is one of `count` parts of the operand.
-        return (count - 1) * size
-    part = (count - 1) * size
-    return (2 * part if collective.kind == "all-reduce" else part) // count
+        return others
+    if collective.kind == "all-reduce":
+        others *= 2
+    return others // count
 
 
 def hops(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[int]:

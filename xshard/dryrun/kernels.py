@@ -6,7 +6,7 @@ They are counted if the name scope `causal` around them tells that only the caus
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xshard.dryrun import hlo
@@ -62,22 +62,18 @@ def rows(program: hlo.Program) -> list[dict[str, Any]]:
       Dictionaries of `kernel`, `count`, `flops` and `hbm_bytes`; the last two are None for a kernel of unknown cost.
     """
     found: dict[str, dict[str, Any]] = {}
-    for kernel, times in _in_program(program):
-        begin: dict[str, Any] = {"kernel": kernel.name, "count": 0, "flops": 0, "hbm_bytes": 0}
-        row = found.setdefault(kernel.name, begin)
-        row["count"] += times
-        if kernel.flops is None or row["flops"] is None:
-            row |= {"flops": None, "hbm_bytes": None}
-        else:
-            row["flops"] += times * kernel.flops
-            row["hbm_bytes"] += times * kernel.hbm_bytes
-    return [found[name] for name in sorted(found)]
-
-
-def _in_program(program: hlo.Program) -> Iterator[tuple[Kernel, int]]:
     for name, times in program.times().items():
         instructions = program.computations[name].instructions
         for one in instructions.values():
             kernel = of(one, [instructions.get(operand) for operand in one.operands])
-            if kernel and times:
-                yield kernel, times
+            if not kernel or not times:
+                continue
+            begin: dict[str, Any] = {"kernel": kernel.name, "count": 0, "flops": 0, "hbm_bytes": 0}
+            row = found.setdefault(kernel.name, begin)
+            row["count"] += times
+            if kernel.flops is None or row["flops"] is None:
+                row |= {"flops": None, "hbm_bytes": None}
+            else:
+                row["flops"] += times * kernel.flops
+                row["hbm_bytes"] += times * kernel.hbm_bytes
+    return [found[name] for name in sorted(found)]
