@@ -119,19 +119,15 @@ def print_error(e: Exception, *, has_debug_flag: bool) -> None:
     if debug:
         traceback.print_exception(e)
     elif is_bug(e):
-        _print_bug(e)
+        # The framework's frames above the user's code are left out.
+        begin = errors.user_traceback(e)
+        if begin is None and not isinstance(e, SyntaxError):
+            begin = e.__traceback__
+        traceback.TracebackException(type(e), e, begin).print()
     text = f"error: {summary(e)}"
     if has_debug_flag and not debug and not is_bug(e):
         text += "\n(--debug shows where)"
     print(text, file=sys.stderr, flush=True)
-
-
-def _print_bug(e: Exception) -> None:
-    """Prints the traceback, without the framework's frames above the user's code."""
-    begin = errors.user_traceback(e)
-    if begin is None and not isinstance(e, SyntaxError):
-        begin = e.__traceback__
-    traceback.TracebackException(type(e), e, begin).print()
 
 
 def with_flag(command: str, name: str, value: object) -> str:

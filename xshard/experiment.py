@@ -248,7 +248,7 @@ class Experiment(abc.ABC):
         """
         return ()
 
-    def sharding_rules(self) -> Sequence[tuple[str, jax.sharding.PartitionSpec]]:
+    def sharding_rules(self) -> mesh_lib.Rules:
         """Returns the rules that shard arrays over the axis 'model': see `xshard.mesh.tree_shardings`. By default none."""
         return ()
 
@@ -258,16 +258,15 @@ def samples_key(experiment: Experiment) -> jax.Array:
     return jax.random.key(experiment.config.seed)
 
 
-def summarizes(experiment: Experiment) -> bool:
-    """Returns whether an experiment overrides `summarize`; then sums of an evaluation may be arrays."""
-    return type(experiment).summarize is not Experiment.summarize
+def overrides(experiment: Experiment, method: str) -> bool:
+    """Returns whether an experiment defines a method that `Experiment` implements by default, such as `summarize`."""
+    return getattr(type(experiment), method) is not getattr(Experiment, method)
 
 
 def example(experiment: Experiment) -> data.Arrays:
     """Returns one example of the training data, for its names, dtypes and shapes."""
     # A custom iterator may need the run's batch size. `train_data` may have fewer examples than that.
-    is_own = type(experiment).train_batches is not Experiment.train_batches
-    size = experiment.config.batch_size if is_own else 1
+    size = experiment.config.batch_size if overrides(experiment, "train_batches") else 1
     part = data.Part(size, (np.arange(1),), experiment.config.seed)
     return next(experiment.train_batches(part))
 

@@ -21,7 +21,7 @@ GROUP, SLICE, REPLICA, MODEL = AXES = ("group", "slice", "replica", "model")
 REPLICAS = (SLICE, REPLICA)
 BATCH = (GROUP, *REPLICAS)
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
-Rules = Sequence[tuple[str, jax.sharding.PartitionSpec]]
+Rules = Sequence[tuple[str, jax.P]]
 
 
 def make_mesh(
@@ -58,7 +58,7 @@ def make_mesh(
         # Sorted by ID, since `jax.devices()` orders devices by process.
         devices = sorted(jax.devices(), key=lambda device: device.id)
     devices = list(devices)
-    good = _divisors(len(devices))
+    good = divisors(len(devices))
     if not isinstance(model, int) or model not in good:
         raise errors.UserError(
             f"model_parallel={model!r} must divide the number of devices, {len(devices)}; good values: {good}."
@@ -115,7 +115,7 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
             f"The devices are in slices of different sizes, {sizes}; give `devices` with equally many of each slice."
         )
     # One hardware slice may count as several, for example for machines that a slower network connects.
-    good = [n for n in _divisors(replicas) if len(sizes) in (1, n)]
+    good = [n for n in divisors(replicas) if len(sizes) in (1, n)]
     if not isinstance(slices, int) or slices not in good:
         raise errors.UserError(
             f"slices={slices!r} must divide the {replicas} replicas of a group, and equal the number of slices "
@@ -124,7 +124,8 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
         )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Lists the divisors of a number, smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -228,9 +229,9 @@ def describe(mesh: jax.sharding.Mesh) -> str:
     return f"{groups} group(s) x {per_slice}{replicas} replica(s) x {model} device(s)"
 
 
-def sharding(mesh: AnyMesh, *spec: Any) -> jax.sharding.NamedSharding:
+def sharding(mesh: AnyMesh, *spec: Any) -> jax.NamedSharding:
     """Returns the sharding of an array whose dimensions lie along these axes; without axes, the array is replicated."""
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    return jax.NamedSharding(mesh, jax.P(*spec))
 
 
 def axes_of(spec: Iterable[Any]) -> list[str]:
@@ -288,7 +289,7 @@ def tree_shardings(mesh: AnyMesh, tree: Any, rules: Rules, *, slots: bool = Fals
     """
     of_groups = group_axes(mesh)
 
-    def place(path: tuple[Any, ...], leaf: Any) -> jax.sharding.NamedSharding:
+    def place(path: tuple[Any, ...], leaf: Any) -> jax.NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         spec = spec_of(name, rules)
         try:
