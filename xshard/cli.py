@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import functools
 import itertools
 import os
 import re
@@ -64,6 +65,11 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
     except Exception as e:
         print_error(e, has_debug_flag=has_debug_flag)
         return notice.FAILED
+
+
+def program(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Decorates the function of a program's arguments, so that it reports the exception that ends it as `run` does."""
+    return functools.wraps(main)(lambda argv: run(lambda: main(argv)))
 
 
 def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> list[str]:

@@ -205,12 +205,9 @@ def from_orbax(source: store_lib.Store, store: store_lib.Store) -> Rows:
     return [{"imported": source.url, "arrays": len(arrays), "to": store.url}]
 
 
+@cli.program
 def main(argv: Sequence[str]) -> int:
     """Runs a command; returns the exit code."""
-    return cli.run(lambda: _main(argv))
-
-
-def _main(argv: Sequence[str]) -> int:
     arguments = vars(_parser().parse_args(argv))
     command: Callable[..., Rows] = arguments.pop("command")
     as_json = arguments.pop("json")
