@@ -1,7 +1,6 @@
 """Writes one attempt: each process writes its own chunks, and process 0 writes the rest, with COMMIT last."""
 
 import dataclasses
-import importlib.metadata
 import json
 import platform
 import time
@@ -16,6 +15,7 @@ from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
+from xshard.pod import origin
 
 # A transaction holds its data in memory until it is committed. These limit the size of a transaction, and the
 # number of transactions under way.
@@ -23,7 +23,6 @@ _BATCH_BYTES = 128 << 20
 _BATCHES = 4
 # Tensorstore writes the data files of one transaction in parallel; a full transaction fills four of this size.
 _FILE_BYTES = 32 << 20
-_PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "tensorstore", "numpy")
 
 
 def write_part(
@@ -87,7 +86,9 @@ def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
     Raises:
       CheckpointError: if a key is missing, or there is an unexpected one.
     """
-    expected = {key.encode() for path, meta in arrays.items() for key in meta.keys(path)}
+    expected: set[bytes] = set()
+    for path, meta in arrays.items():
+        expected.update(key.encode() for key in meta.keys(path))
     listed = set(merged.list().result())
     if listed != expected:
         raise format_lib.CheckpointError(
@@ -139,7 +140,7 @@ def describe(
             "processes": len(data),
             "devices": jax.device_count(),
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in _PACKAGES},
+            **origin.library_versions(),
         },
     }
     attempt.store.create(attempt.prefix + format_lib.META, format_lib.to_json(meta))
