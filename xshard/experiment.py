@@ -316,14 +316,12 @@ def load(path: str) -> type[Experiment]:
 def _check_methods(experiment: type[Experiment]) -> None:
     """Raises UserError if a class lacks a required method, and suggests a method of the class with a similar name."""
     lacking = sorted(experiment.__abstractmethods__)
-    users = [base for base in experiment.__mro__ if not base.__module__.startswith("xshard.")]
-    own = {name for base in users for name in vars(base)}
-    required = set(lacking) | {
-        name
-        for base in experiment.__mro__
-        for name, value in vars(base).items()
-        if getattr(value, "__isabstractmethod__", False)
-    }
+    own: set[str] = set()
+    required: set[str] = set()
+    for base in experiment.__mro__:
+        required |= getattr(base, "__abstractmethods__", frozenset())
+        if not base.__module__.startswith("xshard."):
+            own |= vars(base).keys()
     if not own & {"train_data", "train_batches"}:
         lacking.append("train_data")
     if not lacking:
