@@ -102,10 +102,14 @@ def _hardware_slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """Returns the devices of each hardware slice, in the order of the slices' numbers."""
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
-        # Devices other than TPUs lack the attribute; devices of a single slice may have None.
-        number = getattr(device, "slice_index", None) or 0
-        slices.setdefault(number, []).append(device)
+        slices.setdefault(slice_number(device), []).append(device)
     return [slices[number] for number in sorted(slices)]
+
+
+def slice_number(device: jax.Device) -> int:
+    """Returns the number of a device's hardware slice; 0 if there is only one."""
+    # Devices other than TPUs lack the attribute; devices of a single slice may have None.
+    return getattr(device, "slice_index", None) or 0
 
 
 def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> None:
@@ -236,8 +240,13 @@ def sharding(mesh: AnyMesh, *spec: Any) -> jax.NamedSharding:
 
 def axes_of(spec: Iterable[Any]) -> list[str]:
     """Returns the mesh axes that occur in an array's spec."""
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    return [axis for entry in entries for axis in entry if axis is not None]
+    axes: list[str] = []
+    for entry in spec:
+        if isinstance(entry, tuple):
+            axes += entry
+        elif entry is not None:
+            axes.append(entry)
+    return axes
 
 
 def on_replicas(f: Callable[..., Any], mesh: jax.sharding.Mesh, **specs: Any) -> Callable[..., Any]:

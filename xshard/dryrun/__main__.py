@@ -204,14 +204,14 @@ def _does_not_fit(
     )
     largest = estimate.largest(state.experiment, 3)
     arrays = ", ".join(f"{path} {summary.size(size)}" for path, size in largest)
-    mends = [
+    remedies = [
         "hold parameters and optimizer state in shards with config.reduction.shard_params, or split the parameters with "
         "config.model_parallel and the experiment's sharding_rules",
         "make activations smaller with more config.micro_batches, a smaller config.batch_size or hk.remat",
     ]
     if rest >= needed / 2:
-        mends.reverse()
-    first, second = mends
+        remedies.reverse()
+    first, second = remedies
     return analysis.DoesNotFitError(
         f"The step does not fit on {result['topology']}: it needs {summary.size(needed)} a chip of the "
         f"{summary.size(available)} that the compiler may use, {summary.size(needed - available)} too much. About: {parts}. "
