@@ -240,7 +240,7 @@ def params(**shapes):
 
 def table_of(tree, the_mesh, whole=False):
     """Returns the lines of the table, without the title."""
-    return overview.model(
+    return overview.begin(
         toy.get_config(), the_mesh, trees.leaves_by_path(tree), whole=whole
     ).splitlines()[1:]
 

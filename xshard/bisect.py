@@ -11,12 +11,9 @@ from xshard import cli
 from xshard.replay import divergence
 
 
+@cli.program
 def main(argv: Sequence[str]) -> int:
     """Compares the runs that the arguments name; returns the exit code."""
-    return cli.run(lambda: _main(argv))
-
-
-def _main(argv: Sequence[str]) -> int:
     parser = cli.parser("bisect", __doc__)
     for name in ("RUN_A", "RUN_B"):
         parser.add_argument(name, help="a run's work directory")

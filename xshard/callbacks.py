@@ -153,14 +153,14 @@ class Evaluations:
             self._decide()
 
     def _decide(self) -> None:
-        reasons = []
+        first = ""
         # If a callback raises, process 0 fails, and its watch ends the other processes.
         if jax.process_index() == 0 and self._rows:
-            # Each callback gets copies, so that it cannot change the rows for the next one.
-            reasons = [
-                _called(callback, [dict(row) for row in self._rows]) for callback in self._callbacks
-            ]
-        self.end = self._meet(next(filter(None, reasons), ""))[0]
+            for callback in self._callbacks:
+                # Each callback gets copies, so that it cannot change the rows for the next one.
+                reason = _called(callback, [dict(row) for row in self._rows])
+                first = first or reason
+        self.end = self._meet(first)[0]
 
 
 def _called(callback: Callback, history: History) -> str:

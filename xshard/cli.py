@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import functools
 import itertools
 import os
 import re
@@ -66,6 +67,11 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
         return notice.FAILED
 
 
+def program(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Decorates the function of a program's arguments, so that it reports the exception that ends it as `run` does."""
+    return functools.wraps(main)(lambda argv: run(lambda: main(argv)))
+
+
 def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> list[str]:
     """Parses the flags and loads the config file that they name. Returns the arguments that are not flags.
 
@@ -119,19 +125,15 @@ def print_error(e: Exception, *, has_debug_flag: bool) -> None:
     if debug:
         traceback.print_exception(e)
     elif is_bug(e):
-        _print_bug(e)
+        # The framework's frames above the user's code are left out.
+        begin = errors.user_traceback(e)
+        if begin is None and not isinstance(e, SyntaxError):
+            begin = e.__traceback__
+        traceback.TracebackException(type(e), e, begin).print()
     text = f"error: {summary(e)}"
     if has_debug_flag and not debug and not is_bug(e):
         text += "\n(--debug shows where)"
     print(text, file=sys.stderr, flush=True)
-
-
-def _print_bug(e: Exception) -> None:
-    """Prints the traceback, without the framework's frames above the user's code."""
-    begin = errors.user_traceback(e)
-    if begin is None and not isinstance(e, SyntaxError):
-        begin = e.__traceback__
-    traceback.TracebackException(type(e), e, begin).print()
 
 
 def with_flag(command: str, name: str, value: object) -> str:

@@ -248,7 +248,7 @@ class Experiment(abc.ABC):
         """
         return ()
 
-    def sharding_rules(self) -> Sequence[tuple[str, jax.sharding.PartitionSpec]]:
+    def sharding_rules(self) -> mesh_lib.Rules:
         """Returns the rules that shard arrays over the axis 'model': see `xshard.mesh.tree_shardings`. By default none."""
         return ()
 
@@ -258,16 +258,15 @@ def samples_key(experiment: Experiment) -> jax.Array:
     return jax.random.key(experiment.config.seed)
 
 
-def summarizes(experiment: Experiment) -> bool:
-    """Returns whether an experiment overrides `summarize`; then sums of an evaluation may be arrays."""
-    return type(experiment).summarize is not Experiment.summarize
+def overrides(experiment: Experiment, method: str) -> bool:
+    """Returns whether an experiment defines a method that `Experiment` implements by default, such as `summarize`."""
+    return getattr(type(experiment), method) is not getattr(Experiment, method)
 
 
 def example(experiment: Experiment) -> data.Arrays:
     """Returns one example of the training data, for its names, dtypes and shapes."""
     # A custom iterator may need the run's batch size. `train_data` may have fewer examples than that.
-    is_own = type(experiment).train_batches is not Experiment.train_batches
-    size = experiment.config.batch_size if is_own else 1
+    size = experiment.config.batch_size if overrides(experiment, "train_batches") else 1
     part = data.Part(size, (np.arange(1),), experiment.config.seed)
     return next(experiment.train_batches(part))
 
@@ -317,14 +316,12 @@ def load(path: str) -> type[Experiment]:
 def _check_methods(experiment: type[Experiment]) -> None:
     """Raises UserError if a class lacks a required method, and suggests a method of the class with a similar name."""
     lacking = sorted(experiment.__abstractmethods__)
-    users = [base for base in experiment.__mro__ if not base.__module__.startswith("xshard.")]
-    own = {name for base in users for name in vars(base)}
-    required = set(lacking) | {
-        name
-        for base in experiment.__mro__
-        for name, value in vars(base).items()
-        if getattr(value, "__isabstractmethod__", False)
-    }
+    own: set[str] = set()
+    required: set[str] = set()
+    for base in experiment.__mro__:
+        required |= getattr(base, "__abstractmethods__", frozenset())
+        if not base.__module__.startswith("xshard."):
+            own |= vars(base).keys()
     if not own & {"train_data", "train_batches"}:
         lacking.append("train_data")
     if not lacking:

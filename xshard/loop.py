@@ -67,6 +67,7 @@ class Run:
         self._check_programs()
         self._resources = contextlib.ExitStack()  # Open from the first step to the results.
         self._stop: notice_lib.Notice | None = None
+        self._schedule = schedule_lib.Schedule.of(config)
         self._save_now, self.step = False, -1
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
 
@@ -116,7 +117,7 @@ class Run:
         """
         begin = self._begin()
         state, start, log = begin.state, self.step, self._log
-        schedule = schedule_lib.Schedule.of(self.config)
+        schedule = self._schedule
         by_clock = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
         self.doing("compiling", step=start, steps=self.config.steps)
         # An evaluation that a stop interrupted is run now, unless another stop interrupts it again.
@@ -201,9 +202,7 @@ class Run:
                 self._evaluated = start, metrics
             if self._stop is None:
                 self.checkpoints.add_late_evaluation(start, self._evaluated[1], self._log)
-        is_due = (
-            start and schedule_lib.Schedule.of(self.config).samples(start) and not self._is_over()
-        )
+        is_due = start and self._schedule.samples(start) and not self._is_over()
         if is_due and self.checkpoints.manager.agree(self._log.sampled) < start:
             self._sample(start, begin.state)
 

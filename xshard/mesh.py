@@ -21,7 +21,7 @@ GROUP, SLICE, REPLICA, MODEL = AXES = ("group", "slice", "replica", "model")
 REPLICAS = (SLICE, REPLICA)
 BATCH = (GROUP, *REPLICAS)
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
-Rules = Sequence[tuple[str, jax.sharding.PartitionSpec]]
+Rules = Sequence[tuple[str, jax.P]]
 
 
 def make_mesh(
@@ -58,7 +58,7 @@ def make_mesh(
         # Sorted by ID, since `jax.devices()` orders devices by process.
         devices = sorted(jax.devices(), key=lambda device: device.id)
     devices = list(devices)
-    good = _divisors(len(devices))
+    good = divisors(len(devices))
     if not isinstance(model, int) or model not in good:
         raise errors.UserError(
             f"model_parallel={model!r} must divide the number of devices, {len(devices)}; good values: {good}."
@@ -102,10 +102,14 @@ def _hardware_slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """Returns the devices of each hardware slice, in the order of the slices' numbers."""
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
-        # Devices other than TPUs lack the attribute; devices of a single slice may have None.
-        number = getattr(device, "slice_index", None) or 0
-        slices.setdefault(number, []).append(device)
+        slices.setdefault(slice_number(device), []).append(device)
     return [slices[number] for number in sorted(slices)]
+
+
+def slice_number(device: jax.Device) -> int:
+    """Returns the number of a device's hardware slice; 0 if there is only one."""
+    # Devices other than TPUs lack the attribute; devices of a single slice may have None.
+    return getattr(device, "slice_index", None) or 0
 
 
 def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> None:
@@ -115,7 +119,7 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
             f"The devices are in slices of different sizes, {sizes}; give `devices` with equally many of each slice."
         )
     # One hardware slice may count as several, for example for machines that a slower network connects.
-    good = [n for n in _divisors(replicas) if len(sizes) in (1, n)]
+    good = [n for n in divisors(replicas) if len(sizes) in (1, n)]
     if not isinstance(slices, int) or slices not in good:
         raise errors.UserError(
             f"slices={slices!r} must divide the {replicas} replicas of a group, and equal the number of slices "
@@ -124,7 +128,8 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
         )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Lists the divisors of a number, smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -228,15 +233,20 @@ def describe(mesh: jax.sharding.Mesh) -> str:
     return f"{groups} group(s) x {per_slice}{replicas} replica(s) x {model} device(s)"
 
 
-def sharding(mesh: AnyMesh, *spec: Any) -> jax.sharding.NamedSharding:
+def sharding(mesh: AnyMesh, *spec: Any) -> jax.NamedSharding:
     """Returns the sharding of an array whose dimensions lie along these axes; without axes, the array is replicated."""
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    return jax.NamedSharding(mesh, jax.P(*spec))
 
 
 def axes_of(spec: Iterable[Any]) -> list[str]:
     """Returns the mesh axes that occur in an array's spec."""
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    return [axis for entry in entries for axis in entry if axis is not None]
+    axes: list[str] = []
+    for entry in spec:
+        if isinstance(entry, tuple):
+            axes += entry
+        elif entry is not None:
+            axes.append(entry)
+    return axes
 
 
 def on_replicas(f: Callable[..., Any], mesh: jax.sharding.Mesh, **specs: Any) -> Callable[..., Any]:
@@ -288,7 +298,7 @@ def tree_shardings(mesh: AnyMesh, tree: Any, rules: Rules, *, slots: bool = Fals
     """
     of_groups = group_axes(mesh)
 
-    def place(path: tuple[Any, ...], leaf: Any) -> jax.sharding.NamedSharding:
+    def place(path: tuple[Any, ...], leaf: Any) -> jax.NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         spec = spec_of(name, rules)
         try:

@@ -109,7 +109,7 @@ def on_replicas(
             if mesh_lib.num_replicas(mesh) == 1:
                 # One replica reduces nothing that would order this read before the update: XLA would copy the old state.
                 batch = trees.after(begun.table, batch)
-        args = old.experiment, batch, _step_key(old)
+        args = old.experiment, batch, _replica_key(jax.random.fold_in(old.rng, old.step))
         returned = shard_usage.call(experiment.train_step, mesh, experiment, shapes, *args)
         made, logged = contract.step(experiment.train_step, returned)
         _check_structure(experiment, old.experiment, made)
@@ -177,7 +177,7 @@ def evaluation_on_replicas(
         key = _replica_key(jax.random.fold_in(jax.random.fold_in(local.rng, _EVALUATION), number))
         args = local.experiment, batch, key
         values = shard_usage.call(experiment.eval_step, mesh, experiment, shapes, *args, whole=True)
-        arrays = experiment_lib.summarizes(experiment)
+        arrays = experiment_lib.overrides(experiment, "summarize")
         values = contract.evaluation(experiment.eval_step, values, len(mask), arrays=arrays)
         sums = _masked_sums({**values, "count": mask}, mask)
         if not grouped:
@@ -317,10 +317,6 @@ def _masked_sums(values: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, 
 
     sums = {name: masked_sum(value) for name, value in values.items()}
     return lax.psum(sums, mesh_lib.REPLICAS)
-
-
-def _step_key(state: TrainState) -> jax.Array:
-    return _replica_key(jax.random.fold_in(state.rng, state.step))
 
 
 def _replica_key(key: jax.Array) -> jax.Array:

@@ -135,7 +135,7 @@ class Supervised(experiment.Experiment):
     def _values(self, outputs: Any, batch: experiment.Batch) -> Mapping[str, jax.Array]:
         rows = len(next(iter(batch.values())))
         returned = self.evaluate(outputs, batch)
-        arrays = experiment.summarizes(self)
+        arrays = experiment.overrides(self, "summarize")
         return contract.evaluation(self.evaluate, returned, rows, arrays=arrays)
 
     def _together(self, outputs: Any) -> Any:

@@ -20,7 +20,6 @@ from xshard.checkpoint import array_reader, metadata_files
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
 
-_BUDGET_BYTES = 1 << 30
 # The keys of JSON files whose values are equal in runs with the same bits.
 _KEYS = {
     "results": ("step", "global_step", "eval", "samples", "finite", "why"),
@@ -163,9 +162,7 @@ def _checkpoint(attempt):
     """Returns a digest of a checkpoint's arrays and position in the data, its metrics, and whether it is pinned."""
     meta = metadata_files.read_meta(attempt)
     digest = hashlib.sha256(json.dumps(meta["data"], sort_keys=True).encode())
-    for name, value in array_reader.read_arrays(
-        attempt, metadata_files.array_metas(meta), _BUDGET_BYTES
-    ):
+    for name, value in array_reader.read_arrays(attempt, metadata_files.array_metas(meta)):
         digest.update(name.encode() + str(value.dtype).encode() + value.tobytes())
     return {
         "state": digest.hexdigest(),

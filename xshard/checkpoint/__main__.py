@@ -44,7 +44,6 @@ from xshard.metrics import formatting as formatting_lib
 from xshard.stored import hashing
 
 Rows = list[dict[str, Any]]
-_BUDGET_BYTES = 1 << 30
 # A loss scale has one value per group; at most this many values are shown.
 _MOST_SCALES = 1024
 # Characters and names that are unsafe in an archive's entry names. % itself is escaped, since it begins an escape.
@@ -74,7 +73,7 @@ def show(store: store_lib.Store, step: int) -> Rows:
     commit, meta = metadata_lib.retry_on_damage(lambda: metadata_lib.read_commit_meta(attempt))
     arrays = metadata_lib.array_metas(meta)
     scales = {name: array for name, array in arrays.items() if _is_scale(name, array)}
-    values = dict(array_reader.read_arrays(attempt, scales, _BUDGET_BYTES))
+    values = dict(array_reader.read_arrays(attempt, scales))
     rows = []
     for name, array in arrays.items():
         value = values[name].tolist() if name in values else ""
@@ -116,9 +115,9 @@ def diff(store: store_lib.Store, a: int, b: int) -> Rows:
             reason = "only in one checkpoint, or of another shape or type"
             rows.append({"path": path, "largest difference": reason})
     # The arrays are read and compared one by one, so that both checkpoints together may exceed the memory.
-    lefts = array_reader.read_arrays(first, in_both, _BUDGET_BYTES)
+    lefts = array_reader.read_arrays(first, in_both)
     others = {path: of_second[path] for path in in_both}
-    rights = array_reader.read_arrays(second, others, _BUDGET_BYTES)
+    rights = array_reader.read_arrays(second, others)
     for (path, left), (_, right) in zip(lefts, rights, strict=True):
         if left.tobytes() != right.tobytes():
             rows.append({"path": path, "largest difference": _gap(left, right)})
@@ -206,12 +205,9 @@ def from_orbax(source: store_lib.Store, store: store_lib.Store) -> Rows:
     return [{"imported": source.url, "arrays": len(arrays), "to": store.url}]
 
 
+@cli.program
 def main(argv: Sequence[str]) -> int:
     """Runs a command; returns the exit code."""
-    return cli.run(lambda: _main(argv))
-
-
-def _main(argv: Sequence[str]) -> int:
     arguments = vars(_parser().parse_args(argv))
     command: Callable[..., Rows] = arguments.pop("command")
     as_json = arguments.pop("json")
@@ -271,7 +267,7 @@ _COMMANDS: dict[str, tuple[Callable[..., Rows], str]] = {
 
 
 def _read_all(attempt: format_lib.Attempt) -> Iterator[tuple[str, np.ndarray]]:
-    return array_reader.read_arrays(attempt, metadata_lib.read_array_metas(attempt), _BUDGET_BYTES)
+    return array_reader.read_arrays(attempt, metadata_lib.read_array_metas(attempt))
 
 
 def _write_npz(out: IO[bytes], arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, str]:

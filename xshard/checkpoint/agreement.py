@@ -47,7 +47,7 @@ class Agreement:
         Raises:
           LostError: if a process did not take part in time.
         """
-        return [json.loads(text) for text in self._exchange(json.dumps(value))]
+        return self._exchange.gather(value)
 
     def from_first(self, action: Callable[[], Any]) -> Any:
         """Runs an action on process 0 and returns its JSON-serializable result on every process.

@@ -22,7 +22,7 @@ _DAMAGE = ("DATA_LOSS", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION
 _STATUS = re.compile(r"([A-Z_]{6,}):")
 _ERRNO = re.compile(r"os_error_code='(\w+)'")
 # The most bytes that are read ahead of the part in use. More was not faster in measurements.
-_AHEAD_BYTES = 256 << 20
+AHEAD_BYTES = 256 << 20
 # XLA on CPUs uses host memory of this alignment in place, and copies other memory.
 _ALIGNMENT = 64
 # Allocations of at least this size bypass NumPy; see `_aligned`.
@@ -53,7 +53,7 @@ class ArrayRegion(NamedTuple):
 
 
 def read_arrays(
-    attempt: format_lib.Attempt, arrays: arrays_lib.ArrayMetas, budget_bytes: int
+    attempt: format_lib.Attempt, arrays: arrays_lib.ArrayMetas
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Reads arrays into host memory and yields each with its path; typed PRNG keys as their data.
 
@@ -63,11 +63,11 @@ def read_arrays(
     parts = [
         ArrayRegion(path, meta, arrays_lib.whole_box(meta.shape)) for path, meta in arrays.items()
     ]
-    yield from zip(arrays, read_regions(attempt, parts, budget_bytes), strict=True)
+    yield from zip(arrays, read_regions(attempt, parts), strict=True)
 
 
 def read_regions(
-    attempt: format_lib.Attempt, parts: Iterable[ArrayRegion], budget_bytes: int
+    attempt: format_lib.Attempt, parts: Iterable[ArrayRegion], budget_bytes: int = AHEAD_BYTES
 ) -> Iterator[np.ndarray]:
     """Reads parts of arrays, several at a time, and yields them in the order of `parts`.
 
@@ -79,9 +79,9 @@ def read_regions(
     Raises:
       DamagedError: at the first part that is not what was written.
     """
-    database = _Database(attempt)
+    database = store_lib.Database(attempt.store, attempt.prefix)
     stored_bytes = _stored_bytes(attempt)
-    limit = min(budget_bytes, _AHEAD_BYTES)
+    limit = min(budget_bytes, AHEAD_BYTES)
     # The reads under way: each part, its memory, and a function that waits for the read.
     reading: collections.deque[tuple[ArrayRegion, np.ndarray, Callable[[], None]]] = (
         collections.deque()
@@ -93,7 +93,7 @@ def read_regions(
             held -= reading[0][0].nbytes
             yield _finish(attempt, *reading.popleft())
         out = _allocate(attempt, part)
-        reading.append((part, out, database.start(part, out)))
+        reading.append((part, out, _start(database, part, out)))
         held += part.nbytes
     while reading:
         yield _finish(attempt, *reading.popleft())
@@ -146,61 +146,55 @@ def _check_chunks(attempt: format_lib.Attempt, path: str, meta: arrays_lib.Array
     arrays_lib.decode(content, meta, first)
 
 
-class _Database:
-    """The database of an attempt, from which parts are read concurrently."""
+def _start(database: store_lib.Database, part: ArrayRegion, out: np.ndarray) -> Callable[[], None]:
+    """Begins to read a part into memory; returns a function that waits for the end."""
+    if arrays_lib.is_large(part.path, part.meta):
+        return _start_large(database, part, out)
+    return _start_small(database, part, out)
 
-    def __init__(self, attempt: format_lib.Attempt):
-        self._context = store_lib.make_context()
-        self._database = attempt.store.database(attempt.prefix, self._context)
-        # Only the last array is kept open: the parts of an array are requested one after another.
-        self._path: str | None = None
-        self._array: Any = None
 
-    def start(self, part: ArrayRegion, out: np.ndarray) -> Callable[[], None]:
-        """Begins to read a part into memory; returns a function that waits for the end."""
-        if arrays_lib.is_large(part.path, part.meta):
-            return self._start_large(part, out)
-        return self._start_small(part, out)
-
-    def _start_large(self, part: ArrayRegion, out: np.ndarray) -> Callable[[], None]:
-        """Begins to read a part with tensorstore's zarr3 driver, which assembles the chunks."""
-        path, meta, box = part
-        sums = []
-        if meta.sums is not None:
-            # Tensorstore verifies each chunk against the checksum stored with it. Whether the chunk is the one
-            # that this checkpoint wrote shows only in a comparison with the recorded checksum.
-            for chunk in meta.chunks(box):
-                key = arrays_lib.chunk_key(path, chunk)
-                sums.append((chunk, self._database.read(key, byte_range=meta.checksum_slice)))
-        if path != self._path:
-            self._array = store_lib.open_array(self._database, path, meta.zarr(), self._context)
-            self._path = path
-        stored = self._array[arrays_lib.box_index(box)][ts.d[:].translate_to[0]]
-        # Tensorstore reads directly into this memory, without an intermediate copy.
-        reading = ts.array(out, context=self._context).write(stored)
-
-        def wait() -> None:
-            reading.result()
-            for chunk, future in sums:
-                arrays_lib.check_sum(future.result().value, meta, chunk)
-
-        return wait
-
-    def _start_small(self, part: ArrayRegion, out: np.ndarray) -> Callable[[], None]:
-        """Begins to read each chunk as bytes, which takes less time than opening the array."""
-        path, meta, box = part
-        reading = []
+def _start_large(
+    database: store_lib.Database, part: ArrayRegion, out: np.ndarray
+) -> Callable[[], None]:
+    """Begins to read a part with tensorstore's zarr3 driver, which assembles the chunks."""
+    path, meta, box = part
+    sums = []
+    if meta.sums is not None:
+        # Tensorstore verifies each chunk against the checksum stored with it. Whether the chunk is the one
+        # that this checkpoint wrote shows only in a comparison with the recorded checksum.
         for chunk in meta.chunks(box):
-            reading.append((chunk, self._database.read(arrays_lib.chunk_key(path, chunk))))
+            key = arrays_lib.chunk_key(path, chunk)
+            sums.append((chunk, database.keys.read(key, byte_range=meta.checksum_slice)))
+    stored = database.array(path, meta.zarr())[arrays_lib.box_index(box)]
+    # Tensorstore reads directly into this memory, without an intermediate copy.
+    target = ts.array(out, context=database.context)
+    reading = target.write(stored[ts.d[:].translate_to[0]])
 
-        def wait() -> None:
-            for chunk, future in reading:
-                stored = future.result()
-                if stored.state != "value":
-                    raise ValueError("a chunk is missing")
-                _copy(meta.box(chunk), arrays_lib.decode(stored.value, meta, chunk), box, out)
+    def wait() -> None:
+        reading.result()
+        for chunk, future in sums:
+            arrays_lib.check_sum(future.result().value, meta, chunk)
 
-        return wait
+    return wait
+
+
+def _start_small(
+    database: store_lib.Database, part: ArrayRegion, out: np.ndarray
+) -> Callable[[], None]:
+    """Begins to read each chunk as bytes, which takes less time than opening the array."""
+    path, meta, box = part
+    reading = []
+    for chunk in meta.chunks(box):
+        reading.append((chunk, database.keys.read(arrays_lib.chunk_key(path, chunk))))
+
+    def wait() -> None:
+        for chunk, future in reading:
+            stored = future.result()
+            if stored.state != "value":
+                raise ValueError("a chunk is missing")
+            _copy(meta.box(chunk), arrays_lib.decode(stored.value, meta, chunk), box, out)
+
+    return wait
 
 
 def _error(what: str, e: Exception) -> metadata_files.DamagedError | metadata_files.UnreadableError:

@@ -125,10 +125,7 @@ class ArrayMeta:
         """Returns the recorded CRC-32C of a chunk; None if the checkpoint has none."""
         if self.sums is None:
             return None
-        place = 0
-        for index, count in zip(chunk, self.grid, strict=True):
-            place = place * count + index
-        return self.sums[place]
+        return self.sums[np.ravel_multi_index(chunk, self.grid)]
 
     def keys(self, path: str) -> list[str]:
         """Lists the keys of the database that hold the array."""

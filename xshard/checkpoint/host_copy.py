@@ -133,4 +133,4 @@ def _local_shards(leaf: Any) -> list[Any]:
     data, _ = arrays_lib.key_data(leaf)
     if not isinstance(data, jax.Array):
         return [np.asarray(data)]
-    return [data.addressable_data(i) for i in range(len(data.addressable_shards))]
+    return [shard.data for shard in data.addressable_shards]

@@ -78,19 +78,18 @@ def added_metrics(attempt: format_lib.Attempt) -> dict[str, float]:
 
 def array_metas(meta: dict[str, Any]) -> arrays_lib.ArrayMetas:
     """Returns the arrays in the content of meta.json, by path."""
-    return {path: _array_meta(entry) for path, entry in meta["arrays"].items()}
-
-
-def _array_meta(entry: dict[str, Any]) -> arrays_lib.ArrayMeta:
-    sums = entry.get("sums")
-    return arrays_lib.ArrayMeta(
-        shape=tuple(entry["shape"]),
-        dtype=entry["dtype"],
-        chunk_shape=tuple(entry["chunk_shape"]),
-        key_impl=entry.get("key_impl"),
-        sharding=entry.get("sharding", ""),
-        sums=None if sums is None else tuple(sums),
-    )
+    arrays = {}
+    for path, entry in meta["arrays"].items():
+        sums = entry.get("sums")
+        arrays[path] = arrays_lib.ArrayMeta(
+            shape=tuple(entry["shape"]),
+            dtype=entry["dtype"],
+            chunk_shape=tuple(entry["chunk_shape"]),
+            key_impl=entry.get("key_impl"),
+            sharding=entry.get("sharding", ""),
+            sums=None if sums is None else tuple(sums),
+        )
+    return arrays
 
 
 def _read_summed(attempt: format_lib.Attempt, name: str, commit: dict[str, Any]) -> bytes:

@@ -123,7 +123,7 @@ def restore(
     leaves = []
     for path, leaf in wanted.items():
         leaves.append(Leaf(path, stored[path], stored[path].shape, leaf.sharding))
-    values = read_leaves(attempt, leaves, budget_bytes, say)
+    values = read_leaves(attempt, leaves, say, budget_bytes)
     state = jax.tree.unflatten(jax.tree.structure(target), values)
     is_whole = wanted.keys() == stored.keys()
     return Restored(state, meta["metadata"], meta["data"], attempt.step, attempt.folder, is_whole)
@@ -132,8 +132,8 @@ def restore(
 def read_leaves(
     attempt: format_lib.Attempt,
     leaves: list[Leaf],
-    budget_bytes: int,
     say: Callable[[str], None],
+    budget_bytes: int = array_reader.AHEAD_BYTES,
 ) -> list[jax.Array]:
     """Reads arrays onto their devices.
 
@@ -171,19 +171,16 @@ class _Reading:
 
     def __init__(self, leaf: Leaf):
         self.leaf = leaf
-        self._indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-        self._device_boxes = {d: leaf.stored_box(index) for d, index in self._indices.items()}
-        self.devices = list(self._indices)
+        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+        self.devices = list(indices)
+        self._places = [(index, leaf.stored_box(index)) for index in indices.values()]
         # Duplicates are dropped: a part that several devices hold is read once.
-        self.boxes = list(dict.fromkeys(self._device_boxes.values()))
+        self.boxes = list(dict.fromkeys(box for _, box in self._places))
         self.parts: dict[arrays_lib.Box, np.ndarray] = {}
 
     def on_host(self) -> list[np.ndarray]:
         """Returns the values for each of `devices`, in that order."""
-        values = []
-        for device, box in self._device_boxes.items():
-            values.append(self.leaf.wanted(self.parts[box], self._indices[device]))
-        return values
+        return [self.leaf.wanted(self.parts[box], index) for index, box in self._places]
 
     def join(self, parts: list[jax.Array]) -> jax.Array:
         """Combines the arrays of the single devices into one sharded array."""

@@ -300,5 +300,5 @@ def _errors(reports: list[dict[str, Any]]) -> list[str]:
 
 def _nonfinite(reports: list[dict[str, Any]]) -> list[str]:
     """Lists the arrays that are not finite in some process's part, by path; at most `_MOST_PATHS`."""
-    paths = {path for report in reports for path in report["nonfinite"]}
+    paths = set().union(*(report["nonfinite"] for report in reports))
     return sorted(paths)[:_MOST_PATHS]

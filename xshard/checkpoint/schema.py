@@ -17,10 +17,11 @@ _SHOWN = 60
 
 
 class _Field(NamedTuple):
-    """A rule for a value: its description, for messages, and its check."""
+    """A rule for a value: its description, for messages; its check; and whether the value may be missing."""
 
     words: str
     holds: Callable[[Any], bool]
+    optional: bool = False
 
 
 def _is_count(value: Any) -> bool:
@@ -31,20 +32,20 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
-def _is_mapping_of(is_good: Callable[[Any], bool], value: Any) -> bool:
-    return isinstance(value, dict) and all(map(is_good, value.values()))
+def _is_list_of(is_good: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_good, value))
 
 
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_count, value))
+def _is_object_of(is_good: Callable[[Any], bool], value: Any) -> bool:
+    return _is_object(value) and all(map(is_good, value.values()))
 
 
 def _is_shape(value: Any) -> bool:
-    if not _are_counts(value) or len(value) > _MOST_DIMENSIONS:
+    if not _is_list_of(_is_count, value) or len(value) > _MOST_DIMENSIONS:
         return False
     # NumPy refuses larger arrays, even if one of their dimensions is 0. The widest type has 16 bytes.
     return math.prod(max(size, 1) for size in value) <= _LARGEST // 16
@@ -52,8 +53,8 @@ def _is_shape(value: Any) -> bool:
 
 _COUNT = _Field("an integer of at least 0", _is_count)
 _TEXT = _Field("a string", _is_text)
-_OBJECT = _Field("an object", lambda value: isinstance(value, dict))
-_METRICS = _Field("an object of numbers", lambda value: _is_mapping_of(jsonfile.is_number, value))
+_OBJECT = _Field("an object", _is_object)
+_METRICS = _Field("an object of numbers", lambda value: _is_object_of(jsonfile.is_number, value))
 _SHAPE = _Field("a shape", _is_shape)
 _COMMIT = {
     "step": _COUNT,
@@ -62,8 +63,11 @@ _COMMIT = {
     "time": _Field(
         "a time", lambda value: type(value) in (int, float) and 0 <= value <= _LAST_SECOND
     ),
-    "sha256": _Field("an object of strings", lambda value: _is_mapping_of(_is_text, value)),
+    "sha256": _Field("an object of strings", lambda value: _is_object_of(_is_text, value)),
     "metrics": _METRICS,
+    format_lib.NONFINITE: _Field(
+        "a list of texts", lambda value: _is_list_of(_is_text, value), optional=True
+    ),
 }
 _META = {
     "version": _COUNT,
@@ -77,6 +81,13 @@ _ARRAY = {
     "shape": _SHAPE,
     "chunk_shape": _SHAPE,
     "dtype": _Field("a type that zarr supports", lambda value: value in arrays_lib.TYPES),
+    "key_impl": _Field("a string", lambda value: value is None or _is_text(value), optional=True),
+    "sharding": _TEXT._replace(optional=True),
+    "sums": _Field(
+        "a list of checksums",
+        lambda value: value is None or _is_list_of(_is_count, value),
+        optional=True,
+    ),
 }
 
 
@@ -84,8 +95,6 @@ def commit(content: bytes) -> dict[str, Any]:
     """Parses a COMMIT, which may have further keys; raises ValueError if it is invalid."""
     value = format_lib.unseal(content)
     _check("", value, _COMMIT)
-    if format_lib.NONFINITE in value:
-        _check("", value, {format_lib.NONFINITE: _Field("a list of texts", _are_texts)})
     if format_lib.OWNER in value:
         _check(format_lib.OWNER, value[format_lib.OWNER], {"id": _TEXT})
     return value
@@ -119,15 +128,10 @@ def meta(content: bytes) -> dict[str, Any]:
 
 def _check_array(name: str, entry: Any) -> None:
     _check(name, entry, _ARRAY)
-    if entry.get("key_impl") is not None:
-        _check(name, entry, {"key_impl": _TEXT})
-    if "sharding" in entry:
-        _check(name, entry, {"sharding": _TEXT})
     shape, chunk = entry["shape"], entry["chunk_shape"]
     if not _is_part(chunk, shape):
         raise ValueError(f"{name}/chunk_shape is {_shown(chunk)}, not a chunk of {_shown(shape)}")
     if entry.get("sums") is not None:
-        _check(name, entry, {"sums": _Field("a list of checksums", _are_counts)})
         count = arrays_lib.ArrayMeta(tuple(shape), entry["dtype"], tuple(chunk)).chunk_count
         if len(entry["sums"]) != count:
             raise ValueError(f"{name}/sums has {len(entry['sums'])} checksums for {count} chunks")
@@ -144,6 +148,8 @@ def _check(name: str, content: Any, fields: Mapping[str, _Field]) -> None:
     if not isinstance(content, dict):
         raise ValueError(f"{name} is {_shown(content)}, not an object")
     for key, field in fields.items():
+        if field.optional and key not in content:
+            continue
         place = f"{name}/{key}" if name else key
         if key not in content:
             raise ValueError(f"{place} is missing")

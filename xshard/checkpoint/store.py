@@ -249,19 +249,38 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
     return spec, f"{scheme}://{bucket}/{path}"
 
 
-def open_array(database: Any, path: str, metadata: dict[str, Any], context: ts.Context) -> Any:
-    """Opens the zarr3 array under a path of a database, with known metadata instead of its zarr.json."""
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {**database.spec().to_json(), "path": f"{path}/"},
-        "metadata": metadata,
-        # Chunks of zeros are stored, too, so that a missing chunk is damage and is not read as zeros.
-        "store_data_equal_to_fill_value": True,
-        "fill_missing_data_reads": False,
-        # No cache is needed, since devices that hold parts of one chunk read it at the same time.
-        "cache_pool": {"total_bytes_limit": 0},
-    }
-    return ts.open(spec, open=True, assume_metadata=True, context=context).result()
+class Database:
+    """An OCDBT database of arrays. It keeps the last array open, since the chunks of an array are used one after another.
+
+    Attributes:
+      context: the context of the database and its arrays.
+      keys: the database as keys and values.
+    """
+
+    def __init__(self, store: Store, prefix: str, **options: Any):
+        """Opens the database below a prefix."""
+        self.context = make_context()
+        self.keys = store.database(prefix, self.context, **options)
+        self._path: str | None = None
+        self._array: Any = None
+
+    def array(self, path: str, metadata: dict[str, Any]) -> Any:
+        """Opens the zarr3 array under a path, with known metadata instead of its zarr.json."""
+        if path != self._path:
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {**self.keys.spec().to_json(), "path": f"{path}/"},
+                "metadata": metadata,
+                # Chunks of zeros are stored, too, so that a missing chunk is damage and is not read as zeros.
+                "store_data_equal_to_fill_value": True,
+                "fill_missing_data_reads": False,
+                # No cache is needed, since devices that hold parts of one chunk read it at the same time.
+                "cache_pool": {"total_bytes_limit": 0},
+            }
+            opening = ts.open(spec, open=True, assume_metadata=True, context=self.context)
+            self._array = opening.result()
+            self._path = path
+        return self._array
 
 
 def make_context() -> ts.Context:

@@ -25,7 +25,6 @@ _NET_STATE = "^(?!.*opt_state/)(.*/)?net_state/"
 BY_DEFAULT = f"{PARAMS}|{_NET_STATE}"
 # The key of the number of groups in a file's metadata.
 GROUPS = "groups"
-_BUDGET_BYTES = 1 << 30
 _SHOWN = 5
 
 
@@ -176,7 +175,7 @@ def _open(source: Source, leaves: Iterable[str]) -> _Stored:
         where = find(source.place)
         metas = metadata_lib.read_array_metas(where)
         groups = _count(metas)
-        read = lambda leaves, say: reader.read_leaves(where, leaves, _BUDGET_BYTES, say)
+        read = lambda leaves, say: reader.read_leaves(where, leaves, say)
     names = _renamed(source, where, metas, leaves)
     return _Stored(where, names, {path: metas[name] for path, name in names.items()}, groups, read)
 

@@ -1,7 +1,6 @@
 """Writes one attempt: each process writes its own chunks, and process 0 writes the rest, with COMMIT last."""
 
 import dataclasses
-import importlib.metadata
 import json
 import platform
 import time
@@ -16,6 +15,7 @@ from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
+from xshard.pod import origin
 
 # A transaction holds its data in memory until it is committed. These limit the size of a transaction, and the
 # number of transactions under way.
@@ -23,7 +23,6 @@ _BATCH_BYTES = 128 << 20
 _BATCHES = 4
 # Tensorstore writes the data files of one transaction in parallel; a full transaction fills four of this size.
 _FILE_BYTES = 32 << 20
-_PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "tensorstore", "numpy")
 
 
 def write_part(
@@ -87,7 +86,9 @@ def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
     Raises:
       CheckpointError: if a key is missing, or there is an unexpected one.
     """
-    expected = {key.encode() for path, meta in arrays.items() for key in meta.keys(path)}
+    expected: set[bytes] = set()
+    for path, meta in arrays.items():
+        expected.update(key.encode() for key in meta.keys(path))
     listed = set(merged.list().result())
     if listed != expected:
         raise format_lib.CheckpointError(
@@ -139,7 +140,7 @@ def describe(
             "processes": len(data),
             "devices": jax.device_count(),
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in _PACKAGES},
+            **origin.library_versions(),
         },
     }
     attempt.store.create(attempt.prefix + format_lib.META, format_lib.to_json(meta))
@@ -219,16 +220,11 @@ class _Batches:
         arrays: arrays_lib.ArrayMetas,
         written: Callable[[int], None],
     ):
-        context = store_lib.make_context()
-        self._database = attempt.store.database(
-            attempt.part(process), context, target_data_file_size=_FILE_BYTES
+        self._database = store_lib.Database(
+            attempt.store, attempt.part(process), target_data_file_size=_FILE_BYTES
         )
-        self._context = context
         self._arrays = arrays
         self._written = written
-        # Only the last array is kept open: the chunks of an array arrive one after another.
-        self._path: str | None = None
-        self._array: Any = None
         self._under_way: list[tuple[Any, int]] = []
         self._sums: dict[str, int] = {}
         self._large: list[tuple[str, arrays_lib.ChunkIndex]] = []
@@ -247,7 +243,8 @@ class _Batches:
             self.write(key, content)
         else:
             index = arrays_lib.box_index(meta.box(piece.chunk))
-            target = self._open(piece.path)[index].with_transaction(self._transaction)
+            array = self._database.array(piece.path, meta.zarr())
+            target = array[index].with_transaction(self._transaction)
             # Nobody modifies this memory before it is written, so tensorstore need not copy it.
             writing = target.write(value, can_reference_source_data_indefinitely=True)
             self._copies.append(writing.copy)
@@ -264,7 +261,7 @@ class _Batches:
         for path, chunk in self._large:
             key = arrays_lib.chunk_key(path, chunk)
             # Tensorstore computed the checksum of a large chunk, and stored it behind the chunk's bytes.
-            ends[key] = self._database.read(key, byte_range=self._arrays[path].checksum_slice)
+            ends[key] = self._database.keys.read(key, byte_range=self._arrays[path].checksum_slice)
         read = {key: arrays_lib.stored_sum(end.result().value) for key, end in ends.items()}
         return self._sums | read
 
@@ -273,16 +270,9 @@ class _Batches:
             self._commit()
         self._wait(leave=0)
 
-    def _open(self, path: str) -> Any:
-        if path != self._path:
-            zarr = self._arrays[path].zarr()
-            self._array = store_lib.open_array(self._database, path, zarr, self._context)
-            self._path = path
-        return self._array
-
     def _begin(self) -> None:
         self._transaction = ts.Transaction(atomic=True)
-        self._target = self._database.with_transaction(self._transaction)
+        self._target = self._database.keys.with_transaction(self._transaction)
         self._nbytes = self._keys = 0
         self._copies: list[Any] = []
 

@@ -112,7 +112,9 @@ def prepare(config: Any, topology: str) -> estimate.Prepared:
     experiment = experiment_lib.load(config.experiment)(config)
     example = experiment_lib.example(experiment)
     state = state_lib.abstract_state(experiment, mesh, config.seed, example)
-    learners = state_lib.learners(state).values()
+    parts = jax.tree.leaves(state.experiment, is_leaf=is_learner)
+    learners = [x for x in parts if is_learner(x)]
+    others = [x for x in parts if not is_learner(x)]
     batch = batches.train_shapes(example, mesh, config.batch_size, replicas)
     result = {
         "topology": topology,
@@ -125,17 +127,11 @@ def prepare(config: Any, topology: str) -> estimate.Prepared:
             "parameters": estimate.shard_bytes([x.params for x in learners]),
             "network_state": estimate.shard_bytes([x.net_state for x in learners]),
             "optimizer_state": estimate.shard_bytes([x.opt_state for x in learners]),
-            "other_state": estimate.shard_bytes(_other(state)),
+            "other_state": estimate.shard_bytes(others),
             "batch": estimate.shard_bytes(batch),
         },
     }
     return estimate.Prepared(chip, mesh, experiment, state, batch, result)
-
-
-def _other(state: state_lib.TrainState) -> Any:
-    """Returns the arrays of the experiment's state that belong to no learner."""
-    leaves = jax.tree.leaves(state.experiment, is_leaf=is_learner)
-    return [x for x in leaves if not is_learner(x)]
 
 
 def _check(config: Any) -> None:
@@ -208,14 +204,14 @@ def _does_not_fit(
     )
     largest = estimate.largest(state.experiment, 3)
     arrays = ", ".join(f"{path} {summary.size(size)}" for path, size in largest)
-    mends = [
+    remedies = [
         "hold parameters and optimizer state in shards with config.reduction.shard_params, or split the parameters with "
         "config.model_parallel and the experiment's sharding_rules",
         "make activations smaller with more config.micro_batches, a smaller config.batch_size or hk.remat",
     ]
     if rest >= needed / 2:
-        mends.reverse()
-    first, second = mends
+        remedies.reverse()
+    first, second = remedies
     return analysis.DoesNotFitError(
         f"The step does not fit on {result['topology']}: it needs {summary.size(needed)} a chip of the "
         f"{summary.size(available)} that the compiler may use, {summary.size(needed - available)} too much. About: {parts}. "

@@ -1,6 +1,5 @@
 """Extracts the results of a dry run from a compiled step."""
 
-import dataclasses
 import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
@@ -51,26 +50,33 @@ def analyze(
     """
     result["memory"] |= _memory(stages)
     try:
-        texts = [stage.program.as_text() or "" for stage in stages]
+        programs = [hlo.parse(stage.program.as_text() or "", stage.times) for stage in stages]
     except jax.errors.JaxRuntimeError as e:
         raise _unreadable(e, result) from e
-    programs = [(hlo.parse(text), stage.times) for text, stage in zip(texts, stages, strict=True)]
-    rows = collectives.rows(mesh, [one for pair in programs for one in _sent(*pair)])
-    sent = {True: 0, False: 0}
+    found: list[collectives.Collective] = []
+    called: list[dict[str, Any]] = []
+    for program in programs:
+        found += collectives.in_program(program)
+        called += kernels.rows(program)
+    rows = collectives.rows(mesh, found)
+    ici = dcn = 0
     for row in rows:
-        sent[row["between_slices"]] += row["sent"]
-    cost = _cost(programs)
-    limits = estimate.bounds(chip, cost, ici=sent[False], dcn=sent[True])
+        if row["between_slices"]:
+            dcn += row["sent"]
+        else:
+            ici += row["sent"]
+    cost = costs.total(map(costs.of, programs))
+    limits = estimate.bounds(chip, cost, ici, dcn)
     bound = max(limits, key=lambda limit: limit.seconds or 0.0)
     seconds = bound.seconds or 0.0
     return {
         **result,
         "collectives": rows,
         "warnings": summary.warnings(rows, result["topology"]),
-        "kernels": [row for pair in programs for row in _kernels(*pair)],
+        "kernels": called,
         "bounds": [limit._asdict() for limit in limits],
         "estimated_cycles": cost.cycles,
-        "unknown_loops": sum(program.unknown_loops() for program, _ in programs),
+        "unknown_loops": sum(program.unknown_loops() for program in programs),
         # For comparison only: XLA counts loops once, and vector memory as main memory.
         "xla_bytes_accessed": sum(map(_accessed, stages)),
         "seconds": seconds,
@@ -91,26 +97,6 @@ def _memory(stages: Sequence[logical.Stage]) -> dict[str, Any]:
             most |= {"workspace": analysis.temp_size_in_bytes, "peak": peak}
     code = sum(analysis.generated_code_size_in_bytes for analysis in analyses)
     return {**most, "program": code}
-
-
-def _sent(program: hlo.Program, times: int) -> list[collectives.Collective]:
-    found = collectives.in_program(program)
-    return [dataclasses.replace(one, times=times * one.times) for one in found]
-
-
-def _cost(programs: Sequence[tuple[hlo.Program, int]]) -> costs.Cost:
-    """Returns the cost of all programs, each multiplied by the number of its runs."""
-    each = [[times * amount for amount in costs.of(program)] for program, times in programs]
-    return costs.Cost(*map(sum, zip(*each, strict=True)))
-
-
-def _kernels(program: hlo.Program, times: int) -> list[dict[str, Any]]:
-    rows = []
-    for row in kernels.rows(program):
-        amounts = {name: row[name] for name in ("count", "flops", "hbm_bytes")}
-        scaled = {name: x if x is None else times * x for name, x in amounts.items()}
-        rows.append({**row, **scaled})
-    return rows
 
 
 def _accessed(stage: logical.Stage) -> float:

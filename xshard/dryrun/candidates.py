@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xshard import config as config_lib
+from xshard import mesh
 
 MODEL, MICRO = "model_parallel", "micro_batches"
 # The outcomes of a plan. The framework, the experiment or the compiler may refuse one.
@@ -79,13 +80,13 @@ def enumerate_plans(config: Any, num_chips: int, *, has_model_axis: bool) -> lis
     switches = {name: values for name, values in wanted.items() if name in flat}
     slices = {"slices": config.slices} if config.slices > 1 else {}
     own = {**slices, **{name: flat[name] for name in (MODEL, MICRO, *switches)}}
-    models = _divisors(num_chips) if has_model_axis else [own[MODEL]]
+    models = mesh.divisors(num_chips) if has_model_axis else [own[MODEL]]
     groups = len(config.group_assignment) or 1
     found = [own]
     for model in models:
         on_chips = max(1, num_chips // model // groups)
         replicas = config.get("logical_replicas") or on_chips
-        for micro in _divisors(max(1, config.batch_size // replicas)):
+        for micro in mesh.divisors(max(1, config.batch_size // replicas)):
             for values in itertools.product(*switches.values()):
                 chosen = dict(zip(switches, values, strict=True))
                 # shard_params implies shard_update, so this combination would repeat another plan.
@@ -98,10 +99,6 @@ def enumerate_plans(config: Any, num_chips: int, *, has_model_axis: bool) -> lis
 def is_remat(name: str, value: Any) -> bool:
     """Returns whether a key of an experiment's config switches recomputation: a boolean called 'remat'."""
     return name.rpartition(".")[2] == "remat" and isinstance(value, bool)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from xshard import mesh as mesh_lib
 from xshard import torus
 from xshard.dryrun import hlo
 
@@ -110,11 +111,13 @@ def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
         count = len(collective.groups[0])
     else:
         count = mesh.devices.size // slices
+    others = (count - 1) * size
     if collective.kind == "reduce-scatter":
         # The result is one of `count` parts of the operand.
-        return (count - 1) * size
-    part = (count - 1) * size
-    return (2 * part if collective.kind == "all-reduce" else part) // count
+        return others
+    if collective.kind == "all-reduce":
+        others *= 2
+    return others // count
 
 
 def hops(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[int]:
@@ -124,29 +127,38 @@ def hops(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[int
     """
     slices = _slices(mesh)
     devices = list(mesh.devices[slices == slices.flat[0]].flat)
+    # Collectives with the same groups count once.
+    groups = {collective.groups for collective in collectives if not collective.between_slices}
     links: list[int] = []
-    for groups in {one.groups for one in collectives if not one.between_slices}:
-        links += torus.hops(devices, groups or [range(len(devices))])
+    for members in groups:
+        links += torus.hops(devices, members or [range(len(devices))])
     return links
 
 
 def rows(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[dict[str, Any]]:
     """Returns a row for each combination of kind, axes and dtypes; collectives in a loop count once per round."""
     alike = collections.defaultdict(list)
-    for one in collectives:
-        key = (one.kind, _show_axes(mesh, one), " ".join(one.dtypes), one.between_slices)
-        alike[key].append(one)
+    for collective in collectives:
+        over, dtypes = _show_axes(mesh, collective), " ".join(collective.dtypes)
+        alike[collective.kind, over, dtypes, collective.between_slices].append(collective)
     table = []
     for (kind, over, dtypes, between_slices), members in alike.items():
+        count = arrays = size = sent_bytes = 0
+        for collective in members:
+            times = collective.times
+            count += times
+            arrays += times * collective.arrays
+            size += times * collective.bytes
+            sent_bytes += times * sent(mesh, collective)
         links = hops(mesh, members)
         row = {
             "kind": kind,
             "over": over,
             "types": dtypes,
-            "count": sum(one.times for one in members),
-            "arrays": sum(one.times * one.arrays for one in members),
-            "bytes": sum(one.times * one.bytes for one in members),
-            "sent": sum(one.times * sent(mesh, one) for one in members),
+            "count": count,
+            "arrays": arrays,
+            "bytes": size,
+            "sent": sent_bytes,
             "between_slices": between_slices,
             "hops": max(links, default=None),
             "mean_hops": sum(links) / len(links) if links else None,
@@ -157,32 +169,33 @@ def rows(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[dic
 
 def _in_computation(name: str, computation: hlo.Computation) -> Iterator[Collective]:
     instructions = computation.instructions.values()
-    if name.startswith(_MEANWHILE) or any(_DONE in one.attributes for one in instructions):
+    is_done = any(_DONE in instruction.attributes for instruction in instructions)
+    if is_done or name.startswith(_MEANWHILE):
         return
-    for one in instructions:
-        kind = one.opcode.removesuffix("-start")
-        between = _BETWEEN.search(one.attributes)
+    for instruction in instructions:
+        kind = instruction.opcode.removesuffix("-start")
+        between = _BETWEEN.search(instruction.attributes)
         if kind == "recv" and between:
             kind = between[1].lower().replace("_", "-")
             if kind not in KINDS:
                 kind = "collective-permute"
             # The first array is the transfer's buffer; the others serve for synchronization.
-            collective = _collective(kind, one.arrays[:1], ())
+            collective = _collective(kind, instruction.arrays[:1], ())
             yield dataclasses.replace(collective, between_slices=True)
         elif kind in KINDS and name.startswith(_FUSED_SCATTER):
             arrays = computation.instructions[computation.root].arrays
-            yield _collective("reduce-scatter", arrays, _groups(one.attributes))
+            yield _collective("reduce-scatter", arrays, _groups(instruction.attributes))
         elif kind in KINDS:
-            yield _collective(kind, _results(one), _groups(one.attributes))
+            yield _collective(kind, _results(instruction), _groups(instruction.attributes))
 
 
-def _results(one: hlo.Instruction) -> list[hlo.Array]:
+def _results(instruction: hlo.Instruction) -> list[hlo.Array]:
     """Returns the results of a collective."""
-    arrays = one.arrays
+    arrays = instruction.arrays
     # A start's result contains operands and results; for a permutation, a context follows them.
-    if one.opcode == "collective-permute-start":
+    if instruction.opcode == "collective-permute-start":
         return arrays[1:2]
-    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
+    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
         return arrays[len(arrays) // 2 :]
     return arrays
 
@@ -221,7 +234,7 @@ def _over(
 
 def _slices(mesh: jax.sharding.Mesh) -> np.ndarray:
     """Returns the slice number of each device of a mesh."""
-    numbers = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
+    numbers = [mesh_lib.slice_number(device) for device in mesh.devices.flat]
     return np.array(numbers).reshape(mesh.devices.shape)
 
 
@@ -243,7 +256,7 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
         return tuple(sorted(tuple(sorted(group)) for group in along))
     listed = _LISTED.search(attributes)
     groups = re.findall(r"\{([\d, ]*)\}", listed[1]) if listed else []
-    return tuple(tuple(int(n) for n in group.split(",")) for group in groups if group)
+    return tuple(tuple(map(int, group.split(","))) for group in groups if group)
 
 
 def _along(places: np.ndarray, chosen: tuple[int, ...]) -> _Groups:

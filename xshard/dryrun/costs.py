@@ -6,10 +6,11 @@ traffic. Here a loop counts as often as it runs, and only data in main memory co
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from xshard.dryrun import hlo, kernels
+from xshard.metrics import flops
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -41,10 +42,19 @@ class Cost(NamedTuple):
     hbm_bytes: int = 0
     cycles: int = 0
 
+    def times(self, runs: int) -> "Cost":
+        """Returns the cost of so many runs."""
+        return Cost(*(runs * amount for amount in self))
+
 
 def of(program: hlo.Program) -> Cost:
-    """Returns the cost of one run of a program; conditionals count their most expensive branch."""
-    return _Counter(program).computation(program.entry)
+    """Returns the cost of a program in a step; conditionals count their most expensive branch."""
+    return _Counter(program).computation(program.entry).times(program.runs)
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """Returns the sum of some costs."""
+    return Cost(*map(sum, zip(*costs, strict=True)))
 
 
 class _Counter:
@@ -58,26 +68,19 @@ class _Counter:
             # A placeholder, so that a computation that calls itself does not recurse forever.
             self._known[name] = Cost()
             computation = self._program.computations.get(name, hlo.Computation())
-            costs = [
-                self._instruction(name, instruction)
-                for instruction in computation.instructions.values()
-            ]
-            self._known[name] = _total(costs)
+            instructions = computation.instructions.values()
+            self._known[name] = total(self._instruction(name, one) for one in instructions)
         return self._known[name]
 
     def _instruction(self, name: str, instruction: hlo.Instruction) -> Cost:
         loop = self._program.loop(name, instruction)
         if loop:
             body, rounds = loop
-            cost = self.computation(body)
-            times = 1 if rounds is None else rounds
-            return Cost(*(times * amount for amount in cost))
+            return self.computation(body).times(1 if rounds is None else rounds)
         if instruction.opcode == "conditional":
-            return max(
-                (self.computation(body) for body in instruction.bodies), default=Cost(), key=sum
-            )
+            return max(map(self.computation, instruction.bodies), default=Cost(), key=sum)
         if instruction.opcode in ("call", "async-start"):
-            return _total([self.computation(body) for body in instruction.bodies])
+            return total(map(self.computation, instruction.bodies))
         kernel = kernels.of(
             instruction, [self._producer(name, operand) for operand in instruction.operands]
         )
@@ -136,18 +139,18 @@ class _Counter:
 
     def _bytes_used(self, body: str, name: str, whole: int) -> int:
         """Counts the bytes of a value that its users read, at most the whole."""
-        total = 0
+        used = 0
         for user in self._program.computations[body].users(name):
             for place, operand in enumerate(user.operands):
                 if operand != name:
                     continue
                 if user.opcode == "bitcast":
-                    total += self._bytes_used(body, user.name, whole)
+                    used += self._bytes_used(body, user.name, whole)
                 elif user.opcode == "fusion":
-                    total += sum(self._read_inside(inner, place) for inner in user.bodies)
+                    used += sum(self._read_inside(inner, place) for inner in user.bodies)
                 else:
-                    total += _slice(user, place, whole)
-        return min(whole, total)
+                    used += _slice(user, place, whole)
+        return min(whole, used)
 
     def _written(self, name: str, instruction: hlo.Instruction) -> int:
         """Counts the bytes of a result that are written to main memory; for an in-place update, only the update."""
@@ -185,10 +188,6 @@ class _Counter:
         return sum(self._result(body, element) for element in elements if element)
 
 
-def _total(costs: Sequence[Cost]) -> Cost:
-    return Cost(*map(sum, zip(*costs, strict=True)))
-
-
 def _slice(instruction: hlo.Instruction, place: int, whole: int) -> int:
     """Returns the bytes that an instruction reads of an operand: only a slice, if it slices the operand."""
     if place == 0 and instruction.opcode in _SLICES:
@@ -214,12 +213,20 @@ def _convolution(
         return 0
     inputs, kernel, result = labels.groups()
     shape = instruction.arrays[0].shape
-    total = 2 * shape[result.index("b")] * shape[result.index("f")] * right[kernel.index("i")]
+    products = shape[result.index("b")] * shape[result.index("f")] * right[kernel.index("i")]
     window = _window(instruction.attributes)
     for place, label in enumerate(sorted(label for label in result if label.isdigit())):
-        sizes = (left[inputs.index(label)], right[kernel.index(label)], shape[result.index(label)])
-        total *= _taps(*sizes, {key: values[place] for key, values in window.items()})
-    return total
+        own = {name: values[place] for name, values in window.items()}
+        products *= flops.taps(
+            left[inputs.index(label)],
+            right[kernel.index(label)],
+            shape[result.index(label)],
+            before=int(own.get("pad", "0_0").split("_")[0]),
+            stride=int(own.get("stride", 1)),
+            apart=int(own.get("lhs_dilate", 1)),
+            spread=int(own.get("rhs_dilate", 1)),
+        )
+    return 2 * products
 
 
 def _window(attributes: str) -> dict[str, list[str]]:
@@ -230,22 +237,3 @@ def _window(attributes: str) -> dict[str, list[str]]:
         name, _, sizes = entry.partition("=")
         values[name] = sizes.split("x")
     return values
-
-
-def _taps(size: int, kernel: int, result: int, window: dict[str, str]) -> int:
-    """Counts the pairs of a kernel position and a result position that multiply an element of the input."""
-    stride, spread = int(window.get("stride", 1)), int(window.get("rhs_dilate", 1))
-    apart = int(window.get("lhs_dilate", 1))
-    before = int(window.get("pad", "0_0").split("_")[0])
-    end = (size - 1) * apart
-    taps = 0
-    for tap in range(kernel):
-        first = tap * spread - before
-        # Counts the i in range(result) for which first + i * stride is in [0, end] and a multiple of `apart`.
-        low = max(0, -(first // stride))
-        high = min(result - 1, (end - first) // stride)
-        if apart == 1:
-            taps += max(0, high - low + 1)
-        else:
-            taps += sum((first + i * stride) % apart == 0 for i in range(low, high + 1))
-    return taps

@@ -69,7 +69,8 @@ class Instruction:
         for dtype, sizes, layout in _ARRAY.findall(self.result):
             # The size list of a scalar is empty.
             shape = tuple(int(size) for size in sizes.split(",") if size)
-            arrays.append(Array(dtype, shape, _space(layout)))
+            space = _SPACE.search(layout)
+            arrays.append(Array(dtype, shape, int(space[1]) if space else 0))
         return arrays
 
     @property
@@ -85,7 +86,7 @@ class Instruction:
     @property
     def bodies(self) -> list[str]:
         """The computations that it calls, except the condition and body of a loop."""
-        return [name for group in _BODIES.findall(self.attributes) for name in _NAME.findall(group)]
+        return _NAME.findall(" ".join(_BODIES.findall(self.attributes)))
 
 
 @dataclasses.dataclass
@@ -108,10 +109,17 @@ class Computation:
 
 @dataclasses.dataclass
 class Program:
-    """The computations of a program by name. Lines outside of any computation, as in tests, are in the one called ''."""
+    """A program.
+
+    Attributes:
+      computations: its computations by name. Lines outside of any computation, as in tests, are in the one called ''.
+      entry: the name of the computation that runs first.
+      runs: how often the program runs in a step.
+    """
 
     computations: dict[str, Computation]
     entry: str
+    runs: int
 
     def loop(self, name: str, instruction: Instruction) -> tuple[str, int | None] | None:
         """Returns the body of a loop in the computation `name`, and how often it runs.
@@ -134,7 +142,7 @@ class Program:
         return body, self._count(name, instruction, condition, body)
 
     def times(self) -> dict[str, int]:
-        """Counts how often each computation runs in one run of the program.
+        """Counts how often each computation runs in a step.
 
         Each branch of a conditional counts as taken, and a loop of unknown count as one round.
         """
@@ -152,7 +160,7 @@ class Program:
                 for called in instruction.bodies:
                     run(called, count)
 
-        run(self.entry, 1)
+        run(self.entry, self.runs)
         return times
 
     def unknown_loops(self) -> int:
@@ -222,8 +230,8 @@ class Program:
         return origin
 
 
-def parse(text: str) -> Program:
-    """Parses the text of a program."""
+def parse(text: str, runs: int = 1) -> Program:
+    """Parses the text of a program that runs so often in a step."""
     entry, current = "", Computation()
     computations = {"": current}
     text = _OVER_LINES.sub(lambda found: found[0].replace("\n", ""), text)
@@ -243,7 +251,7 @@ def parse(text: str) -> Program:
             operands = tuple(_NAME.findall(literal))
             parsed = Instruction(name, opcode, result, operands, literal, attributes)
             current.add(parsed, is_root=bool(is_root))
-    return Program(computations, entry)
+    return Program(computations, entry, runs)
 
 
 def _closing(text: str) -> int:
@@ -254,8 +262,3 @@ def _closing(text: str) -> int:
         if not depth:
             return bracket.start()
     return len(text)
-
-
-def _space(layout: str) -> int:
-    named = _SPACE.search(layout)
-    return int(named[1]) if named else 0

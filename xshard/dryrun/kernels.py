@@ -6,7 +6,7 @@ They are counted if the name scope `causal` around them tells that only the caus
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xshard.dryrun import hlo
@@ -33,22 +33,22 @@ class Kernel(NamedTuple):
     hbm_bytes: int
 
 
-def of(one: hlo.Instruction, operands: Sequence[hlo.Instruction | None]) -> Kernel | None:
+def of(instruction: hlo.Instruction, operands: Sequence[hlo.Instruction | None]) -> Kernel | None:
     """Returns the kernel that an instruction calls; None if it calls none.
 
     Args:
-      one: the instruction.
+      instruction: the instruction.
       operands: the instructions that compute its operands.
     """
-    if one.opcode != "custom-call" or _TARGET not in one.attributes:
+    if instruction.opcode != "custom-call" or _TARGET not in instruction.attributes:
         return None
-    name = re.sub(r"\.\d+$", "", one.name)
+    name = re.sub(r"\.\d+$", "", instruction.name)
     made = [operand for operand in operands if operand]
-    hbm_bytes = one.hbm_bytes + sum(operand.hbm_bytes for operand in made)
+    hbm_bytes = instruction.hbm_bytes + sum(operand.hbm_bytes for operand in made)
     phase = _SPLASH.match(name)
     # The first floating-point array is the queries; integer block numbers come before it.
     arrays = [x for operand in made for x in operand.arrays if x.dtype in ("bf16", "f32")]
-    if not phase or not arrays or not _SCOPE.search(one.attributes):
+    if not phase or not arrays or not _SCOPE.search(instruction.attributes):
         return Kernel(name, None, hbm_bytes)
     *heads, length, size = arrays[0].shape
     scores = math.prod(heads) * length * (length + 1) // 2
@@ -62,22 +62,20 @@ def rows(program: hlo.Program) -> list[dict[str, Any]]:
       Dictionaries of `kernel`, `count`, `flops` and `hbm_bytes`; the last two are None for a kernel of unknown cost.
     """
     found: dict[str, dict[str, Any]] = {}
-    for kernel, times in _in_program(program):
-        begin: dict[str, Any] = {"kernel": kernel.name, "count": 0, "flops": 0, "hbm_bytes": 0}
-        row = found.setdefault(kernel.name, begin)
-        row["count"] += times
-        if kernel.flops is None or row["flops"] is None:
-            row |= {"flops": None, "hbm_bytes": None}
-        else:
-            row["flops"] += times * kernel.flops
-            row["hbm_bytes"] += times * kernel.hbm_bytes
-    return [found[name] for name in sorted(found)]
-
-
-def _in_program(program: hlo.Program) -> Iterator[tuple[Kernel, int]]:
     for name, times in program.times().items():
         instructions = program.computations[name].instructions
-        for one in instructions.values():
-            kernel = of(one, [instructions.get(operand) for operand in one.operands])
-            if kernel and times:
-                yield kernel, times
+        for instruction in instructions.values():
+            kernel = of(
+                instruction, [instructions.get(operand) for operand in instruction.operands]
+            )
+            if not kernel or not times:
+                continue
+            begin: dict[str, Any] = {"kernel": kernel.name, "count": 0, "flops": 0, "hbm_bytes": 0}
+            row = found.setdefault(kernel.name, begin)
+            row["count"] += times
+            if kernel.flops is None or row["flops"] is None:
+                row |= {"flops": None, "hbm_bytes": None}
+            else:
+                row["flops"] += times * kernel.flops
+                row["hbm_bytes"] += times * kernel.hbm_bytes
+    return [found[name] for name in sorted(found)]

@@ -17,15 +17,16 @@ def show(result: dict[str, Any]) -> str:
         f"{slices}{result['topology']}: {result['chips']} chips of {size(chip['hbm'])} as {shape}, "
         f"{result['examples']} examples a step"
     )
+    held = formatting_lib.table(_memory_rows(memory, chip))
     # A step that does not fit, or whose program cannot be read, has only its memory.
     if "collectives" not in result:
-        return f"{head}\n\n{formatting_lib.table(_memory_rows(memory, chip))}"
+        return f"{head}\n\n{held}"
     times = [_show_bound(limit) for limit in result["bounds"] if limit["amount"]]
     seconds = formatting_lib.scaled(result["seconds"], "s")
     rate = formatting_lib.scaled(result["examples_per_second"] or 0.0, "")
     parts = [
         f"{head}; compiled in {result['compile_seconds']:.0f} s: it fits",
-        formatting_lib.table(_memory_rows(memory, chip)),
+        held,
         f"collectives of a step\n{formatting_lib.table(_sent(result))}",
         *_kernels(result),
         *result["warnings"],

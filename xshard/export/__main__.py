@@ -14,11 +14,6 @@ from xshard import checkpoint, cli, errors, export
 from xshard import trained as trained_lib
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exports a model according to the arguments; returns the exit code."""
-    return cli.run(lambda: _main(argv))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = cli.parser("export", __doc__)
     parser.add_argument("run", metavar="RUN[@STEP]", help="a run's work directory")
@@ -48,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: Sequence[str]) -> int:
+@cli.program
+def main(argv: Sequence[str]) -> int:
+    """Exports a model according to the arguments; returns the exit code."""
     options = _parser().parse_args(argv)
     if options.batch_size is not None and options.batch_size < 1:
         raise errors.UserError(f"--batch_size={options.batch_size} must be at least 1.")

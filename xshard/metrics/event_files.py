@@ -141,7 +141,8 @@ def _event(row: rows.Row) -> event_pb2.Event:
         values = [_sample(name, item) for name, item in samples.items(row).items()]
         row = {"step": row["step"]}
     for name, value in rows.flat(row).items():
-        if name not in _ITS_OWN and _is_shown(value):
+        is_shown = value is None or isinstance(value, bool) or jsonfile.is_number(value)
+        if is_shown and name not in _ITS_OWN:
             values.append(summary_pb2.Summary.Value(tag=name, simple_value=_number(value)))
     when = row.get("perf/time")
     if not jsonfile.is_number(when):
@@ -180,10 +181,6 @@ def _sample(name: str, item: samples.Item) -> summary_pb2.Summary.Value:
     plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
     metadata = summary_pb2.SummaryMetadata(plugin_data=plugin)
     return summary_pb2.Summary.Value(tag=name, tensor=tensor, metadata=metadata)
-
-
-def _is_shown(value: object) -> bool:
-    return value is None or isinstance(value, bool) or jsonfile.is_number(value)
 
 
 def _number(value: float | None) -> float:

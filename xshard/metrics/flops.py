@@ -78,15 +78,8 @@ def forward(
         # The result needs a dimension for `out_specs` to shard.
         return value[None]
 
-    everywhere, split = jax.P(), jax.P(mesh_lib.BATCH)
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        axis_names={mesh_lib.GROUP, *mesh_lib.REPLICAS},
-        in_specs=(everywhere, split),
-        out_specs=split,
-        check_vma=False,
-    )
+    split = jax.P(mesh_lib.BATCH)
+    mapped = mesh_lib.on_replicas(local, mesh, in_specs=(jax.P(), split), out_specs=split)
     return parts * of(mapped, state, micro_batch)
 
 
@@ -209,7 +202,7 @@ def _convolution(eqn: Any) -> int:
     batch, features, *places = numbers.out_spec
     total = 2 * result[batch] * result[features] * right[numbers.rhs_spec[1]]
     for i, place in enumerate(places):
-        total *= _taps(
+        total *= taps(
             left[numbers.lhs_spec[2 + i]],
             right[numbers.rhs_spec[2 + i]],
             result[place],
@@ -221,7 +214,7 @@ def _convolution(eqn: Any) -> int:
     return total
 
 
-def _taps(
+def taps(
     size: int, kernel: int, result: int, *, before: int, stride: int, apart: int, spread: int
 ) -> int:
     """Counts the pairs of a kernel position and a result position that multiply an element of the input.
@@ -235,10 +228,19 @@ def _taps(
       apart: the distance between two elements of the input (input dilation); zeros lie between them.
       spread: the distance between two elements of the kernel (kernel dilation).
     """
-    places = np.arange(result)[:, None] * stride + np.arange(kernel) * spread - before
-    is_inside = (places >= 0) & (places <= (size - 1) * apart)
-    # Positions between two elements of the input hold zeros and do not count.
-    return int((is_inside & (places % apart == 0)).sum())
+    end = (size - 1) * apart
+    count = 0
+    for tap in range(kernel):
+        first = tap * spread - before
+        # Counts the i in range(result) for which first + i * stride is in [0, end] and a multiple of `apart`: positions
+        # between two elements of the input hold zeros.
+        low = max(0, -(first // stride))
+        high = min(result - 1, (end - first) // stride)
+        if apart == 1:
+            count += max(0, high - low + 1)
+        else:
+            count += sum((first + i * stride) % apart == 0 for i in range(low, high + 1))
+    return count
 
 
 _COUNTED: dict[str, Callable[[Any], int]] = {

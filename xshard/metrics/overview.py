@@ -18,34 +18,30 @@ def begin(
     config: ml_collections.ConfigDict,
     mesh: jax.sharding.Mesh,
     params: Mapping[str, jax.Array],
-    changes: Sequence[str],
+    changes: Sequence[str] = (),
     *,
     whole: bool,
 ) -> str:
-    """Returns the text of `model`, and a line for each change since the run was started."""
-    changed = [f"changed since the run was started: {change}" for change in changes]
-    return "\n".join([model(config, mesh, params, whole=whole), *changed])
-
-
-def model(
-    config: ml_collections.ConfigDict,
-    mesh: jax.sharding.Mesh,
-    params: Mapping[str, jax.Array],
-    *,
-    whole: bool,
-) -> str:
-    """Returns a line on the run, and a table with a line for each parameter array and a line of totals.
+    """Returns a line on the run, a table of its parameter arrays with their totals, and a line for each change.
 
     Args:
       config: the run's config.
       mesh: the run's mesh.
       params: the parameters by path; with several groups they have a leading dimension of groups.
+      changes: what has changed since the run was started.
       whole: whether to show all lines of a long table, or only the first and the last ones.
     """
     rows = []
     size = all_bytes = device_bytes = 0
     for path, leaf in params.items():
-        rows.append(_row(path, leaf))
+        row = {
+            "parameter": path,
+            "shape": "x".join(map(str, leaf.shape)) or "scalar",
+            "dtype": str(leaf.dtype),
+            "axes": _axes(leaf),
+            "size": f"{leaf.size:,}",
+        }
+        rows.append(row)
         size += leaf.size
         all_bytes += leaf.nbytes
         # Each device holds one shard of each array.
@@ -58,7 +54,8 @@ def model(
         lines = formatting.shortened(lines, _LINES)
     everywhere, device = formatting.scaled(all_bytes, "B"), formatting.scaled(device_bytes, "B")
     last = f"{size:,} parameters in {len(params)} arrays, {everywhere}; {device} on each device"
-    return "\n".join([title, head, *lines, last])
+    changed = [f"changed since the run was started: {change}" for change in changes]
+    return "\n".join([title, head, *lines, last, *changed])
 
 
 def plan(start: int, steps: int, store: Any, end: str = "") -> str:
@@ -87,16 +84,6 @@ def results(values: Mapping[str, Any]) -> str:
     if values["samples"]:
         lines.append(f"\nsamples:\n{values['samples']}\n")
     return "\n".join(lines)
-
-
-def _row(path: str, leaf: jax.Array) -> dict[str, Any]:
-    return {
-        "parameter": path,
-        "shape": "x".join(map(str, leaf.shape)) or "scalar",
-        "dtype": str(leaf.dtype),
-        "axes": _axes(leaf),
-        "size": f"{leaf.size:,}",
-    }
 
 
 def _axes(leaf: jax.Array) -> str:

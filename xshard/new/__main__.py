@@ -51,12 +51,9 @@ def write(directory: pathlib.Path) -> None:
         ) from e
 
 
+@cli.program
 def main(argv: Sequence[str]) -> int:
     """Writes an experiment, and prints the next commands; returns the exit code."""
-    return cli.run(lambda: _main(argv))
-
-
-def _main(argv: Sequence[str]) -> int:
     parser = cli.parser("new", __doc__)
     parser.add_argument("directory", metavar="DIR", type=pathlib.Path)
     directory = parser.parse_args(argv).directory

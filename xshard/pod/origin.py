@@ -39,12 +39,17 @@ def of(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
     facts = {"version of Python": platform.python_version(), "--cpu_devices": str(cpu_devices)}
     for key, value in config_lib.flatten(identity_lib.plain(config)).items():
         facts[f"config.{key}"] = repr(value)
-    for library in _LIBRARIES:
-        facts[f"version of {library}"] = importlib.metadata.version(library)
+    for library, version in library_versions().items():
+        facts[f"version of {library}"] = version
     # The experiment is named as 'package.module.Class', and only its package is compared.
     experiment = str(config.get("experiment", ""))
     package = experiment.rpartition(".")[0].rpartition(".")[0]
     return facts | _files("xshard") | _files(package)
+
+
+def library_versions() -> dict[str, str]:
+    """Returns the versions of the libraries that a run's results depend on."""
+    return {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 
 def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
@@ -64,7 +69,7 @@ def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
     git_commit = ""
     if file:
         git_commit = commit(file)
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES]
+    versions = [f"{name} {version}" for name, version in library_versions().items()]
     all_devices = jax.devices()
     kinds = "/".join(sorted({device.device_kind for device in all_devices}))
     devices = f"{len(all_devices)} {kinds} on {jax.process_count()} process(es)"
@@ -88,7 +93,7 @@ def _instructions() -> int:
     return zlib.crc32(" ".join(sorted(features[0].split())).encode()) if features else 0
 
 
-def set_up_cpu(config: Any, devices: int = 0) -> None:
+def set_up_cpu(config: Any, devices: int) -> None:
     """Sets up JAX's CPU backend for a run; it must be called before JAX creates its devices.
 
     Args:

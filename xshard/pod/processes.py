@@ -79,6 +79,10 @@ class Exchange:
         self._meeting += 1
         return [values[i] for i in range(self.count)]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Meets the other processes as a call does, with JSON values instead of texts."""
+        return [json.loads(text) for text in self(json.dumps(value))]
+
     def _missing(self, client: Any, name: str, e: Exception) -> str:
         text = str(e).splitlines()[0]
         try:
@@ -162,7 +166,7 @@ def from_first(what: str, action: Callable[[], Any]) -> Any:
             outcome = {"value": action()}
         except errors.UserError as e:
             outcome = {"error": str(e)}
-    answer = json.loads(meet(json.dumps(outcome))[0])
+    answer = meet.gather(outcome)[0]
     if "error" in answer:
         raise errors.UserError(answer["error"])
     return answer["value"]
@@ -178,7 +182,7 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
         return
     meet = Exchange("comparing the data", _COMPARE_SECONDS)
     own = {name: summarize() for name, summarize in summaries.items()}
-    first, *others = map(json.loads, meet(json.dumps(own)))
+    first, *others = meet.gather(own)
     for name, value in first.items():
         differing = []
         for i, other in enumerate(others, 1):

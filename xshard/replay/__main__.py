@@ -25,11 +25,6 @@ NOT_REPRODUCED = 4
 _OF_VERIFY = ("verify_resume", "verify_devices", "verify_processes", "verify_tolerance")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Replays or verifies according to the arguments; returns the exit code."""
-    return cli.run(lambda: _main(argv))
-
-
 def _parser() -> argparse.ArgumentParser:
     # Abbreviations are off, since a flag of xshard.main may begin like one of these.
     parser = cli.parser("replay", __doc__, allow_abbrev=False)
@@ -84,7 +79,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, []
 
 
-def _main(argv: Sequence[str]) -> int:
+@cli.program
+def main(argv: Sequence[str]) -> int:
+    """Replays or verifies according to the arguments; returns the exit code."""
     options, flags = parse(argv)
     if options.cpu_devices < 0:
         raise errors.UserError(f"--cpu_devices={options.cpu_devices} must be at least 1.")

@@ -17,8 +17,6 @@ from xshard.metrics import writers
 from xshard.replay import replayer
 from xshard.stored import fingerprint
 
-_BUDGET_BYTES = 1 << 30
-
 
 class Comparison(NamedTuple):
     """The first difference between two runs.
@@ -108,7 +106,7 @@ def _first_array(
     arrays = []
     for end, meta in zip(ends, metas, strict=True):
         of_both = {path: meta[path] for path in paths}
-        arrays.append(array_reader.read_arrays(end, of_both, _BUDGET_BYTES))
+        arrays.append(array_reader.read_arrays(end, of_both))
     largest = 0.0
     for (path, x), (_, y) in zip(*arrays, strict=True):
         gap, allowed = _gap(x, y), 0.0

@@ -181,8 +181,7 @@ class Replayer:
 
     def examples(self, step: int, batch: Mapping[str, jax.Array], rows: list[int]) -> list[int]:
         """Returns the numbers of the examples in these rows of a step's batch, if the data is in the seed's order; else none."""
-        kind = type(self.experiment)
-        if kind.train_data is experiment_lib.Experiment.train_data:
+        if not experiment_lib.overrides(self.experiment, "train_data"):
             return []
         examples, size = self.experiment.train_data(), self.config.batch_size
         numbers = data.order(examples, self.config.seed, mesh_lib.num_groups(self.mesh))

@@ -17,12 +17,9 @@ from xshard.files import disk
 from xshard.report import runs as runs_lib
 
 
+@cli.program
 def main(argv: Sequence[str]) -> int:
     """Writes the report that the arguments ask for; returns the exit code."""
-    return cli.run(lambda: _main(argv))
-
-
-def _main(argv: Sequence[str]) -> int:
     parser = cli.parser("report", __doc__)
     parser.add_argument("workdir", nargs="+", metavar="WORKDIR", help="a run's work directory")
     page_help = "the page; report.html by default"

@@ -222,10 +222,12 @@ def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]
 
 def _restarts(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> list[dict[str, Any]]:
     """Returns dotted lines at the first step of each attempt except the first."""
-    shown = {number for line in chart.lines for number in line.runs}
-    firsts = {attempt.first for number in shown for attempt in runs[number].attempts[1:]}
-    # An attempt that ended before its first step has no first step.
-    steps = [first for first in firsts if first is not None]
+    steps: set[int] = set()
+    for line in chart.lines:
+        for number in line.runs:
+            firsts = (attempt.first for attempt in runs[number].attempts[1:])
+            # An attempt that ended before its first step has no first step.
+            steps.update(first for first in firsts if first is not None)
     dotted = {"color": "gray", "width": 1, "dash": "dot"}
     return [
         {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step, "line": dotted}

@@ -93,8 +93,11 @@ def build(runs: Sequence[runs_lib.Run]) -> str:
     title = f"{len(runs)} runs" if len(runs) > 1 else runs[0].name
     experiments = dict.fromkeys(str(run.config.get("experiment", "")) for run in runs)
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    alarms = [f"{run.name}: {run.doing}" for run in runs if run.state == "failed"]
-    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
+    alarms, notes = [], []
+    for run in runs:
+        if run.state == "failed":
+            alarms.append(f"{run.name}: {run.doing}")
+        notes += [f"{run.name}: {note}" for note in run.notes]
     left_out = len(all_charts) - _CHARTS
     if left_out > 0:
         notes.append(f"{left_out} charts are left out: the rows have too many names.")

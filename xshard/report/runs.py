@@ -3,7 +3,8 @@
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xshard import checkpoint, errors
@@ -23,9 +24,9 @@ class Checkpoints(NamedTuple):
     """The checkpoints of a run, the versions that the newest was written with, and the problem if they are unknown."""
 
     place: str
-    entries: list[checkpoint.Entry]
-    written_with: dict[str, Any]
-    problem: str
+    entries: Sequence[checkpoint.Entry] = ()
+    written_with: Mapping[str, Any] = types.MappingProxyType({})
+    problem: str = ""
 
 
 class Run(NamedTuple):
@@ -99,7 +100,7 @@ class _CheckpointReader:
         self._place = str(elsewhere or directory / "checkpoints")
         # A run that has not saved yet has no such directory, which is not an error.
         self._may_lack = not elsewhere
-        self._result = Checkpoints(self._place, [], {}, "the storage did not answer in time")
+        self._result = Checkpoints(self._place, problem="the storage did not answer in time")
         # A daemon thread, so that the program can exit without waiting for it.
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -112,12 +113,12 @@ class _CheckpointReader:
     def _read(self) -> None:
         try:
             if self._may_lack and not pathlib.Path(self._place).is_dir():
-                self._result = Checkpoints(self._place, [], {}, "")
+                self._result = Checkpoints(self._place)
             else:
-                self._result = Checkpoints(self._place, *checkpoint.read_catalog(self._place), "")
+                self._result = Checkpoints(self._place, *checkpoint.read_catalog(self._place))
         except Exception as e:
             # No error here may prevent the rest of the page.
-            self._result = Checkpoints(self._place, [], {}, str(e) or type(e).__name__)
+            self._result = Checkpoints(self._place, problem=str(e) or type(e).__name__)
 
 
 def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Checkpoints) -> Run:

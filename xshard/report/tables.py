@@ -1,5 +1,6 @@
 """The tables on the page: runs side by side, checkpoints, configs."""
 
+import itertools
 import json
 import math
 import time
@@ -37,7 +38,10 @@ def table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     head = "".join(f"<th>{figures.text(name)}</th>" for name in names)
     lines = [f"<tr>{head}</tr>"]
     for row in rows:
-        cells = "".join(_html(cell) for cell in row)
+        cells = ""
+        for cell in row:
+            style = f' style="border-left-color: {cell.colour}"' if cell.colour else ""
+            cells += f'<td class="{cell.kind}"{style}>{figures.text(cell.content)}</td>'
         lines.append(f"<tr>{cells}</tr>")
     body = "\n".join(lines)
     return f'<div class="scroll"><table>{body}</table></div>'
@@ -46,7 +50,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
 def comparison(runs: Sequence[runs_lib.Run]) -> str:
     """Returns a table with a row for each run, and a column for each key in which their configs differ."""
     finals = [_final(run) for run in runs]
-    evaluated = list(dict.fromkeys(name for final, _ in finals for name in final))
+    evaluated = _union(final for final, _ in finals)
     changed = _differing(runs)
     names = ["run", "state", *changed, *(f"eval {name}" for name in evaluated)]
     losses, skips = _of_learners(runs, "loss"), _of_learners(runs, "skipped")
@@ -74,14 +78,14 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
 
 def _of_learners(runs: Sequence[runs_lib.Run], quantity: str) -> list[str]:
     """Returns a quantity's names in the rows of all learners, such as `actor/loss`; the quantity if no row has it."""
-    names = dict.fromkeys(name for run in runs for name in run.training)
+    names = _union(run.training for run in runs)
     return [name for name in names if charts.without_learner(name) == quantity] or [quantity]
 
 
 def checkpoints(runs: Sequence[runs_lib.Run]) -> str:
     """Returns the checkpoints of all runs, and the reasons why some are unknown."""
-    entries = [entry for run in runs for entry in run.checkpoints.entries]
-    evaluated = list(dict.fromkeys(name for entry in entries for name in entry.metrics))
+    entries = itertools.chain.from_iterable(run.checkpoints.entries for run in runs)
+    evaluated = _union(entry.metrics for entry in entries)
     parts, rows = [], []
     for run in runs:
         place, own, written_with, problem = run.checkpoints
@@ -104,7 +108,7 @@ def checkpoints(runs: Sequence[runs_lib.Run]) -> str:
 def config(runs: Sequence[runs_lib.Run]) -> str:
     """Returns a table of the runs' configs, with the keys in which they differ first."""
     changed = _differing(runs)
-    keys = dict.fromkeys([*changed, *(key for run in runs for key in run.config)])
+    keys = _union([changed, *(run.config for run in runs)])
     rows = []
     for key in keys:
         name = Cell(key, "best" if key in changed else "")
@@ -131,9 +135,9 @@ def numbers(values: Sequence[float], after: str = "") -> Cell:
     return Cell(shown + after, "failed" if lost else "")
 
 
-def _html(cell: Cell) -> str:
-    style = f' style="border-left-color: {cell.colour}"' if cell.colour else ""
-    return f'<td class="{cell.kind}"{style}>{figures.text(cell.content)}</td>'
+def _union(names: Iterable[Iterable[str]]) -> list[str]:
+    """Returns each name once, in the order in which they first occur."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(names)))
 
 
 def _number(value: float | None) -> str:
@@ -192,8 +196,11 @@ def _median(column: rows_lib.Column | None) -> Cell:
 
 def _differing(runs: Sequence[runs_lib.Run]) -> list[str]:
     """Returns the keys whose values are not the same in all configs."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    return [key for key in keys if len({json.dumps(run.config.get(key)) for run in runs}) > 1]
+    differing = []
+    for key in _union(run.config for run in runs):
+        if len({json.dumps(run.config.get(key)) for run in runs}) > 1:
+            differing.append(key)
+    return differing
 
 
 def _setting(run: runs_lib.Run, key: str) -> Cell:

@@ -38,7 +38,9 @@ def results(
         "eval": metrics,
         "samples": "",
     }
-    return content | ({"ended": end} if end else {})
+    if end:
+        content["ended"] = end
+    return content
 
 
 def announce(

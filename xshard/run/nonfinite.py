@@ -166,7 +166,9 @@ class Monitor:
                 raise NonfiniteError(self._describe(), step)
             self._warn(step)
         elif self._begin is not None and not verdicts.any():
-            self._recover(step)
+            if self._stretches <= _STRETCHES:
+                self._say(f"step {step}: finite again (not finite since step {self._begin})")
+            self._begin = None
 
     def _compare(self, step: int, observed: Observed) -> None:
         """Raises NonfiniteError if a loss has jumped."""
@@ -198,11 +200,6 @@ class Monitor:
         if self._stretches == _STRETCHES:
             warning += "; later ones are not reported"
         self._say(warning)
-
-    def _recover(self, step: int) -> None:
-        begin, self._begin = self._begin, None
-        if self._stretches <= _STRETCHES:
-            self._say(f"step {step}: finite again (not finite since step {begin})")
 
     def _skipped(self) -> str:
         skipped = f"{self._most_stuck()} steps in a row were skipped without lowering a loss scale"

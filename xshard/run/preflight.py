@@ -56,7 +56,7 @@ def programs(
 ) -> tuple[Any, Any]:
     """Returns the jitted training step and prediction, after tracing and checking them.
 
-    The prediction is traced only if a batch for it is known.
+    The prediction is traced for the batches that the run will ask it for, or else for a replica's part of a training batch.
 
     Args:
       experiment: the experiment.
@@ -73,12 +73,15 @@ def programs(
     predict = jitted_predict(experiment, mesh)
     whole = mesh_lib.sharding(mesh)
     trace = lambda batch: predict.trace(state, batches.shapes_of(batch, whole))
-    traced = [
-        of
-        for ask in _prediction_callers(experiment, act)
-        for of in _at_first_prediction(ask, trace)
-    ]
-    for program in traced or _traced_example(experiment, mesh, batch, trace):
+    programs = []
+    for ask in _prediction_callers(experiment, act):
+        programs += _at_first_prediction(ask, trace)
+    if not programs and experiment_lib.overrides(experiment, "predict"):
+        rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
+        # The run itself makes no prediction, so an error is no reason to refuse it. The first prediction reports the error.
+        with contextlib.suppress(Exception):
+            programs = [trace(batches.shapes(batch, rows))]
+    for program in programs:
         _check_prediction(experiment, mesh, program)
         stored.check_unread(experiment.predict, program.jaxpr, state, mesh)
     return train_step, predict
@@ -92,16 +95,13 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
         what = contract.describe_method(experiment.train_step)
         return logical.Program(what, mapped, replicas, donate_argnums=0)
     watched_step = step.make_watched_step(experiment, mesh)
-    sharded = experiment.config.reduction.shard_params
-    options = _gather_options(mesh.devices.flat[0]) if sharded else None
-    return jax.jit(watched_step, donate_argnums=0, compiler_options=options)
-
-
-def _gather_options(device: jax.Device) -> dict[str, bool | str] | None:
-    """Returns the compiler's options for a step with parameters in shards; None if the devices are not TPUs."""
-    if device.platform != "tpu":
-        return None
-    return _GATHERS | (_ONE_LAYER_AHEAD if device.device_kind in _AHEAD_ON else {})
+    device = mesh.devices.flat[0]
+    options: dict[str, bool | str] = {}
+    if experiment.config.reduction.shard_params and device.platform == "tpu":
+        options |= _GATHERS
+        if device.device_kind in _AHEAD_ON:
+            options |= _ONE_LAYER_AHEAD
+    return jax.jit(watched_step, donate_argnums=0, compiler_options=options or None)
 
 
 def single_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
@@ -195,15 +195,13 @@ def _prediction_callers(
     experiment: experiment_lib.Experiment, act: _PredictionCaller | None
 ) -> Iterator[_PredictionCaller]:
     """Yields the functions that ask for predictions in a run: the experiment's samples, and training data that acts."""
-    if type(experiment).samples is not experiment_lib.Experiment.samples:
-        where, key = (
-            contract.describe_method(experiment.samples),
-            experiment_lib.samples_key(experiment),
-        )
+    if experiment_lib.overrides(experiment, "samples"):
+        where = contract.describe_method(experiment.samples)
+        key = experiment_lib.samples_key(experiment)
         yield lambda predict: samples.named(where, experiment.samples(predict, key))
     if act is None:
         return
-    if type(experiment).predict is experiment_lib.Experiment.predict:
+    if not experiment_lib.overrides(experiment, "predict"):
         raise errors.UserError(
             f"The data that {contract.describe_method(experiment.train_batches)} returned acts on the model "
             f"(acts_every_steps), but {type(experiment).__name__} makes no predictions: define predict(state, batch), or "
@@ -229,22 +227,6 @@ def _at_first_prediction(
     with contextlib.suppress(_PredictedError):
         ask(predict)
     return results
-
-
-def _traced_example(
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
-    trace: Callable[[Mapping[str, Any]], Any],
-) -> list[Any]:
-    """Returns the prediction, traced with a replica's part of a training batch; empty if that batch does not fit it."""
-    if type(experiment).predict is experiment_lib.Experiment.predict:
-        return []
-    rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
-    # The run itself makes no prediction, so an error is no reason to refuse it. The first prediction reports the error.
-    with contextlib.suppress(Exception):
-        return [trace(batches.shapes(batch, rows))]
-    return []
 
 
 def _check_prediction(

@@ -17,11 +17,10 @@ from xshard import contract, errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.metrics import deferred
+from xshard.metrics import deferred, formatting
 from xshard.pod import processes
 from xshard.stored import fingerprint, hashing
 
-_PATHS = 8
 _ADVICE = (
     "This step was not saved. If only one device differs, and at another step when the run is repeated, suspect that device; "
     "on_parted='roll_back' repeats the steps. Otherwise make the state equal with a collective, such as jax.lax.pmean(x, "
@@ -184,7 +183,7 @@ class Monitor:
         parted = self._parted(state, fingerprints.table)
         listed = "; ".join(f"{name}: {text}" for name, texts in parted.items() for text in texts)
         return (
-            f"After step {step} the replicas hold different bits of {self._paths(state)} "
+            f"After step {step} the replicas hold different bits of {self._paths(state)}, which "
             f"{contract.describe_method(self._experiment.train_step)} must leave equal on all of them, because a checkpoint keeps "
             f"only one copy ({listed})"
         )
@@ -195,9 +194,8 @@ class Monitor:
         compiled = processes.compiled_by_all(program, "the fingerprint of each array")
         names = list(self._parted(state, compiled(state).table, each=True))
         if not names:
-            return "some state, which"
-        more = f" and {len(names) - _PATHS} more" if len(names) > _PATHS else ""
-        return f"{', '.join(map(repr, names[:_PATHS]))}{more}, which"
+            return "some state"
+        return formatting.listed([repr(name) for name in names])
 
     def _parted(
         self, state: state_lib.TrainState, table: Any, *, each: bool = False

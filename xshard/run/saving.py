@@ -82,7 +82,7 @@ class Checkpoints:
         latest = None
         if not self._run.sets_aside:
             latest = self.manager.latest_step()
-            self.manager.agree(lambda: self._check_newest(latest))
+            self._check_newest(latest)
         if latest is not None:
             self.manager.agree(lambda: resuming.check_replicas(self.manager, target, latest))
         if source is not None and latest is None:
@@ -100,7 +100,7 @@ class Checkpoints:
         # After a roll-back the run saves steps that it has saved before.
         self._last = None
         latest = self.manager.agreed_latest_step()
-        reached = self.manager.agree(lambda: self._check_newest(latest))
+        reached = self._check_newest(latest)
         if latest is None:
             state = self.states.init()
             return resuming.StartState(state if source is None else self._init_from(source, state))
@@ -132,7 +132,8 @@ class Checkpoints:
         )
 
     def _check_newest(self, latest: int | None) -> int | None:
-        return resuming.check_newest(self.manager, self._directory, self._run, latest)
+        args = self.manager, self._directory, self._run, latest
+        return self.manager.agree(lambda: resuming.check_newest(*args))
 
     def record_restored_step(self, begin: resuming.StartState) -> None:
         """Records the restored step as the newest that the run has reached; later steps no longer count."""
