@@ -40,8 +40,9 @@ def test_a_planted_fault_is_named(tmp_path, kind):
             assert contents(directory) == before
 
 
-def test_a_platform_dependent_fault_is_named(tmp_path):
-    fault = planted.Fault("by_platform", loss_scale="dynamic", groups=2)
+@pytest.mark.parametrize("kind", planted.OTHERS)
+def test_a_fault_in_a_nested_function_or_a_mask_is_named(tmp_path, kind):
+    fault = planted.Fault(kind, loss_scale="dynamic", groups=2)
     planted.train(fault, tmp_path)
     assert not planted.wrong(fault, tmp_path)
 
