@@ -141,6 +141,28 @@ def test_a_step_outside_the_run_is_refused(directory, tmp_path, capsys):
     fine = rewrite(directory, tmp_path, lambda row: {**row, "skipped": 0})
     assert "metrics.jsonl are finite, and no step was skipped: give --step" in message(fine)
 
+    def change(row):
+        return {**row, "skipped": 0, **({"eval/error": None} if "eval/error" in row else {})}
+
+    bad = message(rewrite(directory, tmp_path, change))
+    assert "The evaluation after step 6 is not finite (eval/error)" in bad
+
+
+def test_the_update_that_leaves_a_nonfinite_state_is_found_between_rows(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"experiment": "tests.toy.Overflowing", "overflow_at": 3, "steps": 8})
+    config.update({"log_every_steps": 50, "writers": ("jsonl",)})
+    assert loop.run(config.lock(), str(tmp_path), "") == 3
+    assert "step 4: the loss is nan" in capsys.readouterr().err
+    assert program.main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "step 3, repeated from the first state" in output
+    assert "first not finite: " in output and "reaches      the state 'params/linear/b'" in output
+    assert program.main([str(tmp_path), "--step=4"]) == 0
+    output = capsys.readouterr().out
+    assert "not finite before the step: the state 'params/linear/w' is " in output
+    assert "an earlier step: --step=3 analyzes the one before" in output
+
 
 def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     config = toy.get_config()

@@ -81,6 +81,10 @@ def _finding(run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Fin
     first, nan = finding.first, finding.nan
     if first.input:
         lines = [f"not finite before the step: {first.input} is {first.gives}"]
+        if first.input.startswith("the state") and step.number > 1:
+            lines.append(
+                f"  made by      an earlier step: --step={step.number - 1} analyzes the one before"
+            )
     else:
         lines = [f"first not finite: {first.primitive} gives {first.gives}", *_where(first)]
     lines.append(f"  on           {_replicas(run, finding.replicas)}")
