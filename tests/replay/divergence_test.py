@@ -37,6 +37,12 @@ def test_two_equal_runs_are_reported_as_equal(tmp_path, capsys):
         "equal: the fingerprints and values of all steps that both logged, up to step 8" in output
     )
     assert "configs and origins are the same" in output
+    # Equal training does not make equal evaluations.
+    rows = tmp_path / "B" / "metrics.jsonl"
+    rows.write_text(rows.read_text().replace('"eval/error": ', '"eval/error": 1'))
+    assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 1
+    output = capsys.readouterr().out
+    assert "But the evaluation after step 6 differs in eval/error" in output
 
 
 def test_runs_with_different_seeds_diverge_in_their_first_state(tmp_path, capsys):
@@ -101,7 +107,7 @@ def test_rows_without_fingerprints_are_no_evidence_of_equal_states():
         for state, losses in (here, there):
             rows = {step: {"loss": losses[i]} for i, step in enumerate(steps)}
             rows |= {7: {**rows[7], NAME: 0}, 14: {**rows[14], NAME: state}}
-            runs.append(divergence.Run(pathlib.Path("run"), rows, {}))
+            runs.append(divergence.Run(pathlib.Path("run"), rows, {}, {}))
         return divergence.describe(divergence.find_divergence(*runs))
 
     equal = [1.0] * 5

@@ -7,6 +7,7 @@ from xshard import config as config_lib
 from xshard import errors
 from xshard.files import jsonfile, workdir
 from xshard.metrics import formatting, writers
+from xshard.metrics import rows as rows_lib
 from xshard.stored import fingerprint
 
 # The number of differing values that a message names.
@@ -38,11 +39,13 @@ class Run(NamedTuple):
     Attributes:
       directory: its work directory.
       rows: its rows of training by step, without values that may differ between runs with the same bits.
+      evaluations: its rows of evaluations by step, likewise.
       facts: the values of its config and its origin by name.
     """
 
     directory: pathlib.Path
-    rows: dict[int, dict[str, Any]]
+    rows: dict[int, rows_lib.Row]
+    evaluations: dict[int, rows_lib.Row]
     facts: dict[str, Any]
 
 
@@ -65,7 +68,13 @@ def read(directory: str) -> Run:
     config.pop(workdir.IDENTITY, None)
     origin = jsonfile.read_if_exists(there.origin) or {}
     facts = {f"config.{name}": x for name, x in config_lib.flatten(config).items()}
-    return Run(there.path, rows, facts | {f"origin.{name}": x for name, x in origin.items()})
+    facts |= {f"origin.{name}": x for name, x in origin.items()}
+    evaluations = {
+        row["step"]: rows_lib.reproducible(row)
+        for row in writers.read_steps(there.metrics)
+        if any(name.startswith("eval/") for name in row)
+    }
+    return Run(there.path, rows, evaluations, facts)
 
 
 def find_divergence(first: Run, second: Run) -> Divergence:
@@ -115,13 +124,24 @@ def differences(first: Run, second: Run) -> list[dict[str, Any]]:
 def report(first: Run, second: Run) -> tuple[str, bool]:
     """Returns a text on where and in what two runs differ, and whether they are equal."""
     divergence = find_divergence(first, second)
-    lines = [describe(divergence)]
+    evaluations = "" if divergence.step else _evaluations(first, second)
+    lines = [describe(divergence) + evaluations]
     rows = differences(first, second)
     if rows:
         lines += ["", "Differences between the runs:", formatting.table(rows)]
     else:
         lines += ["", "Their configs and origins are the same."]
-    return "\n".join(lines), divergence.step is None
+    return "\n".join(lines), divergence.step is None and not evaluations
+
+
+def _evaluations(first: Run, second: Run) -> str:
+    """Describes the first evaluation that differs between runs of equal training; empty if none does."""
+    for step in sorted(first.evaluations.keys() & second.evaluations.keys()):
+        here, there = first.evaluations[step], second.evaluations[step]
+        names = [name for name in here if name in there and here[name] != there[name]]
+        if names:
+            return f" But the evaluation after step {step} differs in {_listed(names)}: in its data, its code or the devices."
+    return ""
 
 
 def describe(divergence: Divergence) -> str:

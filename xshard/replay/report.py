@@ -27,7 +27,9 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
         say(f"changed since the run: {change}")
     is_elsewhere = any(change.startswith("devices") for change in run.changes)
     if is_elsewhere and not logical.is_exact(run.config):
-        say("on other devices sums are computed in another order, so bits may differ")
+        say(
+            "on other devices sums are computed in another order, and other replicas draw other random numbers, so bits may differ"
+        )
     if step is not None:
         run.check(step)
     suspect_steps = run.suspect_steps() if step is None else range(step, step + 1)
