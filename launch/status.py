@@ -103,7 +103,9 @@ def _compare(directories: Sequence[str], as_json: bool) -> int:
     divergence_found = divergence.find_divergence(*runs)
     logged = [max(run.rows) for run in runs]
     if as_json:
-        print(jsonfile.dumps({**divergence_found._asdict(), "logged": logged}, indent=2))
+        by_fingerprints = bool(divergence_found.states or divergence_found.same_state)
+        found = {**divergence_found._asdict(), "by_fingerprints": by_fingerprints}
+        print(jsonfile.dumps({**found, "logged": logged}, indent=2))
     else:
         print(divergence.describe(divergence_found))
         if logged[0] != logged[1]:

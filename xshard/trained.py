@@ -104,6 +104,10 @@ def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
     config = jsonfile.read_if_exists(run.config)
     if config is None:
         raise errors.UserError(f"There is no run in {run.path}: it has no config.json.")
+    if not isinstance(config.get("experiment"), str):
+        raise errors.UserError(
+            f"{run.config} names no experiment, so no run wrote it: give the work directory of a run."
+        )
     config.pop(workdir.IDENTITY, None)
     flat = config_lib.flatten(config)
     for name, value in config_lib.with_defaults(flat).items():

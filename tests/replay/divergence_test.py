@@ -1,6 +1,7 @@
 """Tests that bisect finds where two real runs diverge, and reports what differs between them."""
 
 import json
+import pathlib
 import shutil
 
 import jax
@@ -10,6 +11,9 @@ import pytest
 from tests import toy
 from xshard import bisect, loop
 from xshard.replay import divergence
+from xshard.stored import fingerprint
+
+NAME = fingerprint.PREFIX + fingerprint.PARAMS
 
 
 def config(**changes):
@@ -25,7 +29,7 @@ def compared(tmp_path):
 def test_two_equal_runs_are_reported_as_equal(tmp_path, capsys):
     for name in "AB":
         assert loop.run(config(), str(tmp_path / name), "") == 0
-    assert compared(tmp_path) == (8, None, [], [], True)
+    assert compared(tmp_path) == (8, None, [], [], 8)
     capsys.readouterr()
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 0
     output = capsys.readouterr().out
@@ -33,6 +37,12 @@ def test_two_equal_runs_are_reported_as_equal(tmp_path, capsys):
         "equal: the fingerprints and values of all steps that both logged, up to step 8" in output
     )
     assert "configs and origins are the same" in output
+    # Equal training does not make equal evaluations.
+    rows = tmp_path / "B" / "metrics.jsonl"
+    rows.write_text(rows.read_text().replace('"eval/error": ', '"eval/error": 1'))
+    assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 1
+    output = capsys.readouterr().out
+    assert "But the evaluation after step 6 differs in eval/error" in output
 
 
 def test_runs_with_different_seeds_diverge_in_their_first_state(tmp_path, capsys):
@@ -60,7 +70,7 @@ def test_runs_resumed_with_different_configs_diverge_in_the_next_step(tmp_path, 
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 1
     output = capsys.readouterr().out
     assert ("diverge in step 5" in output) == bool(every) and "config.micro_batches" in output
-    assert ("rows have no fingerprints" in output) != bool(every)
+    assert ("rows of step 5 have no fingerprints" in output) != bool(every)
 
 
 def test_a_bit_flip_in_all_copies_is_located(tmp_path, monkeypatch, capsys):
@@ -88,6 +98,29 @@ def test_a_bit_flip_in_all_copies_is_located(tmp_path, monkeypatch, capsys):
         "The runs diverge in steps 4 to 5 (equal up to the row of step 4)"
         in capsys.readouterr().out
     )
+
+
+def test_rows_without_fingerprints_are_no_evidence_of_equal_states():
+    def described(here, there, steps=(1, 7, 8, 9, 14)):
+        # Only the rows of steps 7 and 14 have fingerprints.
+        runs = []
+        for state, losses in (here, there):
+            rows = {step: {"loss": losses[i]} for i, step in enumerate(steps)}
+            rows |= {7: {**rows[7], NAME: 0}, 14: {**rows[14], NAME: state}}
+            runs.append(divergence.Run(pathlib.Path("run"), rows, {}, {}))
+        return divergence.describe(divergence.find_divergence(*runs))
+
+    equal = [1.0] * 5
+    text = described((0, equal), (0, [1.0, 1.0, 1.0, 2.0, 2.0]))
+    assert "diverge in steps 7 to 9 (equal up to the row of step 8), in loss" in text
+    assert "rows of step 9 have no fingerprints" in text and "same state" not in text
+    # Equal losses do not show that the states were equal.
+    text = described((0, equal), (1, equal))
+    assert "diverge in steps 7 to 13 (equal up to the row of step 9): the state" in text
+    text = described((0, equal), (0, [2.0] * 5))
+    assert "diverge at step 1 or earlier (no row is equal), in loss" in text
+    text = described((0, equal), (0, [1.0, 2.0, 2.0, 2.0, 2.0]))
+    assert "diverge in step 7 (equal up to the row of step 1): it began with the same state" in text
 
 
 def test_a_missing_run_and_runs_without_a_common_step_are_refused(tmp_path, capsys):

@@ -67,6 +67,11 @@ class Layers(toy.Toy):
             case "by_platform":
                 wrong = lambda x, flag: x + jnp.log(1 - 2 * flag)
                 return jax.lax.platform_dependent(x, flag, tpu=_kernel, default=wrong)
+            case "masked":
+                return x + jax.nn.softmax(jnp.where(flag > 0, -jnp.inf, x))
+            case "within_jit":
+                wrong = lambda x, flag: x + jnp.log(1 - 2 * flag)
+                return jax.jit(wrong)(x, flag)
             case "gradient_overflow":
                 return x + 4e4 * flag * (x - jax.lax.stop_gradient(x))
         return x
@@ -98,13 +103,15 @@ KINDS = (
     "zero_over_zero", "inf_minus_inf", "logarithm", "power", "root_gradient", "bad_example", "forward_overflow",
     "gradient_overflow",
 )  # fmt: skip
+# Kinds that are not drawn at random.
+OTHERS = ("by_platform", "within_jit", "masked")
 
 
 class Fault(NamedTuple):
     """A fault.
 
     Attributes:
-      kind: one of KINDS, or "by_platform".
+      kind: one of KINDS or OTHERS.
       layer: the layer that has it.
       example: the number of the example that triggers it.
       precision: the run's policy.

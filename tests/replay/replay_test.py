@@ -1,11 +1,15 @@
 """The replay of a step: the comparison with the logged rows, and the search for a fault."""
 
+import inspect
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import xshard
 from tests import programs, toy
 from tests.replay import planted
 from xshard import loop
@@ -40,8 +44,9 @@ def test_a_planted_fault_is_named(tmp_path, kind):
             assert contents(directory) == before
 
 
-def test_a_platform_dependent_fault_is_named(tmp_path):
-    fault = planted.Fault("by_platform", loss_scale="dynamic", groups=2)
+@pytest.mark.parametrize("kind", planted.OTHERS)
+def test_a_fault_in_a_nested_function_or_a_mask_is_named(tmp_path, kind):
+    fault = planted.Fault(kind, loss_scale="dynamic", groups=2)
     planted.train(fault, tmp_path)
     assert not planted.wrong(fault, tmp_path)
 
@@ -135,10 +140,35 @@ def test_a_step_outside_the_run_is_refused(directory, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert f"There is no run in {tmp_path}" in message(tmp_path)
+    (tmp_path / "config.json").write_text('{"lr": 3}')
+    assert "config.json names no experiment, so no run wrote it" in message(tmp_path)
+    assert "add at least --config=FILE.py" in message("--verify_resume=3")
     assert "--step=9: the run in" in message(directory, "--step=9")
     assert "steps 1 to 6" in message(directory, "--step=0")
     fine = rewrite(directory, tmp_path, lambda row: {**row, "skipped": 0})
     assert "metrics.jsonl are finite, and no step was skipped: give --step" in message(fine)
+
+    def change(row):
+        return {**row, "skipped": 0, **({"eval/error": None} if "eval/error" in row else {})}
+
+    bad = message(rewrite(directory, tmp_path, change))
+    assert "The evaluation after step 6 is not finite (eval/error)" in bad
+
+
+def test_the_update_that_leaves_a_nonfinite_state_is_found_between_rows(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"experiment": "tests.toy.Overflowing", "overflow_at": 3, "steps": 8})
+    config.update({"log_every_steps": 50, "writers": ("jsonl",)})
+    assert loop.run(config.lock(), str(tmp_path), "") == 3
+    assert "step 4: the loss is nan" in capsys.readouterr().err
+    assert program.main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "step 3, repeated from the first state" in output
+    assert "first not finite: " in output and "reaches      the state 'params/linear/b'" in output
+    assert program.main([str(tmp_path), "--step=4"]) == 0
+    output = capsys.readouterr().out
+    assert "not finite before the step: the state 'params/linear/w' is " in output
+    assert "an earlier step: --step=3 analyzes the one before" in output
 
 
 def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
@@ -153,6 +183,35 @@ def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     assert "first not finite: log gives nan\n  line         tests/replay/pair.py:" in output
     # The logarithm's derivative is finite, and the fault does not reach the other learner.
     assert "reaches      the loss of second\n" in output
+
+
+class Dividing(toy.Wide):
+    """Divides its updates by zero in its second step, in a rule of its own."""
+
+    def optimizer(self):
+        divide = lambda updates, steps: jax.tree.map(lambda x: x / (1 - steps), updates)
+        rule = optax.GradientTransformation(
+            lambda params: jnp.zeros(()),
+            lambda updates, steps, params=None: (divide(updates, steps), steps + 1),
+        )
+        return xshard.CrossShardOptimizer(rule, slice_axis_name="slice", **self.config.reduction)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_the_line_of_a_division_in_a_rule_is_named(tmp_path, capsys, shards):
+    config = toy.get_config()
+    config.update({"experiment": f"{__name__}.Dividing", "steps": 2, "log_every_steps": 1})
+    config.reduction.shard_update = shards
+    assert loop.run(config.lock(), str(tmp_path), "") == 3
+    capsys.readouterr()
+    assert program.main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    source, begin = inspect.getsourcelines(Dividing)
+    (line,) = (begin + i for i, text in enumerate(source) if "x / (1 - steps)" in text)
+    assert (
+        f"first not finite: div gives inf\n  line         tests/replay/replay_test.py:{line}\n"
+        in output
+    )
 
 
 def test_examples_that_fail_only_together_are_blamed_together():

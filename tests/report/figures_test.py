@@ -76,6 +76,13 @@ def test_training_and_evaluation_of_a_metric_are_on_one_axis(tmp_path):
     assert len({t["line"]["color"] for t in shown.values()}) == 5
 
 
+@pytest.mark.parametrize("values", [(1.0,), (1.0, None, 2.0, 3.0), (2.0, 3.0, None, 1.0)])
+def test_a_row_without_a_finite_neighbor_is_visible(tmp_path, values):
+    traces, _ = draw(read(tmp_path, losses(*values)), "loss")
+    shown = [trace for trace in traces if trace.get("marker", {}).get("symbol") != "x"]
+    assert [trace["mode"] for trace in shown] == ["lines+markers"] * 2
+
+
 def test_a_curve_has_the_same_color_in_all_charts(tmp_path):
     # Rows are written with their names in alphabetical order.
     content = [{"step": 1, "loss": 1.0, "accuracy": 0.1}]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 # Primitives that compute each element of their result only from the operands' elements at the same index.
 ELEMENTWISE = {
@@ -36,12 +36,14 @@ def evaluate(
 ) -> list[Any]:
     """Evaluates a program, where each equation's results are `of_equation(eqn, operands)`.
 
-    An argument that the program returns unchanged is the same object in the results.
+    An argument that the program returns unchanged is the same object in the results. What `of_equation` traces keeps the
+    equation's line in the user's code, which the replay of a step names.
     """
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
     for eqn in jaxpr.eqns:
-        results = of_equation(eqn, [read(atom) for atom in eqn.invars])
+        with source_info_util.user_context(eqn.source_info.traceback):
+            results = of_equation(eqn, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 

@@ -91,8 +91,8 @@ def _of_updates(program: dataflow.Program) -> list[tuple[str, int]]:
 
 def _is_constant(program: dataflow.Program, value: int) -> bool:
     """Returns whether a non-finite value without non-finite sources is a constant of the program."""
-    equation = program.values[value].equation
-    return equation is not None and equation.primitive.name in _CHOOSE
+    equation, sources = program.values[value].equation, program.values[value].sources
+    return equation is not None and (not sources or equation.primitive.name in _CHOOSE)
 
 
 class _Graph:

@@ -313,21 +313,14 @@ def module_path(value: Value) -> str:
 
 
 def lines(value: Value) -> tuple[str, str]:
-    """Returns the user's line that an equation comes from, and the innermost line outside of JAX; empty if unknown.
-
-    If JAX reuses the trace of a function that was called elsewhere before, its equations have the lines of that earlier
-    call. Then the lines of the actual caller are returned.
-    """
+    """Returns the user's line that an equation comes from, and the innermost line outside of JAX; empty if unknown."""
     users, innermost = "", ""
-    caller: list[tuple[str, int]] = []
     for eqn in value.place:
+        # JAX ends the traceback of an equation at the function that contains it.
         frames = _frames(eqn.source_info.traceback)
-        if caller and frames[len(frames) - len(caller) :] != caller:
-            break
         own = [frame for frame in frames if errors.is_user_file(frame[0])]
         users = _shown(*own[0]) if own else users
         innermost = _shown(*frames[0]) if frames else innermost
-        caller = frames if eqn.primitive.name in INLINED else []
     return users, innermost
 
 

@@ -7,6 +7,7 @@ from xshard import config as config_lib
 from xshard import errors
 from xshard.files import jsonfile, workdir
 from xshard.metrics import formatting, writers
+from xshard.metrics import rows as rows_lib
 from xshard.stored import fingerprint
 
 # The number of differing values that a message names.
@@ -20,16 +21,16 @@ class Divergence(NamedTuple):
       alike: the last logged step up to which nothing differs; 0 if there is none.
       step: the first logged step with a difference; None if there is none.
       states: the kinds of arrays, such as 'params', that differ in the state that `step` began with; empty if none
-        differs, or if the rows have no fingerprints.
+        differs, or if its rows have no fingerprints.
       values: the logged values of `step` that differ.
-      by_fingerprints: whether the rows have fingerprints.
+      same_state: the last step whose fingerprints show that it began with the same state; 0 if there is none.
     """
 
     alike: int
     step: int | None
     states: list[str]
     values: list[str]
-    by_fingerprints: bool
+    same_state: int
 
 
 class Run(NamedTuple):
@@ -38,11 +39,13 @@ class Run(NamedTuple):
     Attributes:
       directory: its work directory.
       rows: its rows of training by step, without values that may differ between runs with the same bits.
+      evaluations: its rows of evaluations by step, likewise.
       facts: the values of its config and its origin by name.
     """
 
     directory: pathlib.Path
-    rows: dict[int, dict[str, Any]]
+    rows: dict[int, rows_lib.Row]
+    evaluations: dict[int, rows_lib.Row]
     facts: dict[str, Any]
 
 
@@ -65,7 +68,13 @@ def read(directory: str) -> Run:
     config.pop(workdir.IDENTITY, None)
     origin = jsonfile.read_if_exists(there.origin) or {}
     facts = {f"config.{name}": x for name, x in config_lib.flatten(config).items()}
-    return Run(there.path, rows, facts | {f"origin.{name}": x for name, x in origin.items()})
+    facts |= {f"origin.{name}": x for name, x in origin.items()}
+    evaluations = {
+        row["step"]: rows_lib.reproducible(row)
+        for row in writers.read_steps(there.metrics)
+        if any(name.startswith("eval/") for name in row)
+    }
+    return Run(there.path, rows, evaluations, facts)
 
 
 def find_divergence(first: Run, second: Run) -> Divergence:
@@ -82,24 +91,24 @@ def find_divergence(first: Run, second: Run) -> Divergence:
             f"{first.directory} and {second.directory} have logged no step in common ({logged[0]}; {logged[1]}): compare "
             "runs with the same log_every_steps, or with one that divides the other's."
         )
-    alike, by_fingerprints = 0, False
+    alike, same_state = 0, 0
     for step in steps:
         here, there = first.rows[step], second.rows[step]
         states, values = [], []
-        for name in (name for name in here if name in there):
-            is_fingerprint = name.startswith(fingerprint.PREFIX)
-            by_fingerprints |= is_fingerprint
-            if here[name] == there[name]:
-                continue
-            if is_fingerprint:
+        names = [name for name in here if name in there]
+        for name in (name for name in names if here[name] != there[name]):
+            if name.startswith(fingerprint.PREFIX):
                 kind = name.removeprefix(fingerprint.PREFIX)
                 states += _of_groups(kind, here[name], there[name])
             else:
                 values.append(name)
+        # Rows between those of fingerprint_every_steps have no fingerprints, and show nothing about the state.
+        if not states and any(name.startswith(fingerprint.PREFIX) for name in names):
+            same_state = step
         if states or values:
-            return Divergence(alike, step, states, values, by_fingerprints)
+            return Divergence(alike, step, states, values, same_state)
         alike = step
-    return Divergence(alike, None, [], [], by_fingerprints)
+    return Divergence(alike, None, [], [], same_state)
 
 
 def differences(first: Run, second: Run) -> list[dict[str, Any]]:
@@ -115,45 +124,58 @@ def differences(first: Run, second: Run) -> list[dict[str, Any]]:
 def report(first: Run, second: Run) -> tuple[str, bool]:
     """Returns a text on where and in what two runs differ, and whether they are equal."""
     divergence = find_divergence(first, second)
-    lines = [describe(divergence)]
+    evaluations = "" if divergence.step else _evaluations(first, second)
+    lines = [describe(divergence) + evaluations]
     rows = differences(first, second)
     if rows:
         lines += ["", "Differences between the runs:", formatting.table(rows)]
     else:
         lines += ["", "Their configs and origins are the same."]
-    return "\n".join(lines), divergence.step is None
+    return "\n".join(lines), divergence.step is None and not evaluations
+
+
+def _evaluations(first: Run, second: Run) -> str:
+    """Describes the first evaluation that differs between runs of equal training; empty if none does."""
+    for step in sorted(first.evaluations.keys() & second.evaluations.keys()):
+        here, there = first.evaluations[step], second.evaluations[step]
+        names = [name for name in here if name in there and here[name] != there[name]]
+        if names:
+            return f" But the evaluation after step {step} differs in {_listed(names)}: in its data, its code or the devices."
+    return ""
 
 
 def describe(divergence: Divergence) -> str:
     """Describes in one line where two runs begin to differ, or that they do not."""
-    if divergence.step is None:
-        what = "fingerprints and values" if divergence.by_fingerprints else "logged values"
+    step, begin = divergence.step, divergence.same_state
+    if step is None:
+        what = "fingerprints and values" if begin else "logged values"
         return f"The runs are equal: the {what} of all steps that both logged, up to step {divergence.alike}."
     until = (
         f"equal up to the row of step {divergence.alike}" if divergence.alike else "no row is equal"
     )
-    if not divergence.by_fingerprints:
+    if divergence.states and step == 1:
+        return f"The runs diverge before step 1: their first states differ in {_listed(divergence.states)}."
+    if divergence.states:
         return (
-            f"The runs diverge at step {divergence.step} or earlier ({until}), in {_listed(divergence.values)}. Their rows have "
-            "no fingerprints (fingerprint_every_steps), which would show an earlier difference."
+            f"The runs diverge {_in_steps(begin, step - 1)} ({until}): the state that step {step} begins with differs in "
+            f"{_listed(divergence.states)}. Smaller log_every_steps and fingerprint_every_steps narrow the range."
         )
-    if not divergence.states:
+    if begin == step:
         return (
-            f"The runs diverge in step {divergence.step} ({until}): it began with the same state, but computed different "
+            f"The runs diverge in step {step} ({until}): it began with the same state, but computed different "
             f"values of {_listed(divergence.values)}. So its batch, its keys, its program or the devices differ."
         )
-    if divergence.step == 1:
-        return f"The runs diverge before step 1: their first states differ in {_listed(divergence.states)}."
-    begin = divergence.alike or 1
-    where = (
-        f"in step {begin}"
-        if begin == divergence.step - 1
-        else f"in steps {begin} to {divergence.step - 1}"
-    )
     return (
-        f"The runs diverge {where} ({until}): the state that step {divergence.step} begins with differs in "
-        f"{_listed(divergence.states)}. A smaller log_every_steps narrows the range."
+        f"The runs diverge {_in_steps(begin, step)} ({until}), in {_listed(divergence.values)}. The rows of step {step} have "
+        "no fingerprints (fingerprint_every_steps), which would show an earlier difference."
     )
+
+
+def _in_steps(first: int, last: int) -> str:
+    """Names the steps from `first`, or from the beginning of the runs if it is 0, to `last`."""
+    if not first:
+        return f"at step {last} or earlier"
+    return f"in step {last}" if first == last else f"in steps {first} to {last}"
 
 
 def _of_groups(name: str, here: Any, there: Any) -> list[str]:

@@ -13,8 +13,8 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import trained as trained_lib
 from xshard.files import jsonfile, workdir
+from xshard.metrics import formatting, writers
 from xshard.metrics import rows as rows_lib
-from xshard.metrics import writers
 from xshard.pod import origin
 from xshard.run import preflight, resuming, roll_back_history, states
 
@@ -99,7 +99,8 @@ class Replayer:
     def suspect_steps(self) -> range:
         """Returns the range of steps that contains the first bad one.
 
-        These are the steps since the last good row: up to the first row that is not finite or counts a new skip.
+        These are the steps since the last good row: up to the first row that is not finite or counts a new skip, or to
+        the step that ended the run.
 
         Raises:
           UserError: if the rows show no bad step.
@@ -115,11 +116,23 @@ class Replayer:
             before, skipped = step, counts
         stopped = re.match(r"step (\d+):", self._why)
         if stopped:
-            return range(int(stopped[1]), int(stopped[1]) + 1)
+            # An earlier step may have left a state that is not finite.
+            return range(min(before + 1, int(stopped[1])), int(stopped[1]) + 1)
         raise errors.UserError(
-            f"All {len(self.rows)} rows in {self._workdir.metrics} are finite, and no step was skipped: give "
-            "--step, the step to analyze."
+            f"All {len(self.rows)} rows of training in {self._workdir.metrics} are finite, and no step was skipped: give "
+            f"--step, the step to analyze.{self._nonfinite_evaluation()}"
         )
+
+    def _nonfinite_evaluation(self) -> str:
+        """Describes the first evaluation that is not finite; empty if there is none."""
+        for row in writers.read_steps(self._workdir.metrics):
+            names = [name for name, x in row.items() if not _is_finite(x)]
+            if names:
+                return (
+                    f" The evaluation after step {row['step']} is not finite ({formatting.listed(names)}), but evaluations "
+                    "are not repeated: look for its cause in the experiment's evaluation and its data."
+                )
+        return ""
 
     def check(self, step: int) -> None:
         """Raises UserError if the run has not reached a step, as far as is known."""

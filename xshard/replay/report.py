@@ -27,7 +27,9 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
         say(f"changed since the run: {change}")
     is_elsewhere = any(change.startswith("devices") for change in run.changes)
     if is_elsewhere and not logical.is_exact(run.config):
-        say("on other devices sums are computed in another order, so bits may differ")
+        say(
+            "on other devices sums are computed in another order, and other replicas draw other random numbers, so bits may differ"
+        )
     if step is not None:
         run.check(step)
     suspect_steps = run.suspect_steps() if step is None else range(step, step + 1)
@@ -81,6 +83,10 @@ def _finding(run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Fin
     first, nan = finding.first, finding.nan
     if first.input:
         lines = [f"not finite before the step: {first.input} is {first.gives}"]
+        if first.input.startswith("the state") and step.number > 1:
+            lines.append(
+                f"  made by      an earlier step: --step={step.number - 1} analyzes the one before"
+            )
     else:
         lines = [f"first not finite: {first.primitive} gives {first.gives}", *_where(first)]
     lines.append(f"  on           {_replicas(run, finding.replicas)}")

@@ -125,6 +125,10 @@ def verify(
         raise errors.UserError(
             f"--verify_resume trains in one process: leave out --{', --'.join(_REFUSED)}."
         )
+    if len(cli.without_flags(flags, ["config"])) == len(flags):
+        raise errors.UserError(
+            "--verify_resume needs the flags of the run: add at least --config=FILE.py."
+        )
     if resume_devices is not None:
         resume_devices.check()
     runs = _Runs(flags, steps, resume_devices)

@@ -117,13 +117,20 @@ def _base(line: charts.Line, runs: Sequence[runs_lib.Run], shade: str) -> dict[s
     name = text(label)
     return {
         "type": "scatter",
-        "mode": line.mode,
+        "mode": _mode(line),
         "name": name,
         # A click on the name in the legend shows or hides all traces of the line.
         "legendgroup": name,
         "line": {"color": shade, "dash": line.dash, "width": 1.3},
         "marker": {"color": shade, "size": 6},
     }
+
+
+def _mode(line: charts.Line) -> str:
+    """Returns the mode of a line; with markers if a row would be invisible, since no finite row is next to it."""
+    known = np.isfinite(np.pad(line.values, 1, constant_values=np.nan))
+    is_alone = known[1:-1] & ~known[:-2] & ~known[2:]
+    return "lines+markers" if line.mode == "lines" and is_alone.any() else line.mode
 
 
 def _band(

@@ -32,6 +32,7 @@ th, td { border-bottom: 1px solid #ddd; padding: .25em .7em; text-align: left; v
 .done, .running { color: #177a2d }
 .failed, .alarm { color: #c1121f; font-weight: bold }
 .stopped, .silent, .unknown, .notes { color: #8a5a00 }
+h1, h3 { overflow-wrap: anywhere }
 pre { overflow-x: auto }
 .alarm { border: 2px solid; padding: .5em 1em }
 </style>
