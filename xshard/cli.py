@@ -54,7 +54,10 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
     """
     standard_streams.make_tolerant()
     # Configs and experiments are imported from the current directory.
-    sys.path.insert(0, os.getcwd())
+    try:
+        sys.path.insert(0, os.getcwd())
+    except FileNotFoundError:
+        print("warning: the current directory was removed: give absolute paths.", file=sys.stderr)
     try:
         return program()
     except KeyboardInterrupt:
