@@ -11,7 +11,7 @@ import subprocess
 import zlib
 from collections.abc import Mapping, Sequence
 
-from xshard import errors
+from xshard import cli, errors
 from xshard.pod import handshake
 
 # The placeholder for the token in a plan. The token is created when the plan runs, and never printed.
@@ -57,10 +57,9 @@ class Job:
     @property
     def workdir(self) -> pathlib.Path:
         """The run's work directory, from its command; raises LaunchError if the command names none."""
-        # From the end, because the last of several --workdir flags counts.
-        for argument in reversed(self.command):
-            if argument.startswith("--workdir=") and argument != "--workdir=":
-                return pathlib.Path(argument.partition("=")[2]).absolute()
+        directory = cli.flag_value(self.command, "workdir")
+        if directory:
+            return pathlib.Path(directory).absolute()
         raise LaunchError(
             f"The command {shlex.join(self.command)} has no --workdir=DIR, the directory for its state."
         )

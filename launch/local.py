@@ -58,7 +58,11 @@ def commands(job: engine.Job, port: object) -> list[list[str]]:
 
 
 class Supervisor:
-    """Keeps one job's pod running until it is done."""
+    """Keeps one job's pod running until it is done.
+
+    Attributes:
+      cause: why the last pod failed; empty if it did not.
+    """
 
     def __init__(self, job: engine.Job, options: Local, out: IO[str]):
         """Prepares to run a job; starts nothing.
@@ -74,6 +78,7 @@ class Supervisor:
         self._out = standard_streams.tolerant(out)
         self._signals: collections.deque[int] = collections.deque()
         self._stopped = False
+        self.cause = ""
 
     def signal(self, number: int) -> None:
         """Passes a signal on to the pod, and prevents another start. A signal handler or any thread may call it."""
@@ -91,6 +96,7 @@ class Supervisor:
         while True:
             pod = _Pod(self._job, self._out, self._options.grace_seconds)
             code = pod.wait(self._signals)
+            self.cause = pod.cause
             if code in (notice.DONE, notice.INTERRUPTED) or self._stopped:
                 return code
             if code == notice.NONFINITE:

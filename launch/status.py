@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch import engine, sweep
-from xshard import config as config_lib
-from xshard import errors
-from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import metadata_files
-from xshard.checkpoint import store as store_lib
+from xshard import checkpoint, errors
+from xshard.checkpoint import place
 from xshard.files import jsonfile, workdir
 from xshard.metrics import formatting as formatting_lib
 from xshard.pod import attempts
@@ -79,22 +76,13 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
 
 def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
     """Returns the newest checkpoint's step, its age in seconds, and 'finite', as far as is known; None without one."""
-    config = jsonfile.read_if_exists(directory / "config.json")
-    if config is None:
-        return None
-    # The checkpoints may be outside of the work directory.
-    elsewhere = config_lib.flatten(config).get("checkpoint.directory")
-    if not isinstance(elsewhere, str):
-        raise engine.LaunchError(
-            f"{directory / 'config.json'} is not a run's config: its checkpoint.directory is {elsewhere!r}, not text."
-        )
-    store = store_lib.Store(elsewhere or directory / "checkpoints")
-    newest = max(format_lib.committed(store), key=lambda attempt: attempt.step, default=None)
-    if newest is None:
-        return None
-    commit = metadata_files.read_commit(newest)
-    finite = not commit.get(format_lib.NONFINITE)
-    return {"step": newest.step, "age": time.time() - commit["time"], "finite": finite}
+    # The listing passes over a checkpoint that the run deletes at the same time.
+    entries = checkpoint.read_catalog(place.open_store(directory)).entries
+    for entry in reversed(entries):
+        if entry.time is not None:
+            finite = entry.state != "not finite"
+            return {"step": entry.step, "age": time.time() - entry.time, "finite": finite}
+    return None
 
 
 def _compare(directories: Sequence[str], as_json: bool) -> int:

@@ -28,6 +28,7 @@ POINTS_FILE = "sweep.json"
 RUNS_FILE = "sweep_runs.json"
 # Stands for the ID of a run that an older version, without IDs, started. It is never recorded in RUNS_FILE.
 _OLDER = "of an older version"
+_LOG = "launch.log"
 # At most this many differences of a config are shown.
 _SHOWN = 3
 
@@ -196,7 +197,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
         if stopped:
             return notice.PREEMPTED
         job.workdir.mkdir(parents=True, exist_ok=True)
-        with (job.workdir / "launch.log").open("a") as log:
+        with (job.workdir / _LOG).open("a") as log:
             supervisor = local.Supervisor(job, options, log)
             supervisors.append(supervisor)
             if stopped:
@@ -205,7 +206,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
             code = supervisor.run()
         with noting:
             _record_run(job)
-        print(f"{job.name}: ended with exit code {code}", flush=True)
+        print(f"{job.name}: {supervisor.cause or f'ended with exit code {code}'}", flush=True)
         return code
 
     with local.forwarding_signals(pass_on), concurrent.futures.ThreadPoolExecutor(parallel) as pool:
@@ -294,7 +295,10 @@ def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
         has = f"run {there}" if there else "no run"
         doing = f"not known: it holds {has}, but the sweep started run {begun}"
         return {"run": directory.name, **point, "doing": doing, "step": ""}
-    process = processes[0] if processes else {"doing": "not started", "step": None}
+    # The program may have failed before its run began.
+    started = disk.exists(directory / _LOG)
+    nothing = f"no run yet: see {directory.name}/{_LOG}" if started else "not started"
+    process = processes[0] if processes else {"doing": nothing, "step": None}
     doing = str("done" if results else process["doing"])
     if results.get("finite") is False:
         doing = notice.ENDS[notice.NONFINITE]

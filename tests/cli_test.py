@@ -31,6 +31,17 @@ def fails(e):
     return program
 
 
+def test_a_program_runs_in_a_directory_that_was_removed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.run(lambda: notice.DONE) == notice.DONE
+    assert cli.run(fails(errors.UserError("a reason"))) == notice.FAILED
+    warning, again, error = capsys.readouterr().err.splitlines()
+    assert warning == again == "warning: the current directory was removed: give absolute paths."
+    assert error == "error: a reason"
+
+
 def test_a_user_error_is_one_message(capsys):
     assert cli.run(fails(errors.UserError("a=1 must be 2."))) == notice.FAILED
     assert capsys.readouterr().err == "error: a=1 must be 2.\n"

@@ -72,7 +72,9 @@ BAD = {
         ["--config.optimizer.learning_rat", "did you mean optimizer.learning_rate"],
     ),
     "empty": (["--workdir="], ["--workdir= is empty", "give a directory"]),
-    "not UTF-8": (["--workdir=bad\udcff"], ["--workdir=bad\\udcff is not UTF-8", "PYTHONUTF8=1"]),
+    "not UTF-8": (["--workdir=bad\udcff"], ["bad\\udcff'", "must be UTF-8"]),
+    # UTF-8, as Python decodes it in a locale of ASCII.
+    "UTF-8": (["--workdir=\udcc3\udcbc", "--quiet", "--verbose"], ["exclude each other"]),
     "misspelt flag": (["--worrkdir=x"], ["worrkdir", "workdir"]),
     "wrong type": (["--config.steps=many"], ["--config.steps=many", "int"]),
     "no flag": (["digits"], ["digits", "begin with '--'"]),

@@ -25,6 +25,12 @@ def test_every_row_arrives_some_steps_later():
     assert [row["step"] for row in deferred.flush()] == [5]
 
 
+def test_a_write_into_a_removed_directory_promises_nothing_that_was_saved_there(tmp_path):
+    with pytest.raises(ValueError, match="run does not exist: create it, or restore it") as caught:
+        jsonfile.write(tmp_path / "run/status.json", {})
+    assert "saved so far" not in str(caught.value)
+
+
 def test_nonfinite_numbers_become_null_in_json():
     row = {"step": 1, "loss": float("inf"), "of groups": [1.5, float("nan")], "nested": {"a": 2.0}}
     expected = {"step": 1, "loss": None, "of groups": [1.5, None], "nested": {"a": 2.0}}

@@ -55,7 +55,10 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
     """
     standard_streams.make_tolerant()
     # Configs and experiments are imported from the current directory.
-    sys.path.insert(0, os.getcwd())
+    try:
+        sys.path.insert(0, os.getcwd())
+    except FileNotFoundError:
+        print("warning: the current directory was removed: give absolute paths.", file=sys.stderr)
     try:
         return program()
     except KeyboardInterrupt:
@@ -142,6 +145,16 @@ def with_flag(command: str, name: str, value: object) -> str:
     return shlex.join([*words, f"--{name}={value}"])
 
 
+def flag_value(words: Sequence[str], name: str) -> str:
+    """Returns the value of a flag, given as --name=value or as --name value; of several, the last. Empty if absent."""
+    found = ""
+    for word, following in itertools.pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        if flag == f"--{name}":
+            found = value if equals else following
+    return found
+
+
 def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
     """Returns arguments without some flags, which may be given as --name=value or as --name value."""
     rest: list[str] = []
@@ -183,7 +196,7 @@ def _parse_error(e: Exception) -> str:
     """Returns the message for an exception from parsing the flags or loading the config."""
     if isinstance(e, flags.Error):
         return flag_error(e)
-    path = _config_path()
+    path = flag_value(sys.argv[1:], "config")
     if isinstance(e, OSError) and not os.path.isfile(path):
         return f"--config={path}: there is no such file (seen from {os.getcwd()})."
     if isinstance(e, AttributeError | KeyError):
@@ -195,18 +208,6 @@ def _parse_error(e: Exception) -> str:
     if where:
         text += f" ({where})"
     return f"{text}."
-
-
-def _config_path() -> str:
-    """Returns the config file as given in the arguments: --config=PATH or --config PATH."""
-    path = ""
-    for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
-        name, equals, value = argument.partition("=")
-        if name == "--config" and equals:
-            path = value
-        elif name == "--config":
-            path = following
-    return path
 
 
 def _unknown_key(path: str) -> str | None:

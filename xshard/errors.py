@@ -100,7 +100,9 @@ def is_user_file(file: str) -> bool:
 
 def display_path(file: str) -> str:
     """Returns a path relative to the current directory if it lies below it, else unchanged."""
-    relative = os.path.relpath(file)
-    if relative.startswith(os.pardir):
+    try:
+        relative = os.path.relpath(file)
+    except FileNotFoundError:
+        # The current directory was removed.
         return file
-    return relative
+    return file if relative.startswith(os.pardir) else relative

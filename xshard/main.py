@@ -126,11 +126,8 @@ def main(argv: Sequence[str], config: Any) -> int:
         )
     if not _WORKDIR.value:
         raise errors.UserError("--workdir= is empty; give a directory (--workdir=. for this one).")
-    if any("\ud800" <= character <= "\udfff" for character in _WORKDIR.value):
-        raise errors.UserError(
-            f"--workdir={_WORKDIR.value} is not UTF-8, which the paths of checkpoints must be: rename the "
-            "directory; or, if it is UTF-8 and the locale is not, set PYTHONUTF8=1."
-        )
+    # A name that checkpoints cannot have is refused before anything is written.
+    checkpoint.Store(os.path.abspath(_WORKDIR.value))
     if _QUIET.value and _VERBOSE.value:
         raise errors.UserError("--quiet and --verbose exclude each other; give one of them.")
     origin_lib.set_up_cpu(config, _CPU_DEVICES.value)
@@ -266,9 +263,7 @@ def _run() -> int:
 
 
 def _command() -> str:
-    python = sys.executable
-    if python.startswith(f"{os.getcwd()}/"):
-        python = os.path.relpath(python)
+    python = errors.display_path(sys.executable)
     # The printed command leaves out the process's place: the launcher or scheduler sets it for each process.
     place = ("coordinator_address", "num_processes", "process_id")
     return shlex.join([python, "-m", "xshard.main", *cli.without_flags(sys.argv[1:], place)])

@@ -1,9 +1,11 @@
 """Tests of saving in the background: when the caller waits, and how failures are raised."""
 
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,37 @@ def test_numpy_arrays_may_change_while_they_are_written(tmp_path, release_writes
     manager.wait()
     restored = manager.restore({"a": jnp.zeros(5)}).state["a"]
     np.testing.assert_array_equal(restored, np.arange(5.0))
+
+
+def frames_of(thread):
+    """Lists the frames in which a thread is now."""
+    return [frame for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
+
+
+def test_a_save_goes_on_after_ctrl_c_interrupted_a_wait_for_it(tmp_path, release_writes):
+    manager = make_manager(tmp_path)
+    manager.save(1, {"a": jnp.zeros(5)}, {})
+    (thread,) = [t for t in threading.enumerate() if t.name == "checkpoint"]
+    main = threading.main_thread().ident
+
+    def interrupt():
+        # The signal arrives while `manager.wait` is in a function of `threading`, which waits for a lock.
+        wanted = {manager.wait.__code__.co_filename, threading.__file__}
+        while not wanted <= {frame.f_code.co_filename for frame in frames_of(main)}:
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+
+    # A shell starts a job in the background with the signal ignored.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        manager.wait()
+    signal.signal(signal.SIGINT, previous)
+    # An exit of the program waits for the thread as long as it counts as alive.
+    assert thread.is_alive()
+    release_writes.set()
+    manager.wait()
+    assert manager.all_steps() == [1]
 
 
 def test_a_failed_save_is_raised_and_is_not_the_latest_step(tmp_path, monkeypatch):

@@ -1,6 +1,9 @@
 """Tests of `python -m xshard.checkpoint` on intact and damaged checkpoints."""
 
+import errno
 import json
+import os
+import subprocess
 import sys
 import warnings
 
@@ -206,7 +209,25 @@ def test_export_writes_the_arrays_to_an_npz_file(directory, capsys, tmp_path):
         np.testing.assert_array_equal(arrays["w"], np.full((2, 3), 2.0, np.float32))
         assert arrays["same"].dtype == np.int32
     code, error = run(capsys, "export", directory, 2, file)
-    assert code == 1 and "File exists" in error
+    assert code == 1 and f"{file} already exists: give another FILE" in error
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no room"), KeyboardInterrupt()])
+def test_an_interrupted_export_leaves_no_file_of_that_name(
+    directory, capsys, tmp_path, monkeypatch, error
+):
+    file, seen = tmp_path / "out.npz", []
+
+    def write(out, arrays):
+        # A process that is killed here leaves what is there now.
+        out.write(b"some arrays")
+        seen.append(file.exists())
+        raise error
+
+    monkeypatch.setattr(tool.npz, "write", write)
+    code, text = run(capsys, "export", directory, 2, file)
+    assert code and seen == [False] and not list(tmp_path.glob("*.npz*"))
+    assert str(file) in text or isinstance(error, KeyboardInterrupt)
 
 
 @pytest.mark.parametrize("command", [["show", 9], ["diff", 1, 9], ["rm", 9], ["verify", 9]])
@@ -215,6 +236,84 @@ def test_a_missing_step_is_an_error_that_lists_the_existing_steps(directory, cap
     assert code == 1 and "no checkpoint of step 9" in error and "[1, 2]" in error
 
 
+@pytest.fixture
+def workdir(directory, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"directory": str(directory)}}))
+    return tmp_path
+
+
+def test_all_forms_of_naming_a_checkpoint_are_accepted(directory, workdir, capsys):
+    for place in (directory, workdir):
+        assert [row["step"] for row in run(capsys, "ls", place)[1]] == [1, 2]
+        expected = run(capsys, "show", place, 1)
+        assert run(capsys, "show", f"{place}@1") == expected
+        assert run(capsys, "show", place) == run(capsys, "show", place, 2)
+        assert run(capsys, "verify", f"{place}@1")[1] == [{"step": 1, "state": "whole"}]
+        expected = run(capsys, "diff", place, 1, 2)
+        assert run(capsys, "diff", f"{place}@1", f"{place}@2") == expected
+        assert run(capsys, "pin", f"{place}@1") == (0, [{"pinned": 1}])
+    assert run(capsys, "rm", f"{workdir}@1") == (0, [{"deleted": 1}])
+    with pytest.raises(SystemExit, match="2"):
+        tool.main(["rm", str(directory)])
+    assert "rm DIR@STEP" in capsys.readouterr().err
+
+
+def test_a_directory_whose_own_name_ends_like_a_step_is_itself(directory, capsys):
+    elsewhere = directory.rename(directory.with_name("ck@1"))
+    assert [row["step"] for row in run(capsys, "verify", elsewhere)[1]] == [1, 2]
+
+
+def test_ls_names_a_folder_without_checkpoints(tmp_path, capsys):
+    assert tool.main(["ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no checkpoints in {tmp_path}\n"
+
+
+def test_a_marked_checkpoint_is_verified_by_its_step_and_named(directory, capsys):
+    (folder,) = directory.glob("step_00000002.*")
+    (folder / "DAMAGED").write_text("{}")
+    marked = {"step": 2, "state": "whole, but marked as damaged: heal removes the mark"}
+    assert run(capsys, "verify", directory) == (0, [{"step": 1, "state": "whole"}, marked])
+    assert run(capsys, "verify", directory, 2) == (0, [marked])
+    code, error = run(capsys, "show", directory, 2)
+    assert code == 1 and "steps there: [1]; incomplete or marked as damaged: [2]" in error
+
+
+def test_a_full_disk_lets_rm_delete_all_but_the_newest(directory, capsys, monkeypatch):
+    def create(self, name, content):
+        raise store.CheckpointError(f"{self}/{name}: no room")
+
+    monkeypatch.setattr(store.Store, "create", create)
+    code, error = run(capsys, "rm", directory, 2)
+    assert code == 1 and "no room" in error
+    assert run(capsys, "rm", directory, 1) == (0, [{"deleted": 1}])
+    assert [row["step"] for row in run(capsys, "ls", directory)[1]] == [2]
+
+
+def test_an_interrupted_import_can_be_repeated(tmp_path, capsys, monkeypatch):
+    (tmp_path / "new/step_00000000.0123abcd/p0").mkdir(parents=True)
+    monkeypatch.setattr(tool.orbax, "read", lambda source: {"params/w": np.ones(3)})
+    assert run(capsys, "import", tmp_path, tmp_path / "new")[0] == 0
+    assert [row["state"] for row in run(capsys, "ls", tmp_path / "new")[1]] == ["complete"]
+
+
+def test_a_path_is_the_same_in_every_locale(directory, tmp_path):
+    directory.rename(tmp_path / "für uns")
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "xshard.checkpoint", "verify", tmp_path / "für uns"]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_path_that_is_not_utf8_is_an_error(tmp_path, capsys):
+    code, error = run(capsys, "ls", os.fsdecode(os.fsencode(tmp_path) + b"/f\xfcr"))
+    assert code == 1 and "must be UTF-8" in error
+
+
 def test_a_missing_directory_is_an_error(tmp_path, capsys):
     code, error = run(capsys, "ls", tmp_path / "nothing")
     assert code == 1 and "is not a directory" in error
+    (tmp_path / "file").touch()
+    code, error = run(capsys, "ls", tmp_path / "file")
+    assert code == 1 and "is a file: give a run's work directory" in error

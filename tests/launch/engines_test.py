@@ -100,6 +100,13 @@ def test_work_directories_without_usable_letters_get_distinct_names():
     assert {engine.check_name(name) for name in names} == names
 
 
+@pytest.mark.parametrize(
+    "flags", [["--workdir=a"], ["--workdir", "a"], ["--workdir=b", "--workdir", "a", "--steps=3"]]
+)
+def test_a_work_directory_is_given_in_one_word_or_two(flags):
+    assert engine.Job("x", ("python", *flags)).workdir == pathlib.Path("a").absolute()
+
+
 def test_a_job_without_a_work_directory_is_refused():
     with pytest.raises(engine.LaunchError, match="has no --workdir=DIR"):
         _ = engine.Job("x", ("python", "--workdir=")).workdir

@@ -73,7 +73,10 @@ def test_a_point_that_fails_does_not_stop_the_others(tmp_path):
     code, output = harness.finish(start(tmp_path, [{"batch_size": 7}, {"seed": 1}], parallel=1))
     assert code == 1
     lines = output.splitlines()
-    assert "runs-000: ended with exit code 1" in output and "done" in lines[-1]
+    assert "runs-000: it ended with exit code 1: error: batch_size=7" in output
+    assert "done" in lines[-1]
+    table = {row["run"]: row["doing"] for row in sweep.rows(tmp_path / "runs")}
+    assert table == {"000": "no run yet: see 000/launch.log", "001": "done"}
     assert lines[-2].split()[:4] == ["000", "7", "exit", "code"]
     assert "batch_size=7" in (tmp_path / "runs" / "000" / "launch.log").read_text()
 

@@ -5,6 +5,7 @@ from xshard.checkpoint.catalog import Catalog, Entry, newest_metadata, read_cata
 from xshard.checkpoint.finite import is_finite
 from xshard.checkpoint.format import Owner, read_owner
 from xshard.checkpoint.manager import Manager
+from xshard.checkpoint.place import split as split_place
 from xshard.checkpoint.reader import Restored
 from xshard.checkpoint.retention import Keep, Saved
 from xshard.checkpoint.saver import Committed, NonfiniteError
@@ -18,7 +19,6 @@ from xshard.checkpoint.warm_start import (
     init_from,
     renames,
     selected,
-    split_place,
 )
 
 __all__ = [

@@ -1,11 +1,12 @@
 """Inspects and manages checkpoints: `python -m xshard.checkpoint ls runs/digits/checkpoints`.
 
-DIR is a folder of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
+DIR is a run's work directory or a folder of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER. DIR@STEP
+names one checkpoint, as DIR STEP does; without a step, show, export and orbax take the newest one.
 
     ls DIR                   lists the steps: age, size, whether they are complete, finite, pinned, or among the best
     show DIR STEP            prints the tree (types, shapes, shardings, the loss scale) and the run's metadata
     verify DIR [STEP]        reads every byte of one step or of all; exit code 1 if any is damaged
-    diff DIR STEP STEP       prints the largest difference of each array that differs
+    diff DIR STEP STEP       prints the largest difference of each array that differs; or diff DIR@STEP DIR@STEP
     pin DIR STEP             protects a step from the retention rules; unpin removes the protection
     rm DIR STEP              deletes a step, pinned or not; its run may then resume from the step before
     heal DIR STEP            reads every byte of a step that is marked as damaged, and removes the mark if it is whole
@@ -19,36 +20,30 @@ DIR is a folder of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER
 """
 
 import argparse
-import contextlib
-import hashlib
 import math
 import pathlib
-import re
 import signal
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from xshard import cli
-from xshard.checkpoint import array_reader, catalog, manager, orbax, retention, writer
+from xshard import cli, errors
+from xshard.checkpoint import array_reader, catalog, manager, npz, orbax, retention, writer
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import metadata_files as metadata_lib
+from xshard.checkpoint import place as place_lib
 from xshard.checkpoint import store as store_lib
-from xshard.files import jsonfile
+from xshard.files import disk, jsonfile, tensors
 from xshard.metrics import formatting as formatting_lib
 from xshard.stored import hashing
 
 Rows = list[dict[str, Any]]
 # A loss scale has one value per group; at most this many values are shown.
 _MOST_SCALES = 1024
-# Characters and names that are unsafe in an archive's entry names. % itself is escaped, since it begins an escape.
-_UNSAFE = re.compile(r"[\x00-\x1f\x7f\\%\ud800-\udfff]|^\.{1,2}$|^$|\.(?=npy$)")
-_LONGEST_PART, _LONGEST_NAME = 200, 1000
 
 
 def list_steps(store: store_lib.Store) -> Rows:
@@ -67,7 +62,7 @@ def list_steps(store: store_lib.Store) -> Rows:
     return rows
 
 
-def show(store: store_lib.Store, step: int) -> Rows:
+def show(store: store_lib.Store, step: int | None) -> Rows:
     """Returns a row for each array, and one for each item of metadata."""
     attempt = format_lib.find(store, step)
     commit, meta = metadata_lib.retry_on_damage(lambda: metadata_lib.read_commit_meta(attempt))
@@ -94,16 +89,23 @@ def _item(
 
 def verify(store: store_lib.Store, step: int | None) -> Rows:
     """Returns a row for each checkpoint, with its damage."""
+    rows: Rows = []
     # Checkpoints that are already marked as damaged are read, too.
-    chosen = [a for a in format_lib.attempts(store) if format_lib.COMMIT in a.marks]
-    if step is not None or not chosen:
-        chosen = format_lib.choose(store, format_lib.committed(store), step)[:1]
-    return [{"step": attempt.step, "state": _damage(attempt) or "whole"} for attempt in chosen]
+    for attempt in format_lib.attempts(store):
+        if format_lib.COMMIT in attempt.marks and step in (None, attempt.step):
+            whole = (
+                "whole" if attempt.counts else "whole, but marked as damaged: heal removes the mark"
+            )
+            rows.append({"step": attempt.step, "state": _damage(attempt) or whole})
+    if not rows:
+        format_lib.find(store, step)
+    return rows
 
 
-def diff(store: store_lib.Store, a: int, b: int) -> Rows:
-    """Returns a row for each array that differs."""
-    first, second = (format_lib.find(store, step) for step in (a, b))
+def diff(store: str, a: str, b: str | None) -> Rows:
+    """Returns a row for each array that differs between two steps of a store, or between two places."""
+    places = (store, a) if b is None else (f"{store}@{a}", f"{store}@{b}")
+    first, second = map(place_lib.find, places)
     of_first, of_second = (metadata_lib.read_array_metas(attempt) for attempt in (first, second))
     rows: Rows = []
     in_both = {}
@@ -167,17 +169,14 @@ def heal(store: store_lib.Store, step: int) -> Rows:
     return rows
 
 
-def export(store: store_lib.Store, step: int, file: pathlib.Path) -> Rows:
+def export(store: store_lib.Store, step: int | None, file: pathlib.Path) -> Rows:
     """Writes the arrays to an .npz file."""
     attempt = format_lib.find(store, step)
-    with file.open("xb") as out:
-        try:
-            names = _write_npz(out, _read_all(attempt))
-        except BaseException:
-            # A file with only some of the arrays must not pass for an export.
-            with contextlib.suppress(OSError):
-                file.unlink()
-            raise
+    if disk.exists(file):
+        raise errors.UserError(f"{file} already exists: give another FILE, or delete it.")
+    # The file gets its name when all arrays are in it: a part of them must not pass for an export.
+    with disk.writing(file, tensors.WRITE_ELSEWHERE), disk.replacing(file) as out:
+        names = npz.write(out, _read_all(attempt))
     row: dict[str, Any] = {"file": str(file), "arrays": len(names)}
     row["MB"] = file.stat().st_size / 1e6
     renamed = {path: name for path, name in names.items() if name != path}
@@ -186,7 +185,7 @@ def export(store: store_lib.Store, step: int, file: pathlib.Path) -> Rows:
     return [row]
 
 
-def to_orbax(store: store_lib.Store, step: int) -> Rows:
+def to_orbax(store: store_lib.Store, step: int | None) -> Rows:
     """Adds the file by which orbax opens a step."""
     attempt = format_lib.find(store, step)
     return [{"orbax": str(attempt), "arrays": orbax.describe(attempt)}]
@@ -194,7 +193,8 @@ def to_orbax(store: store_lib.Store, step: int) -> Rows:
 
 def from_orbax(source: store_lib.Store, store: store_lib.Store) -> Rows:
     """Converts an orbax checkpoint to a checkpoint of step 0."""
-    if format_lib.attempts(store):
+    # What an interrupted import left does not count, and the save removes it.
+    if any(format_lib.COMMIT in attempt.marks for attempt in format_lib.attempts(store)):
         raise format_lib.CheckpointError(f"{store} already holds checkpoints; give another place.")
     arrays = orbax.read(source)
     if not any(path.startswith("params/") for path in arrays):
@@ -208,22 +208,36 @@ def from_orbax(source: store_lib.Store, store: store_lib.Store) -> Rows:
 @cli.program
 def main(argv: Sequence[str]) -> int:
     """Runs a command; returns the exit code."""
-    arguments = vars(_parser().parse_args(argv))
+    parser = _parser()
+    arguments = vars(parser.parse_args(argv))
     command: Callable[..., Rows] = arguments.pop("command")
-    as_json = arguments.pop("json")
-    del arguments["name"]
-    for key in arguments.keys() & {"store", "source"}:
-        store = store_lib.Store(arguments[key])
-        is_missing = store.path is not None and not store.path.is_dir()
+    as_json, name = arguments.pop("json"), arguments.pop("name")
+    if arguments.get("step", 0) is None:
+        arguments["store"], arguments["step"] = place_lib.split(arguments["store"])
+        if arguments["step"] is None and command in (pin, unpin, remove, heal):
+            parser.error(f"{name} needs a step: {name} DIR STEP, or {name} DIR@STEP")
+    if command is from_orbax:
         # An import creates the folder that it writes to.
-        if is_missing and command is not from_orbax:
-            raise format_lib.CheckpointError(f"{store} is not a directory.")
-        arguments[key] = store
+        arguments = {key: store_lib.Store(place) for key, place in arguments.items()}
+    elif command is not diff:
+        arguments["store"] = _existing(arguments["store"])
     rows = command(**arguments)
-    print(jsonfile.dumps(rows, indent=1) if as_json else formatting_lib.table(rows))
+    if as_json:
+        print(jsonfile.dumps(rows, indent=1))
+    elif command is list_steps and not rows:
+        print(f"no checkpoints in {arguments['store']}")
+    else:
+        print(formatting_lib.table(rows))
     if command not in (verify, heal):
         return 0
     return int(any(not row["state"].startswith("whole") for row in rows))
+
+
+def _existing(directory: str) -> store_lib.Store:
+    store = place_lib.open_store(directory)
+    if store.path is not None and not store.path.is_dir():
+        raise format_lib.CheckpointError(f"{store} is not a directory.")
+    return store
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -246,57 +260,28 @@ _POSITIONALS: dict[str, tuple[Any, str]] = {
     "store": (str, "DIR"),
     "source": (str, "ORBAX"),
     "step": (int, "STEP"),
-    "a": (int, "a"),
-    "b": (int, "b"),
+    "a": (str, "STEP"),
+    "b": (str, "STEP"),
     "file": (pathlib.Path, "FILE"),
 }
 # For each command: its function, and its positional arguments; a question mark makes one optional.
 _COMMANDS: dict[str, tuple[Callable[..., Rows], str]] = {
     "ls": (list_steps, "store"),
-    "show": (show, "store step"),
+    "show": (show, "store step?"),
     "verify": (verify, "store step?"),
-    "diff": (diff, "store a b"),
-    "pin": (pin, "store step"),
-    "unpin": (unpin, "store step"),
-    "rm": (remove, "store step"),
-    "heal": (heal, "store step"),
-    "export": (export, "store step file"),
-    "orbax": (to_orbax, "store step"),
+    "diff": (diff, "store a b?"),
+    "pin": (pin, "store step?"),
+    "unpin": (unpin, "store step?"),
+    "rm": (remove, "store step?"),
+    "heal": (heal, "store step?"),
+    "export": (export, "store step? file"),
+    "orbax": (to_orbax, "store step?"),
     "import": (from_orbax, "source store"),
 }
 
 
 def _read_all(attempt: format_lib.Attempt) -> Iterator[tuple[str, np.ndarray]]:
     return array_reader.read_arrays(attempt, metadata_lib.read_array_metas(attempt))
-
-
-def _write_npz(out: IO[bytes], arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, str]:
-    """Writes arrays one by one in the format that `np.load` reads; returns each array's name in the archive."""
-    names = {}
-    with zipfile.ZipFile(out, "w") as archive:
-        for path, value in arrays:
-            names[path] = _entry_name(path)
-            if value.dtype.kind not in "biufc" or not value.dtype.isbuiltin:
-                value = value.astype("f4")
-            # The entry's size is not known when it is opened, and entries of over 4 GiB need zip64.
-            with archive.open(f"{names[path]}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, value)
-    return names
-
-
-def _entry_name(path: str) -> str:
-    """Converts a path to the name of an archive's entry; different paths get different names."""
-    folders = [_UNSAFE.sub(_escaped, folder) or "%" for folder in path.split("/")]
-    name = "/".join(folders)
-    longest = max(len(folder.encode()) for folder in folders)
-    if longest > _LONGEST_PART or len(name.encode()) > _LONGEST_NAME:
-        return f"%{hashlib.sha256(name.encode()).hexdigest()}"
-    return name
-
-
-def _escaped(match: re.Match[str]) -> str:
-    encoded = match[0].encode("utf-8", "surrogatepass")
-    return "".join(f"%{byte:02X}" for byte in encoded)
 
 
 def _is_scale(path: str, array: arrays_lib.ArrayMeta) -> bool:

@@ -122,8 +122,8 @@ def committed(store: store_lib.Store) -> list[Attempt]:
     return [attempt for attempt in attempts(store) if attempt.counts]
 
 
-def find(store: store_lib.Store, step: int) -> Attempt:
-    """Returns the checkpoint of a step.
+def find(store: store_lib.Store, step: int | None) -> Attempt:
+    """Returns the checkpoint of a step, or the newest one.
 
     Raises:
       CheckpointError: if no attempt to save the step counts.
@@ -146,7 +146,11 @@ def choose(store: store_lib.Store, there: list[Attempt], step: int | None) -> li
     if not chosen:
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         steps = sorted({attempt.step for attempt in there})
-        raise CheckpointError(f"There is no {wanted} in {store}; steps there: {steps or 'none'}.")
+        rest = sorted({attempt.step for attempt in attempts(store)}.difference(steps))
+        others = f"; incomplete or marked as damaged: {rest}" if rest else ""
+        raise CheckpointError(
+            f"There is no {wanted} in {store}; steps there: {steps or 'none'}{others}."
+        )
     return chosen
 
 

@@ -115,6 +115,7 @@ class Saver:
         self._committed = committed
         self._plan: tuple[Any, ownership.Plan] | None = None
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
         self._failure: BaseException | None = None
         _SAVERS.add(self)
 
@@ -133,6 +134,7 @@ class Saver:
         progress = budget_lib.ProgressReporter(f"saving step {request.step}", nbytes, self._say)
         copy = host_copy.HostCopy(plan, self._budget_bytes, progress)
         failure = self._join()
+        self._ended.clear()
         self._thread = threading.Thread(
             target=self._run, args=(request, plan, copy), name="checkpoint", daemon=True
         )
@@ -164,6 +166,8 @@ class Saver:
     def _join(self) -> BaseException | None:
         """Waits for the last save; returns its error, if any, once only."""
         if self._thread is not None:
+            # If Ctrl-C interrupts a join, Python 3.11 takes the thread for ended, and the program would end under it.
+            self._ended.wait()
             self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
@@ -195,6 +199,7 @@ class Saver:
         finally:
             # A failed save writes nothing more, so a copy that waits for the budget must be released.
             copy.close()
+            self._ended.set()
 
     def _save(self, request: Request, plan: ownership.Plan, copy: host_copy.HostCopy) -> None:
         """Saves a step. The order of these calls is the order in which data becomes durable."""

@@ -232,7 +232,14 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
     if not separator:
         # Tensorstore accepts absolute paths only.
         path = os.path.abspath(url)
-        return {"driver": "file", "path": path.rstrip("/") + "/"}, path
+        try:
+            # Tensorstore takes UTF-8. In another locale, Python may have decoded the path otherwise.
+            name = os.fsencode(path).decode()
+        except UnicodeDecodeError as e:
+            raise CheckpointError(
+                f"'{path}' is not a valid place for checkpoints: its name must be UTF-8."
+            ) from e
+        return {"driver": "file", "path": name.rstrip("/") + "/"}, path
     rest, _, query = rest.partition("?")
     bucket, _, path = rest.partition("/")
     path = path.strip("/")

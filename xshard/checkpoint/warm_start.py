@@ -1,7 +1,6 @@
 """Initializes a state from another run's checkpoint or a file: from the parameters, or what a pattern selects."""
 
 import difflib
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +11,8 @@ import jax.numpy as jnp
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import metadata_files as metadata_lib
+from xshard.checkpoint import place as place_lib
 from xshard.checkpoint import reader
-from xshard.checkpoint import store as store_lib
 from xshard.files import tensors
 from xshard.metrics import formatting
 
@@ -172,7 +171,7 @@ def _open(source: Source, leaves: Iterable[str]) -> _Stored:
         count = file.metadata.get(GROUPS, "")
         groups = int(count) if count.isdecimal() else 0
     else:
-        where = find(source.place)
+        where = place_lib.find(source.place)
         metas = metadata_lib.read_array_metas(where)
         groups = _count(metas)
         read = lambda leaves, say: reader.read_leaves(where, leaves, say)
@@ -224,29 +223,6 @@ def _near(path: str, paths: Iterable[str]) -> str:
     parts = {"/".join(x.split("/")[: path.count("/") + 1]) for x in paths}
     near = difflib.get_close_matches(path, sorted({*paths, *parts}), n=2, cutoff=0.5)
     return f" (near it: {', '.join(near)})" if near else ""
-
-
-def split_place(source: str) -> tuple[str, int | None]:
-    """Splits 'DIR' or 'DIR@STEP' into the directory and the step; the step is None if there is none."""
-    place, at, step = source.rpartition("@")
-    if at and step.isdigit():
-        return place, int(step)
-    return source, None
-
-
-def find(source: str) -> format_lib.Attempt:
-    """Returns the checkpoint that 'DIR' or 'DIR@STEP' names; raises CheckpointError if there is none."""
-    place, step = split_place(source)
-    store = store_lib.Store(place)
-    # The place may be a work directory, which has its checkpoints in a subfolder.
-    if store.path is not None and not format_lib.attempts(store):
-        store = store_lib.Store(os.path.join(place, "checkpoints"))
-    if step is not None:
-        return format_lib.find(store, step)
-    there = format_lib.committed(store)
-    if not there:
-        raise format_lib.CheckpointError(f"There is no checkpoint in {place}.")
-    return there[-1]
 
 
 class _Groups(NamedTuple):

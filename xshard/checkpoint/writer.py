@@ -203,7 +203,13 @@ def remove(attempt: format_lib.Attempt, *, by_hand: bool = False) -> None:
             f"{attempt} is a symbolic link, which a run never creates: delete it and its target by hand."
         )
     if by_hand:
-        format_lib.note_removed(attempt)
+        try:
+            format_lib.note_removed(attempt)
+        except format_lib.CheckpointError:
+            # A run needs the note of its newest checkpoint only. A full disk, which has no room for a note, must let
+            # older ones be deleted.
+            if format_lib.committed(attempt.store)[-1].step <= attempt.step:
+                raise
     # Without COMMIT the attempt does not count, however far the rest of the deletion gets.
     attempt.store.delete(attempt.prefix + format_lib.COMMIT)
     attempt.store.sync_folder(attempt.prefix)

@@ -10,7 +10,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from xshard import errors
 
@@ -22,7 +22,7 @@ _TRANSIENT = {
     errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
 }  # fmt: skip
 _TRIES = 4
-_RESUMES = "Everything saved so far counts; the same command resumes from it when there is room."
+_RESUMES = "Everything saved so far counts; the same command resumes from it once there is room or the fault is gone."
 _FIRST_WAIT_SECONDS = 0.1
 
 
@@ -72,15 +72,22 @@ def replace(path: pathlib.Path, content: bytes, *, durably: bool = True) -> None
       content: the new content.
       durably: whether this also holds after a crash of the machine, and the new content is on the disk on return.
     """
+    with replacing(path, durably=durably) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path, *, durably: bool = True) -> Iterator[BinaryIO]:
+    """Yields a file that replaces another when the context ends, as `replace` does; after an exception it does not."""
     temporary = path.with_name(f".{path.name}.new")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             if durably:
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         # On a full disk, what was written so far would take the room that is left.
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -116,6 +123,9 @@ def writing(path: pathlib.Path, fix: str = _RESUMES) -> Iterator[None]:
     try:
         yield
     except OSError as e:
+        if not path.parent.exists():
+            # What was saved there may be gone, too.
+            fix = f"{path.parent} does not exist: create it, or restore it if it was moved or removed."
         raise errors.UserError(f"{path} could not be written: {e.strerror or e}. {fix}") from e
 
 

@@ -1,0 +1,46 @@
+"""The forms in which a user names checkpoints: a folder of checkpoints or a work directory, with @STEP for one of them."""
+
+import os
+
+from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import store as store_lib
+from xshard.files import jsonfile
+
+
+def split(place: str) -> tuple[str, int | None]:
+    """Splits 'DIR' or 'DIR@STEP' into the directory and the step; the step is None if there is none."""
+    directory, at, step = place.rpartition("@")
+    # A directory's own name may end like this.
+    if at and step.isdecimal() and not os.path.isdir(place):
+        return directory, int(step)
+    return place, None
+
+
+def open_store(directory: str | os.PathLike[str]) -> store_lib.Store:
+    """Opens a folder of checkpoints, or the one of the run in a work directory. It need not exist.
+
+    Raises:
+      CheckpointError: if it is a file, or not a valid place for checkpoints, or the run's config.json is not valid.
+    """
+    store = store_lib.Store(directory)
+    if store.path is not None and store.path.is_file():
+        raise format_lib.CheckpointError(
+            f"{store} is a file: give a run's work directory, or a folder of checkpoints."
+        )
+    if store.path is None or format_lib.attempts(store):
+        return store
+    file = store.path / "config.json"
+    options = (jsonfile.read_if_exists(file) or {}).get("checkpoint", {})
+    elsewhere = options.get("directory", "") if isinstance(options, dict) else options
+    if not isinstance(elsewhere, str):
+        raise format_lib.CheckpointError(
+            f"{file} is not a run's config: its checkpoint.directory is {elsewhere!r}, not text."
+        )
+    of_run = store_lib.Store(elsewhere or store.path / "checkpoints")
+    return of_run if of_run.path is None or of_run.path.is_dir() else store
+
+
+def find(place: str) -> format_lib.Attempt:
+    """Returns the checkpoint that 'DIR' or 'DIR@STEP' names, by default the newest; raises CheckpointError if there is none."""
+    directory, step = split(place)
+    return format_lib.find(open_store(directory), step)
