@@ -7,7 +7,7 @@ import pytest
 
 from xshard.files import disk, jsonfile
 from xshard.metrics import deferred as deferred_lib
-from xshard.metrics import formatting
+from xshard.metrics import formatting, log
 from xshard.metrics import rows as rows_lib
 
 
@@ -23,6 +23,21 @@ def test_every_row_arrives_some_steps_later():
     assert [len(r) for r in rows] == [0, 0, 1, 0, 1]
     assert rows[2] == [{"step": 1, "loss": 1.0, "n": [0, 1]}]
     assert [row["step"] for row in deferred.flush()] == [5]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"global_step": 4, "skipped": 0}, {"skipped": 1}),
+        ({"a/global_step": [5, 3], "a/skipped": [0, 0]}, {"a/skipped": [0, 2]}),
+        ({"a/global_step": 14, "a/skipped": 0, "a/updates_per_step": 3}, {"a/skipped": 1}),
+        # The step makes several updates, and returns the outcome of one.
+        ({"a/global_step": 14, "a/skipped": 0}, {}),
+    ],
+)
+def test_a_row_has_the_skips_so_far(values, expected):
+    row = log.with_skips({"step": 5, **values})
+    assert {name: x for name, x in row.items() if name.endswith("skipped")} == expected
 
 
 def test_nonfinite_numbers_become_null_in_json():

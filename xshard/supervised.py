@@ -63,7 +63,10 @@ class Supervised(experiment.Experiment):
     def loss(
         self, outputs: Any, batch: experiment.Batch
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """Returns the mean loss over the replica's part of the batch, a float32 scalar, and a dictionary of scalars to log."""
+        """Returns the mean loss over the replica's part of the batch, a float32 scalar, and a dictionary of scalars to log.
+
+        It may draw keys with `hk.next_rng_key()`.
+        """
 
     @abc.abstractmethod
     def optimizer(self) -> base.Optimizer:
