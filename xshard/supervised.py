@@ -56,7 +56,7 @@ class Supervised(experiment.Experiment):
         """Returns the network's outputs. This is a Haiku function: it creates its modules and parameters.
 
         It sees one replica's part of the batch, in the compute dtype of `config.precision`. It may draw keys with
-        `hk.next_rng_key()` in training and evaluation, but not in `predict`.
+        `hk.next_rng_key()` in training and evaluation, but not in `predict`, where `hk.maybe_next_rng_key()` is None.
         """
 
     @abc.abstractmethod
