@@ -15,6 +15,7 @@ from tests import toy
 from xshard import errors, evaluation, mesh, step
 from xshard import state as state_lib
 from xshard.data import batches
+from xshard.learners import state as state_of_learner
 from xshard.optimizers import varying
 from xshard.run import preflight
 
@@ -374,8 +375,25 @@ def test_a_teacher_and_several_updates_in_a_step():
     after, _ = jax.jit(step.make_train_step(experiment, the_mesh))(state, next(train))
     assert not after.experiment["half"].weak_type
     assert int(after.experiment["line"].global_step) == 3
-    with pytest.raises(errors.UserError, match="the outcomes of 3 updates together as 'line'"):
-        check(Odd, all=True)
+
+
+@pytest.mark.parametrize("bad", [0, 2, None])
+def test_a_step_watches_all_updates_whose_outcomes_it_returns(bad):
+    class Failing(Odd):
+        def loss(self, state, batch, key):
+            value, *rest = super().loss(state, batch, key)
+            return jnp.where(state.global_step == bad, jnp.nan, 1.0) * value, *rest
+
+    experiment, the_mesh, train = make(Failing if bad is not None else Odd, all=True)
+    state = state_lib.init(experiment, the_mesh, 0, train.example)
+    stepped = jax.jit(step.make_watched_step(experiment, the_mesh))(state, next(train))
+    assert int(stepped.metrics["line/updates_per_step"]) == 3
+    assert stepped.metrics["line/global_step"].shape == ()
+    observed = stepped.observed["line"]
+    assert int(observed.verdict) == (
+        state_of_learner.FINE if bad is None else state_of_learner.TROUBLE
+    )
+    assert np.isfinite(observed.loss) == (bad is None)
 
 
 @pytest.mark.parametrize("groups", [(), ((0, 1, 2, 3), (4, 5, 6, 7))])

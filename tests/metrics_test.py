@@ -7,7 +7,7 @@ import pytest
 
 from xshard.files import disk, jsonfile
 from xshard.metrics import deferred as deferred_lib
-from xshard.metrics import formatting
+from xshard.metrics import formatting, log
 from xshard.metrics import rows as rows_lib
 
 
@@ -29,6 +29,21 @@ def test_a_write_into_a_removed_directory_promises_nothing_that_was_saved_there(
     with pytest.raises(ValueError, match="run does not exist: create it, or restore it") as caught:
         jsonfile.write(tmp_path / "run/status.json", {})
     assert "saved so far" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"global_step": 4, "skipped": 0}, {"skipped": 1}),
+        ({"a/global_step": [5, 3], "a/skipped": [0, 0]}, {"a/skipped": [0, 2]}),
+        ({"a/global_step": 14, "a/skipped": 0, "a/updates_per_step": 3}, {"a/skipped": 1}),
+        # The step makes several updates, and returns the outcome of one.
+        ({"a/global_step": 14, "a/skipped": 0}, {}),
+    ],
+)
+def test_a_row_has_the_skips_so_far(values, expected):
+    row = log.with_skips({"step": 5, **values})
+    assert {name: x for name, x in row.items() if name.endswith("skipped")} == expected
 
 
 def test_nonfinite_numbers_become_null_in_json():

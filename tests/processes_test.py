@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.optimizers import harness
+from xshard import errors
 from xshard.pod import processes
 
 
@@ -17,43 +18,68 @@ class Jitted:
         self._function = jax.jit(lambda x: x + 1)
         self._events = events
 
-    def __call__(self, x):
+    def __call__(self, state, x):
         self._events.append("called")
         return self._function(x)
 
-    def lower(self, x):
+    def lower(self, state, x):
         return self
 
     def compile(self):
         self._events.append("compiled")
 
 
-def test_no_process_runs_a_program_before_all_have_compiled_it(monkeypatch):
+@pytest.fixture
+def meetings(monkeypatch):
+    """The events of a run of two processes, in which the other process always brings the same value."""
     events = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes.Exchange, "__call__", lambda self: events.append(self._what))
-    step = processes.compiled_by_all(Jitted(events), "the step")
-    assert not events and [float(step(jnp.float32(x))) for x in (1, 2)] == [2.0, 3.0]
-    assert events == ["compiled", "compiling the step", "called", "called"]
+
+    def meet(self, value):
+        events.append(self._what)
+        return [value, value]
+
+    monkeypatch.setattr(processes.Exchange, "__call__", meet)
+    return events
+
+
+def test_no_process_runs_a_program_before_all_have_compiled_it(meetings):
+    step = processes.compiled_by_all(Jitted(meetings), "the step")
+    assert not meetings and [float(step(0, jnp.float32(x))) for x in (1, 2)] == [2.0, 3.0]
+    assert meetings == ["compiled", "compiling the step", "called", "called"]
+
+
+def test_all_processes_compile_a_program_again_for_other_shapes(meetings):
+    step = processes.compiled_by_all(Jitted(meetings), "the step")
+    for shape in (2, 3, 2):
+        step(0, jnp.ones(shape))
+    assert meetings == [*["compiled", "compiling the step", "called"] * 2, "called"]
+
+
+def test_other_shapes_on_another_process_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    meet = lambda self, value: [value, "({'x': (8, 9)},)"]
+    monkeypatch.setattr(processes.Exchange, "__call__", meet)
+    step = processes.compiled_by_all(jax.jit(lambda state, batch: batch["x"]), "the step")
+    with pytest.raises(errors.UserError, match=r"'x': \(8, 5\).*'x': \(8, 9\).*same shapes on all"):
+        step(0, {"x": jnp.ones((8, 5))})
 
 
 def test_a_process_that_does_not_respond_is_reported(monkeypatch):
     events = []
 
-    def raise_lost(self):
+    def raise_lost(self, value):
         raise processes.LostError(f"{self._what}: process 1 of 2 did not respond within 7200 s")
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes.Exchange, "__call__", raise_lost)
     step = processes.compiled_by_all(Jitted(events), "the step")
     with pytest.raises(processes.LostError, match="compiling the step: process 1"):
-        step(jnp.float32(1))
+        step(0, jnp.float32(1))
     assert events == ["compiled"]
 
 
-def test_a_program_is_compiled_once(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes.Exchange, "__call__", lambda self: None)
+def test_a_program_is_compiled_once(meetings):
     x = jnp.float32(1)
     step = processes.compiled_by_all(jax.jit(lambda x: jnp.sin(x) + 41), "the step")
     count = harness.compile_count()

@@ -282,7 +282,8 @@ def _network_fix(e: Exception) -> str:
     if type(e).__name__ == "MissingRNGError":
         return (
             "hk.next_rng_key() was called where there are no keys, as in a prediction. Draw keys only in "
-            "training: if is_training: x = hk.dropout(hk.next_rng_key(), rate, x)."
+            "training: if is_training: x = hk.dropout(hk.next_rng_key(), rate, x). A network that also samples in an "
+            "evaluation calls hk.maybe_next_rng_key(), which is None in a prediction."
         )
     if "must be created as part of `init`" in text:
         return (

@@ -259,16 +259,17 @@ def _metrics(
 ) -> tuple[dict[str, jax.Array], Observed]:
     """Returns the values to log by name, and the observations of each learner."""
     if isinstance(logged, Outcome):
-        return dict(logged.metrics), {"": logged.observed}
+        joined = logged.joined()
+        return dict(joined.metrics), {"": joined.observed}
     where = contract.describe_method(experiment.train_step)
     metrics: dict[str, jax.Array] = {}
     own: dict[str, jax.Array] = {}
     observed: Observed = {}
     for name, value in logged.items():
         if isinstance(value, Outcome):
-            _check_outcome(where, name, value)
-            metrics |= {f"{name}/{key}" if name else key: x for key, x in value.metrics.items()}
-            observed[name] = value.observed
+            joined = value.joined()
+            metrics |= {f"{name}/{key}" if name else key: x for key, x in joined.metrics.items()}
+            observed[name] = joined.observed
         else:
             own[name] = contract.scalar(where, name, value)
     taken = sorted(metrics.keys() & own.keys())
@@ -277,15 +278,6 @@ def _metrics(
             f"{where} returned a scalar called {taken[0]!r}, which a learner logs: give it another name."
         )
     return metrics | learner_lib.mean_over_replicas(own), observed
-
-
-def _check_outcome(where: str, name: str, outcome: Outcome) -> None:
-    """Raises UserError if an outcome stacks several updates, as a scan over updates returns them."""
-    if jnp.shape(outcome.observed.verdict):
-        raise errors.UserError(
-            f"{where} returned the outcomes of {jnp.shape(outcome.observed.verdict)[0]} updates together as {name!r}. Return "
-            "the outcome of one, such as the last: jax.tree.map(lambda x: x[-1], outcomes)."
-        )
 
 
 def _check_observed(

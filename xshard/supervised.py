@@ -56,14 +56,17 @@ class Supervised(experiment.Experiment):
         """Returns the network's outputs. This is a Haiku function: it creates its modules and parameters.
 
         It sees one replica's part of the batch, in the compute dtype of `config.precision`. It may draw keys with
-        `hk.next_rng_key()` in training and evaluation, but not in `predict`.
+        `hk.next_rng_key()` in training and evaluation, but not in `predict`, where `hk.maybe_next_rng_key()` is None.
         """
 
     @abc.abstractmethod
     def loss(
         self, outputs: Any, batch: experiment.Batch
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """Returns the mean loss over the replica's part of the batch, a float32 scalar, and a dictionary of scalars to log."""
+        """Returns the mean loss over the replica's part of the batch, a float32 scalar, and a dictionary of scalars to log.
+
+        It may draw keys with `hk.next_rng_key()`.
+        """
 
     @abc.abstractmethod
     def optimizer(self) -> base.Optimizer:

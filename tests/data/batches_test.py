@@ -116,11 +116,25 @@ def test_a_checkpoint_with_another_order_of_examples_is_refused():
         make().restore([{"step": 5, "examples": 20}])
 
 
+class Odd(Counter):
+    """An iterator that repeats one value in place of a batch."""
+
+    def __init__(self, part, value):
+        super().__init__(part)
+        self._value = value
+
+    def __next__(self):
+        return self._value
+
+
 @pytest.mark.parametrize(
     "iterator, match",
     [
         (lambda part: iter([]), "list_iterator, which has no get_state, set_state"),
-        (lambda part: Counter(part, rows=3), r"arrays of \{'x': 3\} rows. .* the 8 rows"),
+        (lambda part: Counter(part, rows=3), "has 3 rows. It must have the 8 rows"),
+        (lambda part: Odd(part, [("a", 1)]), "of type list. It must be a dictionary of arrays"),
+        (lambda part: Odd(part, {"x": np.array(["a"] * 8)}), "which cannot go to a device"),
+        (lambda part: Odd(part, {"x": {"y": np.zeros(8)}}), "a dictionary under 'x'"),
         (lambda part: Counter(part, last=0), "ended before the run"),
     ],
 )
@@ -130,7 +144,7 @@ def test_iterators_that_do_not_fit_are_refused(iterator, match):
 
 
 def test_a_state_that_json_cannot_hold_is_refused():
-    class Odd(Counter):
+    class Set(Counter):
         def get_state(self):
             return {1, 2}
 
@@ -138,7 +152,7 @@ def test_a_state_that_json_cannot_hold_is_refused():
         def get_state(self):
             return [np.array([None])]
 
-    for kind in (Odd, Objects):
+    for kind in (Set, Objects):
         with pytest.raises(
             ValueError, match=f"get_state of {kind.__name__} returned a value that JSON c"
         ):

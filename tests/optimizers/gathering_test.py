@@ -380,12 +380,32 @@ class AppliesItself(Network):
         return Own(super().optimizer())
 
 
+class SharpnessAware(base.OptimizerWrapper):
+    """Differentiates where a step against the gradient, of fixed length, leads."""
+
+    def __init__(self, opt):
+        super().__init__()
+        self.opt = opt
+
+    def compute_gradients(self, loss, params, **kwargs):
+        _, grads = self.opt.compute_gradients(loss, params, **kwargs)
+        length = 0.1 / optax.global_norm(grads)
+        there = jax.tree.map(lambda w, g: w + length * g, params, grads)
+        return self.opt.compute_gradients(loss, there, **kwargs)
+
+
+class PerturbsInRule(Network):
+    def optimizer(self):
+        return SharpnessAware(super().optimizer())
+
+
 @pytest.mark.parametrize(
     "changes, match",
     [
         ({"cls": Clips}, "shard_params=True cannot be used with clip_gradients: no replica has its own gradients"),
         ({"cls": Penalized}, r"uses 'params/mlp/~/linear_0/w' as if it were whole, by reduce_sum \(\S*gathering_test.py:\d+\)"),
         ({"cls": AppliesItself}, "cannot be used with Own, which overrides apply_gradients"),
+        ({"cls": PerturbsInRule}, "cannot be used with SharpnessAware, which overrides compute_gradients"),
         ({"cls": ClipsInRule}, "clips_own cannot be used with shard_params=True: its .* takes a replica's own"),
         ({"kind": "penalty"}, "uses the parameter 'penalised/w' without asking hk.get_parameter"),
     ],

@@ -170,12 +170,7 @@ class TrainBatches:
                 "The training data ended before the run did. Use an iterator that starts over, as "
                 "grain's repeat() does, or set fewer steps."
             ) from e
-        sizes = {name: len(array) for name, array in batch.items()}
-        if set(sizes.values()) != {len(self._rows.local_rows)}:
-            raise errors.UserError(
-                f"The experiment's iterator returned arrays of {sizes} rows. It must return at least one array, each "
-                f"with the {len(self._rows.local_rows)} rows of this process's Part."
-            )
+        data.check_batch(batch, len(self._rows.local_rows))
         return batch
 
     def _check_iterator(self) -> None:

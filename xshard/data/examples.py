@@ -144,6 +144,21 @@ def check(examples: Examples, what: str = "The data") -> None:
     num_examples(examples, what)
 
 
+def check_batch(batch: Any, rows: int) -> None:
+    """Raises UserError unless a batch of an experiment's iterator holds arrays by name, with `rows` rows each."""
+    what = "A batch of the experiment's iterator"
+    if not isinstance(batch, Mapping):
+        raise errors.UserError(
+            f"{what} is of type {type(batch).__name__}. It must be a dictionary of arrays by name."
+        )
+    check(batch, what)
+    found = num_examples(batch)
+    if found != rows:
+        raise errors.UserError(
+            f"{what} has {found} rows. It must have the {rows} rows of this process's Part."
+        )
+
+
 def _check_source(examples: Any, what: str, form: str) -> None:
     kind = type(examples).__name__
     if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):

@@ -142,3 +142,20 @@ class Outcome(NamedTuple):
     metrics: dict[str, jax.Array]
     observed: Observed
     aux: Any = None
+
+    def joined(self) -> "Outcome":
+        """Returns the outcomes of several updates, which a scan stacks, as one.
+
+        It logs the values of the last update, and `updates_per_step`. The run watches the first update with trouble, or
+        else the last.
+        """
+        shape = jnp.shape(self.observed.verdict)
+        if not shape:
+            return self
+        flatten = lambda x: x.reshape(-1, *x.shape[len(shape) :])
+        metrics, observed = jax.tree.map(flatten, (self.metrics, self.observed))
+        trouble = observed.verdict == TROUBLE
+        watched = jnp.where(jnp.any(trouble), jnp.argmax(trouble), len(trouble) - 1)
+        metrics = {name: x[-1] for name, x in metrics.items()}
+        metrics["updates_per_step"] = jnp.int32(len(trouble))
+        return Outcome(metrics, jax.tree.map(lambda x: x[watched], observed))

@@ -151,12 +151,8 @@ class Log:
                 writer.write_samples(row)
 
     def _write(self, rows: Iterable[rows_lib.Row]) -> None:
-        for row in rows:
+        for row in map(with_skips, rows):
             steps = row["step"]
-            for name in [name for name in row if name.rpartition("/")[2] == "global_step"]:
-                # A running total, since the 'skipped' of one step would miss skips between rows.
-                skipped = steps - np.asarray(row[name])
-                row[name.removesuffix("global_step") + "skipped"] = skipped.tolist()
             if self._epoch_examples is not None:
                 # An experiment may log its own 'epoch', which takes precedence.
                 examples = steps * self._config.batch_size
@@ -199,6 +195,19 @@ class Log:
         performance = {f"perf/{name}": float(f"{value:.6g}") for name, value in row.items()}
         performance["perf/time"] = _now()
         return performance
+
+
+def with_skips(row: rows_lib.Row) -> rows_lib.Row:
+    """Returns a step's row with the skips of each learner so far, since its own would miss skips between rows."""
+    row = dict(row)
+    for name in [name for name in row if name.rpartition("/")[2] == "global_step"]:
+        learner = name.removesuffix("global_step")
+        made = row["step"] * np.asarray(row.get(f"{learner}updates_per_step", 1))
+        row.pop(f"{learner}skipped", None)
+        # Unknown if a step makes several updates and returns the outcome of only one of them.
+        if np.all(made >= row[name]):
+            row[f"{learner}skipped"] = (made - row[name]).tolist()
+    return row
 
 
 def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]:

@@ -85,6 +85,12 @@ def check_shards_params(opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: 
         )
     elif type(opt).apply_gradients is not base.Optimizer.apply_gradients:
         why = f"{type(opt).__name__}, which overrides apply_gradients. Implement update instead"
+    for rule in base.all_rules(opt):
+        if not type(rule).compute_gradients.__module__.startswith("xshard."):
+            why = (
+                f"{type(rule).__name__}, which overrides compute_gradients: there, a replica has shards of the parameters and "
+                "of gradients that are summed already, so a norm or a clip would be another one. Implement update instead"
+            )
     if why:
         raise errors.UserError(
             f"reduction.shard_params=True cannot be used with {why}; or set reduction.shard_params to False."

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import distributed
 
 from xshard import errors
@@ -196,27 +197,35 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
 
 
 def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
-    """Returns a jitted function that no process runs before all processes have compiled it.
+    """Returns a jitted function that no process runs before all processes have compiled it for its arguments' shapes.
 
     The processes may finish compiling at very different times, for example if one of them finds the program in a cache.
     In a collective, gloo, which CPUs use, waits only 30 s for a peer before it fails.
 
     Args:
-      function: a result of `jax.jit`; all processes must call it with arguments of the same shapes.
-      what: the name of the function, for the error message if a process does not come.
+      function: a result of `jax.jit`. Its first argument has the same shapes in all calls.
+      what: the name of the function, for the error messages.
+
+    Raises:
+      UserError: if processes meet with other shapes, such as batches padded to different lengths.
     """
     if jax.process_count() == 1:
         return function
     meet = Exchange(f"compiling {what}", _COMPILE_SECONDS)
-    met = False
+    met: set[str] = set()
 
     def call(*args: Any) -> Any:
-        nonlocal met
-        if not met:
+        shapes = str(jax.tree.map(np.shape, args[1:]))
+        if shapes not in met:
             # JAX caches the compiled program, so the call below finds it.
             function.lower(*args).compile()
-            meet()
-            met = True
+            found = meet(shapes)
+            if set(found) != {shapes}:
+                raise errors.UserError(
+                    f"{what} has other shapes on some processes: {'; '.join(found)}, from process 0 on. Give the batches "
+                    "of a step the same shapes on all processes."
+                )
+            met.add(shapes)
         return function(*args)
 
     return call
