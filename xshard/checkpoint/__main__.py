@@ -106,7 +106,8 @@ def diff(store: str, a: str, b: str | None) -> Rows:
     """Returns a row for each array that differs between two steps of a store, or between two places."""
     places = (store, a) if b is None else (f"{store}@{a}", f"{store}@{b}")
     first, second = map(place_lib.find, places)
-    of_first, of_second = (metadata_lib.read_array_metas(attempt) for attempt in (first, second))
+    of_first = metadata_lib.read_array_metas(first)
+    of_second = metadata_lib.read_array_metas(second)
     rows: Rows = []
     in_both = {}
     for path in sorted(of_first.keys() | of_second.keys()):

@@ -306,12 +306,8 @@ class Manager:
 
     def _candidates(self, step: int | None) -> list[format_lib.Attempt]:
         """Lists the checkpoints that may be read, newest first, the same on all processes."""
-
-        def choose() -> list[str]:
-            chosen = format_lib.choose(self.store, self._folder.committed(), step)
-            return [attempt.folder for attempt in chosen]
-
+        choose = lambda: format_lib.choose(self.store, self._folder.committed(), step)
         # Process 0 decides for all, since two listings of a store may differ from one instant to the next.
-        folders = self.agree(choose)
+        folders = self.agree(lambda: [attempt.folder for attempt in choose()])
         self._agreement.check_seen(folders)
         return [format_lib.attempt_in(self.store, folder) for folder in folders]

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from xshard.checkpoint import arrays as arrays_lib
@@ -51,15 +51,14 @@ def read_array_metas(attempt: format_lib.Attempt) -> arrays_lib.ArrayMetas:
 def read_commit_meta(attempt: format_lib.Attempt) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the content of COMMIT and meta.json, as `read_commit` and `read_meta` do, and reads each file once."""
     commit = read_commit(attempt)
-    content = _read_summed(attempt, format_lib.META, commit)
-    _read_summed(attempt, format_lib.MANIFEST, commit)
-    return commit, _parse(attempt, format_lib.META, content, schema.meta)
+    sums = commit["sha256"]
+    _read_file(attempt, format_lib.MANIFEST, sums)
+    return commit, _read_parsed(attempt, format_lib.META, schema.meta, sums)
 
 
 def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
     """Returns the content of COMMIT, with the metrics of METRICS; raises DamagedError if it is another attempt's."""
-    content = _read_file(attempt, format_lib.COMMIT)
-    commit = _parse(attempt, format_lib.COMMIT, content, schema.commit)
+    commit = _read_parsed(attempt, format_lib.COMMIT, schema.commit)
     if (commit["step"], commit["attempt"]) != (attempt.step, attempt.nonce):
         raise DamagedError(f"{attempt}/{format_lib.COMMIT} belongs to another checkpoint.")
     # The state does not depend on METRICS, so a damaged METRICS is treated as absent.
@@ -72,8 +71,7 @@ def added_metrics(attempt: format_lib.Attempt) -> dict[str, float]:
     """Returns the content of METRICS, empty if there is none; raises DamagedError if it is not what was written."""
     if format_lib.METRICS not in attempt.marks:
         return {}
-    content = _read_file(attempt, format_lib.METRICS)
-    return _parse(attempt, format_lib.METRICS, content, schema.metrics)
+    return _read_parsed(attempt, format_lib.METRICS, schema.metrics)
 
 
 def array_metas(meta: dict[str, Any]) -> arrays_lib.ArrayMetas:
@@ -92,27 +90,29 @@ def array_metas(meta: dict[str, Any]) -> arrays_lib.ArrayMetas:
     return arrays
 
 
-def _read_summed(attempt: format_lib.Attempt, name: str, commit: dict[str, Any]) -> bytes:
-    """Reads a file; raises DamagedError if its checksum differs from the one in COMMIT."""
-    content = _read_file(attempt, name)
-    if format_lib.checksum(content) != commit["sha256"].get(name):
-        raise DamagedError(f"{attempt}/{name} is not what was written (its checksum differs).")
-    return content
-
-
-def _read_file(attempt: format_lib.Attempt, name: str) -> bytes:
+def _read_file(
+    attempt: format_lib.Attempt, name: str, sums: Mapping[str, str] | None = None
+) -> bytes:
+    """Reads a file; raises DamagedError if it is missing, or differs from its checksum in `sums`, those of COMMIT."""
     try:
         content = attempt.store.read(attempt.prefix + name)
     except format_lib.CheckpointError as e:
         raise UnreadableError(f"{attempt}/{name} cannot be read: {e}.") from e
     if content is None:
         raise DamagedError(f"{attempt}/{name} is missing.")
+    if sums is not None and format_lib.checksum(content) != sums.get(name):
+        raise DamagedError(f"{attempt}/{name} is not what was written (its checksum differs).")
     return content
 
 
-def _parse(
-    attempt: format_lib.Attempt, name: str, content: bytes, parse: Callable[[bytes], Any]
+def _read_parsed(
+    attempt: format_lib.Attempt,
+    name: str,
+    parse: Callable[[bytes], Any],
+    sums: Mapping[str, str] | None = None,
 ) -> Any:
+    """Reads a file as `_read_file` does, and parses it."""
+    content = _read_file(attempt, name, sums)
     try:
         return parse(content)
     except format_lib.CheckpointError as e:
