@@ -91,7 +91,7 @@ def hops(devices: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[int]:
     places = _places(devices)[:, :-1]
     shape = tuple(places.max(axis=0) - places.min(axis=0) + 1)
     # The length of each axis that is a ring; 0 for others.
-    rings = np.where(_closed(devices[0].device_kind, shape), shape, 0)
+    rings = np.where(_rings(devices[0].device_kind, shape), shape, 0)
     lengths = []
     for group in groups:
         lengths += _tree(places[list(group)], rings)
@@ -102,7 +102,7 @@ def _places(devices: Sequence[Any]) -> np.ndarray:
     return np.array([(*device.coords, device.core_on_chip) for device in devices])
 
 
-def _closed(kind: str, shape: _Shape) -> list[bool]:
+def _rings(kind: str, shape: _Shape) -> list[bool]:
     """Returns whether each axis of a slice is a ring.
 
     Sources: for v4 and v5p https://docs.cloud.google.com/tpu/docs/v5p, "All 4x4x4 and larger slices have full 3D
@@ -163,27 +163,27 @@ def _parts(room: _Shape, count: int) -> Iterator[_Shape]:
 
 def _preference(split: tuple[_Shape, ...], shape: _Shape) -> tuple[Any, ...]:
     """Returns a sort key of a layout, smallest is best: by communication, then by whole axes, then by axis order."""
-    ways, whole = [], []
+    costs, whole = [], []
     strides = [1] * len(shape)
     # Nothing is exchanged along the first dimension.
     for part in reversed(split[1:]):
-        ways.append(_way(part, strides))
+        costs.append(_sum_cost(part, strides))
         strides = [stride * side for stride, side in zip(strides, part, strict=True)]
         whole_sides = [side for side, size in zip(part, shape, strict=True) if side == size]
         whole.append(-math.prod(whole_sides))
     # Between equally good layouts, prefer larger sides along the first axes.
     sides = [[-side for side in part] for part in reversed(split)]
-    return ways, whole, sides
+    return costs, whole, sides
 
 
-def _way(part: _Shape, strides: Sequence[int]) -> int:
+def _sum_cost(part: _Shape, strides: Sequence[int]) -> int:
     """Returns the cost of a sum over a box: the data that it sends, times the links that the data crosses.
 
     The sum is modeled as a reduce-scatter along one axis after another, starting with the nearest neighbors. Each
     reduce-scatter leaves less data for the next one.
     """
-    way, data = 0, math.prod(part)
+    cost, data = 0, math.prod(part)
     for stride, side in sorted(zip(strides, part, strict=True)):
-        way += stride * (data - data // side)
+        cost += stride * (data - data // side)
         data //= side
-    return way
+    return cost

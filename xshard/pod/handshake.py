@@ -89,14 +89,13 @@ def read_hello(message: Mapping[str, Any]) -> Hello:
 
 def shortened(facts: Mapping[str, str]) -> dict[str, str]:
     """Returns the facts with long values cut; a cut value ends with the checksum of the whole value."""
-    return {name: _short(value) for name, value in facts.items()}
-
-
-def _short(value: str) -> str:
-    if len(value) <= _LONGEST_VALUE:
-        return value
-    checksum = hashlib.sha256(value.encode(errors="backslashreplace")).hexdigest()[:16]
-    return f"{value[:_KEPT_OF_LONG]}... ({len(value)} characters, SHA-256 {checksum}...)"
+    short = dict(facts)
+    for name, value in facts.items():
+        if len(value) > _LONGEST_VALUE:
+            checksum = hashlib.sha256(value.encode(errors="backslashreplace")).hexdigest()[:16]
+            begin = value[:_KEPT_OF_LONG]
+            short[name] = f"{begin}... ({len(value)} characters, SHA-256 {checksum}...)"
+    return short
 
 
 class MismatchError(process_spec.StartError):
