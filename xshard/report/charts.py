@@ -149,7 +149,7 @@ def _lines(number: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
     for columns, judge, mode in (
         (run.training, "training", "lines"),
         (run.evaluation, "evaluation", "lines+markers"),
-        (run.separate, "evaluation job", "markers"),
+        (run.evaluation_job, "evaluation job", "markers"),
     ):
         # All charts use the same order, since a line's position in a chart determines its color.
         for name in sorted(columns, key=lambda name: _variants(name)[0]):

@@ -35,7 +35,7 @@ class Run(NamedTuple):
     Attributes:
       path: its work directory.
       name: the shortest end of that path that no other run has.
-      separate: the columns of the evaluation job; `evaluation` has the run's own evaluations.
+      evaluation_job: the columns of the evaluation job; `evaluation` has the run's own evaluations.
       attempts: the attempts in order; empty for a run of a version that did not record them.
       state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'; `doing` describes it in words.
       results: the final evaluation; empty if there is none yet.
@@ -47,7 +47,7 @@ class Run(NamedTuple):
     config: dict[str, Any]
     training: rows_lib.Columns
     evaluation: rows_lib.Columns
-    separate: rows_lib.Columns
+    evaluation_job: rows_lib.Columns
     attempts: list[attempts_lib.Attempt]
     state: str
     doing: str
@@ -123,8 +123,8 @@ class _CheckpointReader:
 
 def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Checkpoints) -> Run:
     rows = rows_lib.read(path / "metrics.jsonl")
-    separate = rows_lib.read(path / "eval" / "metrics.jsonl")
-    notes = [*rows.notes, *(f"eval/: {note}" for note in separate.notes)]
+    evaluation_job = rows_lib.read(path / "eval" / "metrics.jsonl")
+    notes = [*rows.notes, *(f"eval/: {note}" for note in evaluation_job.notes)]
     results = _noted(notes, lambda: jsonfile.read_if_exists(path / workdir.RESULTS), {})
     processes = _noted(notes, lambda: status.read_if_exists(path), [])
     attempts = _noted(notes, lambda: attempts_lib.read(path), [])
@@ -145,7 +145,7 @@ def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Che
         config=config,
         training=rows.training,
         evaluation=rows.evaluation,
-        separate=separate.evaluation,
+        evaluation_job=evaluation_job.evaluation,
         attempts=attempts,
         state=state,
         doing=doing,
