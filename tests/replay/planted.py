@@ -228,7 +228,7 @@ def _cure_checks(fault: Fault, finding: diagnosis.Finding) -> dict[str, tuple[ob
     if fault.kind == "bad_example":
         return {"cure": (finding.cure, "")}
     if fault.kind == "gradient_overflow" and fault.loss_scale == "dynamic":
-        return {"scale": (finding.scale_exponent is not None and "too high" in finding.cure, True)}
+        return {"scale": ("too high" in finding.cure, True)}
     no_scale = "no loss scale would cure it" in finding.cure
     if fault.kind == "forward_overflow":
         finite = "in float32 the step is finite" in finding.cure

@@ -155,10 +155,10 @@ def test_kinds_that_need_no_batches_are_named(row, array, kind, monkeypatch):
     monkeypatch.setattr(comparison, "compare", lambda *_: equal)
     runs = verify._Runs(FLAGS, 6)
     runs.folder.rmdir()
-    assert runs.kind(2, differing).startswith(kind)
+    assert runs.diagnose_resume(2, differing).startswith(kind)
     # If undisturbed runs differ, the kind is impurity instead.
     monkeypatch.setattr(comparison, "compare", lambda *_: comparison.Comparison(None, "params/w"))
-    assert runs.kind(2, differing).startswith("impure")
+    assert runs.diagnose_resume(2, differing).startswith("impure")
 
 
 def test_a_failed_run_shows_its_output(capfd):

@@ -16,19 +16,17 @@ _AXES = ("axes", "axis_name")
 # The most causes among the examples that are searched for.
 _MOST_CAUSES = 4
 # Primitives whose results are elements of their operands.
-_CHOOSE = frozenset(
-    (
-        "select_n",
-        "concatenate",
-        "pad",
-        "dynamic_update_slice",
-        "slice",
-        "gather",
-        "max",
-        "min",
-        "clamp",
-    )
-)
+_CHOOSE = {
+    "select_n",
+    "concatenate",
+    "pad",
+    "dynamic_update_slice",
+    "slice",
+    "gather",
+    "max",
+    "min",
+    "clamp",
+}
 
 
 class Cause(NamedTuple):
@@ -60,9 +58,11 @@ def find(
     kinds = (_of_updates(program), list(program.results.items()))
     replicas = range(len(observed.largest))
     for results in kinds:
-        ends = {
-            (r, value): name for name, value in results for r in replicas if observed.bad(r, value)
-        }
+        ends = {}
+        for name, value in results:
+            for replica in replicas:
+                if observed.bad(replica, value):
+                    ends[replica, value] = name
         if ends:
             break
     else:
@@ -132,20 +132,21 @@ class _Graph:
         replica, number = node
         value = self._program.values[number]
         peers = self._peers(replica, value.equation)
-        return [
-            (peer, source)
-            for source in value.sources
-            for peer in peers
-            if self._observed.bad(peer, source) and self._is_before((peer, source), node)
-        ]
+        causes = []
+        for source in value.sources:
+            for peer in peers:
+                if self._observed.bad(peer, source) and self._is_before((peer, source), node):
+                    causes.append((peer, source))
+        return causes
 
     def _is_before(self, source: _Node, node: _Node) -> bool:
         """Returns whether the source was first not finite in the same round of the common loops as the node, or earlier."""
-        loops = [self._program.values[number].loops for _, number in (source, node)]
-        common = sum(a == b for a, b in zip(*loops, strict=False))
+        values = self._program.values
+        source_loops, loops = values[source[1]].loops, values[node[1]].loops
+        common = sum(a == b for a, b in zip(source_loops, loops, strict=False))
         common = min(common, dataflow.DEPTH)
-        first, second = (self._observed.rounds[x][:common].tolist() for x in (source, node))
-        return bool(first <= second)
+        rounds = self._observed.rounds
+        return bool(rounds[source][:common].tolist() <= rounds[node][:common].tolist())
 
     def _peers(self, replica: int, equation: Any) -> list[int]:
         """Returns the replicas whose values an equation reads: for a collective, all along its axes."""
@@ -161,7 +162,10 @@ class _Graph:
 def _collective_axes(equation: Any) -> list[str]:
     if equation is None or equation.primitive.name == "axis_index":
         return []
-    return [name for key in _AXES for name in varying.named_axes(equation.params.get(key))]
+    axes: list[str] = []
+    for key in _AXES:
+        axes += varying.named_axes(equation.params.get(key))
+    return axes
 
 
 def blame_examples(

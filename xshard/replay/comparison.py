@@ -56,7 +56,7 @@ def compare(
     """
     rows = rows_of(first), rows_of(second)
     array, count, gap = _first_array(first, second, tolerance)
-    results = _results(first, second, tolerance=tolerance)
+    results = _results(first, second, tolerance)
     size = f"{len(rows[0])} rows, {count} arrays"
     if tolerance:
         rows = _without_near(*rows, tolerance, restored)
@@ -97,18 +97,16 @@ def _first_array(
     first: pathlib.Path, second: pathlib.Path, tolerance: float
 ) -> tuple[str, int, float]:
     """Compares the last checkpoints; returns the first array that differs or '', the number of arrays, and the largest gap."""
-    saved = [checkpoints(directory) for directory in (first, second)]
-    ends = [attempts[max(attempts)] for attempts in saved]
-    metas = [metadata_files.read_array_metas(end) for end in ends]
+    end, other_end = _last_checkpoint(first), _last_checkpoint(second)
+    metas = metadata_files.read_array_metas(end)
+    others = metadata_files.read_array_metas(other_end)
     # An array that only one run has is a difference.
-    differing = sorted(metas[0].keys() ^ metas[1].keys())
-    paths = sorted(metas[0].keys() & metas[1].keys())
-    arrays = []
-    for end, meta in zip(ends, metas, strict=True):
-        of_both = {path: meta[path] for path in paths}
-        arrays.append(array_reader.read_arrays(end, of_both))
+    differing = sorted(metas.keys() ^ others.keys())
+    paths = sorted(metas.keys() & others.keys())
+    arrays = array_reader.read_arrays(end, {path: metas[path] for path in paths})
+    other_arrays = array_reader.read_arrays(other_end, {path: others[path] for path in paths})
     largest = 0.0
-    for (path, x), (_, y) in zip(*arrays, strict=True):
+    for (path, x), (_, y) in zip(arrays, other_arrays, strict=True):
         gap, allowed = _gap(x, y), 0.0
         if tolerance and 0 < gap < np.inf:
             allowed = max(tolerance, 2 * float(jnp.finfo(x.dtype).eps))
@@ -116,7 +114,12 @@ def _first_array(
             differing.append(path)
         else:
             largest = max(largest, gap)
-    return min(differing, default=""), len(metas[0]), largest
+    return min(differing, default=""), len(metas), largest
+
+
+def _last_checkpoint(directory: pathlib.Path) -> format_lib.Attempt:
+    attempts = checkpoints(directory)
+    return attempts[max(attempts)]
 
 
 def _gap(x: np.ndarray, y: np.ndarray) -> float:
@@ -138,8 +141,9 @@ def _without_near(
     largest: dict[str, float] = {}
     for row in first:
         for name, x in row.items():
-            numbers = [y for y in (x if isinstance(x, list) else [x]) if isinstance(y, float)]
-            largest[name] = max([largest.get(name, 0.0), *map(abs, numbers)])
+            for number in x if isinstance(x, list) else [x]:
+                if isinstance(number, float):
+                    largest[name] = max(largest.get(name, 0.0), abs(number))
     near = []
     for here, there in zip(first, second, strict=False):
         if there["step"] > restored:
@@ -168,8 +172,9 @@ def _near(here: Any, there: Any, tolerance: float, largest: float = 0.0) -> Any:
     return there
 
 
-def _results(*directories: pathlib.Path, tolerance: float) -> str:
-    here, there = (jsonfile.read(directory / workdir.RESULTS) for directory in directories)
+def _results(first: pathlib.Path, second: pathlib.Path, tolerance: float) -> str:
+    here = jsonfile.read(first / workdir.RESULTS)
+    there = jsonfile.read(second / workdir.RESULTS)
     # Samples may contain digits of numbers, which differ within the tolerance.
     left_out = {"run", "samples"} if tolerance else {"run"}
     names = sorted((here.keys() | there.keys()) - left_out)

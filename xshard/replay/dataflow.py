@@ -26,18 +26,16 @@ INLINED = {
 }
 _JAX = os.path.dirname(jax.__file__) + os.sep
 # Equations that only rearrange their operand: their value is the operand's.
-_MOVES = frozenset(
-    (
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "broadcast_in_dim",
-        "copy",
-        "rev",
-        "stop_gradient",
-    )
-)
+MOVES = {
+    "reshape",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "copy",
+    "rev",
+    "stop_gradient",
+}
 # The number of nested loops whose rounds are recorded. A value in a deeper loop has the rounds of the outer ones.
 DEPTH = 4
 # An equation, preceded by the equations that contain it; and the numbers of the loops among these.
@@ -185,22 +183,13 @@ class Program:
         self, eqn: Any, inputs: list[int | None], place: _Place, loops: _Loops
     ) -> tuple[list[Block], list[int | None]]:
         name, place = eqn.primitive.name, (*place, eqn)
-        if name in _MOVES:
+        if name in MOVES:
             return [], inputs[:1]
         if name in INLINED:
             block, outputs = self._lay_out(eqn.params[INLINED[name]], inputs, place, loops)
             return [block], outputs
-        if name == "scan":
-            consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
-            block, outputs = self._lay_out_loop(
-                eqn.params["jaxpr"], inputs, consts, carries, place, loops
-            )
-        elif name == "while":
-            skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            carries = len(inputs) - skip - consts
-            block, outputs = self._lay_out_loop(
-                eqn.params["body_jaxpr"], inputs[skip:], consts, carries, place, loops
-            )
+        if name in ("scan", "while"):
+            block, outputs = self._lay_out_loop(eqn, inputs, place, loops)
         elif name == "cond":
             blocks, branches = [], []
             for branch in eqn.params["branches"]:
@@ -217,14 +206,16 @@ class Program:
         return [block], [self._add(place, loops, (source,), x.aval) for x, source in of_loop]
 
     def _lay_out_loop(
-        self,
-        body: Any,
-        inputs: list[int | None],
-        consts: int,
-        carries: int,
-        place: _Place,
-        loops: _Loops,
+        self, eqn: Any, inputs: list[int | None], place: _Place, loops: _Loops
     ) -> tuple[Block, list[int | None]]:
+        params = eqn.params
+        if eqn.primitive.name == "scan":
+            body, consts, carries = params["jaxpr"], params["num_consts"], params["num_carry"]
+        else:
+            body, consts = params["body_jaxpr"], params["body_nconsts"]
+            # The first inputs are read by the condition only.
+            inputs = inputs[params["cond_nconsts"] :]
+            carries = len(inputs) - consts
         self._loops += 1
         begin = len(self.values)
         block, outputs = self._lay_out(body, None, place, (*loops, self._loops))
@@ -285,11 +276,6 @@ def _named(path: tuple[Any, ...], form: str) -> str:
 def can_be_nonfinite(value: Any) -> bool:
     """Returns whether a value, or an array, has a dtype that can hold inf or nan."""
     return value.dtype is not None and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
-
-
-def moves(equation: Any) -> bool:
-    """Returns whether an equation only rearranges its operand, and so has no value of its own."""
-    return equation.primitive.name in _MOVES
 
 
 def name_stack(value: Value) -> str:

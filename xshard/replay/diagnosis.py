@@ -57,7 +57,6 @@ class Finding(NamedTuple):
         examples.
       results: the results that become not finite.
       cure: the change that would make the step finite, or a note that no loss scale would; empty if not examined.
-      scale_exponent: the power of two by which the loss scale was too high; None if that is not the cause.
     """
 
     first: Operation
@@ -66,7 +65,6 @@ class Finding(NamedTuple):
     rows: list[list[int]] | None
     results: list[str]
     cure: str
-    scale_exponent: int | None
 
 
 class Diagnosis:
@@ -90,8 +88,8 @@ class Diagnosis:
         if cause.nan is not None and cause.nan != cause.value:
             nan = self._operation(cause.nan, range(len(self.observed.largest)))
         rows = self._find_rows(cause)
-        cure, exponent = ("", None) if first.input else self._find_cure(cause)
-        return Finding(first, nan, cause.replicas, rows, cause.results, cure, exponent)
+        cure = "" if first.input else self._find_cure(cause)
+        return Finding(first, nan, cause.replicas, rows, cause.results, cure)
 
     def _operation(self, number: int, replicas: Sequence[int]) -> Operation:
         value = self.program.values[number]
@@ -116,8 +114,7 @@ class Diagnosis:
         replicas = len(self.observed.largest)
         size = len(next(iter(host.values()))) // replicas
         parts = self._run.config.micro_batches
-        mine = [np.arange(size) + size * replica for replica in cause.replicas]
-        rows = np.concatenate(mine)
+        rows = np.concatenate([np.arange(size) + size * replica for replica in cause.replicas])
 
         def is_bad(source: np.ndarray) -> bool:
             changed = {}
@@ -134,23 +131,28 @@ class Diagnosis:
         if harmless is None:
             return None
         only = lambda kept: is_bad(np.where(np.isin(rows, kept), rows, harmless))
-        return cause_lib.blame_examples(only, [x for m in mine for x in np.split(m, parts)])
+        return cause_lib.blame_examples(only, np.split(rows, parts * len(cause.replicas)))
 
-    def _find_cure(self, cause: cause_lib.Cause) -> tuple[str, int | None]:
-        """Returns the cure: a lower loss scale, a wider dtype, or that neither helps; and the scale's exponent if it does."""
-        scale = max((float(jnp.max(x)) for x in _scales(self._step.state)), default=1.0)
-        text = ""
+    def _find_cure(self, cause: cause_lib.Cause) -> str:
+        """Returns the cure: a lower loss scale, a wider dtype, or that neither helps."""
+        scale, texts = 1.0, []
+        for path, x in jax.tree_util.tree_leaves_with_path(self._step.state):
+            if _is_scale(path):
+                scale = max(scale, float(jnp.max(x)))
         if scale > 1:
-            text, exponent = self._cure_by_scale(cause, scale)
-            if exponent is not None:
-                return text, exponent
+            text, is_cured = self._cure_by_scale(cause, scale)
+            if is_cured:
+                return text
+            texts.append(text)
         policy = jmp.get_policy(self._run.config.precision)
         # A computation in float32 or wider cannot be cured by a wider type.
-        if jnp.dtype(policy.compute_dtype).itemsize > 2:
-            return text, None
-        return "; ".join(filter(None, (text, self._in_float32(cause, policy)))), None
+        if jnp.dtype(policy.compute_dtype).itemsize <= 2:
+            texts.append(self._in_float32(cause, policy))
+        return "; ".join(texts)
 
-    def _cure_by_scale(self, cause: cause_lib.Cause, scale: float) -> tuple[str, int | None]:
+    def _cure_by_scale(self, cause: cause_lib.Cause, scale: float) -> tuple[str, bool]:
+        """Describes whether a lower loss scale would make the step finite, and returns whether it would."""
+
         def observe_at(exponent: int) -> observations.Observations | None:
             state = _scaled(self._step.state, 2.0**-exponent)
             observed = self._evaluate(state, self._step.batch)
@@ -159,7 +161,7 @@ class Diagnosis:
 
         most = int(np.ceil(np.log2(scale)))
         if observe_at(most) is None:
-            return "not finite at a loss scale of 1 either: no loss scale would cure it", None
+            return "not finite at a loss scale of 1 either: no loss scale would cure it", False
         # Bisection for the smallest exponent: the step is finite at `high` and not at `low`.
         low, high = 0, most
         while high - low > 1:
@@ -172,7 +174,7 @@ class Diagnosis:
         if observed is not None and jnp.issubdtype(dtype, jnp.floating):
             magnitude = float(observed.largest[cause.replicas, cause.value].max()) * 2**high
             text += f"; the value that overflows is {magnitude:.3g}, and the largest {dtype} is {float(jnp.finfo(dtype).max):.6g}"
-        return text, high
+        return text, True
 
     def _in_float32(self, cause: cause_lib.Cause, policy: jmp.Policy) -> str:
         """Describes the outcome of the same step in float32."""
@@ -233,12 +235,6 @@ def _place(value: dataflow.Value) -> tuple[Any, ...]:
     equation = value.equation
     primitive = "" if equation is None else equation.primitive.name
     return primitive, dataflow.lines(value), dataflow.name_stack(value), value.shape
-
-
-def _scales(state: state_lib.TrainState) -> list[jax.Array]:
-    """Returns the dynamic loss scales of all learners."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [x for path, x in leaves if _is_scale(path)]
 
 
 def _scaled(state: state_lib.TrainState, factor: float) -> state_lib.TrainState:

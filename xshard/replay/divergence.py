@@ -10,9 +10,6 @@ from xshard.metrics import formatting, writers
 from xshard.metrics import rows as rows_lib
 from xshard.stored import fingerprint
 
-# The number of differing values that a message names.
-_NAMES = 8
-
 
 class Divergence(NamedTuple):
     """The point where two runs begin to differ.
@@ -115,7 +112,7 @@ def differences(first: Run, second: Run) -> list[dict[str, Any]]:
     """Returns a row for each fact in which two runs differ."""
     rows = []
     for name in sorted(first.facts.keys() | second.facts.keys()):
-        here, there = (run.facts.get(name, "unknown") for run in (first, second))
+        here, there = first.facts.get(name, "unknown"), second.facts.get(name, "unknown")
         if here != there:
             rows.append({"what": name, "A": str(here), "B": str(there)})
     return rows
@@ -140,7 +137,7 @@ def _evaluations(first: Run, second: Run) -> str:
         here, there = first.evaluations[step], second.evaluations[step]
         names = [name for name in here if name in there and here[name] != there[name]]
         if names:
-            return f" But the evaluation after step {step} differs in {_listed(names)}: in its data, its code or the devices."
+            return f" But the evaluation after step {step} differs in {formatting.listed(names)}: in its data, its code or the devices."
     return ""
 
 
@@ -154,19 +151,19 @@ def describe(divergence: Divergence) -> str:
         f"equal up to the row of step {divergence.alike}" if divergence.alike else "no row is equal"
     )
     if divergence.states and step == 1:
-        return f"The runs diverge before step 1: their first states differ in {_listed(divergence.states)}."
+        return f"The runs diverge before step 1: their first states differ in {formatting.listed(divergence.states)}."
     if divergence.states:
         return (
             f"The runs diverge {_in_steps(begin, step - 1)} ({until}): the state that step {step} begins with differs in "
-            f"{_listed(divergence.states)}. Smaller log_every_steps and fingerprint_every_steps narrow the range."
+            f"{formatting.listed(divergence.states)}. Smaller log_every_steps and fingerprint_every_steps narrow the range."
         )
     if begin == step:
         return (
             f"The runs diverge in step {step} ({until}): it began with the same state, but computed different "
-            f"values of {_listed(divergence.values)}. So its batch, its keys, its program or the devices differ."
+            f"values of {formatting.listed(divergence.values)}. So its batch, its keys, its program or the devices differ."
         )
     return (
-        f"The runs diverge {_in_steps(begin, step)} ({until}), in {_listed(divergence.values)}. The rows of step {step} have "
+        f"The runs diverge {_in_steps(begin, step)} ({until}), in {formatting.listed(divergence.values)}. The rows of step {step} have "
         "no fingerprints (fingerprint_every_steps), which would show an earlier difference."
     )
 
@@ -184,8 +181,3 @@ def _of_groups(name: str, here: Any, there: Any) -> list[str]:
         return [name]
     pairs = enumerate(zip(here, there, strict=True))
     return [f"{name} of group {group}" for group, (x, y) in pairs if x != y]
-
-
-def _listed(names: list[str]) -> str:
-    more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
-    return ", ".join([*names[:_NAMES], *more])

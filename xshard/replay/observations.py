@@ -128,7 +128,7 @@ class _Interpreter:
             outputs, parts = self._while(eqn, blocks[0], inputs, rounds)
         elif name == "cond":
             outputs, parts = self._cond(eqn, blocks, inputs, rounds)
-        elif dataflow.moves(eqn):
+        elif name in dataflow.MOVES:
             return _bind(eqn, inputs), []
         else:
             outputs, parts = [_rounded(x) for x in _bind(eqn, inputs)], []
@@ -139,25 +139,11 @@ class _Interpreter:
     ) -> _Evaluated:
         params = eqn.params
         consts, carries = params["num_consts"], params["num_carry"]
-        fixed, begin = inputs[:consts], inputs[consts : consts + carries]
-        first = self._next
-
-        def body(carry: Any, scanned: Any) -> tuple[Any, Any]:
-            # JAX may trace the body several times; its values keep their numbers.
-            self._next = first
-            number, seen, carried = carry
-            outputs, new = self.run(block, [*fixed, *carried, *scanned], (*rounds, number))
-            return (number + 1, _merge_rounds(seen, new), outputs[:carries]), outputs[carries:]
-
-        init = jnp.int32(0), _no_values(block.num_floating), begin
+        begin, scanned = inputs[consts : consts + carries], inputs[consts + carries :]
+        body, init = self._loop(block, inputs[:consts], begin, rounds)
         (_, seen, carried), stacked = lax.scan(
-            body,
-            init,
-            inputs[consts + carries :],
-            length=params["length"],
-            reverse=params["reverse"],
+            body, init, scanned, length=params["length"], reverse=params["reverse"]
         )
-        self._next = first + block.size
         return [*carried, *stacked], [seen]
 
     def _while(
@@ -167,18 +153,27 @@ class _Interpreter:
         skip, consts = params["cond_nconsts"], params["body_nconsts"]
         asked, fixed, begin = inputs[:skip], inputs[skip : skip + consts], inputs[skip + consts :]
         goes_on = core.jaxpr_as_fun(params["cond_jaxpr"])
+        body, init = self._loop(block, fixed, begin, rounds)
+        _, seen, carried = lax.while_loop(
+            lambda carry: goes_on(*asked, *carry[2])[0], lambda carry: body(carry, ())[0], init
+        )
+        return carried, [seen]
+
+    def _loop(
+        self, block: dataflow.Block, fixed: list[Any], begin: list[Any], rounds: _Rounds
+    ) -> tuple[Callable[..., Any], Any]:
+        """Returns the body of a loop, as of a scan, and its first carry: the round, the observations and the values."""
         first = self._next
 
-        def body(carry: Any) -> Any:
+        def body(carry: Any, scanned: Any) -> tuple[Any, Any]:
+            # JAX may trace the body several times; its values keep their numbers.
             self._next = first
             number, seen, carried = carry
-            outputs, new = self.run(block, [*fixed, *carried], (*rounds, number))
-            return number + 1, _merge_rounds(seen, new), outputs
+            outputs, new = self.run(block, [*fixed, *carried, *scanned], (*rounds, number))
+            carried, stacked = outputs[: len(begin)], outputs[len(begin) :]
+            return (number + 1, _merge_rounds(seen, new), carried), stacked
 
-        init = jnp.int32(0), _no_values(block.num_floating), begin
-        _, seen, carried = lax.while_loop(lambda x: goes_on(*asked, *x[2])[0], body, init)
-        self._next = first + block.size
-        return carried, [seen]
+        return body, (jnp.int32(0), _no_values(block.num_floating), begin)
 
     def _cond(
         self,

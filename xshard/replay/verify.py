@@ -150,7 +150,9 @@ def verify(
         say(f"{same}: {what}; {compared.size} and the results are equal")
         return True
     say("\n".join([f"not {same}: {what}", *compared.lines()]))
-    say(f"kind         {runs.diagnose_nondeterminism() if row else runs.kind(saved, compared)}")
+    say(
+        f"kind         {runs.diagnose_nondeterminism() if row else runs.diagnose_resume(saved, compared)}"
+    )
     say(f"runs         {runs.folder}")
     return False
 
@@ -214,7 +216,7 @@ class _Runs:
             )
         return self.folder / name
 
-    def kind(self, saved: int, compared: comparison.Comparison) -> str:
+    def diagnose_resume(self, saved: int, compared: comparison.Comparison) -> str:
         """Determines and describes why a resumed run differs."""
         whole = self.folder / "whole"
         if comparison.compare(whole, self.train("again")).lines():
@@ -235,7 +237,8 @@ class _Runs:
             )
         if column.startswith("eval/") or (compared.row is None and not compared.array):
             return f"the evaluation: {only} the same state is evaluated differently; does an attribute change?"
-        first, restored = (_batches(whole, range(i, step + 1)) for i in (1, saved + 1))
+        first = _batches(whole, range(1, step + 1))
+        restored = _batches(whole, range(saved + 1, step + 1))
         for number, batch in restored.items():
             if batch != first[number]:
                 return (
