@@ -2,10 +2,11 @@
 
 import json
 
+from xshard import checkpoint
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.pod import notice
-from xshard.run import preflight, states
+from xshard.run import preflight
 
 
 class Killed(BaseException):
@@ -58,4 +59,5 @@ def final_state(directory, config):
     mesh = experiment_lib.mesh_of(config)
     example = preflight.train_batches(experiment, mesh).example
     target = state_lib.abstract_state(experiment, mesh, config.seed, example, whole=True)
-    return states.manager(config, str(directory / "checkpoints")).restore(target).state
+    manager = checkpoint.Manager(directory / "checkpoints", checkpoint.Keep(1))
+    return manager.restore(target).state

@@ -20,7 +20,7 @@ from xshard.metrics import deferred, formatting
 from xshard.optimizers import trees
 from xshard.run import loss_jumps
 
-_LOOK_AT = (
+_ADVICE = (
     "Check the learning rate, the data for NaN and infinities, and the loss for divisions by 0 and logarithms or square "
     "roots of 0; see docs/half_precision.md."
 )
@@ -176,7 +176,8 @@ class Monitor:
         medians = self._jumps.add(losses)
         descriptions = []
         for learner, group in np.argwhere(np.isfinite(medians)):
-            loss, median = (formatting.number(float(x[learner, group])) for x in (losses, medians))
+            loss = formatting.number(losses[learner, group])
+            median = formatting.number(medians[learner, group])
             factor = formatting.number(self._jumps.factor)
             description = f"the loss is {loss}, above {factor} times the earlier median, {median}"
             descriptions.append(self._whose(learner, group) + description)
@@ -218,19 +219,15 @@ class Monitor:
             name = names[learner]
             loss = np.asarray(observed[name].loss).reshape(-1)[group]
             bad = np.asarray(observed[name].gradients).reshape(groups, -1)[group]
-            description = _describe_update(loss, bad, self._paths[name])
+            description = f"the loss is {formatting.number(float(loss))}"
+            paths = self._paths[name]
+            nonfinite = [paths[index] for index in np.flatnonzero(bad).tolist()]
+            if nonfinite:
+                link = "but" if np.isfinite(loss) else "and"
+                count = f"{len(nonfinite)} of {len(paths)} gradients"
+                description += f", {link} {count} are not finite: {formatting.listed(nonfinite)}"
             descriptions.append(self._whose(learner, group) + description)
         return f"step {step}: {'; '.join(descriptions)}"
-
-
-def _describe_update(loss: Any, bad: np.ndarray, paths: Sequence[str]) -> str:
-    numbers = f"the loss is {formatting.number(float(loss))}"
-    nonfinite = [paths[index] for index in np.flatnonzero(bad).tolist()]
-    if not nonfinite:
-        return numbers
-    link = "but" if np.isfinite(loss) else "and"
-    count = f"{len(nonfinite)} of {len(paths)} gradients"
-    return f"{numbers}, {link} {count} are not finite: {formatting.listed(nonfinite)}"
 
 
 def of_state(step: int, paths: Sequence[str]) -> str:
@@ -240,4 +237,4 @@ def of_state(step: int, paths: Sequence[str]) -> str:
 
 def message(why: str) -> str:
     """Returns the error message of a run that did not end finite, with the reason and advice."""
-    return f"error: {why}. {_LOOK_AT}"
+    return f"error: {why}. {_ADVICE}"

@@ -73,17 +73,17 @@ def programs(
     predict = jitted_predict(experiment, mesh)
     whole = mesh_lib.sharding(mesh)
     trace = lambda batch: predict.trace(state, batches.shapes_of(batch, whole))
-    programs = []
+    predictions = []
     for ask in _prediction_callers(experiment, act):
-        programs += _at_first_prediction(ask, trace)
-    if not programs and experiment_lib.overrides(experiment, "predict"):
+        predictions += _at_first_prediction(ask, trace)
+    if not predictions and experiment_lib.overrides(experiment, "predict"):
         rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
         # The run itself makes no prediction, so an error is no reason to refuse it. The first prediction reports the error.
         with contextlib.suppress(Exception):
-            programs = [trace(batches.shapes(batch, rows))]
-    for program in programs:
-        _check_prediction(experiment, mesh, program)
-        stored.check_unread(experiment.predict, program.jaxpr, state, mesh)
+            predictions = [trace(batches.shapes(batch, rows))]
+    for traced in predictions:
+        _check_prediction(experiment, mesh, traced)
+        stored.check_unread(experiment.predict, traced.jaxpr, state, mesh)
     return train_step, predict
 
 
@@ -140,8 +140,25 @@ def _check_equal(
     leaves = jax.tree_util.tree_leaves_with_path(state)
     # The step's outputs begin with the state. A checkpoint holds none of the outputs after it.
     for (path, leaf), own, axes in zip(leaves, declared, differing, strict=False):
-        if (axes - own) & several:
-            raise errors.UserError(_differs(experiment, state, path, leaf))
+        if not (axes - own) & several:
+            continue
+        name = trees.path_name(path)
+        why = (
+            f"{name!r}, of type {leaf.dtype}, which differs between the replicas: it depends on each replica's part of the "
+            "batch, key or index"
+        )
+        for learner in state_lib.learners(state):
+            if name.removeprefix(f"{learner}/").startswith("net_state/"):
+                raise errors.UserError(
+                    f"A network keeps the state {why}. Only one copy of a network's state is kept: the mean over the replicas, "
+                    "which needs a floating-point type. Count steps rather than examples, or keep a float32 mean over the batch."
+                )
+        raise errors.UserError(
+            f"{contract.describe_method(experiment.train_step)} leaves the state {why}, but a checkpoint keeps only one copy of "
+            "it. Wrap it in xshard.PerReplica or xshard.PerExample, in init and in the step; make it equal with a collective, "
+            "such as jax.lax.pmean(x, ('slice', 'replica')); or, if it is equal for a reason that the program does not show, "
+            "declare that with xshard.equal_on_replicas."
+        )
 
 
 def _several(mesh: jax.sharding.Mesh) -> varying.Axes:
@@ -151,29 +168,6 @@ def _several(mesh: jax.sharding.Mesh) -> varying.Axes:
     """
     several = {axis for axis in varying.ALL if mesh.shape[axis] > 1}
     return frozenset(several if several & {*mesh_lib.REPLICAS} else several | {mesh_lib.REPLICA})
-
-
-def _differs(
-    experiment: experiment_lib.Experiment, state: state_lib.TrainState, path: Any, leaf: Any
-) -> str:
-    name = trees.path_name(path)
-    why = (
-        f"{name!r}, of type {leaf.dtype}, which differs between the replicas: it depends on each replica's part of the "
-        "batch, key or index"
-    )
-    if any(
-        name.removeprefix(f"{of}/").startswith("net_state/") for of in state_lib.learners(state)
-    ):
-        return (
-            f"A network keeps the state {why}. Only one copy of a network's state is kept: the mean over the replicas, which "
-            "needs a floating-point type. Count steps rather than examples, or keep a float32 mean over the batch."
-        )
-    return (
-        f"{contract.describe_method(experiment.train_step)} leaves the state {why}, but a checkpoint keeps only one copy of it. "
-        "Wrap it in xshard.PerReplica or xshard.PerExample, in init and in the step; make it equal with a collective, such "
-        "as jax.lax.pmean(x, ('slice', 'replica')); or, if it is equal for a reason that the program does not show, declare "
-        "that with xshard.equal_on_replicas."
-    )
 
 
 class _PredictedError(BaseException):

@@ -50,9 +50,7 @@ class StartState(NamedTuple):
     fingerprints: dict[str, Any] | None = None
 
 
-def identify(
-    config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str = ""
-) -> Run:
+def identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str) -> Run:
     """Identifies the run to start or resume. All processes call it, and process 0's view of the files decides.
 
     Args:

@@ -126,9 +126,8 @@ def with_back_off(
 
 def has_scale(target: state_lib.TrainState) -> bool:
     """Returns whether the optimizer state of any learner has an update factor that a roll-back can lower."""
-    return any(
-        back_off.is_scale(name)
-        for learner in state_lib.learners(target).values()
-        for arrays in learner.opt_state.values()
-        for name in arrays
-    )
+    for learner in state_lib.learners(target).values():
+        for arrays in learner.opt_state.values():
+            if any(map(back_off.is_scale, arrays)):
+                return True
+    return False

@@ -185,13 +185,13 @@ class RollBacks:
         entry = self._in_effect.get(step - 1)
         if entry is None:
             return None
-        values = {
-            "number": self._all.index(entry) + 1,
-            "trouble_step": entry.step,
-            "first_batch": entry.first_batch,
-            "last_batch": entry.last_batch,
+        return {
+            "step": step,
+            "roll_back/number": self._all.index(entry) + 1,
+            "roll_back/trouble_step": entry.step,
+            "roll_back/first_batch": entry.first_batch,
+            "roll_back/last_batch": entry.last_batch,
         }
-        return {"step": step, **{f"roll_back/{name}": value for name, value in values.items()}}
 
     def _batches_drawn(self, step: int) -> int:
         """Returns the number of batches that the run has drawn after a step, used or skipped."""

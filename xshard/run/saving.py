@@ -59,7 +59,6 @@ class Checkpoints:
         self._batches = batches
         self._tolerates_failure = config.checkpoint.on_failure == "go_on"
         self._must_be_finite = states.must_be_finite(config)
-        self._last: int | None = None
         self._notify = notify
         self._directory = directory
         self._run = run
@@ -97,8 +96,6 @@ class Checkpoints:
         Raises:
           ValueError: if the checkpoint does not fit the run, or if the newest one that the run saved is missing.
         """
-        # After a roll-back the run saves steps that it has saved before.
-        self._last = None
         latest = self.manager.agreed_latest_step()
         reached = self._check_newest(latest)
         if latest is None:
@@ -122,13 +119,15 @@ class Checkpoints:
         if not evaluated:
             # A run that resumed from this checkpoint may have made the evaluation since.
             evaluated = bool(self.manager.agree(lambda: self.manager.metrics(restored.step)))
-        names = (_ROWS, "watched", "fingerprint")
-        rows, watched, fingerprints = (restored.metadata.get(name) for name in names)
-        if not restored.is_whole:
-            # The saved fingerprints cover other arrays than this state has, so they cannot be compared with it.
-            fingerprints = None
+        # If the state lacks arrays of the checkpoint, the saved fingerprints cannot be compared with it.
+        fingerprints = restored.metadata.get("fingerprint") if restored.is_whole else None
         return resuming.StartState(
-            restored.state, evaluated, rows, restored.folder, watched, fingerprints
+            restored.state,
+            evaluated,
+            restored.metadata.get(_ROWS),
+            restored.folder,
+            restored.metadata.get("watched"),
+            fingerprints,
         )
 
     def _check_newest(self, latest: int | None) -> int | None:
@@ -204,7 +203,7 @@ class Checkpoints:
         noted: Mapping[str, Any],
         log: log_lib.Log,
     ) -> None:
-        """Starts to save a step, unless it was saved already; returns when the state may be donated.
+        """Starts to save a step, unless it has a checkpoint already; returns when the state may be donated.
 
         Args:
           step: the number of steps made.
@@ -214,9 +213,6 @@ class Checkpoints:
             'watched', the state of the watch over the steps; and 'fingerprint', the fingerprints of the state.
           log: the run's log; its rows reach the disk before the checkpoint is committed.
         """
-        if step == self._last:
-            return
-        self._last = step
         with self._tolerated():
             self.manager.save(
                 step,
@@ -282,8 +278,6 @@ class Checkpoints:
         except checkpoint.CheckpointError as e:
             if not self._tolerates_failure or isinstance(e, checkpoint.NonfiniteError):
                 raise
-            # The step is not saved, so `save` may try it again.
-            self._last = None
             states.say(f"NOT SAVED: {e} Training continues, because checkpoint.on_failure=go_on.")
 
 

@@ -50,7 +50,21 @@ class States:
           ValueError: if a value of the config is invalid.
         """
         self._args = experiment, mesh, experiment.config.seed, example
-        self.manager = manager(experiment.config, str(directory.checkpoints), owner, committed)
+        config = experiment.config
+        options, rules = config.checkpoint, keep(config.checkpoint)
+        # A roll-back needs the newest scheduled checkpoint, which extra saves must not push out.
+        if config.on_nonfinite == config_lib.ROLL_BACK:
+            rules = dataclasses.replace(rules, newest_of=options.every_steps)
+        self.manager = checkpoint.Manager(
+            options.directory or directory.checkpoints,
+            rules,
+            budget_bytes=int(options.budget_gb * 1e9),
+            finite=checkpoint.PARAMS,
+            refuse_nonfinite=must_be_finite(config),
+            owner=owner,
+            say=say,
+            committed=committed,
+        )
         self.target = state_lib.abstract_state(*self._args, whole=True)
         self.converter = conversion.StateConverter(experiment, mesh)
         self._mesh = mesh
@@ -75,39 +89,6 @@ class States:
         older = lambda: state_lib.abstract_state(*self._args, whole=True, all_slots=True)
         restored = self.manager.restore(target, step, may_hold=older)
         return restored._replace(state=self.converter.from_whole(restored.state))
-
-
-def manager(
-    config: ml_collections.ConfigDict,
-    default: str,
-    owner: checkpoint.Owner | None = None,
-    committed: Callable[[checkpoint.Committed], None] = lambda committed: None,
-) -> checkpoint.Manager:
-    """Opens the checkpoints of a run; writes nothing.
-
-    Args:
-      config: the run's config.
-      default: the directory of the checkpoints if `checkpoint.directory` is empty.
-      owner: the run that writes the checkpoints; None for a reader.
-      committed: called on process 0, from another thread, when a checkpoint is committed.
-
-    Raises:
-      ValueError: if a value of the config is invalid.
-    """
-    options, rules = config.checkpoint, keep(config.checkpoint)
-    # A roll-back needs the newest scheduled checkpoint, which extra saves must not push out.
-    if config.on_nonfinite == config_lib.ROLL_BACK:
-        rules = dataclasses.replace(rules, newest_of=options.every_steps)
-    return checkpoint.Manager(
-        options.directory or default,
-        rules,
-        budget_bytes=int(options.budget_gb * 1e9),
-        finite=checkpoint.PARAMS,
-        refuse_nonfinite=must_be_finite(config),
-        owner=owner,
-        say=say,
-        committed=committed,
-    )
 
 
 def must_be_finite(config: ml_collections.ConfigDict) -> bool:
