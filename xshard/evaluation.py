@@ -37,9 +37,7 @@ class Evaluation:
         Raises:
           ValueError: if there are no examples, or the replicas do not divide the batch.
         """
-        self._eval_step = experiment.eval_step
-        self._summarize = experiment.summarize
-        self._where = contract.describe_method(experiment.summarize)
+        self._experiment = experiment
         self._splits = experiment_lib.checked_eval_data(experiment)
         replicas = logical.of_config(experiment.config, mesh)
         self._batches = {
@@ -76,7 +74,7 @@ class Evaluation:
         totals = {}
         for split, of_split in self._batches.items():
             traced = self._jitted.trace(state, of_split.shapes(), np.int32(0))
-            stored.check_unread(self._eval_step, traced.jaxpr, state, self._on)
+            stored.check_unread(self._experiment.eval_step, traced.jaxpr, state, self._on)
             sums = traced.out_info
             # Zeros stand in for the sums, since only `summarize` determines the names of the metrics.
             totals[split] = {name: np.zeros(x.shape) for name, x in sums.items()}
@@ -147,7 +145,8 @@ class Evaluation:
         return results
 
     def _summary(self, sums: dict[str, np.ndarray], count: Any) -> dict[str, float]:
-        return contract.summary(self._where, self._summarize(sums, float(count)))
+        summarize = self._experiment.summarize
+        return contract.summary(contract.describe_method(summarize), summarize(sums, float(count)))
 
 
 def _jitted(

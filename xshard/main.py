@@ -170,19 +170,15 @@ def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) ->
             console=console,
             signal_receiver=signal_receiver,
         ) as watching:
-            return _run_watched(config, run_directory, watching, is_pod=bool(hosts))
-
-
-def _run_watched(config: Any, directory: str, watching: monitor.PodMonitor, *, is_pod: bool) -> int:
-    try:
-        code = _run_mode(config, directory, watching)
-        watching.end(notice.ENDS.get(code, "stopped"))
-        return code
-    except Exception as e:
-        if is_pod:
-            _fail_together(watching, e)
-        watching.end(f"failed: {cli.summary(e).splitlines()[0]}")
-        raise
+            try:
+                code = _run_mode(config, run_directory, watching)
+                watching.end(notice.ENDS.get(code, "stopped"))
+                return code
+            except Exception as e:
+                if hosts:
+                    _fail_together(watching, e)
+                watching.end(f"failed: {cli.summary(e).splitlines()[0]}")
+                raise
 
 
 def _run_mode(config: Any, directory: str, watching: monitor.PodMonitor) -> int:

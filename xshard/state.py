@@ -126,11 +126,11 @@ def learners(state: TrainState) -> dict[str, LearnerState]:
 
 def params(state: TrainState) -> dict[str, Any]:
     """Returns the parameters of all learners by path; each path begins with the learner's path."""
-    return {
-        f"{name}/{path}" if name else path: leaf
-        for name, of_learner in learners(state).items()
-        for path, leaf in trees.leaves_by_path(of_learner.params).items()
-    }
+    by_path = {}
+    for name, of_learner in learners(state).items():
+        for path, leaf in trees.leaves_by_path(of_learner.params).items():
+            by_path[f"{name}/{path}" if name else path] = leaf
+    return by_path
 
 
 def map_learners(f: Callable[[str, LearnerState], LearnerState], state: TrainState) -> TrainState:

@@ -117,8 +117,7 @@ def on_replicas(
         _check_observed(experiment, old.experiment, made, observed)
         made = jax.tree.map(trees.strong, made)
         new = _stored(TrainState(old.step + 1, made, old.rng), grouped)
-        watched = metrics, observed, begun
-        return Stepped(new, *(_add_dim(watched) if grouped else watched))
+        return Stepped(new, *_of_group((metrics, observed, begun), grouped))
 
     def mapped(state: TrainState, batch: Batch) -> logical.Mapped:
         del batch
@@ -183,7 +182,7 @@ def evaluation_on_replicas(
         if not grouped:
             return sums, {}
         ensemble = {name: sums.pop(name) for name in list(sums) if name.startswith("ensemble/")}
-        return _add_dim(sums), ensemble
+        return _of_group(sums, grouped), ensemble
 
     per_group = jax.P(mesh_lib.GROUP) if grouped else jax.P()
 
@@ -230,7 +229,8 @@ def _whole_specs(
 def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) -> None:
     """Raises UserError unless the state that a step returns has the structure, shapes and dtypes of the old one."""
     where = contract.describe_method(experiment.train_step)
-    before, after = (dict(jax.tree_util.tree_leaves_with_path(x)) for x in (old, new))
+    before = dict(jax.tree_util.tree_leaves_with_path(old))
+    after = dict(jax.tree_util.tree_leaves_with_path(new))
     for path in [*before, *after]:
         if path not in after:
             raise errors.UserError(
@@ -268,7 +268,8 @@ def _metrics(
     for name, value in logged.items():
         if isinstance(value, Outcome):
             joined = value.joined()
-            metrics |= {f"{name}/{key}" if name else key: x for key, x in joined.metrics.items()}
+            prefix = f"{name}/" if name else ""
+            metrics |= {prefix + key: x for key, x in joined.metrics.items()}
             observed[name] = joined.observed
         else:
             own[name] = contract.scalar(where, name, value)
@@ -284,7 +285,8 @@ def _check_observed(
     experiment: experiment_lib.Experiment, old: Any, new: Any, observed: Observed
 ) -> None:
     """Raises UserError if a step updates a learner but does not return its outcome among the metrics."""
-    before, after = (state_lib.learners(TrainState(0, x, 0)) for x in (old, new))
+    before = state_lib.learners(TrainState(0, old, 0))
+    after = state_lib.learners(TrainState(0, new, 0))
     missing = []
     for name in sorted(before.keys() - observed.keys()):
         # A learner that the step does not update, such as a teacher, keeps the very same arrays.
@@ -329,8 +331,9 @@ def _stored(state: TrainState, grouped: bool) -> TrainState:
     """The inverse of `_local`."""
     own = lambda x: x.stored() if experiment_lib.is_own(x) else x
     inner = jax.tree.map(own, state.experiment, is_leaf=experiment_lib.is_own)
-    return dataclasses.replace(state, experiment=_add_dim(inner) if grouped else inner)
+    return dataclasses.replace(state, experiment=_of_group(inner, grouped))
 
 
-def _add_dim(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[None], tree)
+def _of_group(tree: Any, grouped: bool) -> Any:
+    """Returns a group's arrays with the dimension of groups, if there are several."""
+    return jax.tree.map(lambda x: x[None], tree) if grouped else tree

@@ -95,8 +95,7 @@ def _mesh(
             f"{place} was trained as {groups} group(s), and each needs a device; there are {len(chosen)}: pass more "
             "devices, or start with --xla_force_host_platform_device_count in XLA_FLAGS."
         )
-    assignment = [[group] for group in range(groups)]
-    return mesh_lib.make_mesh(assignment if groups > 1 else None, devices=chosen)
+    return mesh_lib.make_mesh([[group] for group in range(groups)], devices=chosen)
 
 
 def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
