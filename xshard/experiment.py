@@ -156,8 +156,8 @@ class Experiment(abc.ABC):
           key: a random key for this replica and this step.
 
         Returns:
-          The new state, and the values to log: the outcome of `Learner.update`; or a dictionary of such outcomes by
-          the learner's name, and of scalars, which are averaged over the replicas.
+          The new state, and the values to log: the outcome of `Learner.update`, or those of several updates, stacked;
+          or a dictionary of these by the learner's name, and of scalars, which are averaged over the replicas.
         """
 
     @abc.abstractmethod

@@ -116,6 +116,15 @@ def test_a_checkpoint_with_another_order_of_examples_is_refused():
         make().restore([{"step": 5, "examples": 20}])
 
 
+class Tensor:
+    """An array of a library whose types NumPy does not know."""
+
+    ndim, shape, dtype = 1, (8,), "torch.float32"
+
+    def __len__(self):
+        return 8
+
+
 class Odd(Counter):
     """An iterator that repeats one value in place of a batch."""
 
@@ -135,6 +144,7 @@ class Odd(Counter):
         (lambda part: Odd(part, [("a", 1)]), "of type list. It must be a dictionary of arrays"),
         (lambda part: Odd(part, {"x": np.array(["a"] * 8)}), "which cannot go to a device"),
         (lambda part: Odd(part, {"x": {"y": np.zeros(8)}}), "a dictionary under 'x'"),
+        (lambda part: Odd(part, {"x": Tensor()}), r"has a Tensor under 'x'.* np.asarray\(...\)"),
         (lambda part: Counter(part, last=0), "ended before the run"),
     ],
 )

@@ -45,6 +45,7 @@ def test_the_columns_of_a_run_have_charts(tmp_path):
 def test_columns_of_a_named_learner_are_drawn_like_those_of_a_single_one(tmp_path):
     names = (
         "critic/global_step",
+        "critic/updates_per_step",
         "epoch",
         "critic/loss_scale",
         "critic/accuracy",

@@ -184,11 +184,14 @@ def _check_array(array: Any, has: str, form: str) -> None:
             f"{has.format(f'the scalar {array!r}')}: each array must have a row for every example. Put a constant "
             "into the config, or repeat it with np.full."
         )
-    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+    try:
+        dtype = np.dtype(array.dtype)
+    # A list has no dtype; a tensor of another library may have one that NumPy does not know.
+    except (AttributeError, TypeError) as e:
         raise errors.UserError(
             f"{has.format(f'a {kind}')}. It must be an array: np.asarray(...); all together {form}."
-        )
-    _check_type(array.dtype, has)
+        ) from e
+    _check_type(dtype, has)
 
 
 def _check_type(dtype: Any, has: str) -> None:

@@ -15,7 +15,7 @@ from xshard.report import runs as runs_lib
 
 LEARNING, UPDATES, SPEED = "Training and evaluation", "Updates", "Speed"
 _UPDATES = ("loss_scale", "skipped", "gradient_norm", "parameter_norm", "learning_rate")
-_NO_CHART = {"global_step", "epoch", "perf/time", "perf/seconds"}
+_NO_CHART = {"global_step", "updates_per_step", "epoch", "perf/time", "perf/seconds"}
 _DASHES = {
     "training": "solid",
     "evaluation": "dash",
