@@ -82,7 +82,7 @@ def evaluate(
     finally:
         _TRACING.reset(token)
     evaluator = _Evaluator(partition, rules)
-    results = evaluator.run(closed.jaxpr, closed.consts, operands)
+    results = evaluator.run(closed, operands)
     shapes, structure = jax.tree.flatten(out)
     arrays = [evaluator.array(x, y.shape) for x, y in zip(results, shapes, strict=True)]
     return jax.tree.unflatten(structure, arrays)
@@ -115,9 +115,9 @@ class _Evaluator:
         # Cached, so that each shard is exchanged for layers once.
         self._layers: dict[values.Shard, jax.Array] = {}
 
-    def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The results of a jaxpr, with the arguments of `primitives.evaluate`."""
-        return primitives.evaluate(jaxpr, consts, args, self._equation)
+    def run(self, program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        """The results of a program."""
+        return primitives.evaluate(program, args, self._equation)
 
     def array(self, value: Any, shape: tuple[int, ...]) -> Any:
         """A `Shard` as it is, or the whole array of this shape that any other value stands for."""
@@ -127,10 +127,10 @@ class _Evaluator:
         return values.whole(self._gather(value, shape), shape)
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        name = eqn.primitive.name
-        if name in primitives.CALLS:
-            # The operands are passed on unchanged, since only the function's own equations decide what they need.
-            return self._call(eqn, eqn.params[primitives.CALLS[name]], operands)
+        called = primitives.called(eqn)
+        if called is not None:
+            # The operands are passed on unchanged, since only the program's own equations decide what they need.
+            return self._call(eqn, called, operands)
         # Partial reductions are joined before they are combined, to save collectives. Any other use needs the total.
         if values.joins(eqn, operands):
             return [values.join(*operands)]
@@ -144,6 +144,7 @@ class _Evaluator:
         for value in operands:
             if isinstance(value, values.Summed):
                 raise self._summed_refusal(eqn, value)
+        name = eqn.primitive.name
         if name == "reshard":
             # A reshard concerns whole arrays. A shard stays on its replica.
             return operands
@@ -246,14 +247,10 @@ class _Evaluator:
             return self._partition.across(kind, own)
         return self._partition.gather(first.layout.without(dims), own)
 
-    def _call(self, eqn: Any, function: Any, operands: list[Any]) -> list[Any]:
-        """The results of a function that an equation calls."""
-        if isinstance(function, core.ClosedJaxpr):
-            jaxpr, consts = function.jaxpr, function.consts
-        else:
-            jaxpr, consts = function, ()
+    def _call(self, eqn: Any, program: core.ClosedJaxpr, operands: list[Any]) -> list[Any]:
+        """The results of a program that an equation calls."""
         self._scopes.append(str(eqn.source_info.name_stack))
-        results = self.run(jaxpr, consts, operands)
+        results = self.run(program, operands)
         self._scopes.pop()
         return results
 

@@ -20,13 +20,7 @@ def is_in(jaxpr: core.Jaxpr) -> bool:
 
 def run(program: core.ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluates a program so that its `jax.checkpoint` regions keep their policies inside another one."""
-
-    def of_equation(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-        # Keeps the scope names, which profiles show.
-        with jax.named_scope(str(eqn.source_info.name_stack)):
-            return _results(eqn, inputs)
-
-    return primitives.evaluate(program.jaxpr, program.consts, args, of_equation)
+    return primitives.evaluate(program, args, _results)
 
 
 def _holds(eqn: Any) -> bool:
@@ -35,18 +29,17 @@ def _holds(eqn: Any) -> bool:
 
 def _results(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name == "remat2":
-        return _computed_again(params)(*inputs)
-    if name == "jit" and _holds(eqn):
-        return run(params["jaxpr"], *inputs)
-    if name == "scan" and _holds(eqn):
-        body = params["jaxpr"]
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in body.in_avals
-        ]
-        params = {**params, "jaxpr": jax.make_jaxpr(lambda *xs: run(body, *xs))(*shapes)}
-        return eqn.primitive.bind(*inputs, **params)
-    return primitives.bind(eqn, *inputs)
+    # Keeps the scope names, which profiles show.
+    with jax.named_scope(str(eqn.source_info.name_stack)):
+        if name == "remat2":
+            return _computed_again(params)(*inputs)
+        if name == "jit" and _holds(eqn):
+            return run(params["jaxpr"], *inputs)
+        if name == "scan" and _holds(eqn):
+            body = params["jaxpr"]
+            new_body = jax.make_jaxpr(lambda *xs: run(body, *xs))(*body.in_avals)
+            return primitives.bind(eqn, *inputs, jaxpr=new_body)
+        return primitives.bind(eqn, *inputs)
 
 
 def _computed_again(params: Any) -> Any:

@@ -11,20 +11,14 @@ import jax
 from jax.extend import core
 
 from xshard import mesh as mesh_lib
+from xshard.optimizers import primitives
 
 # The mesh axes along which a value differs.
 Axes = frozenset[str]
 _NONE: Axes = frozenset()
 ALL: Axes = frozenset(mesh_lib.BATCH)
-# Collectives after which all replicas along an axis hold the same value, and the parameter that names the axes.
-_EQUALISING = {
-    "psum": "axes",
-    "psum_invariant": "axes",
-    "pmax": "axes",
-    "pmin": "axes",
-    "all_gather": "axis_name",
-    "all_gather_invariant": "axis_name",
-}
+# Collectives after which all replicas along an axis hold the same value.
+_EQUALISING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _EQUAL = "equal_on_replicas"
 # The name, in a program, of the function that gathers a parameter held in shards.
 GATHERED = "gathered_parameter"
@@ -116,9 +110,9 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     if known is not None:
         return known
     if name == "axis_index":
-        return [frozenset([params["axis_name"]]) & ALL]
+        return [ALL.intersection(primitives.mapped_axes(eqn))]
     if name in _EQUALISING:
-        return _of_collective(params, _EQUALISING[name], inputs, len(eqn.outvars))
+        return _of_collective(eqn, inputs)
     if name == "scan":
         return _of_scan(params, inputs, special)
     if name == "while":
@@ -146,14 +140,9 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     # The results of any other equation differ along the axes of all its inputs, and along those that arise in its inner
     # programs. Those of any other collective, such as ppermute, differ along its axes even if its inputs are equal.
     within = [outputs_of_any(opened(x)) for x in inner]
-    sent = [ALL.intersection(named_axes(params.get(key))) for key in ("axis_name", "axes")]
-    axes = _NONE.union(*inputs, *within, *sent)
+    sent = ALL.intersection(primitives.mapped_axes(eqn))
+    axes = sent.union(*inputs, *within)
     return [axes for _ in eqn.outvars]
-
-
-def named_axes(axes: Any) -> list[str]:
-    """The axis names in a collective's parameter. Other primitives have dimension numbers there, which are left out."""
-    return [x for x in (axes if isinstance(axes, tuple | list) else [axes]) if isinstance(x, str)]
 
 
 def outputs_of_any(jaxpr: core.Jaxpr) -> Axes:
@@ -166,12 +155,13 @@ def opened(jaxpr: Any) -> core.Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
-def _of_collective(params: Any, key: str, inputs: list[Axes], count: int) -> list[Axes]:
-    over = frozenset(named_axes(params[key]))
+def _of_collective(eqn: Any, inputs: list[Axes]) -> list[Axes]:
     # With axis_index_groups, the collective makes values equal only within each of these groups.
-    whole = params.get("axis_index_groups") is None
-    left = [x - over if whole else x for x in inputs]
-    return left if len(left) == count else [_NONE.union(*left) for _ in range(count)]
+    if eqn.params.get("axis_index_groups") is None:
+        inputs = [x.difference(primitives.mapped_axes(eqn)) for x in inputs]
+    if len(inputs) == len(eqn.outvars):
+        return inputs
+    return [_NONE.union(*inputs) for _ in eqn.outvars]
 
 
 def _of_scan(params: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:

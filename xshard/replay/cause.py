@@ -7,12 +7,11 @@ import jax
 import numpy as np
 
 from xshard import mesh as mesh_lib
-from xshard.optimizers import varying
+from xshard.optimizers import primitives
 from xshard.replay import dataflow, observations
 
 # A replica's number, and a value's number.
 _Node = tuple[int, int]
-_AXES = ("axes", "axis_name")
 # The most causes among the examples that are searched for.
 _MOST_CAUSES = 4
 # Primitives whose results are elements of their operands.
@@ -161,7 +160,7 @@ class _Graph:
 def _collective_axes(equation: Any) -> list[str]:
     if equation is None or equation.primitive.name == "axis_index":
         return []
-    return [name for key in _AXES for name in varying.named_axes(equation.params.get(key))]
+    return primitives.mapped_axes(equation)
 
 
 def blame_examples(

@@ -233,10 +233,10 @@ class _UsageChecker:
 
     def _enter(self, eqn: Any) -> None:
         """Passes the uniformity of an equation's arguments on to the variables of the function that it calls."""
-        if eqn.primitive.name not in primitives.CALLS:
+        called = primitives.called(eqn)
+        if called is None:
             return
-        inner = varying.opened(eqn.params[primitives.CALLS[eqn.primitive.name]])
-        for var, atom in zip(inner.invars, eqn.invars, strict=True):
+        for var, atom in zip(called.jaxpr.invars, eqn.invars, strict=True):
             # JAX shares one jaxpr between calls, and an earlier call may have had other arguments.
             self._uniform.discard(var)
             if self._is_uniform(atom):
