@@ -169,9 +169,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "group_assignment and slice_axis_name exclude each other: give groups a mapped axis of "
                 "their own."
             )
-        for inner in base.all_rules(self.opt):
-            if not isinstance(inner, CrossShardOptimizer):
-                continue
+        for inner in base.rules_of_type(self.opt, CrossShardOptimizer):
             if inner.axis_name in (self.axis_name, self.slice_axis_name):
                 raise ValueError(
                     f"opt already reduces over the axis {inner.axis_name!r} ({inner.name}): the gradients "
@@ -186,7 +184,6 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def _scatters(self) -> bool:
         return self.shard_update or self.slice_axis_name is not None
 
-    @hk.transparent
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
@@ -224,10 +221,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         lost: dict[str, jax.Array] = {}
         if self.slice_dtype != "int8":
             return lost
-        state_names = self._state_names()
+        existing = slots.state_of(self)
         for path, grad in trees.present(grads).items():
             name = f"{layouts.ERROR}/{path}"
-            if not hk.running_init() and name not in state_names:
+            if not hk.running_init() and name not in existing:
                 raise slots.missing_error(self.name, path)
             lost[path] = hk.get_state(name, [1, *grad.shape], jnp.float32, jnp.zeros)
         return lost

@@ -105,8 +105,8 @@ class OptaxOptimizer(base.Optimizer):
         named = [path for path in paths if name in trees.endings(path)]
         if name in named:
             named = [name]
-        state_names = self._state_names()
-        slots = [path for path in named if slots_lib.join(path, var) in state_names]
+        existing = slots_lib.state_of(self)
+        slots = [path for path in named if slots_lib.join(path, var) in existing]
         if len(slots) > 1:
             raise ValueError(f"Several slots are named {name!r}; give the path of one: {slots}.")
         return hk.get_state(slots_lib.join(slots[0], var)) if slots else None
@@ -123,7 +123,7 @@ class OptaxOptimizer(base.Optimizer):
 
     def _slot_paths(self) -> list[str]:
         """The paths in optax's state of the slots that have arrays in the Haiku state."""
-        names = self._state_names()
+        names = slots_lib.state_of(self)
         if self._known_slots is None and names:
             self._known_slots = slots_lib.of_any(self.transformation)
             if self._known_slots is None:
@@ -223,14 +223,14 @@ class OptaxOptimizer(base.Optimizer):
         Raises:
           ValueError: if a parameter has a gradient, but its slots were never created.
         """
-        existing = self._state_names()
+        existing = slots_lib.state_of(self)
         trained = set()
         for path, names in needed.items():
             if not names:
                 # The transformation keeps no slot for this parameter, so its gradient alone decides.
                 if path in present:
                     trained.add(path)
-            elif not existing.isdisjoint(names):
+            elif not existing.keys().isdisjoint(names):
                 trained.add(path)
             elif path in present and not existing:
                 # There is no state at all. Haiku's own error explains that.

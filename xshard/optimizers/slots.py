@@ -1,13 +1,20 @@
-"""The slots in an optax state: their paths, and the parameter that each of their arrays belongs to."""
+"""The state arrays of rules, and the slots in an optax state: their paths, and the parameter of each of their arrays."""
 
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import haiku as hk
 import jax
 import optax
 
 from xshard.optimizers import trees
+
+
+def state_of(module: hk.Module) -> dict[str, Any]:
+    """The current arrays of a module's state, by name without the module's."""
+    arrays = module.state_dict()
+    return {name.removeprefix(f"{module.module_name}/"): x for name, x in arrays.items()}
 
 
 def _mirrors(params: trees.Params, node: Any) -> bool:
