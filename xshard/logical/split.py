@@ -223,9 +223,12 @@ class _Run:
             if _is_over_replicas(eqn):
                 return self._exchanged(eqn, inputs)
             called = primitives.called(eqn)
+            if called is None:
+                return primitives.bind(eqn, *inputs)
             # Opens calls that contain exchanges, and empty calls: a call that only returns its inputs would otherwise
             # make each of its results depend on all of them.
-            if called is not None and (_holds(called.jaxpr) or not called.jaxpr.eqns):
+            within = primitives.all_equations(called.jaxpr)
+            if any(map(_is_over_replicas, within)) or not called.jaxpr.eqns:
                 return self(called, inputs)
             return primitives.bind(eqn, *inputs)
 
@@ -260,14 +263,6 @@ def _result(eqn: Any, aval: Any) -> jax.ShapeDtypeStruct:
 def _is_over_replicas(eqn: Any) -> bool:
     """Returns whether an equation exchanges values between the replicas of a group, or reads a replica's number."""
     return not {*mesh_lib.REPLICAS}.isdisjoint(primitives.mapped_axes(eqn))
-
-
-def _holds(jaxpr: core.Jaxpr) -> bool:
-    """Returns whether a program contains equations over replicas."""
-    return any(
-        _is_over_replicas(eqn) or any(map(_holds, core.jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
 
 
 def _exchanged(jaxpr: core.Jaxpr, what: str, inside: str = "") -> Iterator[Any]:

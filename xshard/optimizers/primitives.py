@@ -1,6 +1,6 @@
 """Classification of JAX's primitives by how they move elements, and evaluation of programs equation by equation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,6 +34,14 @@ def called(eqn: Any) -> core.ClosedJaxpr | None:
         return None
     program = eqn.params[CALLS[eqn.primitive.name]]
     return core.ClosedJaxpr(program, ()) if isinstance(program, core.Jaxpr) else program
+
+
+def all_equations(jaxpr: core.Jaxpr) -> Iterator[Any]:
+    """The equations of a program and of its inner programs."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from all_equations(inner)
 
 
 def mapped_axes(eqn: Any) -> list[str]:

@@ -293,10 +293,12 @@ def _other(x: Any) -> varying.Axes:
 
 
 def _gathers(eqn: Any) -> bool:
-    """Returns whether an equation gathers a parameter, itself or in a function that it calls."""
-    if eqn.params.get("name") == varying.GATHERED:
-        return True
-    return any(_gathers(x) for jaxpr in core.jaxprs_in_params(eqn.params) for x in jaxpr.eqns)
+    """Returns whether an equation gathers a parameter in one of its inner programs."""
+    for jaxpr in core.jaxprs_in_params(eqn.params):
+        for inner in primitives.all_equations(jaxpr):
+            if inner.params.get("name") == varying.GATHERED:
+                return True
+    return False
 
 
 def _line(eqn: Any) -> str:
