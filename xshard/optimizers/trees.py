@@ -198,8 +198,7 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
         chosen = set(var_list)
     unknown = sorted(str(path) for path in chosen if path not in leaves)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], leaves, cutoff=0.3)
-        near = near or sorted(leaves)[:3]
+        near = _near(unknown[0], leaves)
         raise ValueError(
             f"var_list names {unknown[0]!r}, which is not a parameter; near it: {near}."
         )
@@ -226,16 +225,19 @@ def unfrozen(params: Params, pattern: str) -> list[str] | None:
     except re.error as e:
         raise errors.UserError(f"frozen={pattern!r} is not a regular expression: {e}.") from e
     if len(others) == len(leaves):
-        near = difflib.get_close_matches(pattern.strip("^$/"), leaves, cutoff=0.3)
-        raise errors.UserError(
-            f"frozen={pattern!r} matches no parameter's path; near it: {near or sorted(leaves)[:3]}."
-        )
+        near = _near(pattern.strip("^$/"), leaves)
+        raise errors.UserError(f"frozen={pattern!r} matches no parameter's path; near it: {near}.")
     if not others:
         raise errors.UserError(
             f"frozen={pattern!r} matches the paths of all parameters, such as {sorted(leaves)[:3]}: leave at least "
             "one to be trained, or leave out frozen if the step never updates this learner."
         )
     return others
+
+
+def _near(name: str, leaves: Mapping[str, Any]) -> list[str]:
+    """The paths most like a name, or some paths if none is like it."""
+    return difflib.get_close_matches(name, leaves, cutoff=0.3) or sorted(leaves)[:3]
 
 
 def _is_absent(x: Any) -> bool:
