@@ -5,7 +5,7 @@ exponential, as in `tf.train.ExponentialMovingAverage`.
 """
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import haiku as hk
@@ -88,7 +88,9 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         new = trees.leaves_by_path(new_params)
         trained = list(trees.present(grads))
         if hk.running_init():
-            self._begin(params, trained)
+            first = trees.leaves_by_path(params)
+            for path in trained:
+                slots_lib.create(f"{SLOT}/{path}", trees.widen(first[path]))
             return new_params
         for path in trained:
             if not self._has(path):
@@ -98,14 +100,6 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
             change = rate * (average - new[path].astype(average.dtype))
             hk.set_state(f"{SLOT}/{path}", average - change)
         return new_params
-
-    def _begin(self, params: trees.Params, trained: Sequence[str]) -> None:
-        """Creates the averages."""
-        leaves = trees.leaves_by_path(params)
-        for path in trained:
-            # A copy, because a donated tree must not contain one buffer twice, as parameter and as average.
-            first = jnp.array(trees.widen(leaves[path]), copy=True)
-            hk.get_state(f"{SLOT}/{path}", first.shape, first.dtype, lambda *_, first=first: first)
 
     def _has(self, path: str) -> bool:
         return f"{SLOT}/{path}" in slots_lib.state_of(self)

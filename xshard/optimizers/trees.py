@@ -22,10 +22,16 @@ def widen(x: Any) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
-def strong(x: Any) -> jax.Array:
-    """An array with a strong type. A Python number has a weak type, which adapts to the other operands."""
+def strong(x: Any, dtype: Any = None) -> jax.Array:
+    """An array with a strong type, `dtype` or its own. A weak type, as a Python number has, adapts to other operands.
+
+    A weakly typed state would make jit compile the second step again.
+    """
     x = jnp.asarray(x)
-    return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
+    # The type of a random key is always strong.
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    return jax.lax.convert_element_type(x, dtype or x.dtype)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
