@@ -74,9 +74,8 @@ def layouts_of(
         shape = requested.get(path)
         if count == 1 or shape is None or math.prod(shape) < _SMALLEST * count:
             continue
-        first, ndim = len(layout.shape) - len(shape), len(layout.shape)
-        along = [*layout.along, *[None] * ndim]
-        free = [dim >= first and along[dim] is None for dim in range(ndim)]
+        first = len(layout.shape) - len(shape)
+        free = [False] * first + layout.free[first:]
         dim = layouts_lib.divisible(layout.shape, count, free)
         if dim is not None:
             found[path] = dataclasses.replace(layout, dim=dim, flat=False, shards_param=True)
