@@ -84,7 +84,7 @@ def evaluate(
     evaluator = _Evaluator(partition, rules)
     results = evaluator.run(closed, operands)
     shapes, structure = jax.tree.flatten(out)
-    arrays = [evaluator.array(x, y.shape) for x, y in zip(results, shapes, strict=True)]
+    arrays = map(evaluator.array, results, [x.shape for x in shapes])
     return jax.tree.unflatten(structure, arrays)
 
 
@@ -136,11 +136,8 @@ class _Evaluator:
             return [values.join(*operands)]
         operands = [self._total(value) for value in operands]
         if eqn.primitive is _CALL:
-            arguments = [
-                self.array(value, atom.aval.shape)
-                for value, atom in zip(operands, eqn.invars, strict=True)
-            ]
-            return eqn.params["f"](self._partition, arguments)
+            shapes = [atom.aval.shape for atom in eqn.invars]
+            return eqn.params["f"](self._partition, list(map(self.array, operands, shapes)))
         for value in operands:
             if isinstance(value, values.Summed):
                 raise self._summed_refusal(eqn, value)
@@ -170,15 +167,13 @@ class _Evaluator:
 
     def _on_whole(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         shapes = [atom.aval.shape for atom in eqn.invars]
-        return values.on_whole(
-            eqn, [self._gather(*pair) for pair in zip(operands, shapes, strict=True)]
-        )
+        return values.on_whole(eqn, list(map(self._gather, operands, shapes)))
 
     def _on_layers(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         """The results of an equation on this replica's layers; empty if no operand has layers or it mixes them."""
         shapes = [atom.aval.shape for atom in eqn.invars]
         try:
-            operands = [self._layers_of(*pair) for pair in zip(operands, shapes, strict=True)]
+            operands = list(map(self._layers_of, operands, shapes))
             has_layers = any(isinstance(value, values.Layers) for value in operands)
             return layers_lib.equation(eqn, operands) if has_layers else ()
         except layers_lib.MixedError:
@@ -206,16 +201,18 @@ class _Evaluator:
     ) -> Any:
         """The result of an elementwise function: a `Shard`, unless all shards among the operands are gathered."""
         sharded = [value for value in operands if isinstance(value, values.Shard)]
-        pairs = list(zip(operands, shapes, strict=True))
         layouts = {shard.layout for shard in sharded}
         if len(layouts) == 1 and not self._gathered.keys() >= set(sharded):
             (layout,) = layouts
             # A primitive may broadcast a dimension of size 1 to a larger array, which a shard cannot follow.
             if out.aval.size == layout.size:
-                own = [self._own(*pair, out.aval.shape, layout) for pair in pairs]
+                own = [
+                    self._own(value, shape, out.aval.shape, layout)
+                    for value, shape in zip(operands, shapes, strict=True)
+                ]
                 return values.Shard(f(*own), layout)
         # Shards with different layouts do not line up either, so all operands are made whole.
-        return f(*[values.whole(self._gather(*pair), pair[1]) for pair in pairs])
+        return f(*map(values.whole, map(self._gather, operands, shapes), shapes))
 
     def _gather(self, value: Any, shape: tuple[int, ...]) -> Any:
         """The whole array, in this shape, of a `Shard` or of `Layers`; any other value as it is."""

@@ -67,11 +67,10 @@ def mapped_outputs(jaxpr: core.Jaxpr) -> tuple[list[Axes], list[Axes]]:
     Args:
       jaxpr: the program, which contains one `jax.shard_map`. All computation before that is on whole arrays.
     """
-    (mapped,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
-    inputs, declared = (
-        [of_spec(spec) for spec in mapped.params[key]] for key in ("in_specs", "out_specs")
-    )
-    return outputs(opened(mapped.params["jaxpr"]), inputs), declared
+    (mapped,) = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    inputs = list(map(of_spec, mapped["in_specs"]))
+    declared = list(map(of_spec, mapped["out_specs"]))
+    return outputs(opened(mapped["jaxpr"]), inputs), declared
 
 
 def of_spec(spec: jax.P) -> Axes:
@@ -130,24 +129,17 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     if "callback" in name:
         # The host may compute a different number on each replica.
         return [ALL.union(*inputs) for _ in eqn.outvars]
-    inner = [
-        x for x in jax.tree.leaves(dict(params)) if isinstance(x, core.ClosedJaxpr | core.Jaxpr)
-    ]
-    if len(inner) == 1 and len(opened(inner[0]).invars) == len(inputs):
-        results = outputs(opened(inner[0]), inputs, special)
+    inner = list(core.jaxprs_in_params(params))
+    if len(inner) == 1 and len(inner[0].invars) == len(inputs):
+        results = outputs(inner[0], inputs, special)
         if len(results) == len(eqn.outvars):
             return results
     # The results of any other equation differ along the axes of all its inputs, and along those that arise in its inner
     # programs. Those of any other collective, such as ppermute, differ along its axes even if its inputs are equal.
-    within = [outputs_of_any(opened(x)) for x in inner]
+    within = [_NONE.union(*outputs(x, [_NONE] * len(x.invars))) for x in inner]
     sent = ALL.intersection(primitives.mapped_axes(eqn))
     axes = sent.union(*inputs, *within)
     return [axes for _ in eqn.outvars]
-
-
-def outputs_of_any(jaxpr: core.Jaxpr) -> Axes:
-    """The axes along which some result of a program differs if all of its inputs are equal."""
-    return _NONE.union(*outputs(jaxpr, [_NONE for _ in jaxpr.invars]))
 
 
 def opened(jaxpr: Any) -> core.Jaxpr:
