@@ -299,7 +299,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "shard_params needs a run, whose Learner gathers the parameters. In a custom step use shard_update."
             )
         if hk.running_init():
-            return shards.Rehearsal(params, self._replicas, self.sharding_rules, self._layouts)
+            return shards.Rehearsal(self._layouts_of(params, self._replicas), self._replicas)
         return self._make_partition(params) if self._group_size() > 1 else None
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
@@ -313,6 +313,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             return psum(grads)
         return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
 
+    def _layouts_of(self, tree: Any, count: int) -> layouts.Layouts:
+        return self._layouts or layouts.of_params(tree, count, self.sharding_rules)
+
     def _make_partition(self, tree: Any) -> shards.Partition:
         if axes.is_tracked(self.axis_name):
             raise ValueError(
@@ -320,15 +323,13 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "are equal on all replicas, but JAX's check cannot infer that."
             )
         return shards.Partition(
-            tree,
+            self._layouts_of(tree, self._group_size()),
             self._group_size(),
             self.axis_name,
             self.group_assignment,
-            self.sharding_rules,
             copies=self._num_slices(),
             scatter_steps=self.scatter_steps,
             gather_steps=self.gather_steps,
-            layouts=self._layouts,
         )
 
     def _num_slices(self) -> int:

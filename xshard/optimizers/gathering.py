@@ -159,14 +159,8 @@ def _partition(on: jax.sharding.Mesh, layouts: layouts_lib.Layouts) -> shards.Pa
     # Gathers use the scatter's steps. In one step over all chips of a three-axis torus, each gather would become an
     # all-reduce, which sends twice the bytes and cannot overlap with computation.
     steps, _ = mesh.torus_steps(on)
-    return shards.Partition(
-        {},
-        on.shape[mesh.REPLICA],
-        mesh.REPLICA,
-        scatter_steps=steps,
-        gather_steps=steps,
-        layouts=layouts,
-    )
+    count = on.shape[mesh.REPLICA]
+    return shards.Partition(layouts, count, mesh.REPLICA, scatter_steps=steps, gather_steps=steps)
 
 
 def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Callable[..., Any]:
