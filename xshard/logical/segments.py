@@ -52,8 +52,9 @@ class Mapped(NamedTuple):
 
     def on(self, mesh: Any) -> Callable[..., Any]:
         """The function of all replicas of a mesh."""
-        specs = {"in_specs": self.in_specs, "out_specs": self.out_specs}
-        mapped = mesh_lib.on_replicas(self.function, mesh, **specs)
+        mapped = mesh_lib.on_replicas(
+            self.function, mesh, in_specs=self.in_specs, out_specs=self.out_specs
+        )
 
         def on_all(*args: Any) -> Any:
             return self.finish(mapped(*args))
@@ -120,11 +121,7 @@ class SegmentedProgram:
 
     def shapes(self, sizes: Mapping[str, int]) -> Any:
         """The shapes of the arguments if the mesh axes had these sizes. Sizes of 1 give one replica's shapes."""
-        here = {
-            **self.on.shape,
-            mesh_lib.SLICE: 1,
-            mesh_lib.REPLICA: self._replicas.places,
-        }
+        here = {**self.on.shape, mesh_lib.SLICE: 1, mesh_lib.REPLICA: self._replicas.places}
         shapes = []
         for leaf, spec in zip(jax.tree.leaves(self._args), self.inputs.specs, strict=True):
             shape = list(leaf.shape)
@@ -151,9 +148,13 @@ class SegmentedProgram:
 
     def divide(self, own: Sequence[jax.Array], numbers: jax.Array) -> list[Replica]:
         """Divides a device's arrays into its replicas, which have no shards yet."""
-        pairs = [*zip(own, self.inputs.dims, strict=True), (numbers, 0)]
-        of_all = [jnp.split(x, self.rounds, dim) for x, dim in pairs]
-        return [Replica(own, number, {}) for *own, number in map(list, zip(*of_all, strict=True))]
+        parts = []
+        for x, dim in zip(own, self.inputs.dims, strict=True):
+            parts.append(jnp.split(x, self.rounds, dim))
+        replicas = []
+        for i, number in enumerate(jnp.split(numbers, self.rounds)):
+            replicas.append(Replica([of_leaf[i] for of_leaf in parts], number, {}))
+        return replicas
 
     def join(self, kept: Sequence[Results]) -> list[jax.Array]:
         """Concatenates the outputs that the replicas of a device keep as their own."""

@@ -135,8 +135,8 @@ class _Evaluator:
         if values.joins(eqn, operands):
             return [values.join(*operands)]
         operands = [self._total(value) for value in operands]
+        shapes = [atom.aval.shape for atom in eqn.invars]
         if eqn.primitive is _CALL:
-            shapes = [atom.aval.shape for atom in eqn.invars]
             return eqn.params["f"](self._partition, list(map(self.array, operands, shapes)))
         for value in operands:
             if isinstance(value, values.Summed):
@@ -147,14 +147,13 @@ class _Evaluator:
             return operands
         sharded = [value for value in operands if isinstance(value, values.Shard)]
         if not sharded:
-            return self._on_layers(eqn, operands) or self._on_whole(eqn, operands)
+            return self._on_layers_or_whole(eqn, operands, shapes)
         if name == "optimization_barrier":
             arrays = primitives.bind(eqn, *map(values.raw, operands))
             return [values.like(value, x) for value, x in zip(operands, arrays, strict=True)]
         if name == "cond":
             return self._cond(eqn, operands)
         if name in primitives.ELEMENTWISE:
-            shapes = [atom.aval.shape for atom in eqn.invars]
             function = lambda *arrays: primitives.bind(eqn, *arrays)[0]
             return [self._elementwise(function, operands, shapes, eqn.outvars[0])]
         if primitives.keeps_the_order(eqn):
@@ -163,21 +162,19 @@ class _Evaluator:
             raise self._refusal(eqn, sharded[0])
         if values.reduces_shards(eqn, sharded):
             return [self._reduction(eqn, sharded)]
-        return self._on_layers(eqn, operands) or self._on_whole(eqn, operands)
+        return self._on_layers_or_whole(eqn, operands, shapes)
 
-    def _on_whole(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        shapes = [atom.aval.shape for atom in eqn.invars]
-        return values.on_whole(eqn, list(map(self._gather, operands, shapes)))
-
-    def _on_layers(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """The results of an equation on this replica's layers; empty if no operand has layers or it mixes them."""
-        shapes = [atom.aval.shape for atom in eqn.invars]
+    def _on_layers_or_whole(
+        self, eqn: Any, operands: list[Any], shapes: Sequence[Any]
+    ) -> Sequence[Any]:
+        """The results of an equation on this replica's layers; or on whole arrays, if it mixes layers or has none."""
         try:
-            operands = list(map(self._layers_of, operands, shapes))
-            has_layers = any(isinstance(value, values.Layers) for value in operands)
-            return layers_lib.equation(eqn, operands) if has_layers else ()
+            layers = list(map(self._layers_of, operands, shapes))
+            if any(isinstance(value, values.Layers) for value in layers):
+                return layers_lib.equation(eqn, layers)
         except layers_lib.MixedError:
-            return ()
+            pass
+        return values.on_whole(eqn, list(map(self._gather, operands, shapes)))
 
     def _layers_of(self, value: Any, shape: tuple[int, ...]) -> Any:
         """This replica's layers of the array of a `Shard`; any other value as it is.

@@ -47,15 +47,16 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
     """Raises UserError unless a rule, made by `where`, reduces over all replicas of a mesh with options that fit it."""
     rules = reducing(opt)
     over = {axis for rule in rules for axis in (rule.axis_name, rule.slice_axis_name)}
-    wanted = {mesh_lib.REPLICA, *([mesh_lib.SLICE] if mesh_lib.num_slices(mesh) > 1 else [])}
-    missing = sorted(wanted - over)
-    if missing:
-        argument = "axis_name" if mesh_lib.REPLICA in missing else "slice_axis_name"
-        raise errors.UserError(
-            f"{where} returned {' around '.join(rule.name for rule in base.all_rules(opt))}, which does not "
-            f"reduce over the axis '{missing[0]}': replicas would drift apart. Wrap it in a "
-            f"CrossShardOptimizer with {argument}='{missing[0]}'."
-        )
+    wanted = {mesh_lib.REPLICA: "axis_name"}
+    if mesh_lib.num_slices(mesh) > 1:
+        wanted[mesh_lib.SLICE] = "slice_axis_name"
+    for axis, argument in wanted.items():
+        if axis not in over:
+            raise errors.UserError(
+                f"{where} returned {' around '.join(rule.name for rule in base.all_rules(opt))}, which does not "
+                f"reduce over the axis '{axis}': replicas would drift apart. Wrap it in a "
+                f"CrossShardOptimizer with {argument}='{axis}'."
+            )
     for rule in rules:
         if rule.shard_update and rule.axis_name != mesh_lib.REPLICA:
             raise errors.UserError(
@@ -184,10 +185,13 @@ def count_nonfinite(applied: phases.Applied) -> jax.Array:
 
 def norms(applied: phases.Applied) -> tuple[dict[str, Any], dict[str, Any]]:
     """`shares` and `squares`, as the learner's `_Update` defines them, of the gradients and of the new parameters."""
+    shares: dict[str, Any] = {}
+    squares: dict[str, Any] = {}
     if applied.grads is None:
-        return {}, {}
-    trees_of = (applied.grads, applied.new_params)
-    if applied.partition is None:
-        return {}, dict(zip(NORMS, map(trees.sum_of_squares, trees_of), strict=True))
-    shares, squares = zip(*map(applied.partition.sums_of_squares, trees_of), strict=True)
-    return dict(zip(NORMS, shares, strict=True)), dict(zip(NORMS, squares, strict=True))
+        return shares, squares
+    for name, tree in zip(NORMS, (applied.grads, applied.new_params), strict=True):
+        if applied.partition is None:
+            squares[name] = trees.sum_of_squares(tree)
+        else:
+            shares[name], squares[name] = applied.partition.sums_of_squares(tree)
+    return shares, squares
