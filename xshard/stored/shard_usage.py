@@ -243,8 +243,16 @@ class _UsageChecker:
                 self._uniform.add(var)
 
     def _check_whole(self, *values: varying.Axes) -> None:
+        """Raises UserError if some values are computed from shards."""
         for path in _paths(_NONE.union(*values)):
-            self._refuse(path)
+            eqn = self._mixed_by.get(path)
+            by = f", by {eqn.primitive.name}{_line(eqn)}" if eqn is not None else ""
+            raise errors.UserError(
+                f"{self._where} uses {path!r} as if it were whole{by}; with shard_params=True each replica holds a shard of it. "
+                "Parameters that a network requests from Haiku in Learner.apply are gathered, and elementwise arithmetic, such as a "
+                "moving average, is correct on shards. Compute anything else in the network, and return it among its outputs; "
+                f"leave it to the update rule, such as optax.add_decayed_weights for a penalty; {_OTHERWISE}."
+            )
 
     def _check_shards(self, *values: varying.Axes) -> None:
         """Raises UserError unless the parameters that are passed to an update are computed from shards."""
@@ -271,16 +279,6 @@ class _UsageChecker:
                 "and select with jnp.where; use a loop with a fixed number of iterations, such as jax.lax.scan; "
                 f"{_OTHERWISE}."
             )
-
-    def _refuse(self, path: str) -> None:
-        eqn = self._mixed_by.get(path)
-        by = f", by {eqn.primitive.name}{_line(eqn)}" if eqn is not None else ""
-        raise errors.UserError(
-            f"{self._where} uses {path!r} as if it were whole{by}; with shard_params=True each replica holds a shard of it. "
-            "Parameters that a network requests from Haiku in Learner.apply are gathered, and elementwise arithmetic, such as a "
-            "moving average, is correct on shards. Compute anything else in the network, and return it among its outputs; "
-            f"leave it to the update rule, such as optax.add_decayed_weights for a penalty; {_OTHERWISE}."
-        )
 
 
 def _paths(noted: varying.Axes) -> list[str]:
