@@ -17,9 +17,9 @@ errors torus
 config
 files
 callbacks mesh samples
+optimizers
 logical
 data
-optimizers
 contract
 learners
 experiment

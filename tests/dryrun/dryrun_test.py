@@ -464,6 +464,7 @@ from xshard import mesh as mesh_lib
 from xshard.metrics import chips
 from xshard.dryrun import collectives
 from xshard.dryrun import __main__ as dryrun
+from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import shards
 for topology, slices in json.loads(sys.argv[1]):
     devices = dryrun._devices(topology, chips.parse_topology(topology), slices)
@@ -472,7 +473,9 @@ for topology, slices in json.loads(sys.argv[1]):
 
     def update(x):
         steps = {"scatter_steps": scatter, "gather_steps": gather}
-        parts = shards.Partition({"m": {"w": x}}, mesh.shape["replica"], "replica", **steps)
+        count = mesh.shape["replica"]
+        layouts = layouts_lib.of_params({"m": {"w": x}}, count)
+        parts = shards.Partition(layouts, count, "replica", **steps)
         layout = parts.layouts["m/w"]
         part = jax.lax.psum(parts.scatter(layout, x + 1), "slice")
         return parts.gather(layout, 2 * part)

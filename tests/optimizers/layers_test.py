@@ -66,7 +66,7 @@ MIXED = {
 
 def on_layers(f):
     closed = jax.make_jaxpr(f)(STACK)
-    (result,) = layers.run(closed.jaxpr, closed.consts, [Layers(jnp.asarray(STACK[HELD]))])
+    (result,) = layers.run(closed, [Layers(jnp.asarray(STACK[HELD]))])
     return result
 
 

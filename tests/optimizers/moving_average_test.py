@@ -163,7 +163,7 @@ def test_sharded_averages_match_replicated_ones_in_every_place(place, replicas):
         for _ in range(4):
             (_, params, _), state = run(params, state, x)
         ends.append((params, whole(state)[NAME]))
-        partition = shards.Partition(params, replicas, "replica")
+        partition = shards.Partition(layouts_lib.of_params(params, replicas), replicas, "replica")
         sharded_state = partition.state_layouts({NAME: ends[-1][1]})
         sharded_paths = {
             path for path, layout in partition.layouts.items() if layout.dim is not None

@@ -290,7 +290,9 @@ def test_parameters_without_a_gradient_are_not_sent(more):
 
     rules = hk.transform_with_state(step)
     _, state = rules.init(None, jnp.ones(()))
-    partition = shards.Partition(PARAMS, MESH[1], "replica", copies=MESH[0])
+    partition = shards.Partition(
+        layouts_lib.of_params(PARAMS, MESH[1]), MESH[1], "replica", copies=MESH[0]
+    )
     layouts = partition.state_layouts(state)
     # Each device holds rounding errors of 0.25.
     with_error = lambda layout, x: jnp.full((1, *layout.shard_shape), 0.25) if layout else x

@@ -225,7 +225,7 @@ def test_layouts_of_arrays(shape, count, spec, dim, part, stored):
 def test_reductions_ignore_padding(kind):
     x = {"max": -1.0, "min": 1.0}.get(kind, 2.0) * jnp.ones((3, 5))
     x = x > 0 if kind in ("and", "or") else x
-    partition = shards.Partition({"w": x}, 8, "replica")
+    partition = shards.Partition(layouts_lib.of_params({"w": x}, 8), 8, "replica")
     own = lambda x: partition.own({"w": x})["w"]
     part = lambda x: partition.reduce_own(kind, partition.layouts["w"], own(x))
     reduce = lambda x: partition.across(kind, part(x))

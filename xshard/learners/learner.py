@@ -230,14 +230,12 @@ class Learner:
     def _describe(self, params: Any, requested: Mapping[str, tuple[int, ...]]) -> state_lib.Rules:
         """Describes the rules, given the parameters and the shapes in which the network asks for them."""
         opt, run = self._optimizer({}), run_context.current()
-        averages = [
-            rule.module_name
-            for rule in base.all_rules(opt)
-            if isinstance(rule, moving_average.MovingAverageOptimizer)
-        ]
-        shards_update = any(rule.shard_update for rule in inspection.reducing(opt))
-        rules = state_lib.Rules(shards_update, next(iter(averages), None))
+        averaging = base.rules_of_type(opt, moving_average.MovingAverageOptimizer)
+        module = averaging[0].module_name if averaging else None
+        rules = state_lib.Rules(averages_module=module)
         for rule in inspection.reducing(opt):
+            if rule.shard_update:
+                rules = dataclasses.replace(rules, shards_update=True)
             if rule.shard_params:
                 inspection.check_shards_params(opt, run.mesh, clips=self._clips)
                 held = gathering.layouts_of(params, requested, run.mesh, run.sharding_rules)

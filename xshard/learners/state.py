@@ -83,7 +83,7 @@ def layout_of_copies(
       array is not a copy, if the parameter is not held in shards, or if several such parameters have different layouts.
     """
     params: dict[str, list[tuple[Any, Any]]] = {}
-    for state in states if any(state.rules.sharding for state in states) else ():
+    for state in states:
         for path, x in trees.leaves_by_path(state.params).items():
             params.setdefault(path, []).append((x.shape, state.rules.sharding.get(path)))
 

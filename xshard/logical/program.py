@@ -82,11 +82,9 @@ class Program:
         Raises:
           UserError: if the function cannot be run on logical replicas.
         """
-        inputs = self._implementation(args).segmented.inputs
-        shapes = jax.tree.unflatten(inputs.tree, inputs.shapes(self._replicas.mesh.shape))
-        return jax.jit(lambda *args: self._mapped(*args).on(self._replicas.mesh)(*args)).trace(
-            *shapes
-        )
+        mesh = self._replicas.mesh
+        shapes = self._implementation(args).segmented.shapes(mesh.shape)
+        return jax.jit(lambda *args: self._mapped(*args).on(mesh)(*args)).trace(*shapes)
 
     def lower(self, *args: Any) -> Lowered:
         """Lowers the programs for these arguments."""
@@ -94,10 +92,7 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the programs, which are compiled on the first call with arguments of these shapes."""
-        program = self._implementation(args)
-        if not program.is_compiled:
-            self.lower(*args).compile()
-        return program(args)
+        return self._implementation(args)(args)
 
     def _implementation(self, args: Any) -> "_SingleProgram | _SeparatePrograms":
         key = jax.tree.structure(args), *(x.shape for x in jax.tree.leaves(args))
@@ -113,8 +108,8 @@ class _SingleProgram:
 
     def __init__(self, segmented: SegmentedProgram, **options: Any):
         """Combines the parts, with options of `jax.jit`."""
-        self.segmented, self.is_compiled = segmented, False
-        equal, own = segmented.inputs.specs
+        self.segmented = segmented
+        equal, own = segmented.inputs.parted(segmented.inputs.specs)
         leaves = segmented.out_specs, segmented.own_specs
         mapped = Mapped(self._run, (equal, own, OWN), leaves)
         self._jitted = jax.jit(mapped.on(segmented.on), **options)
@@ -133,7 +128,7 @@ class _SingleProgram:
 
     def lower(self, args: Any) -> list[Stage]:
         """Lowers the program."""
-        segmented, self.is_compiled = self.segmented, True
+        segmented = self.segmented
         lowered = self._jitted.lower(*segmented.inputs.parted(args), segmented.shape_of_numbers)
         return [Stage(lowered, 1, args)]
 
@@ -151,9 +146,10 @@ class _SeparatePrograms:
 
     def __init__(self, segmented: SegmentedProgram, **options: Any):
         """Jits the parts. The options are for the last part, whose first argument is all state equal on replicas."""
-        self.segmented, on, self.is_compiled = segmented, segmented.on, False
+        self.segmented, on = segmented, segmented.on
+        self._is_compiled = False
         jit = functools.partial(jax.jit, compiler_options=_SAME_ROUNDING)
-        equal, own = segmented.inputs.specs
+        equal, own = segmented.inputs.parted(segmented.inputs.specs)
         self._replica = Replica(own, OWN, OWN)
         replicas = [self._replica] * segmented.rounds
         self._divide = jax.jit(Mapped(segmented.divide, (own, OWN), replicas).on(on))
@@ -173,7 +169,7 @@ class _SeparatePrograms:
     def lower(self, args: Any) -> list[Stage]:
         """Lowers the programs, in the order in which they run."""
         segmented, on = self.segmented, self.segmented.on
-        self.is_compiled = True
+        self._is_compiled = True
         state, own = segmented.inputs.parted(args)
         stages: list[Stage] = []
         live: list[Any] = [state, own]
@@ -206,6 +202,8 @@ class _SeparatePrograms:
     def __call__(self, args: Any) -> Any:
         """Runs the function."""
         segmented = self.segmented
+        if not self._is_compiled:
+            Lowered(self.lower(args)).compile()
         state, own = segmented.inputs.parted(args)
         replicas = self._divide(own, segmented.numbers)
         results, kept = segmented.run(self._before, self._exchange, state, replicas)

@@ -52,8 +52,9 @@ class Mapped(NamedTuple):
 
     def on(self, mesh: Any) -> Callable[..., Any]:
         """The function of all replicas of a mesh."""
-        specs = {"in_specs": self.in_specs, "out_specs": self.out_specs}
-        mapped = mesh_lib.on_replicas(self.function, mesh, **specs)
+        mapped = mesh_lib.on_replicas(
+            self.function, mesh, in_specs=self.in_specs, out_specs=self.out_specs
+        )
 
         def on_all(*args: Any) -> Any:
             return self.finish(mapped(*args))
@@ -64,50 +65,38 @@ class Mapped(NamedTuple):
         return on_all
 
 
-class Inputs:
-    """The leaves of a function's arguments."""
+class Leaves:
+    """The leaves of a function's arguments or results: some are equal on all replicas, others a replica's own.
 
-    def __init__(self, mapped: Mapped, replicas: Replicas, args: Any):
-        """Finds how each leaf lies along the replicas."""
-        self._replicas = replicas
-        self._leaves, self.tree = jax.tree.flatten(args)
-        self._specs = jax.tree.leaves(jax.tree.broadcast(mapped.in_specs, args))
-        self.own = [_is_own(spec) for spec in self._specs]
-        # For each leaf that is a replica's own, the dimension along the replicas.
-        self.dims = list(map(_dim, filter(_is_own, self._specs)))
+    Attributes:
+      specs: the spec of each leaf.
+      own: for each leaf, whether it is a replica's own.
+      dims: for each leaf that is a replica's own, the dimension along the replicas.
+    """
 
-    def shapes(self, sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the leaves if the mesh axes had these sizes. Sizes of 1 give one replica's shapes."""
-        here = {
-            **self._replicas.on.shape,
-            mesh_lib.SLICE: 1,
-            mesh_lib.REPLICA: self._replicas.places,
-        }
-        shapes = []
-        for leaf, spec in zip(self._leaves, self._specs, strict=True):
-            shape = list(leaf.shape)
-            for dim, entry in enumerate(spec):
-                for axis in mesh_lib.axes_of([entry]):
-                    shape[dim] = shape[dim] // here[axis] * sizes[axis]
-            shapes.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
-        return shapes
+    def __init__(self, tree: Any, specs: Any):
+        """Finds how each leaf lies along the replicas, by specs that are a prefix of the tree."""
+        self._structure = jax.tree.structure(tree)
+        self.specs = jax.tree.leaves(jax.tree.broadcast(specs, tree))
+        self.own = list(map(_is_own, self.specs))
+        self.dims = list(map(_dim, filter(_is_own, self.specs)))
 
-    @property
-    def specs(self) -> tuple[list[jax.P], list[jax.P]]:
-        """The specs of the leaves, divided as by `parted`."""
-        return self._in_two(self._specs)
-
-    def parted(self, args: Any) -> tuple[list[Any], list[Any]]:
-        """The leaves of arguments that are equal on all replicas, and the leaves that are a replica's own."""
-        return self._in_two(jax.tree.leaves(args))
-
-    def _in_two(self, of_leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        pairs = list(zip(of_leaves, self.own, strict=True))
-        return [x for x, is_own in pairs if not is_own], [x for x, is_own in pairs if is_own]
+    def parted(self, tree: Any) -> tuple[list[Any], list[Any]]:
+        """The leaves that are equal on all replicas, and the leaves that are a replica's own."""
+        equal: list[Any] = []
+        own: list[Any] = []
+        for x, is_own in zip(jax.tree.leaves(tree), self.own, strict=True):
+            (own if is_own else equal).append(x)
+        return equal, own
 
     def joined(self, equal: Sequence[Any], own: Sequence[Any]) -> list[Any]:
         """The inverse of `parted`."""
-        return _joined(self.own, equal, own)
+        of_equal, of_own = iter(equal), iter(own)
+        return [next(of_own if is_own else of_equal) for is_own in self.own]
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """The tree with these leaves."""
+        return jax.tree.unflatten(self._structure, leaves)
 
 
 class SegmentedProgram:
@@ -117,21 +106,30 @@ class SegmentedProgram:
         """Traces the function of one replica, and splits its program at the exchanges."""
         _check_whole(what, jax.tree.leaves(mapped.out_specs))
         axes, groups = dict(replicas.mesh.shape), mesh_lib.num_groups(replicas.on)
-        self.inputs, self._replicas = Inputs(mapped, replicas, args), replicas
-        function = lambda *leaves: mapped.function(*jax.tree.unflatten(self.inputs.tree, leaves))
-        trace = jax.make_jaxpr(function, axis_env=list(axes.items()), return_shape=True)
-        program, returned = trace(*self.inputs.shapes(dict.fromkeys(axes, 1)))
-        self._out_tree, self._finish = jax.tree.structure(returned), mapped.finish
-        out_specs = jax.tree.leaves(jax.tree.broadcast(mapped.out_specs, returned))
-        self._outputs_own = list(map(_is_own, out_specs))
-        self.out_specs = [spec for spec in out_specs if not _is_own(spec)]
-        self.own_specs = list(filter(_is_own, out_specs))
-        self.split = split_lib.split(program, what, axes, self.inputs.own, self._outputs_own)
+        self.on, self.rounds = replicas.on, replicas.rounds
+        self._replicas, self._args = replicas, args
+        self.inputs = Leaves(args, mapped.in_specs)
+        trace = jax.make_jaxpr(mapped.function, axis_env=list(axes.items()), return_shape=True)
+        program, returned = trace(*self.shapes(dict.fromkeys(axes, 1)))
+        self._outputs, self._finish = Leaves(returned, mapped.out_specs), mapped.finish
+        self.out_specs, self.own_specs = self._outputs.parted(self._outputs.specs)
+        self.split = split_lib.split(program, what, axes, self.inputs.own, self._outputs.own)
         # With several groups, values that are equal within a group have a leading dimension of groups.
         self._grouped = groups > 1
         self.equal = jax.P(mesh_lib.GROUP) if self._grouped else jax.P()
-        self.on, self.rounds = replicas.on, replicas.rounds
         self._numbers = np.tile(np.arange(replicas.places, dtype=np.int32), groups)
+
+    def shapes(self, sizes: Mapping[str, int]) -> Any:
+        """The shapes of the arguments if the mesh axes had these sizes. Sizes of 1 give one replica's shapes."""
+        here = {**self.on.shape, mesh_lib.SLICE: 1, mesh_lib.REPLICA: self._replicas.places}
+        shapes = []
+        for leaf, spec in zip(jax.tree.leaves(self._args), self.inputs.specs, strict=True):
+            shape = list(leaf.shape)
+            for dim, entry in enumerate(spec):
+                for axis in mesh_lib.axes_of([entry]):
+                    shape[dim] = shape[dim] // here[axis] * sizes[axis]
+            shapes.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
+        return self.inputs.unflatten(shapes)
 
     @functools.cached_property
     def numbers(self) -> jax.Array:
@@ -145,19 +143,25 @@ class SegmentedProgram:
 
     def finish(self, outputs: Sequence[Any], own: Sequence[Any]) -> Any:
         """Assembles the final result from the results of `after` and of `join`."""
-        leaves = _joined(self._outputs_own, outputs, own)
-        return self._finish(jax.tree.unflatten(self._out_tree, leaves))
+        leaves = self._outputs.joined(outputs, own)
+        return self._finish(self._outputs.unflatten(leaves))
 
     def divide(self, own: Sequence[jax.Array], numbers: jax.Array) -> list[Replica]:
         """Divides a device's arrays into its replicas, which have no shards yet."""
-        pairs = [*zip(own, self.inputs.dims, strict=True), (numbers, 0)]
-        of_all = [jnp.split(x, self._replicas.rounds, dim) for x, dim in pairs]
-        return [Replica(own, number, {}) for *own, number in map(list, zip(*of_all, strict=True))]
+        parts = []
+        for x, dim in zip(own, self.inputs.dims, strict=True):
+            parts.append(jnp.split(x, self.rounds, dim))
+        replicas = []
+        for i, number in enumerate(jnp.split(numbers, self.rounds)):
+            replicas.append(Replica([of_leaf[i] for of_leaf in parts], number, {}))
+        return replicas
 
     def join(self, kept: Sequence[Results]) -> list[jax.Array]:
         """Concatenates the outputs that the replicas of a device keep as their own."""
-        dims = enumerate(map(_dim, self.own_specs))
-        return [jnp.concatenate([of_one[i][0] for of_one in kept], dim) for i, dim in dims]
+        joined = []
+        for i, dim in enumerate(self._outputs.dims):
+            joined.append(jnp.concatenate([of_one[i][0] for of_one in kept], dim))
+        return joined
 
     def before(self, at: int, state: Any, results: Results, replica: Replica) -> Sent:
         """Computes the arrays that a replica sends into an exchange, and the outputs that it keeps."""
@@ -242,12 +246,6 @@ def _is_own(spec: jax.P) -> bool:
 def _dim(spec: jax.P) -> int:
     """The dimension along the replicas."""
     return next(dim for dim, entry in enumerate(spec) if _is_own(jax.P(entry)))
-
-
-def _joined(is_own: Sequence[bool], equal: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """Merges the leaves that are equal on replicas and those that are their own, in the original order."""
-    of_both = iter(equal), iter(own)
-    return [next(of_both[x]) for x in is_own]
 
 
 def _check_whole(what: str, specs: Sequence[jax.P]) -> None:

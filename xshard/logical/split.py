@@ -14,6 +14,7 @@ from jax.interpreters import partial_eval
 
 from xshard import errors
 from xshard import mesh as mesh_lib
+from xshard.optimizers import primitives
 
 # The collectives that a program is split at.
 SUM, MAX, MIN, SCATTER, GATHER = COLLECTIVES = (
@@ -25,10 +26,6 @@ SUM, MAX, MIN, SCATTER, GATHER = COLLECTIVES = (
 )
 # The parameters of their equations that hold the dimension to cut or to join.
 _DIMS = {SCATTER: "scatter_dimension", GATHER: "all_gather_dimension"}
-# Primitives that call an inner program once, and can be replaced by it.
-_CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
-
-
 # The most exchanges that may depend on one another. The program before each exchange recomputes all that precedes it.
 _MOST = 16
 
@@ -136,18 +133,18 @@ def _merged_program(
     """
     # Dead code is removed first, so that unused results are not exchanged.
     jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(outputs_own), instantiate=True)
+    used = core.ClosedJaxpr(jaxpr, program.consts)
     exchanged = [(eqn, x) for eqn in _exchanged(jaxpr, what) for x in eqn.outvars]
 
     def run(inputs: Sequence[Any], number: Any, results: Sequence[Any]) -> Any:
         sent: list[Any] = []
-        made = _Run(number, iter(results), sent)(jaxpr, program.consts, inputs)
+        made = _Run(number, iter(results), sent)(used, inputs)
         kept = [x for x, is_own in zip(made, outputs_own, strict=True) if is_own]
         return sent, kept, [x for x, is_own in zip(made, outputs_own, strict=True) if not is_own]
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    inputs = list(map(_shape, program.in_avals))
     results = [_result(eqn, x.aval) for eqn, x in exchanged]
-    both = jax.make_jaxpr(run, axis_env=list(sizes.items()))(inputs, number, results)
+    both = jax.make_jaxpr(run, axis_env=list(sizes.items()))(program.in_avals, number, results)
     return both, [_kind(eqn) for eqn, _ in exchanged]
 
 
@@ -216,38 +213,29 @@ class _Run:
         self._results = results
         self._brought = sent
 
-    def __call__(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def __call__(self, program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """The outputs of a program."""
-        found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        read = lambda x: x.val if isinstance(x, core.Literal) else found[x]
-        for eqn in jaxpr.eqns:
-            # Keeps the scope names, which profiles show.
-            with jax.named_scope(str(eqn.source_info.name_stack)):
-                results = self._results_of(eqn, [read(x) for x in eqn.invars])
-            found.update(zip(eqn.outvars, results, strict=True))
-        return [read(x) for x in jaxpr.outvars]
+        return primitives.evaluate(program, args, self._results_of)
 
     def _results_of(self, eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-        name, params = eqn.primitive.name, eqn.params
-        if _is_over_replicas(eqn):
-            if name == "axis_index":
-                is_slice = params["axis_name"] == mesh_lib.SLICE
-                return [jnp.zeros_like(self._number) if is_slice else self._number]
-            return self._exchanged(eqn, inputs)
-        # Opens calls that contain exchanges, and empty calls: a call that only returns its inputs would otherwise make
-        # each of its results depend on all of them.
-        opens = lambda jaxpr: _holds(jaxpr) or not jaxpr.eqns
-        if name in _CALLS and any(map(opens, core.jaxprs_in_params(params))):
-            called = next(
-                x for x in params.values() if isinstance(x, core.ClosedJaxpr | core.Jaxpr)
-            )
-            if isinstance(called, core.ClosedJaxpr):
-                return self(called.jaxpr, called.consts, inputs)
-            return self(called, (), inputs)
-        results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
-        return results if eqn.primitive.multiple_results else [results]
+        # Keeps the scope names, which profiles show.
+        with jax.named_scope(str(eqn.source_info.name_stack)):
+            if _is_over_replicas(eqn):
+                return self._exchanged(eqn, inputs)
+            called = primitives.called(eqn)
+            if called is None:
+                return primitives.bind(eqn, *inputs)
+            # Opens calls that contain exchanges, and empty calls: a call that only returns its inputs would otherwise
+            # make each of its results depend on all of them.
+            within = primitives.all_equations(called.jaxpr)
+            if any(map(_is_over_replicas, within)) or not called.jaxpr.eqns:
+                return self(called, inputs)
+            return primitives.bind(eqn, *inputs)
 
     def _exchanged(self, eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+        if eqn.primitive.name == "axis_index":
+            is_slice = eqn.params["axis_name"] == mesh_lib.SLICE
+            return [jnp.zeros_like(self._number) if is_slice else self._number]
         kind = _kind(eqn)
         stacks = eqn.params.get("tiled") is False
         if stacks and kind.name == GATHER:
@@ -272,23 +260,9 @@ def _result(eqn: Any, aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=aval.weak_type)
 
 
-def _axes(eqn: Any) -> list[Any]:
-    """The mapped axes of an equation's collective."""
-    axes = eqn.params.get("axes" if eqn.primitive.name in (SUM, MAX, MIN) else "axis_name", ())
-    return list(axes) if isinstance(axes, tuple | list) else [axes]
-
-
 def _is_over_replicas(eqn: Any) -> bool:
     """Returns whether an equation exchanges values between the replicas of a group, or reads a replica's number."""
-    return not {*mesh_lib.REPLICAS}.isdisjoint(_axes(eqn))
-
-
-def _holds(jaxpr: core.Jaxpr) -> bool:
-    """Returns whether a program contains equations over replicas."""
-    return any(
-        _is_over_replicas(eqn) or any(map(_holds, core.jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
+    return not {*mesh_lib.REPLICAS}.isdisjoint(primitives.mapped_axes(eqn))
 
 
 def _exchanged(jaxpr: core.Jaxpr, what: str, inside: str = "") -> Iterator[Any]:
@@ -299,7 +273,7 @@ def _exchanged(jaxpr: core.Jaxpr, what: str, inside: str = "") -> Iterator[Any]:
             _check(eqn, what, inside)
             if name in COLLECTIVES:
                 yield eqn
-        within = inside if name in _CALLS else inside or name
+        within = inside if name in primitives.CALLS else inside or name
         for called in core.jaxprs_in_params(eqn.params):
             yield from _exchanged(called, what, within)
 
@@ -317,7 +291,7 @@ def _check(eqn: Any, what: str, inside: str) -> None:
             f"{what} has {name} over the replicas; logical_replicas supports psum, pmean, pmax, pmin, psum_scatter and "
             f"all_gather. Use these, or {rule}"
         )
-    axes = _axes(eqn)
+    axes = primitives.mapped_axes(eqn)
     if name in COLLECTIVES and (
         mesh_lib.REPLICA not in axes or not {*axes} <= {*mesh_lib.REPLICAS}
     ):
@@ -330,7 +304,3 @@ def _check(eqn: Any, what: str, inside: str) -> None:
             f"{what} has {name} over groups of replicas (axis_index_groups); with logical_replicas it must be over all "
             f"replicas of a mesh group. Use config.group_assignment, or {rule}"
         )
-
-
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

@@ -1,6 +1,5 @@
 """The mapped axes around the call of a rule: their sizes, and whether arrays vary over them."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,7 +81,16 @@ def mark_varying(tree: Any, axis_name: str) -> Any:
 
     `jax.grad` sums the gradient of an unmarked parameter over the axis.
     """
-    return jax.tree.map(functools.partial(_marked, axis_name=axis_name), tree)
+    # Under vmap and pmap JAX does not track varying arrays, so there is nothing to mark.
+    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
+        return tree
+
+    def mark(x: Any) -> Any:
+        if axis_name in _varies_over(x):
+            return x
+        return lax.pcast(jnp.asarray(x), axis_name, to="varying")
+
+    return jax.tree.map(mark, tree)
 
 
 def check_varying(grads: trees.Gradients, axis_name: str) -> None:
@@ -102,11 +110,3 @@ def check_varying(grads: trees.Gradients, axis_name: str) -> None:
 
 def _varies_over(x: Any) -> frozenset[str]:
     return frozenset(jax.typeof(jnp.asarray(x)).manual_axis_type.varying)
-
-
-def _marked(x: Any, axis_name: str) -> Any:
-    # Under vmap and pmap JAX does not track varying arrays, so there is nothing to mark.
-    is_manual = axis_name in jax.sharding.get_abstract_mesh().manual_axes
-    if not is_manual or axis_name in _varies_over(x):
-        return x
-    return lax.pcast(jnp.asarray(x), axis_name, to="varying")

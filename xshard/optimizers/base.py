@@ -20,13 +20,15 @@ Names and meanings follow `tf.compat.v1.train.Optimizer`.
 
 import collections
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 from xshard.optimizers import gradients, phases, shards, skips, trees
+
+_Rule = TypeVar("_Rule", bound="Optimizer")
 
 
 class Optimizer(hk.Module):
@@ -264,10 +266,6 @@ class Optimizer(hk.Module):
         """All state arrays of this rule and of the rules that it wraps, by name."""
         return dict(self.state_dict())
 
-    def _state_names(self) -> set[str]:
-        """The names of this rule's own state arrays, without the module's name."""
-        return {name.removeprefix(f"{self.module_name}/") for name in self.state_dict()}
-
     def variables(self) -> list[Any]:
         """All state arrays, in the order of their names."""
         arrays = self.state_by_name()
@@ -329,6 +327,11 @@ def all_rules(opt: Optimizer) -> list[Optimizer]:
         else:
             waiting.extend(x)
     return rules
+
+
+def rules_of_type(opt: Optimizer, kind: type[_Rule]) -> list[_Rule]:
+    """The rules of one class among `all_rules(opt)`, outermost first."""
+    return [rule for rule in all_rules(opt) if isinstance(rule, kind)]
 
 
 def _duties(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:

@@ -169,9 +169,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "group_assignment and slice_axis_name exclude each other: give groups a mapped axis of "
                 "their own."
             )
-        for inner in base.all_rules(self.opt):
-            if not isinstance(inner, CrossShardOptimizer):
-                continue
+        for inner in base.rules_of_type(self.opt, CrossShardOptimizer):
             if inner.axis_name in (self.axis_name, self.slice_axis_name):
                 raise ValueError(
                     f"opt already reduces over the axis {inner.axis_name!r} ({inner.name}): the gradients "
@@ -186,7 +184,6 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def _scatters(self) -> bool:
         return self.shard_update or self.slice_axis_name is not None
 
-    @hk.transparent
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
@@ -224,10 +221,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         lost: dict[str, jax.Array] = {}
         if self.slice_dtype != "int8":
             return lost
-        state_names = self._state_names()
+        existing = slots.state_of(self)
         for path, grad in trees.present(grads).items():
             name = f"{layouts.ERROR}/{path}"
-            if not hk.running_init() and name not in state_names:
+            if not hk.running_init() and name not in existing:
                 raise slots.missing_error(self.name, path)
             lost[path] = hk.get_state(name, [1, *grad.shape], jnp.float32, jnp.zeros)
         return lost
@@ -302,7 +299,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "shard_params needs a run, whose Learner gathers the parameters. In a custom step use shard_update."
             )
         if hk.running_init():
-            return shards.Rehearsal(params, self._replicas, self.sharding_rules, self._layouts)
+            return shards.Rehearsal(self._layouts_of(params, self._replicas), self._replicas)
         return self._make_partition(params) if self._group_size() > 1 else None
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
@@ -316,6 +313,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             return psum(grads)
         return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
 
+    def _layouts_of(self, tree: Any, count: int) -> layouts.Layouts:
+        return self._layouts or layouts.of_params(tree, count, self.sharding_rules)
+
     def _make_partition(self, tree: Any) -> shards.Partition:
         if axes.is_tracked(self.axis_name):
             raise ValueError(
@@ -323,15 +323,13 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "are equal on all replicas, but JAX's check cannot infer that."
             )
         return shards.Partition(
-            tree,
+            self._layouts_of(tree, self._group_size()),
             self._group_size(),
             self.axis_name,
             self.group_assignment,
-            self.sharding_rules,
             copies=self._num_slices(),
             scatter_steps=self.scatter_steps,
             gather_steps=self.gather_steps,
-            layouts=self._layouts,
         )
 
     def _num_slices(self) -> int:

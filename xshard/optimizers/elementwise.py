@@ -82,9 +82,9 @@ def evaluate(
     finally:
         _TRACING.reset(token)
     evaluator = _Evaluator(partition, rules)
-    results = evaluator.run(closed.jaxpr, closed.consts, operands)
+    results = evaluator.run(closed, operands)
     shapes, structure = jax.tree.flatten(out)
-    arrays = [evaluator.array(x, y.shape) for x, y in zip(results, shapes, strict=True)]
+    arrays = map(evaluator.array, results, [x.shape for x in shapes])
     return jax.tree.unflatten(structure, arrays)
 
 
@@ -115,9 +115,9 @@ class _Evaluator:
         # Cached, so that each shard is exchanged for layers once.
         self._layers: dict[values.Shard, jax.Array] = {}
 
-    def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The results of a jaxpr, with the arguments of `primitives.evaluate`."""
-        return primitives.evaluate(jaxpr, consts, args, self._equation)
+    def run(self, program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        """The results of a program."""
+        return primitives.evaluate(program, args, self._equation)
 
     def array(self, value: Any, shape: tuple[int, ...]) -> Any:
         """A `Shard` as it is, or the whole array of this shape that any other value stands for."""
@@ -127,36 +127,33 @@ class _Evaluator:
         return values.whole(self._gather(value, shape), shape)
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        name = eqn.primitive.name
-        if name in primitives.CALLS:
-            # The operands are passed on unchanged, since only the function's own equations decide what they need.
-            return self._call(eqn, eqn.params[primitives.CALLS[name]], operands)
+        called = primitives.called(eqn)
+        if called is not None:
+            # The operands are passed on unchanged, since only the program's own equations decide what they need.
+            return self._call(eqn, called, operands)
         # Partial reductions are joined before they are combined, to save collectives. Any other use needs the total.
         if values.joins(eqn, operands):
             return [values.join(*operands)]
         operands = [self._total(value) for value in operands]
+        shapes = [atom.aval.shape for atom in eqn.invars]
         if eqn.primitive is _CALL:
-            arguments = [
-                self.array(value, atom.aval.shape)
-                for value, atom in zip(operands, eqn.invars, strict=True)
-            ]
-            return eqn.params["f"](self._partition, arguments)
+            return eqn.params["f"](self._partition, list(map(self.array, operands, shapes)))
         for value in operands:
             if isinstance(value, values.Summed):
                 raise self._summed_refusal(eqn, value)
+        name = eqn.primitive.name
         if name == "reshard":
             # A reshard concerns whole arrays. A shard stays on its replica.
             return operands
         sharded = [value for value in operands if isinstance(value, values.Shard)]
         if not sharded:
-            return self._on_layers(eqn, operands) or self._on_whole(eqn, operands)
+            return self._on_layers_or_whole(eqn, operands, shapes)
         if name == "optimization_barrier":
             arrays = primitives.bind(eqn, *map(values.raw, operands))
             return [values.like(value, x) for value, x in zip(operands, arrays, strict=True)]
         if name == "cond":
             return self._cond(eqn, operands)
         if name in primitives.ELEMENTWISE:
-            shapes = [atom.aval.shape for atom in eqn.invars]
             function = lambda *arrays: primitives.bind(eqn, *arrays)[0]
             return [self._elementwise(function, operands, shapes, eqn.outvars[0])]
         if primitives.keeps_the_order(eqn):
@@ -165,23 +162,19 @@ class _Evaluator:
             raise self._refusal(eqn, sharded[0])
         if values.reduces_shards(eqn, sharded):
             return [self._reduction(eqn, sharded)]
-        return self._on_layers(eqn, operands) or self._on_whole(eqn, operands)
+        return self._on_layers_or_whole(eqn, operands, shapes)
 
-    def _on_whole(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        shapes = [atom.aval.shape for atom in eqn.invars]
-        return values.on_whole(
-            eqn, [self._gather(*pair) for pair in zip(operands, shapes, strict=True)]
-        )
-
-    def _on_layers(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """The results of an equation on this replica's layers; empty if no operand has layers or it mixes them."""
-        shapes = [atom.aval.shape for atom in eqn.invars]
+    def _on_layers_or_whole(
+        self, eqn: Any, operands: list[Any], shapes: Sequence[Any]
+    ) -> Sequence[Any]:
+        """The results of an equation on this replica's layers; or on whole arrays, if it mixes layers or has none."""
         try:
-            operands = [self._layers_of(*pair) for pair in zip(operands, shapes, strict=True)]
-            has_layers = any(isinstance(value, values.Layers) for value in operands)
-            return layers_lib.equation(eqn, operands) if has_layers else ()
+            layers = list(map(self._layers_of, operands, shapes))
+            if any(isinstance(value, values.Layers) for value in layers):
+                return layers_lib.equation(eqn, layers)
         except layers_lib.MixedError:
-            return ()
+            pass
+        return values.on_whole(eqn, list(map(self._gather, operands, shapes)))
 
     def _layers_of(self, value: Any, shape: tuple[int, ...]) -> Any:
         """This replica's layers of the array of a `Shard`; any other value as it is.
@@ -205,16 +198,18 @@ class _Evaluator:
     ) -> Any:
         """The result of an elementwise function: a `Shard`, unless all shards among the operands are gathered."""
         sharded = [value for value in operands if isinstance(value, values.Shard)]
-        pairs = list(zip(operands, shapes, strict=True))
         layouts = {shard.layout for shard in sharded}
         if len(layouts) == 1 and not self._gathered.keys() >= set(sharded):
             (layout,) = layouts
             # A primitive may broadcast a dimension of size 1 to a larger array, which a shard cannot follow.
             if out.aval.size == layout.size:
-                own = [self._own(*pair, out.aval.shape, layout) for pair in pairs]
+                own = [
+                    self._own(value, shape, out.aval.shape, layout)
+                    for value, shape in zip(operands, shapes, strict=True)
+                ]
                 return values.Shard(f(*own), layout)
         # Shards with different layouts do not line up either, so all operands are made whole.
-        return f(*[values.whole(self._gather(*pair), pair[1]) for pair in pairs])
+        return f(*map(values.whole, map(self._gather, operands, shapes), shapes))
 
     def _gather(self, value: Any, shape: tuple[int, ...]) -> Any:
         """The whole array, in this shape, of a `Shard` or of `Layers`; any other value as it is."""
@@ -246,14 +241,10 @@ class _Evaluator:
             return self._partition.across(kind, own)
         return self._partition.gather(first.layout.without(dims), own)
 
-    def _call(self, eqn: Any, function: Any, operands: list[Any]) -> list[Any]:
-        """The results of a function that an equation calls."""
-        if isinstance(function, core.ClosedJaxpr):
-            jaxpr, consts = function.jaxpr, function.consts
-        else:
-            jaxpr, consts = function, ()
+    def _call(self, eqn: Any, program: core.ClosedJaxpr, operands: list[Any]) -> list[Any]:
+        """The results of a program that an equation calls."""
         self._scopes.append(str(eqn.source_info.name_stack))
-        results = self.run(jaxpr, consts, operands)
+        results = self.run(program, operands)
         self._scopes.pop()
         return results
 

@@ -74,9 +74,8 @@ def layouts_of(
         shape = requested.get(path)
         if count == 1 or shape is None or math.prod(shape) < _SMALLEST * count:
             continue
-        first, ndim = len(layout.shape) - len(shape), len(layout.shape)
-        along = [*layout.along, *[None] * ndim]
-        free = [dim >= first and along[dim] is None for dim in range(ndim)]
+        first = len(layout.shape) - len(shape)
+        free = [False] * first + layout.free[first:]
         dim = layouts_lib.divisible(layout.shape, count, free)
         if dim is not None:
             found[path] = dataclasses.replace(layout, dim=dim, flat=False, shards_param=True)
@@ -160,14 +159,8 @@ def _partition(on: jax.sharding.Mesh, layouts: layouts_lib.Layouts) -> shards.Pa
     # Gathers use the scatter's steps. In one step over all chips of a three-axis torus, each gather would become an
     # all-reduce, which sends twice the bytes and cannot overlap with computation.
     steps, _ = mesh.torus_steps(on)
-    return shards.Partition(
-        {},
-        on.shape[mesh.REPLICA],
-        mesh.REPLICA,
-        scatter_steps=steps,
-        gather_steps=steps,
-        layouts=layouts,
-    )
+    count = on.shape[mesh.REPLICA]
+    return shards.Partition(layouts, count, mesh.REPLICA, scatter_steps=steps, gather_steps=steps)
 
 
 def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -195,12 +188,11 @@ def _with_regathering(
     """
     # Traced once to find the parameters that must be gathered early, then again with these gathered.
     program, shapes = jax.make_jaxpr(functools.partial(run, ()), return_shape=True)(params)
-    tracer = _ShardTracer(params, layouts)
-    tracer.through(program.jaxpr)
-    final = functools.partial(run, sorted(tracer.early))
+    early = _needed_early(program.jaxpr, params, layouts)
+    final = functools.partial(run, early)
     if not remat.is_in(program.jaxpr):
         return jax.checkpoint(final, policy=_is_kept)(params)
-    program = jax.make_jaxpr(final)(params) if tracer.early else program
+    program = jax.make_jaxpr(final)(params) if early else program
     final = functools.partial(remat.run, program)
     results = jax.checkpoint(final, policy=_is_kept)(*jax.tree.leaves(params))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -272,49 +264,42 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name != "all_gather"
 
 
-class _ShardTracer:
-    """Follows parameter shards through a network's program.
+def _needed_early(jaxpr: core.Jaxpr, params: Any, layouts: layouts_lib.Layouts) -> list[str]:
+    """The parameters in shards that a network asks for in a branch, or in a loop over anything but layers, by path.
 
-    Attributes:
-      early: the paths of parameters that the network asks for in a branch, or in a loop over anything but layers.
-        A gather in a branch could hang, since only some replicas may reach it; one in a loop would repeat each round.
+    A gather in a branch could hang, since only some replicas may reach it; one in a loop would repeat each round.
+
+    Args:
+      jaxpr: the network's program, whose arguments are the parameters.
+      params: the parameters of the network.
+      layouts: the layouts of the parameters.
+
+    Raises:
+      UserError: if an output depends on a shard that was used without being gathered.
     """
+    early: set[str] = set()
 
-    def __init__(self, params: Any, layouts: layouts_lib.Layouts):
-        """Notes which parameters are shards.
-
-        Args:
-          params: the parameters of the network.
-          layouts: the layouts of the parameters.
-        """
-        self.early: set[str] = set()
-        shares = sharded(params, layouts)
-        paths = trees.present(params)
-        self._inputs = [frozenset([_SHARD + path] if path in shares else []) for path in paths]
-
-    def through(self, jaxpr: core.Jaxpr) -> None:
-        """Follows the shards through the network's program, whose arguments are the parameters.
-
-        Raises:
-          UserError: if an output depends on a shard that was used without being gathered.
-        """
-        for noted in varying.outputs(jaxpr, self._inputs, self._of_equation):
-            for path in _paths(noted):
-                raise errors.UserError(
-                    f"The network uses the parameter {path!r} without asking hk.get_parameter for it, such as by "
-                    "params_dict(). With shard_params=True each replica holds a shard of it, and only hk.get_parameter "
-                    "gathers it. Ask for it, or set shard_params=False."
-                )
-
-    def _of_equation(self, eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
+    def of_equation(eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes] | None:
         if eqn.params.get("name") == varying.GATHERED:
-            self.early.update(_paths(inputs[0], _WITHIN))
+            early.update(_paths(inputs[0], _WITHIN))
             return [frozenset() for _ in eqn.outvars]
         entering = _entering(eqn, inputs)
         # With its inputs already marked, an equation is treated like any other.
         if entering == inputs:
             return None
-        return varying.of_equation(eqn, entering, self._of_equation)
+        return varying.of_equation(eqn, entering, of_equation)
+
+    shares = sharded(params, layouts)
+    paths = trees.present(params)
+    inputs = [frozenset([_SHARD + path] if path in shares else []) for path in paths]
+    for noted in varying.outputs(jaxpr, inputs, of_equation):
+        for path in _paths(noted):
+            raise errors.UserError(
+                f"The network uses the parameter {path!r} without asking hk.get_parameter for it, such as by "
+                "params_dict(). With shard_params=True each replica holds a shard of it, and only hk.get_parameter "
+                "gathers it. Ask for it, or set shard_params=False."
+            )
+    return sorted(early)
 
 
 def _entering(eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes]:

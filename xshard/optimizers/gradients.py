@@ -148,13 +148,15 @@ def _evaluate_all(
         return _scan(evaluate, loss, _weight(grad_loss), trained, in_pairs)
     if callable(loss):
         return evaluate(loss, _weight(grad_loss))
-    weights = _weights(grad_loss, len(loss))
-    if aggregation_method == AggregationMethod.EXPERIMENTAL_ACCUMULATE_N:
-        return _accumulate(evaluate, loss, weights)
-    summands, auxes = [], []
-    for function, weight in zip(loss, weights, strict=True):
-        value, aux, grads = evaluate(function, weight)
+    in_turn = aggregation_method == AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
+    summands: list[Any] = []
+    auxes = []
+    for function, weight in zip(loss, _weights(grad_loss, len(loss)), strict=True):
+        # In turn, each loss waits for the sum so far, so that only one of them holds activations at a time.
+        value, aux, grads = evaluate(function, weight, wait_for=(summands,) if in_turn else ())
         summands.append(_widen((value, grads)))
+        if in_turn:
+            summands = [_add_in_order(summands)]
         auxes.append(aux)
     value, total = _add_pairs(summands) if in_pairs else _add_in_order(summands)
     return value, auxes, total
@@ -252,20 +254,6 @@ def _weights(grad_loss: Any, count: int) -> list[jax.Array | None]:
 
 def _weight(grad_loss: Any) -> jax.Array | None:
     return None if grad_loss is None else trees.widen(grad_loss)
-
-
-def _accumulate(
-    evaluate: Callable[..., Any], losses: Sequence[Loss], weights: list[Any]
-) -> tuple[Any, list[Any], dict[str, Any]]:
-    total: Any = None
-    auxes = []
-    # Each loss waits for the sum so far, so that only one of them holds activations at a time.
-    for loss, weight in zip(losses, weights, strict=True):
-        value, aux, grads = evaluate(loss, weight, wait_for=(total,))
-        new = _widen((value, grads))
-        total = new if total is None else jax.tree.map(jnp.add, total, new)
-        auxes.append(aux)
-    return total[0], auxes, total[1]
 
 
 def _scan(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from xshard import errors
 from xshard import mesh as mesh_lib
-from xshard.optimizers import base, cross_shard, loss_scale, phases, skips, trees
+from xshard.optimizers import base, cross_shard, loss_scale, phases, skips, slots, trees
 from xshard.optimizers import optax as optax_optimizer
 
 # The metric names of the norms of gradients and of parameters.
@@ -31,8 +31,7 @@ class SkipNonfinite(base.OptimizerWrapper):
 
     def vote(self, grads: trees.Gradients) -> Any:
         """Implements `Optimizer.vote`."""
-        finite, opt_vote = loss_scale.all_finite(grads), self.opt.vote(grads)
-        return finite if opt_vote is True else jnp.logical_and(finite, opt_vote)
+        return skips.all_for(loss_scale.all_finite(grads), self.opt.vote(grads))
 
     def get_name(self) -> str:
         """The wrapped rule's name."""
@@ -41,24 +40,23 @@ class SkipNonfinite(base.OptimizerWrapper):
 
 def reducing(opt: base.Optimizer) -> list[cross_shard.CrossShardOptimizer]:
     """The rules that reduce gradients, outermost first."""
-    return [
-        rule for rule in base.all_rules(opt) if isinstance(rule, cross_shard.CrossShardOptimizer)
-    ]
+    return base.rules_of_type(opt, cross_shard.CrossShardOptimizer)
 
 
 def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> None:
     """Raises UserError unless a rule, made by `where`, reduces over all replicas of a mesh with options that fit it."""
     rules = reducing(opt)
     over = {axis for rule in rules for axis in (rule.axis_name, rule.slice_axis_name)}
-    wanted = {mesh_lib.REPLICA, *([mesh_lib.SLICE] if mesh_lib.num_slices(mesh) > 1 else [])}
-    missing = sorted(wanted - over)
-    if missing:
-        argument = "axis_name" if mesh_lib.REPLICA in missing else "slice_axis_name"
-        raise errors.UserError(
-            f"{where} returned {' around '.join(rule.name for rule in base.all_rules(opt))}, which does not "
-            f"reduce over the axis '{missing[0]}': replicas would drift apart. Wrap it in a "
-            f"CrossShardOptimizer with {argument}='{missing[0]}'."
-        )
+    wanted = {mesh_lib.REPLICA: "axis_name"}
+    if mesh_lib.num_slices(mesh) > 1:
+        wanted[mesh_lib.SLICE] = "slice_axis_name"
+    for axis, argument in wanted.items():
+        if axis not in over:
+            raise errors.UserError(
+                f"{where} returned {' around '.join(rule.name for rule in base.all_rules(opt))}, which does not "
+                f"reduce over the axis '{axis}': replicas would drift apart. Wrap it in a "
+                f"CrossShardOptimizer with {argument}='{axis}'."
+            )
     for rule in rules:
         if rule.shard_update and rule.axis_name != mesh_lib.REPLICA:
             raise errors.UserError(
@@ -109,11 +107,8 @@ def check_skips(opt: base.Optimizer) -> None:
 
 def loss_scales(opt: base.Optimizer) -> list[jax.Array]:
     """The current loss scales of all rules, outermost first."""
-    return [
-        rule.loss_scale()
-        for rule in base.all_rules(opt)
-        if isinstance(rule, loss_scale.MixedPrecisionLossScaleOptimizer)
-    ]
+    rules = base.rules_of_type(opt, loss_scale.MixedPrecisionLossScaleOptimizer)
+    return [rule.loss_scale() for rule in rules]
 
 
 def schedules(opt: base.Optimizer, updates: Any) -> dict[str, Any]:
@@ -124,15 +119,15 @@ def schedules(opt: base.Optimizer, updates: Any) -> dict[str, Any]:
       updates: the number of updates applied, used as the count if a transformation keeps none.
     """
     values = []
-    for rule in base.all_rules(opt):
-        if isinstance(rule, optax_optimizer.OptaxOptimizer) and rule.schedules:
-            state = _state(rule)
-            names = [name for name in sorted(state) if name.rpartition("/")[2] == "count"]
-            counts = [state[name] for name in names if skips.is_integer_scalar(state[name])]
-            count = next(iter(counts), updates)
-            # optax also calls schedules with standard type promotion.
-            with jax.numpy_dtype_promotion("standard"):
-                values += [(rule.name, name, f(count)) for name, f in rule.schedules.items()]
+    for rule in base.rules_of_type(opt, optax_optimizer.OptaxOptimizer):
+        count = updates
+        for path, x in sorted(slots.state_of(rule).items(), reverse=True):
+            # If there are several counts, the one whose path is first remains.
+            if path.rpartition("/")[2] == "count" and skips.is_integer_scalar(x):
+                count = x
+        # optax also calls schedules with standard type promotion.
+        with jax.numpy_dtype_promotion("standard"):
+            values += [(rule.name, name, f(count)) for name, f in rule.schedules.items()]
     return _by_shortest_name(values)
 
 
@@ -148,20 +143,13 @@ def hyperparameters(opt: base.Optimizer, params: trees.Params) -> dict[str, Any]
     """
     values = []
     paths = trees.leaves_by_path(params).keys()
-    for rule in base.all_rules(opt):
-        if isinstance(rule, optax_optimizer.OptaxOptimizer):
-            for path, x in sorted(_state(rule).items()):
-                *place, folder, name = f"{rule.name}/{path}".split("/")
-                is_injected = folder == _HYPERPARAMETERS and not paths & set(trees.endings(path))
-                if is_injected and not x.shape:
-                    values.append(("/".join(place), name, x))
+    for rule in base.rules_of_type(opt, optax_optimizer.OptaxOptimizer):
+        for path, x in sorted(slots.state_of(rule).items()):
+            *place, folder, name = f"{rule.name}/{path}".split("/")
+            is_injected = folder == _HYPERPARAMETERS and paths.isdisjoint(trees.endings(path))
+            if is_injected and not x.shape:
+                values.append(("/".join(place), name, x))
     return _by_shortest_name(values)
-
-
-def _state(rule: base.Optimizer) -> dict[str, Any]:
-    """The rule's own current state, by names without the module's."""
-    own = rule.state_dict().items()
-    return {name.removeprefix(f"{rule.module_name}/"): x for name, x in own}
 
 
 def _by_shortest_name(values: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
@@ -186,26 +174,24 @@ def count_nonfinite(applied: phases.Applied) -> jax.Array:
     """
     if applied.grads is None:
         return jnp.zeros((0,), jnp.float32)
-    grads = trees.leaves_by_path(applied.grads)
-    numbers = [jnp.zeros((), jnp.float32)] * len(grads)
-    for index, (path, grad) in enumerate(grads.items()):
-        if grad is not None:
-            # The scope's name tells in the program which gradient an operation counts.
-            with jax.named_scope(f"{GRADIENT}{path}"):
-                numbers[index] = _number_nonfinite(grad)
-    return jnp.stack(numbers)
-
-
-def _number_nonfinite(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), jnp.float32(1)))
+    zero, one = jnp.float32(0), jnp.float32(1)
+    numbers = dict.fromkeys(trees.leaves_by_path(applied.grads), zero)
+    for path, grad in trees.present(applied.grads).items():
+        # The scope's name tells in the program which gradient an operation counts.
+        with jax.named_scope(f"{GRADIENT}{path}"):
+            numbers[path] = jnp.sum(jnp.where(jnp.isfinite(grad), zero, one))
+    return jnp.stack(list(numbers.values()))
 
 
 def norms(applied: phases.Applied) -> tuple[dict[str, Any], dict[str, Any]]:
     """`shares` and `squares`, as the learner's `_Update` defines them, of the gradients and of the new parameters."""
+    shares: dict[str, Any] = {}
+    squares: dict[str, Any] = {}
     if applied.grads is None:
-        return {}, {}
-    trees_of = (applied.grads, applied.new_params)
-    if applied.partition is None:
-        return {}, dict(zip(NORMS, map(trees.sum_of_squares, trees_of), strict=True))
-    shares, squares = zip(*map(applied.partition.sums_of_squares, trees_of), strict=True)
-    return dict(zip(NORMS, shares, strict=True)), dict(zip(NORMS, squares, strict=True))
+        return shares, squares
+    for name, tree in zip(NORMS, (applied.grads, applied.new_params), strict=True):
+        if applied.partition is None:
+            squares[name] = trees.sum_of_squares(tree)
+        else:
+            shares[name], squares[name] = applied.partition.sums_of_squares(tree)
+    return shares, squares

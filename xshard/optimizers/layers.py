@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from xshard.optimizers import primitives, values, varying
+from xshard.optimizers import primitives, values
 from xshard.optimizers.values import Layers
 
 # Primitives of matrices: all dimensions but the last two are batch dimensions.
@@ -23,12 +23,11 @@ class MixedError(Exception):
     """An equation mixes layers, or is not known to keep them separate."""
 
 
-def run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def run(program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a program of whole stacks on this replica's layers.
 
     Args:
-      jaxpr: the program.
-      consts: the values of its constants.
+      program: the program.
       args: `Layers` in place of each array of stacked layers; other arrays as they are.
 
     Returns:
@@ -37,17 +36,17 @@ def run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
     Raises:
       MixedError: if the program mixes layers.
     """
-    results = primitives.evaluate(jaxpr, consts, args, equation)
-    return list(map(_whole, results, jaxpr.outvars))
+    results = primitives.evaluate(program, args, equation)
+    return list(map(_whole, results, program.jaxpr.outvars))
 
 
 def equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Evaluates an equation, with operands and results as for `run`."""
     name = eqn.primitive.name
     is_layers = [isinstance(x, Layers) for x in operands]
-    if name in primitives.CALLS:
-        function = eqn.params[primitives.CALLS[name]]
-        return run(varying.opened(function), getattr(function, "consts", ()), operands)
+    called = primitives.called(eqn)
+    if called is not None:
+        return run(called, operands)
     if not any(is_layers):
         return values.on_whole(eqn, operands)
     if name == "scan":
@@ -137,19 +136,19 @@ def _cond(eqn: Any, operands: Sequence[Any], is_layers: Sequence[bool]) -> list[
 
 
 def _on_layers(
-    closed: core.ClosedJaxpr, operands: Sequence[Any]
+    program: core.ClosedJaxpr, operands: Sequence[Any]
 ) -> tuple[core.ClosedJaxpr, list[bool]]:
     """Traces a program of whole stacks for this replica's layers; also returns which of its results are `Layers`."""
     is_layers = [isinstance(x, Layers) for x in operands]
     made: list[bool] = []
 
     def call(*inputs: Any) -> list[Any]:
-        results = run(closed.jaxpr, closed.consts, _marked(inputs, is_layers))
+        results = run(program, _marked(inputs, is_layers))
         made[:] = [isinstance(x, Layers) for x in results]
         return list(map(_raw, results))
 
     shapes = []
-    for x, aval in zip(operands, closed.in_avals, strict=True):
+    for x, aval in zip(operands, program.in_avals, strict=True):
         shape = (len(x.array), *aval.shape[1:]) if isinstance(x, Layers) else aval.shape
         shapes.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
     return jax.make_jaxpr(call)(*shapes), made

@@ -55,6 +55,11 @@ class Layout:
         return math.prod(self.shape)
 
     @property
+    def free(self) -> list[bool]:
+        """For each dimension of `shape`, whether it lies along no other mesh axis."""
+        return [axis is None for axis in self.spec(axis_name=None)]
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of all shards together, without the leading dimension of copies."""
         if not self.flat:
@@ -149,15 +154,14 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
       spec: the mesh axis that each dimension already lies along, or None. A dimension with an axis is not
         sharded again, and an array with such a dimension is not flattened.
     """
-    along = tuple(spec)
-    free = [dim >= len(along) or along[dim] is None for dim in range(len(shape))]
-    if not shape or math.prod(shape) < count:
-        return Layout(path, shape, count, None, along=along)
-    dim = divisible(shape, count, free)
+    whole = Layout(path, shape, count, None, along=tuple(spec))
+    if not shape or whole.size < count:
+        return whole
+    dim = divisible(shape, count, whole.free)
     if dim is not None:
-        return Layout(path, shape, count, dim, along=along)
-    if not all(free) or math.prod(shape) + count > _LARGEST_FLAT:
-        return Layout(path, shape, count, None, along=along)
+        return dataclasses.replace(whole, dim=dim)
+    if not all(whole.free) or whole.size + count > _LARGEST_FLAT:
+        return whole
     return Layout(path, shape, count, len(shape) - 1, flat=True)
 
 
@@ -227,8 +231,7 @@ def _of_slot(
         if name == f"{ERROR}/{path}" and is_of_slices and shape[1:] in shapes:
             return dataclasses.replace(layout, copies=copies)
         if shape in shapes:
-            is_sharded = slots and layout.dim is not None
-            return layout if is_sharded else None
+            return layout if slots and layout.dim is not None else None
     return None
 
 
@@ -335,13 +338,7 @@ def whole(layout: Layout | None, x: Any) -> Any:
 def map_state(
     f: Callable[[Layout | None, Any], Any], layouts: Mapping[str, Layouts], state: Any
 ) -> Any:
-    """Applies `f(layout, array)` to a Haiku state. The layout is None for an array without one.
-
-    Args:
-      f: the function.
-      layouts: the layouts that `of_state` returns.
-      state: the state of the rules.
-    """
+    """Applies `f(layout, array)` to a Haiku state, given what `of_state` returns. An array may have no layout: None."""
     new: dict[str, dict[str, Any]] = {}
     for module, arrays in state.items():
         of_module = layouts.get(module, {})

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xshard import errors
-from xshard.optimizers import base, trees
+from xshard.optimizers import base, skips, trees
 from xshard.optimizers import optax as optax_optimizer
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -135,13 +135,8 @@ class DynamicLossScale(LossScale):
 
     def __call__(self) -> jax.Array:
         """The current scale, a float32 scalar."""
-        initial = self.initial_loss_scale
-        return hk.get_state(
-            "current_loss_scale",
-            [],
-            jnp.float32,
-            lambda shape, dtype: jnp.full(shape, initial, dtype),
-        )
+        initial = hk.initializers.Constant(self.initial_loss_scale)
+        return hk.get_state("current_loss_scale", [], jnp.float32, initial)
 
     def update(self, grads: trees.Gradients) -> jax.Array:
         """Adapts the scale; returns whether all gradients are finite."""
@@ -195,15 +190,13 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
-        for inner in base.all_rules(self.opt):
-            if isinstance(inner, MixedPrecisionLossScaleOptimizer):
-                raise ValueError(
-                    f"opt already scales losses ({inner.name}): two scales would multiply, and each "
-                    "would blame the other's overflows. Use one MixedPrecisionLossScaleOptimizer."
-                )
+        for inner in base.rules_of_type(self.opt, MixedPrecisionLossScaleOptimizer):
+            raise ValueError(
+                f"opt already scales losses ({inner.name}): two scales would multiply, and each "
+                "would blame the other's overflows. Use one MixedPrecisionLossScaleOptimizer."
+            )
         self.loss_scale = get(loss_scale)
 
-    @hk.transparent
     def compute_gradients(
         self, loss: Any, params: trees.Params, *, grad_loss: Any = None, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
@@ -220,14 +213,7 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
     def vote(self, grads: trees.Gradients) -> Any:
         """Implements `Optimizer.vote`: adapts the scale, and rejects gradients that are not finite."""
         # Both are called in every step, since each may update its state.
-        finite = self.loss_scale.update(grads)
-        opt_vote = self.opt.vote(grads)
-        # A Python True must stay a constant, because it makes the update unconditional.
-        if finite is True:
-            return opt_vote
-        if opt_vote is True:
-            return finite
-        return jnp.logical_and(finite, opt_vote)
+        return skips.all_for(self.loss_scale.update(grads), self.opt.vote(grads))
 
     def get_name(self) -> str:
         """The name of the wrapped optimizer, as in TensorFlow."""

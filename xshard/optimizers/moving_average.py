@@ -5,7 +5,7 @@ exponential, as in `tf.train.ExponentialMovingAverage`.
 """
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import haiku as hk
@@ -73,12 +73,11 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
-        for inner in base.all_rules(self.opt):
-            if isinstance(inner, MovingAverageOptimizer):
-                raise ValueError(
-                    f"opt already keeps averages of its parameters ({inner.name}): 'average' would be the "
-                    "name of two slots. Use one MovingAverageOptimizer."
-                )
+        for inner in base.rules_of_type(self.opt, MovingAverageOptimizer):
+            raise ValueError(
+                f"opt already keeps averages of its parameters ({inner.name}): 'average' would be the "
+                "name of two slots. Use one MovingAverageOptimizer."
+            )
         self.average_decay = _check_decay(average_decay)
         self.num_updates = _check_num_updates(num_updates)
 
@@ -89,7 +88,9 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         new = trees.leaves_by_path(new_params)
         trained = list(trees.present(grads))
         if hk.running_init():
-            self._begin(params, trained)
+            first = trees.leaves_by_path(params)
+            for path in trained:
+                slots_lib.create(f"{SLOT}/{path}", trees.widen(first[path]))
             return new_params
         for path in trained:
             if not self._has(path):
@@ -100,16 +101,8 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
             hk.set_state(f"{SLOT}/{path}", average - change)
         return new_params
 
-    def _begin(self, params: trees.Params, trained: Sequence[str]) -> None:
-        """Creates the averages."""
-        leaves = trees.leaves_by_path(params)
-        for path in trained:
-            # A copy, because a donated tree must not contain one buffer twice, as parameter and as average.
-            first = jnp.array(trees.widen(leaves[path]), copy=True)
-            hk.get_state(f"{SLOT}/{path}", first.shape, first.dtype, lambda *_, first=first: first)
-
     def _has(self, path: str) -> bool:
-        return f"{SLOT}/{path}" in self._state_names()
+        return f"{SLOT}/{path}" in slots_lib.state_of(self)
 
     def _next_count(self) -> Any:
         if self.num_updates != "count":
@@ -136,7 +129,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
     def get_slot_names(self) -> list[str]:
         """Implements `Optimizer.get_slot_names`; they include 'average'."""
         names = set(self.opt.get_slot_names())
-        if any(name.startswith(f"{SLOT}/") for name in self._state_names()):
+        if any(name.startswith(f"{SLOT}/") for name in slots_lib.state_of(self)):
             names.add(SLOT)
         return sorted(names)
 

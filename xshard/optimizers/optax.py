@@ -8,9 +8,7 @@ from typing import Any
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 
 from xshard import errors
 from xshard.optimizers import back_off, base, trees
@@ -105,8 +103,8 @@ class OptaxOptimizer(base.Optimizer):
         named = [path for path in paths if name in trees.endings(path)]
         if name in named:
             named = [name]
-        state_names = self._state_names()
-        slots = [path for path in named if slots_lib.join(path, var) in state_names]
+        existing = slots_lib.state_of(self)
+        slots = [path for path in named if slots_lib.join(path, var) in existing]
         if len(slots) > 1:
             raise ValueError(f"Several slots are named {name!r}; give the path of one: {slots}.")
         return hk.get_state(slots_lib.join(slots[0], var)) if slots else None
@@ -123,7 +121,7 @@ class OptaxOptimizer(base.Optimizer):
 
     def _slot_paths(self) -> list[str]:
         """The paths in optax's state of the slots that have arrays in the Haiku state."""
-        names = self._state_names()
+        names = slots_lib.state_of(self)
         if self._known_slots is None and names:
             self._known_slots = slots_lib.of_any(self.transformation)
             if self._known_slots is None:
@@ -146,7 +144,8 @@ class OptaxOptimizer(base.Optimizer):
         if not self._is_checked:
             self._check_update(params, state)
             self._is_checked = True
-        jax.tree_util.tree_map_with_path(_make_leaf, state)
+        for name, leaf in trees.present(state).items():
+            slots_lib.create(name, trees.strong(leaf))
 
     def _check_update(self, params: trees.Params, state: Any) -> None:
         """Raises ValueError if the update needs more than gradients, state and parameters, or changes a shape."""
@@ -223,14 +222,14 @@ class OptaxOptimizer(base.Optimizer):
         Raises:
           ValueError: if a parameter has a gradient, but its slots were never created.
         """
-        existing = self._state_names()
+        existing = slots_lib.state_of(self)
         trained = set()
         for path, names in needed.items():
             if not names:
                 # The transformation keeps no slot for this parameter, so its gradient alone decides.
                 if path in present:
                     trained.add(path)
-            elif not existing.isdisjoint(names):
+            elif not existing.keys().isdisjoint(names):
                 trained.add(path)
             elif path in present and not existing:
                 # There is no state at all. Haiku's own error explains that.
@@ -246,7 +245,7 @@ class OptaxOptimizer(base.Optimizer):
     def _set_state(self, state: Any, old_state: Any) -> None:
         new = trees.leaves_by_path(state)
         for name, old in trees.leaves_by_path(old_state).items():
-            hk.set_state(name, _strong(new[name], old.dtype))
+            hk.set_state(name, trees.strong(new[name], old.dtype))
 
 
 def _check_schedules(schedules: Any) -> dict[str, Callable[[Any], Any]]:
@@ -276,13 +275,6 @@ def as_optimizer(opt: Any) -> base.Optimizer:
     return OptaxOptimizer(opt)
 
 
-def _make_leaf(path: tuple[Any, ...], leaf: Any) -> None:
-    # A transformation may initialize several slots with one array, or with a parameter. Copy each leaf, because a
-    # donated tree must not contain one buffer twice.
-    leaf = jnp.array(_strong(leaf), copy=True)
-    hk.get_state(trees.path_name(path), leaf.shape, leaf.dtype, lambda *_: leaf)
-
-
 def _last_word(path: str) -> str:
     return path.rpartition("/")[2]
 
@@ -298,11 +290,3 @@ def _missing_arguments(e: Exception) -> tuple[str, str] | None:
         *_, (frame, _) = traceback.walk_tb(e.__traceback__)
         return frame.f_code.co_qualname.partition(".")[0], f"'{missing[1]}'"
     return None
-
-
-def _strong(x: Any, dtype: Any = None) -> jax.Array:
-    """`x` with a strong type. A weakly typed state would make jit compile the second step again."""
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
-    return lax.convert_element_type(x, dtype or x.dtype)

@@ -56,7 +56,8 @@ class Step:
             if isinstance(partition, shards.Rehearsal):
                 self._rehearse(grads, params, partition)
             return Applied(new, applied, None, grads, new, None)
-        whole = partition.map(_shape_of_whole, params)
+        shape_of_whole = lambda layout, x: jax.ShapeDtypeStruct(layout.shape, x.dtype)
+        whole = partition.map(shape_of_whole, params)
         state = self._state_shapes(grads, whole)
         applied, grads, new = self._on_shards(grads, params, partition, state)
 
@@ -223,10 +224,6 @@ def _log_gathered(size: int, *paths: str) -> None:
         "Besides the new parameters, the sharded update gathers %.3g MB in each step, because its rules need these "
         "arrays whole: %s%s.", size / 1e6, ", ".join(paths[:8]), more,
     )  # fmt: skip
-
-
-def _shape_of_whole(layout: layouts_lib.Layout, x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(layout.shape, x.dtype)
 
 
 def _given(partition: shards.Partition, layout: layouts_lib.Layout, grad: Any) -> Any:

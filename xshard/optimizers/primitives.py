@@ -1,6 +1,6 @@
 """Classification of JAX's primitives by how they move elements, and evaluation of programs equation by equation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,9 +28,32 @@ CALLS = {
 }
 
 
+def called(eqn: Any) -> core.ClosedJaxpr | None:
+    """The program that an equation calls once; None for any other equation."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    program = eqn.params[CALLS[eqn.primitive.name]]
+    return core.ClosedJaxpr(program, ()) if isinstance(program, core.Jaxpr) else program
+
+
+def all_equations(jaxpr: core.Jaxpr) -> Iterator[Any]:
+    """The equations of a program and of its inner programs."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from all_equations(inner)
+
+
+def mapped_axes(eqn: Any) -> list[str]:
+    """The mapped axes of a collective. Other equations may have dimension numbers there, which are left out."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    if not isinstance(axes, tuple | list):
+        axes = [axes]
+    return [axis for axis in axes if isinstance(axis, str)]
+
+
 def evaluate(
-    jaxpr: core.Jaxpr,
-    consts: Sequence[Any],
+    program: core.ClosedJaxpr,
     args: Sequence[Any],
     of_equation: Callable[[Any, list[Any]], Sequence[Any]],
 ) -> list[Any]:
@@ -39,7 +62,8 @@ def evaluate(
     An argument that the program returns unchanged is the same object in the results. What `of_equation` traces keeps the
     equation's line in the user's code, which the replay of a step names.
     """
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    jaxpr = program.jaxpr
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
     for eqn in jaxpr.eqns:
         with source_info_util.user_context(eqn.source_info.traceback):

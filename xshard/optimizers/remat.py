@@ -3,6 +3,7 @@
 For nested `jax.checkpoint` calls, JAX applies the outer policy to both. This module keeps the inner one in force.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,38 +16,27 @@ from xshard.optimizers import dependence, primitives
 
 def is_in(jaxpr: core.Jaxpr) -> bool:
     """Returns whether a program contains a `jax.checkpoint`, which recomputes values for the backward pass."""
-    return any(eqn.primitive.name == "remat2" or _holds(eqn) for eqn in jaxpr.eqns)
+    return any(eqn.primitive.name == "remat2" for eqn in primitives.all_equations(jaxpr))
 
 
 def run(program: core.ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluates a program so that its `jax.checkpoint` regions keep their policies inside another one."""
-
-    def of_equation(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-        # Keeps the scope names, which profiles show.
-        with jax.named_scope(str(eqn.source_info.name_stack)):
-            return _results(eqn, inputs)
-
-    return primitives.evaluate(program.jaxpr, program.consts, args, of_equation)
-
-
-def _holds(eqn: Any) -> bool:
-    return any(is_in(jaxpr) for jaxpr in core.jaxprs_in_params(eqn.params))
+    return primitives.evaluate(program, args, _results)
 
 
 def _results(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name == "remat2":
-        return _computed_again(params)(*inputs)
-    if name == "jit" and _holds(eqn):
-        return run(params["jaxpr"], *inputs)
-    if name == "scan" and _holds(eqn):
-        body = params["jaxpr"]
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in body.in_avals
-        ]
-        params = {**params, "jaxpr": jax.make_jaxpr(lambda *xs: run(body, *xs))(*shapes)}
-        return eqn.primitive.bind(*inputs, **params)
-    return primitives.bind(eqn, *inputs)
+    # Keeps the scope names, which profiles show.
+    with jax.named_scope(str(eqn.source_info.name_stack)):
+        if name == "remat2":
+            return _computed_again(params)(*inputs)
+        if name not in ("jit", "scan") or not is_in(params["jaxpr"].jaxpr):
+            return primitives.bind(eqn, *inputs)
+        run_inner = functools.partial(run, params["jaxpr"])
+        if name == "jit":
+            return run_inner(*inputs)
+        body = jax.make_jaxpr(run_inner)(*params["jaxpr"].in_avals)
+        return primitives.bind(eqn, *inputs, jaxpr=body)
 
 
 def _computed_again(params: Any) -> Any:

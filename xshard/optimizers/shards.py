@@ -40,35 +40,31 @@ class Partition:
 
     def __init__(
         self,
-        params: Any,
+        layouts: layouts_lib.Layouts,
         count: int,
         axis_name: str,
         groups: Sequence[Sequence[int]] | None = None,
-        rules: mesh.Rules = (),
         copies: int = 1,
         scatter_steps: Sequence[int] = (),
         gather_steps: Sequence[int] = (),
-        layouts: layouts_lib.Layouts | None = None,
     ):
-        """Decides how each leaf is sharded.
+        """Stores the layouts, and how to communicate.
 
         Args:
-          params: a tree of arrays or shapes.
+          layouts: the layout of each leaf, by path.
           count: the number of replicas of a group.
           axis_name: the mapped axis of the replicas.
           groups: the replica numbers of each group, if there are several groups.
-          rules: the sharding rules for other mesh axes.
           copies: the number of slices, each of which holds all shards.
           scatter_steps: sizes whose product is `count`, to scatter in one step for each size.
           gather_steps: the same, to gather.
-          layouts: the layout of each leaf, if the caller has chosen them.
         """
+        self.layouts = layouts
         self.count = count
         self.copies = copies
         self._axis: dict[str, Any] = {"axis_name": axis_name, "axis_index_groups": groups}
         self._scatters = self._in_steps(scatter_steps)
         self._gathers = self._in_steps(gather_steps)
-        self.layouts = layouts or layouts_lib.of_params(params, count, rules)
 
     @functools.cached_property
     def index(self) -> Any:
@@ -234,15 +230,9 @@ class Rehearsal(Partition):
       gathered: the bytes that a rule's update gathers, by path.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        count: int,
-        rules: mesh.Rules = (),
-        layouts: layouts_lib.Layouts | None = None,
-    ):
+    def __init__(self, layouts: layouts_lib.Layouts, count: int):
         """Shards as a `Partition` over `count` replicas does."""
-        super().__init__(params, count, "", rules=rules, layouts=layouts)
+        super().__init__(layouts, count, axis_name="")
         self.gathered: dict[str, int] = {}
 
     @functools.cached_property

@@ -1,5 +1,6 @@
 """Skipped steps: how they restore state that was written outside the conditional update."""
 
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
+
+from xshard.optimizers import slots
 
 # Arrays of Haiku state, by module and name.
 State = Mapping[tuple[str, str], Any]
@@ -22,16 +25,21 @@ class _AnyModule(hk.Module):
         # A name that no other module has: reserving a name in use could change the names of modules created later.
         super().__init__(name=hk.force_name("any_module_of_skips"))
 
-    def read(self, module: str) -> Mapping[str, Any]:
+    def read(self, module: str) -> dict[str, Any]:
         """The current arrays of a module's state, by name."""
         self.module_name = module
-        state = self.state_dict()
-        return {name.removeprefix(f"{module}/"): array for name, array in state.items()}
+        return slots.state_of(self)
 
     def write(self, module: str, name: str, value: Any) -> None:
         """Sets one array of a module's state."""
         self.module_name = module
         hk.set_state(name, value)
+
+
+def all_for(*votes: Any) -> Any:
+    """Combines votes on a step. The result stays the constant True if all are, so that the update is unconditional."""
+    scalars = [vote for vote in votes if vote is not True]
+    return functools.reduce(jnp.logical_and, scalars) if scalars else True
 
 
 def select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -115,9 +123,7 @@ def restore_unless_applied(applied: Any, losses: Writes) -> None:
 
 def check_count(global_step: Any) -> None:
     """Raises ValueError unless a global step is None or an integer scalar."""
-    if global_step is None:
-        return
-    if not is_integer_scalar(global_step):
+    if global_step is not None and not is_integer_scalar(global_step):
         raise ValueError(
             "global_step must be an integer scalar, such as jnp.int32(0), which counts the updates applied; "
             f"received {global_step!r}."

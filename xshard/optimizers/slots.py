@@ -1,13 +1,21 @@
-"""The slots in an optax state: their paths, and the parameter that each of their arrays belongs to."""
+"""The state arrays of rules, and the slots in an optax state: their paths, and the parameter of each of their arrays."""
 
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import haiku as hk
 import jax
+import jax.numpy as jnp
 import optax
 
 from xshard.optimizers import trees
+
+
+def state_of(module: hk.Module) -> dict[str, Any]:
+    """The current arrays of a module's state, by name without the module's."""
+    arrays = module.state_dict()
+    return {name.removeprefix(f"{module.module_name}/"): x for name, x in arrays.items()}
 
 
 def _mirrors(params: trees.Params, node: Any) -> bool:
@@ -21,9 +29,21 @@ def _mirrors(params: trees.Params, node: Any) -> bool:
     return True
 
 
+def create(name: str, first: jax.Array) -> None:
+    """Creates a state array of the current module.
+
+    It is a copy, because several slots may begin with one array or with a parameter, and a donated tree must not contain
+    one buffer twice.
+    """
+    hk.get_state(name, first.shape, first.dtype, lambda *_: jnp.array(first, copy=True))
+
+
 def find(state: Any, params: trees.Params) -> list[tuple[str, Any]]:
     """The slots in optax's state, by path."""
-    is_slot = functools.partial(_mirrors, params)
+    return _find(state, functools.partial(_mirrors, params))
+
+
+def _find(state: Any, is_slot: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_slot)
     return [(trees.path_name(path), node) for path, node in nodes if is_slot(node)]
 
@@ -33,12 +53,10 @@ def of_any(transformation: Any) -> list[str] | None:
     found: list[str] = []
 
     def init(params: Any) -> tuple[()]:
-        is_slot = lambda node: isinstance(node, type(params))
         with jax.numpy_dtype_promotion("standard"):
             state = jax.eval_shape(lambda: transformation.init(params))
-        for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_slot):
-            if is_slot(node):
-                found.append(trees.path_name(path))
+        slots = _find(state, lambda node: isinstance(node, type(params)))
+        found.extend(path for path, _ in slots)
         return ()
 
     # optax calls `init` with a placeholder for any tree of parameters. There is no state to map here.

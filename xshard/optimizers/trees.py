@@ -22,10 +22,16 @@ def widen(x: Any) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
-def strong(x: Any) -> jax.Array:
-    """An array with a strong type. A Python number has a weak type, which adapts to the other operands."""
+def strong(x: Any, dtype: Any = None) -> jax.Array:
+    """An array with a strong type, `dtype` or its own. A weak type, as a Python number has, adapts to other operands.
+
+    A weakly typed state would make jit compile the second step again.
+    """
     x = jnp.asarray(x)
-    return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
+    # The type of a random key is always strong.
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    return jax.lax.convert_element_type(x, dtype or x.dtype)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -198,8 +204,7 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
         chosen = set(var_list)
     unknown = sorted(str(path) for path in chosen if path not in leaves)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], leaves, cutoff=0.3)
-        near = near or sorted(leaves)[:3]
+        near = _near(unknown[0], leaves)
         raise ValueError(
             f"var_list names {unknown[0]!r}, which is not a parameter; near it: {near}."
         )
@@ -226,16 +231,19 @@ def unfrozen(params: Params, pattern: str) -> list[str] | None:
     except re.error as e:
         raise errors.UserError(f"frozen={pattern!r} is not a regular expression: {e}.") from e
     if len(others) == len(leaves):
-        near = difflib.get_close_matches(pattern.strip("^$/"), leaves, cutoff=0.3)
-        raise errors.UserError(
-            f"frozen={pattern!r} matches no parameter's path; near it: {near or sorted(leaves)[:3]}."
-        )
+        near = _near(pattern.strip("^$/"), leaves)
+        raise errors.UserError(f"frozen={pattern!r} matches no parameter's path; near it: {near}.")
     if not others:
         raise errors.UserError(
             f"frozen={pattern!r} matches the paths of all parameters, such as {sorted(leaves)[:3]}: leave at least "
             "one to be trained, or leave out frozen if the step never updates this learner."
         )
     return others
+
+
+def _near(name: str, leaves: Mapping[str, Any]) -> list[str]:
+    """The paths most like a name, or some paths if none is like it."""
+    return difflib.get_close_matches(name, leaves, cutoff=0.3) or sorted(leaves)[:3]
 
 
 def _is_absent(x: Any) -> bool:

@@ -11,20 +11,14 @@ import jax
 from jax.extend import core
 
 from xshard import mesh as mesh_lib
+from xshard.optimizers import primitives
 
 # The mesh axes along which a value differs.
 Axes = frozenset[str]
 _NONE: Axes = frozenset()
 ALL: Axes = frozenset(mesh_lib.BATCH)
-# Collectives after which all replicas along an axis hold the same value, and the parameter that names the axes.
-_EQUALISING = {
-    "psum": "axes",
-    "psum_invariant": "axes",
-    "pmax": "axes",
-    "pmin": "axes",
-    "all_gather": "axis_name",
-    "all_gather_invariant": "axis_name",
-}
+# Collectives after which all replicas along an axis hold the same value.
+_EQUALISING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _EQUAL = "equal_on_replicas"
 # The name, in a program, of the function that gathers a parameter held in shards.
 GATHERED = "gathered_parameter"
@@ -73,11 +67,10 @@ def mapped_outputs(jaxpr: core.Jaxpr) -> tuple[list[Axes], list[Axes]]:
     Args:
       jaxpr: the program, which contains one `jax.shard_map`. All computation before that is on whole arrays.
     """
-    (mapped,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
-    inputs, declared = (
-        [of_spec(spec) for spec in mapped.params[key]] for key in ("in_specs", "out_specs")
-    )
-    return outputs(opened(mapped.params["jaxpr"]), inputs), declared
+    (mapped,) = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    inputs = list(map(of_spec, mapped["in_specs"]))
+    declared = list(map(of_spec, mapped["out_specs"]))
+    return outputs(opened(mapped["jaxpr"]), inputs), declared
 
 
 def of_spec(spec: jax.P) -> Axes:
@@ -116,9 +109,9 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     if known is not None:
         return known
     if name == "axis_index":
-        return [frozenset([params["axis_name"]]) & ALL]
+        return [ALL.intersection(primitives.mapped_axes(eqn))]
     if name in _EQUALISING:
-        return _of_collective(params, _EQUALISING[name], inputs, len(eqn.outvars))
+        return _of_collective(eqn, inputs)
     if name == "scan":
         return _of_scan(params, inputs, special)
     if name == "while":
@@ -136,29 +129,17 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     if "callback" in name:
         # The host may compute a different number on each replica.
         return [ALL.union(*inputs) for _ in eqn.outvars]
-    inner = [
-        x for x in jax.tree.leaves(dict(params)) if isinstance(x, core.ClosedJaxpr | core.Jaxpr)
-    ]
-    if len(inner) == 1 and len(opened(inner[0]).invars) == len(inputs):
-        results = outputs(opened(inner[0]), inputs, special)
+    inner = list(core.jaxprs_in_params(params))
+    if len(inner) == 1 and len(inner[0].invars) == len(inputs):
+        results = outputs(inner[0], inputs, special)
         if len(results) == len(eqn.outvars):
             return results
     # The results of any other equation differ along the axes of all its inputs, and along those that arise in its inner
     # programs. Those of any other collective, such as ppermute, differ along its axes even if its inputs are equal.
-    within = [outputs_of_any(opened(x)) for x in inner]
-    sent = [ALL.intersection(named_axes(params.get(key))) for key in ("axis_name", "axes")]
-    axes = _NONE.union(*inputs, *within, *sent)
+    within = [_NONE.union(*outputs(x, [_NONE] * len(x.invars))) for x in inner]
+    sent = ALL.intersection(primitives.mapped_axes(eqn))
+    axes = sent.union(*inputs, *within)
     return [axes for _ in eqn.outvars]
-
-
-def named_axes(axes: Any) -> list[str]:
-    """The axis names in a collective's parameter. Other primitives have dimension numbers there, which are left out."""
-    return [x for x in (axes if isinstance(axes, tuple | list) else [axes]) if isinstance(x, str)]
-
-
-def outputs_of_any(jaxpr: core.Jaxpr) -> Axes:
-    """The axes along which some result of a program differs if all of its inputs are equal."""
-    return _NONE.union(*outputs(jaxpr, [_NONE for _ in jaxpr.invars]))
 
 
 def opened(jaxpr: Any) -> core.Jaxpr:
@@ -166,12 +147,13 @@ def opened(jaxpr: Any) -> core.Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
-def _of_collective(params: Any, key: str, inputs: list[Axes], count: int) -> list[Axes]:
-    over = frozenset(named_axes(params[key]))
+def _of_collective(eqn: Any, inputs: list[Axes]) -> list[Axes]:
     # With axis_index_groups, the collective makes values equal only within each of these groups.
-    whole = params.get("axis_index_groups") is None
-    left = [x - over if whole else x for x in inputs]
-    return left if len(left) == count else [_NONE.union(*left) for _ in range(count)]
+    if eqn.params.get("axis_index_groups") is None:
+        inputs = [x.difference(primitives.mapped_axes(eqn)) for x in inputs]
+    if len(inputs) == len(eqn.outvars):
+        return inputs
+    return [_NONE.union(*inputs) for _ in eqn.outvars]
 
 
 def _of_scan(params: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:

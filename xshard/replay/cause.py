@@ -7,12 +7,11 @@ import jax
 import numpy as np
 
 from xshard import mesh as mesh_lib
-from xshard.optimizers import varying
+from xshard.optimizers import primitives
 from xshard.replay import dataflow, observations
 
 # A replica's number, and a value's number.
 _Node = tuple[int, int]
-_AXES = ("axes", "axis_name")
 # The most causes among the examples that are searched for.
 _MOST_CAUSES = 4
 # Primitives whose results are elements of their operands.
@@ -162,10 +161,7 @@ class _Graph:
 def _collective_axes(equation: Any) -> list[str]:
     if equation is None or equation.primitive.name == "axis_index":
         return []
-    axes: list[str] = []
-    for key in _AXES:
-        axes += varying.named_axes(equation.params.get(key))
-    return axes
+    return primitives.mapped_axes(equation)
 
 
 def blame_examples(

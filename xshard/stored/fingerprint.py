@@ -187,7 +187,7 @@ def _places(
     """Returns the place of each leaf of a state."""
     skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
     specs = jax.tree.leaves(state_lib.specs(experiment, mesh, state, manual=True))
-    described = jax.tree.leaves(_described(experiment, mesh, state))
+    described = jax.tree.leaves(jax.tree.broadcast(_described(experiment, mesh, state), state))
     places = []
     leaves = jax.tree_util.tree_leaves_with_path(state)
     for (path, leaf), spec, of_leaf in zip(leaves, specs, described, strict=True):
@@ -197,32 +197,24 @@ def _places(
         if of_leaf.layout is not None and of_leaf.layout.flat:
             sizes[-1] = of_leaf.layout.size
         entries = [*spec[of_groups:], *[None] * len(sizes)][: len(sizes)]
-        axes = tuple(_axes(entry) for entry in entries)
+        axes = tuple(tuple(mesh_lib.axes_of([entry])) for entry in entries)
         own = tuple(axis for axis in mesh_lib.REPLICAS if axis in varying.of_spec(spec))
         places.append(_Place(Cell(name if each else of_leaf.kind, own), name, axes, tuple(sizes)))
     return places
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    """Converts a dimension's entry in a partition spec to a tuple of mesh axes."""
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
 def _described(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: state_lib.TrainState
 ) -> state_lib.TrainState:
-    """Returns the state's tree with a description in place of each leaf."""
+    """Returns a prefix of the state's tree with a description of each leaf, or of all leaves below a node."""
     other = _Description(OTHER)
-    all_of = lambda kind, tree: jax.tree.map(lambda _: _Description(kind), tree)
 
     def of_learner(x: LearnerState) -> LearnerState:
         layouts = state_lib.layouts_of(experiment, mesh, x)
         slot = lambda layout, _: _Description(SLOTS, layout)
         return x.replace(
-            params=all_of(PARAMS, x.params),
-            net_state=all_of(NET_STATE, x.net_state),
+            params=_Description(PARAMS),
+            net_state=_Description(NET_STATE),
             opt_state=layouts_lib.map_state(slot, layouts, x.opt_state),
             global_step=other,
         )

@@ -81,24 +81,27 @@ def check_unread(
       state: the state with which the program is called.
       mesh: the mesh on which the program runs.
     """
-    here = mesh_lib.num_replicas(mesh)
-    others = {path: leaf for path, leaf in _own(state).items() if _count(leaf, mesh) != here}
     paths = [trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    for path, leaf in others.items():
+    for path, leaf in _others(state, mesh).items():
         inputs: list[varying.Axes] = [frozenset() for _ in program.jaxpr.invars]
         inputs[paths.index(path)] = _OWN
         if any(_OWN & axes for axes in varying.outputs(program.jaxpr, inputs)):
             raise errors.UserError(
                 f"{contract.describe_method(method)} reads the state {path!r}, which differs by replica (xshard.PerReplica): it "
-                f"has values of {_count(leaf, mesh)} replicas per group, and this mesh has {here}. Use the same number of "
+                f"has values of {_count(leaf, mesh)} replicas per group, and this mesh has {mesh_lib.num_replicas(mesh)}. Use the same number of "
                 "replicas, or read state that is equal on all of them, such as a mean by jax.lax.pmean in the step."
             )
 
 
 def has_others(state: state_lib.TrainState, mesh: jax.sharding.Mesh) -> bool:
     """Returns whether a state has `PerReplica` values of another number of replicas than the mesh has."""
+    return bool(_others(state, mesh))
+
+
+def _others(state: state_lib.TrainState, mesh: mesh_lib.AnyMesh) -> dict[str, Any]:
+    """Returns the `PerReplica` arrays of another number of replicas than the mesh has, by path."""
     here = mesh_lib.num_replicas(mesh)
-    return any(_count(leaf, mesh) != here for leaf in _own(state).values())
+    return {path: leaf for path, leaf in _own(state).items() if _count(leaf, mesh) != here}
 
 
 def _own(state: state_lib.TrainState) -> dict[str, Any]:

@@ -233,18 +233,26 @@ class _UsageChecker:
 
     def _enter(self, eqn: Any) -> None:
         """Passes the uniformity of an equation's arguments on to the variables of the function that it calls."""
-        if eqn.primitive.name not in primitives.CALLS:
+        called = primitives.called(eqn)
+        if called is None:
             return
-        inner = varying.opened(eqn.params[primitives.CALLS[eqn.primitive.name]])
-        for var, atom in zip(inner.invars, eqn.invars, strict=True):
+        for var, atom in zip(called.jaxpr.invars, eqn.invars, strict=True):
             # JAX shares one jaxpr between calls, and an earlier call may have had other arguments.
             self._uniform.discard(var)
             if self._is_uniform(atom):
                 self._uniform.add(var)
 
     def _check_whole(self, *values: varying.Axes) -> None:
+        """Raises UserError if some values are computed from shards."""
         for path in _paths(_NONE.union(*values)):
-            self._refuse(path)
+            eqn = self._mixed_by.get(path)
+            by = f", by {eqn.primitive.name}{_line(eqn)}" if eqn is not None else ""
+            raise errors.UserError(
+                f"{self._where} uses {path!r} as if it were whole{by}; with shard_params=True each replica holds a shard of it. "
+                "Parameters that a network requests from Haiku in Learner.apply are gathered, and elementwise arithmetic, such as a "
+                "moving average, is correct on shards. Compute anything else in the network, and return it among its outputs; "
+                f"leave it to the update rule, such as optax.add_decayed_weights for a penalty; {_OTHERWISE}."
+            )
 
     def _check_shards(self, *values: varying.Axes) -> None:
         """Raises UserError unless the parameters that are passed to an update are computed from shards."""
@@ -272,16 +280,6 @@ class _UsageChecker:
                 f"{_OTHERWISE}."
             )
 
-    def _refuse(self, path: str) -> None:
-        eqn = self._mixed_by.get(path)
-        by = f", by {eqn.primitive.name}{_line(eqn)}" if eqn is not None else ""
-        raise errors.UserError(
-            f"{self._where} uses {path!r} as if it were whole{by}; with shard_params=True each replica holds a shard of it. "
-            "Parameters that a network requests from Haiku in Learner.apply are gathered, and elementwise arithmetic, such as a "
-            "moving average, is correct on shards. Compute anything else in the network, and return it among its outputs; "
-            f"leave it to the update rule, such as optax.add_decayed_weights for a penalty; {_OTHERWISE}."
-        )
-
 
 def _paths(noted: varying.Axes) -> list[str]:
     """Lists the sharded parameters from which a value is computed, by path."""
@@ -293,10 +291,12 @@ def _other(x: Any) -> varying.Axes:
 
 
 def _gathers(eqn: Any) -> bool:
-    """Returns whether an equation gathers a parameter, itself or in a function that it calls."""
-    if eqn.params.get("name") == varying.GATHERED:
-        return True
-    return any(_gathers(x) for jaxpr in core.jaxprs_in_params(eqn.params) for x in jaxpr.eqns)
+    """Returns whether an equation gathers a parameter in one of its inner programs."""
+    for jaxpr in core.jaxprs_in_params(eqn.params):
+        for inner in primitives.all_equations(jaxpr):
+            if inner.params.get("name") == varying.GATHERED:
+                return True
+    return False
 
 
 def _line(eqn: Any) -> str:
