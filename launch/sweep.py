@@ -28,7 +28,7 @@ POINTS_FILE = "sweep.json"
 RUNS_FILE = "sweep_runs.json"
 # Stands for the ID of a run that an older version, without IDs, started. It is never recorded in RUNS_FILE.
 _OLDER = "of an older version"
-_LOG = "launch.log"
+_LOG, _NOT_STARTED = "launch.log", "not started"
 # At most this many differences of a config are shown.
 _SHOWN = 3
 
@@ -215,7 +215,8 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
         )
     table = rows(all_jobs[0].workdir.parent)
     for row in table:
-        if codes.get(row["run"]):
+        # After a stop, the code of a job that was never started is that of the stop.
+        if codes.get(row["run"]) and row["doing"] != _NOT_STARTED:
             row["doing"] = f"exit code {codes[row['run']]}"
     print(f"\n{formatting.table(table)}")
     codes |= dict.fromkeys(failed, notice.NONFINITE)
@@ -297,7 +298,7 @@ def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
         return {"run": directory.name, **point, "doing": doing, "step": ""}
     # The program may have failed before its run began.
     started = disk.exists(directory / _LOG)
-    nothing = f"no run yet: see {directory.name}/{_LOG}" if started else "not started"
+    nothing = f"no run yet: see {directory.name}/{_LOG}" if started else _NOT_STARTED
     process = processes[0] if processes else {"doing": nothing, "step": None}
     doing = str("done" if results else process["doing"])
     if results.get("finite") is False:

@@ -69,6 +69,15 @@ def test_every_file_of_a_run_names_the_run(run):
     assert reached == {"step": 12, "folder": format_lib.committed(store)[-1].folder}
 
 
+@pytest.mark.parametrize("name", ["COMMIT", "meta.json"])
+def test_a_run_goes_back_behind_a_damaged_checkpoint(run, capsys, name):
+    (folder,) = (run / "checkpoints").glob("step_00000012.*")
+    (folder / name).write_bytes((folder / name).read_bytes()[:10])
+    assert resume(run) == 0
+    assert "goes back from step 12 to 10" in capsys.readouterr().err
+    assert (folder / "DAMAGED").exists()
+
+
 @pytest.mark.parametrize("missing", ["all", "newest"])
 def test_a_run_with_missing_checkpoints_does_not_resume_from_older_ones(run, missing):
     moved = run / "checkpoints"

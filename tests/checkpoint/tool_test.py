@@ -284,7 +284,7 @@ def test_a_full_disk_lets_rm_delete_all_but_the_newest(directory, capsys, monkey
 
     monkeypatch.setattr(store.Store, "create", create)
     code, error = run(capsys, "rm", directory, 2)
-    assert code == 1 and "no room" in error
+    assert code == 1 and "no room" in error and "make room first" in error
     assert run(capsys, "rm", directory, 1) == (0, [{"deleted": 1}])
     assert [row["step"] for row in run(capsys, "ls", directory)[1]] == [2]
 

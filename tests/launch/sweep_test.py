@@ -90,6 +90,7 @@ def test_a_stopped_sweep_resumes(tmp_path):
         process.send_signal(signal.SIGTERM)
         code, output = harness.finish(process)
     assert code == 42 and not (tmp_path / "runs" / "001").exists(), output
+    assert output.strip().splitlines()[-1].split() == ["001", "1", "not", "started"]
     code, output = harness.finish(start(tmp_path, points, "--config.steps=100", parallel=2))
     assert code == 0 and "resumed from the checkpoint" in log.read_text(), output
 

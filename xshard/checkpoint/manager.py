@@ -144,9 +144,16 @@ class Manager:
         return {path: meta.shape for path, meta in metas.items()}
 
     def nonfinite(self, step: int) -> list[str]:
-        """Lists arrays of a step that should be finite and are not, by path; empty if the save did not check."""
+        """Lists arrays of a step that should be finite and are not, by path; empty if the save did not check.
+
+        Also empty if the checkpoint's COMMIT is damaged: `restore` names the damage, and takes an older checkpoint.
+        """
         newest, *_ = format_lib.choose(self.store, self._folder.committed(), step)
-        return self._folder.nonfinite(newest)
+        try:
+            commit = metadata_files.retry_on_damage(lambda: metadata_files.read_commit(newest))
+        except metadata_files.DamagedError:
+            return []
+        return commit.get(format_lib.NONFINITE, [])
 
     def finite_steps(self) -> list[int]:
         """Lists the steps with no array known to be nonfinite, in ascending order."""

@@ -205,11 +205,14 @@ def remove(attempt: format_lib.Attempt, *, by_hand: bool = False) -> None:
     if by_hand:
         try:
             format_lib.note_removed(attempt)
-        except format_lib.CheckpointError:
+        except format_lib.CheckpointError as e:
             # A run needs the note of its newest checkpoint only. A full disk, which has no room for a note, must let
             # older ones be deleted.
-            if format_lib.committed(attempt.store)[-1].step <= attempt.step:
-                raise
+            there = format_lib.committed(attempt.store)
+            if all(other.step <= attempt.step for other in there):
+                raise format_lib.CheckpointError(
+                    f"{e}. The deletion of the newest checkpoint must be recorded: make room first, as by deleting an older one."
+                ) from e
     # Without COMMIT the attempt does not count, however far the rest of the deletion gets.
     attempt.store.delete(attempt.prefix + format_lib.COMMIT)
     attempt.store.sync_folder(attempt.prefix)
