@@ -185,6 +185,18 @@ def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     assert "reaches      the loss of second\n" in output
 
 
+def test_a_run_that_skips_all_steps_before_its_first_row_is_replayed(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"overflow_above": -1e9, "log_every_steps": 100, "max_skips_in_a_row": 3})
+    config.update({"steps": 40, "writers": ("jsonl",)})
+    assert loop.run(config.lock(), str(tmp_path), "") == 3
+    assert "3 steps in a row were skipped" in capsys.readouterr().err
+    assert program.main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "step 1, repeated from the first state" in output
+    assert "no loss scale would cure it" in output
+
+
 class Dividing(toy.Wide):
     """Divides its updates by zero in its second step, in a rule of its own."""
 
