@@ -234,3 +234,24 @@ def test_examples_that_fail_only_together_are_blamed_together():
         lambda rows: bool(heavy & set(rows.tolist())), np.split(np.arange(8), 2)
     )
     assert blamed == [[3], [5]]
+
+
+class Large(toy.Toy):
+    """Takes a logarithm of an array whose maximum XLA computes without regard for NaN on the CPU."""
+
+    def forward(self, batch, *, is_training):
+        x = jnp.tile(batch["x"], (1, 4096))
+        return super().forward({"x": jnp.log(2.0 + x)[:, :3]}, is_training=is_training)
+
+
+def test_a_nonfinite_element_of_a_large_array_is_found(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"experiment": f"{__name__}.Large", "steps": 12, "log_every_steps": 1})
+    loop.run(config.lock(), str(tmp_path), "")
+    capsys.readouterr()
+    assert program.main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    source, begin = inspect.getsourcelines(Large)
+    (line,) = (begin + i for i, text in enumerate(source) if "jnp.log" in text)
+    place = f"tests/replay/replay_test.py:{line}"
+    assert f"first not finite: log gives nan\n  line         {place}\n" in output
