@@ -86,9 +86,10 @@ def test_values_at_the_ends_of_the_range_are_summed(value):
     np.testing.assert_allclose(combine(x, 2), x[0], rtol=2.0**-24, atol=2.0**-120)
 
 
+@pytest.mark.parametrize("size", [40, 1 << 14])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_a_value_that_is_not_finite_makes_the_array_nan(bad):
-    x = values(3)
+def test_a_value_that_is_not_finite_makes_the_array_nan(bad, size):
+    x = values(3, size)
     x[1, 2] = bad
     assert np.isnan(combine(x, 2)).all()
 

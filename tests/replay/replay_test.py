@@ -185,6 +185,18 @@ def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     assert "reaches      the loss of second\n" in output
 
 
+def test_a_run_that_skips_all_steps_before_its_first_row_is_replayed(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"overflow_above": -1e9, "log_every_steps": 100, "max_skips_in_a_row": 3})
+    config.update({"steps": 40, "writers": ("jsonl",)})
+    assert loop.run(config.lock(), str(tmp_path), "") == 3
+    assert "3 steps in a row were skipped" in capsys.readouterr().err
+    assert program.main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "step 1, repeated from the first state" in output
+    assert "no loss scale would cure it" in output
+
+
 class Dividing(toy.Wide):
     """Divides its updates by zero in its second step, in a rule of its own."""
 
@@ -222,3 +234,24 @@ def test_examples_that_fail_only_together_are_blamed_together():
         lambda rows: bool(heavy & set(rows.tolist())), np.split(np.arange(8), 2)
     )
     assert blamed == [[3], [5]]
+
+
+class Large(toy.Toy):
+    """Takes a logarithm of an array whose maximum XLA computes without regard for NaN on the CPU."""
+
+    def forward(self, batch, *, is_training):
+        x = jnp.tile(batch["x"], (1, 4096))
+        return super().forward({"x": jnp.log(2.0 + x)[:, :3]}, is_training=is_training)
+
+
+def test_a_nonfinite_element_of_a_large_array_is_found(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"experiment": f"{__name__}.Large", "steps": 12, "log_every_steps": 1})
+    loop.run(config.lock(), str(tmp_path), "")
+    capsys.readouterr()
+    assert program.main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    source, begin = inspect.getsourcelines(Large)
+    (line,) = (begin + i for i, text in enumerate(source) if "jnp.log" in text)
+    place = f"tests/replay/replay_test.py:{line}"
+    assert f"first not finite: log gives nan\n  line         {place}\n" in output

@@ -83,7 +83,7 @@ def _exact_sums(
         return []
     # The sum of `count` integers of this many bits fits an int32.
     bits = _BITS - (count - 1).bit_length()
-    largest = jnp.stack([jnp.max(_largest(arrays), initial=0) for arrays in sent])
+    largest = jnp.stack([_largest(arrays) for arrays in sent])
     # NaN becomes infinity, so that pmax propagates it on every backend.
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf)
     largest = lax.pmax(largest, mesh_lib.REPLICAS)
@@ -150,10 +150,12 @@ def _added(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _largest(arrays: Sequence[jax.Array]) -> jax.Array:
-    """The elementwise largest magnitudes of arrays, or NaN."""
-    # The bits of non-negative floats, read as integers, have the order of the floats. Those of NaN are the largest.
+    """The largest magnitude in arrays, or NaN."""
+    # The bits of non-negative floats, read as integers, have the order of the floats. Those of NaN are the largest. XLA's
+    # maximum of a large array of floats may lose them on the CPU.
     bits = [lax.bitcast_convert_type(jnp.abs(x), jnp.int32) for x in arrays]
-    return lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
+    largest = jnp.max(functools.reduce(jnp.maximum, bits), initial=0)
+    return lax.bitcast_convert_type(largest, jnp.float32)
 
 
 def _exponent(x: jax.Array, least: int) -> jax.Array:

@@ -80,7 +80,9 @@ def all_reduce(
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rounds an array to codes, int8 of shape (blocks, BLOCK), and scales, float32 of shape (blocks, 1)."""
     blocks = jnp.pad(jnp.ravel(x), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
-    scales = jnp.max(jnp.abs(blocks), axis=1, keepdims=True) / 127
+    # NaN counts as infinity, since XLA's maximum of a large array may lose NaN on the CPU.
+    magnitudes = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
+    scales = jnp.max(magnitudes, axis=1, keepdims=True) / 127
     # A block of zeros has the scale 0. Any other divisor gives its codes of 0.
     codes = jnp.round(blocks / jnp.where(scales == 0, jnp.ones_like(scales), scales))
     # A block with a non-finite element has a non-finite scale, which makes the whole block non-finite for any codes.

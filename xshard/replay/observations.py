@@ -242,7 +242,10 @@ def _magnitude(x: Any) -> jax.Array:
     """Returns the largest magnitude as float32: inf or nan only if an element is."""
     if not x.size:
         return jnp.zeros((), jnp.float32)
-    largest = jnp.max(jnp.abs(x))
+    is_nan = jnp.isnan(x)
+    # The nan are left out and looked for by themselves, since XLA's maximum of a large array on the CPU may lose them.
+    largest = jnp.max(jnp.where(is_nan, 0, jnp.abs(x)))
+    largest = jnp.where(jnp.any(is_nan), jnp.nan, largest)
     # A finite float64 beyond float32's range must not become inf.
     if largest.dtype == jnp.float64:
         most = jnp.asarray(jnp.finfo(jnp.float32).max, jnp.float64)

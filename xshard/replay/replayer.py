@@ -67,7 +67,9 @@ class Replayer:
         self._batches.set_skips(self._skips)
         self.changes = self._changes()
         self.rows = writers.of_training(self._workdir.metrics)
-        self._why = workdir.nonfinite_reason(self._workdir.path)
+        stopped = re.search(r"\bstep (\d+):", workdir.nonfinite_reason(self._workdir.path))
+        # The step that ended the run, because it was not finite or was skipped; 0 if none did.
+        self._stopped = int(stopped[1]) if stopped else 0
         self.first_step = 0
         self.step_program = preflight.jitted_step(self.experiment, self.mesh)
         predict = preflight.jitted_predict(self.experiment, self.mesh)
@@ -114,10 +116,9 @@ class Replayer:
             if has_skipped or not all(map(_is_finite, row.values())):
                 return range(before + 1, step + 1)
             before, skipped = step, counts
-        stopped = re.match(r"step (\d+):", self._why)
-        if stopped:
+        if self._stopped:
             # An earlier step may have left a state that is not finite.
-            return range(min(before + 1, int(stopped[1])), int(stopped[1]) + 1)
+            return range(min(before + 1, self._stopped), self._stopped + 1)
         raise errors.UserError(
             f"All {len(self.rows)} rows of training in {self._workdir.metrics} are finite, and no step was skipped: give "
             f"--step, the step to analyze.{self._nonfinite_evaluation()}"
@@ -136,9 +137,8 @@ class Replayer:
 
     def check(self, step: int) -> None:
         """Raises UserError if the run has not reached a step, as far as is known."""
-        numbers = [int(x) for x in re.findall(r"^step (\d+):", self._why)]
         reached = self._workdir.reached()
-        known = max([*self.rows, *numbers, reached.step if reached else 0], default=0)
+        known = max([*self.rows, self._stopped, reached.step if reached else 0])
         # Steps since the last row are not logged yet.
         last = min(known + self.config.log_every_steps, self.config.steps)
         if not 1 <= step <= last:
