@@ -123,6 +123,21 @@ def unused(x):
     return first + jax.lax.stop_gradient(hk.Linear(WIDTH, name="unused")(x))
 
 
+def normalized(x):
+    def divide(next_getter, value, context):
+        value = next_getter(value)
+        return value / (1 + jnp.linalg.norm(value))
+
+    with hk.custom_getter(divide):
+        return hk.nets.MLP([2 * WIDTH, WIDTH], name="normalized")(x)
+
+
+def complexes(x):
+    init = hk.initializers.RandomNormal(1 / WIDTH**0.5)
+    parts = [hk.get_parameter(name, (WIDTH, WIDTH), init=init) for name in ("real", "imaginary")]
+    return x + jnp.real(jnp.sin(x @ jax.lax.complex(*parts)))
+
+
 def many(x):
     # More than ten parameters of one shape. By name w_10 comes before w_2, but each must be gathered in its place.
     init = hk.initializers.RandomNormal(1 / WIDTH**0.5)
@@ -141,6 +156,8 @@ KINDS = {
     "recurrent": recurrent,
     "branching": branching,
     "tied": tied,
+    "normalized": normalized,
+    "complexes": complexes,
     "unused": unused,
     "unused in remat": lambda x: hk.remat(unused)(x),
     "many in remat": lambda x: hk.remat(many)(x),

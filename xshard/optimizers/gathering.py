@@ -165,13 +165,14 @@ def _partition(on: jax.sharding.Mesh, layouts: layouts_lib.Layouts) -> shards.Pa
 
 def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Callable[..., Any]:
     def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
-        value, whole = next_getter(value), tuple(context.original_shape)
+        whole = tuple(context.original_shape)
         # Haiku knows only the shape that the module asks for, so the shard is recognized by its own shape.
         dim = _sharded_along(value.shape, whole, partition.count)
-        if dim is None:
-            return value
-        along = _lies_along(partition.layouts, context.full_name, whole)
-        return gather(layouts_lib.Layout("", whole, partition.count, dim, along=along), value)
+        if dim is not None:
+            along = _lies_along(partition.layouts, context.full_name, whole)
+            value = gather(layouts_lib.Layout("", whole, partition.count, dim, along=along), value)
+        # The network's own getters come next. They may need the whole array, as for the norm of its columns.
+        return next_getter(value)
 
     return getter
 
@@ -259,9 +260,14 @@ def _gather(
     return gather(shard, ready)
 
 
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Returns whether a primitive's result is kept for the backward pass: all results except gathered arrays."""
-    return primitive.name != "all_gather"
+def _is_kept(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """Returns whether a primitive's result is kept for the backward pass: all results except gathered arrays.
+
+    Complex numbers are computed again too, since `jax.checkpoint` fails to keep them.
+    """
+    dtypes = [params.get("new_dtype", bool), *(x.dtype for x in inputs if hasattr(x, "dtype"))]
+    is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
+    return not is_complex and primitive.name not in ("all_gather", "complex", "fft")
 
 
 def _needed_early(jaxpr: core.Jaxpr, params: Any, layouts: layouts_lib.Layouts) -> list[str]:
