@@ -259,7 +259,8 @@ def _run() -> int:
 
 
 def _command() -> str:
-    python = errors.display_path(sys.executable)
+    # Python does not know its own path if a program has started it under another name.
+    python = errors.display_path(sys.executable or "python")
     # The printed command leaves out the process's place: the launcher or scheduler sets it for each process.
     place = ("coordinator_address", "num_processes", "process_id")
     return shlex.join([python, "-m", "xshard.main", *cli.without_flags(sys.argv[1:], place)])
