@@ -76,13 +76,11 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
 
 def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
     """Returns the newest checkpoint's step, its age in seconds, and 'finite', as far as is known; None without one."""
-    # The listing passes over a checkpoint that the run deletes at the same time.
-    entries = checkpoint.read_catalog(place.open_store(directory)).entries
-    for entry in reversed(entries):
-        if entry.time is not None:
-            finite = entry.state != "not finite"
-            return {"step": entry.step, "age": time.time() - entry.time, "finite": finite}
-    return None
+    newest = checkpoint.newest_entry(place.open_store(directory))
+    if newest is None or newest.time is None:
+        return None
+    finite = newest.state != "not finite"
+    return {"step": newest.step, "age": time.time() - newest.time, "finite": finite}
 
 
 def _compare(directories: Sequence[str], as_json: bool) -> int:

@@ -1,7 +1,7 @@
 """Checkpoints of everything that a run needs to resume, stored with tensorstore."""
 
 from xshard.checkpoint.arrays import flatten
-from xshard.checkpoint.catalog import Catalog, Entry, newest_metadata, read_catalog
+from xshard.checkpoint.catalog import Catalog, Entry, newest_entry, newest_metadata, read_catalog
 from xshard.checkpoint.finite import is_finite
 from xshard.checkpoint.format import Owner, read_owner
 from xshard.checkpoint.manager import Manager
@@ -41,6 +41,7 @@ __all__ = [
     "flatten",
     "init_from",
     "is_finite",
+    "newest_entry",
     "newest_metadata",
     "read_catalog",
     "read_owner",

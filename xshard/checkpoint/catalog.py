@@ -73,6 +73,15 @@ def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
     return Catalog(entries, meta.get("written_with", {}))
 
 
+def newest_entry(store: store_lib.Store) -> Entry | None:
+    """Returns the newest checkpoint that is complete, without its rank, and reads no other; None if there is none."""
+    for attempt in reversed(format_lib.committed(store)):
+        content = _commit(attempt)
+        if content:
+            return _entry(attempt, content, best={})
+    return None
+
+
 def newest_metadata(store: store_lib.Store) -> dict[str, Any]:
     """Returns the metadata of the newest checkpoint; empty if there is none or it is damaged."""
     return _newest_meta(format_lib.committed(store)).get("metadata", {})
