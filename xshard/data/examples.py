@@ -152,7 +152,8 @@ def check_batch(batch: Any, rows: int) -> None:
             f"{what} is of type {type(batch).__name__}. It must be a dictionary of arrays by name."
         )
     check(batch, what)
-    found = num_examples(batch)
+    # All arrays have as many rows as the first one, by the check above.
+    found = len(next(iter(batch.values())))
     if found != rows:
         raise errors.UserError(
             f"{what} has {found} rows. It must have the {rows} rows of this process's Part."
