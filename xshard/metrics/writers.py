@@ -223,13 +223,16 @@ def _with_step(rows: Iterable[Row]) -> Iterator[Row]:
             yield row
 
 
-def of_training(path: pathlib.Path) -> dict[int, Row]:
-    """Returns the rows of training by step, without values that may differ between runs with the same bits."""
-    rows = {}
+def by_step(path: pathlib.Path) -> tuple[dict[int, Row], dict[int, Row]]:
+    """Returns the rows of training, and those of evaluations, without values that may differ between runs with the same bits."""
+    training: dict[int, Row] = {}
+    evaluated: dict[int, Row] = {}
     for row in read_steps(path):
         if rows_lib.is_of_training(row):
-            rows[row["step"]] = rows_lib.reproducible(row)
-    return dict(sorted(rows.items()))
+            training[row["step"]] = rows_lib.reproducible(row)
+        elif any(name.startswith("eval/") for name in row):
+            evaluated[row["step"]] = rows_lib.reproducible(row)
+    return dict(sorted(training.items())), evaluated
 
 
 def count(writers: Sequence[Writer]) -> int:

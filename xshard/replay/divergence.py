@@ -58,7 +58,7 @@ def read(directory: str) -> Run:
         raise errors.UserError(
             f"{directory} holds no {there.config.name}: give the work directory of a run."
         )
-    rows = writers.of_training(there.metrics)
+    rows, evaluations = writers.by_step(there.metrics)
     if not rows:
         raise errors.UserError(f"{there.metrics} has no rows of training, to be compared.")
     # The identity differs between any two runs, so it explains nothing.
@@ -66,11 +66,6 @@ def read(directory: str) -> Run:
     origin = jsonfile.read_if_exists(there.origin) or {}
     facts = {f"config.{name}": x for name, x in config_lib.flatten(config).items()}
     facts |= {f"origin.{name}": x for name, x in origin.items()}
-    evaluations = {
-        row["step"]: rows_lib.reproducible(row)
-        for row in writers.read_steps(there.metrics)
-        if any(name.startswith("eval/") for name in row)
-    }
     return Run(there.path, rows, evaluations, facts)
 
 

@@ -66,7 +66,7 @@ class Replayer:
         self._roll_backs = roll_back_history.in_effect(entries)
         self._batches.set_skips(self._skips)
         self.changes = self._changes()
-        self.rows = writers.of_training(self._workdir.metrics)
+        self.rows, self._evaluations = writers.by_step(self._workdir.metrics)
         stopped = re.search(r"\bstep (\d+):", workdir.nonfinite_reason(self._workdir.path))
         # The step that ended the run, because it was not finite or was skipped; 0 if none did.
         self._stopped = int(stopped[1]) if stopped else 0
@@ -126,11 +126,11 @@ class Replayer:
 
     def _nonfinite_evaluation(self) -> str:
         """Describes the first evaluation that is not finite; empty if there is none."""
-        for row in writers.read_steps(self._workdir.metrics):
+        for step, row in self._evaluations.items():
             names = [name for name, x in row.items() if not _is_finite(x)]
             if names:
                 return (
-                    f" The evaluation after step {row['step']} is not finite ({formatting.listed(names)}), but evaluations "
+                    f" The evaluation after step {step} is not finite ({formatting.listed(names)}), but evaluations "
                     "are not repeated: look for its cause in the experiment's evaluation and its data."
                 )
         return ""
