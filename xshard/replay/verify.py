@@ -150,9 +150,8 @@ def verify(
         say(f"{same}: {what}; {compared.size} and the results are equal")
         return True
     say("\n".join([f"not {same}: {what}", *compared.lines()]))
-    say(
-        f"kind         {runs.diagnose_nondeterminism() if row else runs.diagnose_resume(saved, compared)}"
-    )
+    kind = runs.diagnose_nondeterminism() if row else runs.diagnose_resume(saved, compared)
+    say(f"kind         {kind}")
     say(f"runs         {runs.folder}")
     return False
 
