@@ -309,10 +309,11 @@ def test_a_step_that_never_ends_makes_the_launcher_restart_the_run(tmp_path, pro
     # The host is some steps ahead of the step that never ends.
     assert re.search(r"since \d\d:\d\d:\d\d, in training at step [789]: a device", said)
     assert "--step_timeout_seconds=15" in said and "resumes from the last checkpoint" in said
-    # The process that detects the stall first prints the stacks of its threads: the main thread is in the loop, and the
-    # host function hangs in one of the processes. Processes other than 0 print to their logs.
+    # Each process prints the stacks of its threads: the main thread is in the loop, and the host function hangs in one
+    # of the processes. Processes other than 0 print to their logs.
     logs = [path.read_text() for path in (tmp_path / "run").glob("logs/*.log")]
     for name in ("loop.py", "standstill.py"):
         assert any(name in text for text in (output, *logs))
+    assert sum(text.count("The stack of each thread:") for text in (output, *logs)) >= processes
     assert output.count("failure 1 of") == 1
     assert "resumed from the checkpoint of step 5" in output

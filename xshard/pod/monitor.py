@@ -28,6 +28,7 @@ from xshard.pod import notice as notice_lib
 _TICK_SECONDS = 0.5
 # How long a process that leaves waits for the others to read the reason.
 _LEAVE_SECONDS = 5.0
+_NO_PROGRESS = "no progress for"
 _GO_ON = "The same command resumes from the last checkpoint."
 _TIMEOUTS = startup.Timeouts()
 
@@ -147,10 +148,9 @@ class PodMonitor:
             self._fail_all(own)
             # Another process may have failed earlier, and caused the failure here.
             first = processes.with_timeout(self._first_failure, _LEAVE_SECONDS) or own
-            message = ""
             if first != own:
-                message = f"the first error: {first}"
-            self._exit(notice_lib.FAILED, message)
+                self._say(f"the first error: {first}")
+            self._exit(notice_lib.FAILED)
 
     # The thread that handles signals. It never waits for the network.
 
@@ -198,17 +198,19 @@ class PodMonitor:
             return
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
         message = (
-            f"no progress for {seconds:.0f} s, since {since}, in {doing} at step {step}: a device, a "
+            f"{_NO_PROGRESS} {seconds:.0f} s, since {since}, in {doing} at step {step}: a device, a "
             f"collective, the data or a function on the host is blocked (--step_timeout_seconds="
             f"{self._timeouts.step})"
         )
-        self._say(
-            f"error: {self._name(self._index)}: {message}. {_GO_ON} The stack of each thread:"
-        )
+        self._say(f"error: {self._name(self._index)}: {message}. {_GO_ON}")
+        self._print_stacks()
+        self.fail(message)
+
+    def _print_stacks(self) -> None:
+        self._say("The stack of each thread:")
         # stderr may be replaced by an object without a file descriptor, which faulthandler needs.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             faulthandler.dump_traceback(sys.stderr)
-        self.fail(message)
 
     # The thread that talks to the other processes.
 
@@ -253,7 +255,11 @@ class PodMonitor:
         failure = self._first_failure()
         if failure:
             with self._exit_lock:
-                self._exit(notice_lib.FAILED, f"error: {failure}")
+                self._say(f"error: {failure}")
+                # The process that detects a stall first is rarely the one that causes it.
+                if _NO_PROGRESS in failure:
+                    self._print_stacks()
+                self._exit(notice_lib.FAILED)
         if self._index == 0:
             self._check_heartbeats()
         self._heartbeat.answered()
@@ -304,7 +310,7 @@ class PodMonitor:
     def _fail_all(self, message: str) -> None:
         processes.with_timeout(lambda: self._board.append("failed", message), _LEAVE_SECONDS)
 
-    def _exit(self, code: int, message: str) -> NoReturn:
+    def _exit(self, code: int, message: str = "") -> NoReturn:
         """Ends this process; process 0 leaves last, because the others read its board."""
         if message:
             self._say(message)
