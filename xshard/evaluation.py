@@ -44,7 +44,7 @@ class Evaluation:
             split: batches.EvalBatches(examples, mesh, batch_size, replicas)
             for split, examples in self._splits.items()
         }
-        self._on = mesh if replicas is None else replicas.mesh
+        self._on = logical.mesh_of(experiment.config, mesh)
         self._jitted = _jitted(experiment, mesh, replicas)
         self._step = processes.compiled_by_all(self._jitted, "the evaluation")
 

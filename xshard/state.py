@@ -129,7 +129,7 @@ def params(state: TrainState) -> dict[str, Any]:
     by_path = {}
     for name, of_learner in learners(state).items():
         for path, leaf in trees.leaves_by_path(of_learner.params).items():
-            by_path[f"{name}/{path}" if name else path] = leaf
+            by_path[trees.join(name, path)] = leaf
     return by_path
 
 
@@ -258,7 +258,7 @@ def layouts_of(
     experiment: experiment_lib.Experiment, mesh: mesh_lib.AnyMesh, state: LearnerState
 ) -> Layouts:
     """Returns how the rules' state is sharded over the (logical) replicas; `state` may be whole or as stored."""
-    skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
+    skip = len(mesh_lib.group_axes(mesh))
     shape = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
     params, opt_state = jax.tree.map(shape, (state.params, state.opt_state))
     on, rules = logical.mesh_of(experiment.config, mesh), experiment.sharding_rules()

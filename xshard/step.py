@@ -122,7 +122,7 @@ def on_replicas(
     def mapped(state: TrainState, batch: Batch) -> logical.Mapped:
         del batch
         state_spec = state_lib.specs(experiment, mesh, state, manual=True)
-        per_group: Any = jax.P(mesh_lib.GROUP) if grouped else jax.P()
+        per_group: Any = jax.P(*mesh_lib.group_axes(mesh))
         return logical.Mapped(
             functools.partial(local_step, state),
             in_specs=(state_spec, jax.P(mesh_lib.BATCH)),
@@ -184,7 +184,7 @@ def evaluation_on_replicas(
         ensemble = {name: sums.pop(name) for name in list(sums) if name.startswith("ensemble/")}
         return _of_group(sums, grouped), ensemble
 
-    per_group = jax.P(mesh_lib.GROUP) if grouped else jax.P()
+    per_group = jax.P(*mesh_lib.group_axes(mesh))
 
     def mapped(state: TrainState, batch: Batch, number: Any) -> logical.Mapped:
         del batch, number
@@ -220,7 +220,7 @@ def _whole_specs(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
 ) -> TrainState:
     """Returns the specs of a state in a step, but with the rules' state whole on each replica."""
-    per_group = jax.P(mesh_lib.GROUP) if mesh_lib.num_groups(mesh) > 1 else jax.P()
+    per_group = jax.P(*mesh_lib.group_axes(mesh))
     found = state_lib.specs(experiment, mesh, state, manual=True)
     whole = lambda tree: jax.tree.map(lambda _: per_group, tree)
     return state_lib.map_learners(lambda _, x: x.replace(opt_state=whole(x.opt_state)), found)
@@ -268,8 +268,7 @@ def _metrics(
     for name, value in logged.items():
         if isinstance(value, Outcome):
             joined = value.joined()
-            prefix = f"{name}/" if name else ""
-            metrics |= {prefix + key: x for key, x in joined.metrics.items()}
+            metrics |= {trees.join(name, key): x for key, x in joined.metrics.items()}
             observed[name] = joined.observed
         else:
             own[name] = contract.scalar(where, name, value)

@@ -221,7 +221,7 @@ def test_two_axes_are_reduced_by_two_wrappers():
 
 @pytest.mark.parametrize("reduction", ["average", None, "MEAN", 3])
 def test_unknown_reductions_are_refused(reduction):
-    with pytest.raises(ValueError, match="reduction must be 'sum' or 'mean'; received"):
+    with pytest.raises(ValueError, match="reduction must be one of sum, mean; received"):
         hk.testing.transform_and_run(lambda: CrossShard(optax.sgd(1.0), reduction))()
 
 

@@ -55,4 +55,6 @@ class Rows:
         """Returns a device's rows, from the process's rows."""
         at = self._at[index[0]]
         # Contiguous rows, as without padding, are a view.
-        return array[at[0] : at[-1] + 1] if at[-1] - at[0] == len(at) - 1 else array[at]
+        if at[-1] - at[0] == len(at) - 1:
+            return array[at[0] : at[-1] + 1]
+        return array[at]

@@ -4,10 +4,10 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 
 from xshard.dryrun import costs
 from xshard.metrics import chips
+from xshard.optimizers import primitives, varying
 
 
 class Bound(NamedTuple):
@@ -92,16 +92,12 @@ def stacked_bytes(program: Any) -> int:
     Args:
       program: a jaxpr. Within `jax.shard_map`, sizes are per replica.
     """
-    jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
     most = 0
-    for eqn in jaxpr.eqns:
+    for eqn in primitives.all_equations(varying.opened(program)):
         if eqn.primitive.name == "scan":
-            stacks = eqn.outvars[eqn.params["num_carry"] :]
+            stacks: list[Any] = eqn.outvars[eqn.params["num_carry"] :]
             sizes = [x.aval.size * x.aval.dtype.itemsize for x in stacks]
             most = max(most, sum(sizes))
-        for inner in jax.tree.leaves(dict(eqn.params)):
-            if isinstance(inner, core.ClosedJaxpr | core.Jaxpr):
-                most = max(most, stacked_bytes(inner))
     return most
 
 

@@ -105,7 +105,7 @@ class SegmentedProgram:
     def __init__(self, what: str, mapped: Mapped, replicas: Replicas, args: Any):
         """Traces the function of one replica, and splits its program at the exchanges."""
         _check_whole(what, jax.tree.leaves(mapped.out_specs))
-        axes, groups = dict(replicas.mesh.shape), mesh_lib.num_groups(replicas.on)
+        axes, groups = dict(replicas.mesh.shape), mesh_lib.group_axes(replicas.on)
         self.on, self.rounds = replicas.on, replicas.rounds
         self._replicas, self._args = replicas, args
         self.inputs = Leaves(args, mapped.in_specs)
@@ -115,9 +115,10 @@ class SegmentedProgram:
         self.out_specs, self.own_specs = self._outputs.parted(self._outputs.specs)
         self.split = split_lib.split(program, what, axes, self.inputs.own, self._outputs.own)
         # With several groups, values that are equal within a group have a leading dimension of groups.
-        self._grouped = groups > 1
-        self.equal = jax.P(mesh_lib.GROUP) if self._grouped else jax.P()
-        self._numbers = np.tile(np.arange(replicas.places, dtype=np.int32), groups)
+        self._grouped = bool(groups)
+        self.equal = jax.P(*groups)
+        numbers = np.arange(replicas.places, dtype=np.int32)
+        self._numbers = np.tile(numbers, mesh_lib.num_groups(replicas.on))
 
     def shapes(self, sizes: Mapping[str, int]) -> Any:
         """The shapes of the arguments if the mesh axes had these sizes. Sizes of 1 give one replica's shapes."""
@@ -182,8 +183,9 @@ class SegmentedProgram:
         held = [[x[0] for x in of_round] for of_round in sent]
         exchange, replicas = self.split.exchanges[at], self._replicas
         # If every place has a replica, no mask is needed.
-        is_full = replicas.places == replicas.count
-        has_replica = None if is_full else jnp.concatenate(numbers) < replicas.count
+        has_replica = None
+        if replicas.places > replicas.count:
+            has_replica = jnp.concatenate(numbers) < replicas.count
         how = replicas.count, replicas.limbs, replicas.gather_steps
         made = sums.combine(exchange.kinds, held, has_replica, *how)
         equal, shards = Results(), [Results() for _ in sent]

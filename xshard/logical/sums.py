@@ -171,11 +171,13 @@ def _power(exponent: jax.Array) -> jax.Array:
 
 def _extreme(kind: str, arrays: Sequence[jax.Array], has_replica: jax.Array | None) -> jax.Array:
     """The elementwise maximum or minimum over all replicas."""
-    is_whole = jnp.issubdtype(arrays[0].dtype, jnp.integer)
+    dtype = arrays[0].dtype
+    mirrored, least = jnp.negative, -jnp.inf
+    if jnp.issubdtype(dtype, jnp.integer):
+        # The least integer has no negative.
+        mirrored, least = jnp.invert, jnp.iinfo(dtype).min
     if kind == split.MIN:
-        mirrored = jnp.invert if is_whole else jnp.negative
         return mirrored(_extreme(split.MAX, list(map(mirrored, arrays)), has_replica))
-    least = jnp.iinfo(arrays[0].dtype).min if is_whole else -jnp.inf
     return lax.pmax(
         functools.reduce(jnp.maximum, _where(has_replica, arrays, least)), mesh_lib.REPLICAS
     )

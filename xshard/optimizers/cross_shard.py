@@ -125,13 +125,13 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.sharding_rules = sharding_rules
         # No axis need be mapped while state is created. The update is then rehearsed for this many replicas.
         self._replicas = 2
-        if reduction not in tuple(Reduction):
-            raise errors.UserError(f"reduction must be 'sum' or 'mean'; received {reduction!r}.")
-        self.reduction = Reduction(reduction)
-        self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
-        self.slice_dtype = _check_dtype("slice_dtype", slice_dtype, ("float32", "bfloat16", "int8"))
+        self.reduction = Reduction(_check_choice("reduction", reduction, tuple(Reduction)))
+        self.reduce_dtype = _check_choice("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
+        self.slice_dtype = _check_choice(
+            "slice_dtype", slice_dtype, ("float32", "bfloat16", "int8")
+        )
         allowed = ("float", "exact", "exact_wide")
-        self._needs_run = _check_dtype("arithmetic", arithmetic, allowed) != "float"
+        self._needs_run = _check_choice("arithmetic", arithmetic, allowed) != "float"
         self.group_assignment = mesh.check_groups(group_assignment)
         self._check_axes()
 
@@ -339,7 +339,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return axes.group_size(self.axis_name, self.group_assignment)
 
 
-def _check_dtype(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+def _check_choice(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise errors.UserError(
             f"{argument} must be one of {', '.join(allowed)}; received {value!r}."

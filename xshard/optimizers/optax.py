@@ -104,10 +104,10 @@ class OptaxOptimizer(base.Optimizer):
         if name in named:
             named = [name]
         existing = slots_lib.state_of(self)
-        slots = [path for path in named if slots_lib.join(path, var) in existing]
+        slots = [path for path in named if trees.join(path, var) in existing]
         if len(slots) > 1:
             raise ValueError(f"Several slots are named {name!r}; give the path of one: {slots}.")
-        return hk.get_state(slots_lib.join(slots[0], var)) if slots else None
+        return hk.get_state(trees.join(slots[0], var)) if slots else None
 
     def get_slot_names(self) -> list[str]:
         """Implements `Optimizer.get_slot_names`. Slots that share a name are listed by their paths."""
@@ -196,7 +196,7 @@ class OptaxOptimizer(base.Optimizer):
         self._known_slots = [path for path, _ in slots]
         in_slots: set[str] = set()
         for path, slot in slots:
-            in_slots.update(slots_lib.join(path, name) for name in trees.leaves_by_path(slot))
+            in_slots.update(trees.join(path, name) for name in trees.leaves_by_path(slot))
 
         def get(path: tuple[Any, ...], wanted: Any) -> jax.Array:
             name = trees.path_name(path)

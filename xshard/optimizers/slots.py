@@ -87,7 +87,7 @@ def names_by_parameter(state: Any, params: trees.Params) -> dict[str, list[str]]
         entries = structure.flatten_up_to(slot)
         for param, entry in zip(names, entries, strict=True):
             for path, _ in jax.tree_util.tree_leaves_with_path(entry):
-                names[param].append(join(slot_path, param, trees.path_name(path)))
+                names[param].append(trees.join(slot_path, param, trees.path_name(path)))
     return names
 
 
@@ -105,11 +105,6 @@ def hidden(params: trees.Params, shown: set[str]) -> tuple[Any, Any]:
         return jax.tree.map(lambda keep, x, y: y if keep else x, is_shown, old, new)
 
     return hide, restore
-
-
-def join(*parts: str) -> str:
-    """Joins paths with slashes; empty ones are skipped."""
-    return "/".join(filter(None, parts))
 
 
 def missing_error(rule: str, path: str) -> ValueError:

@@ -39,6 +39,11 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def join(*paths: str) -> str:
+    """Joins paths with slashes; empty ones are skipped."""
+    return "/".join(filter(None, paths))
+
+
 def endings(path: str) -> list[str]:
     """All suffixes of a path, the longest first: 'a/b' ends in 'a/b' and 'b'."""
     words = path.split("/")

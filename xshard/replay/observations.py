@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from xshard import mesh as mesh_lib
+from xshard.optimizers import primitives
 from xshard.replay import dataflow
 
 
@@ -100,16 +101,20 @@ class _Interpreter:
     ) -> tuple[list[Any], _Observed]:
         """Evaluates a function; returns its results, and the observations of its numbered values."""
         begin = self._next
-        values: dict[Any, Any] = dict(zip(block.jaxpr.constvars, block.consts, strict=True))
-        values |= dict(zip(block.jaxpr.invars, inputs, strict=True))
-        read = lambda x: x.val if isinstance(x, core.Literal) else values[x]
-        seen = [self._observe(inputs, rounds)] if block.inputs else []
-        for eqn, blocks in zip(block.jaxpr.eqns, block.parts, strict=True):
-            outputs, parts = self._evaluate(eqn, blocks, [read(x) for x in eqn.invars], rounds)
-            seen += parts
-            values.update(zip(eqn.outvars, outputs, strict=True))
+        blocks = iter(block.parts)
+        seen: list[_Observed] = []
+        if block.inputs:
+            seen = [self._observe(inputs, rounds)]
+
+        def of_equation(eqn: Any, operands: list[Any]) -> list[Any]:
+            outputs, of_parts = self._evaluate(eqn, next(blocks), operands, rounds)
+            seen.extend(of_parts)
+            return outputs
+
+        program = core.ClosedJaxpr(block.jaxpr, block.consts)
+        results = primitives.evaluate(program, inputs, of_equation)
         assert self._next - begin == block.size, "the program is not as it was laid out"
-        return [read(x) for x in block.jaxpr.outvars], _joined(seen)
+        return results, _joined(seen)
 
     def _evaluate(
         self,

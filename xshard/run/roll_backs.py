@@ -164,10 +164,13 @@ class RollBacks:
         if restored is None:
             raise reason(f"{why}; there is no checkpoint to roll back to", step)
         given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
-        last = self._batches_drawn(step if skips_data else restored)
-        # The factor accumulates over roll-backs. Parted replicas are no sign of too large updates, so they keep it.
-        scale = self._all[-1].update_scale if self._all else 1.0
-        scale *= self._factor if skips_data else 1.0
+        # The factor accumulates over roll-backs.
+        last, scale = self._batches_drawn(restored), 1.0
+        if self._all:
+            scale = self._all[-1].update_scale
+        # Replicas that differ are a sign neither of bad data nor of too large updates.
+        if skips_data:
+            last, scale = self._batches_drawn(step), scale * self._factor
         new = roll_back_history.RollBack(
             step, why, restored, self._batches_drawn(restored) + 1, last, given_up, scale
         )

@@ -115,7 +115,7 @@ def program(
             return jax.tree.map(lambda x: x[None], of_group) if grouped else of_group
 
         specs = state_lib.specs(experiment, mesh, state, manual=True)
-        per_group = jax.P(mesh_lib.GROUP) if grouped else jax.P()
+        per_group = jax.P(*mesh_lib.group_axes(mesh))
         return mesh_lib.on_replicas(local, mesh, in_specs=(specs,), out_specs=per_group)(state)
 
     return fingerprints
@@ -185,18 +185,20 @@ def _places(
     each: bool,
 ) -> list[_Place]:
     """Returns the place of each leaf of a state."""
-    skip = 1 if mesh_lib.num_groups(mesh) > 1 else 0
+    groups = mesh_lib.group_axes(mesh)
     specs = jax.tree.leaves(state_lib.specs(experiment, mesh, state, manual=True))
     described = jax.tree.leaves(jax.tree.broadcast(_described(experiment, mesh, state), state))
     places = []
     leaves = jax.tree_util.tree_leaves_with_path(state)
     for (path, leaf), spec, of_leaf in zip(leaves, specs, described, strict=True):
         name = trees.path_name(path)
-        of_groups = 0 if name in ("step", "rng") else skip
-        sizes = list(leaf.shape[of_groups:])
+        skip = len(groups)
+        if name in ("step", "rng"):
+            skip = 0
+        sizes = list(leaf.shape[skip:])
         if of_leaf.layout is not None and of_leaf.layout.flat:
             sizes[-1] = of_leaf.layout.size
-        entries = [*spec[of_groups:], *[None] * len(sizes)][: len(sizes)]
+        entries = [*spec[skip:], *[None] * len(sizes)][: len(sizes)]
         axes = tuple(tuple(mesh_lib.axes_of([entry])) for entry in entries)
         own = tuple(axis for axis in mesh_lib.REPLICAS if axis in varying.of_spec(spec))
         places.append(_Place(Cell(name if each else of_leaf.kind, own), name, axes, tuple(sizes)))

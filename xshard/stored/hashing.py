@@ -35,9 +35,12 @@ def words(x: Any, numpy: Any) -> Any:
     if x.dtype == numpy.bool_:
         x = x.astype(numpy.uint8)
     # Types of less than 8 bits, such as int4, are widened to types that can be viewed as unsigned integers.
-    of_integers = jnp.issubdtype(x.dtype, jnp.integer)
-    if (jnp.iinfo if of_integers else jnp.finfo)(x.dtype).bits < 8:
-        x = x.astype(numpy.int8 if of_integers else numpy.float32)
+    info: Any = jnp.finfo
+    wider = numpy.float32
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        info, wider = jnp.iinfo, numpy.int8
+    if info(x.dtype).bits < 8:
+        x = x.astype(wider)
     width = min(x.dtype.itemsize, 4)
     unsigned = np.dtype(f"uint{8 * width}")
     if numpy is jnp:
