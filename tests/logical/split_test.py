@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from xshard import errors
+from xshard import errors, logical, mesh
 from xshard.logical import split as split_lib
 
 _SIZES = {"slice": 1, "replica": 4}
@@ -112,3 +112,15 @@ def test_a_rematerialized_gradient_is_split():
 def test_a_program_that_cannot_be_split_is_refused_with_the_reason(step, words):
     with pytest.raises(errors.UserError, match=words):
         split(step, 2.0, 3.0)
+
+
+@pytest.mark.parametrize("limbs", [0, 1])
+def test_a_batch_of_another_type_gets_its_own_program(limbs):
+    the_mesh = mesh.make_mesh(devices=jax.devices()[:2])
+    replicas = logical.Replicas(4, the_mesh, limbs=limbs)
+    rows = jax.P(mesh.BATCH)
+    sizes = logical.Mapped(lambda x: lax.pmean(jnp.mean(x * x), _BOTH), (rows,), jax.P())
+    program = logical.Program("step", lambda *_: sizes, replicas)
+    for dtype in (np.float32, np.int32, jnp.float16):
+        batch = np.arange(1, 9).astype(dtype)
+        assert program(mesh.put(the_mesh, batch, rows)) == 25.5
