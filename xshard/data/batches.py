@@ -17,10 +17,11 @@ import numpy as np
 
 from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
+from xshard.data import iteration
 from xshard.data import rows as rows_lib
 
 # The keys that mark bytes, arrays and tuples in the JSON of a state.
-_BYTES, _ARRAY, _TUPLE = "base64", "npy", "tuple"
+_BYTES, _ARRAY, _TUPLE = _MARKERS = "base64", "npy", "tuple"
 
 
 class TrainBatches:
@@ -70,7 +71,7 @@ class TrainBatches:
         with self._restoring_iterator():
             first = self._take_next()
         # One row is enough for names, dtypes and shapes.
-        self.example = {name: array[:1] for name, array in first.items()}
+        self.example = {name: np.array(array[:1]) for name, array in first.items()}
 
     def summary(self) -> str:
         """Returns a summary of the data, which the processes compare; empty if the iterator has none."""
@@ -82,7 +83,9 @@ class TrainBatches:
 
     def __next__(self) -> dict[str, jax.Array]:
         """Returns the next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
-        return self._rows.to_devices(self._take_next())
+        # Another iterator may read each batch into the same arrays.
+        copy = not isinstance(self._iterator, iteration.ExampleIterator)
+        return self._rows.to_devices(self._take_next(), copy=copy)
 
     def batch_for_step(
         self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
