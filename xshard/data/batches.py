@@ -190,7 +190,7 @@ class TrainBatches:
         except TypeError as e:
             raise errors.UserError(
                 f"get_state of {type(self._iterator).__name__} returned a value that JSON cannot hold ({e}). It may "
-                "contain numbers, texts, lists, tuples, dictionaries, bytes, and arrays of numbers."
+                "contain numbers, texts, lists, tuples, dictionaries with texts as keys, bytes, and NumPy arrays."
             ) from e
 
 
@@ -314,7 +314,9 @@ def _to_json(state: Any) -> Any:
     if isinstance(state, np.generic):
         return state.item()
     if isinstance(state, np.ndarray):
-        if state.dtype.hasobject:
+        # NumPy's format keeps no other types, such as bfloat16.
+        kept = np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(state.dtype))
+        if state.dtype.hasobject or kept != state.dtype:
             raise TypeError(f"an array of type {state.dtype}")
         file = io.BytesIO()
         np.save(file, state, allow_pickle=False)
@@ -325,6 +327,9 @@ def _to_json(state: Any) -> Any:
     if isinstance(state, list):
         return [_to_json(item) for item in state]
     if isinstance(state, Mapping):
+        for name in state:  # JSON would make a string of another key.
+            if not isinstance(name, str) or (name in _MARKERS and len(state) == 1):
+                raise TypeError(f"a dictionary with the key {name!r}")
         return {name: _to_json(item) for name, item in state.items()}
     return state
 
