@@ -23,6 +23,11 @@ def exchange_sine(x):
     return lax.psum(jnp.sin(x), _BOTH)
 
 
+def printing(w, x):
+    jax.debug.print("{}", x)
+    return w + exchange_sine(x)
+
+
 def split(f, *args, own=(False, True), left_own=None):
     program = jax.make_jaxpr(f, axis_env=list(_SIZES.items()))(*args)
     left_own = left_own or [False] * len(program.out_avals)
@@ -96,6 +101,7 @@ def test_a_rematerialized_gradient_is_split():
         ),
         (lambda w, x: w + x, "differs between the replicas"),
         (lambda w, x: w + replica_number(), "differs between the replicas"),
+        (printing, "has debug_print of a replica's values"),
         (lambda w, x: lax.ppermute(x, "replica", [(0, 1)]), "ppermute over the replicas"),
         (lambda w, x: lax.psum(x, "slice"), "psum over \\['slice'\\]"),
         (lambda w, x: lax.psum(x, "replica", axis_index_groups=[[0, 1], [2, 3]]), "groups of"),
