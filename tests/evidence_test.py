@@ -215,6 +215,22 @@ def fail_once(monkeypatch, name, path, code):
     return failed
 
 
+def test_a_config_may_hold_numbers_that_are_not_finite(tmp_path):
+    values = {"bound": np.inf, "bounds": (np.nan, -np.inf, 1.0)}
+    place = workdir.Workdir(tmp_path / "run")
+    with place.opened(make_config(**values)):
+        pass
+    assert place.check(make_config(**values)) == []
+    with pytest.raises(errors.UserError, match=r"another config \(bound: inf -> 1.0\)"):
+        place.check(make_config(**{**values, "bound": 1.0}))
+    # Older versions wrote null for these numbers.
+    text = place.config.read_text()
+    for word in ("-Infinity", "Infinity", "NaN"):
+        text = text.replace(word, "null")
+    place.config.write_text(text)
+    assert len(place.check(make_config(**values))) == 2
+
+
 @pytest.mark.parametrize(
     "code", [errno.EIO, errno.ESTALE, errno.ENOENT, errno.EACCES, errno.ENOMEM]
 )

@@ -4,6 +4,7 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -143,6 +144,8 @@ class Odd(Counter):
         (lambda part: Counter(part, rows=3), "has 3 rows. It must have the 8 rows"),
         (lambda part: Odd(part, [("a", 1)]), "of type list. It must be a dictionary of arrays"),
         (lambda part: Odd(part, {"x": np.array(["a"] * 8)}), "which cannot go to a device"),
+        (lambda part: Odd(part, {"x": np.zeros(8, ">f4")}), "type >f4 .*cannot go to a device"),
+        (lambda part: Odd(part, {0: np.zeros(8)}), "under 0. Names are strings"),
         (lambda part: Odd(part, {"x": {"y": np.zeros(8)}}), "a dictionary under 'x'"),
         (lambda part: Odd(part, {"x": Tensor()}), r"has a Tensor under 'x'.* np.asarray\(...\)"),
         (lambda part: Counter(part, last=0), "ended before the run"),
@@ -153,20 +156,45 @@ def test_iterators_that_do_not_fit_are_refused(iterator, match):
         next(make(iterator=iterator))
 
 
-def test_a_state_that_json_cannot_hold_is_refused():
-    class Set(Counter):
-        def get_state(self):
-            return {1, 2}
+class Filling(Counter):
+    """An iterator that reads each batch into the same array, which starts where JAX could share its memory."""
 
-    class Objects(Counter):
-        def get_state(self):
-            return [np.array([None])]
+    def __init__(self, part):
+        super().__init__(part)
+        memory = np.empty(1024, np.uint8)
+        start = -memory.ctypes.data % 64
+        self._array = memory[start : start + 512].view(np.float32).reshape(8, 16)
 
-    for kind in (Set, Objects):
-        with pytest.raises(
-            ValueError, match=f"get_state of {kind.__name__} returned a value that JSON c"
-        ):
-            make(iterator=kind)
+    def __next__(self):
+        self._array[...] = super().__next__()["x"][:, None]
+        return {"x": self._array}
+
+
+def test_an_iterator_may_write_into_its_arrays_again():
+    train = make(mesh.make_mesh(devices=jax.devices()[:1]), Filling)
+    first, second = next(train), next(train)
+    np.testing.assert_array_equal(first["x"], np.zeros((8, 16)))
+    np.testing.assert_array_equal(second["x"], np.ones((8, 16)))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {1, 2},
+        [np.array([None])],
+        {"epochs": {1: "done"}},
+        {"position": {"tuple": [1, 2]}},
+        (jnp.ones(2, jnp.bfloat16).__array__(),),
+    ],
+    ids=str,
+)
+def test_a_state_that_json_cannot_hold_is_refused(state):
+    class Holder(Counter):
+        def get_state(self):
+            return state
+
+    with pytest.raises(ValueError, match="get_state of Holder returned a value that JSON cannot"):
+        make(iterator=Holder)
 
 
 def test_a_state_survives_the_round_trip_through_json():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from xshard import errors
+from xshard import errors, logical, mesh
 from xshard.logical import split as split_lib
 
 _SIZES = {"slice": 1, "replica": 4}
@@ -21,6 +21,11 @@ def replica_number():
 
 def exchange_sine(x):
     return lax.psum(jnp.sin(x), _BOTH)
+
+
+def printing(w, x):
+    jax.debug.print("{}", x)
+    return w + exchange_sine(x)
 
 
 def split(f, *args, own=(False, True), left_own=None):
@@ -96,6 +101,7 @@ def test_a_rematerialized_gradient_is_split():
         ),
         (lambda w, x: w + x, "differs between the replicas"),
         (lambda w, x: w + replica_number(), "differs between the replicas"),
+        (printing, "has debug_print of a replica's values"),
         (lambda w, x: lax.ppermute(x, "replica", [(0, 1)]), "ppermute over the replicas"),
         (lambda w, x: lax.psum(x, "slice"), "psum over \\['slice'\\]"),
         (lambda w, x: lax.psum(x, "replica", axis_index_groups=[[0, 1], [2, 3]]), "groups of"),
@@ -112,3 +118,15 @@ def test_a_rematerialized_gradient_is_split():
 def test_a_program_that_cannot_be_split_is_refused_with_the_reason(step, words):
     with pytest.raises(errors.UserError, match=words):
         split(step, 2.0, 3.0)
+
+
+@pytest.mark.parametrize("limbs", [0, 1])
+def test_a_batch_of_another_type_gets_its_own_program(limbs):
+    the_mesh = mesh.make_mesh(devices=jax.devices()[:2])
+    replicas = logical.Replicas(4, the_mesh, limbs=limbs)
+    rows = jax.P(mesh.BATCH)
+    sizes = logical.Mapped(lambda x: lax.pmean(jnp.mean(x * x), _BOTH), (rows,), jax.P())
+    program = logical.Program("step", lambda *_: sizes, replicas)
+    for dtype in (np.float32, np.int32, jnp.float16):
+        batch = np.arange(1, 9).astype(dtype)
+        assert program(mesh.put(the_mesh, batch, rows)) == 25.5

@@ -85,6 +85,8 @@ class Divided(MuonAndAdafactor):
 def block(x):
     # Eight replicas hold the weights in shards. The biases are too small for that and stay whole.
     w = hk.get_parameter("scale", (), init=jnp.ones)
+    # An array without elements is whole too.
+    w = w + jnp.sum(hk.get_parameter("nothing", (0, WIDTH), init=jnp.ones))
     return x + w * jnp.tanh(hk.nets.MLP([2 * WIDTH, WIDTH], name="mlp")(x))
 
 

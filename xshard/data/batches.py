@@ -17,10 +17,11 @@ import numpy as np
 
 from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
+from xshard.data import iteration
 from xshard.data import rows as rows_lib
 
 # The keys that mark bytes, arrays and tuples in the JSON of a state.
-_BYTES, _ARRAY, _TUPLE = "base64", "npy", "tuple"
+_BYTES, _ARRAY, _TUPLE = _MARKERS = "base64", "npy", "tuple"
 
 
 class TrainBatches:
@@ -70,7 +71,7 @@ class TrainBatches:
         with self._restoring_iterator():
             first = self._take_next()
         # One row is enough for names, dtypes and shapes.
-        self.example = {name: array[:1] for name, array in first.items()}
+        self.example = {name: np.array(array[:1]) for name, array in first.items()}
 
     def summary(self) -> str:
         """Returns a summary of the data, which the processes compare; empty if the iterator has none."""
@@ -82,7 +83,9 @@ class TrainBatches:
 
     def __next__(self) -> dict[str, jax.Array]:
         """Returns the next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
-        return self._rows.to_devices(self._take_next())
+        # Another iterator may read each batch into the same arrays.
+        copy = not isinstance(self._iterator, iteration.ExampleIterator)
+        return self._rows.to_devices(self._take_next(), copy=copy)
 
     def batch_for_step(
         self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
@@ -187,7 +190,7 @@ class TrainBatches:
         except TypeError as e:
             raise errors.UserError(
                 f"get_state of {type(self._iterator).__name__} returned a value that JSON cannot hold ({e}). It may "
-                "contain numbers, texts, lists, tuples, dictionaries, bytes, and arrays of numbers."
+                "contain numbers, texts, lists, tuples, dictionaries with texts as keys, bytes, and NumPy arrays."
             ) from e
 
 
@@ -311,7 +314,9 @@ def _to_json(state: Any) -> Any:
     if isinstance(state, np.generic):
         return state.item()
     if isinstance(state, np.ndarray):
-        if state.dtype.hasobject:
+        # NumPy's format keeps no other types, such as bfloat16.
+        kept = np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(state.dtype))
+        if state.dtype.hasobject or kept != state.dtype:
             raise TypeError(f"an array of type {state.dtype}")
         file = io.BytesIO()
         np.save(file, state, allow_pickle=False)
@@ -322,6 +327,9 @@ def _to_json(state: Any) -> Any:
     if isinstance(state, list):
         return [_to_json(item) for item in state]
     if isinstance(state, Mapping):
+        for name in state:  # JSON would make a string of another key.
+            if not isinstance(name, str) or (name in _MARKERS and len(state) == 1):
+                raise TypeError(f"a dictionary with the key {name!r}")
         return {name: _to_json(item) for name, item in state.items()}
     return state
 

@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from xshard import errors
@@ -135,6 +136,10 @@ def check(examples: Examples, what: str = "The data") -> None:
     if not examples:
         raise errors.UserError(f"{what} is an empty {kind}; it must have arrays: {form}.")
     for name, array in examples.items():
+        if not isinstance(name, str):
+            raise errors.UserError(
+                f"{what} has an array under {name!r}. Names are strings: {form}."
+            )
         if isinstance(array, Mapping):
             raise errors.UserError(
                 f"{what} has a dictionary under {name!r}. Arrays form one level: give the arrays of {name!r} "
@@ -196,11 +201,13 @@ def _check_array(array: Any, has: str, form: str) -> None:
 
 
 def _check_type(dtype: Any, has: str) -> None:
-    if np.dtype(dtype).kind in "OSUMm":
+    try:
+        jax.typeof(np.empty(0, dtype))
+    except TypeError as e:
         raise errors.UserError(
-            f"{has.format(f'an array of type {np.dtype(dtype)}')}, which cannot go to a device: give numbers, such "
-            "as indices of a list of names, or leave it out."
-        )
+            f"{has.format(f'an array of type {np.dtype(dtype)}')}, which cannot go to a device: give numbers of a "
+            "type that JAX has, such as array.astype(np.float32) or indices of a list of names, or leave it out."
+        ) from e
 
 
 def num_examples(examples: Examples, what: str = "The data") -> int:

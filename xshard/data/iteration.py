@@ -66,8 +66,11 @@ class Part:
     seed: int
 
 
-class _Iterator:
-    """An iterator whose state is the number of batches, with the number of examples to identify the data."""
+class ExampleIterator:
+    """An iterator whose state is the number of batches, with the number of examples to identify the data.
+
+    The arrays of each batch are new.
+    """
 
     state_is_shared = True
 
@@ -88,6 +91,7 @@ class _Iterator:
         self._start_at(0)
 
     def summary(self) -> str:
+        """Describes the examples."""
         return examples_lib.summary(self._examples)
 
     def __next__(self) -> examples_lib.Arrays:
@@ -96,9 +100,11 @@ class _Iterator:
         return batch
 
     def get_state(self) -> dict[str, int]:
+        """Returns the number of batches, and that of the examples."""
         return {"batches": self._count, "examples": self.epoch_examples}
 
     def set_state(self, state: dict[str, int]) -> None:
+        """Continues after a number of batches; raises UserError if the state is of other data."""
         if not isinstance(state, dict) or state.keys() != {"batches", "examples"}:
             raise errors.UserError(
                 f"The checkpoint's position in the training data is {state!r}, which a different iterator wrote; "
@@ -151,7 +157,7 @@ def iterate(examples: examples_lib.Examples, part: Part) -> BatchIterator:
             return map(read, itertools.count(count))
         return _read_ahead(read, count)
 
-    return _Iterator(batches_from, examples)
+    return ExampleIterator(batches_from, examples)
 
 
 def _read_ahead(

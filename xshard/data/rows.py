@@ -41,10 +41,16 @@ class Rows:
         # For each row on the devices, its index in `local_rows`.
         self._at = np.searchsorted(self.local_rows, row_of_slot)
 
-    def to_devices(self, arrays: data.Arrays) -> dict[str, jax.Array]:
-        """Puts this process's rows of arrays on its devices."""
+    def to_devices(self, arrays: data.Arrays, *, copy: bool = False) -> dict[str, jax.Array]:
+        """Puts this process's rows of arrays on its devices.
+
+        Args:
+          arrays: the arrays by name.
+          copy: whether the caller may write into the arrays again. JAX may read them later, or keep them as they are.
+        """
 
         def put(array: np.ndarray) -> jax.Array:
+            array = np.array(array) if copy and isinstance(array, np.ndarray) else array
             shape = self.count, *array.shape[1:]
             take = lambda index: self._take(array, index)
             return jax.make_array_from_callback(shape, self._sharding, take)

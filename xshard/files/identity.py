@@ -9,6 +9,7 @@ import ml_collections
 
 from xshard import config as config_lib
 from xshard import errors
+from xshard.files import jsonfile
 
 ID_LENGTH = 16
 
@@ -60,11 +61,13 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
     old_fixed, new_fixed = _fixed(old), _fixed(new)
     texts, fatal = [], []
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) == new.get(key):
+        # Their texts are compared too, since NaN is not equal to itself.
+        if old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key)):
             continue
         text = f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         texts.append(text)
-        if old_fixed.get(key) != new_fixed.get(key):
+        # Older versions wrote null for a number that is not finite.
+        if old_fixed.get(key) not in (new_fixed.get(key), jsonfile.finite(new_fixed.get(key))):
             fatal.append(text)
     if fatal:
         raise errors.UserError(

@@ -102,10 +102,17 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None
             yield line.endswith(b"\n"), _object_in(line)
 
 
-def write(path: pathlib.Path, value: Any) -> None:
-    """Replaces a file, durably, with indented JSON; raises UserError with the path if it cannot be written."""
+def write(path: pathlib.Path, value: Any, *, keep_nonfinite: bool = False) -> None:
+    """Replaces a file, durably, with indented JSON; raises UserError with the path if it cannot be written.
+
+    Args:
+      path: the file.
+      value: the value.
+      keep_nonfinite: whether to write numbers that are not finite as Python does, such as Infinity, and not as null.
+    """
+    content = json.dumps(value, indent=2) if keep_nonfinite else dumps(value, indent=2)
     with disk.writing(path):
-        disk.replace(path, (dumps(value, indent=2) + "\n").encode())
+        disk.replace(path, f"{content}\n".encode())
 
 
 def is_number(value: Any) -> bool:

@@ -244,7 +244,8 @@ class Workdir:
             if origin is not None:
                 self.check_origin(origin)
             whose = identity or self.identity() or identity_lib.new(config)
-            jsonfile.write(self.config, {IDENTITY: whose._asdict(), **identity_lib.plain(config)})
+            values = {IDENTITY: whose._asdict(), **identity_lib.plain(config)}
+            jsonfile.write(self.config, values, keep_nonfinite=True)
             if origin is not None:
                 jsonfile.write(self.origin, origin._asdict())
             yield

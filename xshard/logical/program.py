@@ -66,7 +66,7 @@ class Program:
 
         Args:
           what: a name of the function, for error messages.
-          mapped: returns the function of one replica for given arguments; only their shapes matter.
+          mapped: returns the function of one replica for given arguments; only their shapes and types matter.
           replicas: the logical replicas and their devices. Batches have `replicas.rows` rows.
           **options: options of `jax.jit`; `donate_argnums` must be 0 or absent.
         """
@@ -91,11 +91,11 @@ class Program:
         return Lowered(self._implementation(args).lower(args))
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the programs, which are compiled on the first call with arguments of these shapes."""
+        """Runs the programs, which are compiled on the first call with arguments of these shapes and types."""
         return self._implementation(args)(args)
 
     def _implementation(self, args: Any) -> "_SingleProgram | _SeparatePrograms":
-        key = jax.tree.structure(args), *(x.shape for x in jax.tree.leaves(args))
+        key = jax.tree.structure(args), *((x.shape, x.dtype) for x in jax.tree.leaves(args))
         if key not in self._built:
             segmented = SegmentedProgram(self._what, self._mapped(*args), self._replicas, args)
             kind = _SeparatePrograms if self._replicas.limbs else _SingleProgram

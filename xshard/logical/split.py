@@ -158,12 +158,20 @@ def _check_depth(what: str, depth: int) -> None:
 
 
 def _check_equal(what: str, after: Segment, own: Sequence[bool]) -> None:
-    if any(i < len(own) and own[i] for i in after.reads):
-        raise errors.UserError(
-            f"{what} returns a value that differs between the replicas. With logical_replicas each result must be equal on "
-            "them, or pass through jax.lax.pmean, psum, pmax, pmin or all_gather over ('slice', 'replica'), or be marked as "
-            "a replica's own: xshard.PerReplica, xshard.PerExample."
-        )
+    if not any(i < len(own) and own[i] for i in after.reads):
+        return
+    for eqn in primitives.all_equations(after.program.jaxpr):
+        # A part of a program keeps these calls, whichever of its results are used.
+        if eqn.primitive.name in ("debug_print", "debug_callback", "io_callback"):
+            raise errors.UserError(
+                f"{what} has {eqn.primitive.name} of a replica's values, as by jax.debug.print. With logical_replicas a "
+                "step may be several programs, each of which would call it: leave it out, or set logical_replicas to 0."
+            )
+    raise errors.UserError(
+        f"{what} returns a value that differs between the replicas. With logical_replicas each result must be equal on "
+        "them, or pass through jax.lax.pmean, psum, pmax, pmin or all_gather over ('slice', 'replica'), or be marked as "
+        "a replica's own: xshard.PerReplica, xshard.PerExample."
+    )
 
 
 def _levels(jaxpr: core.Jaxpr, count: int, kept: int) -> list[int]:

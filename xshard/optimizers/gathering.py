@@ -211,7 +211,10 @@ def with_getter(network: Callable[..., Any], getter: Any) -> Callable[..., Any]:
 
 
 def _sharded_along(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | None:
-    """The dimension along which `shape` is a shard of `whole`; None if no dimension fits."""
+    """The dimension along which `shape` is a shard of `whole`; None if no dimension fits, or if they are equal."""
+    # An array without elements is whole, although any number of its kind make one like it.
+    if shape == whole:
+        return None
     for dim in range(min(len(shape), len(whole))):
         if (*shape[:dim], shape[dim] * count, *shape[dim + 1 :]) == whole:
             return dim

@@ -169,7 +169,7 @@ class OptaxOptimizer(base.Optimizer):
                 f"{self.name} cannot use {transformation}: its update needs {arguments}, but a rule is given "
                 "only gradients and parameters. Use a transformation that needs only these, such as "
                 "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and store in its "
-                "compute_gradients the values that its update needs."
+                "compute_gradients the values that its update needs, equal on all replicas, as by jax.lax.pmean."
             ) from e
         leaves = trees.leaves_by_path(params)
         for path, update in trees.leaves_by_path(updates).items():
