@@ -15,8 +15,9 @@ from xshard import trained as trained_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import formatting, writers
 from xshard.metrics import rows as rows_lib
-from xshard.pod import origin
+from xshard.pod import attempts, origin
 from xshard.run import preflight, resuming, roll_back_history, states
+from xshard.stored import fingerprint
 
 
 class Step(NamedTuple):
@@ -97,6 +98,15 @@ class Replayer:
             if is_known and old[name] != now[name]:
                 changes.append(f"{name}: {old[name] or 'none'} -> {now[name] or 'none'}")
         return changes
+
+    def resumed_from(self) -> int:
+        """Returns the step that the run's last start began with: the config and the origin are those of this start."""
+        starts = attempts.read(self._workdir.path)
+        if not starts:
+            return 0
+        # A start that has restored no state yet has already recorded its config.
+        first = starts[-1].first
+        return self.config.steps if first is None else first
 
     def suspect_steps(self) -> range:
         """Returns the range of steps that contains the first bad one.
@@ -187,7 +197,10 @@ class Replayer:
         logged = self.rows.get(step.number, {})
         # A logged 'skipped' is a running total, not the step's own; 'global_step' covers it.
         totals = _skipped(logged)
-        for name, now in step.row.items():
+        # Fingerprints come first, because they tell whether the step began with another state.
+        names = sorted(step.row, key=lambda name: not name.startswith(fingerprint.PREFIX))
+        for name in names:
+            now = step.row[name]
             if name in logged and name not in totals and jsonfile.finite(now) != logged[name]:
                 return Difference(step.number, name, logged[name], now)
         return None

@@ -74,6 +74,12 @@ def _compared(run: replayer.Replayer, different: replayer.Difference | None, com
     text = f"not reproduced: step {different.step}, column {different.column}, logged {different.logged}, now {different.now}"
     if run.changes:
         return f"{text}; changed since: {'; '.join(run.changes)}"
+    resumed = run.resumed_from()
+    if different.step <= resumed:
+        return (
+            f"{text}; the run was resumed after step {resumed}, and its work directory describes only this last start: an "
+            "earlier one may have had another config, commit, libraries, devices or XLA flags"
+        )
     if not run.first_step:
         text += "; a run that began with --init_from has another first state"
     return f"{text}; commit, libraries, devices and XLA's flags are those that the run recorded"
