@@ -212,6 +212,20 @@ def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     assert "reaches      the loss of second\n" in output
 
 
+def test_a_step_that_skipped_only_the_first_of_two_updates_is_found(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"experiment": "tests.replay.pair.Twice", "steps": 5, "log_every_steps": 5})
+    config.writers = ("jsonl",)
+    assert loop.run(config.lock(), str(tmp_path), "") == 0
+    capsys.readouterr()
+    # The metrics of the step are those of its second update, which was applied.
+    assert program.main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "step 2, repeated from the first state" in output
+    assert "first not finite: div gives inf\n  line         tests/replay/pair.py:" in output
+    assert "all metrics of the step were finite" not in output
+
+
 def test_a_run_that_skips_all_steps_before_its_first_row_is_replayed(tmp_path, capsys):
     config = toy.get_config()
     config.update({"overflow_above": -1e9, "log_every_steps": 100, "max_skips_in_a_row": 3})

@@ -11,6 +11,7 @@ from xshard import checkpoint, data, errors, evaluation, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard import step as step_lib
 from xshard import trained as trained_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import formatting, writers
@@ -28,12 +29,15 @@ class Step(NamedTuple):
       state: the state before the step.
       batch: its batch.
       row: its metrics, in the form of a row.
+      is_healthy: whether its metrics are finite, and all of its updates were finite and applied. With several updates of
+        a learner, the row has the values of the last one only.
     """
 
     number: int
     state: state_lib.TrainState
     batch: Mapping[str, jax.Array]
     row: rows_lib.Row
+    is_healthy: bool
 
 
 class Difference(NamedTuple):
@@ -169,13 +173,16 @@ class Replayer:
             state = roll_back_history.with_back_off(self._roll_backs, number, state)
             batch = self._batches.batch_for_step(number, self._predict, state)
             before = jax.tree.map(lambda x: x.copy(), state) if number in keep else state
+            applied = _applied(state)
             stepped = self.step_program(state, batch)
             state, values = stepped.state, stepped.metrics
             if stepped.begun is not None:
                 values = {**values, **stepped.begun.logged()}
             whole = mesh_lib.replicate(self.mesh, values)
             row = {name: rows_lib.to_number(value) for name, value in whole.items()}
-            yield Step(number, before, batch, row)
+            are_applied = _are_applied(stepped, applied, _applied(state))
+            is_healthy = are_applied and all(map(_is_finite, map(jsonfile.finite, row.values())))
+            yield Step(number, before, batch, row, is_healthy)
 
     def _begin(self, last: int) -> state_lib.TrainState:
         """Restores the newest checkpoint up to a step, or creates the first state."""
@@ -228,11 +235,21 @@ class Replayer:
         return []
 
 
-def is_healthy(row: rows_lib.Row) -> bool:
-    """Returns whether all metrics of a step are finite, and it skipped no update."""
-    return not np.any([*_skipped(row).values()]) and all(
-        _is_finite(jsonfile.finite(x)) for x in row.values()
-    )
+def _applied(state: state_lib.TrainState) -> dict[str, np.ndarray]:
+    """Returns the number of updates that each learner has applied."""
+    return {name: np.array(x.global_step) for name, x in state_lib.learners(state).items()}
+
+
+def _are_applied(
+    stepped: step_lib.Stepped, before: dict[str, np.ndarray], after: dict[str, np.ndarray]
+) -> bool:
+    """Returns whether a step applied all of its updates, and none that was not finite."""
+    for name, observed in stepped.observed.items():
+        prefix = f"{name}/" if name else ""
+        updates = np.asarray(stepped.metrics.get(f"{prefix}updates_per_step", 1))
+        if np.any(after[name] - before[name] < updates) or np.any(np.asarray(observed.verdict)):
+            return False
+    return True
 
 
 def _skipped(row: rows_lib.Row) -> rows_lib.Row:
