@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ import xshard
 from tests import programs, toy
 from tests.replay import planted
 from xshard import loop
+from xshard.pod import status
 from xshard.replay import __main__ as program
-from xshard.replay import cause, replayer
+from xshard.replay import cause, diagnosis, replayer
 
 KINDS = {
     "zero_over_zero": {},
@@ -105,6 +107,12 @@ def test_a_finite_step_is_reproduced_with_its_norms(directory, capsys):
     assert "tests/toy.py:" in output
 
 
+def test_a_step_whose_updates_are_all_in_a_loop_has_no_table_of_norms():
+    step = types.SimpleNamespace(program=types.SimpleNamespace(gradients={}))
+    (line,) = diagnosis.Diagnosis._norms(step)
+    assert line.startswith("no norms of gradients: ")
+
+
 def test_a_changed_row_is_reported_as_not_reproduced(directory, tmp_path, capsys):
     def change(row):
         if row["step"] == 4 and "loss" in row:
@@ -123,6 +131,25 @@ def test_a_changed_row_is_reported_as_not_reproduced(directory, tmp_path, capsys
     assert "not reproduced: step 4, column loss, logged " in output
     assert "changed since: libraries: jax 0.0.1 -> jax " in output
     assert "changed since the run: flags: XLA_FLAGS=--xla_x -> " in output
+
+
+def test_a_difference_before_the_last_start_may_be_due_to_an_earlier_start(
+    directory, tmp_path, capsys
+):
+    def change(row):
+        return row | {"loss": 0.5, "fingerprint/params": "0"} if "loss" in row else row
+
+    copy = rewrite(directory, tmp_path, change)
+    last = status.Status("host")
+    last.doing(status.TRAINING, step=4)
+    status.write(copy, [last.row()])
+    assert program.main([str(copy), "--step=4"]) == program.NOT_REPRODUCED
+    output = capsys.readouterr().out
+    assert "not reproduced: step 4, column fingerprint/params, logged 0, now " in output
+    assert "the run was resumed after step 4, and its work directory" in output
+    # The last start made step 6.
+    assert program.main([str(copy), "--step=6"]) == program.NOT_REPRODUCED
+    assert "are those that the run recorded" in capsys.readouterr().out
 
 
 def test_a_replay_on_fewer_devices_warns_that_bits_may_differ(directory, capsys, monkeypatch):
@@ -183,6 +210,20 @@ def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     assert "first not finite: log gives nan\n  line         tests/replay/pair.py:" in output
     # The logarithm's derivative is finite, and the fault does not reach the other learner.
     assert "reaches      the loss of second\n" in output
+
+
+def test_a_step_that_skipped_only_the_first_of_two_updates_is_found(tmp_path, capsys):
+    config = toy.get_config()
+    config.update({"experiment": "tests.replay.pair.Twice", "steps": 5, "log_every_steps": 5})
+    config.writers = ("jsonl",)
+    assert loop.run(config.lock(), str(tmp_path), "") == 0
+    capsys.readouterr()
+    # The metrics of the step are those of its second update, which was applied.
+    assert program.main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "step 2, repeated from the first state" in output
+    assert "first not finite: div gives inf\n  line         tests/replay/pair.py:" in output
+    assert "all metrics of the step were finite" not in output
 
 
 def test_a_run_that_skips_all_steps_before_its_first_row_is_replayed(tmp_path, capsys):

@@ -81,9 +81,10 @@ def _of_updates(program: dataflow.Program) -> list[tuple[str, int]]:
     """Returns the values that a run observes: the losses and the gradients."""
     of = lambda learner: f" of {learner}" if learner else ""
     losses = [(f"the loss{of(learner)}", value) for learner, value in program.losses.items()]
+    # An update that was skipped leaves no trace in the results, nor in what is observed of a later one.
     gradients = [
-        (f"the gradient of {'/'.join(filter(None, name))}", value)
-        for name, value in program.gradients.items()
+        (f"the gradient of {'/'.join(filter(None, (learner, path)))}", value)
+        for learner, path, value in program.all_gradients
     ]
     return [*losses, *gradients]
 

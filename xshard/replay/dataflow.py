@@ -104,7 +104,9 @@ class Program:
       results: the value numbers of the results by name: the state by path, and the metrics. Results that are not values
         of the program are left out.
       losses: the value numbers of the losses that a run observes, by learner.
-      gradients: the value numbers of the gradients that the update receives, by learner and parameter.
+      gradients: the value numbers of the gradients that the update receives, by learner and parameter; those of the last
+        update outside of a loop, if a step has several.
+      all_gradients: the learner, parameter and value number of each gradient that an update receives, also in a loop.
       mapped: the equation of the outer program that runs this one on all replicas.
     """
 
@@ -135,6 +137,7 @@ class Program:
         self.results: dict[str, int] = {}
         self.losses: dict[str, int] = {}
         self.gradients: dict[tuple[str, str], int] = {}
+        self.all_gradients: list[tuple[str, str, int]] = []
         for (path, _), variable in zip(results, self.whole.jaxpr.outvars, strict=True):
             number = None if isinstance(variable, core.Literal) else by_output.get(variable)
             if number is None:
@@ -235,6 +238,8 @@ class Program:
         for asked in self._finite_checks(number):
             gradient = self.values[asked].sources[0]
             path = name_stack(self.values[asked]).partition(inspection.GRADIENT)[2]
+            if path:
+                self.all_gradients.append((learner, path, gradient))
             if path and self.values[gradient].runs_once:
                 self.gradients[learner, path] = gradient
 

@@ -202,6 +202,8 @@ class Diagnosis:
         return "\n".join([*self._norms(), *self._largest(most)])
 
     def _norms(self) -> list[str]:
+        if not self.program.gradients:
+            return ["no norms of gradients: the step has no update outside of a loop"]
         shape = tuple(self._run.mesh.shape[axis] for axis in mesh_lib.BATCH)
         squares = self.observed.squares.reshape(*shape, -1)
         lines = ["gradients that the update receives: norm, largest |element|"]

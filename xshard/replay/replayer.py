@@ -11,12 +11,15 @@ from xshard import checkpoint, data, errors, evaluation, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard import step as step_lib
 from xshard import trained as trained_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import formatting, writers
 from xshard.metrics import rows as rows_lib
-from xshard.pod import origin
+from xshard.optimizers import trees
+from xshard.pod import attempts, origin
 from xshard.run import preflight, resuming, roll_back_history, states
+from xshard.stored import fingerprint
 
 
 class Step(NamedTuple):
@@ -27,12 +30,15 @@ class Step(NamedTuple):
       state: the state before the step.
       batch: its batch.
       row: its metrics, in the form of a row.
+      is_healthy: whether its metrics are finite, and all of its updates were finite and applied. With several updates of
+        a learner, the row has the values of the last one only.
     """
 
     number: int
     state: state_lib.TrainState
     batch: Mapping[str, jax.Array]
     row: rows_lib.Row
+    is_healthy: bool
 
 
 class Difference(NamedTuple):
@@ -98,6 +104,15 @@ class Replayer:
                 changes.append(f"{name}: {old[name] or 'none'} -> {now[name] or 'none'}")
         return changes
 
+    def resumed_from(self) -> int:
+        """Returns the step that the run's last start began with: the config and the origin are those of this start."""
+        starts = attempts.read(self._workdir.path)
+        if not starts:
+            return 0
+        # A start that has restored no state yet has already recorded its config.
+        first = starts[-1].first
+        return self.config.steps if first is None else first
+
     def suspect_steps(self) -> range:
         """Returns the range of steps that contains the first bad one.
 
@@ -159,13 +174,16 @@ class Replayer:
             state = roll_back_history.with_back_off(self._roll_backs, number, state)
             batch = self._batches.batch_for_step(number, self._predict, state)
             before = jax.tree.map(lambda x: x.copy(), state) if number in keep else state
+            applied = _applied(state)
             stepped = self.step_program(state, batch)
             state, values = stepped.state, stepped.metrics
             if stepped.begun is not None:
                 values = {**values, **stepped.begun.logged()}
             whole = mesh_lib.replicate(self.mesh, values)
             row = {name: rows_lib.to_number(value) for name, value in whole.items()}
-            yield Step(number, before, batch, row)
+            are_applied = _are_applied(stepped, applied, _applied(state))
+            is_healthy = are_applied and all(map(_is_finite, map(jsonfile.finite, row.values())))
+            yield Step(number, before, batch, row, is_healthy)
 
     def _begin(self, last: int) -> state_lib.TrainState:
         """Restores the newest checkpoint up to a step, or creates the first state."""
@@ -187,7 +205,10 @@ class Replayer:
         logged = self.rows.get(step.number, {})
         # A logged 'skipped' is a running total, not the step's own; 'global_step' covers it.
         totals = _skipped(logged)
-        for name, now in step.row.items():
+        # Fingerprints come first, because they tell whether the step began with another state.
+        names = sorted(step.row, key=lambda name: not name.startswith(fingerprint.PREFIX))
+        for name in names:
+            now = step.row[name]
             if name in logged and name not in totals and jsonfile.finite(now) != logged[name]:
                 return Difference(step.number, name, logged[name], now)
         return None
@@ -215,11 +236,20 @@ class Replayer:
         return []
 
 
-def is_healthy(row: rows_lib.Row) -> bool:
-    """Returns whether all metrics of a step are finite, and it skipped no update."""
-    return not np.any([*_skipped(row).values()]) and all(
-        _is_finite(jsonfile.finite(x)) for x in row.values()
-    )
+def _applied(state: state_lib.TrainState) -> dict[str, np.ndarray]:
+    """Returns the number of updates that each learner has applied."""
+    return {name: np.array(x.global_step) for name, x in state_lib.learners(state).items()}
+
+
+def _are_applied(
+    stepped: step_lib.Stepped, before: dict[str, np.ndarray], after: dict[str, np.ndarray]
+) -> bool:
+    """Returns whether a step applied all of its updates, and none that was not finite."""
+    for name, observed in stepped.observed.items():
+        updates = np.asarray(stepped.metrics.get(trees.join(name, "updates_per_step"), 1))
+        if np.any(after[name] - before[name] < updates) or np.any(np.asarray(observed.verdict)):
+            return False
+    return True
 
 
 def _skipped(row: rows_lib.Row) -> rows_lib.Row:

@@ -38,7 +38,7 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
         compared += again.number in run.rows
         different = different or run.difference(again)
         # A step given by its number is the only suspect. Otherwise stop at the first bad one.
-        if again.number in suspect_steps and not replayer.is_healthy(again.row):
+        if again.number in suspect_steps and not again.is_healthy:
             break
     assert again is not None
     begin = f"the checkpoint of step {run.first_step}" if run.first_step else "the first state"
@@ -52,8 +52,7 @@ def describe(run: replayer.Replayer, step: replayer.Step) -> str:
     """Analyzes a repeated step, and describes what was found."""
     taken_apart = diagnosis.Diagnosis(run, step)
     finding = taken_apart.find()
-    is_well = replayer.is_healthy(step.row)
-    if finding is None and not is_well:
+    if finding is None and not step.is_healthy:
         return (
             "The step is not finite, or is skipped, but all of its values are finite when computed one by one: it is at the "
             "edge of a type's range, and XLA's fused operations round differently."
@@ -61,7 +60,9 @@ def describe(run: replayer.Replayer, step: replayer.Step) -> str:
     if finding is None:
         return f"Every value that reaches a result of the step is finite.\n{taken_apart.table()}"
     text = _finding(run, step, finding)
-    if is_well:
+    # The state is not among the metrics.
+    of_state = all(name.startswith("the state ") for name in finding.results)
+    if step.is_healthy and not of_state:
         text += "\nIn the program with XLA's fused operations, all metrics of the step were finite."
     return text
 
@@ -74,6 +75,12 @@ def _compared(run: replayer.Replayer, different: replayer.Difference | None, com
     text = f"not reproduced: step {different.step}, column {different.column}, logged {different.logged}, now {different.now}"
     if run.changes:
         return f"{text}; changed since: {'; '.join(run.changes)}"
+    resumed = run.resumed_from()
+    if different.step <= resumed:
+        return (
+            f"{text}; the run was resumed after step {resumed}, and its work directory describes only this last start: an "
+            "earlier one may have had another config, commit, libraries, devices or XLA flags"
+        )
     if not run.first_step:
         text += "; a run that began with --init_from has another first state"
     return f"{text}; commit, libraries, devices and XLA's flags are those that the run recorded"
