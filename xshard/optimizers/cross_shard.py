@@ -19,6 +19,9 @@ NOTHING_BETWEEN_SLICES = (
     "lose precision. Leave it 'float32', or use several slices."
 )
 
+_DTYPES = ("float32", "bfloat16")
+_ARITHMETIC = ("float", "exact", "exact_wide")
+
 
 class Reduction(enum.StrEnum):
     """The ways to combine gradients across replicas. Source: `tf.compat.v1.losses.Reduction`."""
@@ -126,12 +129,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         # No axis need be mapped while state is created. The update is then rehearsed for this many replicas.
         self._replicas = 2
         self.reduction = Reduction(_check_choice("reduction", reduction, tuple(Reduction)))
-        self.reduce_dtype = _check_choice("reduce_dtype", reduce_dtype, ("float32", "bfloat16"))
-        self.slice_dtype = _check_choice(
-            "slice_dtype", slice_dtype, ("float32", "bfloat16", "int8")
-        )
-        allowed = ("float", "exact", "exact_wide")
-        self._needs_run = _check_choice("arithmetic", arithmetic, allowed) != "float"
+        self.reduce_dtype = _check_choice("reduce_dtype", reduce_dtype, _DTYPES)
+        self.slice_dtype = _check_choice("slice_dtype", slice_dtype, (*_DTYPES, "int8"))
+        self._needs_run = _check_choice("arithmetic", arithmetic, _ARITHMETIC) != "float"
         self.group_assignment = mesh.check_groups(group_assignment)
         self._check_axes()
 
