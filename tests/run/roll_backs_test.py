@@ -198,8 +198,8 @@ from xshard.files import jsonfile
 
 write = jsonfile.write
 
-def killed(path, value):
-    write(path, value)
+def killed(path, value, **options):
+    write(path, value, **options)
     if path.name == "roll_backs.json" and len(value) == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 
