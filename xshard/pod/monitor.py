@@ -207,9 +207,9 @@ class PodMonitor:
         self.fail(message)
 
     def _print_stacks(self) -> None:
-        self._say("The stack of each thread:")
         # stderr may be replaced by an object without a file descriptor, which faulthandler needs.
         with contextlib.suppress(OSError, ValueError, AttributeError):
+            print("The stack of each thread:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(sys.stderr)
 
     # The thread that talks to the other processes.
