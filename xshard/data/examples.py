@@ -1,5 +1,6 @@
 """Examples of a data set: their two forms, checks, stacks and checksums."""
 
+import functools
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -201,13 +202,21 @@ def _check_array(array: Any, has: str, form: str) -> None:
 
 
 def _check_type(dtype: Any, has: str) -> None:
-    try:
-        jax.typeof(np.empty(0, dtype))
-    except TypeError as e:
+    if not _is_jax_type(np.dtype(dtype)):
         raise errors.UserError(
             f"{has.format(f'an array of type {np.dtype(dtype)}')}, which cannot go to a device: give numbers of a "
             "type that JAX has, such as array.astype(np.float32) or indices of a list of names, or leave it out."
-        ) from e
+        )
+
+
+@functools.cache
+def _is_jax_type(dtype: np.dtype) -> bool:
+    """Returns whether JAX has arrays of a type. Each batch is checked, so the answers are kept."""
+    try:
+        jax.typeof(np.empty(0, dtype))
+    except TypeError:
+        return False
+    return True
 
 
 def num_examples(examples: Examples, what: str = "The data") -> int:
