@@ -65,6 +65,13 @@ def directory(tmp_path_factory):
     return directory
 
 
+def replay(directory, capsys, *options):
+    """Replays a run that is reproduced; returns what this prints, without what was printed before."""
+    capsys.readouterr()
+    assert program.main([str(directory), *options]) == 0
+    return capsys.readouterr().out
+
+
 def contents(directory):
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
@@ -85,8 +92,7 @@ def rewrite(directory, tmp_path, change):
 def test_the_first_skipped_step_is_replayed_by_default(directory, capsys):
     # The skipped step lies between two logged rows; the second one counts it.
     before = contents(directory)
-    assert program.main([str(directory)]) == 0
-    output = capsys.readouterr().out
+    output = replay(directory, capsys)
     assert "step 3, repeated from the checkpoint of step 2" in output
     assert "not finite before the step: the batch's 'y' is nan" in output
     assert "replica 0 of 8\n" in output and "(row 0 of the batch)" in output
@@ -95,8 +101,7 @@ def test_the_first_skipped_step_is_replayed_by_default(directory, capsys):
 
 
 def test_a_finite_step_is_reproduced_with_its_norms(directory, capsys):
-    assert program.main([str(directory), "--step=4"]) == 0
-    output = capsys.readouterr().out
+    output = replay(directory, capsys, "--step=4")
     assert "1 rows compared: reproduced, bit for bit" in output
     assert "Every value that reaches a result of the step is finite." in output
     (row,) = [row for row in replayer.Replayer(str(directory)).rows.items() if row[0] == 4]
@@ -188,12 +193,10 @@ def test_the_update_that_leaves_a_nonfinite_state_is_found_between_rows(tmp_path
     config.update({"log_every_steps": 50, "writers": ("jsonl",)})
     assert loop.run(config.lock(), str(tmp_path), "") == 3
     assert "step 4: the loss is nan" in capsys.readouterr().err
-    assert program.main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
+    output = replay(tmp_path, capsys)
     assert "step 3, repeated from the first state" in output
     assert "first not finite: " in output and "reaches      the state 'params/linear/b'" in output
-    assert program.main([str(tmp_path), "--step=4"]) == 0
-    output = capsys.readouterr().out
+    output = replay(tmp_path, capsys, "--step=4")
     assert "not finite before the step: the state 'params/linear/w' is " in output
     assert "an earlier step: --step=3 analyzes the one before" in output
 
@@ -203,9 +206,7 @@ def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     config.update({"experiment": "tests.replay.pair.Pair", "steps": 1, "writers": ("jsonl",)})
     config.checkpoint.update({"best_metric": "first"})
     assert loop.run(config.lock(), str(tmp_path), "") == 3
-    capsys.readouterr()
-    assert program.main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
+    output = replay(tmp_path, capsys)
     assert "step 1, repeated from the first state" in output
     assert "first not finite: log gives nan\n  line         tests/replay/pair.py:" in output
     # The logarithm's derivative is finite, and the fault does not reach the other learner.
@@ -217,10 +218,8 @@ def test_a_step_that_skipped_only_the_first_of_two_updates_is_found(tmp_path, ca
     config.update({"experiment": "tests.replay.pair.Twice", "steps": 5, "log_every_steps": 5})
     config.writers = ("jsonl",)
     assert loop.run(config.lock(), str(tmp_path), "") == 0
-    capsys.readouterr()
     # The metrics of the step are those of its second update, which was applied.
-    assert program.main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
+    output = replay(tmp_path, capsys)
     assert "step 2, repeated from the first state" in output
     assert "first not finite: div gives inf\n  line         tests/replay/pair.py:" in output
     assert "all metrics of the step were finite" not in output
@@ -232,8 +231,7 @@ def test_a_run_that_skips_all_steps_before_its_first_row_is_replayed(tmp_path, c
     config.update({"steps": 40, "writers": ("jsonl",)})
     assert loop.run(config.lock(), str(tmp_path), "") == 3
     assert "3 steps in a row were skipped" in capsys.readouterr().err
-    assert program.main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
+    output = replay(tmp_path, capsys)
     assert "step 1, repeated from the first state" in output
     assert "no loss scale would cure it" in output
 
@@ -256,9 +254,7 @@ def test_the_line_of_a_division_in_a_rule_is_named(tmp_path, capsys, shards):
     config.update({"experiment": f"{__name__}.Dividing", "steps": 2, "log_every_steps": 1})
     config.reduction.shard_update = shards
     assert loop.run(config.lock(), str(tmp_path), "") == 3
-    capsys.readouterr()
-    assert program.main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
+    output = replay(tmp_path, capsys)
     source, begin = inspect.getsourcelines(Dividing)
     (line,) = (begin + i for i, text in enumerate(source) if "x / (1 - steps)" in text)
     assert (
@@ -289,9 +285,7 @@ def test_a_nonfinite_element_of_a_large_array_is_found(tmp_path, capsys):
     config = toy.get_config()
     config.update({"experiment": f"{__name__}.Large", "steps": 12, "log_every_steps": 1})
     loop.run(config.lock(), str(tmp_path), "")
-    capsys.readouterr()
-    assert program.main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
+    output = replay(tmp_path, capsys)
     source, begin = inspect.getsourcelines(Large)
     (line,) = (begin + i for i, text in enumerate(source) if "jnp.log" in text)
     place = f"tests/replay/replay_test.py:{line}"

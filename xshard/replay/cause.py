@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from xshard import mesh as mesh_lib
-from xshard.optimizers import primitives
+from xshard.optimizers import primitives, trees
 from xshard.replay import dataflow, observations
 
 # A replica's number, and a value's number.
@@ -83,7 +83,7 @@ def _of_updates(program: dataflow.Program) -> list[tuple[str, int]]:
     losses = [(f"the loss{of(learner)}", value) for learner, value in program.losses.items()]
     # An update that was skipped leaves no trace in the results, nor in what is observed of a later one.
     gradients = [
-        (f"the gradient of {'/'.join(filter(None, (learner, path)))}", value)
+        (f"the gradient of {trees.join(learner, path)}", value)
         for learner, path, value in program.all_gradients
     ]
     return [*losses, *gradients]

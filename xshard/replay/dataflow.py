@@ -238,9 +238,10 @@ class Program:
         for asked in self._finite_checks(number):
             gradient = self.values[asked].sources[0]
             path = name_stack(self.values[asked]).partition(inspection.GRADIENT)[2]
-            if path:
-                self.all_gradients.append((learner, path, gradient))
-            if path and self.values[gradient].runs_once:
+            if not path:
+                continue
+            self.all_gradients.append((learner, path, gradient))
+            if self.values[gradient].runs_once:
                 self.gradients[learner, path] = gradient
 
     def is_backward(self, number: int) -> bool:
@@ -285,7 +286,7 @@ def can_be_nonfinite(value: Any) -> bool:
 
 def name_stack(value: Value) -> str:
     """Returns the name scopes in which an equation was traced, such as 'transpose(jvp(mlp))/linear_0'."""
-    return "/".join(filter(None, (str(eqn.source_info.name_stack) for eqn in value.place)))
+    return trees.join(*(str(eqn.source_info.name_stack) for eqn in value.place))
 
 
 def module_path(value: Value) -> str:
@@ -300,7 +301,7 @@ def module_path(value: Value) -> str:
         ")",
     ):
         words = words.replace(transformation, "")
-    return "/".join(filter(None, words.split("/")))
+    return trees.join(*words.split("/"))
 
 
 def lines(value: Value) -> tuple[str, str]:

@@ -212,7 +212,7 @@ class Diagnosis:
             # All slices have the same gradients. With a sharded update, each replica of a slice has a part.
             of_replicas = squares[:, 0, :, index]
             groups = shape[0]
-            name = "/".join(filter(None, (learner, path)))
+            name = trees.join(learner, path)
             whole = int(np.prod(params[name].shape)) // groups if name in params else 0
             is_part = int(np.prod(self.program.values[number].shape)) < whole
             square = of_replicas.sum(axis=1) if is_part else of_replicas[:, 0]
