@@ -17,7 +17,6 @@ import numpy as np
 
 from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
-from xshard.data import iteration
 from xshard.data import rows as rows_lib
 
 # The keys that mark bytes, arrays and tuples in the JSON of a state.
@@ -83,8 +82,8 @@ class TrainBatches:
 
     def __next__(self) -> dict[str, jax.Array]:
         """Returns the next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
-        # Another iterator may read each batch into the same arrays.
-        copy = not isinstance(self._iterator, iteration.ExampleIterator)
+        # An iterator may read each batch into the same arrays.
+        copy = not getattr(self._iterator, "arrays_are_new", False)
         return self._rows.to_devices(self._take_next(), copy=copy)
 
     def batch_for_step(

@@ -37,6 +37,7 @@ class BatchIterator(Protocol):
       state from before both.
     - `summary()`: describes the data in a few words. The processes compare the texts before a run.
     - `epoch_examples`: the number of examples per epoch, if the iterator repeats a fixed number of them.
+    - `arrays_are_new = True`: the iterator never writes into the arrays of a batch again, so the run need not copy them.
     """
 
     def __next__(self) -> examples_lib.Arrays:
@@ -66,13 +67,11 @@ class Part:
     seed: int
 
 
-class ExampleIterator:
-    """An iterator whose state is the number of batches, with the number of examples to identify the data.
-
-    The arrays of each batch are new.
-    """
+class _Iterator:
+    """An iterator whose state is the number of batches, with the number of examples to identify the data."""
 
     state_is_shared = True
+    arrays_are_new = True
 
     def __init__(
         self,
@@ -91,7 +90,6 @@ class ExampleIterator:
         self._start_at(0)
 
     def summary(self) -> str:
-        """Describes the examples."""
         return examples_lib.summary(self._examples)
 
     def __next__(self) -> examples_lib.Arrays:
@@ -100,11 +98,9 @@ class ExampleIterator:
         return batch
 
     def get_state(self) -> dict[str, int]:
-        """Returns the number of batches, and that of the examples."""
         return {"batches": self._count, "examples": self.epoch_examples}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Continues after a number of batches; raises UserError if the state is of other data."""
         if not isinstance(state, dict) or state.keys() != {"batches", "examples"}:
             raise errors.UserError(
                 f"The checkpoint's position in the training data is {state!r}, which a different iterator wrote; "
@@ -157,7 +153,7 @@ def iterate(examples: examples_lib.Examples, part: Part) -> BatchIterator:
             return map(read, itertools.count(count))
         return _read_ahead(read, count)
 
-    return ExampleIterator(batches_from, examples)
+    return _Iterator(batches_from, examples)
 
 
 def _read_ahead(

@@ -60,6 +60,8 @@ class Streams:
     streams. If rows of one stream are on several processes, each of these runs the stream.
     """
 
+    arrays_are_new = True
+
     def __init__(self, make: Callable[[Stream], Iterable[Any]], count: int, part: data.Part):
         """Creates the streams of a process.
 
