@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch import engine, sweep
-from xshard import checkpoint, errors
-from xshard.checkpoint import place
+from xshard import errors
+from xshard.checkpoint import catalog, place
 from xshard.files import jsonfile, workdir
 from xshard.metrics import formatting as formatting_lib
 from xshard.pod import attempts
 from xshard.pod import status as status_lib
-from xshard.replay import divergence
 
 
 def show(words: Sequence[str], as_json: bool) -> int:
@@ -76,7 +75,7 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
 
 def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
     """Returns the newest checkpoint's step, its age in seconds, and 'finite', as far as is known; None without one."""
-    newest = checkpoint.newest_entry(place.open_store(directory))
+    newest = catalog.newest_entry(place.open_store(directory))
     if newest is None or newest.time is None:
         return None
     finite = newest.state != "not finite"
@@ -85,6 +84,8 @@ def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
 
 def _compare(directories: Sequence[str], as_json: bool) -> int:
     """Prints whether two runs are the same so far, as `xshard.bisect` does; returns 0 if they are, else 1."""
+    from xshard.replay import divergence  # Imported here, since it imports JAX.
+
     runs = [divergence.read(directory) for directory in directories]
     divergence_found = divergence.find_divergence(*runs)
     logged = [max(run.rows) for run in runs]

@@ -143,17 +143,6 @@ def calls(path):
             yield ast.unparse(node.func)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_files_and_functions_are_short(path):
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 350
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            docstring = ast.get_docstring(node) or ""
-            length = node.end_lineno - node.lineno + 1 - len(docstring.splitlines())
-            assert length <= 45, f"{path}: {node.name} has {length} lines"
-
-
 def test_no_file_is_a_collection_of_leftovers():
     assert not [p for p in ALL_FILES if p.stem in ("utils", "util", "helpers", "common", "misc")]
 

@@ -34,7 +34,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel):
     wanted = {
         path.relative_to(ROOT).as_posix()
         for path in paths
-        if path.suffix in (".py", ".md") and "__pycache__" not in path.parts
+        if path.suffix in (".py", ".pyi", ".md") and "__pycache__" not in path.parts
     }
     assert "launch/__main__.py" in wanted and "xshard/new/template/README.md" in wanted
     assert not wanted - wheel

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jmp
 import ml_collections
 
 from xshard import errors
@@ -119,6 +118,8 @@ _on_failure = _must_be(
 
 
 def _precision(name: str, value: Any) -> None:
+    import jmp  # Imported here, since it imports JAX, which the launcher does without.
+
     try:
         jmp.get_policy(value)
     # jmp raises a different type for each kind of mistake.

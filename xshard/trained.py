@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 
-from xshard import checkpoint, errors, evaluation
 from xshard import config as config_lib
+from xshard import errors, evaluation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard.checkpoint import place as place_lib
 from xshard.files import jsonfile, workdir
 from xshard.run import preflight, states
 from xshard.stored import replica_state
@@ -60,7 +61,7 @@ def load(place: str | pathlib.Path, devices: Sequence[jax.Device] | None = None)
       trained = xshard.load("runs/digits")
       logits = trained.predict({"image": images, "label": labels})
     """
-    directory, number = checkpoint.split_place(str(place))
+    directory, number = place_lib.split(str(place))
     run = workdir.Workdir(directory)
     config = config_of(run)
     mesh = _mesh(config, directory, devices)

@@ -24,7 +24,7 @@ from tests.checkpoint import harness
 from xshard import checkpoint, mesh
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import lock, store
+from xshard.checkpoint import leaves, lock, store
 
 DEVICES = 2
 # Divisible by the number of devices of every pod of 1 to 4 processes.
@@ -106,8 +106,8 @@ def make_target(devices_mesh):
 
 def differences(state, step):
     """Returns the paths of the arrays whose bits on this process's devices differ from the state of a step."""
-    actual = arrays_lib.flatten(state)
-    wanted = arrays_lib.flatten(jax.tree.map(lambda p: p[0], host_state(step), is_leaf=is_pair))
+    actual = leaves.flatten(state)
+    wanted = leaves.flatten(jax.tree.map(lambda p: p[0], host_state(step), is_leaf=is_pair))
     wanted["rng"] = np.asarray(jax.random.key_data(jax.random.key(step)))
     actual["rng"] = jax.random.key_data(actual["rng"])
     assert actual.keys() == wanted.keys()

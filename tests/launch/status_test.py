@@ -1,6 +1,8 @@
 """Tests of `launch status`: runs in progress, ended runs and lost runs, their attempts, and the comparison of two."""
 
 import json
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -176,3 +178,15 @@ def test_comparison_of_two_runs_that_diverge(tmp_path, capsys):
     other = logged(tmp_path / "c", [3, 2, 1], first=1)
     assert status.show([directories[0], other], False) == 1
     assert "their first states differ in params" in capsys.readouterr().out
+
+
+def test_the_launcher_starts_without_jax(tmp_path):
+    """JAX takes a second to import, and its backend would take a host's devices from the run."""
+    write(tmp_path, {})
+    program = (
+        "import sys; from launch import __main__, status\n"
+        f"status.show([{str(tmp_path)!r}], False)\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=harness.environment())
+    assert done.returncode == 0

@@ -10,11 +10,8 @@ import struct
 from typing import Any
 
 import google_crc32c
-import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
-
-from xshard.checkpoint import store as store_lib
 
 # The largest chunk. Larger ones were slower in measurements, because memory of that size is not reused.
 CHUNK_BYTES = 16 << 20
@@ -23,7 +20,6 @@ SHARED_CHUNK_BYTES = 8 << 20
 # Chunks smaller than this are written and read as bytes. Opening an array in tensorstore takes half a
 # millisecond, longer than copying such a chunk.
 LARGE_BYTES = 1 << 20
-_CHUNKS_EACH = 4
 # The types that tensorstore's zarr3 driver supports.
 TYPES = (
     "bool", "int2", "int4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
@@ -32,9 +28,7 @@ TYPES = (
     "complex64", "complex128",
 )  # fmt: skip
 CRC_BYTES = 4
-_SMALL_FACTORS = 7
 
-CheckpointError = store_lib.CheckpointError
 Shape = tuple[int, ...]
 # The index of a chunk in the grid of its array.
 ChunkIndex = tuple[int, ...]
@@ -74,7 +68,7 @@ class ArrayMeta:
     @property
     def itemsize(self) -> int:
         """The size of an element in bytes."""
-        return jnp.dtype(self.dtype).itemsize
+        return dtype_of(self.dtype).itemsize
 
     @property
     def chunk_bytes(self) -> int:
@@ -155,6 +149,11 @@ class ArrayMeta:
 ArrayMetas = dict[str, ArrayMeta]
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Returns the type of a name in `TYPES`, such as 'bfloat16', which NumPy alone does not know."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def whole_box(shape: Shape) -> Box:
     """Returns the box of a whole array."""
     return tuple((0, size) for size in shape)
@@ -226,108 +225,15 @@ def decode(content: bytes, meta: ArrayMeta, chunk: ChunkIndex) -> np.ndarray:
     if google_crc32c.value(flat[:-CRC_BYTES]) != stored_sum(content):
         raise ValueError("its checksum differs")
     check_sum(content, meta, chunk)
-    return flat[:-CRC_BYTES].view(jnp.dtype(meta.dtype)).reshape(meta.chunk_shape)
-
-
-def flatten(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree by path, which is their name in a checkpoint."""
-    named: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name in named:
-            raise CheckpointError(f"Two leaves of the state have the path '{name}'; rename one.")
-        _check_type(name, leaf)
-        named[name] = leaf
-    if not named:
-        raise CheckpointError("The state holds no arrays.")
-    return named
-
-
-def describe(leaf: Any, holders: int = 1) -> ArrayMeta:
-    """Describes how an array, or a jax.ShapeDtypeStruct, is stored.
-
-    Args:
-      leaf: the array.
-      holders: the number of processes that hold each of its blocks, and share in writing it.
-    """
-    data, impl = key_data(leaf)
-    shape, dtype = tuple(data.shape), jnp.dtype(data.dtype)
-    sharding = getattr(data, "sharding", None)
-    block = sharding.shard_shape(shape) if sharding else shape
-    limit = CHUNK_BYTES
-    if holders > 1:
-        # Several chunks for each holder divide the work evenly: one more or less makes little difference.
-        part = math.prod(block) * dtype.itemsize // (_CHUNKS_EACH * holders)
-        limit = min(max(part, SHARED_CHUNK_BYTES), CHUNK_BYTES)
-    chunk = _chunk_shape(shape, block, limit // dtype.itemsize)
-    return ArrayMeta(shape, dtype.name, chunk, impl, str(getattr(sharding, "spec", "")))
-
-
-def key_data(leaf: Any) -> tuple[Any, str | None]:
-    """Returns the data of a typed PRNG key and its implementation's name; for any other array, the array and None."""
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return leaf, None
-    if isinstance(leaf, jax.Array):
-        return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
-    impls: list[str] = []
-
-    def traced(key: Any) -> Any:
-        impls.append(str(jax.random.key_impl(key)))
-        return jax.random.key_data(key)
-
-    # The function is traced because `jax.random.key_impl` takes arrays and tracers, not a `jax.ShapeDtypeStruct`.
-    return jax.eval_shape(traced, leaf), impls[0]
-
-
-def _check_type(name: str, leaf: Any) -> None:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        raise CheckpointError(
-            f"'{name}' is {leaf!r}, of type {type(leaf).__name__}; make it an array, such as jnp.int32(3)."
-        )
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return
-    if np.dtype(dtype).name not in TYPES:
-        raise CheckpointError(f"'{name}' is of type {dtype}, which zarr cannot hold; convert it.")
-
-
-def _chunk_shape(shape: Shape, block: Shape, limit: int) -> Shape:
-    """Cuts a shard's block into equal chunks of at most `limit` elements, so that no chunk spans two blocks."""
-    chunk = [max(size, 1) for size in block]
-    while math.prod(chunk) > limit:
-        # The longest dimension that can still be cut. None can if the chunk has size 1 in every dimension.
-        longest, cut = None, 0
-        for i, size in enumerate(chunk):
-            smaller = _smaller(size, alone=block[i] == shape[i])
-            if smaller < size and (longest is None or size > chunk[longest]):
-                longest, cut = i, smaller
-        if longest is None:
-            break
-        chunk[longest] = cut
-    return tuple(chunk)
-
-
-def _smaller(size: int, *, alone: bool) -> int:
-    """Returns the next smaller chunk size for a dimension.
-
-    Args:
-      size: the current size of the chunk.
-      alone: whether the block spans the whole dimension. Only then may the size be one that does not divide it.
-    """
-    # A chunk that does not fill its shape is padded, which costs a copy, so small divisors are tried first.
-    most = min(size, _SMALL_FACTORS) if alone else size
-    for factor in range(2, most + 1):
-        if size % factor == 0:
-            return size // factor
-    return -(-size // 2) if alone else size
+    return flat[:-CRC_BYTES].view(dtype_of(meta.dtype)).reshape(meta.chunk_shape)
 
 
 def _fill_value(dtype: str) -> Any:
     """Returns zero as zarr's JSON represents it for a type."""
     if dtype == "bool":
         return False
-    if jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating):
+    if dtype.startswith("complex"):
         return [0.0, 0.0]
-    if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+    if dtype.startswith(("bfloat", "float")):
         return 0.0
     return 0

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget as budget_lib
+from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
 
@@ -130,7 +130,7 @@ def start_device_copy(shard: jax.Array, piece: ownership.Piece) -> _Finish:
 
 
 def _local_shards(leaf: Any) -> list[Any]:
-    data, _ = arrays_lib.key_data(leaf)
+    data, _ = leaves_lib.key_data(leaf)
     if not isinstance(data, jax.Array):
         return [np.asarray(data)]
     return [shard.data for shard in data.addressable_shards]

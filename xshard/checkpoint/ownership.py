@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from xshard.checkpoint import arrays as arrays_lib
+from xshard.checkpoint import leaves as leaves_lib
 
 
 class Piece(NamedTuple):
@@ -57,7 +58,7 @@ def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
     for path, leaf in leaves.items():
         holders = _holders(leaf, count)
         fewest = min(len(processes) for processes in holders.values())
-        meta = arrays_lib.describe(leaf, fewest)
+        meta = leaves_lib.describe(leaf, fewest)
         arrays[path] = meta
         for chunk in meta.chunks():
             block = _block(holders, meta.box(chunk))
@@ -89,7 +90,7 @@ def _order(choice: _Choice) -> tuple[Any, ...]:
 
 def _holders(leaf: Any, count: int) -> dict[arrays_lib.Box, list[int]]:
     """Returns the processes that hold each distinct block of an array, in ascending order."""
-    data, _ = arrays_lib.key_data(leaf)
+    data, _ = leaves_lib.key_data(leaf)
     if not isinstance(leaf, jax.Array) or count == 1:
         return {arrays_lib.whole_box(data.shape): list(range(count))}
     holders: dict[arrays_lib.Box, set[int]] = {}
@@ -129,7 +130,7 @@ def _pieces(
 
 def _local_blocks(leaf: Any) -> dict[arrays_lib.Box, int]:
     """Returns the index of the first of this process's shards that holds each block."""
-    data, _ = arrays_lib.key_data(leaf)
+    data, _ = leaves_lib.key_data(leaf)
     if not isinstance(data, jax.Array):
         return {arrays_lib.whole_box(np.shape(data)): 0}
     blocks: dict[arrays_lib.Box, int] = {}

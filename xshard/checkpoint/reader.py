@@ -10,6 +10,7 @@ from xshard.checkpoint import array_reader, metadata_files
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import leaves as leaves_lib
 from xshard.metrics import formatting
 
 # Arrays are put on devices in groups of this size. One call for each of thousands takes longer than reading them.
@@ -112,8 +113,8 @@ def restore(
     # A target may depend on the stored shapes: `PerReplica` state has one entry for each replica that saved it.
     if callable(target):
         target = target({path: stored[path].shape for path in stored})
-    wanted = arrays_lib.flatten(target)
-    described = {path: arrays_lib.describe(leaf) for path, leaf in wanted.items()}
+    wanted = leaves_lib.flatten(target)
+    described = {path: leaves_lib.describe(leaf) for path, leaf in wanted.items()}
     unread = _unread(stored, described, may_hold)
     if unread:
         say(
@@ -216,8 +217,8 @@ def _unread(
     if not more or may_hold is None:
         return set()
     unread = set()
-    for path, leaf in arrays_lib.flatten(may_hold()).items():
-        if path in more and stored[path].kind == arrays_lib.describe(leaf).kind:
+    for path, leaf in leaves_lib.flatten(may_hold()).items():
+        if path in more and stored[path].kind == leaves_lib.describe(leaf).kind:
             unread.add(path)
     return unread
 

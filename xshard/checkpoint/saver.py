@@ -16,12 +16,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from xshard.checkpoint import agreement as agreement_lib
-from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import finite as finite_lib
 from xshard.checkpoint import folder as folder_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import host_copy, ownership, writer
+from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import store as store_lib
 
 # Every process receives the reports of all others, so error texts and lists of paths are cut to these lengths.
@@ -128,7 +128,7 @@ class Saver:
             processes take part in it, and may have learned of that failure earlier.
         """
         _check_json(request)
-        leaves = arrays_lib.flatten(state)
+        leaves = leaves_lib.flatten(state)
         plan = self._plan_for(leaves)
         nbytes = sum(plan.arrays[piece.path].chunk_bytes for piece in plan.pieces)
         progress = budget_lib.ProgressReporter(f"saving step {request.step}", nbytes, self._say)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import metadata_files as metadata_lib
 from xshard.checkpoint import place as place_lib
 from xshard.checkpoint import reader
@@ -88,7 +89,7 @@ def check_init(source: Source, target: Any) -> None:
       CheckpointError: if there is no such checkpoint, nothing is selected, or a selected leaf is missing in the
         checkpoint or has another shape there.
     """
-    _requests(source, arrays_lib.flatten(target))
+    _requests(source, leaves_lib.flatten(target))
 
 
 def init_from(source: Source, state: Any, say: Callable[[str], None] = print) -> Any:
@@ -107,7 +108,7 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
     Raises:
       CheckpointError: for the reasons of `check_init`, or if the checkpoint is damaged.
     """
-    leaves = arrays_lib.flatten(state)
+    leaves = leaves_lib.flatten(state)
     stored, requests = _requests(source, leaves)
     values = stored.read(list(requests.values()), say)
     for path, value in zip(requests, values, strict=True):
@@ -138,7 +139,7 @@ def _requests(source: Source, leaves: dict[str, Any]) -> tuple[_Stored, dict[str
     groups = _Groups(stored.groups, _count(leaves), source.group)
     fitting, problems = [], []
     for path in paths:
-        wanted = arrays_lib.describe(leaves[path])
+        wanted = leaves_lib.describe(leaves[path])
         problem = _problem(path, stored.metas.get(path), wanted, groups)
         if not problem:
             fitting.append(path)
@@ -263,7 +264,7 @@ def _request(path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: _Groups) 
                 raise format_lib.CheckpointError(
                     f"--init_group={group}: the checkpoint has groups 0 to {groups.stored - 1}."
                 )
-    data, _ = arrays_lib.key_data(leaf)
+    data, _ = leaves_lib.key_data(leaf)
     return reader.Leaf(path, meta, tuple(data.shape), leaf.sharding, group, repeat)
 
 

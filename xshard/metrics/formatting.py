@@ -1,9 +1,8 @@
 """Formats numbers, times and tables as text for people."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 _UNPRINTABLE = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")
 _PREFIXES = {
@@ -22,7 +21,7 @@ def number(value: Any) -> str:
 
 def duration(seconds: float) -> str:
     """Formats a time span, such as 1:02:03."""
-    if not np.isfinite(seconds):
+    if not math.isfinite(seconds):
         return "?"
     minutes, seconds = divmod(round(seconds), 60)
     if minutes < 60:

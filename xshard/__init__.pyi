@@ -1,0 +1,65 @@
+"""The names of `xshard`, and the modules that define them.
+
+Type checkers read this file; `__init__.py` imports a module when one of its names is
+first used.
+"""
+
+from .callbacks import early_stopping
+from .errors import UserError
+from .experiment import Experiment, PerExample, PerReplica
+from .learners.learner import Learner
+from .learners.state import LearnerState
+from .mesh import make_mesh
+from .optimizers.base import Optimizer, OptimizerWrapper
+from .optimizers.cross_shard import CrossShardOptimizer, Reduction
+from .optimizers.gradients import AggregationMethod, MicroBatches
+from .optimizers.layouts import StateSharding
+from .optimizers.loss_scale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    MixedPrecisionLossScaleOptimizer,
+)
+from .optimizers.moving_average import MovingAverageOptimizer
+from .optimizers.optax import OptaxOptimizer
+from .optimizers.varying import equal_on_replicas
+from .samples import Histogram, Image
+from .state import TrainState, abstract_state, init
+from .step import make_eval_step, make_train_step
+from .supervised import Supervised
+from .trained import Trained, load
+
+__all__ = [
+    "AggregationMethod",
+    "CrossShardOptimizer",
+    "DynamicLossScale",
+    "Experiment",
+    "FixedLossScale",
+    "Histogram",
+    "Image",
+    "Learner",
+    "LearnerState",
+    "LossScale",
+    "MicroBatches",
+    "MixedPrecisionLossScaleOptimizer",
+    "MovingAverageOptimizer",
+    "OptaxOptimizer",
+    "Optimizer",
+    "OptimizerWrapper",
+    "PerExample",
+    "PerReplica",
+    "Reduction",
+    "StateSharding",
+    "Supervised",
+    "TrainState",
+    "Trained",
+    "UserError",
+    "abstract_state",
+    "early_stopping",
+    "equal_on_replicas",
+    "init",
+    "load",
+    "make_eval_step",
+    "make_mesh",
+    "make_train_step",
+]

@@ -1,0 +1,49 @@
+"""The names of `xshard.checkpoint`, and the modules that define them."""
+
+from .catalog import Catalog, Entry, newest_entry, newest_metadata, read_catalog
+from .finite import is_finite
+from .format import Owner, read_owner
+from .leaves import flatten
+from .manager import Manager
+from .reader import Restored
+from .retention import Keep, Saved
+from .saver import Committed, NonfiniteError
+from .store import CheckpointError, Store
+from .warm_start import (
+    BY_DEFAULT,
+    GROUPS,
+    PARAMS,
+    Source,
+    check_init,
+    init_from,
+    renames,
+    selected,
+)
+
+__all__ = [
+    "BY_DEFAULT",
+    "GROUPS",
+    "PARAMS",
+    "Catalog",
+    "CheckpointError",
+    "Committed",
+    "Entry",
+    "Keep",
+    "Manager",
+    "NonfiniteError",
+    "Owner",
+    "Restored",
+    "Saved",
+    "Source",
+    "Store",
+    "check_init",
+    "flatten",
+    "init_from",
+    "is_finite",
+    "newest_entry",
+    "newest_metadata",
+    "read_catalog",
+    "read_owner",
+    "renames",
+    "selected",
+]
