@@ -25,10 +25,13 @@ ENV PYTHONPATH=/xshard PYTHONUNBUFFERED=1
 # No entry point: `docker run IMAGE`, srun and a JobSet all give the whole command, as `python -m launch` does.
 CMD ["python", "-m", "xshard.main", "--help"]
 
-# In a container the devices of TPUs belong to root, and libtpu locks memory.
+# With JAX_PLATFORMS, a run fails where JAX finds no accelerator. Otherwise it would train on the CPU.
 FROM code AS tpu
+# As root: in a container the devices of TPUs belong to root, and libtpu locks memory.
+ENV JAX_PLATFORMS=tpu,cpu
 
 FROM code AS cuda
+ENV JAX_PLATFORMS=cuda,cpu
 # A number, so that Kubernetes can see that it is not root.
 USER 1000:1000
 
