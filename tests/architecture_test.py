@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The packages and top-level modules of xshard, lowest first. A file imports only from its own package and from earlier
 # lines, so packages on one line do not import one another.
 ORDER = """
-errors torus
+errors jax_internals torus
 config
 files
 callbacks mesh samples

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core, source_info_util
+
+from xshard import jax_internals
 
 # Primitives that compute each element of their result only from the operands' elements at the same index.
 ELEMENTWISE = {
@@ -28,19 +29,18 @@ CALLS = {
 }
 
 
-def called(eqn: Any) -> core.ClosedJaxpr | None:
+def called(eqn: Any) -> jax_internals.ClosedJaxpr | None:
     """The program that an equation calls once; None for any other equation."""
     if eqn.primitive.name not in CALLS:
         return None
-    program = eqn.params[CALLS[eqn.primitive.name]]
-    return core.ClosedJaxpr(program, ()) if isinstance(program, core.Jaxpr) else program
+    return jax_internals.closed(eqn.params[CALLS[eqn.primitive.name]])
 
 
-def all_equations(jaxpr: core.Jaxpr) -> Iterator[Any]:
+def all_equations(jaxpr: jax_internals.Jaxpr) -> Iterator[Any]:
     """The equations of a program and of its inner programs."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in core.jaxprs_in_params(eqn.params):
+        for inner in jax_internals.inner_programs(eqn):
             yield from all_equations(inner)
 
 
@@ -53,7 +53,7 @@ def mapped_axes(eqn: Any) -> list[str]:
 
 
 def evaluate(
-    program: core.ClosedJaxpr,
+    program: jax_internals.ClosedJaxpr,
     args: Sequence[Any],
     of_equation: Callable[[Any, list[Any]], Sequence[Any]],
 ) -> list[Any]:
@@ -64,9 +64,9 @@ def evaluate(
     """
     jaxpr = program.jaxpr
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
+    read = lambda atom: atom.val if isinstance(atom, jax_internals.Literal) else env[atom]
     for eqn in jaxpr.eqns:
-        with source_info_util.user_context(eqn.source_info.traceback):
+        with jax_internals.at_line_of(eqn):
             results = of_equation(eqn, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
