@@ -53,6 +53,17 @@ def inner_programs(eqn: Any) -> Iterator[Jaxpr]:
     return core.jaxprs_in_params(eqn.params)
 
 
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Returns the number of constants and of carried arrays of a scan, which come first in its inputs, in this order.
+
+    The carried arrays are its first results. The parameters of JAX 0.10 can go with it.
+    """
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carried, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carried)
+
+
 def without_dead_code(
     program: ClosedJaxpr, used: Sequence[bool], *, keep_inputs: bool = False
 ) -> tuple[ClosedJaxpr, list[bool]]:

@@ -96,7 +96,8 @@ def stacked_bytes(program: Any) -> int:
     most = 0
     for eqn in primitives.all_equations(jax_internals.opened(program)):
         if eqn.primitive.name == "scan":
-            stacks: list[Any] = eqn.outvars[eqn.params["num_carry"] :]
+            _, carries = jax_internals.scan_counts(eqn)
+            stacks: list[Any] = eqn.outvars[carries:]
             sizes = [x.aval.size * x.aval.dtype.itemsize for x in stacks]
             most = max(most, sum(sizes))
     return most

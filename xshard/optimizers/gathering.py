@@ -314,12 +314,12 @@ def _needed_early(
 
 def _entering(eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes]:
     """The inputs of an equation, marked where they enter a branch, or enter a loop other than as scanned layers."""
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
     if name in ("cond", "while"):
         return [_within(noted) for noted in inputs]
     if name == "scan":
         # A scanned array supplies one layer each round. Any other array would be gathered again in each round.
-        fixed = params["num_consts"] + params["num_carry"]
+        fixed = sum(jax_internals.scan_counts(eqn))
         return [*(_within(noted) for noted in inputs[:fixed]), *inputs[fixed:]]
     return inputs
 

@@ -117,12 +117,12 @@ def _alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _scan(eqn: Any, operands: Sequence[Any], is_layers: Sequence[bool]) -> list[Any]:
-    fixed = eqn.params["num_consts"]
-    carries = fixed + eqn.params["num_carry"]
+    fixed, carries = jax_internals.scan_counts(eqn)
     program, made = _on_layers(eqn.params["jaxpr"], operands)
-    carried, in_each_round = made[: carries - fixed], made[carries - fixed :]
+    carried, in_each_round = made[:carries], made[carries:]
     # Scanned inputs and stacked outputs have the rounds as their first dimension, so they cannot be `Layers`.
-    if carried != is_layers[fixed:carries] or any(is_layers[carries:]) or any(in_each_round):
+    begin, scanned = is_layers[fixed : fixed + carries], is_layers[fixed + carries :]
+    if carried != begin or any(scanned) or any(in_each_round):
         raise MixedError
     return _marked(primitives.bind(eqn, *_arrays(eqn, operands), jaxpr=program), made)
 

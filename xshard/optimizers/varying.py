@@ -113,7 +113,7 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     if name in _EQUALISING:
         return _of_collective(eqn, inputs)
     if name == "scan":
-        return _of_scan(params, inputs, special)
+        return _of_scan(eqn, inputs, special)
     if name == "while":
         return _of_while(params, inputs, special)
     if name == "cond":
@@ -151,9 +151,9 @@ def _of_collective(eqn: Any, inputs: list[Axes]) -> list[Axes]:
     return [_NONE.union(*inputs) for _ in eqn.outvars]
 
 
-def _of_scan(params: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
-    consts, carries = params["num_consts"], params["num_carry"]
-    body = jax_internals.opened(params["jaxpr"])
+def _of_scan(eqn: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
+    consts, carries = jax_internals.scan_counts(eqn)
+    body = jax_internals.opened(eqn.params["jaxpr"])
     fixed, carry = inputs[:consts], inputs[consts : consts + carries]
     scanned = inputs[consts + carries :]
     # Each round may make more of the carry differ, so this repeats until nothing changes.

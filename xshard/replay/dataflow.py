@@ -214,7 +214,8 @@ class Program:
     ) -> tuple[Block, list[int | None]]:
         params = eqn.params
         if eqn.primitive.name == "scan":
-            body, consts, carries = params["jaxpr"], params["num_consts"], params["num_carry"]
+            body = params["jaxpr"]
+            consts, carries = jax_internals.scan_counts(eqn)
         else:
             body, consts = params["body_jaxpr"], params["body_nconsts"]
             # The first inputs are read by the condition only.

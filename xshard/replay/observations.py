@@ -143,7 +143,7 @@ class _Interpreter:
         self, eqn: Any, block: dataflow.Block, inputs: list[Any], rounds: _Rounds
     ) -> _Evaluated:
         params = eqn.params
-        consts, carries = params["num_consts"], params["num_carry"]
+        consts, carries = jax_internals.scan_counts(eqn)
         begin, scanned = inputs[consts : consts + carries], inputs[consts + carries :]
         body, init = self._loop(block, inputs[:consts], begin, rounds)
         (_, seen, carried), stacked = lax.scan(
