@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
-from xshard import errors, supervised
+from xshard import errors, jax_internals, supervised
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -137,7 +136,7 @@ def peak(mesh: jax.sharding.Mesh, dtype: Any) -> float | None:
     return total
 
 
-def _of_jaxpr(jaxpr: core.Jaxpr) -> int:
+def _of_jaxpr(jaxpr: jax_internals.Jaxpr) -> int:
     return sum(map(_of_equation, jaxpr.eqns))
 
 
@@ -145,7 +144,7 @@ def _of_equation(eqn: Any) -> int:
     name, params = eqn.primitive.name, eqn.params
     if name in _COUNTED:
         return _COUNTED[name](eqn)
-    inner = [_of_jaxpr(jaxpr) for jaxpr in core.jaxprs_in_params(params)]
+    inner = [_of_jaxpr(jaxpr) for jaxpr in jax_internals.inner_programs(eqn)]
     if not any(inner):
         return 0
     if name == "cond":
