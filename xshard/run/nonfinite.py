@@ -151,7 +151,8 @@ class Monitor:
         values = np.zeros(self._last.shape, np.float64)
         for row, name in enumerate(self._paths):
             if name in observed:
-                values[row] = np.reshape(getattr(observed[name], field), -1)
+                # NumPy's functions would hand an array of JAX back to it, which runs a program on the devices.
+                values[row] = np.asarray(getattr(observed[name], field)).reshape(-1)
         return values
 
     def _judge(self, step: int, verdicts: np.ndarray, observed: Observed) -> None:
