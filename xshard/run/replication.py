@@ -101,7 +101,8 @@ class Monitor:
             deferred.to_host([parted])
             self._pending.append((step - 1, begun._replace(parted=parted)))
             logged = begun.logged()
-        self._look(step - deferred.IN_FLIGHT)
+        # The fingerprints after a step come from the program of the next one.
+        self._look(step - 1 - deferred.IN_FLIGHT)
         if self._is_awaited:
             self._compile_ahead(state)
         return logged
