@@ -64,22 +64,23 @@ def forward(
     # The network computes one micro-batch at a time.
     rows = next(iter(batch.values())).shape[0]
     micro_batch = batches.shapes(batch, rows // parts)
-    key = jax.random.key(0)
+    # Only its shape and type: a key made here would be computed by a program, which is compiled first.
+    key = jax.eval_shape(lambda: jax.random.key(0))
     rules = experiment.sharding_rules()
     example = _example(batch)
     state = state_lib.abstract_state(experiment, mesh, 0, example, whole=True).experiment
     if mesh_lib.num_groups(mesh) > 1:
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
 
-    def local(state: Any, batch: Mapping[str, Any]) -> jax.Array:
+    def local(state: Any, batch: Mapping[str, Any], key: jax.Array) -> jax.Array:
         with run_context.run_on(mesh, rules):
             value = experiment.learner.value(state, experiment.training_loss, batch, key)
         # The result needs a dimension for `out_specs` to shard.
         return value[None]
 
     split = jax.P(mesh_lib.BATCH)
-    mapped = mesh_lib.on_replicas(local, mesh, in_specs=(jax.P(), split), out_specs=split)
-    return parts * of(mapped, state, micro_batch)
+    mapped = mesh_lib.on_replicas(local, mesh, in_specs=(jax.P(), split, jax.P()), out_specs=split)
+    return parts * of(mapped, state, micro_batch, key)
 
 
 def step(
