@@ -1,5 +1,5 @@
-# Makes .venv with the locked dependencies, and sets `python` to its interpreter. Sourced by run.sh and
-# test.sh, from the repository's root.
+# Makes an environment, by default .venv, with the locked dependencies, and sets `python` to its interpreter. Sourced by
+# run.sh, test.sh and .ci/run, from the repository's root.
 
 fail() {
   echo "error: $*" >&2
@@ -22,20 +22,21 @@ find_python() {
 }
 
 is_made() {
-  [ -x "$python" ] && [ "$(cat .venv/installed 2>/dev/null)" = "$wanted" ]
+  [ -x "$python" ] && [ "$(cat "$environment/installed" 2>/dev/null)" = "$wanted" ]
 }
 
 make_environment() {
+  environment="${1:-.venv}"
   # What the caller has activated or exported must not reach in here.
   unset PYTHONPATH PYTHONHOME PYTHONSAFEPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX
-  python="$PWD/.venv/bin/python"
+  python="$PWD/$environment/bin/python"
   wanted="$(cksum <requirements_lock.txt) $PWD"
   if is_made; then return; fi
   # One at a time, where there is flock: another terminal may be at the same.
   if command -v flock >/dev/null; then
     exec 9<environment.sh
     flock -n 9 || {
-      echo "waiting for the other run.sh or test.sh that makes .venv"
+      echo "waiting for the other run.sh or test.sh that makes $environment"
       flock 9
     }
   fi
@@ -46,14 +47,14 @@ make_environment() {
 install_dependencies() {
   local base
   base="$(find_python)" || exit 1
-  echo "making .venv with $("$base" --version) and the locked dependencies: some minutes, once"
-  rm -rf .venv
-  "$base" -m venv .venv || {
-    rm -rf .venv
+  echo "making $environment with $("$base" --version) and the locked dependencies: some minutes, once"
+  rm -rf "$environment"
+  "$base" -m venv "$environment" || {
+    rm -rf "$environment"
     fail "$base has no working 'venv' module; on Debian and Ubuntu: apt-get install $(basename "$base")-venv"
   }
   "$python" -m pip install --quiet --disable-pip-version-check --require-hashes \
     -r requirements_lock.txt || fail "the dependencies could not be installed; the same command tries again"
   # Last, so that an installation that was cut off is made again.
-  echo "$wanted" >.venv/installed
+  echo "$wanted" >"$environment/installed"
 }

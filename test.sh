@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Every check: format, lint, types, tests, and the build. Where Bazel is installed it builds everything and
-# runs the tests, but for those that pytest has run before it: the optimizers', whose coverage is measured,
-# and those that read the whole source tree. Without Bazel pytest runs all of them. Arguments are Bazel's.
+# The checks: format, lint, types, and the tests, first those of the update rules. Of large tables a sample is drawn, and
+# long tests are left out; --all runs everything, and measures coverage (an hour). Where Bazel is installed, it builds
+# every target and runs the tests; otherwise pytest runs them. Other arguments are Bazel's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source ./environment.sh
@@ -15,31 +15,47 @@ stage() {
     echo "FAILED: $name ($((SECONDS - begin)) s)"
     exit 1
   }
-  echo "-- $name: passed in $((SECONDS - begin)) s"
+  echo "-- $name: passed in $((SECONDS - begin)) s, $SECONDS s in all"
 }
 
+all=()
+arguments=()
+for argument in "$@"; do
+  if [ "$argument" = --all ]; then all=(--all); else arguments+=("$argument"); fi
+done
+
 export JAX_PLATFORMS=cpu
-# Tests compile the same small programs over and over: they share what has been compiled. It is thrown away first, since a
-# program of several devices that XLA has loaded, and not compiled, may stand still (docs/limits.md).
-export JAX_COMPILATION_CACHE_DIR="$PWD/.venv/compilation_cache"
+# Tests compile the same small programs over and over. Their processes, and later runs on the same kind of processor, share
+# what has been compiled. What was not used for two weeks is removed.
+processor="$(uname -m)-$({ grep -m1 -E '^(flags|Features)' /proc/cpuinfo || sysctl -n machdep.cpu; } 2>/dev/null | cksum | cut -d' ' -f1)"
+export JAX_COMPILATION_CACHE_DIR="$PWD/.venv/compiled/$processor"
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-rm -rf "$JAX_COMPILATION_CACHE_DIR"
 mkdir -p "$JAX_COMPILATION_CACHE_DIR"
+find "$JAX_COMPILATION_CACHE_DIR" -type f -atime +14 -delete
+
 stage format "$python" -m ruff format --check --no-cache .
 stage lint "$python" -m ruff check --no-cache .
-stage types "$python" -m mypy --no-error-summary
+stage types "$python" -m mypy --no-error-summary --cache-dir=.venv/mypy
+"$python" -c 'import tests; print(f"rows of large tables are drawn by seed {tests.SAMPLE_SEED}")'
 if command -v bazel >/dev/null && [[ $PWD != *" "* ]]; then
-  # By file: a file's tests share what is slow to make.
-  stage tests "$python" -m pytest -q -n 2 --dist=loadfile --cov --cov-report=term-missing \
-    tests/optimizers tests/architecture_test.py tests/docs_test.py tests/package_test.py tests/reference_test.py \
-    --ignore=tests/optimizers/golden_test.py
-  stage bazel env PATH="$PWD/.venv/bin:$PATH" bazel test \
-    "--sandbox_writable_path=$JAX_COMPILATION_CACHE_DIR" --test_env=JAX_COMPILATION_CACHE_DIR \
-    --test_env=JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS \
-    --test_env=JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES \
-    --test_tag_filters=-measured,-source_tree --test_summary=short "$@" //...
+  options=(
+    "--sandbox_writable_path=$JAX_COMPILATION_CACHE_DIR" --test_env=JAX_COMPILATION_CACHE_DIR
+    --test_env=JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS --test_env=JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES
+    --test_summary=short ${all[@]+--test_arg=--all} ${arguments[@]+"${arguments[@]}"}
+  )
+  export PATH="$PWD/.venv/bin:$PATH"
+  stage "tests of the rules" bazel test "${options[@]}" //tests:heart
+  # Bazel does not repeat a test that has passed.
+  stage "all tests, and the build" bazel test "${options[@]}" //...
 else
   echo "== bazel: not installed, or in a path with spaces, which it refuses; BUILD files not checked"
-  stage tests "$python" -m pytest -q --cov --cov-report=term-missing
+  # By file: a file's tests share what is slow to make.
+  pytest=("$python" -m pytest -q -n 2 --dist=loadfile ${all[@]+--all})
+  stage "tests of the rules" "${pytest[@]}" tests/optimizers
+  stage "all other tests" "${pytest[@]}" tests --ignore=tests/optimizers
 fi
-echo "all checks passed"
+if [ ${#all[@]} -gt 0 ]; then
+  stage coverage "$python" -m pytest -q -n 2 --dist=loadfile --all --cov --cov-report=term-missing \
+    tests/optimizers tests/collectives_test.py
+fi
+echo "all checks passed in $SECONDS s"

@@ -31,7 +31,7 @@ _STEPS = flags.DEFINE_integer("steps", 1500, "Of a turn.", 200)
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
 # Compilation and this many first steps are not timed.
-_UNTIMED = 50
+_UNTIMED = 550
 
 
 class Clock(monitor.PodMonitor):

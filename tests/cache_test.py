@@ -5,10 +5,9 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import compilation_cache
 
 from tests import toy
-from xshard import loop
+from xshard import jax_internals, loop
 from xshard.files import compile_cache
 
 
@@ -22,7 +21,7 @@ def no_cache(monkeypatch):
     monkeypatch.setattr(compile_cache, "_may_deadlock", lambda: False)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.compilation_cache.reset_cache()
+    jax_internals.reset_compilation_cache()
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,15 @@
-"""The set-up of all tests: eight devices, strict dtype promotion, Haiku's check of JAX usage, no ignored signals."""
+"""The set-up of all tests: eight devices, strict dtype promotion, Haiku's check of JAX usage, no ignored signals.
 
+A test that is marked `long` runs only with --all. Of a test that is marked `sample(n)`, n rows run without --all, which
+`tests.SAMPLE_SEED` draws.
+"""
+
+import collections
 import gc
+import hashlib
 import os
 import signal
+import sys
 
 import haiku as hk
 import jax
@@ -10,12 +17,16 @@ import pytest
 
 import tests
 from tests import programs
+from tests.site import sitecustomize as sitecustomize
 from xshard.checkpoint import metadata_files
 
 os.environ.setdefault("XLA_FLAGS", tests.XLA_FLAGS)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 hk.config.set(check_jax_usage=True)
+# Processes that tests start share the byte code of the modules that they import, also where the caller wants none.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Tracing creates many objects. With the default thresholds, garbage collection took a sixth of the tests' time.
 gc.set_threshold(200_000, 50, 100)
 # Damage that a test causes does not heal, so the wait before a second read is left out.
@@ -29,6 +40,47 @@ for number in signal.valid_signals():
         and signal.getsignal(number) == signal.SIG_IGN
     ):
         signal.signal(number, lambda *_: None)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="Run the tests marked `long`, and every row of those marked `sample`.",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: takes long; runs with --all")
+    config.addinivalue_line("markers", "sample(n): without --all, n rows run, which a seed draws")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("long")]
+    rows_by_test = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample") and item not in left_out:
+            rows_by_test[item.path, item.cls, item.originalname].append(item)
+    for rows in rows_by_test.values():
+        (count,) = rows[0].get_closest_marker("sample").args
+        left_out += sorted(rows, key=_place_in_the_draw)[count:]
+    config.hook.pytest_deselected(items=left_out)
+    left_out = set(left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _place_in_the_draw(item):
+    """Returns a number by which rows are drawn. It is the row's own, so that a new row does not move the others."""
+    return hashlib.sha256(f"{tests.SAMPLE_SEED} {item.name}".encode()).digest()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("--all"):
+        terminalreporter.write_line(
+            f"without long tests, and with rows of tables drawn by seed {tests.SAMPLE_SEED}; --all runs all"
+        )
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from absl import flags
 
 import xshard
 from configs import digits, lm, ssl
+from tests import forks
 from xshard import config as config_lib
 from xshard.files import identity as identity_lib
 
@@ -35,7 +36,7 @@ MODULES = [
     for path in sorted(ROOT.joinpath("xshard").rglob("*.py"))
     if "    >>> " in path.read_text()
 ]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": forks.python_path(), "JAX_PLATFORMS": "cpu"}
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,7 @@ def make_config(name, **changes):
     return config.lock()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "variant"),
     [("gan", "groups"), ("rl", "slices"), ("rl", "groups"), ("ssl", "groups"),
@@ -80,6 +81,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch, name
     assert results[0] == results[1] and results[0]["finite"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("config", "cell"),
     [
@@ -104,6 +106,7 @@ def test_games_resume_with_another_number_of_replicas(tmp_path):
     assert loop.run(fewer, str(tmp_path), "") == 0
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
@@ -191,6 +194,7 @@ def test_a_step_has_one_reduction_for_each_learner():
         assert len(in_step) <= count, in_step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "steps", "metric", "good"),
     [

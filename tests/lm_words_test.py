@@ -13,7 +13,7 @@ import pytest
 
 from configs import lm_words
 from experiments.lm import model, words
-from tests import rows
+from tests import forks, rows
 from tests.optimizers import harness
 from xshard import data, loop
 from xshard.data import text
@@ -187,7 +187,7 @@ def test_a_killed_pod_resumes_as_one_process(folders, tmp_path):
         "--config.steps=24", "--config.checkpoint.every_steps=5", "--config.eval_every_steps=24",
     ]  # fmt: skip
     launch = [sys.executable, "-m", "launch", "--num_processes=2", "--cpu_devices=1", "--"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "PYTHONPATH": forks.python_path(), "JAX_PLATFORMS": "cpu"}
 
     def start(command, directory):
         return subprocess.Popen(

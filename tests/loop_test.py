@@ -3,10 +3,7 @@
 import collections
 import dataclasses
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from typing import ClassVar
 
@@ -16,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import pace, programs, rows, toy
+from tests import forks, pace, programs, rows, toy
+from tests.checkpoint import harness as system
 from tests.optimizers import harness
 from xshard import checkpoint, evaluation, loop
 from xshard.files import workdir
@@ -397,6 +395,7 @@ def with_frozen_slots(state, layer="linear_0"):
     return dataclasses.replace(state, experiment=state.experiment.replace(opt_state=opt_state))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard_update", [False, True])
 def test_slots_of_frozen_parameters_in_older_checkpoints_are_ignored(
     tmp_path, shard_update, capsys
@@ -523,24 +522,17 @@ def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys):
     assert left == {0: ["0:08", "1:00", "0:00"], 5: ["0:19", "0:00"]}[first]
 
 
-PROGRAM = [
-    sys.executable, "-m", "xshard.main", "--config=tests/toy.py", "--cpu_devices=8",
-    "--config.steps=60", "--config.log_every_steps=1", "--config.overflow_above=2.0",
-]  # fmt: skip
-
-
 def start(directory, *arguments, **variables):
-    return subprocess.Popen(
-        [*PROGRAM, f"--workdir={directory}", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "JAX_PLATFORMS": "cpu",
-            **variables,
-        },
+    return forks.program(
+        "xshard.main",
+        "--config=tests/toy.py",
+        "--cpu_devices=8",
+        "--config.steps=60",
+        "--config.log_every_steps=1",
+        "--config.overflow_above=2.0",
+        f"--workdir={directory}",
+        *arguments,
+        env=system.environment(**variables),
     )
 
 
@@ -620,6 +612,7 @@ def metrics_by_step(directory):
     return {entry.step: entry.metrics for entry in entries if entry.metrics}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [notice.STOP, notice.SAVE])
 def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
     # Each evaluation has two batches, so a stop may interrupt it.

@@ -1,54 +1,24 @@
 """Tests of the program as a user runs it: bad input gives one clear message, and no file is lost."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
-import traceback
 
 import pytest
+
+from tests import forks
+from tests.checkpoint import harness
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Returns a function that runs the program: `(exit code, standard output, standard error)`."""
     directory = tmp_path_factory.mktemp("output")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.main_test", str(directory)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as parent:
+    output = [directory / "out", directory / "err"]
 
-        def run_once(*arguments):
-            parent.stdin.write(json.dumps(arguments) + "\n")
-            parent.stdin.flush()
-            code = int(parent.stdout.readline())
-            return code, *((directory / name).read_text() for name in ("out", "err"))
+    def run_once(*arguments):
+        program = forks.program("xshard.main", *arguments, env=harness.environment(), output=output)
+        return program.wait(harness.FOREVER), *(path.read_text() for path in output)
 
-        yield run_once
-        parent.stdin.close()
-
-
-def serve(directory):
-    """Runs the program for each line of arguments, in a fork that need not import the modules again."""
-    from xshard import main
-
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            for number, name in ((1, "out"), (2, "err")):
-                os.dup2(os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-            sys.argv = ["xshard.main", *json.loads(line)]
-            code = 1
-            try:
-                code = main.run()
-            except Exception:
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return run_once
 
 
 def contents(directory):
@@ -306,10 +276,6 @@ def __getattr__(name):
             return 1 / 0
 
     return Buggy
-
-
-if __name__ == "__main__":
-    serve(pathlib.Path(sys.argv[1]))
 
 
 def test_show_config_prints_the_config_and_runs_nothing(run, tmp_path):

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-from tests import rows
+from tests import forks, rows
 from tests.launch import harness
 
 EXPERIMENTS = (
@@ -151,7 +151,7 @@ def _raise(output, is_new):
 
 
 def _environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    return {**os.environ, "PYTHONPATH": forks.python_path(), "JAX_PLATFORMS": "cpu"}
 
 
 CELLS = {

@@ -56,6 +56,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_sharded_run_ends_with_the_state_of_a_replicated_run(tmp_path, shape):
     replicated = {**shape, "shard_params": False}
@@ -92,6 +93,7 @@ def test_sharded_slots_take_an_nth_of_the_memory(hidden, padding):
     assert bytes_per_device(cut.experiment.params) == bytes_per_device(whole.experiment.params)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "hidden, kind, saved_with",
     [
@@ -126,6 +128,7 @@ def test_a_checkpoint_does_not_depend_on_the_sharding_that_saved_it(
     harness.assert_equal(run.resume_or_init().state, state)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "shape", [{"hidden": 20}, {"slices": 2, "slice_dtype": "int8", "hidden": 18, "experiment": "tests.toy.Averaged"}, {"aggregation_method": "EXPERIMENTAL_TREE", "micro_batches": 2}, {**HELD, "slices": 2, "slice_dtype": "int8", "experiment": "tests.toy.Averaged"}],
     ids=str,
@@ -141,6 +144,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(tmp_path, shape):
 TURNS = {**HELD, "experiment": "tests.turns.Turns", "overflow_above": 2.0}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "kind, between",
     [

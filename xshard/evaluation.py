@@ -1,5 +1,6 @@
 """Evaluation of a state: metrics over all evaluation examples, and samples."""
 
+import collections
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
+from xshard.metrics import deferred
 from xshard.pod import processes
 from xshard.stored import replica_state as stored
 
@@ -113,13 +115,18 @@ class Evaluation:
         results: dict[str, Any] = {}
         for split, of_split in self._batches.items():
             totals: dict[str, np.ndarray] = {}
+            pending: collections.deque[dict[str, jax.Array]] = collections.deque()
             for number, batch in enumerate(of_split):
-                sums = jax.device_get(self._step(state, batch, np.int32(number)))
-                # Summed in float64, since float32 would lose digits over many batches.
-                for name, value in sums.items():
-                    totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
+                sums = self._step(state, batch, np.int32(number))
+                deferred.to_host(sums.values())
+                pending.append(sums)
+                # As in training, later batches keep the devices busy while the host reads the sums of earlier ones.
+                if len(pending) > deferred.IN_FLIGHT:
+                    _add(totals, pending.popleft())
                 if not go_on():
                     return None
+            for sums in pending:
+                _add(totals, sums)
             results |= self._results(split, totals)
         return results
 
@@ -147,6 +154,13 @@ class Evaluation:
     def _summary(self, sums: dict[str, np.ndarray], count: Any) -> dict[str, float]:
         summarize = self._experiment.summarize
         return contract.summary(contract.describe_method(summarize), summarize(sums, float(count)))
+
+
+def _add(totals: dict[str, np.ndarray], sums: Mapping[str, jax.Array]) -> None:
+    """Adds the sums over a batch to those over the batches before."""
+    # Summed in float64, since float32 would lose digits over many batches.
+    for name, value in sums.items():
+        totals[name] = totals.get(name, np.float64(0)) + np.asarray(value).astype(np.float64)
 
 
 def _jitted(

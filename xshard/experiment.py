@@ -89,12 +89,19 @@ def children(tree: Any, of_leaf: str) -> tuple[list[tuple[Any, Any]], Any]:
       tree: the pytree.
       of_leaf: the key to use if the tree is a single leaf, which counts as its own child.
     """
-    # JAX also calls `is_leaf` on structures whose children are None, and compares the results.
-    below = lambda x: x is not tree or x is None
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=below)
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_below(tree))
     key_of = lambda path: path[0] if path else jax.tree_util.GetAttrKey(of_leaf)
-    structure = jax.tree.structure(tree, is_leaf=below)
     return [(key_of(path), child) for path, child in found], structure
+
+
+def unnamed_children(tree: Any) -> tuple[list[Any], Any]:
+    """Returns what `children` does without the keys, which takes a third of the time. Each call of a step needs it."""
+    return jax.tree.flatten(tree, is_leaf=_below(tree))
+
+
+def _below(tree: Any) -> Callable[[Any], bool]:
+    # JAX also calls `is_leaf` on structures whose children are None, and compares the results.
+    return lambda x: x is not tree or x is None
 
 
 def _register(cls: Any) -> None:
@@ -104,7 +111,10 @@ def _register(cls: Any) -> None:
         return cls(jax.tree.unflatten(structure, leaves))
 
     jax.tree_util.register_pytree_with_keys(
-        cls, lambda own: children(own.value, "value"), unflatten
+        cls,
+        lambda own: children(own.value, "value"),
+        unflatten,
+        lambda own: unnamed_children(own.value),
     )
 
 

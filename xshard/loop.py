@@ -234,7 +234,7 @@ class Run:
     def doing(self, what: str, **more: int) -> None:
         """Publishes the run's current activity in its status."""
         if self._watch is not None:
-            self._watch.doing(what, seconds=self.clock.seconds(), **more)
+            self._watch.doing(what, seconds=self.clock.seconds, **more)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:

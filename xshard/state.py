@@ -54,12 +54,17 @@ def _flatten(state: TrainState) -> tuple[list[Any], Any]:
     return [(key("step"), state.step), (key("rng"), state.rng), *children], inner
 
 
+def _flatten_unnamed(state: TrainState) -> tuple[list[Any], Any]:
+    children, inner = experiment_lib.unnamed_children(state.experiment)
+    return [state.step, state.rng, *children], inner
+
+
 def _unflatten(inner: Any, children: Any) -> TrainState:
     step, rng, *rest = children
     return TrainState(step, jax.tree.unflatten(inner, rest), rng)
 
 
-jax.tree_util.register_pytree_with_keys(TrainState, _flatten, _unflatten)
+jax.tree_util.register_pytree_with_keys(TrainState, _flatten, _unflatten, _flatten_unnamed)
 
 
 def init(

@@ -2,13 +2,10 @@
 
 import errno
 import json
-import os
 import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import weakref
 
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
+from tests import forks
 from tests.checkpoint.harness import (
     DTYPES,
     FOREVER,
@@ -26,6 +24,8 @@ from tests.checkpoint.harness import (
     make_manager,
     make_tree,
     save,
+    save_until_killed,
+    saved_state,
 )
 from tests.optimizers import harness
 from xshard import checkpoint, errors, mesh
@@ -365,64 +365,23 @@ def test_paths_that_collide_are_refused(tmp_path):
         save(make_manager(tmp_path), 1, tree)
 
 
-def saver_state(step):
-    return {
-        "a": np.full((50, 40), step, np.float32),
-        "b": np.arange(step, step + 9, dtype=np.int32),
-    }
-
-
 def test_a_kill_at_any_instant_leaves_no_bad_checkpoint_that_counts(tmp_path):
     rng = random.Random(0)
     manager = make_manager(tmp_path, keep_last=2)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.checkpoint.checkpoint_test",
-        str(tmp_path),
-    ]
-    target = {k: jnp.asarray(v) for k, v in saver_state(0).items()}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-    ) as parent:
-        for trial in range(30):
-            before = manager.latest_step() or 0
-            parent.stdin.write("go\n")
-            parent.stdin.flush()
-            child = int(parent.stdout.readline())
-            # Even trials may kill the child during its first save; odd trials kill it after at least one save.
+    target = {k: jnp.asarray(v) for k, v in saved_state(0).items()}
+    for trial in range(30):
+        before = manager.latest_step() or 0
+        with forks.Process(save_until_killed, str(tmp_path), env=environment()) as saver:
+            assert saver.stdout.readline() == "begin\n"
+            # Even trials may kill the process during its first save; odd trials kill it after at least one save.
             end = time.monotonic() + FOREVER
             while trial % 2 and (manager.latest_step() or 0) == before:
                 assert time.monotonic() < end
             time.sleep(rng.random() * 0.05)
-            os.kill(child, signal.SIGKILL)
-            assert parent.stdout.readline() == "killed\n"
-            assert (manager.latest_step() or 0) >= before
-            for step in manager.all_steps():
-                restored, *_ = manager.restore(target, step)
-                harness.assert_equal(jax.tree.map(np.asarray, restored), saver_state(step))
-        parent.stdin.close()
+            saver.kill()
+        assert saver.returncode == -signal.SIGKILL
+        assert (manager.latest_step() or 0) >= before
+        for step in manager.all_steps():
+            restored, *_ = manager.restore(target, step)
+            harness.assert_equal(jax.tree.map(np.asarray, restored), saved_state(step))
     assert manager.latest_step() is not None
-
-
-def save_until_killed(directory):
-    """Forks a child for each line on stdin; the child saves one step after another until it is killed."""
-    # A child is forked before anything runs in this process, so it costs no imports and inherits no threads.
-    for _ in sys.stdin:
-        child = os.fork()
-        if child:
-            os.waitpid(child, 0)
-            print("killed", flush=True)
-            continue
-        manager = make_manager(directory, keep_last=2)
-        step = manager.latest_step() or 0
-        print(os.getpid(), flush=True)
-        while True:
-            step += 1
-            save(manager, step, saver_state(step))
-
-
-if __name__ == "__main__":
-    save_until_killed(sys.argv[1])

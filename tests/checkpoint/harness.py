@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tests
+from tests import forks
 from xshard import checkpoint
 
 # Seconds that no operation takes, even on busy cores: this limit only ends operations that hang.
@@ -48,6 +49,23 @@ def save(manager, step, state, metadata=None, **extra):
     manager.wait()
 
 
+def saved_state(step):
+    return {
+        "a": np.full((50, 40), step, np.float32),
+        "b": np.arange(step, step + 9, dtype=np.int32),
+    }
+
+
+def save_until_killed(folder):
+    """Saves one step after another, the first after a line of output."""
+    manager = make_manager(folder, keep_last=2)
+    step = manager.latest_step() or 0
+    print("begin", flush=True)
+    while True:
+        step += 1
+        save(manager, step, saved_state(step))
+
+
 def damage(kind, path, at=0.5):
     """Damages a file as a disk might.
 
@@ -72,7 +90,7 @@ def damage(kind, path, at=0.5):
 
 def environment(**overrides):
     """Returns the environment variables of a process that a test starts."""
-    required = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    required = {"PYTHONPATH": forks.python_path(), "JAX_PLATFORMS": "cpu"}
     return {"XLA_FLAGS": tests.XLA_FLAGS, **os.environ, **required, **overrides}
 
 

@@ -1,25 +1,15 @@
-"""Pods of real JAX processes that save and restore, forked from a parent that has imported everything.
+"""Pods of real JAX processes that save and restore. Each process writes its results to a file that its task names."""
 
-    python -m tests.checkpoint.pod
-
-The parent reads one task per line from stdin, as JSON. It answers a task with the ids of the pod's processes, and the
-line "wait" with their exit codes. Each process writes its results to a file that the task names.
-"""
-
-import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
-import subprocess
-import sys
-import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests import forks
 from tests.checkpoint import harness
 from xshard import checkpoint, mesh
 from xshard.checkpoint import arrays as arrays_lib
@@ -199,44 +189,13 @@ def verify(task, index, manager):
     return {"steps": manager.all_steps(), "bad": bad, "dead": dead}
 
 
-def fork(task, index):
-    child = os.fork()
-    if child:
-        return child
-    with open(f"{task.report}.{index}.log", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        code = 1
-        try:
-            run(task, index)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    # This skips the exit handlers that the child inherits.
-    os._exit(code)
-
-
-def serve():
-    """Forks a pod for each task on stdin."""
-    children = []
-    for line in sys.stdin:
-        if line.strip() == "wait":
-            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-            print(json.dumps(codes), flush=True)
-            continue
-        task = Task(**json.loads(line))
-        children = [fork(task, index) for index in range(task.count)]
-        print(json.dumps(children), flush=True)
-
-
 class Pods:
-    """The tests' interface to the parent of pods."""
+    """Starts pods, one after another."""
 
-    def __init__(self, process, scratch):
-        self._process = process
+    def __init__(self, scratch, **environment):
+        """Takes a folder for the reports, and additional environment variables of the processes."""
         self._scratch = pathlib.Path(scratch)
+        self._environment = harness.environment(**environment)
         self._number = 0
 
     def start(self, action, folder, count, *, model=1, step=0, saves=1):
@@ -244,13 +203,19 @@ class Pods:
         port = harness.free_port()
         self._number += 1
         self._report = self._scratch / f"pod{self._number}"
-        self._count = count
         task = Task(action, str(folder), count, model, step, str(self._report), port, saves)
-        return self._ask(json.dumps(dataclasses.asdict(task)))
+        self._processes = []
+        for index in range(count):
+            log = f"{self._report}.{index}.log"
+            process = forks.Process(
+                run, task, index, env=self._environment, output=[log, f"{log}.errors"]
+            )
+            self._processes.append(process)
+        return [process.pid for process in self._processes]
 
     def wait(self):
         """Waits for the end of the pod; returns the exit codes of its processes."""
-        return self._ask("wait")
+        return [process.wait(harness.FOREVER) for process in self._processes]
 
     def saved(self):
         """Returns the number of steps that process 0 has saved; -1 before its first save begins."""
@@ -261,35 +226,11 @@ class Pods:
     def run(self, *args, **kwargs):
         """Runs a pod to its end; returns the reports of its processes."""
         self.start(*args, **kwargs)
-        codes = self.wait()
-        assert codes == [0] * self._count, self.logs()
+        assert self.wait() == [0] * len(self._processes), self.logs()
         return [json.loads(f.read_text()) for f in self._files("json")]
 
     def logs(self):
-        return "\n".join(f.read_text() for f in self._files("log"))
+        return "\n".join(f.read_text() for f in [*self._files("log"), *self._files("log.errors")])
 
     def _files(self, kind):
-        return [pathlib.Path(f"{self._report}.{i}.{kind}") for i in range(self._count)]
-
-    def _ask(self, line):
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-
-@contextlib.contextmanager
-def pods(scratch, **environment):
-    """Starts a parent of pods with additional environment variables; yields its `Pods`."""
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.pod"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=harness.environment(**environment),
-    ) as process:
-        yield Pods(process, scratch)
-        process.stdin.close()
-
-
-if __name__ == "__main__":
-    serve()
+        return [pathlib.Path(f"{self._report}.{i}.{kind}") for i in range(len(self._processes))]

@@ -9,8 +9,7 @@ COUNTS = (1, 2, 3, 4)
 
 @pytest.fixture(scope="module")
 def pods(tmp_path_factory):
-    with pod.pods(tmp_path_factory.mktemp("reports")) as running:
-        yield running
+    return pod.Pods(tmp_path_factory.mktemp("reports"))
 
 
 def check_restored(reports, step, count):

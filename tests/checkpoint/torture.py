@@ -66,7 +66,7 @@ def places(scratch, names=STORES, **faults):
                 url = stack.enter_context(harness.s3())
                 variables = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
                 folder = f"s3://bucket/run?endpoint={url}&region=us-east-1"
-            opened[name] = Place(stack.enter_context(pod.pods(reports, **variables)), folder)
+            opened[name] = Place(pod.Pods(reports, **variables), folder)
         yield opened
 
 

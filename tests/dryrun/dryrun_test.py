@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import pods, toy
+from tests import forks, pods, toy
 from xshard import errors, logical, mesh
 from xshard import state as state_lib
 from xshard.dryrun import __main__ as dryrun
@@ -34,7 +34,7 @@ TOY = ("--config=tests/toy.py", "--topology=v5e:2x2")
 def run(*arguments, before=""):
     """Runs the dry-run program; returns its exit code, standard output and standard error."""
     program = f"import sys; {before}\nfrom xshard.dryrun import __main__ as dryrun\nsys.exit(dryrun.run())"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": forks.python_path()}
     environment.pop("JAX_PLATFORMS", None)
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment
@@ -337,6 +337,7 @@ def test_a_config_that_does_not_fit_the_pod_is_refused(flags, message):
     assert (code, out) == (1, "") and err.startswith(f"error: {message}"), err
 
 
+@pytest.mark.sample(1)
 @needs_libtpu
 @pytest.mark.parametrize("slices", [1, 2])
 def test_a_real_step_is_compiled_for_an_absent_pod(slices, tmp_path, monkeypatch):
@@ -373,6 +374,7 @@ def test_a_model_that_does_not_fit_gives_one_message():
     assert err.startswith("error: ") and "Traceback" not in err
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_attention_kernels_of_a_language_model_are_counted():
     length, heads, size, parts, layers = 256, 4, 64, 2, 3
@@ -430,7 +432,7 @@ for topology, slices in json.loads(sys.argv[1]):
 
 def run_program(program, *arguments):
     """Runs a program in its own process, which loads libtpu; returns its output lines, decoded from JSON."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": forks.python_path()}
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\n{program}", *arguments],
         capture_output=True, text=True, env=environment, check=True,

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import toy
+from tests import forks, toy
 from xshard.dryrun import __main__ as dryrun
 from xshard.dryrun import collectives, hlo
 from xshard.run import preflight
@@ -121,7 +121,7 @@ def instructions(program, op):
 def gathers_of(topology, *, ahead):
     """Returns what `main` prints, in a process of its own."""
     program = f"from tests.dryrun import gathers_test\ngathers_test.main({topology!r}, {ahead})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": forks.python_path()}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment
     )

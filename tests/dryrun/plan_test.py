@@ -11,7 +11,7 @@ import types
 import pytest
 
 from configs import digits, lm_pod, lm_tiny
-from tests import toy
+from tests import forks, toy
 from xshard import errors
 from xshard.dryrun import candidates, estimate, plan_search
 
@@ -354,7 +354,7 @@ def errors_of(message):
 
 def run(*arguments):
     """Runs the dry-run program; returns its exit code, standard output and standard error."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": forks.python_path()}
     environment.pop("JAX_PLATFORMS", None)
     done = subprocess.run(
         [sys.executable, "-m", "xshard.dryrun", *arguments],

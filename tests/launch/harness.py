@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from tests import pace, rows
+from tests import forks, pace, rows
 from tests.checkpoint import harness as system
 from xshard.checkpoint import __main__ as tool
 
@@ -46,7 +46,8 @@ def start(command, env=None, **options):
 def launch(*arguments, command=(), **options):
     """Starts the launcher with its output in a pipe."""
     words = [*arguments, "--", *command] if command else arguments
-    return start([sys.executable, "-m", "launch", *map(str, words)], **options)
+    options.setdefault("env", environment())
+    return forks.program("launch", *words, **options)
 
 
 def finish(process):

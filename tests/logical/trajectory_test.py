@@ -130,6 +130,7 @@ def trajectory(devices, of=None, **changes):
     return states, logged, values, skips
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes, devices",
     [
@@ -146,6 +147,7 @@ def test_the_bits_do_not_depend_on_the_devices(changes, devices):
         assert other == first
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes, places",
     [
@@ -209,6 +211,7 @@ def test_per_replica_state_does_not_depend_on_the_devices():
     assert values == pytest.approx(first[2], rel=1e-3)
 
 
+@pytest.mark.long
 def test_environments_do_not_depend_on_the_devices():
     of = rl.get_config()
     of.logical_replicas, of.reduction.arithmetic = 6, "exact"
@@ -229,6 +232,7 @@ def test_groups_do_not_depend_on_the_devices():
     assert trajectory(2, group_assignment=((0,), (1,))) == trajectory(4, group_assignment=halves)
 
 
+@pytest.mark.long
 def test_per_replica_state_of_groups_does_not_depend_on_the_devices():
     halves, own = ((0, 1), (2, 3)), {"experiment": _OWN, "reads": False}
     alone = trajectory(2, group_assignment=((0,), (1,)), **own)

@@ -1,15 +1,14 @@
 """Tests of the job that evaluates the checkpoints of a run, during the run or after it."""
 
+import functools
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tests import rows, toy
+from tests import forks, rows, toy
+from tests.checkpoint import harness
 from xshard import checkpoint, loop
 from xshard.files import workdir
 from xshard.metrics import terminal
@@ -308,20 +307,12 @@ def test_the_job_ends_when_another_run_takes_the_place_of_its_run(run, is_remove
 
 def test_the_job_follows_a_run_in_real_processes(tmp_path):
     """The job starts before the run and ends after it."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    command = [
-        sys.executable,
-        "-m",
+    start = functools.partial(
+        forks.program,
         "xshard.main",
         "--config=tests/toy.py",
         f"--workdir={tmp_path}",
-    ]
-    start = lambda *flags: subprocess.Popen(
-        [*command, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
+        env=harness.environment(),
     )
     with start("--mode=eval") as job:
         first = job.stdout.readline()

@@ -224,6 +224,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_network_trains_as_it_does_replicated(shape):
     ends = []

@@ -1,6 +1,7 @@
 """Tests of the sharded update: each replica updates its shard, and the result is that of a replicated update."""
 
 import functools
+import itertools
 import re
 
 import haiku as hk
@@ -12,7 +13,7 @@ import pytest
 from optax import contrib
 
 from tests.optimizers import harness
-from xshard.optimizers import base, cross_shard, loss_scale, phases, shards
+from xshard.optimizers import base, cross_shard, loss_scale, phases, primitives, shards
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
 
@@ -359,6 +360,8 @@ FOLLOWED = {
     ),
     "remat": lambda g, p: jax.checkpoint(lambda x: jnp.tanh(x) * jnp.sum(x))(g),
     "grad": lambda g, p: jax.grad(lambda x: jnp.sum(jnp.sin(x)))(g),
+    "grad of tanh": lambda g, p: jax.grad(lambda x: jnp.sum(jnp.tanh(x)))(g),
+    "log2": lambda g, p: g * jnp.log2(p),
     "iota": lambda g, p: g * jnp.arange(64.0).reshape(8, 8),
     "clip": lambda g, p: jnp.clip(g, -1, 1) + jnp.clip(p, g.min(), g.max()),
     "any": lambda g, p: jnp.where(jnp.any(g > 5) & jnp.all(p > 0), g, p),
@@ -436,6 +439,42 @@ def test_rows_and_columns_are_summed_on_shards():
     gathered, summed, _ = traffic(optax.adafactor(0.1, min_dim_size_to_factor=2), params)
     assert gathered == sorted(["8x16x", "8x"])
     assert "16x" in summed and "8x16x" not in summed
+
+
+# The primitives that move or combine elements, among those of the functions of jax.lax that keep an array's shape.
+MIXING = {
+    "broadcast_in_dim",
+    "concatenate",
+    "cumlogsumexp",
+    "cummax",
+    "cummin",
+    "cumprod",
+    "cumsum",
+    "optimization_barrier",
+    "sort",
+    "stack",
+    "while",
+}
+
+
+# Some functions of jax.lax are deprecated, and say so.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_primitive_that_keeps_a_shape_is_known():
+    """Fails if a new version of JAX has a primitive for what it computed by others before."""
+    functions = [f for name, f in vars(jax.lax).items() if callable(f) and not isinstance(f, type)]
+    unknown = set()
+    for f, count, dtype in itertools.product(functions, (1, 2, 3), ("float32", "int32", "bool")):
+        operands = [jnp.ones((4, 6), dtype)] * count
+        try:
+            program = jax.make_jaxpr(f)(*operands)
+        # Most functions do not accept these arguments, and say so in many ways.
+        except Exception:
+            continue
+        for eqn in primitives.all_equations(program.jaxpr):
+            keeps_shape = any(getattr(x.aval, "shape", None) == (4, 6) for x in eqn.outvars)
+            if keeps_shape and eqn.primitive.name not in primitives.ELEMENTWISE | MIXING:
+                unknown.add(eqn.primitive.name)
+    assert not unknown, f"add {unknown} to primitives.ELEMENTWISE, or to MIXING here"
 
 
 def test_an_elementwise_rule_gathers_only_the_new_parameters():

@@ -96,6 +96,7 @@ def assert_follows_optax(make, part_of=None):
     return params, state
 
 
+@pytest.mark.sample(16)
 @without_coverage
 @pytest.mark.parametrize("name", sorted(table.OPTIMIZERS.keys() - {"partition"}))
 def test_trained_parameters_follow_optax_without_the_frozen_ones(name):
@@ -293,6 +294,7 @@ def test_slots_that_depend_on_module_names_are_known_after_an_update():
         step.apply({}, state, None, params, True)
 
 
+@pytest.mark.sample(32)
 @without_coverage
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", sorted(table.OPTIMIZERS))

@@ -34,6 +34,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_planted_fault_is_named(tmp_path, kind):
     with programs.shared(besides=("example",)):
@@ -46,6 +47,7 @@ def test_a_planted_fault_is_named(tmp_path, kind):
             assert contents(directory) == before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", planted.OTHERS)
 def test_a_fault_in_a_nested_function_or_a_mask_is_named(tmp_path, kind):
     fault = planted.Fault(kind, loss_scale="dynamic", groups=2)

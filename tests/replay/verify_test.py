@@ -3,16 +3,15 @@
 The runs are real processes, one of which is killed.
 """
 
-import os
 import pathlib
 import re
 import shutil
-import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import forks
 from xshard import errors
 from xshard.replay import __main__ as program
 from xshard.replay import comparison, replayer, verify
@@ -23,7 +22,7 @@ FLAGS = ("--config=tests/impure.py", "--stop_after=0.001", "--config.steps=999")
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     """Sets the variables that child processes need to find the same packages."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("PYTHONPATH", forks.python_path())
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
 

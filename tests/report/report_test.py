@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from tests import toy
+from tests import forks, toy
 from tests.report import samples
 from xshard import checkpoint, loop
 from xshard.report import __main__ as tool
@@ -280,7 +280,7 @@ def test_checkpoint_storage_that_does_not_answer_does_not_block(tmp_path, monkey
 
 def test_a_report_uses_no_device(tmp_path, real):
     # A run on this machine may hold all devices. With this platform JAX fails as soon as it looks for devices.
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "none_such"}
+    paths = {"PYTHONPATH": forks.python_path(), "JAX_PLATFORMS": "none_such"}
     done = subprocess.run(
         [sys.executable, "-m", "xshard.report", str(real), f"--output={tmp_path / 'x.html'}"],
         env={**os.environ, **paths}, capture_output=True, text=True, check=False,

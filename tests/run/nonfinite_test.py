@@ -289,6 +289,7 @@ def test_one_bad_element_or_a_bad_loss_alone_is_detected(name, bad, shard_update
     assert observed.verdict == nonfinite.TROUBLE and observed.gradients.tolist() == bad
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("shard_update", [False, True])
 @pytest.mark.parametrize(
     "changes, skip, verdict",

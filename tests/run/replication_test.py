@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import xshard
-from tests import flips, rows, toy
+from tests import flips, forks, rows, toy
 from xshard import errors, loop
 from xshard import experiment as experiment_lib
 from xshard.checkpoint import manager as manager_lib
@@ -71,6 +71,7 @@ def config(**changes):
     return new_config.lock()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(
     ("lies", "part"),
@@ -98,6 +99,7 @@ def test_parted_replicas_are_not_saved_even_if_steps_are_rarely_compared(tmp_pat
     assert not list(tmp_path.glob("checkpoints/step_*"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "kind", "variant"),
     [
@@ -140,7 +142,7 @@ def test_processes_compare_their_replicas(tmp_path):
         sys.executable, "-m", "launch", "--num_processes=2", "--cpu_devices=2", "--",
         sys.executable, "-m", "xshard.main", f"--config={tmp_path}/config.py", f"--workdir={tmp_path}/run",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": forks.python_path(), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode, done.stdout
     # Both processes roll back to the first state, and their replicas part again.

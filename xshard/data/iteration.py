@@ -177,11 +177,17 @@ def order(
     )
 
     def numbers(group: int, positions: np.ndarray) -> np.ndarray:
+        if not positions.size:
+            return positions
+        first, last = int(positions.min()) // size, int(positions.max()) // size
+        # Most batches lie within one epoch.
+        if first == last and not in_epochs:
+            return of_epoch(group, first)[positions - first * size]
         epochs, offsets = np.divmod(positions, size)
         chosen = np.empty_like(positions)
-        for epoch in np.unique(epochs):
+        for epoch in range(first, last + 1):
             here = epochs == epoch
-            chosen[here] = of_epoch(group, int(epoch))[offsets[here]] + in_epochs * epoch * size
+            chosen[here] = of_epoch(group, epoch)[offsets[here]] + in_epochs * epoch * size
         return chosen
 
     return numbers

@@ -19,10 +19,9 @@ from typing import Any
 
 import jax
 from absl import flags, logging
-from jax.experimental import topologies
 from ml_collections import config_flags
 
-from xshard import cli, errors, logical
+from xshard import cli, errors, jax_internals, logical
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -162,14 +161,11 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
         # Without this, some versions of libtpu assume a host of four chips.
         options["chips_per_host_bounds"] = [1, 1, 1]
     try:
-        description = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology, **options
-        )
+        return jax_internals.topology_devices(topology, **options)
     except jax.errors.JaxRuntimeError as e:
         raise errors.UserError(
             f"--topology={topology}, --slices={slices}: libtpu cannot be loaded, or does not know this topology ({cli.message(e)})."
         ) from e
-    return list(description.devices)
 
 
 def _compiler_error(e: Exception, result: dict[str, Any], state: Any) -> errors.UserError:

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from xshard import jax_internals
 from xshard.dryrun import costs
 from xshard.metrics import chips
-from xshard.optimizers import primitives, varying
+from xshard.optimizers import primitives
 
 
 class Bound(NamedTuple):
@@ -93,9 +94,10 @@ def stacked_bytes(program: Any) -> int:
       program: a jaxpr. Within `jax.shard_map`, sizes are per replica.
     """
     most = 0
-    for eqn in primitives.all_equations(varying.opened(program)):
+    for eqn in primitives.all_equations(jax_internals.opened(program)):
         if eqn.primitive.name == "scan":
-            stacks: list[Any] = eqn.outvars[eqn.params["num_carry"] :]
+            _, carries = jax_internals.scan_counts(eqn)
+            stacks: list[Any] = eqn.outvars[carries:]
             sizes = [x.aval.size * x.aval.dtype.itemsize for x in stacks]
             most = max(most, sum(sizes))
     return most

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.experimental import compilation_cache
+
+from xshard import jax_internals
 
 FOLDER = "compiled"
 _DIRECTORY = "jax_compilation_cache_dir"
@@ -93,7 +94,7 @@ def _set(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     # JAX decides once, at its first compilation, whether it has a cache; a reset makes it decide again.
-    compilation_cache.compilation_cache.reset_cache()
+    jax_internals.reset_compilation_cache()
 
 
 def _recover_entries(folder: pathlib.Path) -> None:

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
-from jax.interpreters import partial_eval
 
-from xshard import errors
+from xshard import errors, jax_internals
 from xshard import mesh as mesh_lib
 from xshard.optimizers import primitives
 
@@ -51,12 +49,12 @@ class Segment(NamedTuple):
         of all exchanges.
     """
 
-    program: core.ClosedJaxpr
+    program: jax_internals.ClosedJaxpr
     reads: tuple[int, ...]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Evaluates the part on the values at the positions in `reads`."""
-        return core.jaxpr_as_fun(self.program)(*(values[i] for i in self.reads))
+        return jax_internals.as_function(self.program)(*(values[i] for i in self.reads))
 
 
 class Exchange(NamedTuple):
@@ -90,7 +88,7 @@ class Split(NamedTuple):
 
 
 def split(
-    program: core.ClosedJaxpr,
+    program: jax_internals.ClosedJaxpr,
     what: str,
     sizes: Mapping[str, int],
     own: Sequence[bool],
@@ -125,16 +123,19 @@ def split(
 
 
 def _merged_program(
-    program: core.ClosedJaxpr, what: str, sizes: Mapping[str, int], outputs_own: Sequence[bool]
-) -> tuple[core.ClosedJaxpr, list[Kind]]:
+    program: jax_internals.ClosedJaxpr,
+    what: str,
+    sizes: Mapping[str, int],
+    outputs_own: Sequence[bool],
+) -> tuple[jax_internals.ClosedJaxpr, list[Kind]]:
     """A program that takes the inputs, the replica's number and the results of exchanges; and the kinds of these.
 
     It returns the arrays to exchange, then the outputs that are the replica's own, and then the others.
     """
     # Dead code is removed first, so that unused results are not exchanged.
-    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(outputs_own), instantiate=True)
-    used = core.ClosedJaxpr(jaxpr, program.consts)
-    exchanged = [(eqn, x) for eqn in _exchanged(jaxpr, what) for x in eqn.outvars]
+    all_outputs = [True] * len(outputs_own)
+    used, _ = jax_internals.without_dead_code(program, all_outputs, keep_inputs=True)
+    exchanged = [(eqn, x) for eqn in _exchanged(used.jaxpr, what) for x in eqn.outvars]
 
     def run(inputs: Sequence[Any], number: Any, results: Sequence[Any]) -> Any:
         sent: list[Any] = []
@@ -174,7 +175,7 @@ def _check_equal(what: str, after: Segment, own: Sequence[bool]) -> None:
     )
 
 
-def _levels(jaxpr: core.Jaxpr, count: int, kept: int) -> list[int]:
+def _levels(jaxpr: jax_internals.Jaxpr, count: int, kept: int) -> list[int]:
     """The depth of each exchange and of each kept output: the length of the chain of exchanges that it depends on.
 
     Args:
@@ -187,7 +188,7 @@ def _levels(jaxpr: core.Jaxpr, count: int, kept: int) -> list[int]:
     found: dict[Any, int] = {}
 
     def level(x: Any) -> int:
-        if isinstance(x, core.Literal):
+        if isinstance(x, jax_internals.Literal):
             return 0
         # A result is one level after the array that goes into its exchange.
         return level(result_of[x]) + 1 if x in result_of else found.get(x, 0)
@@ -198,12 +199,12 @@ def _levels(jaxpr: core.Jaxpr, count: int, kept: int) -> list[int]:
     return [level(x) for x in jaxpr.outvars[: count + kept]]
 
 
-def _segment(program: core.ClosedJaxpr, outputs: Sequence[int]) -> Segment:
+def _segment(program: jax_internals.ClosedJaxpr, outputs: Sequence[int]) -> Segment:
     """The part of a program that computes some of its outputs."""
     is_made = [i in outputs for i in range(len(program.out_avals))]
-    jaxpr, reads = partial_eval.dce_jaxpr(program.jaxpr, is_made)
+    part, reads = jax_internals.without_dead_code(program, is_made)
     reads_at = tuple(i for i, is_read in enumerate(reads) if is_read)
-    return Segment(core.ClosedJaxpr(jaxpr, program.consts), reads_at)
+    return Segment(part, reads_at)
 
 
 class _Run:
@@ -221,7 +222,7 @@ class _Run:
         self._results = results
         self._brought = sent
 
-    def __call__(self, program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    def __call__(self, program: jax_internals.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """The outputs of a program."""
         return primitives.evaluate(program, args, self._results_of)
 
@@ -273,7 +274,7 @@ def _is_over_replicas(eqn: Any) -> bool:
     return not {*mesh_lib.REPLICAS}.isdisjoint(primitives.mapped_axes(eqn))
 
 
-def _exchanged(jaxpr: core.Jaxpr, what: str, inside: str = "") -> Iterator[Any]:
+def _exchanged(jaxpr: jax_internals.Jaxpr, what: str, inside: str = "") -> Iterator[Any]:
     """The equations of a program that exchange values, in the order in which they run."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -282,7 +283,7 @@ def _exchanged(jaxpr: core.Jaxpr, what: str, inside: str = "") -> Iterator[Any]:
             if name in COLLECTIVES:
                 yield eqn
         within = inside if name in primitives.CALLS else inside or name
-        for called in core.jaxprs_in_params(eqn.params):
+        for called in jax_internals.inner_programs(eqn):
             yield from _exchanged(called, what, within)
 
 

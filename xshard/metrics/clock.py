@@ -73,7 +73,7 @@ class Rate:
 
 
 class Clock:
-    """Counts the seconds of each phase since the process started; for one thread."""
+    """Counts the seconds of each phase since the process started; one thread enters phases, any may read."""
 
     def __init__(self, begin: float | None = None, now: Callable[[], float] = time.monotonic):
         """Starts in the phase 'start'.
@@ -87,15 +87,15 @@ class Clock:
             # `age` is called first, so that the time between the two calls is lost rather than counted twice.
             already = age()
             begin = now() - already
-        self._since = begin
-        self._phase = START
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        # The present phase, its begin, and the seconds of each phase until then. They are replaced together, because
+        # another thread may read them.
+        self._counted = START, begin, dict.fromkeys(PHASES, 0.0)
         self._waiting = _Waiting(self)
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of each phase until now."""
-        self._enter(self._phase)
-        return dict(self._seconds)
+        phase, since, seconds = self._counted
+        return seconds | {phase: seconds[phase] + self._now() - since}
 
     def started(self) -> None:
         """Ends the phase 'start'."""
@@ -122,17 +122,17 @@ class Clock:
     def _enter(self, phase: str) -> str:
         """Counts the time since the last change, and enters another phase; returns the previous one."""
         now = self._now()
-        before = self._phase
-        self._seconds[before] += now - self._since
-        self._since = now
-        self._phase = phase
+        before, since, seconds = self._counted
+        self._counted = phase, now, seconds | {before: seconds[before] + now - since}
         return before
 
     def _move_to_data(self, seconds: float) -> None:
         """Counts seconds that have just passed, and are not counted yet, as a wait for data."""
         # `_enter` will also count them for the present phase, so they are subtracted from it in advance.
-        self._seconds[self._phase] -= seconds
-        self._seconds[DATA] += seconds
+        phase, since, counted = self._counted
+        moved = counted | {phase: counted[phase] - seconds}
+        moved[DATA] += seconds
+        self._counted = phase, since, moved
 
 
 class _Waiting:

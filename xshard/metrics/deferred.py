@@ -1,7 +1,7 @@
 """Transfers metrics from the device to the host without stalling the device."""
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 
@@ -9,6 +9,14 @@ from xshard.metrics import rows
 
 # The number of dispatched steps whose metrics the host has not read yet.
 IN_FLIGHT = 2
+
+
+def to_host(arrays: Iterable[jax.Array]) -> None:
+    """Starts to copy replicated arrays to the host, beside later steps, so that reading them does not wait."""
+    # On CPUs the host reads the device's memory, and the call would cost more than the read.
+    if jax.default_backend() != "cpu":
+        for array in arrays:
+            array.copy_to_host_async()
 
 
 class Deferred:
@@ -27,8 +35,7 @@ class Deferred:
     def push(self, step: int, metrics: Mapping[str, jax.Array], keep: bool) -> Iterator[rows.Row]:
         """Adds a step's metrics; yields the rows of earlier kept steps that are due. `keep` asks for a row of this step."""
         if keep:
-            for value in metrics.values():
-                value.copy_to_host_async()
+            to_host(metrics.values())
         self._pending.append((step, metrics, keep))
         return self._pop(IN_FLIGHT)
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
-from xshard import errors, supervised
+from xshard import errors, jax_internals, supervised
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -65,22 +64,23 @@ def forward(
     # The network computes one micro-batch at a time.
     rows = next(iter(batch.values())).shape[0]
     micro_batch = batches.shapes(batch, rows // parts)
-    key = jax.random.key(0)
+    # Only its shape and type: a key made here would be computed by a program, which is compiled first.
+    key = jax.eval_shape(lambda: jax.random.key(0))
     rules = experiment.sharding_rules()
     example = _example(batch)
     state = state_lib.abstract_state(experiment, mesh, 0, example, whole=True).experiment
     if mesh_lib.num_groups(mesh) > 1:
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
 
-    def local(state: Any, batch: Mapping[str, Any]) -> jax.Array:
+    def local(state: Any, batch: Mapping[str, Any], key: jax.Array) -> jax.Array:
         with run_context.run_on(mesh, rules):
             value = experiment.learner.value(state, experiment.training_loss, batch, key)
         # The result needs a dimension for `out_specs` to shard.
         return value[None]
 
     split = jax.P(mesh_lib.BATCH)
-    mapped = mesh_lib.on_replicas(local, mesh, in_specs=(jax.P(), split), out_specs=split)
-    return parts * of(mapped, state, micro_batch)
+    mapped = mesh_lib.on_replicas(local, mesh, in_specs=(jax.P(), split, jax.P()), out_specs=split)
+    return parts * of(mapped, state, micro_batch, key)
 
 
 def step(
@@ -137,7 +137,7 @@ def peak(mesh: jax.sharding.Mesh, dtype: Any) -> float | None:
     return total
 
 
-def _of_jaxpr(jaxpr: core.Jaxpr) -> int:
+def _of_jaxpr(jaxpr: jax_internals.Jaxpr) -> int:
     return sum(map(_of_equation, jaxpr.eqns))
 
 
@@ -145,7 +145,7 @@ def _of_equation(eqn: Any) -> int:
     name, params = eqn.primitive.name, eqn.params
     if name in _COUNTED:
         return _COUNTED[name](eqn)
-    inner = [_of_jaxpr(jaxpr) for jaxpr in core.jaxprs_in_params(params)]
+    inner = [_of_jaxpr(jaxpr) for jaxpr in jax_internals.inner_programs(eqn)]
     if not any(inner):
         return 0
     if name == "cond":

@@ -67,6 +67,8 @@ class Log:
             self._writers = writers_lib.open_all(config.writers, part)
         self.rows = writers_lib.count(self._writers)
         self._config = config
+        # Read from the config once, because each look-up takes microseconds.
+        self._every, self._last = config.log_every_steps, config.steps
         self._start = start
         self._mesh = mesh
         self._clock = clock
@@ -101,7 +103,7 @@ class Log:
             # The first step includes compilation, so timing starts after it.
             self._clock.started()
             self._terminal.start(self._start)
-        keep = step % self._config.log_every_steps == 0 or step == self._config.steps
+        keep = step % self._every == 0 or step == self._last
         if keep:
             # A host can only read arrays on its own devices.
             values = mesh_lib.replicate(self._mesh, values)

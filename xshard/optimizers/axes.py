@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 from jax import lax
-from jax.extend import core as jax_core
 
+from xshard import jax_internals
 from xshard.optimizers import trees
 
 
@@ -31,7 +31,7 @@ def size(axis_name: str) -> int:
             f"here are {mapped}; pass axis_name=, or map {axis_name!r}."
         )
     # JAX has no public function that lists the axes that vmap or pmap map.
-    names = jax_core.unsafe_get_axis_names_DO_NOT_USE()
+    names = jax_internals.mapped_axis_names()
     if names:
         # A warning, not an error: a vmap may train one replica for each of several seeds.
         logging.log_first_n(

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 
+from xshard import jax_internals
 from xshard.optimizers import layers as layers_lib
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import primitives, shards, values
@@ -27,7 +27,7 @@ from xshard.optimizers import primitives, shards, values
 _TRACING = contextvars.ContextVar("tracing", default=False)
 
 
-class _Call(core.Primitive):
+class _Call(jax_internals.Primitive):
     """Stands in a trace for a function that `evaluate` calls with shards."""
 
     multiple_results = True
@@ -115,7 +115,7 @@ class _Evaluator:
         # Cached, so that each shard is exchanged for layers once.
         self._layers: dict[values.Shard, jax.Array] = {}
 
-    def run(self, program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    def run(self, program: jax_internals.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """The results of a program."""
         return primitives.evaluate(program, args, self._equation)
 
@@ -241,7 +241,7 @@ class _Evaluator:
             return self._partition.across(kind, own)
         return self._partition.gather(first.layout.without(dims), own)
 
-    def _call(self, eqn: Any, program: core.ClosedJaxpr, operands: list[Any]) -> list[Any]:
+    def _call(self, eqn: Any, program: jax_internals.ClosedJaxpr, operands: list[Any]) -> list[Any]:
         """The results of a program that an equation calls."""
         self._scopes.append(str(eqn.source_info.name_stack))
         results = self.run(program, operands)

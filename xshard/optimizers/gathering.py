@@ -19,9 +19,8 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
-from xshard import errors, mesh
+from xshard import errors, jax_internals, mesh
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import remat, shards, trees, varying
 
@@ -273,7 +272,9 @@ def _is_kept(primitive: Any, *inputs: Any, **params: Any) -> bool:
     return not is_complex and primitive.name not in ("all_gather", "complex", "fft")
 
 
-def _needed_early(jaxpr: core.Jaxpr, params: Any, layouts: layouts_lib.Layouts) -> list[str]:
+def _needed_early(
+    jaxpr: jax_internals.Jaxpr, params: Any, layouts: layouts_lib.Layouts
+) -> list[str]:
     """The parameters in shards that a network asks for in a branch, or in a loop over anything but layers, by path.
 
     A gather in a branch could hang, since only some replicas may reach it; one in a loop would repeat each round.
@@ -313,12 +314,12 @@ def _needed_early(jaxpr: core.Jaxpr, params: Any, layouts: layouts_lib.Layouts) 
 
 def _entering(eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes]:
     """The inputs of an equation, marked where they enter a branch, or enter a loop other than as scanned layers."""
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
     if name in ("cond", "while"):
         return [_within(noted) for noted in inputs]
     if name == "scan":
         # A scanned array supplies one layer each round. Any other array would be gathered again in each round.
-        fixed = params["num_consts"] + params["num_carry"]
+        fixed = sum(jax_internals.scan_counts(eqn))
         return [*(_within(noted) for noted in inputs[:fixed]), *inputs[fixed:]]
     return inputs
 

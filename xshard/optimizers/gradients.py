@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import shard_alike
 
-from xshard import errors
+from xshard import errors, jax_internals
 from xshard.optimizers import dependence, trees
 
 Loss = Callable[[trees.Params], Any]
@@ -164,7 +163,7 @@ def _evaluate_all(
 
 def colocate(grads: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
     """Gives each gradient its parameter's sharding."""
-    return {path: shard_alike.shard_alike(trained[path], grad)[1] for path, grad in grads.items()}
+    return {path: jax_internals.shard_alike(trained[path], grad)[1] for path, grad in grads.items()}
 
 
 def gate(grads: dict[str, Any], gate_gradients: int) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
+from xshard import jax_internals
 from xshard.optimizers import primitives, values
 from xshard.optimizers.values import Layers
 
@@ -23,7 +23,7 @@ class MixedError(Exception):
     """An equation mixes layers, or is not known to keep them separate."""
 
 
-def run(program: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+def run(program: jax_internals.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a program of whole stacks on this replica's layers.
 
     Args:
@@ -117,12 +117,12 @@ def _alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _scan(eqn: Any, operands: Sequence[Any], is_layers: Sequence[bool]) -> list[Any]:
-    fixed = eqn.params["num_consts"]
-    carries = fixed + eqn.params["num_carry"]
+    fixed, carries = jax_internals.scan_counts(eqn)
     program, made = _on_layers(eqn.params["jaxpr"], operands)
-    carried, in_each_round = made[: carries - fixed], made[carries - fixed :]
+    carried, in_each_round = made[:carries], made[carries:]
     # Scanned inputs and stacked outputs have the rounds as their first dimension, so they cannot be `Layers`.
-    if carried != is_layers[fixed:carries] or any(is_layers[carries:]) or any(in_each_round):
+    begin, scanned = is_layers[fixed : fixed + carries], is_layers[fixed + carries :]
+    if carried != begin or any(scanned) or any(in_each_round):
         raise MixedError
     return _marked(primitives.bind(eqn, *_arrays(eqn, operands), jaxpr=program), made)
 
@@ -136,8 +136,8 @@ def _cond(eqn: Any, operands: Sequence[Any], is_layers: Sequence[bool]) -> list[
 
 
 def _on_layers(
-    program: core.ClosedJaxpr, operands: Sequence[Any]
-) -> tuple[core.ClosedJaxpr, list[bool]]:
+    program: jax_internals.ClosedJaxpr, operands: Sequence[Any]
+) -> tuple[jax_internals.ClosedJaxpr, list[bool]]:
     """Traces a program of whole stacks for this replica's layers; also returns which of its results are `Layers`."""
     is_layers = [isinstance(x, Layers) for x in operands]
     made: list[bool] = []

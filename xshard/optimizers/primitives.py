@@ -4,21 +4,26 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core, source_info_util
+
+from xshard import jax_internals
 
 # Primitives that compute each element of their result only from the operands' elements at the same index.
+# JAX 0.10 has no log2, one_minus_square and polynomial, and computes them by others.
 ELEMENTWISE = {
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy",
-    "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
-    "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow",
-    "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "stop_gradient", "sub", "tan", "tanh", "xor",
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
+    "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex",
+    "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq",
+    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma",
+    "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma",
+    "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "mulhi", "ne", "neg",
+    "nextafter", "not", "one_minus_square", "or", "polygamma", "polynomial",
+    "population_count", "pow", "real", "reduce_precision",
+    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+    "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 }  # fmt: skip
 REDUCTIONS = {f"reduce_{kind}": kind for kind in ("sum", "max", "min", "and", "or")}
-# Primitives that call an inner program, and the parameter that holds it.
+# Primitives that call an inner program, and the parameter that holds it. JAX 0.11 has no closed_call.
 CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -28,19 +33,18 @@ CALLS = {
 }
 
 
-def called(eqn: Any) -> core.ClosedJaxpr | None:
+def called(eqn: Any) -> jax_internals.ClosedJaxpr | None:
     """The program that an equation calls once; None for any other equation."""
     if eqn.primitive.name not in CALLS:
         return None
-    program = eqn.params[CALLS[eqn.primitive.name]]
-    return core.ClosedJaxpr(program, ()) if isinstance(program, core.Jaxpr) else program
+    return jax_internals.closed(eqn.params[CALLS[eqn.primitive.name]])
 
 
-def all_equations(jaxpr: core.Jaxpr) -> Iterator[Any]:
+def all_equations(jaxpr: jax_internals.Jaxpr) -> Iterator[Any]:
     """The equations of a program and of its inner programs."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in core.jaxprs_in_params(eqn.params):
+        for inner in jax_internals.inner_programs(eqn):
             yield from all_equations(inner)
 
 
@@ -53,7 +57,7 @@ def mapped_axes(eqn: Any) -> list[str]:
 
 
 def evaluate(
-    program: core.ClosedJaxpr,
+    program: jax_internals.ClosedJaxpr,
     args: Sequence[Any],
     of_equation: Callable[[Any, list[Any]], Sequence[Any]],
 ) -> list[Any]:
@@ -64,9 +68,9 @@ def evaluate(
     """
     jaxpr = program.jaxpr
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
+    read = lambda atom: atom.val if isinstance(atom, jax_internals.Literal) else env[atom]
     for eqn in jaxpr.eqns:
-        with source_info_util.user_context(eqn.source_info.traceback):
+        with jax_internals.at_line_of(eqn):
             results = of_equation(eqn, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

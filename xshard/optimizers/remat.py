@@ -9,17 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
+from xshard import jax_internals
 from xshard.optimizers import dependence, primitives
 
 
-def is_in(jaxpr: core.Jaxpr) -> bool:
+def is_in(jaxpr: jax_internals.Jaxpr) -> bool:
     """Returns whether a program contains a `jax.checkpoint`, which recomputes values for the backward pass."""
     return any(eqn.primitive.name == "remat2" for eqn in primitives.all_equations(jaxpr))
 
 
-def run(program: core.ClosedJaxpr, *args: Any) -> list[Any]:
+def run(program: jax_internals.ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluates a program so that its `jax.checkpoint` regions keep their policies inside another one."""
     return primitives.evaluate(program, args, _results)
 
@@ -41,7 +41,7 @@ def _results(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
 
 def _computed_again(params: Any) -> Any:
     """The function of a `jax.checkpoint`, as a custom_vjp that saves only its arguments under any outer policy."""
-    function = core.jaxpr_as_fun(core.ClosedJaxpr(params["jaxpr"], ()))
+    function = jax_internals.as_function(jax_internals.closed(params["jaxpr"]))
     again = jax.checkpoint(function, policy=params["policy"])
 
     def backward(inputs: Any, grads: Any) -> tuple[Any, ...]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 
+from xshard import jax_internals
 from xshard import mesh as mesh_lib
 from xshard.optimizers import primitives
 
@@ -61,7 +61,7 @@ def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
     return marked(_EQUAL, tree, given)
 
 
-def mapped_outputs(jaxpr: core.Jaxpr) -> tuple[list[Axes], list[Axes]]:
+def mapped_outputs(jaxpr: jax_internals.Jaxpr) -> tuple[list[Axes], list[Axes]]:
     """The axes along which each result of a program on all replicas differs, and the axes that its spec declares.
 
     Args:
@@ -70,7 +70,7 @@ def mapped_outputs(jaxpr: core.Jaxpr) -> tuple[list[Axes], list[Axes]]:
     (mapped,) = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
     inputs = list(map(of_spec, mapped["in_specs"]))
     declared = list(map(of_spec, mapped["out_specs"]))
-    return outputs(opened(mapped["jaxpr"]), inputs), declared
+    return outputs(jax_internals.opened(mapped["jaxpr"]), inputs), declared
 
 
 def of_spec(spec: jax.P) -> Axes:
@@ -79,7 +79,7 @@ def of_spec(spec: jax.P) -> Axes:
 
 
 def outputs(
-    jaxpr: core.Jaxpr, inputs: Sequence[Axes], special: Special | None = None
+    jaxpr: jax_internals.Jaxpr, inputs: Sequence[Axes], special: Special | None = None
 ) -> list[Axes]:
     """The axes along which each result of a replica's program differs.
 
@@ -89,7 +89,7 @@ def outputs(
       special: called first for each equation. It may also return notes that are not axes.
     """
     axes: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
-    read = lambda x: _NONE if isinstance(x, core.Literal) else axes.get(x, _NONE)
+    read = lambda x: _NONE if isinstance(x, jax_internals.Literal) else axes.get(x, _NONE)
     for eqn in jaxpr.eqns:
         read_axes = [read(x) for x in eqn.invars]
         results = of_equation(eqn, read_axes, special)
@@ -97,7 +97,7 @@ def outputs(
         if eqn.effects:
             # An effect may write any input into a mutable reference, from which later equations read it.
             for x in eqn.invars:
-                if not isinstance(x, core.Literal) and "Ref" in type(x.aval).__name__:
+                if not isinstance(x, jax_internals.Literal) and "Ref" in type(x.aval).__name__:
                     axes[x] = read(x).union(*read_axes)
     return [read(x) for x in jaxpr.outvars]
 
@@ -113,7 +113,7 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     if name in _EQUALISING:
         return _of_collective(eqn, inputs)
     if name == "scan":
-        return _of_scan(params, inputs, special)
+        return _of_scan(eqn, inputs, special)
     if name == "while":
         return _of_while(params, inputs, special)
     if name == "cond":
@@ -129,7 +129,7 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     if "callback" in name:
         # The host may compute a different number on each replica.
         return [ALL.union(*inputs) for _ in eqn.outvars]
-    inner = list(core.jaxprs_in_params(params))
+    inner = list(jax_internals.inner_programs(eqn))
     if len(inner) == 1 and len(inner[0].invars) == len(inputs):
         results = outputs(inner[0], inputs, special)
         if len(results) == len(eqn.outvars):
@@ -142,11 +142,6 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     return [axes for _ in eqn.outvars]
 
 
-def opened(jaxpr: Any) -> core.Jaxpr:
-    """The open jaxpr of a program, without the values of its constants."""
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-
-
 def _of_collective(eqn: Any, inputs: list[Axes]) -> list[Axes]:
     # With axis_index_groups, the collective makes values equal only within each of these groups.
     if eqn.params.get("axis_index_groups") is None:
@@ -156,9 +151,9 @@ def _of_collective(eqn: Any, inputs: list[Axes]) -> list[Axes]:
     return [_NONE.union(*inputs) for _ in eqn.outvars]
 
 
-def _of_scan(params: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
-    consts, carries = params["num_consts"], params["num_carry"]
-    body = opened(params["jaxpr"])
+def _of_scan(eqn: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
+    consts, carries = jax_internals.scan_counts(eqn)
+    body = jax_internals.opened(eqn.params["jaxpr"])
     fixed, carry = inputs[:consts], inputs[consts : consts + carries]
     scanned = inputs[consts + carries :]
     # Each round may make more of the carry differ, so this repeats until nothing changes.
@@ -174,7 +169,8 @@ def _of_while(params: Any, inputs: list[Axes], special: Special | None) -> list[
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
     carry = inputs[of_cond + of_body :]
-    condition, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
+    condition = jax_internals.opened(params["cond_jaxpr"])
+    body = jax_internals.opened(params["body_jaxpr"])
     while True:
         # If the number of rounds differs between replicas, so do all results.
         rounds = _NONE.union(*outputs(condition, [*cond_consts, *carry], special))
@@ -187,5 +183,7 @@ def _of_while(params: Any, inputs: list[Axes], special: Special | None) -> list[
 
 def _of_cond(params: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
     which, *operands = inputs
-    branches = [outputs(opened(branch), operands, special) for branch in params["branches"]]
+    branches = [
+        outputs(jax_internals.opened(branch), operands, special) for branch in params["branches"]
+    ]
     return [which.union(*results) for results in zip(*branches, strict=True)]

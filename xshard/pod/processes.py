@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed
 
-from xshard import errors
+from xshard import errors, jax_internals
 
 _SERIES = itertools.count()
 _POLL_SECONDS = 0.05
@@ -64,7 +63,7 @@ class Exchange:
         """
         if self.count == 1:
             return [value]
-        client = _client()
+        client = jax_internals.coordination_client()
         if client is None:
             raise LostError(f"{self._what}: call jax.distributed.initialize before anything else")
         name = f"xshard/{self._series}/{self._meeting}"
@@ -107,7 +106,7 @@ class Board:
     def __init__(self, index: int, count: int):
         self._index = index
         self._count = count
-        self._client = _client() if count > 1 else None
+        self._client = jax_internals.coordination_client() if count > 1 else None
 
     def write(self, topic: str, text: str) -> None:
         """Writes this process's text on a topic, and replaces its earlier one."""
@@ -244,11 +243,6 @@ def with_timeout(action: Callable[[], Any], seconds: float) -> Any:
     thread.start()
     thread.join(seconds)
     return returned[0]
-
-
-def _client() -> Any:
-    # Private in JAX, but the only means of communication that works while the devices compute.
-    return distributed.global_state.client
 
 
 def _values(client: Any, name: str) -> dict[int, str]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
-from jax._src import clusters
 
+from xshard import jax_internals
 from xshard.pod import process_spec, rendezvous, signals
 
 
@@ -75,10 +75,7 @@ def resolve_process(
 
 def _detect(seconds: int) -> process_spec.ProcessSpec | None:
     try:
-        # The five Nones leave the address, count, index, devices and method of detection to JAX.
-        address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, None, None, seconds
-        )
+        address, count, index, devices = jax_internals.detect_cluster(seconds)
     except (RuntimeError, OSError) as e:
         raise process_spec.StartError(
             f"JAX detects a cluster, but not the place of this process in it ({e}): give --coordinator_address, "

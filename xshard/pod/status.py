@@ -29,11 +29,14 @@ class Status:
         self._row: dict[str, Any] = {"doing": STARTING, "step": None, "steps": None}
         # `xshard.pod.attempts` reads these fields.
         begun = time.time() - clock.age()
-        self._row |= {"begun": begun, "first": None, "trained": 0, "seconds": {}}
+        self._row |= {"begun": begun, "first": None, "trained": 0, "seconds": dict}
         self._rate = clock.Rate(_RATE_ROWS)
 
     def doing(self, what: str, **more: Any) -> None:
-        """Sets the phase, and other fields: `step`, `steps`, and `seconds` as `xshard.metrics.clock` has them."""
+        """Sets the phase, and other fields: `step`, `steps`, and `seconds`, a function as `xshard.metrics.clock` has it.
+
+        It is called after each step, so everything that can wait is left to `row`.
+        """
         row = self._row
         if row["first"] is None:
             more["first"] = more.get("step")
@@ -50,6 +53,7 @@ class Status:
         """Returns the status; 'rate' is in steps per second over the last rows, 'time' in seconds since 1970."""
         # A copy, because another thread may change the status meanwhile.
         row = dict(self._row)
+        row["seconds"] = row["seconds"]()
         if row["step"] is not None:
             self._rate.add(time.monotonic(), row["step"])
         row["rate"] = self._rate.value()

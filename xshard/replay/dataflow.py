@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 
-from xshard import errors
-from xshard.optimizers import inspection, trees, varying
+from xshard import errors, jax_internals
+from xshard.optimizers import inspection, trees
 
 # Equations that are inlined, and the parameter that holds their body.
 INLINED = {
@@ -87,7 +86,7 @@ class Block(NamedTuple):
       num_floating: the number of floating-point values among them.
     """
 
-    jaxpr: core.Jaxpr
+    jaxpr: jax_internals.Jaxpr
     consts: Sequence[Any]
     inputs: bool
     parts: list[list[Any]]
@@ -130,7 +129,7 @@ class Program:
             for x in self.mapped.invars
         ]
         self.block, outputs = self._lay_out(
-            varying.opened(self.mapped.params["jaxpr"]), None, (), ()
+            jax_internals.opened(self.mapped.params["jaxpr"]), None, (), ()
         )
         by_output = dict(zip(self.mapped.outvars, outputs, strict=True))
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
@@ -139,7 +138,9 @@ class Program:
         self.gradients: dict[tuple[str, str], int] = {}
         self.all_gradients: list[tuple[str, str, int]] = []
         for (path, _), variable in zip(results, self.whole.jaxpr.outvars, strict=True):
-            number = None if isinstance(variable, core.Literal) else by_output.get(variable)
+            number = (
+                None if isinstance(variable, jax_internals.Literal) else by_output.get(variable)
+            )
             if number is None:
                 continue
             # path[0] is a field of `Stepped`. Fingerprints are integers, and are left out.
@@ -165,13 +166,13 @@ class Program:
         loops: _Loops,
     ) -> tuple[Block, list[int | None]]:
         """Lays out a function; returns it and its results' numbers. Without `inputs`, its inputs become new values."""
-        jaxpr, consts = varying.opened(function), getattr(function, "consts", ())
+        jaxpr, consts = jax_internals.opened(function), getattr(function, "consts", ())
         begin, parts = len(self.values), []
         has_inputs = inputs is None
         if inputs is None:
             inputs = [self._add((), loops, (), x.aval) for x in jaxpr.invars]
         numbers: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        read = lambda x: None if isinstance(x, core.Literal) else numbers.get(x)
+        read = lambda x: None if isinstance(x, jax_internals.Literal) else numbers.get(x)
         for eqn in jaxpr.eqns:
             blocks, outputs = self._lay_out_equation(
                 eqn, [read(x) for x in eqn.invars], place, loops
@@ -213,7 +214,8 @@ class Program:
     ) -> tuple[Block, list[int | None]]:
         params = eqn.params
         if eqn.primitive.name == "scan":
-            body, consts, carries = params["jaxpr"], params["num_consts"], params["num_carry"]
+            body = params["jaxpr"]
+            consts, carries = jax_internals.scan_counts(eqn)
         else:
             body, consts = params["body_jaxpr"], params["body_nconsts"]
             # The first inputs are read by the condition only.

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 
+from xshard import jax_internals
 from xshard import mesh as mesh_lib
 from xshard.optimizers import primitives
 from xshard.replay import dataflow
@@ -59,7 +59,7 @@ def make_observer(
         outer = program.whole
         known = dict(zip(outer.jaxpr.invars, jax.tree.leaves((state, batch)), strict=True))
         known |= dict(zip(outer.jaxpr.constvars, outer.consts, strict=True))
-        read = lambda x: x.val if isinstance(x, core.Literal) else known[x]
+        read = lambda x: x.val if isinstance(x, jax_internals.Literal) else known[x]
         for eqn in outer.jaxpr.eqns:
             inputs = [read(x) for x in eqn.invars]
             if eqn is program.mapped:
@@ -111,7 +111,7 @@ class _Interpreter:
             seen.extend(of_parts)
             return outputs
 
-        program = core.ClosedJaxpr(block.jaxpr, block.consts)
+        program = jax_internals.ClosedJaxpr(block.jaxpr, block.consts)
         results = primitives.evaluate(program, inputs, of_equation)
         assert self._next - begin == block.size, "the program is not as it was laid out"
         return results, _joined(seen)
@@ -143,7 +143,7 @@ class _Interpreter:
         self, eqn: Any, block: dataflow.Block, inputs: list[Any], rounds: _Rounds
     ) -> _Evaluated:
         params = eqn.params
-        consts, carries = params["num_consts"], params["num_carry"]
+        consts, carries = jax_internals.scan_counts(eqn)
         begin, scanned = inputs[consts : consts + carries], inputs[consts + carries :]
         body, init = self._loop(block, inputs[:consts], begin, rounds)
         (_, seen, carried), stacked = lax.scan(
@@ -157,7 +157,7 @@ class _Interpreter:
         params = eqn.params
         skip, consts = params["cond_nconsts"], params["body_nconsts"]
         asked, fixed, begin = inputs[:skip], inputs[skip : skip + consts], inputs[skip + consts :]
-        goes_on = core.jaxpr_as_fun(params["cond_jaxpr"])
+        goes_on = jax_internals.as_function(params["cond_jaxpr"])
         body, init = self._loop(block, fixed, begin, rounds)
         _, seen, carried = lax.while_loop(
             lambda carry: goes_on(*asked, *carry[2])[0], lambda carry: body(carry, ())[0], init

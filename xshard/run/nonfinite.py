@@ -87,10 +87,13 @@ class Monitor:
         size = len(learners), mesh_lib.num_groups(mesh)
         self._stuck = np.zeros(size, np.int64)
         self._last = np.full(size, FINE)
+        # Whether all the last verdicts are FINE.
+        self._is_fine = True
         if known is not None:
             self._stuck = np.reshape(np.asarray(known["stuck"], np.int64), size)
             # The last verdicts are not saved. A count above 0 means that the last step was stuck.
             self._last = np.where(self._stuck > 0, STUCK, FINE)
+            self._is_fine = not self._last.any()
             self._jumps.set_state(known["losses"])
         # The first step of the current stretch of steps in trouble, and the number of stretches so far.
         self._begin: int | None = None
@@ -105,15 +108,16 @@ class Monitor:
           NonfiniteError: if the run must stop or roll back.
         """
         names = ("verdict", "loss") if self._jumps.factor else ("verdict",)
-        taken = {}
-        for learner, x in observed.items():
-            # Only arrays with several groups are gathered, since other processes hold some groups' values. The others
-            # are replicated already, and `replicate` returns them unchanged.
-            fields = {name: mesh_lib.replicate(self._mesh, getattr(x, name)) for name in names}
-            for array in fields.values():
-                array.copy_to_host_async()
-            taken[learner] = x._replace(**fields)
-        self._pending.append((step, taken))
+        if self._last.shape[1] > 1:
+            # Other processes hold the values of some groups. Without groups the arrays are replicated already.
+            gathered = {}
+            for learner, x in observed.items():
+                fields = {name: mesh_lib.replicate(self._mesh, getattr(x, name)) for name in names}
+                gathered[learner] = x._replace(**fields)
+            observed = gathered
+        for name in names:
+            deferred.to_host(getattr(x, name) for x in observed.values())
+        self._pending.append((step, observed))
         self._look(deferred.IN_FLIGHT)
 
     def flush(self) -> None:
@@ -138,10 +142,11 @@ class Monitor:
     def _look(self, remain: int) -> None:
         while len(self._pending) > remain:
             step, observed = self._pending.popleft()
-            verdicts = self._of_all(observed, "verdict")
+            # NumPy's functions would hand an array of JAX back to it, which runs a program on the devices.
+            counts = [np.count_nonzero(np.asarray(x.verdict)) for x in observed.values()]
             # A fine step after a fine step changes no counter, so it needs no judgment.
-            if self._last.any() or verdicts.any():
-                self._judge(step, verdicts, observed)
+            if not self._is_fine or any(counts):
+                self._judge(step, self._of_all(observed, "verdict"), observed)
             if self._jumps.factor:
                 self._compare(step, observed)
 
@@ -151,11 +156,12 @@ class Monitor:
         values = np.zeros(self._last.shape, np.float64)
         for row, name in enumerate(self._paths):
             if name in observed:
-                values[row] = np.reshape(getattr(observed[name], field), -1)
+                values[row] = np.asarray(getattr(observed[name], field)).reshape(-1)
         return values
 
     def _judge(self, step: int, verdicts: np.ndarray, observed: Observed) -> None:
         self._last = verdicts
+        self._is_fine = not verdicts.any()
         self._stuck = np.where(verdicts == STUCK, self._stuck + 1, 0)
         if verdicts.any():
             self._bad = step, verdicts, observed

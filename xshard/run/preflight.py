@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend import core
 
-from xshard import contract, errors, logical, samples, step
+from xshard import contract, errors, jax_internals, logical, samples, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -129,7 +128,7 @@ def _check_equal(
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
-    jaxpr: core.ClosedJaxpr,
+    jaxpr: jax_internals.ClosedJaxpr,
 ) -> None:
     """Raises UserError if the step may leave state that differs between replicas without being declared as such.
 

@@ -98,11 +98,11 @@ class Monitor:
         logged = {}
         if begun is not None and step % self._every == 0:
             parted = mesh_lib.replicate(self._mesh, begun.parted)
-            # The copy runs beside later steps, so that reading it some steps later does not wait for the device.
-            parted.copy_to_host_async()
+            deferred.to_host([parted])
             self._pending.append((step - 1, begun._replace(parted=parted)))
             logged = begun.logged()
-        self._look(step - deferred.IN_FLIGHT)
+        # The fingerprints after a step come from the program of the next one.
+        self._look(step - 1 - deferred.IN_FLIGHT)
         if self._is_awaited:
             self._compile_ahead(state)
         return logged

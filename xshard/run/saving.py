@@ -226,8 +226,11 @@ class Checkpoints:
 
     def check(self) -> None:
         """Prints or raises, as `checkpoint.on_failure` says, the error of the last save if it failed."""
-        with self._tolerated():
+        # Called after each step, so it enters no context.
+        try:
             self.manager.check()
+        except checkpoint.CheckpointError as e:
+            self._tolerate(e)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -276,9 +279,12 @@ class Checkpoints:
         try:
             yield
         except checkpoint.CheckpointError as e:
-            if not self._tolerates_failure or isinstance(e, checkpoint.NonfiniteError):
-                raise
-            states.say(f"NOT SAVED: {e} Training continues, because checkpoint.on_failure=go_on.")
+            self._tolerate(e)
+
+    def _tolerate(self, e: checkpoint.CheckpointError) -> None:
+        if not self._tolerates_failure or isinstance(e, checkpoint.NonfiniteError):
+            raise e
+        states.say(f"NOT SAVED: {e} Training continues, because checkpoint.on_failure=go_on.")
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

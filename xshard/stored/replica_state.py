@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 
-from xshard import contract, errors
+from xshard import contract, errors, jax_internals
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -69,7 +68,7 @@ def fit(
 
 def check_unread(
     method: Callable[..., Any],
-    program: core.ClosedJaxpr,
+    program: jax_internals.ClosedJaxpr,
     state: state_lib.TrainState,
     mesh: mesh_lib.AnyMesh,
 ) -> None:

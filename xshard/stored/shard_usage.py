@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend import core
 
-from xshard import contract, errors, supervised
+from xshard import contract, errors, jax_internals, supervised
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -227,7 +226,7 @@ class _UsageChecker:
 
     def _is_uniform(self, atom: Any) -> bool:
         """Returns whether all elements of a value are known to be equal."""
-        if isinstance(atom, core.Literal) or not atom.aval.shape:
+        if isinstance(atom, jax_internals.Literal) or not atom.aval.shape:
             return not atom.aval.shape
         return atom in self._uniform
 
@@ -292,7 +291,7 @@ def _other(x: Any) -> varying.Axes:
 
 def _gathers(eqn: Any) -> bool:
     """Returns whether an equation gathers a parameter in one of its inner programs."""
-    for jaxpr in core.jaxprs_in_params(eqn.params):
+    for jaxpr in jax_internals.inner_programs(eqn):
         for inner in primitives.all_equations(jaxpr):
             if inner.params.get("name") == varying.GATHERED:
                 return True

@@ -1,0 +1,181 @@
+"""What xshard uses of JAX that JAX does not promise to keep, and what differs between the versions it runs on.
+
+JAX changes its private modules and `jax.extend`, `jax.interpreters` and `jax.experimental` without notice, so only this
+file imports them. xshard runs on JAX 0.10, 0.11 and 0.12. Each item says what it is for, and what makes it superfluous.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import clusters, distributed
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+from jax.extend import core, source_info_util
+from jax.extend.mlir.dialects import sdy
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+# The classes of traced programs. A sharded update evaluates a rule's program on shards, and the checks before a run read
+# the program of its step; JAX has no public classes for either.
+Jaxpr = core.Jaxpr
+Literal = core.Literal
+Primitive = core.Primitive
+# In JAX 0.10 a program with its constants is a class of its own. From 0.11 on, a Jaxpr has its constants, and this is
+# another name for it, which can go with JAX 0.10.
+ClosedJaxpr = core.ClosedJaxpr
+
+
+def closed(program: Any) -> ClosedJaxpr:
+    """Returns a program with its constants, from one with or without.
+
+    In JAX 0.10 an equation's parameter may be either. From 0.11 on all programs have their constants, and `closed` can
+    go with JAX 0.10.
+    """
+    # `ClosedJaxpr(program, ())` would drop the constants that a program of JAX 0.11 has.
+    return program if hasattr(program, "consts") else core.ClosedJaxpr(program, ())
+
+
+def opened(program: Any) -> Jaxpr:
+    """Returns a program without its constants, from one with or without. It can go with JAX 0.10, as `closed`."""
+    return program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+
+
+def as_function(program: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """Returns the function of a program: from the list of its arguments to the list of its results."""
+    return core.jaxpr_as_fun(program)
+
+
+def inner_programs(eqn: Any) -> Iterator[Jaxpr]:
+    """Yields the programs in the parameters of an equation, such as the body of a loop."""
+    return core.jaxprs_in_params(eqn.params)
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Returns the number of constants and of carried arrays of a scan, which come first in its inputs, in this order.
+
+    The carried arrays are its first results. The parameters of JAX 0.10 can go with it.
+    """
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carried, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carried)
+
+
+def without_dead_code(
+    program: ClosedJaxpr, used: Sequence[bool], *, keep_inputs: bool = False
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """Returns the part of a program that computes some of its outputs, and which of the inputs it has.
+
+    Args:
+      program: the program.
+      used: for each output, whether the part computes it.
+      keep_inputs: whether the part has all inputs, also those that it does not use.
+    """
+    jaxpr, reads = partial_eval.dce_jaxpr(program.jaxpr, used, instantiate=keep_inputs)
+    return core.ClosedJaxpr(jaxpr, program.consts), reads
+
+
+def at_line_of(eqn: Any) -> AbstractContextManager[None]:
+    """Gives what is traced in the context the line of an equation in the user's code."""
+    return source_info_util.user_context(eqn.source_info.traceback)
+
+
+def mapped_axis_names() -> list[Any]:
+    """Lists the axes that are mapped where it is called, also by vmap and pmap, which JAX's public functions omit."""
+    return core.unsafe_get_axis_names_DO_NOT_USE()
+
+
+def shard_alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns two arrays of one shape, which the compiler shards alike along the axes whose sharding it chooses.
+
+    Up to 0.11.1, JAX has it as `jax.experimental.shard_alike`. It can go when JAX has it again.
+    """
+    return tuple(_shard_alike.bind(x, y))
+
+
+_shard_alike = core.Primitive("xshard_shard_alike")
+_shard_alike.multiple_results = True
+_shard_alike.def_impl(lambda x, y: [x, y])
+_shard_alike.def_abstract_eval(lambda x, y: [x, y])
+# The numbers of the groups in a program. JAX's own `shard_alike` counts from 0.
+_groups = itertools.count(2**32)
+
+
+def _lower(context: Any, x: Any, y: Any) -> list[Any]:
+    group = next(_groups)
+    sdy.sharding_group(x, group)
+    sdy.sharding_group(y, group)
+    return [x, y]
+
+
+def _transpose(grads: Sequence[Any], x: Any, y: Any) -> Sequence[Any]:
+    # No array exists for the gradient of a result that nothing uses, so there is nothing to shard.
+    if any(type(grad) is ad.Zero for grad in grads):
+        return grads
+    return _shard_alike.bind(*grads)
+
+
+def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], list[int]]:
+    (size,) = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
+
+    def batched(x: Any, axis: int | None) -> Any:
+        if axis is None:
+            return jnp.broadcast_to(x, (size, *x.shape))
+        return jnp.moveaxis(x, axis, 0)
+
+    return _shard_alike.bind(*map(batched, arrays, axes)), [0, 0]
+
+
+mlir.register_lowering(_shard_alike, _lower)
+ad.deflinear2(_shard_alike, _transpose)
+batching.primitive_batchers[_shard_alike] = _batch
+
+
+def detect_cluster(seconds: int) -> tuple[str | None, int | None, int | None, Any]:
+    """Detects this process's place in a cluster as `jax.distributed.initialize` does, which also connects it.
+
+    Processes meet before JAX connects them, so the place is needed before. It can go when JAX has a public function.
+
+    Args:
+      seconds: how long requests to a cloud's metadata may take.
+
+    Returns:
+      The address of process 0, the number of processes, this process's index, and its devices; None for what is not
+      detected.
+    """
+    # The five Nones leave the address, count, index, devices and method of detection to JAX.
+    return clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, seconds
+    )
+
+
+def coordination_client() -> Any:
+    """Returns the client of JAX's coordination service, whose store of keys and values works while devices compute.
+
+    It is None before `jax.distributed.initialize`. It can go when JAX has a public store.
+    """
+    return distributed.global_state.client
+
+
+def reset_compilation_cache() -> None:
+    """Makes JAX look again whether it has a compilation cache, which it does once, at its first compilation.
+
+    It can go when `jax.config.update` of the cache's folder does the same.
+    """
+    compilation_cache.reset_cache()
+
+
+def topology_devices(topology: str, **options: Any) -> list[jax.Device]:
+    """Returns devices of a TPU topology for which programs can be compiled, but not run.
+
+    It can go when JAX has a function outside of `jax.experimental`.
+
+    Args:
+      topology: libtpu's name of it, as in v5e:4x4.
+      **options: libtpu's options.
+    """
+    description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
+    return list(description.devices)
