@@ -30,7 +30,12 @@ from xshard.files import identity as identity_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "first_experiment.md"
-PAGES = [README, *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("experiments/*/README.md"))]
+PAGES = [
+    README,
+    ROOT / "AGENTS.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("experiments/*/README.md")),
+]
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted(ROOT.joinpath("xshard").rglob("*.py"))

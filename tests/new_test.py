@@ -1,5 +1,7 @@
 """Tests that a new experiment is written whole or not at all; docs_test runs it as part of the tutorial."""
 
+import importlib.util
+
 import pytest
 
 from xshard import config
@@ -16,6 +18,15 @@ def test_the_next_commands_are_printed(tmp_path, monkeypatch, capsys):
     commands = [line.split("#")[0].strip() for line in out.splitlines() if "python -m" in line]
     readme = (directory / "README.md").read_text()
     assert len(commands) == 2 and all(command in readme for command in commands)
+
+
+def test_a_missing_pytest_is_mentioned(tmp_path, monkeypatch, capsys):
+    """xshard does not depend on pytest, which the new experiment's tests need."""
+    assert new.main([str(tmp_path / "with")]) == 0
+    assert "pip install pytest" not in capsys.readouterr().out
+    monkeypatch.setattr(importlib.util, "find_spec", {"pytest": None}.get)
+    assert new.main([str(tmp_path / "without")]) == 0
+    assert "python -m pip install pytest" in capsys.readouterr().out
 
 
 def test_the_new_config_has_every_key_of_a_run():

@@ -4,6 +4,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
@@ -55,3 +56,14 @@ def test_each_public_name_is_there_at_first_use():
 def test_the_wheel_has_nothing_else(wheel):
     tops = {name.partition("/")[0] for name in wheel}
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+
+
+def test_each_requirements_file_is_an_extra_and_is_exported():
+    dynamic = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]
+    extras = {name: value["file"] for name, value in dynamic["optional-dependencies"].items()}
+    names = {path.stem.partition("_")[2] for path in ROOT.glob("requirements_*.in")}
+    assert {"tpu", "cuda"} < names
+    assert extras == {name: [f"requirements_{name}.in"] for name in names}
+    exported = (ROOT / "BUILD").read_text()
+    for path in (*ROOT.glob("requirements*.in"), *ROOT.glob("requirements*_lock.txt")):
+        assert f'"{path.name}"' in exported, path.name

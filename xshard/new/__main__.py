@@ -5,6 +5,7 @@ Comments in it tell you what to change. No file is ever overwritten.
 """
 
 import errno
+import importlib.util
 import os
 import pathlib
 import shlex
@@ -63,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"  cd {shlex.quote(str(directory))}")
     print("  python -m xshard.main --config=config.py --workdir=runs/first    # trains it")
     print("  python -m pytest                                                 # tests it\n")
+    if importlib.util.find_spec("pytest") is None:
+        print("The tests need pytest, which is not installed: python -m pip install pytest\n")
     print("Then make it yours: comments that begin with 'Yours' tell you what to change.")
     return 0
 
