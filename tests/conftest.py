@@ -1,7 +1,7 @@
 """The set-up of all tests: eight devices, strict dtype promotion, Haiku's check of JAX usage, no ignored signals.
 
 A test that is marked `long` runs only with --all. Of a test that is marked `sample(n)`, n rows run without --all, which
-`tests.SAMPLE_SEED` draws.
+`tests.SAMPLE_SEED` draws; of several tests that are marked `sample(n, of="a name")`, n of all their rows.
 """
 
 import collections
@@ -52,7 +52,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: takes long; runs with --all")
-    config.addinivalue_line("markers", "sample(n): without --all, n rows run, which a seed draws")
+    config.addinivalue_line(
+        "markers",
+        "sample(n, of=name): without --all, n rows run, which a seed draws; of all tests of this name in the file",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -61,8 +64,10 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("long")]
     rows_by_test = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sample") and item not in left_out:
-            rows_by_test[item.path, item.cls, item.originalname].append(item)
+        marker = item.get_closest_marker("sample")
+        if marker is not None and item not in left_out:
+            test = marker.kwargs.get("of", item.originalname)
+            rows_by_test[item.path, item.cls, test].append(item)
     for rows in rows_by_test.values():
         (count,) = rows[0].get_closest_marker("sample").args
         left_out += sorted(rows, key=_place_in_the_draw)[count:]

@@ -8,6 +8,9 @@ import zipfile
 
 import pytest
 
+import xshard
+from tests.checkpoint import harness
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("xshard", "launch")
 
@@ -38,6 +41,15 @@ def test_the_wheel_has_every_file_of_the_packages(wheel):
     }
     assert "launch/__main__.py" in wanted and "xshard/new/template/README.md" in wanted
     assert not wanted - wheel
+
+
+def test_each_public_name_is_there_at_first_use():
+    names = [*xshard.__all__, "config"]
+    program = "import sys, xshard; getattr(xshard, sys.argv[1])"
+    for name in names:
+        assert hasattr(xshard, name)
+    # What a config file uses before anything else has imported it.
+    subprocess.run([sys.executable, "-c", program, "config"], check=True, env=harness.environment())
 
 
 def test_the_wheel_has_nothing_else(wheel):

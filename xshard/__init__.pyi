@@ -4,6 +4,7 @@ Type checkers read this file; `__init__.py` imports a module when one of its nam
 first used.
 """
 
+from . import config as config
 from .callbacks import early_stopping
 from .errors import UserError
 from .experiment import Experiment, PerExample, PerReplica

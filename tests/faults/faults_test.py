@@ -33,14 +33,15 @@ def needs_compiler(where):
         pytest.skip("needs a C compiler (Debian: gcc, libc6-dev)")
 
 
-def test_a_failed_file_operation_has_a_good_outcome(tmp_path):
-    run(tmp_path, "disk", 26)
+def test_a_failed_file_operation_has_a_good_outcome(tmp_path, pytestconfig):
+    run(tmp_path, "disk", 26 if pytestconfig.getoption("--all") else 10)
 
 
-def test_a_power_cut_has_a_good_outcome(tmp_path):
+def test_a_power_cut_has_a_good_outcome(tmp_path, pytestconfig):
     if power.missing():
         pytest.skip(power.missing())
-    run(tmp_path, "power", 20, "--parts=new,resume")
+    count = 20 if pytestconfig.getoption("--all") else 10
+    run(tmp_path, "power", count, "--parts=new,resume")
 
 
 @pytest.mark.parametrize("where", ["gcs", "s3"])

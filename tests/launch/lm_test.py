@@ -50,6 +50,7 @@ def finish(process):
 SHARDED = ("--config.reduction.shard_params=True", "--config.model_parallel=2")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count, options", [(1, ()), (2, SHARDED)])
 def test_a_killed_and_restarted_run_ends_in_the_same_bits_and_text(tmp_path, count, options):
     shape = {"count": count, "devices": 4 // count}
@@ -67,6 +68,7 @@ def test_a_killed_and_restarted_run_ends_in_the_same_bits_and_text(tmp_path, cou
     harness.assert_same_end(tmp_path / "killed", tmp_path / "whole", 30)
 
 
+@pytest.mark.long
 def test_each_group_of_a_model_parallel_run_initializes_a_one_device_run(tmp_path):
     groups = ["--config.group_assignment=((0, 1), (2, 3))", "--config.model_parallel=2"]
     run = tmp_path / "run"

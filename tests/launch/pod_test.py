@@ -83,6 +83,7 @@ SHARDED = ["--config.experiment=tests.toy.Wide", "--config.hidden=20", "--config
            "--config.reduction.shard_update=True", "--config.reduction.slice_dtype=int8"]  # fmt: skip
 
 
+@pytest.mark.sample(1, of="pods")
 def test_a_pod_with_a_sharded_update_and_int8_resumes_to_the_same_bits(tmp_path):
     uninterrupted = tmp_path / "uninterrupted"
     code, output = harness.finish(start(uninterrupted, *SHARDED))
@@ -216,6 +217,7 @@ def test_a_nonfinite_step_on_one_process_ends_all_without_a_restart(tmp_path, op
     assert f"not finite: step 31: {where}the loss is nan" in shown
 
 
+@pytest.mark.sample(1, of="pods")
 def test_two_processes_roll_back_even_if_one_is_killed_meanwhile(tmp_path):
     options = ["--config.experiment=tests.toy.Lowered", "--config.overflow_above=1e9",
                "--config.roll_back.learning_rate_factor=0.5",
@@ -256,6 +258,7 @@ def test_all_processes_save_when_the_time_for_a_save_has_come(tmp_path):
         harness.wait_until(lambda: len(list(checkpoints.glob("*/COMMIT"))) > 1)
 
 
+@pytest.mark.sample(1, of="pods")
 def test_a_killed_pod_stops_early_and_samples_as_if_uninterrupted(tmp_path):
     options = ["--config.experiment=tests.stopping.Showing",
                "--config.steps=60", "--config.eval_every_steps=10", "--config.samples_every_steps=10",
@@ -282,6 +285,7 @@ def test_a_killed_pod_stops_early_and_samples_as_if_uninterrupted(tmp_path):
     assert rows.results(tmp_path / "run") == ended
 
 
+@pytest.mark.sample(1, of="pods")
 def test_groups_with_sharded_parameters_run_on_several_processes(tmp_path):
     """A pod that shards the parameters of two learners ends close to one process that does not shard them."""
     options = ["--config.experiment=tests.turns.Turns", "--config.hidden=1024", "--config.steps=30",
