@@ -62,7 +62,8 @@ def _step(quick: bool, accelerator: bool) -> Commands:
 
 def _loop(quick: bool, accelerator: bool) -> Commands:
     del accelerator
-    return [["loop", *(("--rounds=1", "--steps=300") if quick else ())]]
+    small = ("--rounds=1", "--steps=300", "--size=1 ms", "--arrays=10")
+    return [["loop", *(small if quick else ())]]
 
 
 def _fingerprint(quick: bool, accelerator: bool) -> Commands:
@@ -93,7 +94,7 @@ def _dry_run(quick: bool, accelerator: bool) -> Commands:
 
 PARTS = {
     "step": Part(_step, "20 ms model on 8 devices"),
-    "loop": Part(_loop),
+    "loop": Part(_loop, "the loop's steps of 20 ms and a model of 500 arrays"),
     "fingerprint": Part(_fingerprint, "fingerprints of the 20 ms model"),
     "start": Part(_start),
     "compile": Part(_compile, "compilation with 100, 300 and 1000 leaves"),

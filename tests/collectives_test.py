@@ -92,6 +92,21 @@ def test_a_sharded_step_reduces_its_norms_with_its_metrics():
     assert len(reduced) == sum(collective.kind == "all-reduce" for collective in found)
 
 
+def barriers_hold(mesh):
+    """Returns whether XLA keeps equal gathers on both sides of a barrier, as `jax.checkpoint` has in its backward pass.
+
+    XLA for CPUs in jaxlib 0.11.0 and earlier drops the barriers first, and then one of the gathers; in 0.11.2 it does not.
+    """
+
+    def gather_twice(x):
+        first = jax.lax.all_gather(x, "replica")
+        x, first = jax.lax.optimization_barrier((x, first))
+        return jax.numpy.sin(first) + jax.numpy.cos(jax.lax.all_gather(x, "replica"))
+
+    compiled = compile_map(gather_twice, mesh, jax.P("replica"), jax.P(), (8, 3))
+    return sum(collective.times for collective in collectives.of(compiled)) == 2
+
+
 def test_the_collectives_of_a_step_with_parameters_in_shards():
     """Digits gathers its two large arrays. The language model gathers one layer at a time, forward and backward."""
     budgets = {}
@@ -105,10 +120,11 @@ def test_the_collectives_of_a_step_with_parameters_in_shards():
                 assert collectives.axes(mesh, collective) == ("replica",)
                 counts[collective.kind, *collective.dtypes] += collective.times
         budgets[config.experiment.rpartition(".")[2]] = counts
-    # Outside loops, the CPU compiler removes the second gather of an array. Six small arrays are updated in shards and
-    # gathered after the update. The all-reduce of integers is the vote.
+    # Outside of loops too an array is gathered forward and backward, unless the CPU compiler removes the second gather.
+    # Six small arrays are updated in shards and gathered after the update. The all-reduce of integers is the vote.
+    outside = 2 if barriers_hold(mesh) else 1
     assert budgets["Digits"] == {
-        ("all-gather", "f16"): 2,
+        ("all-gather", "f16"): 2 * outside,
         ("all-gather", "f32"): 6,
         ("reduce-scatter", "f32"): 8,
         ("all-reduce", "s32"): 1,
@@ -116,7 +132,8 @@ def test_the_collectives_of_a_step_with_parameters_in_shards():
     }
     layers, arrays, norms = 2, 4, 3
     assert budgets["LanguageModel"] == {
-        ("all-gather", "f16"): 2 * layers * arrays + 2,
+        # Of the two outside, the backward pass reads the head, but not the embedding, which is a table.
+        ("all-gather", "f16"): 2 * layers * arrays + 1 + outside,
         ("all-gather", "f32"): norms,
         ("reduce-scatter", "f32"): layers * arrays + 2 + norms,
         ("all-reduce", "s32"): 1,

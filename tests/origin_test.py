@@ -1,9 +1,11 @@
-"""Tests of the Git commit that a run records for its experiment's code."""
+"""Tests of the origin that a run records: the Git commit of its experiment's code, and the libraries."""
 
+import json
 import subprocess
 
 import pytest
 
+from xshard.files import workdir
 from xshard.pod import origin as origin_lib
 
 
@@ -49,3 +51,13 @@ def test_without_git_or_a_repository_the_commit_is_empty(repository, tmp_path, m
     assert origin_lib.commit("/nowhere/experiment.py") == ""
     monkeypatch.setenv("PATH", "")
     assert origin_lib.commit(str(repository / "experiment.py")) == ""
+
+
+def test_a_resume_with_other_libraries_is_reported(tmp_path):
+    then = workdir.Origin("data", "data", "", "jax 0.10.2, jaxlib 0.10.2, optax 0.2.8")
+    now = then._replace(libraries="jax 0.12.0.1, jaxlib 0.12.0.1, optax 0.2.8")
+    (tmp_path / "origin.json").write_text(json.dumps(then._asdict()))
+    of_run = workdir.Workdir(tmp_path)
+    assert of_run.check_origin(then) == []
+    (change,) = of_run.check_origin(now)
+    assert change == "libraries: jax 0.10.2, jaxlib 0.10.2 -> jax 0.12.0.1, jaxlib 0.12.0.1"

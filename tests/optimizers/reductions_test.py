@@ -93,15 +93,20 @@ def collectives_of(**more):
     run, state = runner(lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **more))
     # The program is lowered for a TPU, because for a CPU all sums are written in float32.
     text = run.trace(state, GRADS).lower(lowering_platforms=("tpu",)).as_text()
+    sizes = dict(re.findall(r'name = "(\w+)", size = (\d+)', text))
+    # Before JAX 0.12 the groups are a table, with one row for each, and from then on the names of axes of the mesh.
     pattern = re.compile(
-        r'"stablehlo\.(all_reduce|all_gather|reduce_scatter)".*?tensor<\d+x(\d+)xi64>'
+        r'"stablehlo\.(all_reduce|all_gather|reduce_scatter)".*?replica_groups = '
+        r"(?:dense<[^>]*> : tensor<\d+x(\d+)xi64>|#stablehlo\.replica_group_mesh_axes<(.*?)>,)"
         r".*?[)>] : \(tensor<((?:\d+x)*)(\w+)>\) ->",
         re.DOTALL,
     )
-    return {
-        (kind, int(np.prod([int(n) for n in shape.split("x") if n])), dtype, int(devices))
-        for kind, devices, shape, dtype in pattern.findall(text)
-    }
+    found = set()
+    for kind, listed, axes, shape, dtype in pattern.findall(text):
+        members = [listed] if listed else [sizes[x] for x in re.findall(r'name = "(\w+)"', axes)]
+        elements = np.prod([int(n) for n in shape.split("x") if n])
+        found.add((kind, int(elements), dtype, int(np.prod([int(n) for n in members]))))
+    return found
 
 
 def test_collectives_within_a_slice_and_between_slices():

@@ -197,6 +197,11 @@ class Workdir:
             changes.append(f"evaluation data: {old.evaluation} -> {origin.evaluation}")
         if old.commit and old.commit != origin.commit:
             changes.append(f"commit: {old.commit} -> {origin.commit or 'none'}")
+        if old.libraries and old.libraries != origin.libraries:
+            was, now = (x.libraries.split(", ") for x in (old, origin))
+            before = ", ".join(x for x in was if x not in now)
+            after = ", ".join(x for x in now if x not in was)
+            changes.append(f"libraries: {before} -> {after}")
         return changes
 
     @contextlib.contextmanager
