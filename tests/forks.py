@@ -117,6 +117,8 @@ class Process:
 
     def communicate(self, timeout=None):
         """Waits for the process to close its output; returns the rest of it, and None."""
+        if self.stdout.closed:
+            return "", None
         rest = []
         reader = threading.Thread(target=lambda: rest.append(self.stdout.read()), daemon=True)
         reader.start()
