@@ -252,6 +252,7 @@ def resident_bytes():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
     # The state has 5 MB: if each save kept it, 100 saves would keep half a gigabyte.
     state = {f"large{i}": jnp.full(1 << 18, i, jnp.float32) for i in range(4)}

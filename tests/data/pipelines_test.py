@@ -98,6 +98,7 @@ def test_batches_are_the_same_on_any_number_of_processes(make, groups):
         assert_same(read(start(processes, make=make, groups=groups), 6), whole)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "counts"),
     [(packed, (1, 4, 2)), (packed, (2, 2, 8)), (mixed, (2, 1, 4)), (threaded, (4, 1, 2))],

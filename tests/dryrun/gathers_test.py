@@ -129,6 +129,7 @@ def gathers_of(topology, *, ahead):
     return json.loads(done.stdout)
 
 
+@pytest.mark.sample(1, of="gathers")
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:4x4x4"])
 def test_each_layer_is_gathered_while_the_one_before_is_computed(topology):
@@ -140,6 +141,7 @@ def test_each_layer_is_gathered_while_the_one_before_is_computed(topology):
     assert gathered / 2 < hidden <= gathered
 
 
+@pytest.mark.sample(1, of="gathers")
 @needs_libtpu
 def test_arrays_of_a_layer_are_gathered_while_others_are_computed():
     kinds, _, _, gathered, hidden = gathers_of("v6e:4x4", ahead=False)

@@ -44,6 +44,7 @@ def test_a_power_cut_has_a_good_outcome(tmp_path, pytestconfig):
     run(tmp_path, "power", count, "--parts=new,resume")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["gcs", "s3"])
 def test_a_failed_request_to_an_object_store_has_a_good_outcome(tmp_path, where):
     run(tmp_path, where, 6, "--parts=resume")

@@ -44,7 +44,7 @@ def wait_for_step(directory, target):
     harness.wait_until(lambda: step(directory) >= target)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, of="cuts")
 @pytest.mark.parametrize("lost", [2, 0])
 def test_a_lasting_cut_ends_all_processes_and_names_the_lost_host(hosts, tmp_path, lost):
     directory = tmp_path / "run"
@@ -74,6 +74,7 @@ def seconds_silent(directory, index):
     return rows[0]["time"] - rows[index]["time"]
 
 
+@pytest.mark.sample(1, of="cuts")
 def test_a_pod_survives_a_cut_shorter_than_the_heartbeat_timeout(hosts, tmp_path):
     directory = tmp_path / "run"
     with pod(hosts, directory) as processes:

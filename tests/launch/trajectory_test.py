@@ -30,6 +30,7 @@ def uninterrupted(tmp_path_factory):
     return directory
 
 
+@pytest.mark.sample(1, of="moves")
 def test_a_run_ends_in_the_same_bits_on_other_processes_and_devices(tmp_path, uninterrupted):
     moved = [*_EXACT, f"--workdir={tmp_path / 'moved'}"]
     start_on_8_devices = functools.partial(harness.start, [*moved, "--cpu_devices=8"])
@@ -44,6 +45,7 @@ def test_a_run_ends_in_the_same_bits_on_other_processes_and_devices(tmp_path, un
     harness.assert_same_end(tmp_path / "moved", uninterrupted, _STEPS)
 
 
+@pytest.mark.sample(1, of="moves")
 def test_a_run_that_loses_a_host_ends_in_the_same_bits(tmp_path, uninterrupted):
     directory = tmp_path / "run"
     command = [*_EXACT, f"--workdir={directory}"]
