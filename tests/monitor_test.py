@@ -111,6 +111,70 @@ def test_the_signal_handlers_are_restored(tmp_path):
             signal.signal(number, handler)
 
 
+FORK = """
+import os, signal, sys
+from xshard.pod import signals
+with signals.SignalReceiver() as receiver:
+    begin, ready = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(ready, b"x")
+        signal.pause()
+        signal.pause()
+        os._exit(0)
+    os.read(begin, 1)
+    os.kill(child, signal.SIGINT)
+    os.kill(child, signal.SIGUSR1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), receiver.read())
+    os.kill(os.getpid(), signal.SIGINT)
+    print(receiver.read())
+"""
+
+
+def test_a_signal_to_a_forked_child_is_not_the_run_s():
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], env=harness.environment(), capture_output=True, text=True
+    )
+    lines = done.stdout.splitlines()
+    assert lines == [f"{-signal.SIGTERM} []", f"[{signal.SIGINT!r}]"], done.stderr
+
+
+LOCKS = """
+import os, signal, sys
+from tests import toy
+from xshard import checkpoint
+from xshard.checkpoint import lock
+from xshard.files import workdir
+directory = workdir.Workdir(sys.argv[1])
+config = toy.get_config().lock()
+begin, ready = os.pipe()
+with directory.opened(config):
+    held = lock.FileLock(checkpoint.Store(directory.path / "checkpoints"))
+    if not (child := os.fork()):
+        os.write(ready, b"x")
+        signal.pause()
+    os.read(begin, 1)
+    held.release()
+try:
+    with directory.opened(config):
+        lock.FileLock(checkpoint.Store(directory.path / "checkpoints")).release()
+    print("taken again")
+finally:
+    os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_does_not_hold_the_locks_of_its_run(tmp_path):
+    """A worker of a pool may outlive a run that was killed, and the run is started again at once."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOCKS, str(tmp_path / "run")],
+        env=harness.environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == "taken again\n", done.stderr
+
+
 def test_a_stop_file_stops_the_run(tmp_path):
     with monitor.PodMonitor(tmp_path) as watching:
         assert watching.poll() is None

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 
 from xshard.checkpoint import store as store_lib
+from xshard.files import forks
 
 NAME = ".lock"
 RENEW_SECONDS = 5.0
@@ -48,6 +49,7 @@ class FileLock:
             ) from e
         # Closing the file releases the lock, at the latest when this object is garbage-collected.
         self._close = weakref.finalize(self, os.close, file)
+        self._end_undo = forks.undo_in_children(self._close)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -63,6 +65,7 @@ class FileLock:
 
     def release(self) -> None:
         """Releases the lock."""
+        self._end_undo()
         self._close()
 
 

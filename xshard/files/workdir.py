@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from xshard import errors
-from xshard.files import disk, jsonfile
+from xshard.files import disk, forks, jsonfile
 from xshard.files import identity as identity_lib
 
 RESULTS, REACHED = "results.json", "reached.json"
@@ -230,8 +230,9 @@ class Workdir:
             raise errors.UserError(
                 f"--workdir={self.path} cannot be written: {e.strerror} ({e.filename})."
             ) from e
-        # The kernel drops the lock when the process ends, however it ends.
-        with lock:
+        # The kernel drops the lock when the process ends, however it ends, and no forked child has the file open.
+        with lock, contextlib.ExitStack() as stack:
+            stack.callback(forks.undo_in_children(lock.close))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 
+from xshard.files import forks
 from xshard.pod import notice
 
 # The exit code of a run that each signal stops. Schedulers send SIGUSR1 and SIGUSR2 ahead of a time limit, a terminal
@@ -62,6 +63,10 @@ class SignalReceiver:
 
     A signal is kept until any thread reads it. Python's handler in C writes it to a socket at once, even while handlers
     in Python cannot run, as in a long compilation.
+
+    In a child that is forked within the context, such as a worker of a pool, SIGTERM ends the child. The other signals are
+    ignored there: a terminal or a scheduler sends them to all processes of a run, which stops its children itself. A worker
+    that Ctrl-C ended would lose its task, for whose result the run would wait forever.
     """
 
     def __enter__(self) -> "SignalReceiver":
@@ -73,9 +78,18 @@ class SignalReceiver:
         for number in stop_signals():
             # A signal is written to the socket only if it has a Python handler; the handler itself does nothing.
             self._previous[number] = signal.signal(number, lambda *_: None)
+        self._end_undo = forks.undo_in_children(self._leave_to_parent)
         return self
 
+    def _leave_to_parent(self) -> None:
+        """Makes this process, a forked child, write no signal to the socket, which is the parent's too."""
+        signal.set_wakeup_fd(-1)
+        for number in self._previous:
+            is_fatal = number == signal.SIGTERM
+            signal.signal(number, signal.SIG_DFL if is_fatal else signal.SIG_IGN)
+
     def __exit__(self, *exc: object) -> None:
+        self._end_undo()
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
