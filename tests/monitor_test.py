@@ -128,6 +128,13 @@ with signals.SignalReceiver() as receiver:
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     print(os.waitstatus_to_exitcode(status), receiver.read())
+    # Also a signal that comes before the child has run.
+    for _ in range(100):
+        if not (child := os.fork()):
+            signal.pause()
+        os.kill(child, signal.SIGTERM)
+        os.waitpid(child, 0)
+    print(receiver.read())
     os.kill(os.getpid(), signal.SIGINT)
     print(receiver.read())
 """
@@ -138,7 +145,7 @@ def test_a_signal_to_a_forked_child_is_not_the_run_s():
         [sys.executable, "-c", FORK], env=harness.environment(), capture_output=True, text=True
     )
     lines = done.stdout.splitlines()
-    assert lines == [f"{-signal.SIGTERM} []", f"[{signal.SIGINT!r}]"], done.stderr
+    assert lines == [f"{-signal.SIGTERM} []", "[]", f"[{signal.SIGINT!r}]"], done.stderr
 
 
 LOCKS = """

@@ -6,10 +6,13 @@ a pool would reach the run, and a worker that outlives a killed run would hold i
 
 import itertools
 import os
+import signal
+import threading
 from collections.abc import Callable
 
 _undo: dict[int, Callable[[], object]] = {}
 _numbers = itertools.count()
+_thread = threading.local()
 
 
 def undo_in_children(undo: Callable[[], object]) -> Callable[[], None]:
@@ -30,10 +33,22 @@ def undo_in_children(undo: Callable[[], object]) -> Callable[[], None]:
     return end
 
 
+def _block_signals() -> None:
+    """Keeps signals from a child until it has undone what it must not keep."""
+    _thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _thread.mask)
+
+
 def _undo_all() -> None:
     for undo in _undo.values():
         undo()
     _undo.clear()
+    _unblock_signals()
 
 
-os.register_at_fork(after_in_child=_undo_all)
+os.register_at_fork(
+    before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_undo_all
+)
