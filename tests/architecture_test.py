@@ -175,7 +175,7 @@ def test_one_file_uses_what_jax_does_not_promise_to_keep(path):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_and_functions_are_short(path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= 350
+    assert len(lines) <= 400
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
             docstring = ast.get_docstring(node) or ""
