@@ -28,10 +28,13 @@ def _write_whole_entries(lru_cache):
 def _write_in_each_process(compiler):
     write_in_process_0 = compiler._cache_write
 
-    def write(cache_key, seconds, module_name, backend, executable, host_callbacks):
+    def write(cache_key, seconds, module_name, backend, executable, *host_callbacks):
+        # JAX 0.10 passes a list of host callbacks, and 0.12 does not.
         if compiler.distributed.global_state.process_id == 0:
-            write_in_process_0(cache_key, seconds, module_name, backend, executable, host_callbacks)
-        elif not host_callbacks:
+            write_in_process_0(
+                cache_key, seconds, module_name, backend, executable, *host_callbacks
+            )
+        elif not any(host_callbacks):
             compiler.compilation_cache.put_executable_and_time(
                 cache_key, module_name, executable, backend, int(seconds)
             )
