@@ -507,6 +507,25 @@ def test_a_signal_to_one_waiting_process_stops_all(monkeypatch, index, number, c
     assert all(str(e).startswith(prefix) for e in stops)
 
 
+def test_a_signal_before_the_welcome_is_read_reaches_process_0():
+    signal_receiver = SignalReceiver()
+    with socket.create_server(("127.0.0.1", 0)) as server, processes() as start:
+        place = make_places(2, server.getsockname()[1])[1]
+        last = start(place, signal_receiver=signal_receiver)
+        with server.accept()[0] as connection, connection.makefile("rb") as file:
+            nonces = f"{handshake.read_nonce(file.readline()[:-1])} {'c' * 32}"
+            seals = handshake.Seals(TOKEN, handshake.SERVER, nonces)
+            connection.sendall(handshake.nonce_line("c" * 32) + seals.line({"process": 0}))
+            for _ in range(2):
+                seals.read(file.readline()[:-1])
+            signal_receiver.send(signal.SIGTERM)
+            assert seals.read(file.readline()[:-1]) == {"leaving": "SIGTERM"}
+            connection.sendall(seals.line({"welcome": True}))
+            connection.sendall(seals.line({"stopped": "by process 1", "code": 42}))
+        stop = last.result()
+    assert (str(stop), stop.code) == ("by process 1", 42)
+
+
 def test_a_signal_stops_a_guest_before_process_0_listens():
     signal_receiver = SignalReceiver()
     with processes() as start:

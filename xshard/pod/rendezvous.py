@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from xshard.pod import handshake, process_spec, rendezvous_server, signals
 
@@ -68,6 +69,8 @@ class _Client:
         self._token = token
         self._signal_receiver = signal_receiver
         self._signal: signal.Signals | None = None
+        # Whether process 0 has been sent this process's hello, and whether the answer that accepts it has been read.
+        self._is_introduced = False
         self._is_accepted = False
 
     def run(self, seconds: float) -> list[str]:
@@ -172,11 +175,16 @@ class _Client:
             ) from e
         # Process 0 has shown the token, so it may see this process's config. The empty line shows it the token in turn.
         self._writer.write(self._seals.line({}) + self._hello())
+        self._is_introduced = True
+        return self._take(await self._answer())
+
+    async def _answer(self) -> dict[str, Any]:
+        """Returns the message with which process 0 ends the meeting, after the one that accepts this process."""
         answer = self._seals.read(await self._line())
         if answer.get("welcome") is True:
             self._is_accepted = True
             answer = self._seals.read(await self._line())
-        return self._take(answer)
+        return answer
 
     def _hello(self) -> bytes:
         line = self._seals.line(dataclasses.asdict(self._own))
@@ -206,18 +214,19 @@ class _Client:
         return [handshake.text({"host": host}, "host") for host in hosts]
 
     async def _announce_stop(self, number: signal.Signals) -> process_spec.StoppedError:
-        """Asks process 0 to stop all processes, if it has accepted this one; returns the error to raise.
+        """Asks process 0 to stop all processes, if it knows this one; returns the error to raise.
 
         The error is the one that process 0 answers with, or this process's own if no answer comes.
         """
         own = process_spec.stopped(self._own.name, number)
-        # Process 0 has not accepted this process yet, and reports it as missing if it does not come again.
-        if not self._is_accepted:
+        # Process 0 has not heard of this process yet, and reports it as missing if it does not come again. Once it has,
+        # it may have accepted this process although that is not read here, and it would wait for all the others.
+        if not self._is_introduced:
             return own
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 self._writer.write(self._seals.line({"leaving": number.name}))
-                self._take(self._seals.read(await self._line()))
+                self._take(await self._answer())
         except process_spec.StoppedError as e:
             return e
         except (
