@@ -660,5 +660,7 @@ def test_the_steps_at_which_evaluations_and_saves_are_due():
     steps = range(1, 8)
     assert [step for step in steps if due.evaluation(step)] == [3, 6, 7]
     assert [step for step in steps if due.save(step)] == [5, 7]
-    also = due._replace(saves_evaluated=True)
+    assert [due.next_due(step) for step in range(7)] == [3, 3, 3, 5, 5, 6, 7]
+    also = due._replace(saves_evaluated=True, samples_every=4)
     assert [step for step in steps if also.save(step)] == [3, 5, 6, 7]
+    assert [also.next_due(step) for step in range(7)] == [3, 3, 3, 4, 5, 6, 7]

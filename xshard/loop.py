@@ -124,9 +124,11 @@ class Run:
         self._run_missed_evaluation(begin, start)
         if not begin.folder and self.roll_backs.is_ready:
             self._save(start, state, evaluation_due=False)
+        due = schedule.next_due(start)
         for step in range(start + 1, (start if self._is_over() else self.config.steps) + 1):
-            log.write_ahead(self.roll_backs.row(step))
-            state = self.roll_backs.with_back_off(step, state)
+            if self.roll_backs.is_before(step):
+                log.write_ahead(self.roll_backs.row(step))
+                state = self.roll_backs.with_back_off(step, state)
             with self.clock.waiting(log.newest):
                 batch = self.batches.batch_for_step(step, self.predict, state)
             state, values, observed, begun = self.train_step(state, batch)
@@ -135,21 +137,28 @@ class Run:
             self._finite.push(step, observed)
             self.doing(status.TRAINING, step=step)
             self._poll()
-            if self._stop is None and schedule.evaluation(step):
-                self._evaluate(step, state)
-            if schedule.samples(step) and not self._is_over():
-                self._sample(step, state)
             # Clocks differ, so only process 0's decides; the others are told.
             if self._first and by_clock.has_passed():
                 self._ask_for_save()
-            if self._is_over() or self._save_now or schedule.save(step):
-                self._save(step, state, evaluation_due=schedule.evaluation(step))
-            if self._is_over():
-                break
+            if step == due or self._stop is not None or self._save_now:
+                self._after_due_step(step, state)
+                if self._is_over():
+                    break
+                due = schedule.next_due(step)
             self.checkpoints.check()
         self._flush()
         self.terminal.close()
         return state, self._stop
+
+    def _after_due_step(self, step: int, state: state_lib.TrainState) -> None:
+        """Evaluates, samples and saves after a step, as far as the schedule, a stop or a request for a save says so."""
+        evaluation_due = self._schedule.evaluation(step)
+        if self._stop is None and evaluation_due:
+            self._evaluate(step, state)
+        if self._schedule.samples(step) and not self._is_over():
+            self._sample(step, state)
+        if self._is_over() or self._save_now or self._schedule.save(step):
+            self._save(step, state, evaluation_due=evaluation_due)
 
     def _begin(self) -> resuming.StartState:
         """Restores the newest checkpoint, or creates a first state, and opens the log. Also runs after a roll-back."""

@@ -148,7 +148,8 @@ class Saver:
 
         A NonfiniteError is left to `start` and `wait`, which raise it on all processes at the same step.
         """
-        if self._thread is not None and self._thread.is_alive():
+        # Called after each step, most of which have no save to ask about.
+        if self._thread is None or self._thread.is_alive():
             return
         if not isinstance(self._failure, NonfiniteError):
             self.wait()

@@ -45,8 +45,10 @@ class Every:
 
     def has_passed(self) -> bool:
         """Returns whether this is the first call since the interval has passed."""
+        if not self._seconds:
+            return False
         now = self._clock()
-        if not self._seconds or now < self._due:
+        if now < self._due:
             return False
         self._due = now + self._seconds
         return True

@@ -132,11 +132,10 @@ class Log:
         self._send(row)
         self._terminal.say(text)
 
-    def write_ahead(self, row: rows_lib.Row | None) -> None:
-        """Writes a row about the step that comes next, if there is one, after the rows of all earlier steps."""
-        if row is not None:
-            self.flush()
-            self._send(row | {"perf/time": _now()})
+    def write_ahead(self, row: rows_lib.Row) -> None:
+        """Writes a row about the step that comes next, after the rows of all earlier steps."""
+        self.flush()
+        self._send(row | {"perf/time": _now()})
 
     def sampled(self) -> int:
         """Returns the last step with samples, as process 0 sees it; -1 if there is none."""

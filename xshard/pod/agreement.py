@@ -19,7 +19,9 @@ class Agreement:
     def __init__(self, board: processes.Board):
         self._board = board
         self._nudge = threading.Event()
-        self._changed = threading.Condition()
+        # Taking the lock itself costs less than entering the condition, and each step does it.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._polls = 0
         self._requested: notice_lib.Notice | None = None
         # The poll at which the training waits until the processes have agreed; None if no round is open.
@@ -34,7 +36,7 @@ class Agreement:
 
     def poll(self) -> notice_lib.Notice | None:
         """Returns the notice to act on at this poll, if any."""
-        with self._changed:
+        with self._lock:
             self._polls += 1
             while self._posted is not None and self._polls >= self._posted:
                 self._changed.wait()

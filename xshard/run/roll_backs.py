@@ -179,15 +179,17 @@ class RollBacks:
         self._manager.agree(lambda: jsonfile.write(self._path, values))
         self._say(f"{new} (roll-back {len(values)} of at most {self._limit})")
 
+    def is_before(self, step: int) -> bool:
+        """Returns whether the run has rolled back to the step before this one."""
+        return step - 1 in self._in_effect
+
     def with_back_off(self, step: int, state: state_lib.TrainState) -> state_lib.TrainState:
         """Returns the state for a step, as `roll_back_history.with_back_off` does."""
         return roll_back_history.with_back_off(self._in_effect, step, state)
 
-    def row(self, step: int) -> rows_lib.Row | None:
-        """Returns the row, logged before a step's own, that names the batches skipped before it; None if none were."""
-        entry = self._in_effect.get(step - 1)
-        if entry is None:
-            return None
+    def row(self, step: int) -> rows_lib.Row:
+        """Returns the row, logged before the step's own, that names the batches skipped before it."""
+        entry = self._in_effect[step - 1]
         return {
             "step": step,
             "roll_back/number": self._all.index(entry) + 1,

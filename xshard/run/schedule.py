@@ -39,6 +39,14 @@ class Schedule(NamedTuple):
             return True
         return step == self.last or step % self.save_every == 0
 
+    def next_due(self, step: int) -> int:
+        """Returns the first step after this one, or else the last, after which anything is due."""
+        due = self.last
+        for every in (self.evaluation_every, self.save_every, self.samples_every):
+            if every:
+                due = min(due, (step // every + 1) * every)
+        return due
+
     def samples(self, step: int) -> bool:
         """Returns whether samples are due after a step before the last one."""
         # The samples of the last step belong to the run's results, whatever the schedule.
