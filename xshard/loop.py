@@ -96,6 +96,8 @@ class Run:
         stored = conversion.as_stored(self.experiment, self.mesh, self._target)
         inputs = stored, self.batches.shapes(), self.batches.rehearsal()
         train_step, predict = preflight.programs(self.experiment, self.mesh, *inputs)
+        if isinstance(train_step, logical.Program):
+            train_step.compare_first_call(self.terminal.say)
         self.train_step = processes.compiled_by_all(train_step, "the training step")
         self.predict = evaluation.predictions(predict, self.mesh)
         self._copies = replication.Monitor(self.experiment, self.mesh)

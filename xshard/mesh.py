@@ -77,6 +77,11 @@ def make_mesh(
     return jax.sharding.Mesh(placed, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
 
 
+def of_one_device(mesh: jax.sharding.Mesh, device: jax.Device) -> jax.sharding.Mesh:
+    """Returns a mesh of a single device, with the axes of another mesh."""
+    return jax.sharding.Mesh(np.reshape(device, [1] * mesh.devices.ndim), mesh.axis_names)
+
+
 def abstract(groups: int, replicas: int) -> jax.sharding.AbstractMesh:
     """Returns a mesh without devices, of `groups` groups of `replicas` replicas, for tracing only."""
     types = (jax.sharding.AxisType.Auto,) * len(AXES)

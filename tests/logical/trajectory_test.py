@@ -16,6 +16,7 @@ from xshard import errors, evaluation, loop
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard.logical import comparison
 from xshard.run import preflight
 
 _STEPS = 6
@@ -364,3 +365,25 @@ def test_an_exact_run_resumes_only_where_its_bits_stay_the_same(tmp_path, name):
     ):
         loop.Run(run_config, str(tmp_path))
     loop.Run(config(steps=1, arithmetic="float"), str(tmp_path))
+
+
+def test_a_run_says_if_one_device_would_compute_other_bits(
+    tmp_path, use_devices, capfd, monkeypatch
+):
+    use_devices(2)
+    loop.run(config(steps=2), str(tmp_path / "same"), "")
+    assert "other bits" not in capfd.readouterr().out
+    real = comparison.Comparison.on_one_device
+
+    def round_otherwise(x):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.nextafter(x, jnp.inf)
+        return x
+
+    def changed(self, part, *args):
+        return jax.tree.map(round_otherwise, real(self, part, *args))
+
+    monkeypatch.setattr(comparison.Comparison, "on_one_device", changed)
+    loop.run(config(steps=2), str(tmp_path / "other"), "")
+    said = capfd.readouterr().out
+    assert said.count("XLA computes other bits on one device than on these 2, in part 1") == 1

@@ -17,12 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xshard.logical import comparison
 from xshard.logical.replicas import Replicas
 from xshard.logical.segments import OWN, Mapped, Replica, Results, SegmentedProgram, placed_on
 
-# When XLA partitions a program for several devices, it eliminates common subexpressions before it simplifies. It does
-# not for one device, so it would simplify, and round, such a program differently. Disabling the pass avoids that.
+# XLA sends a program for several devices through passes that one for a single device does not see. What it makes of the
+# program afterwards may then differ, and with it the rounding, so this is left out:
+# - The elimination of common subexpressions, which comes before the simplification for several devices only.
+# - Fusions by YNNPACK on CPUs. A long sum becomes one of them, or is divided into two sums, depending on the order of
+#   the instructions.
 _SAME_ROUNDING = {"xla_disable_hlo_passes": "cse"}
+_SAME_ROUNDING_ON_CPUS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
 class Stage(NamedTuple):
@@ -74,7 +79,16 @@ class Program:
         self._mapped = mapped
         self._replicas = replicas
         self._options = options
+        self._say: Callable[[str], None] | None = None
         self._built: dict[Any, _SingleProgram | _SeparatePrograms] = {}
+
+    def compare_first_call(self, say: Callable[[str], None]) -> None:
+        """Lets the next call compare the bits of exact sums with those of one device; see `comparison`.
+
+        Args:
+          say: called with a line if anything differs.
+        """
+        self._say = say
 
     def trace(self, *args: Any) -> Any:
         """The program traced for as many devices as there are logical replicas, as `jax.jit(...).trace` returns it.
@@ -92,7 +106,11 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the programs, which are compiled on the first call with arguments of these shapes and types."""
-        return self._implementation(args)(args)
+        implementation = self._implementation(args)
+        say, self._say = self._say, None
+        if say is not None and isinstance(implementation, _SeparatePrograms):
+            return implementation.compared(args, say)
+        return implementation(args)
 
     def _implementation(self, args: Any) -> "_SingleProgram | _SeparatePrograms":
         key = jax.tree.structure(args), *((x.shape, x.dtype) for x in jax.tree.leaves(args))
@@ -148,23 +166,29 @@ class _SeparatePrograms:
         """Jits the parts. The options are for the last part, whose first argument is all state equal on replicas."""
         self.segmented, on = segmented, segmented.on
         self._is_compiled = False
-        jit = functools.partial(jax.jit, compiler_options=_SAME_ROUNDING)
+        # Only during the call that is compared.
+        self._comparison: comparison.Comparison | None = None
+        compiler_options = dict(_SAME_ROUNDING)
+        if on.devices.flat[0].platform == "cpu":
+            compiler_options |= _SAME_ROUNDING_ON_CPUS
+        self._jit = functools.partial(jax.jit, compiler_options=compiler_options)
         equal, own = segmented.inputs.parted(segmented.inputs.specs)
         self._replica = Replica(own, OWN, OWN)
         replicas = [self._replica] * segmented.rounds
         self._divide = jax.jit(Mapped(segmented.divide, (own, OWN), replicas).on(on))
-        self._befores, self._exchanges = [], []
+        self._mapped_befores, self._exchanges = [], []
         for at in range(len(segmented.split.exchanges)):
             takes = (equal, segmented.equal, self._replica)
             before = Mapped(functools.partial(segmented.before, at), takes, OWN)
             exchange = Mapped(
                 functools.partial(segmented.exchange, at), (OWN, OWN), (segmented.equal, OWN)
             )
-            self._befores.append(jit(before.on(on)))
+            self._mapped_befores.append(before)
             self._exchanges.append(jax.jit(exchange.on(on)))
+        self._befores = [self._jit(before.on(on)) for before in self._mapped_befores]
         self._join = jax.jit(Mapped(segmented.join, (OWN,), segmented.own_specs).on(on))
-        after = Mapped(segmented.after, (equal, segmented.equal), segmented.out_specs)
-        self._after = jit(after.on(on), **options)
+        self._mapped_after = Mapped(segmented.after, (equal, segmented.equal), segmented.out_specs)
+        self._after = self._jit(self._mapped_after.on(on), **options)
 
     def lower(self, args: Any) -> list[Stage]:
         """Lowers the programs, in the order in which they run."""
@@ -209,10 +233,44 @@ class _SeparatePrograms:
         results, kept = segmented.run(self._before, self._exchange, state, replicas)
         # Joined before the last program, to which the caller may donate the state.
         left = self._join(kept) if segmented.own_specs else []
-        return segmented.finish(self._after(state, results), left)
+        expected = self._on_one_device(self._mapped_after, state, results)
+        made = self._after(state, results)
+        self._compare("the update", expected, made)
+        return segmented.finish(made, left)
+
+    def compared(self, args: Any, say: Callable[[str], None]) -> Any:
+        """Runs the function, and says what rounds otherwise than on one device would."""
+        devices = self.segmented.on.devices.size
+        if devices == 1:
+            return self(args)
+        self._comparison = comparison.Comparison(self.segmented.on, self._jit)
+        try:
+            returned = self(args)
+            differing = self._comparison.differing
+        finally:
+            self._comparison = None
+        if differing:
+            say(
+                f"warning: XLA computes other bits on one device than on these {devices}, in {' and '.join(differing)}. "
+                "With this network, reduction.arithmetic='exact' keeps the bits of a run on this number of devices only."
+            )
+        return returned
 
     def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
-        return [self._befores[at](state, results, replica) for replica in replicas]
+        made = [self._befores[at](state, results, replica) for replica in replicas]
+        expected = self._on_one_device(self._mapped_befores[at], state, results, replicas[0])
+        what = f"part {at + 1} of {len(self._befores)} of what a replica computes"
+        self._compare(what, expected, made[0])
+        return made
+
+    def _on_one_device(self, part: Mapped, *args: Any) -> Any:
+        if self._comparison is None:
+            return None
+        return self._comparison.on_one_device(part, *args)
+
+    def _compare(self, what: str, expected: Any, made: Any) -> None:
+        if self._comparison is not None:
+            self._comparison.compare(what, expected, made)
 
     def _exchange(self, at: int, sent: Any, numbers: Any) -> Any:
         """Runs an exchange. On several CPU devices it first waits for all earlier programs, and then for the exchange.
