@@ -45,6 +45,8 @@ class Folder:
         self._lock: lock_lib.FileLock | lock_lib.Lease | None = None
         # Attempts that this process found damaged, whether or not the store could be marked.
         self._damaged: set[format_lib.Attempt] = set()
+        # Attempts that this process has begun to delete.
+        self._deleting: set[format_lib.Attempt] = set()
         # The nonfinite paths from COMMIT never change, so they are cached: an object store takes a request for each.
         self._nonfinite: dict[format_lib.Attempt, list[str]] = {}
 
@@ -94,7 +96,8 @@ class Folder:
         """
         self.acquire()
         attempts = format_lib.attempts(self.store)
-        self._remove_dead(attempts)
+        # What is left of an attempt that is being deleted is for the deletion, which may take long.
+        self._remove_dead([attempt for attempt in attempts if attempt not in self._deleting])
         if any(attempt.step == step and self._counts(attempt) for attempt in attempts):
             return ""
         return secrets.token_hex(4)
@@ -113,12 +116,16 @@ class Folder:
             kept = self._keep.kept([self._saved(attempt) for attempt in committed])
             for attempt in committed:
                 if attempt.step not in kept:
-                    writer.remove(attempt)
+                    self._deleting.add(attempt)
+                    try:
+                        writer.remove(attempt)
+                    finally:
+                        self._deleting.discard(attempt)
         except Exception as e:
             self._say(f"old checkpoints in {self.store} could not be deleted: {e}")
 
     def clean(self) -> None:
-        """Deletes the leftovers of a run that was killed, if this process holds the lock."""
+        """Deletes the leftovers of a run that was killed, if this process holds the lock. No save may be under way."""
         if self._lock is None:
             return
         try:

@@ -10,7 +10,15 @@ from typing import Any
 
 from absl import logging
 
-from xshard.checkpoint import agreement, metadata_files, reader, retention, saver, writer
+from xshard.checkpoint import (
+    agreement,
+    deletions,
+    metadata_files,
+    reader,
+    retention,
+    saver,
+    writer,
+)
 from xshard.checkpoint import folder as folder_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
@@ -64,9 +72,11 @@ class Manager:
             self.store, keep, owner, keeps_finite=bool(finite), say=say
         )
         self._agreement = agreement.Agreement(self.store, deadline_seconds, say)
+        self._deletions = deletions.Deletions()
         self._saver = saver.Saver(
             self._folder,
             self._agreement,
+            self._deletions,
             budget_bytes=budget_bytes,
             finite=finite,
             refuse_nonfinite=refuse_nonfinite,
@@ -251,23 +261,30 @@ class Manager:
         self._saver.check()
 
     def wait(self) -> None:
-        """Waits for the last save to finish; raises CheckpointError if it failed."""
+        """Waits for the last save to finish, and a moment for deletions; raises CheckpointError if the save failed."""
         self._saver.wait()
+        self._deletions.wait()
 
     def clean(self) -> None:
         """Waits for the last save, then deletes the leftovers of attempts that do not count and old checkpoints.
 
-        A run that was killed during a save or a deletion leaves such folders.
+        A run that was killed during a save or a deletion leaves such folders. Waits a moment for these deletions; what
+        takes longer goes on beside the caller, who must not save before `close`.
         """
         self.wait()
-        self._folder.clean()
+        self._deletions.add(self._folder.clean)
+        self._deletions.wait()
 
     def close(self) -> None:
-        """Waits for the last save, then releases the lock on the folder."""
+        """Waits for the last save, then releases the lock on the folder. Waits for no slow deletion."""
         try:
             self.wait()
         finally:
-            self._folder.release()
+            self._deletions.cancel()
+            # The lock on an object store is an object, so this is a deletion as well.
+            release = deletions.Deletions()
+            release.add(self._folder.release)
+            release.wait()
 
     def restore(
         self,

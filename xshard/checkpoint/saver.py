@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from xshard.checkpoint import agreement as agreement_lib
 from xshard.checkpoint import budget as budget_lib
+from xshard.checkpoint import deletions as deletions_lib
 from xshard.checkpoint import finite as finite_lib
 from xshard.checkpoint import folder as folder_lib
 from xshard.checkpoint import format as format_lib
@@ -88,6 +89,7 @@ class Saver:
         self,
         folder: folder_lib.Folder,
         agreement: agreement_lib.Agreement,
+        deletions: deletions_lib.Deletions,
         *,
         budget_bytes: int,
         finite: str,
@@ -100,6 +102,7 @@ class Saver:
         Args:
           folder: the folder to save in.
           agreement: the processes that save together.
+          deletions: deletes the checkpoints that no rule keeps, once a new one counts.
           budget_bytes: the most bytes of the state that may be in host memory at a time.
           finite: a regular expression for the paths of arrays to check for nonfinite values; empty: none.
           refuse_nonfinite: whether a checkpoint in which a checked array is not finite fails to count.
@@ -108,6 +111,7 @@ class Saver:
         """
         self._folder = folder
         self._agreement = agreement
+        self._deletions = deletions
         self._budget_bytes = budget_bytes
         self._finite = finite
         self._refuse_nonfinite = refuse_nonfinite
@@ -243,7 +247,7 @@ class Saver:
             # older checkpoints are deleted.
             seconds = time.monotonic() - request.begin
             self._committed(Committed(step, attempt.folder, nbytes, seconds, tuple(nonfinite)))
-            folder.remove_old()
+            self._deletions.add(folder.remove_old)
 
         # Process 0 completes the checkpoint. All processes raise an error of process 0.
         self._agreement.from_first(complete)

@@ -13,6 +13,7 @@ import os
 import pathlib
 import re
 import shutil
+import time
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from xshard.files import disk
 
 # Retries of requests to object stores. The delay between tries grows up to 32 s.
 RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}
+# The time between two looks at whether a deletion has ended.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.1
 # For each URL scheme: tensorstore's driver, and tensorstore's names for the options in the query string.
 _SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
     "gs": ("gcs", {}),
@@ -174,12 +177,12 @@ class Store:
 
     def delete(self, name: str) -> None:
         """Deletes one object, if it exists."""
-        self._result(self._kv().write(name, None))
+        self._when_done(self._kv().write(name, None))
 
     def delete_folder(self, prefix: str) -> None:
         """Deletes all objects below a prefix, and the folder itself on a disk. The folder must not be a link."""
         if self.path is None:
-            self._result(self._kv().delete_range(_below(prefix)))
+            self._when_done(self._kv().delete_range(_below(prefix)))
             return
         with _named(), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.path / prefix)
@@ -210,6 +213,18 @@ class Store:
             return future.result()
         except (ValueError, OSError, RuntimeError) as e:
             raise CheckpointError(f"{self.url}: {reason(e)}") from e
+
+    def _when_done(self, future: Any) -> None:
+        """Waits for a deletion, outside of tensorstore.
+
+        A process may end during a slow deletion. Python ends a thread that returns to it from tensorstore then, which aborts
+        the process.
+        """
+        seconds = _FIRST_PAUSE_SECONDS
+        while not future.done():
+            time.sleep(seconds)
+            seconds = min(2 * seconds, _LONGEST_PAUSE_SECONDS)
+        self._result(future)
 
     def _kv(self) -> Any:
         if self._objects is None:
