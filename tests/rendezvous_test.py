@@ -94,6 +94,35 @@ def test_jax_binds_the_address_at_which_the_processes_met(monkeypatch, address, 
     assert captured["coordinator_bind_address"] == bound
 
 
+@pytest.mark.parametrize(
+    "given, exempt",
+    [
+        ({}, None),
+        ({"https_proxy": "http://proxy:3128"}, "10.0.0.1"),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": ".local"}, ".local,10.0.0.1"),
+        ({"grpc_proxy": "proxy:1", "no_proxy": "a", "no_grpc_proxy": "b"}, "b,10.0.0.1"),
+    ],
+)
+def test_the_coordinator_is_reached_without_a_proxy(monkeypatch, given, exempt):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "no_proxy", "no_grpc_proxy"):
+        # Set before, so that it is restored whatever the code sets.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(startup.rendezvous, "meet", lambda *args: ["h0", "h1"])
+    monkeypatch.setattr(startup.jax.config, "update", lambda *args: None)
+    seen = []
+    monkeypatch.setattr(
+        startup.jax.distributed,
+        "initialize",
+        lambda *args, **kwargs: seen.append(dict(os.environ).get("no_grpc_proxy")),
+    )
+    place = process_spec.ProcessSpec("10.0.0.1:8476", 2, 0)
+    startup.join(place, startup.Timeouts(), FACTS, "", SignalReceiver())
+    assert seen == [exempt]
+
+
 def test_processes_that_do_not_connect_are_named():
     all_places = make_places(5)
     with processes() as start:

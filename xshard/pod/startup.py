@@ -4,6 +4,7 @@ If a peer does not come, JAX's own start ends a process from C++, whatever the r
 first, at the address of JAX's future coordinator, and report what does not fit.
 """
 
+import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -11,6 +12,11 @@ import jax
 
 from xshard import jax_internals
 from xshard.pod import process_spec, rendezvous, signals
+
+# The environment variables by which gRPC finds a proxy.
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+# The hosts that it reaches without one: gRPC reads the first of these that is set.
+_EXEMPT, _EXEMPT_FOR_ALL = "no_grpc_proxy", "no_proxy"
 
 
 class Timeouts(NamedTuple):
@@ -112,6 +118,7 @@ def join(
     hosts = rendezvous.meet(at, timeouts.start, facts, token, signal_receiver)
     # xshard handles SIGTERM itself. JAX's handler would replace that, and acts only if JAX's own function is polled.
     jax.config.update("jax_enable_preemption_service", False)
+    _bypass_proxies(at.address)
     jax.distributed.initialize(
         at.address,
         at.count,
@@ -126,6 +133,21 @@ def join(
         coordinator_bind_address=_bind_address(at.address),
     )
     return hosts
+
+
+def _bypass_proxies(address: str) -> None:
+    """Exempts the address of JAX's coordinator from proxies; gRPC would ask a proxy for it, and end the process.
+
+    gRPC reads these variables in lower case only. In `no_grpc_proxy` it reads what `no_proxy` has as well, which other
+    programs of the process go on to use as it is.
+    """
+    if not any(os.environ.get(name) for name in _PROXIES):
+        return
+    host = address.rpartition(":")[0].strip("[]")
+    exempt = os.environ.get(_EXEMPT) or os.environ.get(_EXEMPT_FOR_ALL) or ""
+    os.environ[_EXEMPT] = ",".join(filter(None, [exempt, host]))
+    # JAX would warn that a start may hang.
+    jax.config.update("jax_check_proxy_envs", False)
 
 
 def _bind_address(address: str) -> str | None:
