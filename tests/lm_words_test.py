@@ -179,6 +179,7 @@ def save_and_die(save):
     return save_and_end
 
 
+@pytest.mark.long
 def test_a_killed_pod_resumes_as_one_process(folders, tmp_path):
     program = [sys.executable, "-m", "xshard.main", "--config=configs/lm_words.py"]
     program += [f"--config.{name}={value}" for name, value in SMALL.items()]

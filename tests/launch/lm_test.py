@@ -50,7 +50,7 @@ def finish(process):
 SHARDED = ("--config.reduction.shard_params=True", "--config.model_parallel=2")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("count, options", [(1, ()), (2, SHARDED)])
 def test_a_killed_and_restarted_run_ends_in_the_same_bits_and_text(tmp_path, count, options):
     shape = {"count": count, "devices": 4 // count}
