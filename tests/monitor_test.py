@@ -389,3 +389,29 @@ def test_a_step_that_never_ends_makes_the_launcher_restart_the_run(tmp_path, pro
     assert sum(text.count("The stack of each thread:") for text in (output, *logs)) >= processes
     assert output.count("failure 1 of") == 1
     assert "resumed from the checkpoint of step 5" in output
+
+
+@pytest.mark.parametrize(
+    "experiment, yields, where",
+    [
+        ("Silent", 0, "reading training data"),
+        ("Silent", 1, "reading training data"),
+        ("SilentEvaluation", 0, "reading evaluation data"),
+    ],
+)
+def test_a_stream_that_yields_nothing_ends_the_run(tmp_path, experiment, yields, where):
+    # Only a process can be ended while its main thread waits.
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from tests import toy\n\n\ndef get_config():\n    config = toy.get_config()\n"
+        f"    config.experiment = 'tests.standstill.{experiment}'\n"
+        f"    config.yields = {yields}\n    return config\n"
+    )
+    command = [sys.executable, "-m", "xshard.main", f"--config={config}"]
+    options = (f"--workdir={tmp_path}/run", "--step_timeout_seconds=2")
+    code, output = harness.finish(harness.start([*command, *options]))
+    assert code == notice.FAILED, output
+    assert re.search(
+        rf"no progress for \d s, since \S+, in {where}( at step 0)?: the stream", output
+    )
+    assert "standstill.py" in output and "Traceback" not in output

@@ -51,3 +51,33 @@ class _Marked:
         number = self.get_state()["batches"] + 1
         batch = next(self._batches)
         return {**batch, "wait": np.full(len(batch["x"]), float(number == 7), np.float32)}
+
+
+class Silent(toy.Toy):
+    """Has a stream of training data that yields as many batches as the config says, and then none."""
+
+    def train_batches(self, part):
+        return _Ending(super().train_batches(part), self.config.yields)
+
+
+class SilentEvaluation(toy.Toy):
+    """Has evaluation data that never comes."""
+
+    def eval_data(self):
+        threading.Event().wait()
+
+
+class _Ending:
+    """Batches up to a number, after which there is none, and no end."""
+
+    state_is_shared = True
+
+    def __init__(self, batches, count):
+        self._batches, self._count = batches, count
+        self.get_state, self.set_state = batches.get_state, batches.set_state
+
+    def __next__(self):
+        if self._count == 0:
+            threading.Event().wait()
+        self._count -= 1
+        return next(self._batches)

@@ -58,11 +58,14 @@ class Run:
         writers.check(config.writers)
         self.config = config
         self.clock, self.terminal = clock_lib.Clock(), terminal_lib.Terminal(config.steps, show)
+        self.workdir, self._watch = workdir.Workdir(directory), watch
         self.mesh = experiment_lib.mesh_of(config)
         self.experiment = experiment_lib.load(config.experiment)(config)
+        self.doing(status.READING)
         self.batches = preflight.train_batches(self.experiment, self.mesh)
+        self.doing(status.READING_EVALUATION)
         self._evaluation = evaluation.Evaluation(self.experiment, self.mesh, config.eval_batch_size)
-        self.workdir, self._watch = workdir.Workdir(directory), watch
+        self.doing(status.STARTING)
         self._open(init, set_aside)
         self._check_programs()
         self._resources = contextlib.ExitStack()  # Open from the first step to the results.
@@ -131,8 +134,12 @@ class Run:
             if self.roll_backs.is_before(step):
                 log.write_ahead(self.roll_backs.row(step))
                 state = self.roll_backs.with_back_off(step, state)
+            if step == start + 1:
+                self.doing(status.READING)
             with self.clock.waiting(log.newest):
                 batch = self.batches.batch_for_step(step, self.predict, state)
+            if step == start + 1:
+                self.doing("compiling")
             state, values, observed, begun = self.train_step(state, batch)
             self.step = step
             log.push(step, {**values, **self._copies.push(step, begun, state)})

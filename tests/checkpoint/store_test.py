@@ -156,6 +156,29 @@ def test_an_invalid_place_for_checkpoints_is_refused(url):
         store_lib.Store(url)
 
 
+def test_the_endpoint_of_the_environment_is_used(s3, monkeypatch):
+    place, _, options = s3.partition("?")
+    given = dict(option.split("=", 1) for option in options.split("&"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", given["endpoint"])
+    store = store_lib.Store(f"{place % 'by_environment'}?region={given['region']}")
+    store.create("a", b"1")
+    assert store_lib.Store(s3 % "by_environment").read("a") == b"1"
+    # The variable for S3 alone precedes the other, and the URL precedes both.
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    assert store_lib.Store("s3://bucket/x").spec()["endpoint"] == "http://127.0.0.1:9"
+    assert store_lib.Store(s3 % "by_environment").read("a") == b"1"
+
+
+def test_a_bucket_that_cannot_exist_is_named(s3):
+    store = store_lib.Store((s3 % "x").replace("bucket", "b"))
+    with pytest.raises(checkpoint.CheckpointError, match="s3://b/x: .*bucket name"):
+        store.read("a")
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"requests went to http://.*/b/\.\.\.; an"
+    ):
+        store.database("prefix")
+
+
 def test_an_unreachable_store_is_not_reported_as_damage(tmp_path):
     program = """
 import sys

@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorstore as ts
@@ -87,7 +87,7 @@ class Store:
             "config": {"manifest_kind": "single", "max_inline_value_bytes": 1024},
             **options,
         }
-        return self._result(ts.KvStore.open(spec, context=context or make_context()))
+        return self._opened(spec, context or make_context())
 
     def spec(self) -> dict[str, Any]:
         """Returns tensorstore's spec of the folder."""
@@ -209,10 +209,23 @@ class Store:
                 disk.sync(self.path / prefix)
 
     def _result(self, future: Any) -> Any:
-        try:
+        with self._raising():
             return future.result()
+
+    @contextlib.contextmanager
+    def _raising(self) -> Iterator[None]:
+        """Raises errors of tensorstore as CheckpointError, with the place."""
+        try:
+            yield
         except (ValueError, OSError, RuntimeError) as e:
-            raise CheckpointError(f"{self.url}: {reason(e)}") from e
+            message = f"{self.url}: {reason(e)}"
+            endpoint = self._spec.get("endpoint")
+            if endpoint:
+                message += (
+                    f". The requests went to {endpoint}/{self._spec['bucket']}/...; an endpoint must accept "
+                    "buckets in the path"
+                )
+            raise CheckpointError(message) from e
 
     def _when_done(self, future: Any) -> None:
         """Waits for a deletion, outside of tensorstore.
@@ -228,8 +241,13 @@ class Store:
 
     def _kv(self) -> Any:
         if self._objects is None:
-            self._objects = self._result(ts.KvStore.open(self._spec, context=make_context()))
+            self._objects = self._opened(self._spec, make_context())
         return self._objects
+
+    def _opened(self, spec: Mapping[str, Any], context: ts.Context) -> Any:
+        # Tensorstore raises an error in the spec, such as an invalid name of a bucket, before there is a future.
+        with self._raising():
+            return ts.KvStore.open(spec, context=context).result()
 
 
 def reason(e: BaseException) -> str:
@@ -266,6 +284,11 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
             "s3://BUCKET/FOLDER[?endpoint=URL&region=REGION]."
         )
     spec = {"driver": driver, "bucket": bucket, "path": f"{path}/"}
+    if scheme == "s3" and "endpoint" not in options:
+        # Amazon's own programs read these two in this order. Tensorstore reads neither.
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if endpoint:
+            options["endpoint"] = endpoint
     for name, value in options.items():
         spec[known[name]] = value
     return spec, f"{scheme}://{bucket}/{path}"

@@ -102,6 +102,6 @@ class StallDetector:
         """Returns for how many seconds there was no progress, if that exceeds the limit in this phase; else 0."""
         self._ticks += 1
         silent = self._ticks * self._tick
-        # The other phases have their own time limits, or no known bound, as compilation.
-        is_bounded = doing in (status.TRAINING, status.EVALUATING)
-        return silent if self._limit and is_bounded and silent > self._limit else 0.0
+        if self._limit and doing in status.BOUNDED and silent > self._limit:
+            return silent
+        return 0.0

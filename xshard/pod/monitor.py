@@ -197,9 +197,14 @@ class PodMonitor:
         if not seconds:
             return
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+        where = f"in {doing}"
+        if step is not None:
+            where += f" at step {step}"
+        cause = "a device, a collective, the data or a function on the host is blocked"
+        if doing in (status.READING, status.READING_EVALUATION):
+            cause = "the stream yields no batch; it may reject every example, or have none for this process"
         message = (
-            f"{_NO_PROGRESS} {seconds:.0f} s, since {since}, in {doing} at step {step}: a device, a "
-            f"collective, the data or a function on the host is blocked (--step_timeout_seconds="
+            f"{_NO_PROGRESS} {seconds:.0f} s, since {since}, {where}: {cause} (--step_timeout_seconds="
             f"{self._timeouts.step})"
         )
         self._say(f"error: {self._name(self._index)}: {message}. {_GO_ON}")

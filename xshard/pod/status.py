@@ -13,6 +13,10 @@ from xshard.metrics import clock
 
 FILE = "status.json"
 STARTING, TRAINING, EVALUATING = "starting", "training", "evaluating"
+# While the first batches are read, which a stream that yields nothing may never end.
+READING, READING_EVALUATION = "reading training data", "reading evaluation data"
+# The phases in which a process must make progress. The others have their own time limits, or no known bound, as compilation.
+BOUNDED = (TRAINING, EVALUATING, READING, READING_EVALUATION)
 # The last status of a process that ended by itself begins with one of these.
 DONE = "done"
 ENDS = (DONE, "stopped", "failed")
