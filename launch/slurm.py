@@ -18,9 +18,22 @@ cd {directory} || exit 1
 export {token}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 {choice}srun {hosts}--kill-on-bad-exit=1 --output={log} --open-mode=append -- "${{command[@]}}"
 code=$?
-# 42: the run stopped early and saved its state. It is requeued unless a user has created the file STOP.
-if [ "$code" = 42 ] && [ ! -e "$workdir/STOP" ]; then
-  scontrol requeue "$SLURM_JOB_ID" && exit 0
+say() {{
+  echo "launch: $1" | tee -a "$log_file" >&2
+}}
+# 42: the run stopped early and saved its state; 143: it was told to before it could. It is requeued unless a user has
+# created the file STOP, or unless it has not come further since the last requeue, as it would be forever.
+if [ "$code" = 42 ] || [ "$code" = 143 ]; then
+  reached="$(cat "$workdir/reached.json" 2>/dev/null)"
+  if [ -e "$workdir/STOP" ]; then
+    say "not requeued: $workdir/STOP exists"
+  elif [ -e "$workdir/requeued" ] && [ "$reached" = "$(cat "$workdir/requeued")" ]; then
+    say "not requeued: no checkpoint is newer than at the last requeue. Is the time limit too short for a step?"
+  else
+    echo "$reached" >"$workdir/requeued"
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+    say "not requeued: 'scontrol requeue' failed. The state is saved; submit the job again to go on"
+  fi
 fi
 exit "$code"
 """
@@ -78,6 +91,12 @@ class Slurm(engine.Engine):
         }
         if self.time:
             options["time"] = self.time
+            limit = _seconds(self.time)
+            if limit is not None and limit <= self.grace_seconds:
+                raise engine.LaunchError(
+                    f"--slurm_time={self.time} leaves no time to train: a run is told to stop "
+                    f"--grace_seconds={self.grace_seconds} before. Give a longer time or a shorter grace."
+                )
         if len(jobs) > 1:
             options["array"] = f"0-{len(jobs) - 1}%{self.parallel}"
         lines = [f"--{name}={value}" for name, value in options.items()]
@@ -126,8 +145,27 @@ def _assign(job: engine.Job) -> str:
         f"command=({shlex.join(job.arguments)})\n"
         f"workdir={shlex.quote(str(job.workdir))}\n"
         f"log={shlex.quote(log)}\n"
+        f"log_file={shlex.quote(str(job.workdir / 'launch.log'))}\n"
         'mkdir -p "$workdir"\n'
     )
+
+
+def _seconds(time: str) -> int | None:
+    """Returns a time limit in sbatch's format in seconds; None for one without a limit, or of another form."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
+        return None
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is not None:
+        # D-H, D-H:M and D-H:M:S.
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        return (24 * int(days) + hours) * 3600 + 60 * minutes + seconds
+    if len(numbers) == 3:
+        return 3600 * numbers[0] + 60 * numbers[1] + numbers[2]
+    # M and M:S. 0 is no limit.
+    minutes, seconds = [*numbers, 0][:2]
+    return 60 * minutes + seconds or None
 
 
 def _literal(path: pathlib.Path) -> str:

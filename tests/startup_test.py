@@ -33,5 +33,14 @@ def test_a_place_is_detected_under_slurm(monkeypatch):
     assert startup.resolve_process(None, None, None) == process_spec.ProcessSpec(
         "h0:61447", 2, 1, [0]
     )
+    # What is given is not detected.
+    place = startup.resolve_process("h0:1234", None, None)
+    assert place == process_spec.ProcessSpec("h0:1234", 2, 1, [0])
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "4321")
+    assert startup.resolve_process(None, None, None).address == "h0:4321"
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "abc")
+    with pytest.raises(process_spec.StartError, match="abc"):
+        startup.resolve_process(None, None, None)
+    monkeypatch.delenv("JAX_COORDINATOR_PORT")
     monkeypatch.setenv("SLURM_NTASKS", "1")
     assert startup.resolve_process(None, None, None) is None

@@ -134,21 +134,26 @@ ad.deflinear2(_shard_alike, _transpose)
 batching.primitive_batchers[_shard_alike] = _batch
 
 
-def detect_cluster(seconds: int) -> tuple[str | None, int | None, int | None, Any]:
+def detect_cluster(
+    seconds: int, address: str | None = None, count: int | None = None, index: int | None = None
+) -> tuple[str | None, int | None, int | None, Any]:
     """Detects this process's place in a cluster as `jax.distributed.initialize` does, which also connects it.
 
     Processes meet before JAX connects them, so the place is needed before. It can go when JAX has a public function.
 
     Args:
       seconds: how long requests to a cloud's metadata may take.
+      address: the address of process 0; None: detected.
+      count: the number of processes; None: detected.
+      index: this process's index; None: detected.
 
     Returns:
       The address of process 0, the number of processes, this process's index, and its devices; None for what is not
       detected.
     """
-    # The five Nones leave the address, count, index, devices and method of detection to JAX.
+    # The Nones leave the devices and the method of detection to JAX.
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, None, None, seconds
+        address, count, index, None, None, seconds
     )
 
 

@@ -148,7 +148,8 @@ def test_the_slurm_script_sets_its_options_and_runs_the_exact_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "code, stop, requeued", [(42, False, True), (42, True, False), (1, False, False)]
+    "code, stop, requeued",
+    [(42, False, True), (143, False, True), (42, True, False), (1, False, False)],
 )
 def test_slurm_requeues_a_run_that_stopped_early(tmp_path, code, stop, requeued):
     (tmp_path / "run").mkdir()
@@ -161,6 +162,43 @@ def test_slurm_requeues_a_run_that_stopped_early(tmp_path, code, stop, requeued)
     ended = subprocess.run(["bash", tmp_path / "job.sh"], env=env)
     assert ended.returncode == (0 if requeued else code)
     assert (["scontrol", "requeue", "7"] in calls(tmp_path)) == requeued
+
+
+@pytest.mark.parametrize("reached, requeued", [("{}", False), ('{"step": 5}', True)])
+def test_slurm_requeues_only_a_run_that_comes_further(tmp_path, reached, requeued):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "reached.json").write_text(reached)
+    (tmp_path / "run" / "requeued").write_text("{}\n")
+    assert end_of_slurm_job(tmp_path, "", 42) == (0 if requeued else 42)
+    log = tmp_path / "run" / "launch.log"
+    assert (log.exists() and "no checkpoint is newer" in log.read_text()) != requeued
+
+
+def test_a_requeue_that_fails_is_reported(tmp_path):
+    assert end_of_slurm_job(tmp_path, "sys.exit(1)", 42) == 42
+    said = (tmp_path / "run" / "launch.log").read_text()
+    assert "not requeued: 'scontrol requeue' failed. The state is saved" in said
+
+
+def end_of_slurm_job(tmp_path, scontrol, code):
+    """Runs a job's script with stand-ins for Slurm; returns its exit code."""
+    (tmp_path / "job.sh").write_text(script(slurm.Slurm().launch([job(tmp_path)])))
+    stand_in(tmp_path, "scontrol", scontrol)
+    path = stand_in(tmp_path, "srun", f"sys.exit({code})")
+    env = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7"}
+    return subprocess.run(["bash", tmp_path / "job.sh"], env=env).returncode
+
+
+@pytest.mark.parametrize(
+    "time, seconds",
+    [("2", 120), ("1:30", 90), ("1:00:30", 3630), ("1-2", 93600), ("1-2:03:04", 93784)],
+)
+def test_a_grace_as_long_as_the_time_limit_is_refused(tmp_path, time, seconds):
+    with pytest.raises(engine.LaunchError, match=f"--slurm_time={time} leaves no time"):
+        slurm.Slurm(time, grace_seconds=seconds).launch([job(tmp_path)])
+    slurm.Slurm(time, grace_seconds=seconds - 1).launch([job(tmp_path)])
+    for unlimited in ("0", "UNLIMITED"):
+        slurm.Slurm(unlimited, grace_seconds=seconds).launch([job(tmp_path)])
 
 
 def test_a_slurm_array_has_a_command_for_each_task(tmp_path):

@@ -6,7 +6,7 @@ first, at the address of JAX's future coordinator, and report what does not fit.
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -40,7 +40,8 @@ def resolve_process(
 ) -> process_spec.ProcessSpec | None:
     """Returns this process's place: from the arguments, or else as JAX detects it (Slurm, Open MPI, GKE, GCE).
 
-    `address`, `count` and `index` are given together or not at all, except that a count of 1 may stand alone.
+    In a cluster that JAX detects, any of `address`, `count` and `index` may be given, such as an address with another port
+    (JAX also reads one from `JAX_COORDINATOR_PORT`). Elsewhere they are given together; a count of 1 may stand alone.
 
     Args:
       address: the address of process 0, as host:port.
@@ -56,19 +57,24 @@ def resolve_process(
     """
     if address is None and count == 1 and index in (None, 0):
         return None
-    if address is None and count is None and index is None:
-        return _detect(seconds)
+    devices = None
     if address is None or count is None or index is None:
+        given = address, count, index
+        address, count, index, devices = _detect(seconds, *given)
         flags = {"coordinator_address": address, "num_processes": count, "process_id": index}
         missing = [f"--{name}" for name, value in flags.items() if value is None]
-        raise process_spec.StartError(
-            f"{' and '.join(missing)} must be given too: give --coordinator_address, --num_processes and "
-            "--process_id together, or none of them if JAX can detect the cluster."
-        )
+        if given == (None, None, None) and (missing or not count or count == 1):
+            return None
+        if missing:
+            raise process_spec.StartError(
+                f"{' and '.join(missing)} must be given too, because JAX does not detect a cluster: give "
+                "--coordinator_address, --num_processes and --process_id together."
+            )
+        assert address is not None and count is not None and index is not None
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise process_spec.StartError(
-            f"--coordinator_address={address} must be HOST:PORT, as in h0:8476."
+            f"--coordinator_address={address} must be HOST:PORT, as in h0:8476. A detected port may be JAX_COORDINATOR_PORT's."
         )
     if not 0 <= index < count:
         raise process_spec.StartError(
@@ -76,20 +82,18 @@ def resolve_process(
         )
     if count == 1:
         return None
-    return process_spec.ProcessSpec(address, count, index)
+    return process_spec.ProcessSpec(address, count, index, devices)
 
 
-def _detect(seconds: int) -> process_spec.ProcessSpec | None:
+def _detect(seconds: int, *given: Any) -> tuple[str | None, int | None, int | None, Any]:
+    """Returns the address, count, index and devices that JAX detects, where they are not given."""
     try:
-        address, count, index, devices = jax_internals.detect_cluster(seconds)
-    except (RuntimeError, OSError) as e:
+        return jax_internals.detect_cluster(seconds, *given)
+    except (RuntimeError, OSError, ValueError) as e:
         raise process_spec.StartError(
             f"JAX detects a cluster, but not the place of this process in it ({e}): give --coordinator_address, "
             "--num_processes and --process_id; or --num_processes=1 for a run of one process."
         ) from e
-    if address is None or not count or count == 1 or index is None:
-        return None
-    return process_spec.ProcessSpec(address, count, index, devices)
 
 
 def join(
