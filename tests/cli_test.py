@@ -83,6 +83,10 @@ def test_an_interrupt(capsys):
         ("--count=1e3", "--count=1e3 must be an integer, such as 1000."),
         ("--count=a: b", "--count=a: b must be an integer, such as 1000."),
         ("--rate=fast", "--rate=fast must be a number, such as 0.001."),
+        (
+            "--rate=None",
+            "--rate=None must be a number, such as 0.001; leave the flag out for a value of None, if the config file has that.",
+        ),
         ("--debug=perhaps", "--debug=perhaps must be true or false."),
         ("--count=-1", "flag --count=-1: -1 is not a non-negative integer."),
         (

@@ -284,3 +284,14 @@ def test_show_config_prints_the_config_and_runs_nothing(run, tmp_path):
     lines = out.splitlines()
     assert lines[lines.index("steps = 7") - 1] == "# The number of steps to train."
     assert {"checkpoint.keep_last = 2", "optimizer.learning_rate = 0.1"} < set(lines)
+
+
+def test_a_flag_for_a_value_of_none_is_refused_with_the_cure(tmp_path, run):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from tests import toy\n\n\ndef get_config():\n    config = toy.get_config()\n"
+        "    config.plain = None\n    return config\n"
+    )
+    code, _, err = run(f"--config={config}", f"--workdir={tmp_path}/run", "--config.plain=1.0")
+    assert code == 1 and err.startswith("error: --config.plain: the config file sets this key to")
+    assert "ml_collections.config_dict.placeholder(float)" in err

@@ -186,7 +186,16 @@ def flag_error(e: flags.Error) -> str:
     for beginning, rule in _RULES.items():
         if reason.startswith(beginning):
             flag = str(e).removeprefix("flag ").removesuffix(f": {reason}")
+            if flag.endswith("=None"):
+                rule += "; leave the flag out for a value of None, if the config file has that"
             return f"{flag} must be {rule}."
+    # ml_collections knows no type for a value that is None.
+    untyped = re.match(r"Type <class 'NoneType'> of field (config\S*) is not supported", str(e))
+    if untyped:
+        return (
+            f"--{untyped[1]}: the config file sets this key to None, which has no type that a flag could have. Set it there to "
+            "ml_collections.config_dict.placeholder(float), or another type, which reads as None until a flag sets it."
+        )
     if isinstance(e, flags.UnrecognizedFlagError):
         text += "; --help lists the flags"
     return f"{text}."
