@@ -279,7 +279,12 @@ class Run:
         self.doing("saving")
         if self._stop is None:
             self.checkpoints.wait()
-            why = self.checkpoints.nonfinite(self.step) or self._finite.failure() or self._failure
+            why = (
+                self.checkpoints.nonfinite(self.step)
+                or self._finite.failure()
+                or self._failure
+                or ending.nonfinite_metrics(self.step, results["eval"])
+            )
             results |= {"finite": not why, "why": why}
             try:
                 results["samples"] = "" if why else self._sample(self.step, state, last=True)

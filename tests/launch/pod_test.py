@@ -207,7 +207,7 @@ def test_a_nonfinite_step_on_one_process_ends_all_without_a_restart(tmp_path, op
     code, output = harness.finish(start(tmp_path / "run", *experiment, *options, count=2))
     assert code == 3, output
     assert f"[0] error: step 31: {where}the loss is nan" in output
-    assert "newest checkpoint of finite parameters is step 20" in output
+    assert "newest finite checkpoint is step 20" in output
     assert output.strip().splitlines()[-1].startswith("launch: not started again")
     doing = [row["doing"] for row in harness.status(tmp_path / "run")]
     assert doing == ["failed: not finite"] * 2

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import types
 
 import haiku as hk
@@ -63,7 +64,7 @@ def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
     messages = capsys.readouterr().err
     assert "error: step 5: the loss is nan, and 4 of 4 gradients are not finite: mlp/" in messages
     assert "Check the learning rate" in messages
-    assert f"newest checkpoint of finite parameters is step 4, in {tmp_path}" in messages
+    assert f"newest finite checkpoint is step 4, in {tmp_path}" in messages
     assert saved(tmp_path) == {4: "complete"}
     results = results_of(tmp_path)
     assert results["finite"] is False and results["why"].startswith("step 5: the loss is nan")
@@ -109,7 +110,7 @@ def test_warn_continues_reports_once_and_ends_as_not_finite(tmp_path, capsys, sh
         assert "error: step 8: the resulting state is not finite: params/mlp" in captured.err
         results = results_of(tmp_path)
         assert results["step"] == 8 and results["finite"] is False
-        # The newest checkpoint of finite parameters is kept, although keep_last is 1.
+        # The newest finite checkpoint is kept, although keep_last is 1.
         assert saved(tmp_path) == {4: "complete", 8: "not finite"}
     assert captured.out.count("the run continues, because on_nonfinite=warn") == 0
     stopped = make_config(shard_update=shard_update)
@@ -466,3 +467,54 @@ def test_a_skipped_step_leaves_the_network_state_unchanged(tmp_path):
     apply = jax.jit(step.make_watched_step(the_experiment, the_mesh))
     after = apply(state, next(train))[0]
     np.testing.assert_array_equal(after.experiment.net_state["~"]["mean"], 0)
+
+
+class Overflowed(toy.Toy):
+    """Has state that becomes infinite although the loss, the gradients and the parameters stay finite."""
+
+    def forward(self, batch, *, is_training):
+        outputs = super().forward(batch, is_training=is_training)
+        total = hk.get_state("total", (2,), init=jnp.zeros)
+        if is_training:
+            large = jnp.where(self.config.where == "net_state", jnp.inf, 1.0)
+            hk.set_state("total", total + large)
+        return outputs
+
+    def optimizer(self):
+        large = jnp.inf if self.config.where == "opt_state" else 1.0
+        zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
+        update = lambda updates, state, params=None: (
+            updates,
+            {"least": state["least"], "sums": jax.tree.map(lambda x: x + large, state["sums"])},
+        )
+        # A number may be infinite by design.
+        init = lambda params: {"least": jnp.asarray(jnp.inf), "sums": zeros(params)}
+        rule = optax.chain(optax.sgd(0.1), optax.GradientTransformation(init, update))
+        return xshard.CrossShardOptimizer(rule, slice_axis_name="slice", **self.config.reduction)
+
+    def evaluate(self, outputs, batch):
+        values = super().evaluate(outputs, batch)
+        return {
+            **values,
+            "ratio": values["error"] * (jnp.nan if self.config.where == "eval" else 1.0),
+        }
+
+
+@pytest.mark.parametrize(
+    "where, match",
+    [
+        ("net_state", "step 2: the resulting state is not finite: net_state/~/total"),
+        ("opt_state", r"step 2: the resulting state is not finite: opt_state/.*sums/linear/b"),
+        ("eval", "step 8: the evaluation is not finite: ratio"),
+        ("nowhere", ""),
+    ],
+)
+def test_the_whole_state_must_be_finite(tmp_path, capsys, where, match):
+    config = make_config(experiment="tests.run.nonfinite_test.Overflowed", where=where)
+    code = loop.run(config, str(tmp_path), "")
+    said = capsys.readouterr().err
+    if not match:
+        assert code == 0 and results_of(tmp_path)["finite"] and said == ""
+        return
+    assert code == notice.NONFINITE and re.search(match, said)
+    assert not results_of(tmp_path)["finite"]

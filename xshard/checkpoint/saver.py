@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from xshard.checkpoint import agreement as agreement_lib
@@ -271,7 +271,7 @@ class Saver:
             report["keys"] = writer.write_part(attempt, index, plan.arrays, chunks, copy.written)
         except Exception as e:
             report["error"] = store_lib.reason(e)[:_LONGEST_REASON]
-        report["nonfinite"] = sorted(nonfinite)[:_MOST_PATHS]
+        report["nonfinite"] = _causes_first(nonfinite)[:_MOST_PATHS]
         return report
 
 
@@ -311,4 +311,9 @@ def _errors(reports: list[dict[str, Any]]) -> list[str]:
 def _nonfinite(reports: list[dict[str, Any]]) -> list[str]:
     """Lists the arrays that are not finite in some process's part, by path; at most `_MOST_PATHS`."""
     paths = set().union(*(report["nonfinite"] for report in reports))
-    return sorted(paths)[:_MOST_PATHS]
+    return _causes_first(paths)[:_MOST_PATHS]
+
+
+def _causes_first(paths: Iterable[str]) -> list[str]:
+    """Returns paths in order, but optimizer slots last: they follow from what else is not finite, and are many."""
+    return sorted(paths, key=lambda path: ("opt_state/" in path, path))

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from xshard import cli
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.files import workdir
-from xshard.metrics import overview, rows
+from xshard.metrics import formatting, overview, rows
 from xshard.pod import notice
 from xshard.run import nonfinite
 
@@ -41,6 +42,14 @@ def results(
     if end:
         content["ended"] = end
     return content
+
+
+def nonfinite_metrics(step: int, metrics: Mapping[str, Any]) -> str:
+    """Describes the metrics of an evaluation that are not finite, in any group; empty if all are."""
+    names = [name for name, value in metrics.items() if not np.all(np.isfinite(value))]
+    if not names:
+        return ""
+    return f"step {step}: the evaluation is not finite: {formatting.listed(names)}"
 
 
 def announce(
@@ -84,7 +93,7 @@ def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
     Args:
       step: the number of steps made.
       why: a description of what was not finite.
-      kept: a sentence that names the newest checkpoint of finite parameters.
+      kept: a sentence that names the newest finite checkpoint.
       directory: the run's work directory, where process 0 writes the results.
     """
     content = {"step": step, "eval": {}, "samples": "", "finite": False, "why": why}

@@ -182,7 +182,7 @@ def check_finite(manager: checkpoint.Manager, step: int) -> None:
         steps = manager.agree(manager.all_steps)
         commands = [f"python -m xshard.checkpoint rm {store} {n}" for n in steps if n > newest]
         way = (
-            f"The newest checkpoint of finite parameters is step {newest}; to resume from it, delete those after it: "
+            f"The newest finite checkpoint is step {newest}; to resume from it, delete those after it: "
             f"{'; '.join(commands)}."
         )
     raise errors.UserError(

@@ -159,21 +159,19 @@ class Checkpoints:
         self.manager.wait()
 
     def nonfinite(self, step: int) -> str:
-        """Describes the parameters of a saved step that are not finite; empty if all are. All processes call it."""
+        """Describes what of a saved state is not finite; empty if all is that must be. All processes call it."""
         bad = self.manager.agree(lambda: self.manager.nonfinite(step))
         return nonfinite.of_state(step, bad) if bad else ""
 
     def kept(self) -> str:
-        """Returns a sentence that names the newest checkpoint of finite parameters. All processes call it."""
+        """Returns a sentence that names the newest finite checkpoint. All processes call it."""
         # The run is already failing for another reason, so a failed save must not hide that reason.
         with contextlib.suppress(checkpoint.CheckpointError):
             self.manager.wait()
         newest = self.manager.agree(self.manager.newest_finite_step)
         if newest is None:
-            return f"There is no checkpoint of finite parameters in {self.manager.store}."
-        return (
-            f"The newest checkpoint of finite parameters is step {newest}, in {self.manager.store}."
-        )
+            return f"There is no finite checkpoint in {self.manager.store}."
+        return f"The newest finite checkpoint is step {newest}, in {self.manager.store}."
 
     def _init_from(
         self, source: checkpoint.Source, state: state_lib.TrainState

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import ml_collections
 from xshard import checkpoint
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.files import workdir
 from xshard.stored import conversion, replica_state
@@ -52,6 +54,7 @@ class States:
         self._args = experiment, mesh, experiment.config.seed, example
         config = experiment.config
         options, rules = config.checkpoint, keep(config.checkpoint)
+        target = state_lib.abstract_state(*self._args, whole=True)
         # A roll-back needs the newest scheduled checkpoint, which extra saves must not push out.
         if config.on_nonfinite == config_lib.ROLL_BACK:
             rules = dataclasses.replace(rules, newest_of=options.every_steps)
@@ -59,13 +62,13 @@ class States:
             options.directory or directory.checkpoints,
             rules,
             budget_bytes=int(options.budget_gb * 1e9),
-            finite=checkpoint.PARAMS,
+            finite=_must_be_finite(target, mesh),
             refuse_nonfinite=must_be_finite(config),
             owner=owner,
             say=say,
             committed=committed,
         )
-        self.target = state_lib.abstract_state(*self._args, whole=True)
+        self.target = target
         self.converter = conversion.StateConverter(experiment, mesh)
         self._mesh = mesh
 
@@ -91,8 +94,23 @@ class States:
         return restored._replace(state=self.converter.from_whole(restored.state))
 
 
+def _must_be_finite(target: state_lib.TrainState, mesh: jax.sharding.Mesh) -> str:
+    """Returns a regular expression of the paths of all arrays that a run requires to be finite.
+
+    These are the parameters, the state of the networks, and the slots, but for slots that are a single number. Such a slot
+    may be infinite by design: the least loss so far is, before the first. An experiment's own state may hold anything.
+    """
+    numbers = []
+    for path, leaf in checkpoint.flatten(target).items():
+        is_number = leaf.ndim == len(mesh_lib.group_axes(mesh))
+        if is_number and re.search("(^|/)opt_state/", path):
+            numbers.append(re.escape(path))
+    either = "|".join(numbers)
+    return f"{checkpoint.PARAMS}|^(?!({either})$)(.*/)?(net_state|opt_state)/"
+
+
 def must_be_finite(config: ml_collections.ConfigDict) -> bool:
-    """Returns whether a run refuses checkpoints of parameters that are not finite."""
+    """Returns whether a run refuses checkpoints of a state that is not finite."""
     return config.on_nonfinite != config_lib.WARN
 
 
