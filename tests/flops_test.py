@@ -192,6 +192,26 @@ def test_a_step_counts_as_three_forward_passes_on_all_devices(changes):
     assert flops.forward(experiment, the_mesh, batch) * 3 == expected_flops * (len(groups) or 1)
 
 
+class Frozen(toy.Wide):
+    """Trains only one of its two layers."""
+
+    def frozen(self):
+        return self.config.frozen
+
+
+@pytest.mark.parametrize(
+    "frozen, backward",
+    # The gradient of the last layer's matrix; or that of its input, and then that of the first layer's matrix.
+    [("linear_0", 16), ("linear_1", 16 + 3 * 16)],
+)
+def test_gradients_of_frozen_parameters_do_not_count(frozen, backward):
+    config = toy.get_config()
+    config.frozen = frozen
+    batch = batch_of(config, ())
+    forward = 3 * 16 + 16
+    assert flops.step(Frozen(config), mesh.make_mesh(), batch) == 2 * 16 * (forward + backward)
+
+
 def test_a_step_s_flops_take_the_batches_of_a_run():
     config = toy.get_config()
     experiment, the_mesh = toy.Wide(config), mesh.make_mesh()

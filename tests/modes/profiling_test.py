@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests import toy
-from xshard import loop
+from xshard import errors, loop
 from xshard.modes import profiling
 
 
@@ -28,3 +28,10 @@ def test_the_chosen_steps_are_traced_and_the_run_stays_unchanged(tmp_path, capsy
 def test_malformed_ranges_of_steps_are_refused(tmp_path, steps):
     with pytest.raises(ValueError, match="--profile_steps=.* must be FIRST:END"):
         profiling.run(toy.get_config().lock(), str(tmp_path), steps, None)
+
+
+def test_a_trace_that_was_not_written_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling.jax.profiler, "stop_trace", lambda: None)
+    monkeypatch.setattr(profiling.jax.profiler, "start_trace", lambda folder: None)
+    with pytest.raises(errors.UserError, match="JAX wrote no trace into .*profile, or an empty"):
+        profiling.run(toy.get_config().lock(), str(tmp_path), "0:1", None)

@@ -88,10 +88,11 @@ def step(
 ) -> int:
     """Returns the model FLOPs of a training step, of all groups and devices together.
 
-    For a `Supervised` experiment this is three times `forward`, which describes the arguments and errors. For others it
-    counts all products in the step's program, including recomputation for the backward pass.
+    For a `Supervised` experiment this is three times `forward`, which describes the arguments and errors. For others, and
+    with frozen parameters, whose gradients are not computed, it counts all products in the step's program, including
+    recomputation for the backward pass.
     """
-    if isinstance(experiment, supervised.Supervised):
+    if isinstance(experiment, supervised.Supervised) and not experiment.frozen():
         return 3 * forward(experiment, mesh, batch)
     state = state_lib.abstract_state(experiment, mesh, 0, _example(batch))
     return of(step_lib.make_train_step(experiment, mesh), state, batch)

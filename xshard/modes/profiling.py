@@ -1,5 +1,7 @@
 """Profiles chosen steps of a run, for xprof and Perfetto: `--mode=profile`."""
 
+import pathlib
+
 import jax
 import ml_collections
 
@@ -36,6 +38,9 @@ def run(
     first, last = _range(steps)
     current = loop.Run(config, directory, watch=watch, show=show)
     traces = current.workdir.path / FOLDER
+    if jax.process_count() > 1:
+        # JAX names a trace's files after the host, which several processes may share.
+        traces /= f"process_{jax.process_index()}"
     state = current.resume_or_init().state
     start = int(state.step)
     current.terminal.say(
@@ -60,8 +65,18 @@ def run(
                 return asked.code
     jax.block_until_ready((state, values))
     jax.profiler.stop_trace()
+    _check_written(traces)
     print(f"to view it: xprof --logdir {traces} (pip install xprof)")
     return notice.DONE
+
+
+def _check_written(traces: pathlib.Path) -> None:
+    """Raises UserError unless there is a trace with content; JAX reports no error, for example of a full disk."""
+    written = [path for path in traces.glob("plugins/profile/*/*.xplane.pb") if path.stat().st_size]
+    if not written:
+        raise errors.UserError(
+            f"JAX wrote no trace into {traces}, or an empty one. Is the disk full, or the folder not writable?"
+        )
 
 
 def _range(steps: str) -> tuple[int, int]:
