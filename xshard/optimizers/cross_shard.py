@@ -1,8 +1,10 @@
 """The rule that reduces gradients across replicas."""
 
+import contextlib
+import contextvars
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import haiku as hk
@@ -28,6 +30,21 @@ class Reduction(enum.StrEnum):
 
     SUM = "sum"
     MEAN = "mean"
+
+
+# The rules that were made within `recording`.
+_MADE: contextvars.ContextVar[list["CrossShardOptimizer"]] = contextvars.ContextVar("made")
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list["CrossShardOptimizer"]]:
+    """Yields a list that receives each CrossShardOptimizer that is made in its body."""
+    made: list[CrossShardOptimizer] = []
+    token = _MADE.set(made)
+    try:
+        yield made
+    finally:
+        _MADE.reset(token)
 
 
 class CrossShardOptimizer(base.OptimizerWrapper):
@@ -133,6 +150,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.slice_dtype = _check_choice("slice_dtype", slice_dtype, (*_DTYPES, "int8"))
         self._needs_run = _check_choice("arithmetic", arithmetic, _ARITHMETIC) != "float"
         self.group_assignment = mesh.check_groups(group_assignment)
+        made = _MADE.get(None)
+        if made is not None:
+            made.append(self)
         self._check_axes()
 
     def lie_on(self, on: jax.sharding.Mesh, rules: mesh.Rules, held: Any = None) -> None:

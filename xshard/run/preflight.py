@@ -4,17 +4,18 @@ A trace computes nothing on the devices. JAX caches the trace of a jitted functi
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from xshard import config as config_lib
 from xshard import contract, errors, jax_internals, logical, samples, step
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.optimizers import trees, varying
+from xshard.optimizers import cross_shard, trees, varying
 from xshard.stored import replica_state as stored
 
 # Calls a function that predicts.
@@ -29,6 +30,8 @@ _ONE_LAYER_AHEAD: dict[str, bool | str] = {
 # Kinds of v5e, the only TPU that computes while a gather is in flight. The option that makes others do so,
 # xla_tpu_enable_async_collective_fusion_fuse_all_gather, is refused there by libtpu 0.0.50, which warns of wrong results.
 _AHEAD_ON = ("TPU v5 lite", "TPU v5e")
+# The keys of `config.reduction` that rules take as arguments of the same names, and keep as attributes.
+_PASSED_ON = ("reduction", "reduce_dtype", "slice_dtype", "shard_update", "shard_params")
 
 
 def train_batches(
@@ -62,7 +65,10 @@ def programs(
       UserError: if a method of the experiment does not fit, or if a value that must be equal on all replicas differs.
     """
     train_step = jitted_step(experiment, mesh)
-    _check_equal(experiment, mesh, state, train_step.trace(state, batch).jaxpr)
+    with cross_shard.recording() as rules:
+        traced_step = train_step.trace(state, batch)
+    _check_reduction(experiment, rules)
+    _check_equal(experiment, mesh, state, traced_step.jaxpr)
     predict = jitted_predict(experiment, mesh)
     whole = mesh_lib.sharding(mesh)
     trace = lambda batch: predict.trace(state, batches.shapes_of(batch, whole))
@@ -78,6 +84,31 @@ def programs(
         _check_prediction(experiment, mesh, traced)
         stored.check_unread(experiment.predict, traced.jaxpr, state, mesh)
     return train_step, predict
+
+
+def _check_reduction(
+    experiment: experiment_lib.Experiment, rules: Sequence[cross_shard.CrossShardOptimizer]
+) -> None:
+    """Raises UserError if a key of `config.reduction` has a value that no rule of the step was made with.
+
+    The experiment passes these values on. Where it does not, as in `CrossShardOptimizer(optax.adam(1e-3))`, nothing of what
+    the config asks for would happen.
+    """
+    config = experiment.config
+    if config.gather_once and not config.reduction.shard_params:
+        raise errors.UserError(
+            "gather_once=True has no effect without reduction.shard_params=True: set both, or neither."
+        )
+    defaults = config_lib.default().reduction
+    for key in _PASSED_ON:
+        value = config.reduction.get(key, defaults[key])
+        if value == defaults[key] or any(getattr(rule, key) == value for rule in rules):
+            continue
+        raise errors.UserError(
+            f"config.reduction.{key}={value!r} reaches no rule of {contract.describe_method(experiment.train_step)}, so nothing "
+            f"of it would happen: pass it on, as in CrossShardOptimizer(rule, **self.config.reduction), or leave it at "
+            f"{defaults[key]!r}."
+        )
 
 
 def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:

@@ -1,0 +1,52 @@
+"""Tests of the checks before a run that concern its config and its rules together."""
+
+import optax
+import pytest
+
+import xshard
+from tests import toy
+from xshard import errors, loop
+
+
+class Deaf(toy.Wide):
+    """Passes none of `config.reduction` on to its rule."""
+
+    def optimizer(self):
+        return xshard.CrossShardOptimizer(optax.adam(1e-3), slice_axis_name="slice")
+
+
+def make_config(experiment, **reduction):
+    config = toy.get_config()
+    config.experiment = experiment
+    config.reduction.update(reduction)
+    return config
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("reduction", "sum"),
+        ("reduction", "summ"),
+        ("reduce_dtype", "bfloat16"),
+        ("shard_update", True),
+        ("shard_params", True),
+    ],
+)
+def test_a_key_that_reaches_no_rule_is_refused(tmp_path, key, value):
+    config = make_config("tests.preflight_test.Deaf", **{key: value})
+    match = rf"config.reduction.{key}='?{value}'? reaches no rule of .*\*\*self.config.reduction"
+    with pytest.raises(errors.UserError, match=match):
+        loop.Run(config.lock(), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_key_that_reaches_a_rule_is_accepted(tmp_path):
+    config = make_config("tests.toy.Wide", reduction="sum", reduce_dtype="bfloat16")
+    loop.Run(config.lock(), str(tmp_path / "run"))
+
+
+def test_gathers_of_whole_parameters_are_refused(tmp_path):
+    config = make_config("tests.toy.Wide")
+    config.gather_once = True
+    with pytest.raises(errors.UserError, match="gather_once=True has no effect without"):
+        loop.Run(config.lock(), str(tmp_path / "run"))
