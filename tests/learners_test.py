@@ -630,3 +630,34 @@ def test_a_shape_error_mentions_shards_of_parameters():
     assert (
         "sees a replica's shards of parameters, such as of 'line/params/mlp/~/linear_0/w'" in notes
     )
+
+
+class Timed(toy.Toy):
+    """A network whose output is a field of its batch, and that keeps the type of another."""
+
+    def train_data(self):
+        examples = super().train_data()
+        return {**examples, "time": np.full(len(examples["x"]), 1001.0, np.float32)}
+
+    def forward(self, batch, *, is_training):
+        assert batch["x"].dtype == jnp.bfloat16
+        kept = "time" in self.config.uncast
+        assert batch["time"].dtype == (jnp.float32 if kept else jnp.bfloat16)
+        return super().forward({"x": batch["x"]}, is_training=is_training)
+
+    def uncast(self):
+        return self.config.uncast
+
+
+@pytest.mark.parametrize("uncast", ["", "/time$"])
+def test_a_field_that_is_not_cast_keeps_its_type(uncast):
+    config = toy.get_config()
+    config.precision = "params=float32,compute=bfloat16,output=float32"
+    config.uncast = uncast
+    experiment = Timed(config)
+    batch = experiment.train_data()
+    # The initialization casts to the type of parameters, which is float32.
+    state = state_lib.init(toy.Toy(config), mesh.make_mesh(), 0, batch).experiment
+    key = jax.random.key(0)
+    outputs, _ = experiment.learner.apply(state, key, batch, is_training=True)
+    assert outputs.dtype == jnp.float32

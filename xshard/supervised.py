@@ -46,7 +46,7 @@ class Supervised(experiment.Experiment):
     def __init__(self, config: ml_collections.ConfigDict):
         """Stores a frozen copy of the config, and creates the learner."""
         super().__init__(config)
-        options: dict[str, Any] = {"frozen": self.frozen()}
+        options: dict[str, Any] = {"frozen": self.frozen(), "uncast": self.uncast()}
         if type(self).clip_gradients is not Supervised.clip_gradients:
             options["clip_gradients"] = self.clip_gradients
         self.learner = learner.Learner(self.forward, self.optimizer, self.config, **options)
@@ -85,6 +85,14 @@ class Supervised(experiment.Experiment):
 
     def frozen(self) -> str:
         """Returns a regular expression for the paths of parameters not to train, such as '^encoder/'. By default none."""
+        return ""
+
+    def uncast(self) -> str:
+        """Returns a regular expression for the fields of a batch that keep their floating-point type, such as '/time$'.
+
+        The others are cast to the compute type, in which numbers are coarse: bfloat16 has no step between 1,000 and 1,004. By
+        default none. A path is as in `Learner`'s argument `uncast`.
+        """
         return ""
 
     def ensemble(self, outputs: Any) -> Any:

@@ -5,6 +5,7 @@ the vote on a step, the loss scale, the sharded update, averages of the paramete
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -68,6 +69,7 @@ class Learner:
         *,
         clip_gradients: Callable[[Any], Any] | None = None,
         frozen: str = "",
+        uncast: str = "",
     ):
         """Stores the network, the rule and the options of training.
 
@@ -81,12 +83,16 @@ class Learner:
             None leaves its parameter unchanged.
           frozen: a regular expression, such as '^encoder/'. The parameters with a match in their paths stay
             unchanged, without gradients, slots or averages. Empty by default, which freezes none.
+          uncast: a regular expression, such as '/time$'. The network's inputs with a match in their paths keep their
+            floating-point type; the others are cast to the compute type. A path begins with the argument's number or name,
+            as in '0/time' for the field 'time' of a batch. Empty by default, which casts all.
         """
         self._function = network
         self._make_rule = optimizer
         self._clips = clip_gradients is not None
         self._clip = clip_gradients or (lambda grads: grads)
         self._frozen = frozen
+        self._uncast = uncast
         self._policy = jmp.get_policy(config.precision)
         self._micro_batches = config.micro_batches
         self._gathers_once = config.gather_once
@@ -104,7 +110,7 @@ class Learner:
           **kwargs: the network's keyword arguments, likewise.
         """
         with contract.network_errors(self._function):
-            args, kwargs = self._policy.cast_to_param((args, kwargs))
+            args, kwargs = self._cast(self._policy.cast_to_param, args, kwargs)
             network, requested = gathering.recording_shapes(self._function)
             params, net_state = hk.transform_with_state(network).init(key, *args, **kwargs)
         contract.parameters(self._function, params)
@@ -121,10 +127,10 @@ class Learner:
         Args:
           state: the learner's state; only the parameters and the network's state are used.
           key: the random key for the network.
-          *args: the network's arguments, which are cast to the compute type.
+          *args: the network's arguments, which are cast to the compute type but for those of `uncast`.
           **kwargs: the network's keyword arguments, likewise.
         """
-        args, kwargs = self._policy.cast_to_compute((args, kwargs))
+        args, kwargs = self._cast(self._policy.cast_to_compute, args, kwargs)
         held, call = gathering.sharded(state.params, state.rules.sharding), self._network.apply
         params = trees.replace(self._policy.cast_to_compute(state.params), held)
         if held:
@@ -142,6 +148,21 @@ class Learner:
         same_type = lambda new, old: new.astype(old.dtype)
         new_state = jax.tree.map(same_type, new_state, state.net_state)
         return self._policy.cast_to_output(outputs), new_state
+
+    def _cast(
+        self, cast: Callable[[Any], Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """Returns a network's arguments after a cast, but those of `uncast` as they are."""
+        if not self._uncast:
+            return cast((args, kwargs))
+
+        def choose(path: Any, given: Any) -> Any:
+            # Without the number of the two, of which `args` is the first.
+            if re.search(self._uncast, trees.path_name(path[1:])):
+                return given
+            return cast(given)
+
+        return jax.tree_util.tree_map_with_path(choose, (args, dict(kwargs)))
 
     def _how_gathered(
         self, state: state_lib.LearnerState
