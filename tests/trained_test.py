@@ -3,13 +3,14 @@
 import subprocess
 import sys
 
+import haiku as hk
 import jax
 import numpy as np
 import pytest
 
 import xshard
 from tests import toy
-from xshard import checkpoint, loop
+from xshard import checkpoint, errors, loop
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 BATCH = {"x": np.ones((5, 3), np.float32), "y": np.zeros(5, np.float32)}
@@ -43,6 +44,29 @@ def test_a_loaded_model_predicts_with_the_run_s_parameters(tmp_path, changes):
     # A prediction is the mean over groups. float32 sums of 20 numbers are computed in another order.
     wanted = outputs[..., 0].reshape(-1, 5).mean(axis=0)
     np.testing.assert_allclose(trained.predict(BATCH), wanted, rtol=1e-5, atol=1e-6)
+
+
+class Noisy(toy.Toy):
+    """A network that draws a key whenever it is called, and predicts with one for its samples."""
+
+    def forward(self, batch, *, is_training):
+        outputs = super().forward(batch, is_training=is_training)
+        return outputs + jax.random.normal(hk.next_rng_key(), outputs.shape)
+
+    def samples(self, predict, key):
+        return str(predict(BATCH, key)[0])
+
+
+def test_a_network_that_draws_keys_predicts_with_one(tmp_path):
+    config = toy.get_config()
+    config.experiment = "tests.trained_test.Noisy"
+    assert loop.run(config.lock(), str(tmp_path), "") == 0
+    trained = xshard.load(str(tmp_path))
+    first, again = (trained.predict(BATCH, jax.random.key(0)) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    assert np.any(first != trained.predict(BATCH, jax.random.key(1)))
+    with pytest.raises(errors.UserError, match=r"predict\(batch, key\) gives one"):
+        trained.predict(BATCH)
 
 
 def test_loading_takes_any_checkpoint_and_changes_no_file(tmp_path):

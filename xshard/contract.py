@@ -283,7 +283,7 @@ def _network_fix(e: Exception) -> str:
         return (
             "hk.next_rng_key() was called where there are no keys, as in a prediction. Draw keys only in "
             "training: if is_training: x = hk.dropout(hk.next_rng_key(), rate, x). A network that also samples in an "
-            "evaluation calls hk.maybe_next_rng_key(), which is None in a prediction."
+            "evaluation calls hk.maybe_next_rng_key(), which is None in a prediction without a key; predict(batch, key) gives one."
         )
     if "must be created as part of `init`" in text:
         return (

@@ -203,14 +203,21 @@ def sample(
     return samples.row(where, step, named), samples.text(named)
 
 
-def predictions(
-    jitted: Any, mesh: jax.sharding.Mesh
-) -> Callable[[state_lib.TrainState, Mapping[str, Any]], Any]:
-    """Returns the function that takes a state and a batch on the host to the predictions on the host.
+def predictions(jitted: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+    """Returns the function that takes a state, a batch on the host and, if any, a key to the predictions on the host.
 
     Args:
       jitted: the jitted function of `xshard.step.make_predict`, with replicated outputs, so that each process has all.
       mesh: the run's mesh.
     """
     outputs = processes.compiled_by_all(jitted, "the prediction")
-    return lambda state, batch: jax.device_get(outputs(state, mesh_lib.put_whole(mesh, batch)))
+
+    def predict(
+        state: state_lib.TrainState, batch: Mapping[str, Any], key: jax.Array | None = None
+    ) -> Any:
+        args = [state, mesh_lib.put_whole(mesh, batch)]
+        if key is not None:
+            args.append(jax.device_put(key, mesh_lib.sharding(mesh)))
+        return jax.device_get(outputs(*args))
+
+    return predict

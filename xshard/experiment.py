@@ -185,7 +185,10 @@ class Experiment(abc.ABC):
         """
 
     def predict(self, state: Any, batch: Batch) -> Any:
-        """Returns the outputs for a batch, a tree of arrays, equal on all devices. Used by `samples` and `xshard.load`."""
+        """Returns the outputs for a batch, a tree of arrays, equal on all devices. Used by `samples` and `xshard.load`.
+
+        A third parameter, `key`, is optional. It receives the random key of a caller that gives one after the batch.
+        """
         raise NotImplementedError(f"{type(self).__name__} makes no predictions: define predict.")
 
     def summarize(self, sums: Mapping[str, np.ndarray], count: float) -> Mapping[str, Any]:

@@ -199,19 +199,24 @@ def evaluation_on_replicas(
 
 def make_predict(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
-) -> Callable[[TrainState, Batch], Any]:
-    """Returns the function that takes a state and a batch to the outputs of `Experiment.predict`, both replicated."""
+) -> Callable[..., Any]:
+    """Returns the function that takes a state and a batch to the outputs of `Experiment.predict`, both replicated.
+
+    A third argument, a random key, is passed on to `Experiment.predict`, which then needs a parameter for it.
+    """
     grouped = mesh_lib.num_groups(mesh) > 1
 
-    def local_predict(shapes: TrainState, state: TrainState, batch: Batch) -> Any:
-        args = _local(state, grouped).experiment, batch
+    def local_predict(
+        shapes: TrainState, state: TrainState, batch: Batch, keys: tuple[jax.Array, ...]
+    ) -> Any:
+        args = _local(state, grouped).experiment, batch, *keys
         return shard_usage.call(experiment.predict, mesh, experiment, shapes, *args, whole=True)
 
-    def predict(state: TrainState, batch: Batch) -> Any:
+    def predict(state: TrainState, batch: Batch, *keys: jax.Array) -> Any:
         whole = conversion.to_whole(experiment, mesh, state)
-        in_specs = (_whole_specs(experiment, mesh, whole), jax.P())
+        in_specs = (_whole_specs(experiment, mesh, whole), jax.P(), jax.P())
         local = functools.partial(local_predict, whole)
-        return logical.Mapped(local, in_specs, jax.P()).on(mesh)(whole, batch)
+        return logical.Mapped(local, in_specs, jax.P()).on(mesh)(whole, batch, keys)
 
     return predict
 

@@ -56,7 +56,7 @@ class Supervised(experiment.Experiment):
         """Returns the network's outputs. This is a Haiku function: it creates its modules and parameters.
 
         It sees one replica's part of the batch, in the compute dtype of `config.precision`. It may draw keys with
-        `hk.next_rng_key()` in training and evaluation, but not in `predict`, where `hk.maybe_next_rng_key()` is None.
+        `hk.next_rng_key()` in training and evaluation; in a prediction only if the caller gives it a key.
         """
 
     @abc.abstractmethod
@@ -138,9 +138,17 @@ class Supervised(experiment.Experiment):
                 values[f"ensemble/{name}"] = value
         return values
 
-    def predict(self, state: LearnerState, batch: experiment.Batch) -> Any:
-        """Implements `Experiment.predict`: the network's outputs; with several groups, the outputs of `ensemble`."""
-        outputs, _ = self.learner.apply(state, None, batch, is_training=False)
+    def predict(
+        self, state: LearnerState, batch: experiment.Batch, key: jax.Array | None = None
+    ) -> Any:
+        """Implements `Experiment.predict`: the network's outputs; with several groups, the outputs of `ensemble`.
+
+        Args:
+          state: the learner's state.
+          batch: a batch, whole on each device.
+          key: the random key for a network that draws keys in an evaluation; equal on all devices.
+        """
+        outputs, _ = self.learner.apply(state, key, batch, is_training=False)
         return self._together(outputs) if lax.axis_size(mesh_lib.GROUP) > 1 else outputs
 
     def _values(self, outputs: Any, batch: experiment.Batch) -> Mapping[str, jax.Array]:

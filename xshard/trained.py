@@ -27,13 +27,13 @@ class Trained(NamedTuple):
       state: the state of a checkpoint, on the requested devices. `state.experiment` is the experiment's own state. With
         several groups its arrays have a leading dimension of groups. `PerReplica` arrays have a dimension of all
         replicas that the run had.
-      predict: takes a batch on the host, `{name: array}`, to the outputs of `Experiment.predict` on the host. It
-        compiles once for each batch shape.
+      predict: takes a batch on the host, `{name: array}`, to the outputs of `Experiment.predict` on the host. A random
+        key may follow, if the network draws keys. It compiles once for each batch shape.
     """
 
     experiment: experiment_lib.Experiment
     state: state_lib.TrainState
-    predict: Callable[[Mapping[str, Any]], Any]
+    predict: Callable[..., Any]
 
     @property
     def params(self) -> Any:
@@ -73,14 +73,14 @@ def load(place: str | pathlib.Path, devices: Sequence[jax.Device] | None = None)
 
 def _predictor(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: state_lib.TrainState
-) -> Callable[[Mapping[str, Any]], Any]:
+) -> Callable[..., Any]:
     jitted = preflight.jitted_predict(experiment, mesh)
     predict = functools.partial(evaluation.predictions(jitted, mesh), state)
 
-    def checked(batch: Mapping[str, Any]) -> Any:
-        traced = jitted.trace(state, mesh_lib.put_whole(mesh, batch))
+    def checked(batch: Mapping[str, Any], *keys: jax.Array) -> Any:
+        traced = jitted.trace(state, mesh_lib.put_whole(mesh, batch), *keys)
         replica_state.check_unread(experiment.predict, traced.jaxpr, state, mesh)
-        return predict(batch)
+        return predict(batch, *keys)
 
     return checked if replica_state.has_others(state, mesh) else predict
 

@@ -71,7 +71,7 @@ def programs(
     _check_equal(experiment, mesh, state, traced_step.jaxpr)
     predict = jitted_predict(experiment, mesh)
     whole = mesh_lib.sharding(mesh)
-    trace = lambda batch: predict.trace(state, batches.shapes_of(batch, whole))
+    trace = lambda batch, *keys: predict.trace(state, batches.shapes_of(batch, whole), *keys)
     predictions = []
     for ask in _prediction_callers(experiment, act):
         predictions += _at_first_prediction(ask, trace)
@@ -202,7 +202,7 @@ class _PredictedError(BaseException):
 def samples_batch(experiment: experiment_lib.Experiment) -> Mapping[str, Any] | None:
     """Returns the first batch for which `experiment.samples` asks a prediction; None if it asks for none."""
     for ask in _prediction_callers(experiment, None):
-        for batch in _at_first_prediction(ask, lambda batch: batch):
+        for batch in _at_first_prediction(ask, lambda batch, *keys: batch):
             return batch
     return None
 
@@ -226,18 +226,17 @@ def _prediction_callers(
     yield act
 
 
-def _at_first_prediction(
-    ask: _PredictionCaller, use: Callable[[Mapping[str, Any]], Any]
-) -> list[Any]:
-    """Runs `ask` up to its first prediction, and returns the result of `use` on that prediction's batch.
+def _at_first_prediction(ask: _PredictionCaller, use: Callable[..., Any]) -> list[Any]:
+    """Runs `ask` up to its first prediction, and returns the result of `use` on that prediction's batch, and key if any.
 
     The list is empty if `ask` asks for no prediction.
     """
     results: list[Any] = []
 
-    def predict(batch: Mapping[str, Any]) -> Any:
+    def predict(batch: Mapping[str, Any], key: jax.Array | None = None) -> Any:
+        keys = () if key is None else (key,)
         # `use` runs inside the user's call, so that the traceback of an error shows the line that asked.
-        results.append(use(batch))
+        results.append(use(batch, *keys))
         raise _PredictedError
 
     with contextlib.suppress(_PredictedError):
