@@ -28,6 +28,8 @@ POINTS_FILE = "sweep.json"
 RUNS_FILE = "sweep_runs.json"
 # Stands for the ID of a run that an older version, without IDs, started. It is never recorded in RUNS_FILE.
 _OLDER = "of an older version"
+# The fingerprint of the parameters in a row. Its module imports JAX, which the launcher does without.
+_FINGERPRINT = "fingerprint/params"
 _LOG, _NOT_STARTED = "launch.log", "not started"
 # At most this many differences of a config are shown.
 _SHOWN = 3
@@ -277,10 +279,40 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     if not all(isinstance(point, dict) for point in points):
         raise engine.LaunchError(f"{path} is not a sweep's file: each point must be an object.")
     runs = read_runs(directory)
-    return [
+    found = [
         _row(directory / f"{index:03}", point, runs.get(f"{index:03}"))
         for index, point in enumerate(points)
     ]
+    _mark_equal(directory, found)
+    return found
+
+
+def _mark_equal(directory: pathlib.Path, found: Sequence[dict[str, Any]]) -> None:
+    """Marks each run that has trained the same parameters, bit for bit, as one before it.
+
+    Nothing may read the keys in which their points differ.
+    """
+    first: dict[Any, str] = {}
+    for row in found:
+        if row["doing"] != "done":
+            continue
+        trained = _last_fingerprint(directory / row["run"])
+        if trained is None:
+            continue
+        before = first.setdefault(trained, row["run"])
+        if before != row["run"]:
+            row["doing"] = f"done; same parameters as {before}"
+
+
+def _last_fingerprint(directory: pathlib.Path) -> tuple[int, str] | None:
+    """Returns the newest fingerprint of a run's parameters, with its step; None if it has logged none."""
+    lines = (disk.read(workdir.Workdir(directory).metrics) or b"").splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if _FINGERPRINT in row:
+                return row["step"], row[_FINGERPRINT]
+    return None
 
 
 def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:

@@ -245,3 +245,18 @@ def test_a_sweep_file_that_raises_is_reported(tmp_path):
     (tmp_path / "sweep.py").write_text("1 / 0")
     with pytest.raises(engine.LaunchError, match="raised ZeroDivisionError"):
         sweep.read(tmp_path / "sweep.py")
+
+
+def test_runs_that_trained_the_same_parameters_are_marked(ended):
+    def log(index, *prints):
+        rows = [{"step": i, "fingerprint/params": x} for i, x in enumerate(prints)]
+        lines = [json.dumps(row) for row in (*rows, {"step": 9, "eval/error": 0.5})]
+        # The last line may be cut off.
+        text = "\n".join([*lines, '{"step": 1'])
+        (ended.jobs[index].workdir / "metrics.jsonl").write_text(text)
+
+    log(0, "a", "b")
+    log(1, "a", "c")
+    assert ended.doing() == ["done", "done"]
+    log(1, "x", "b")
+    assert ended.doing() == ["done", "done; same parameters as 000"]
