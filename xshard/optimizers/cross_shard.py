@@ -32,6 +32,10 @@ class Reduction(enum.StrEnum):
     MEAN = "mean"
 
 
+# The values of TensorFlow's constants of these names.
+_OF_TENSORFLOW = {"weighted_sum": Reduction.SUM, "weighted_mean": Reduction.MEAN}
+
+
 # The rules that were made within `recording`.
 _MADE: contextvars.ContextVar[list["CrossShardOptimizer"]] = contextvars.ContextVar("made")
 
@@ -105,7 +109,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
         Args:
           opt: an `Optimizer` or an optax transformation.
-          reduction: 'sum' or 'mean'.
+          reduction: 'sum' or 'mean'; or TensorFlow's 'weighted_sum' or 'weighted_mean', which are the same.
           name: the module's name.
           group_assignment: the replica numbers of each group, such as [[0, 2], [1, 3]]. Each replica appears
             once, and all groups have one size. All replicas are one group by default.
@@ -145,7 +149,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.sharding_rules = sharding_rules
         # No axis need be mapped while state is created. The update is then rehearsed for this many replicas.
         self._replicas = 2
-        self.reduction = Reduction(_check_choice("reduction", reduction, tuple(Reduction)))
+        known = _OF_TENSORFLOW.get(reduction, reduction)
+        self.reduction = Reduction(_check_choice("reduction", known, tuple(Reduction)))
         self.reduce_dtype = _check_choice("reduce_dtype", reduce_dtype, _DTYPES)
         self.slice_dtype = _check_choice("slice_dtype", slice_dtype, (*_DTYPES, "int8"))
         self._needs_run = _check_choice("arithmetic", arithmetic, _ARITHMETIC) != "float"

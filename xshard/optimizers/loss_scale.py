@@ -243,7 +243,9 @@ def get(identifier: Any) -> LossScale:
 
 
 def all_finite(grads: trees.Gradients) -> jax.Array:
-    """Returns whether all elements of all gradients are finite, a boolean scalar."""
+    """Returns whether all elements of all gradients are finite, a boolean scalar; True, as in TensorFlow, if there are none."""
+    if not jax.tree.leaves(grads):
+        return jnp.asarray(True)
     finite = [jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)]
     # Reduced one by one: a sharded update joins such a chain of scalars into one collective.
     return functools.reduce(jnp.logical_and, finite)

@@ -243,9 +243,16 @@ class OptaxOptimizer(base.Optimizer):
             return jax.eval_shape(self.transformation.init, params)
 
     def _set_state(self, state: Any, old_state: Any) -> None:
-        new = trees.leaves_by_path(state)
-        for name, old in trees.leaves_by_path(old_state).items():
-            hk.set_state(name, trees.strong(new[name], old.dtype))
+        # None stands for no array, as in optax's own states.
+        new, old = trees.present(state), trees.present(old_state)
+        changed = sorted(new.keys() ^ old.keys())
+        if changed:
+            raise errors.UserError(
+                f"The update of {self.name} turned the state {changed[0]!r} from None to an array, or the other way: the "
+                "arrays of a rule's state must be the same in each step."
+            )
+        for name, x in old.items():
+            hk.set_state(name, trees.strong(new[name], x.dtype))
 
 
 def _check_schedules(schedules: Any) -> dict[str, Callable[[Any], Any]]:

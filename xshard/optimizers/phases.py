@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 from absl import logging
 
+from xshard import errors
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import sharded_calls, shards, skips, trees, values
 
@@ -83,7 +85,7 @@ class Step:
         """Returns whether the step is applied, the aggregated gradients and the new parameters."""
         grads, applied = _with_own_keys(self._decide)(grads)
         self._settle(applied)
-        update = _with_own_keys(self._rule.update)
+        update = _with_own_keys(self._update)
         if applied is True or hk.running_init():
             return applied, grads, update(grads, params)
         return applied, grads, hk.cond(applied, update, lambda _, old: old, grads, params)
@@ -135,8 +137,15 @@ class Step:
             grads = self._rule.aggregate(grads)
             written = skips.merge_writes(before, skips.current_state(), skips.NO_WRITES)
             applied = self._rule.vote(grads)
+        _check_vote(self._rule, applied)
         skips.restore_unless_applied(applied, written)
         return grads, applied
+
+    def _update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
+        """Returns the rule's new parameters, once it is known that they can take the place of the old ones."""
+        new = self._rule.update(grads, params)
+        _check_updated(self._rule, params, new)
+        return new
 
     def _settle(self, applied: Any) -> None:
         for rule in self._rules:
@@ -161,7 +170,7 @@ class Step:
             leaves = trees.leaves_by_path(params)
             # Only shapes matter here, so the parameters serve as their own gradients.
             grads, _ = self._decide(trees.rebuild(params, {path: leaves[path] for path in trained}))
-            self._rule.update(grads, params)
+            self._update(grads, params)
 
         init = hk.transform_with_state(make).init
         parameters, state = jax.eval_shape(init, jax.random.key(0), others, params)
@@ -241,6 +250,41 @@ def _traced_attributes(rules: Sequence[Any]) -> dict[tuple[str, str], Any]:
             if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
                 traced[rule.name, name] = value
     return traced
+
+
+def _check_vote(rule: Any, applied: Any) -> None:
+    """Raises UserError unless a vote is True, False or a boolean scalar."""
+    if isinstance(applied, bool):
+        return
+    if getattr(applied, "shape", None) != () or applied.dtype != bool:
+        raise errors.UserError(
+            f"The vote of {rule.name} is {applied!r}: it must be True, or a boolean array of shape (), which says whether to apply "
+            "the step. Does a vote lack a return statement?"
+        )
+
+
+def _check_updated(rule: Any, old: trees.Params, new: Any) -> None:
+    """Raises UserError unless an update returns arrays of the paths, shapes and types of the parameters."""
+    wanted, given = trees.leaves_by_path(old), trees.leaves_by_path(new)
+    for path in sorted(wanted.keys() | given.keys()):
+        if given.get(path) is None:
+            problem = f"lacks {path!r}"
+        elif path not in wanted:
+            problem = f"has {path!r}, which is no parameter"
+        elif _kind(given[path]) != _kind(wanted[path]):
+            shape, dtype = _kind(given[path])
+            old_shape, old_dtype = _kind(wanted[path])
+            problem = f"has {path!r} as {dtype} of shape {shape}, but the parameter is {old_dtype} of shape {old_shape}"
+        else:
+            continue
+        raise errors.UserError(
+            f"The update of {rule.name} must return the new parameters in the tree of the old ones, with their shapes and "
+            f"types; what it returned {problem}."
+        )
+
+
+def _kind(x: Any) -> tuple[tuple[int, ...], Any]:
+    return jnp.shape(x), jnp.result_type(x)
 
 
 def _with_own_keys(f: Callable[..., Any]) -> Callable[..., Any]:
