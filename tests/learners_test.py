@@ -12,7 +12,7 @@ import pytest
 
 import xshard
 from tests import toy
-from xshard import errors, evaluation, mesh, step
+from xshard import errors, evaluation, loop, mesh, step
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.learners import state as state_of_learner
@@ -661,3 +661,29 @@ def test_a_field_that_is_not_cast_keeps_its_type(uncast):
     key = jax.random.key(0)
     outputs, _ = experiment.learner.apply(state, key, batch, is_training=True)
     assert outputs.dtype == jnp.float32
+
+
+class Followed(toy.Poisoned):
+    """Counts the applied steps beside its learner."""
+
+    def init(self, key, batch):
+        return {"line": super().init(key, batch), "moves": jnp.zeros(())}
+
+    def train_step(self, state, batch, key):
+        line, outcome = super().train_step(state["line"], batch, key)
+        moves = jnp.where(outcome.applied, state["moves"] + 1, state["moves"])
+        return {"line": line, "moves": moves}, {"line": outcome}
+
+    def eval_step(self, state, batch, key):
+        return super().eval_step(state["line"], batch, key)
+
+
+def test_state_beside_a_learner_sees_whether_the_update_was_applied(tmp_path):
+    config = toy.get_config()
+    config.update({"experiment": "tests.learners_test.Followed", "poisoned": ((0, 3),)})
+    config.update({"steps": 5, "on_nonfinite": "skip"})
+    run = loop.Run(config.lock(), str(tmp_path))
+    with run.opened():
+        state, *_ = run.complete()
+    assert float(state.experiment["moves"]) == 4
+    assert int(state.experiment["line"].global_step) == 4

@@ -661,6 +661,9 @@ def test_the_steps_at_which_evaluations_and_saves_are_due():
     assert [step for step in steps if due.evaluation(step)] == [3, 6, 7]
     assert [step for step in steps if due.save(step)] == [5, 7]
     assert [due.next_due(step) for step in range(7)] == [3, 3, 3, 5, 5, 6, 7]
+    never = due._replace(evaluation_every=0)
+    assert [step for step in steps if never.evaluation(step)] == [7]
+    assert [never.next_due(step) for step in range(7)] == [5, 5, 5, 5, 5, 7, 7]
     also = due._replace(saves_evaluated=True, samples_every=4)
     assert [step for step in steps if also.save(step)] == [3, 5, 6, 7]
     assert [also.next_due(step) for step in range(7)] == [3, 3, 3, 4, 5, 6, 7]

@@ -300,7 +300,13 @@ KEYS = (
         _count_or_never,
         may_change=True,
     ),
-    Key("eval_every_steps", 500, "The number of steps between evaluations.", _count, True),
+    Key(
+        "eval_every_steps",
+        500,
+        "The number of steps between evaluations; 0: only after the last step.",
+        _count_or_never,
+        may_change=True,
+    ),
     Key(
         "samples_every_steps",
         0,

@@ -143,6 +143,15 @@ class Outcome(NamedTuple):
     observed: Observed
     aux: Any = None
 
+    @property
+    def applied(self) -> jax.Array:
+        """Whether the update was applied: a boolean scalar, False for a step that was skipped.
+
+        State beside the learner that must not move in a skipped step, such as a target network, is selected by it:
+        `jnp.where(outcome.applied, new, old)`.
+        """
+        return self.metrics["skipped"] == 0
+
     def joined(self) -> "Outcome":
         """Returns the outcomes of several updates, which a scan stacks, as one.
 

@@ -10,7 +10,7 @@ class Schedule(NamedTuple):
 
     Attributes:
       last: the last step, after which the run both evaluates and saves.
-      evaluation_every: the number of steps from one evaluation to the next.
+      evaluation_every: the number of steps from one evaluation to the next; 0 for one after the last step only.
       save_every: the number of steps from one save to the next.
       saves_evaluated: whether each evaluated state is also saved, because any of them may be the best.
       samples_every: the number of steps from one set of samples to the next; 0 for samples after the last step only.
@@ -31,7 +31,8 @@ class Schedule(NamedTuple):
 
     def evaluation(self, step: int) -> bool:
         """Returns whether an evaluation is due after a step."""
-        return step == self.last or step % self.evaluation_every == 0
+        is_due = self.evaluation_every > 0 and step % self.evaluation_every == 0
+        return step == self.last or is_due
 
     def save(self, step: int) -> bool:
         """Returns whether a save is due after a step."""
