@@ -50,3 +50,19 @@ def test_gathers_of_whole_parameters_are_refused(tmp_path):
     config.gather_once = True
     with pytest.raises(errors.UserError, match="gather_once=True has no effect without"):
         loop.Run(config.lock(), str(tmp_path / "run"))
+
+
+class Averaged(toy.Toy):
+    """Keeps averages of its parameters, and state of its network."""
+
+    def optimizer(self):
+        return xshard.MovingAverageOptimizer(super().optimizer(), 0.5)
+
+
+def test_a_run_warns_of_averages_beside_the_state_of_raw_parameters(tmp_path, capsys):
+    for experiment, warns in (("tests.preflight_test.Averaged", True), ("tests.toy.Toy", False)):
+        config = make_config(experiment)
+        config.steps = 1
+        assert loop.run(config.lock(), str(tmp_path / experiment), "") == 0
+        said = capsys.readouterr().out
+        assert ("warning: the averages of parameters are evaluated with" in said) == warns

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from xshard import config as config_lib
 from xshard import contract, errors, jax_internals, logical, samples, step
@@ -84,6 +85,26 @@ def programs(
         _check_prediction(experiment, mesh, traced)
         stored.check_unread(experiment.predict, traced.jaxpr, state, mesh)
     return train_step, predict
+
+
+def warning(state: state_lib.TrainState) -> str:
+    """Returns a line about what a run would compute, but may not mean; empty if there is none.
+
+    Args:
+      state: the shapes of the run's state.
+    """
+    for name, learner in state_lib.learners(state).items():
+        leaves = trees.leaves_by_path(learner.net_state)
+        floats = [path for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
+        if learner.rules.averages_module is None or not floats:
+            continue
+        whose = f" of {name}" if name else ""
+        return (
+            f"warning: the averages of parameters{whose} are evaluated with the networks' state of the parameters themselves, such as "
+            f"{floats[0]}. If that is the statistics of a batch norm, 'average/...' may be far too low: estimate them anew for the "
+            "averages, with some training batches, or use a layer norm."
+        )
+    return ""
 
 
 def _check_reduction(
