@@ -687,3 +687,58 @@ def test_state_beside_a_learner_sees_whether_the_update_was_applied(tmp_path):
         state, *_ = run.complete()
     assert float(state.experiment["moves"]) == 4
     assert int(state.experiment["line"].global_step) == 4
+
+
+class Masked(toy.Wide):
+    """Has a loss that is a mean over some examples of a batch, of which its parts have different numbers."""
+
+    def train_data(self):
+        examples = super().train_data()
+        # The first parts of a batch have most of the examples that count.
+        return {**examples, "counts": (np.arange(len(examples["y"])) % 16 < 5).astype(np.float32)}
+
+    def forward(self, batch, *, is_training):
+        # Without keys, which would differ between the parts.
+        return hk.nets.MLP([16, 1])(batch["x"])[:, 0]
+
+    def loss(self, outputs, batch):
+        losses = batch["counts"] * (outputs - batch["y"]) ** 2
+        return jnp.sum(losses) / jnp.maximum(jnp.sum(batch["counts"]), 1), {}
+
+
+class Weighted(Masked):
+    """Says how much a part of a batch counts."""
+
+    def weight(self, batch):
+        return jnp.sum(batch["counts"])
+
+
+def step_of(experiment, replicas, parts):
+    """Returns the loss and the gradient norm of a first step on 16 examples in order."""
+    config = toy.get_config()
+    config.micro_batches = parts
+    made = experiment(config)
+    the_mesh = mesh.make_mesh(devices=jax.devices()[:replicas])
+    batch = {name: x[:16] for name, x in made.train_data().items()}
+    state = state_lib.init(made, the_mesh, 0, batch)
+    _, metrics = jax.jit(step.make_train_step(made, the_mesh))(state, batch)
+    return float(metrics["loss"]), float(metrics["gradient_norm"])
+
+
+def test_a_weight_makes_the_mean_over_a_step_independent_of_its_parts():
+    whole = step_of(Weighted, 1, 1)
+    # Without a weight it is a mean of means.
+    assert step_of(Masked, 1, 1) == whole
+    assert abs(step_of(Masked, 4, 2)[1] / whole[1] - 1) > 0.01
+    for replicas, parts in ((1, 4), (4, 1), (4, 2)):
+        # float32 sums in another order.
+        np.testing.assert_allclose(step_of(Weighted, replicas, parts), whole, rtol=1e-5)
+
+
+def test_a_weight_for_each_example_is_refused():
+    class Each(Masked):
+        def weight(self, batch):
+            return batch["counts"]
+
+    with pytest.raises(errors.UserError, match=r"weight .*returned an array of shape \(16,\)"):
+        step_of(Each, 1, 1)

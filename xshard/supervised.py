@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_collections
 from jax import lax
 
-from xshard import contract, experiment
+from xshard import contract, errors, experiment
 from xshard import mesh as mesh_lib
 from xshard.learners import learner
 from xshard.learners.state import LearnerState, Outcome
@@ -83,6 +83,16 @@ class Supervised(experiment.Experiment):
         """Returns a replica's gradients, clipped before they are reduced. By default unchanged."""
         return grads
 
+    def weight(self, batch: experiment.Batch) -> jax.Array:
+        """Returns how much the loss of a part of a batch counts, a float32 scalar: what `loss` divides by, such as tokens.
+
+        The parts are those of the replicas and the micro-batches. By default all count the same, so a loss that divides by
+        its own number of tokens is a mean of means, which depends on how a batch is divided. With their number as the
+        weight, the loss of a step and its gradients are those of the mean over all tokens of the step, on any number of
+        replicas and micro-batches. Scalars beside the loss are not weighted.
+        """
+        return jnp.float32(1)
+
     def frozen(self) -> str:
         """Returns a regular expression for the paths of parameters not to train, such as '^encoder/'. By default none."""
         return ""
@@ -108,7 +118,28 @@ class Supervised(experiment.Experiment):
         self, state: LearnerState, batch: experiment.Batch, key: jax.Array
     ) -> tuple[LearnerState, Outcome]:
         """Implements `Experiment.train_step`."""
-        return self.learner.update(state, self.training_loss, batch, key)
+        if type(self).weight is Supervised.weight:
+            return self.learner.update(state, self.training_loss, batch, key)
+        mean = lax.pmean(self._weight(batch), mesh_lib.REPLICAS) / self.config.micro_batches
+
+        def weighted_loss(
+            state: LearnerState, part: experiment.Batch, key: jax.Array
+        ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+            value, net_state, scalars = self.training_loss(state, part, key)
+            # A step without any weight has a loss of 0.
+            share = self._weight(part) / jnp.maximum(mean, jnp.finfo(mean.dtype).tiny)
+            return value * share.astype(value.dtype), net_state, scalars
+
+        return self.learner.update(state, weighted_loss, batch, key)
+
+    def _weight(self, batch: experiment.Batch) -> jax.Array:
+        weight = jnp.asarray(self.weight(batch))
+        if weight.shape:
+            raise errors.UserError(
+                f"{contract.describe_method(self.weight)} returned an array of shape {weight.shape}: the weight of a part of a batch "
+                "is a scalar, such as the number of its tokens, jnp.sum(mask)."
+            )
+        return weight.astype(jnp.float32)
 
     def training_loss(
         self, state: LearnerState, batch: experiment.Batch, key: jax.Array

@@ -89,6 +89,10 @@ class Words(experiment.LanguageModel):
         value = jnp.sum(losses) / jnp.maximum(jnp.sum(counts), 1)
         return value, {}
 
+    def weight(self, batch):
+        """Returns the number of tokens that `loss` is the mean of."""
+        return jnp.sum(_counts(batch))
+
     def evaluate(self, outputs, batch):
         losses, counts = _losses(outputs, batch)
         values = {"loss": losses, "tokens": counts, "bytes": counts * batch["bytes"][:, 1:]}
@@ -129,10 +133,15 @@ def _losses(outputs, batch):
 
     A token counts if its own file predicts it: not the first token of a file, and not padding. Others have loss 0.
     """
-    segments = batch["text_segment_ids"]
-    counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    counts = _counts(batch)
     losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["text"][:, 1:])
     return jnp.where(counts, losses, 0.0), counts.astype(jnp.float32)
+
+
+def _counts(batch):
+    """Returns which tokens but the first count, as booleans."""
+    segments = batch["text_segment_ids"]
+    return (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
 
 
 def _check(config):
