@@ -99,7 +99,8 @@ class Run:
         stored = conversion.as_stored(self.experiment, self.mesh, self._target)
         inputs = stored, self.batches.shapes(), self.batches.rehearsal()
         train_step, predict = preflight.programs(self.experiment, self.mesh, *inputs)
-        if isinstance(train_step, logical.Program):
+        # With several processes, one that compiles longer than the others for this would keep them waiting in a collective.
+        if isinstance(train_step, logical.Program) and jax.process_count() == 1:
             train_step.compare_first_call(self.terminal.say)
         self.train_step = processes.compiled_by_all(train_step, "the training step")
         self.predict = evaluation.predictions(predict, self.mesh)
