@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The checks: format, lint, types, and the tests, first those of the update rules. Of large tables a sample is drawn, and
-# long tests are left out; --all runs everything, and measures coverage (an hour). Where Bazel is installed, it builds
+# long tests are left out; --all runs everything, and measures coverage (some hours). Where Bazel is installed, it builds
 # every target and runs the tests; otherwise pytest runs them. Other arguments are Bazel's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
