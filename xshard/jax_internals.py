@@ -53,6 +53,14 @@ def inner_programs(eqn: Any) -> Iterator[Jaxpr]:
     return core.jaxprs_in_params(eqn.params)
 
 
+def argument_names(eqn: Any) -> tuple[str, ...]:
+    """Returns the names of the arrays that a call of a jitted function is given, such as "tree['linear']['w']".
+
+    Errors name an array by them. JAX records them for its own errors, and has no public way to read them.
+    """
+    return opened(eqn.params["jaxpr"]).debug_info.arg_names or ()
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """Returns the number of constants and of carried arrays of a scan, which come first in its inputs, in this order.
 

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
 from tests.optimizers import harness
+from xshard import errors
 from xshard.optimizers import base, cross_shard, gradients, loss_scale
 from xshard.optimizers import optax as optax_optimizer
 
@@ -719,3 +721,49 @@ def test_a_custom_compute_gradients_does_not_rename_state():
 
     params, state = names(lambda: Halved(adam()))
     assert [params, state] == names(adam) == [["head"], ["adam", "~"]]
+
+
+class Polyak(base.Optimizer):
+    """Keeps the loss as state where it computes gradients, by Haiku's functions or in a method of its own."""
+
+    def __init__(self, in_a_method):
+        super().__init__(name="polyak")
+        self._in_a_method = in_a_method
+
+    def compute_gradients(self, loss, params, **kwargs):
+        value, grads = super().compute_gradients(loss, params, **kwargs)
+        if self._in_a_method:
+            self.keep(value)
+        else:
+            hk.set_state("loss", value)
+        return value, grads
+
+    def keep(self, value):
+        hk.set_state("loss", value)
+
+    def update(self, grads, params):
+        value = hk.get_state("loss", (), jnp.float32, jnp.zeros)
+        squares = sum(jnp.sum(g * g) for g in jax.tree.leaves(grads))
+        return jax.tree.map(lambda p, g: p - value / squares * g, params, grads)
+
+
+def test_state_that_compute_gradients_would_leave_with_the_caller_is_refused():
+    params = {"m": {"w": jnp.zeros(4)}}
+    loss = lambda p: jnp.sum((p["m"]["w"] - 1) ** 2)
+    step = lambda in_a_method: hk.transform_with_state(
+        lambda p: Polyak(in_a_method).minimize(loss, p)
+    )
+    with pytest.raises(errors.UserError, match="Polyak.compute_gradients keeps the state 'loss'"):
+        step(False).init(None, params)
+    _, state = step(True).init(None, params)
+    (_, new), state = step(True).apply({}, state, None, params)
+    # A step of Polyak's rule halves the distance to the minimum of a parabola.
+    np.testing.assert_allclose(new["m"]["w"], 0.5)
+    assert list(state) == ["polyak"]
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_per_example_rules_refuse_vectors_too(size):
+    rule = optax_optimizer.OptaxOptimizer(contrib.dpsgd(0.5, 1e9, 0.0, key=jax.random.key(0)))
+    with pytest.raises(ValueError, match="per-example gradients"):
+        rule.init({"m": {"w": jnp.zeros(size)}})

@@ -13,6 +13,7 @@ import pytest
 from optax import contrib
 
 from tests.optimizers import harness
+from xshard import errors
 from xshard.optimizers import base, cross_shard, loss_scale, phases, primitives, shards
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
@@ -387,6 +388,39 @@ FOLLOWED = {
 def test_sharded_rules_match_rules_on_whole_arrays(name):
     new, wanted = follow(per_array(FOLLOWED[name]))
     harness.assert_close(new, wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 6), (3, 4, 6), (4, 8, 2)])
+def test_a_number_for_each_layer_meets_the_whole_stack(shape):
+    def trust(grad, param):
+        return grad * jnp.einsum("lij,lij->l", grad, param)[:, None, None]
+
+    params = {"stack": {"w": jnp.linspace(-1, 1, np.prod(shape)).reshape(shape)}}
+    new, wanted = follow(per_array(trust), params)
+    harness.assert_close(new, wanted, rtol=1e-5, atol=1e-4)
+
+
+class ClippedBySlot(base.OptimizerWrapper):
+    """A custom wrapper that clips each replica's own gradients to the size of earlier ones, which it keeps as slots."""
+
+    def __init__(self, opt):
+        super().__init__(name="clipped_by_slot")
+        self.opt = opt
+
+    def aggregate(self, grads):
+        def clip(module, name, grad):
+            size = hk.get_state(f"size/{module}/{name}", grad.shape, grad.dtype, jnp.ones)
+            return jnp.clip(grad, -size, size)
+
+        return self.opt.aggregate(hk.data_structures.map(clip, grads))
+
+
+@pytest.mark.parametrize("shape", [(64, 8), (16, 8), (5, 3)])
+def test_a_slot_that_meets_a_replicas_own_gradient_is_refused(shape):
+    params = {"m": {"w": jnp.zeros(shape)}}
+    rule = lambda: CrossShard(ClippedBySlot(optax_optimizer.OptaxOptimizer(optax.sgd(0.1))))
+    with pytest.raises(errors.UserError, match="of 'm/w' from a slot.*after the sum"):
+        hk.transform_with_state(lambda: rule().init(params)).init(None)
 
 
 def traffic(transformation, params, replicas=4):

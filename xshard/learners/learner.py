@@ -21,7 +21,16 @@ from xshard import contract, errors
 from xshard import mesh as mesh_lib
 from xshard.learners import run_context, update_stub
 from xshard.learners import state as state_lib
-from xshard.optimizers import base, gathering, gradients, inspection, layouts, moving_average, trees
+from xshard.optimizers import (
+    base,
+    gathering,
+    gradients,
+    inspection,
+    layouts,
+    moving_average,
+    trees,
+    varying,
+)
 from xshard.optimizers.varying import equal_on_replicas
 
 # A function of a learner's state, a batch and a key: see `Learner.update`.
@@ -200,7 +209,7 @@ class Learner:
         # collective shows that in the program, so they are declared equal here.
         equal = {"params": update.params, "opt_state": opt_state, "global_step": update.global_step}
         before = gathering.unsharded(state.params, state.rules.sharding), state.global_step
-        equal = equal_on_replicas(equal, given=before)
+        equal = equal_on_replicas(varying.marked(varying.UPDATED, equal), given=before)
         applied = equal["global_step"] != state.global_step
         # Averaged together, in one collective.
         bad = update.nonfinite

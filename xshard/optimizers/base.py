@@ -19,16 +19,75 @@ Names and meanings follow `tf.compat.v1.train.Optimizer`.
 """
 
 import collections
-from collections.abc import Mapping, Sequence
+import contextvars
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from xshard import errors
 from xshard.optimizers import gradients, phases, shards, skips, trees
 
 _Rule = TypeVar("_Rule", bound="Optimizer")
+
+
+# Whether a loss is being called, whose state belongs to the caller of the rule.
+_IN_LOSS: contextvars.ContextVar[bool] = contextvars.ContextVar("in_loss", default=False)
+
+
+def _without_state(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of a rule, which raises UserError where it keeps Haiku state itself.
+
+    The method is transparent to Haiku, because the modules of the loss take the names that they have without a rule. So
+    state of the method's own would go to the caller's module, where no phase of the rule finds it.
+    """
+
+    def refuse(name: str) -> None:
+        raise errors.UserError(
+            f"{method.__qualname__} keeps the state {name!r}, which would go to the module that calls the rule, where no "
+            "phase finds it. Keep a value for this step's phases as an attribute, self.value = value. State that later steps "
+            "need belongs in aggregate, vote or update, or in a method of another name."
+        )
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = hk.experimental.current_name()
+        is_own = lambda: not _IN_LOSS.get() and hk.experimental.current_name() == scope
+
+        def create(make: Any, shape: Any, dtype: Any, init: Any, context: Any) -> Any:
+            if is_own():
+                refuse(context.full_name.rpartition("/")[2])
+            return make(shape, dtype, init)
+
+        def write(set_value: Any, value: Any, context: Any) -> Any:
+            if is_own():
+                refuse(context.full_name.rpartition("/")[2])
+            return set_value(value)
+
+        if args and callable(args[0]):
+            args = (_as_loss(args[0]), *args[1:])
+        creating = hk.custom_creator(create, params=False, state=True)
+        with creating, hk.custom_setter(write):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+def _as_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, a loss or one that calls losses; `_IN_LOSS` is set during its calls."""
+
+    @functools.wraps(loss)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        token = _IN_LOSS.set(True)
+        try:
+            return loss(*args, **kwargs)
+        finally:
+            _IN_LOSS.reset(token)
+
+    return call
 
 
 class Optimizer(hk.Module):
@@ -62,7 +121,7 @@ class Optimizer(hk.Module):
         """Keeps this rule's name out of the names of modules that a loss creates, in overriding methods too."""
         super().__init_subclass__(**kwargs)
         for name in {"compute_gradients", "minimize"} & vars(cls).keys():
-            setattr(cls, name, hk.transparent(vars(cls)[name]))
+            setattr(cls, name, hk.transparent(_without_state(vars(cls)[name])))
 
     @hk.transparent
     def compute_gradients(
@@ -106,7 +165,7 @@ class Optimizer(hk.Module):
         gradients.check_options(gate_gradients, aggregation_method)
         trained = trees.select(trees.as_arrays(params), var_list)
         before = skips.current_state()
-        value, aux, grads = gradients.value_and_grad(
+        value, aux, grads = _as_loss(gradients.value_and_grad)(
             loss,
             params,
             trained,

@@ -284,6 +284,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     ) -> tuple[trees.Gradients, dict[str, Any]]:
         """Does the same as `_reduce` in a sharded update: returns a `Shard` of each sum and of each error."""
         grads, lost = arguments
+        _check_own(grads)
         if isinstance(partition, shards.Rehearsal):
             if self.shard_update:
                 own = partition.own(jax.tree.map(values.raw, grads))
@@ -362,6 +363,25 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
     def _group_size(self) -> int:
         return axes.group_size(self.axis_name, self.group_assignment)
+
+
+def _check_own(grads: trees.Gradients) -> None:
+    """Raises UserError if a summand is a shard: a rule has combined a replica's own gradient with a slot.
+
+    A replica holds all of its own gradient, but of a slot it holds one shard. What an elementwise operation makes of the
+    two is a shard, which lacks the rest of the gradient.
+    """
+    leaves = jax.tree.leaves(grads, is_leaf=lambda x: isinstance(x, values.Shard))
+    for leaf in leaves:
+        if not isinstance(leaf, values.Shard) or isinstance(leaf, values.Summed):
+            continue
+        path = leaf.layout.path
+        raise errors.UserError(
+            f"An aggregate computes what a replica adds to the sum of gradients of {path!r} from a slot. In a sharded update "
+            "a replica holds only its shard of a slot, but all of its own gradient. Use the slot after the sum, as in "
+            "grads = self.opt.aggregate(grads); keep what each replica needs of its own beside the rule, as "
+            "xshard.PerReplica; or set shard_update=False."
+        )
 
 
 def _check_choice(argument: str, value: Any, allowed: tuple[str, ...]) -> str:

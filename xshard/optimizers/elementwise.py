@@ -256,7 +256,8 @@ class _Evaluator:
             return value.array
         if isinstance(value, values.Layers):
             if out[0] == layout.shape[0] and not layout.flat:
-                layers = value.array.reshape(len(value.array), *layout.shape[1:])
+                own = jnp.broadcast_to(value.array, (len(value.array), *out[1:]))
+                layers = own.reshape(len(own), *layout.shape[1:])
                 return self._partition.from_layers(layout, layers)
             value = self._gather(value, shape)
         if not shape:

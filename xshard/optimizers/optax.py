@@ -168,12 +168,13 @@ class OptaxOptimizer(base.Optimizer):
             raise ValueError(
                 f"{self.name} cannot use {transformation}: its update needs {arguments}, but a rule is given "
                 "only gradients and parameters. Use a transformation that needs only these, such as "
-                "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and store in its "
-                "compute_gradients the values that its update needs, equal on all replicas, as by jax.lax.pmean."
+                "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and let its "
+                "compute_gradients keep the values that its update needs as attributes, equal on all replicas, as by "
+                "jax.lax.pmean."
             ) from e
         leaves = trees.leaves_by_path(params)
         for path, update in trees.leaves_by_path(updates).items():
-            if path in leaves and update.shape not in ((), leaves[path].shape):
+            if path in leaves and update.shape != leaves[path].shape:
                 raise ValueError(
                     f"{self.name} cannot use its transformation: its update of '{path}' has the shape "
                     f"{update.shape}, and the parameter {leaves[path].shape}. A transformation of per-example "

@@ -16,7 +16,7 @@ from jax import lax
 
 from xshard import mesh
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import trees
+from xshard.optimizers import trees, varying
 
 # Values of a `dtype` argument that stand for the array's own type.
 _AS_IT_IS = (None, "float32")
@@ -69,7 +69,7 @@ class Partition:
     @functools.cached_property
     def index(self) -> Any:
         """The index of this replica's shards. Cached, since a partition belongs to one trace."""
-        number = lax.axis_index(self._axis["axis_name"])
+        number = varying.marked(varying.SHARD_INDEX, lax.axis_index(self._axis["axis_name"]))
         groups = self._axis["axis_index_groups"]
         if groups is None:
             return number

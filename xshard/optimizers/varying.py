@@ -18,8 +18,10 @@ Axes = frozenset[str]
 _NONE: Axes = frozenset()
 ALL: Axes = frozenset(mesh_lib.BATCH)
 # Collectives after which all replicas along an axis hold the same value.
-_EQUALISING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
-_EQUAL = "equal_on_replicas"
+EQUALISING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+# The names of marks in a program: on values declared equal, on the results of a learner's update, and on the index of the
+# shards that a replica holds.
+EQUAL, UPDATED, SHARD_INDEX = "equal_on_replicas", "updated", "shard_index"
 # The name, in a program, of the function that gathers a parameter held in shards.
 GATHERED = "gathered_parameter"
 # A function of an equation and its inputs' axes that returns its results' axes, or None to treat it like any other.
@@ -58,7 +60,7 @@ def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
       tree: arrays.
       given: arrays that the tree depends on. If these differ between replicas, so does the tree.
     """
-    return marked(_EQUAL, tree, given)
+    return marked(EQUAL, tree, given)
 
 
 def mapped_outputs(jaxpr: jax_internals.Jaxpr) -> tuple[list[Axes], list[Axes]]:
@@ -71,6 +73,11 @@ def mapped_outputs(jaxpr: jax_internals.Jaxpr) -> tuple[list[Axes], list[Axes]]:
     inputs = list(map(of_spec, mapped["in_specs"]))
     declared = list(map(of_spec, mapped["out_specs"]))
     return outputs(jax_internals.opened(mapped["jaxpr"]), inputs), declared
+
+
+def mapped_axes(eqn: Any) -> Axes:
+    """The axes of groups and replicas over which an equation is a collective, or of which it is an index."""
+    return ALL.intersection(primitives.mapped_axes(eqn))
 
 
 def of_spec(spec: jax.P) -> Axes:
@@ -109,8 +116,8 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     if known is not None:
         return known
     if name == "axis_index":
-        return [ALL.intersection(primitives.mapped_axes(eqn))]
-    if name in _EQUALISING:
+        return [mapped_axes(eqn)]
+    if name in EQUALISING:
         return _of_collective(eqn, inputs)
     if name == "scan":
         return _of_scan(eqn, inputs, special)
@@ -118,7 +125,7 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
         return _of_while(params, inputs, special)
     if name == "cond":
         return _of_cond(params, inputs, special)
-    if params.get("name") == _EQUAL:
+    if params.get("name") == EQUAL:
         given = inputs[len(eqn.outvars) :]
         # Notes that are not axes pass through: the mark makes values equal only along axes.
         others = [x - ALL for x in inputs]
@@ -137,8 +144,7 @@ def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) ->
     # The results of any other equation differ along the axes of all its inputs, and along those that arise in its inner
     # programs. Those of any other collective, such as ppermute, differ along its axes even if its inputs are equal.
     within = [_NONE.union(*outputs(x, [_NONE] * len(x.invars))) for x in inner]
-    sent = ALL.intersection(primitives.mapped_axes(eqn))
-    axes = sent.union(*inputs, *within)
+    axes = mapped_axes(eqn).union(*inputs, *within)
     return [axes for _ in eqn.outvars]
 
 

@@ -17,6 +17,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.optimizers import cross_shard, trees, varying
+from xshard.run import rule_values
 from xshard.stored import replica_state as stored
 
 # Calls a function that predicts.
@@ -70,6 +71,7 @@ def programs(
         traced_step = train_step.trace(state, batch)
     _check_reduction(experiment, rules)
     _check_equal(experiment, mesh, state, traced_step.jaxpr)
+    _check_rules(experiment, mesh, state, batch, traced_step.jaxpr)
     predict = jitted_predict(experiment, mesh)
     whole = mesh_lib.sharding(mesh)
     trace = lambda batch, *keys: predict.trace(state, batches.shapes_of(batch, whole), *keys)
@@ -202,6 +204,32 @@ def _check_equal(
             "such as jax.lax.pmean(x, ('slice', 'replica')); or, if it is equal for a reason that the program does not show, "
             "declare that with xshard.equal_on_replicas."
         )
+
+
+def _check_rules(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: state_lib.TrainState,
+    batch: Any,
+    jaxpr: jax_internals.ClosedJaxpr,
+) -> None:
+    """Raises UserError if a rule's update depends on a replica's own values; see `rule_values`."""
+    inputs = []
+    for path, _ in jax.tree_util.tree_leaves_with_path((state, batch)):
+        name = trees.path_name(path[1:])
+        of_state = path[0].idx == 0
+        inputs.append(of_state and _is_learners(name, state))
+    several = frozenset(axis for axis in varying.ALL if mesh.shape[axis] > 1)
+    # Supervised has a method that makes its rule; other experiments make theirs where they like.
+    maker = getattr(experiment, "optimizer", experiment.train_step)
+    rule_values.check(jaxpr.jaxpr, inputs, several, contract.describe_method(maker))
+
+
+def _is_learners(name: str, state: state_lib.TrainState) -> bool:
+    """Returns whether the array of this path in a state belongs to a learner."""
+    return any(
+        not learner or name.startswith(f"{learner}/") for learner in state_lib.learners(state)
+    )
 
 
 def _several(mesh: jax.sharding.Mesh) -> varying.Axes:

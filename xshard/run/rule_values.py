@@ -1,0 +1,97 @@
+"""Analysis of a step's program for rules that update with a replica's own values.
+
+Replicas of a group stay equal only if each of them makes the same update. A rule that uses a replica's own loss, key or
+index in its update, other than through a sum over the replicas, makes another one on each. Where the update is sharded
+no comparison of replicas would show it, since each replica updates another part of each array.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from xshard import errors, jax_internals
+from xshard import mesh as mesh_lib
+from xshard.optimizers import varying
+
+# Notes on values of the program, which are no mesh axes: a shard of an array, and what each replica has of its own along
+# an axis and has not been reduced over that.
+_SHARD = "shard"
+_OWN = {axis: f"own along {axis}" for axis in mesh_lib.REPLICAS}
+_ALL_OWN: varying.Axes = frozenset(_OWN.values())
+_REDUCING = varying.EQUALISING | {"reduce_scatter"}
+
+
+def check(
+    jaxpr: jax_internals.Jaxpr,
+    inputs: Sequence[bool],
+    several: varying.Axes,
+    where: str,
+) -> None:
+    """Raises UserError if a rule's update depends on a replica's own values.
+
+    Args:
+      jaxpr: a training step, which contains one `jax.shard_map`.
+      inputs: for each argument of the step, whether it is state of a learner.
+      several: the mesh axes along which there are several replicas.
+      where: the method that updates, for the error.
+    """
+    own = frozenset(note for axis, note in _OWN.items() if axis in several)
+    if not own:
+        # One replica has no values of its own, and its program shows no sums.
+        return
+    (mapped,) = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    # The constants of the program come before its arguments.
+    specs = mapped["in_specs"]
+    constants = [False] * (len(specs) - len(inputs))
+    noted = []
+    for is_learners, spec in zip([*constants, *inputs], specs, strict=True):
+        axes = varying.of_spec(spec)
+        if not axes:
+            noted.append(axes)
+        elif is_learners:
+            noted.append(axes | {_SHARD})
+        else:
+            noted.append(axes | {_OWN[axis] for axis in axes & _OWN.keys()})
+    updated: list[tuple[str, varying.Axes]] = []
+
+    def of_equation(eqn: Any, notes: list[varying.Axes]) -> list[varying.Axes] | None:
+        name = eqn.params.get("name")
+        if name == varying.UPDATED:
+            updated.extend(zip(jax_internals.argument_names(eqn), notes, strict=True))
+            return notes
+        if name == varying.SHARD_INDEX:
+            return [note - _ALL_OWN | {_SHARD} for note in notes]
+        if name == varying.EQUAL:
+            # What is declared equal is not a replica's own.
+            declared = varying.of_equation(eqn, notes) or []
+            return [note - _ALL_OWN for note in declared]
+        if eqn.primitive.name == "axis_index":
+            axes = varying.mapped_axes(eqn)
+            return [axes | {_OWN[axis] for axis in axes & _OWN.keys()}]
+        if eqn.primitive.name in _REDUCING:
+            return _of_collective(eqn, notes)
+        return None
+
+    varying.outputs(jax_internals.opened(mapped["jaxpr"]), noted, of_equation)
+    for name, note in updated:
+        if note & own:
+            path = "/".join(re.findall(r"'(.*?)'", name))
+            raise errors.UserError(
+                f"The rule of {where} updates {path!r} with a value of a replica's own: its loss, its part of the batch, its key or its "
+                "index. Each replica would make another update. Make the value equal where the rule takes it, as with "
+                "jax.lax.pmean(value, ('slice', 'replica')) in compute_gradients; or use it only before the sum of gradients."
+            )
+
+
+def _of_collective(eqn: Any, notes: list[varying.Axes]) -> list[varying.Axes]:
+    """The notes of a collective's results: a reduction over an axis leaves nothing of a replica's own along it."""
+    name = eqn.primitive.name
+    reduced = {_OWN[axis] for axis in varying.mapped_axes(eqn) & _OWN.keys()}
+    if name == "reduce_scatter":
+        return [note - reduced | {_SHARD} for note in notes]
+    results = varying.of_equation(eqn, notes)
+    if name.startswith("all_gather") and any(_SHARD in note for note in notes):
+        # Shards differ, and what is gathered from them is whole. If a shard was computed from a replica's own value, so
+        # was the whole.
+        return results
+    return [note - reduced for note in results]
