@@ -1,10 +1,14 @@
 """Tests of the checks before a run that concern its config and its rules together."""
 
+import contextlib
+
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
 import xshard
-from tests import toy
+from tests import rows, toy
 from xshard import errors, loop
 
 
@@ -66,3 +70,35 @@ def test_a_run_warns_of_averages_beside_the_state_of_raw_parameters(tmp_path, ca
         assert loop.run(config.lock(), str(tmp_path / experiment), "") == 0
         said = capsys.readouterr().out
         assert ("warning: the averages of parameters are evaluated with" in said) == warns
+
+
+class Counting(toy.Wide):
+    """Logs integers: a large one, and the replica's own number of large labels, as it is or reduced."""
+
+    def train_step(self, state, batch, key):
+        state, outcome = super().train_step(state, batch, key)
+        count = jnp.sum(batch["y"] > 1, dtype=jnp.int32)
+        own = {
+            "own": count,
+            "sum": jax.lax.psum(count, ("slice", "replica")),
+            "mean": count.astype(jnp.float32),
+        }[self.config.count]
+        return state, {"": outcome, "large": 2**24 + 1, "too_large": 2**40, "count": own}
+
+
+def test_integers_are_logged_as_they_are(tmp_path):
+    config = make_config("tests.preflight_test.Counting")
+    config.steps, config.count = 3, "sum"
+    assert loop.run(config.lock(), str(tmp_path / "run"), "") == 0
+    row = [row for row in rows.read(tmp_path / "run") if "count" in row][-1]
+    assert row["large"] == 2**24 + 1 and row["too_large"] == 2**40
+    assert isinstance(row["count"], int) and 0 < row["count"] < config.batch_size
+
+
+def test_an_integer_that_differs_between_replicas_is_refused(tmp_path):
+    for count, refused in (("own", True), ("mean", False)):
+        config = make_config("tests.preflight_test.Counting")
+        config.count = count
+        raises = pytest.raises(errors.UserError, match="returns the integer 'count', which differs")
+        with raises if refused else contextlib.nullcontext():
+            loop.Run(config.lock(), str(tmp_path / count))

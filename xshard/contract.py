@@ -88,8 +88,18 @@ def _checked_loss(where: str, value: Any, scalars: Any) -> tuple[Any, _Scalars]:
     return value, {name: scalar(where, name, x) for name, x in scalars.items()}
 
 
-def scalar(where: str, name: Any, value: Any) -> jax.Array:
-    """Checks a scalar to log. Returns it as float32."""
+def scalar(where: str, name: Any, value: Any, *, keep_integers: bool = False) -> jax.Array:
+    """Checks a scalar to log.
+
+    Args:
+      where: the method that returned it, for errors.
+      name: its name.
+      value: the scalar.
+      keep_integers: whether to return a signed integer as it is.
+
+    Returns:
+      The scalar as float32, or as an integer.
+    """
     _check_name(where, name)
     if name in _OWN_METRICS:
         raise errors.UserError(
@@ -112,7 +122,11 @@ def scalar(where: str, name: Any, value: Any) -> jax.Array:
             f"{where} returned {name!r} of shape {np.shape(value)}. Values logged beside the loss must be scalars, "
             f"means over the batch: jnp.mean({_variable(name)})."
         )
-    return jnp.asarray(value, jnp.float32)
+    # An unsigned array among metrics is a fingerprint.
+    is_integer = keep_integers and jnp.issubdtype(jnp.result_type(value), jnp.signedinteger)
+    # A number of Python or NumPy may be too large for JAX's integers, and is then rounded.
+    fits = isinstance(value, jax.Array) or abs(value) <= jnp.iinfo(jnp.int32).max
+    return jnp.asarray(value) if is_integer and fits else jnp.asarray(value, jnp.float32)
 
 
 def per_example(

@@ -167,7 +167,8 @@ class Experiment(abc.ABC):
 
         Returns:
           The new state, and the values to log: the outcome of `Learner.update`, or those of several updates, stacked;
-          or a dictionary of these by the learner's name, and of scalars, which are averaged over the replicas.
+          or a dictionary of these by the learner's name, and of scalars. Those are averaged over the replicas, but for
+          integers, which must be equal on all replicas and are logged as they are.
         """
 
     @abc.abstractmethod

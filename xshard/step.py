@@ -54,7 +54,8 @@ def make_train_step(
 
     Jit it with `donate_argnums=0`. Shard the batch along ('group', 'slice', 'replica').
 
-    Metrics are float32 and int32 scalars, averaged over the replicas; with several groups, arrays of one per group.
+    Metrics are float32 scalars, averaged over the replicas, and int32 scalars, equal on all of them; with several groups,
+    arrays of one per group.
     They are the experiment's own and each learner's, prefixed with the learner's name unless its state is
     the whole of the experiment's. A learner logs 'loss', 'skipped' (1 if the step was not applied), 'global_step',
     'loss_scale' (after the step) if the rule scales losses, 'gradient_norm', 'parameter_norm', and the scalars that
@@ -276,7 +277,7 @@ def _metrics(
             metrics |= {trees.join(name, key): x for key, x in joined.metrics.items()}
             observed[name] = joined.observed
         else:
-            own[name] = contract.scalar(where, name, value)
+            own[name] = contract.scalar(where, name, value, keep_integers=True)
     taken = sorted(metrics.keys() & own.keys())
     if taken:
         raise errors.UserError(

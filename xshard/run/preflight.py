@@ -71,6 +71,7 @@ def programs(
         traced_step = train_step.trace(state, batch)
     _check_reduction(experiment, rules)
     _check_equal(experiment, mesh, state, traced_step.jaxpr)
+    _check_integers(experiment, mesh, traced_step)
     _check_rules(experiment, mesh, state, batch, traced_step.jaxpr)
     predict = jitted_predict(experiment, mesh)
     whole = mesh_lib.sharding(mesh)
@@ -203,6 +204,26 @@ def _check_equal(
             "it. Wrap it in xshard.PerReplica or xshard.PerExample, in init and in the step; make it equal with a collective, "
             "such as jax.lax.pmean(x, ('slice', 'replica')); or, if it is equal for a reason that the program does not show, "
             "declare that with xshard.equal_on_replicas."
+        )
+
+
+def _check_integers(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, traced: Any
+) -> None:
+    """Raises UserError if an integer that the step logs may differ between replicas: the mean that a row has is no integer."""
+    differing, declared = varying.mapped_outputs(traced.jaxpr.jaxpr)
+    leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
+    several = _several(mesh)
+    for (path, leaf), own, axes in zip(leaves, declared, differing, strict=True):
+        name = trees.path_name(path)
+        is_metric = name.startswith("metrics/") and jnp.issubdtype(leaf.dtype, jnp.integer)
+        if not is_metric or not (axes - own) & several:
+            continue
+        name = name.removeprefix("metrics/")
+        raise errors.UserError(
+            f"{contract.describe_method(experiment.train_step)} returns the integer {name!r}, which differs between the replicas. A "
+            "row has one number of all of them, and integers are logged as they are: return jax.lax.psum(x, ('slice', "
+            "'replica')) for the sum, or x.astype(jnp.float32) for the mean."
         )
 
 
