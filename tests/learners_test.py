@@ -702,8 +702,9 @@ class Masked(toy.Wide):
         return hk.nets.MLP([16, 1])(batch["x"])[:, 0]
 
     def loss(self, outputs, batch):
-        losses = batch["counts"] * (outputs - batch["y"]) ** 2
-        return jnp.sum(losses) / jnp.maximum(jnp.sum(batch["counts"]), 1), {}
+        errors = batch["counts"] * jnp.abs(outputs - batch["y"])
+        count = jnp.maximum(jnp.sum(batch["counts"]), 1)
+        return jnp.sum(errors**2) / count, {"error": jnp.sum(errors) / count}
 
 
 class Weighted(Masked):
@@ -714,7 +715,7 @@ class Weighted(Masked):
 
 
 def step_of(experiment, replicas, parts):
-    """Returns the loss and the gradient norm of a first step on 16 examples in order."""
+    """Returns the loss, the gradient norm and the logged error of a first step on 16 examples in order."""
     config = toy.get_config()
     config.micro_batches = parts
     made = experiment(config)
@@ -722,7 +723,7 @@ def step_of(experiment, replicas, parts):
     batch = {name: x[:16] for name, x in made.train_data().items()}
     state = state_lib.init(made, the_mesh, 0, batch)
     _, metrics = jax.jit(step.make_train_step(made, the_mesh))(state, batch)
-    return float(metrics["loss"]), float(metrics["gradient_norm"])
+    return tuple(float(metrics[name]) for name in ("loss", "gradient_norm", "error"))
 
 
 def test_a_weight_makes_the_mean_over_a_step_independent_of_its_parts():

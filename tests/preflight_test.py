@@ -102,3 +102,20 @@ def test_an_integer_that_differs_between_replicas_is_refused(tmp_path):
         raises = pytest.raises(errors.UserError, match="returns the integer 'count', which differs")
         with raises if refused else contextlib.nullcontext():
             loop.Run(config.lock(), str(tmp_path / count))
+
+
+def test_keys_that_nothing_reads_are_named(tmp_path, capsys):
+    config = make_config("tests.toy.Wide")
+    config.steps = 1
+    config.optimizer.warmup = 100
+    config.rates = {"first": 0.1, "second": 0.2}
+    # A key that gives another its value has its effect there.
+    config.width = 8
+    config.hidden = config.get_ref("width")
+    assert loop.run(config.lock(), str(tmp_path / "run"), "") == 0
+    said = capsys.readouterr().out
+    # The config of the small experiment has keys of its variants too.
+    names = said.partition("no code has read these keys of the config so far: ")[2]
+    names = set(names.partition(". If")[0].split(", "))
+    assert names >= {"optimizer.warmup", "rates.first", "rates.second"}
+    assert names.isdisjoint({"optimizer.learning_rate", "width", "hidden", "batch_size"})

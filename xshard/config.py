@@ -32,6 +32,67 @@ def default() -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(values)
 
 
+class ReadConfig(ml_collections.FrozenConfigDict):
+    """A frozen config that records which of its keys have been read.
+
+    >>> config = ReadConfig({'rate': 0.1, 'model': {'width': 8, 'depth': 2}})
+    >>> config.model.width
+    8
+    >>> config.unread()
+    ['model.depth', 'rate']
+    """
+
+    def __init__(self, config: Any):
+        """Freezes a copy of a config, of which nothing has been read."""
+        # ml_collections reads items while it copies. The attribute is no item, which a frozen config could not set.
+        object.__setattr__(self, "_read", {})
+        super().__init__(config)
+        object.__setattr__(self, "_read", {})
+
+    def __getitem__(self, key: Any) -> Any:
+        """Returns a value and records that. All other ways to read a value come here."""
+        value = super().__getitem__(key)
+        if isinstance(key, str) and "." in key:
+            # Each part of the key has been read in turn.
+            return value
+        if isinstance(value, ml_collections.FrozenConfigDict) and key not in self._read:
+            self._read[key] = ReadConfig(value)
+        return self._read.setdefault(key, value)
+
+    def unread(self) -> list[str]:
+        """Lists the keys of values that have not been read, with the keys that lead to them: 'model.depth'."""
+        names = []
+        for key in self.keys():
+            inner = self._read.get(key, super().__getitem__(key))
+            if isinstance(inner, ml_collections.FrozenConfigDict):
+                inner = inner if isinstance(inner, ReadConfig) else ReadConfig(inner)
+                names += [f"{key}.{name}" for name in inner.unread()]
+            elif key not in self._read:
+                names.append(key)
+        return names
+
+
+def unread(read: ReadConfig, config: ml_collections.ConfigDict) -> list[str]:
+    """Lists the user's own keys of a config that have not been read, and from which no other key takes its value.
+
+    Args:
+      read: the copy of the config that the run reads.
+      config: the config.
+    """
+    own = read.unread()
+    for key in KEYS:
+        if key.name in own:
+            own.remove(key.name)
+    return [name for name in own if not _is_reference(config, name)]
+
+
+def _is_reference(config: ml_collections.ConfigDict, name: str) -> bool:
+    folder, _, key = name.rpartition(".")
+    inside = config[folder] if folder else config
+    fields = dict(inside.items(preserve_field_references=True))
+    return isinstance(fields[key], ml_collections.FieldReference)
+
+
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises UserError unless a config has every required key and each value is valid by itself."""
     values = flatten(config.to_dict())

@@ -19,6 +19,7 @@ import ml_collections
 import numpy as np
 
 from xshard import callbacks as callbacks_lib
+from xshard import config as config_lib
 from xshard import contract, data, errors
 from xshard import mesh as mesh_lib
 from xshard.learners import state as learner_lib
@@ -142,8 +143,11 @@ class Experiment(abc.ABC):
     """
 
     def __init__(self, config: ml_collections.ConfigDict):
-        """Stores a frozen copy of the config, so that nothing can change it after a function is traced."""
-        self.config = ml_collections.FrozenConfigDict(config)
+        """Stores a frozen copy of the config, so that nothing can change it after a function is traced.
+
+        The copy records which keys are read, and a run names those of the experiment's own that are not.
+        """
+        self.config = config_lib.ReadConfig(config)
 
     @abc.abstractmethod
     def init(self, key: jax.Array, batch: Batch) -> Any:

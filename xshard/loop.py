@@ -190,9 +190,8 @@ class Run:
         if self.step < 0:
             params, whole = state_lib.params(begin.state), self.terminal.verbose
             say(overview.begin(self.config, self.mesh, params, self.changes, whole=whole))
-            warning = preflight.warning(self._target)
-            if warning:
-                say(warning)
+            for line in preflight.warnings(self.experiment, self.config, self._target):
+                say(line)
         say(overview.plan(start, self.config.steps, checkpoints.store, self._evaluations.end))
         self.step = start
         goes_on = start < self.config.steps and not self._is_over()

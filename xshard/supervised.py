@@ -89,7 +89,7 @@ class Supervised(experiment.Experiment):
         The parts are those of the replicas and the micro-batches. By default all count the same, so a loss that divides by
         its own number of tokens is a mean of means, which depends on how a batch is divided. With their number as the
         weight, the loss of a step and its gradients are those of the mean over all tokens of the step, on any number of
-        replicas and micro-batches. Scalars beside the loss are not weighted.
+        replicas and micro-batches. Scalars beside the loss count by the same weight, as means over the same tokens.
         """
         return jnp.float32(1)
 
@@ -128,6 +128,7 @@ class Supervised(experiment.Experiment):
             value, net_state, scalars = self.training_loss(state, part, key)
             # A step without any weight has a loss of 0.
             share = self._weight(part) / jnp.maximum(mean, jnp.finfo(mean.dtype).tiny)
+            scalars = {name: scalar * share for name, scalar in scalars.items()}
             return value * share.astype(value.dtype), net_state, scalars
 
         return self.learner.update(state, weighted_loss, batch, key)

@@ -77,7 +77,7 @@ class Catch(xshard.Experiment):
         seen = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), {**seen})
         seen["last"] = board(games)
         agent, outcome = self.agent.update(state.agent, self._loss, seen, update_key)
-        reward = jnp.sum(seen["reward"]) / jnp.maximum(jnp.sum(seen["over"]), 1)
+        reward = reward_of_a_game(seen["reward"], seen["over"])
         return State(agent, xshard.PerExample(games)), {"agent": outcome, "reward": reward}
 
     def _loss(self, state, seen, key):
@@ -106,6 +106,13 @@ class Catch(xshard.Experiment):
             games, gained, _ = move(games, jnp.argmax(logits, axis=-1))
             reward += gained
         return {"reward": reward}
+
+
+def reward_of_a_game(reward, is_over):
+    """Returns the mean reward of the games that ended on any replica. A mean of the replicas' own means depends on their number."""
+    sums = jnp.sum(reward), jnp.sum(is_over, dtype=jnp.float32)
+    total, games = jax.lax.psum(sums, ("slice", "replica"))
+    return total / jnp.maximum(games, 1)
 
 
 def begin(key, count):

@@ -1,6 +1,5 @@
 """The same agent with its games in NumPy on the host, since most environments cannot run on a device."""
 
-import jax.numpy as jnp
 import numpy as np
 
 import xshard
@@ -26,7 +25,7 @@ class HostCatch(experiment.Catch):
 
     def train_step(self, state, batch, key):
         agent, outcome = self.agent.update(state.agent, self._loss, dict(batch), key)
-        reward = jnp.sum(batch["reward"]) / jnp.maximum(jnp.sum(batch["over"]), 1)
+        reward = experiment.reward_of_a_game(batch["reward"], batch["over"])
         return state._replace(agent=agent), {"agent": outcome, "reward": reward}
 
     def predict(self, state, batch):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 
 from xshard import config as config_lib
 from xshard import contract, errors, jax_internals, logical, samples, step
@@ -90,24 +91,40 @@ def programs(
     return train_step, predict
 
 
-def warning(state: state_lib.TrainState) -> str:
-    """Returns a line about what a run would compute, but may not mean; empty if there is none.
+def warnings(
+    experiment: experiment_lib.Experiment,
+    config: ml_collections.ConfigDict,
+    state: state_lib.TrainState,
+) -> Iterator[str]:
+    """Yields lines about what a run does, but its user may not mean.
 
     Args:
+      experiment: the experiment, after everything that the run needs was traced.
+      config: the run's config.
       state: the shapes of the run's state.
     """
+    unread = config_lib.unread(experiment.config, config)
+    if unread:
+        yield (
+            f"warning: no code has read these keys of the config so far: {', '.join(unread)}. If none reads them later, they have no "
+            "effect."
+        )
+    yield from _warning_of_averages(state)
+
+
+def _warning_of_averages(state: state_lib.TrainState) -> Iterator[str]:
     for name, learner in state_lib.learners(state).items():
         leaves = trees.leaves_by_path(learner.net_state)
         floats = [path for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
         if learner.rules.averages_module is None or not floats:
             continue
         whose = f" of {name}" if name else ""
-        return (
+        yield (
             f"warning: the averages of parameters{whose} are evaluated with the networks' state of the parameters themselves, such as "
             f"{floats[0]}. If that is the statistics of a batch norm, 'average/...' may be far too low: estimate them anew for the "
             "averages, with some training batches, or use a layer norm."
         )
-    return ""
+        return
 
 
 def _check_reduction(
