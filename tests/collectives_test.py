@@ -60,6 +60,7 @@ def test_the_step_reduces_once_and_within_a_group(groups, micro_batches):
     assert found.bytes == 4 * (params + net_state + metrics + fingerprints(mesh, kinds=4))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("groups, micro_batches", [((), 1), ((), 4), (HALVES, 2)])
 def test_the_collectives_of_the_digits_step(groups, micro_batches):
     config = digits.get_config()

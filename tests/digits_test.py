@@ -44,6 +44,7 @@ def test_shifts_move_whole_images():
     assert digit_images.shift(None, images, 0) is images
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("get_config", [digits.get_config, digits_groups.get_config])
 def test_a_few_steps_of_each_config(tmp_path, get_config):
     config = small(get_config)

@@ -54,7 +54,7 @@ def make_config(name, **changes):
     return config.lock()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "variant"),
     [("gan", "groups"), ("rl", "slices"), ("rl", "groups"), ("ssl", "groups"),
@@ -94,6 +94,7 @@ def test_some_cells_of_the_matrix_of_promises_work(tmp_path, config, cell):
     assert matrix.attempt(config, cell, tmp_path) == "works"
 
 
+@pytest.mark.sample(1, of="learners")
 def test_games_resume_with_another_number_of_replicas(tmp_path):
     config = make_config("rl", batch_size=16)
     assert loop.run(config, str(tmp_path), "") == 0
@@ -106,7 +107,7 @@ def test_games_resume_with_another_number_of_replicas(tmp_path):
     assert loop.run(fewer, str(tmp_path), "") == 0
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
@@ -146,6 +147,7 @@ def trained(name, **changes):
     return jax.device_get((dataclasses.replace(whole, rng=None), metrics))
 
 
+@pytest.mark.sample(1, of="learners")
 def test_two_learners_train_alike_with_parameters_in_shards():
     changes = {
         "micro_batches": 2,
@@ -161,6 +163,7 @@ def test_two_learners_train_alike_with_parameters_in_shards():
     harness.assert_close(its_metrics, metrics, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.sample(1, of="learners")
 def test_an_overflow_skips_only_the_learner_that_overflowed():
     experiment, the_mesh = make("gan")
     train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=128, seed=0)
@@ -194,7 +197,7 @@ def test_a_step_has_one_reduction_for_each_learner():
         assert len(in_step) <= count, in_step
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "steps", "metric", "good"),
     [

@@ -69,6 +69,7 @@ def batches(rows=ROWS):
     return {n: {"x": generator.normal(size=(n, 3)).astype(np.float32)} for n in rows}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", [{}, {"group_assignment": HALVES, "reduction.shard_update": True, "hidden": 20}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("arguments", [False, True])
 def test_a_prediction_without_the_package(tmp_path, changes, arguments):
@@ -127,6 +128,7 @@ def test_platforms_without_a_lowering_are_left_out(tmp_path):
     np.testing.assert_allclose(outputs["5"], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gan", "digits"])
 def test_experiments_are_exported(tmp_path, name):
     config = importlib.import_module(f"configs.{name}").get_config()

@@ -28,6 +28,7 @@ def config(**changes):
     return config_of_run.lock()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_frozen_parameters_have_no_slots_and_keep_their_bits(tmp_path, changes):
     config_of_run = config(**changes)

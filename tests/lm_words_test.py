@@ -151,6 +151,7 @@ def test_a_tokenizer_is_read_from_a_file(folders, tmp_path):
         words.Words(small(folders, **place, **{"text.vocabulary": 260})).eval_data()
 
 
+@pytest.mark.long
 def test_an_interrupted_run_ends_in_the_same_bits(folders, tmp_path):
     changes = {"text.weights": (2, 1), "steps": 7, "eval_every_steps": 7}
     for stop in (None, 3):

@@ -121,6 +121,7 @@ def test_predictions_are_whole_on_each_process(tmp_path, monkeypatch):
     assert outputs and all(x.is_fully_replicated for x in outputs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("groups", [(), ((0, 2, 4, 6), (1, 3, 5, 7))])
 def test_a_run_in_parts_ends_in_the_same_bits(tmp_path, groups):
     config = {"group_assignment": groups, "overflow_above": 2.0}
@@ -433,6 +434,7 @@ def test_slots_of_frozen_parameters_in_older_checkpoints_are_ignored(
         loop.run(config(), str(tmp_path / "other"), "")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first,then", [(1, 2), (2, 1)])
 def test_a_run_may_resume_with_another_model_axis(tmp_path, first, then, capsys):
     for steps, model in ((5, first), (12, then)):

@@ -319,6 +319,7 @@ class LossyBoard:
         return [said[i] for i in range(2)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_two_processes_agree_over_a_network_that_loses_calls(tmp_path, monkeypatch, seed):
     def train(watching, asks):
@@ -391,6 +392,7 @@ def test_a_step_that_never_ends_makes_the_launcher_restart_the_run(tmp_path, pro
     assert "resumed from the checkpoint of step 5" in output
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "experiment, yields, where",
     [

@@ -162,6 +162,7 @@ INSTANTS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("instant", INSTANTS, ids=str)
 def test_a_run_that_was_killed_shows_the_same_samples(tmp_path, whole, instant, monkeypatch):
     owner, name, at, after = instant

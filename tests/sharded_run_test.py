@@ -56,7 +56,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_sharded_run_ends_with_the_state_of_a_replicated_run(tmp_path, shape):
     replicated = {**shape, "shard_params": False}

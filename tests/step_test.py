@@ -149,6 +149,7 @@ def global_norm(tree):
     return np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for x in jax.tree.leaves(tree)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -336,6 +337,7 @@ def test_evaluation_counts_each_example_once_and_adds_an_ensemble():
     np.testing.assert_allclose(total["ensemble/error"], ensemble, rtol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -24,6 +24,7 @@ def train(directory, **changes):
     assert loop.run(config.lock(), str(directory), "") == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
     [

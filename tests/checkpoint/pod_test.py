@@ -19,6 +19,7 @@ def check_restored(reports, step, count):
         assert report["data"] == [{"at": [step, index]} for index in range(count)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("save_on", COUNTS)
 def test_any_number_of_processes_restores_what_any_number_saved(pods, tmp_path, save_on):
     saved = pods.run("save", tmp_path, save_on, step=7)

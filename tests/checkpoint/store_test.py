@@ -134,6 +134,7 @@ def test_a_stale_lease_is_taken_over_and_its_former_holder_notices(gcs, tmp_path
     assert lock.NAME not in other.store.names()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", ["forget", "refuse", "throttle"])
 def test_saves_succeed_although_30_percent_of_the_requests_fail(tmp_path, fault):
     report = torture.save_with_faults(tmp_path, 20, 0.3, fault)

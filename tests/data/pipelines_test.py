@@ -89,6 +89,7 @@ def assert_same(first, second):
             np.testing.assert_array_equal(one[name], other[name])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [packed, mixed])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_batches_are_the_same_on_any_number_of_processes(make, groups):

@@ -300,6 +300,7 @@ BAD = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_message(case):
     arguments, parts = BAD[case]
@@ -316,6 +317,7 @@ def test_help():
         assert part in out
 
 
+@pytest.mark.sample(2)
 @needs_libtpu
 @pytest.mark.parametrize(
     "flags, message",

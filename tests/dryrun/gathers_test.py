@@ -140,7 +140,7 @@ def test_each_layer_is_gathered_while_the_one_before_is_computed():
     assert gathered / 2 < hidden <= gathered
 
 
-@pytest.mark.sample(1, of="gathers")
+@pytest.mark.long
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v5p:4x4x4", "v6e:4x4"])
 def test_a_layer_is_gathered_before_it_is_computed(topology):

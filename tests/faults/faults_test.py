@@ -34,20 +34,20 @@ def needs_compiler(where):
 
 
 def test_a_failed_file_operation_has_a_good_outcome(tmp_path, pytestconfig):
-    run(tmp_path, "disk", 26 if pytestconfig.getoption("--all") else 10)
+    run(tmp_path, "disk", 26 if pytestconfig.getoption("--all") else 5)
 
 
 def test_a_power_cut_has_a_good_outcome(tmp_path, pytestconfig):
     if power.missing():
         pytest.skip(power.missing())
-    count = 20 if pytestconfig.getoption("--all") else 10
+    count = 20 if pytestconfig.getoption("--all") else 4
     run(tmp_path, "power", count, "--parts=new,resume")
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["gcs", "s3"])
-def test_a_failed_request_to_an_object_store_has_a_good_outcome(tmp_path, where):
-    run(tmp_path, where, 6, "--parts=resume")
+def test_a_failed_request_to_an_object_store_has_a_good_outcome(tmp_path, pytestconfig, where):
+    run(tmp_path, where, 6 if pytestconfig.getoption("--all") else 3, "--parts=resume")
 
 
 WRITES = """

@@ -179,6 +179,7 @@ def test_mpirun_ends_in_the_same_bits(tmp_path, reference):
     harness.assert_same_end(tmp_path / "run", reference, 160)
 
 
+@pytest.mark.sample(2, of="Slurm")
 def test_slurm_requeues_a_stopped_job_which_ends_in_the_same_bits(tmp_path, reference, slurm):
     directory = tmp_path / "run"
     with pace.slow(tmp_path / "slow", 20) as variables:
@@ -197,6 +198,7 @@ def test_slurm_requeues_a_stopped_job_which_ends_in_the_same_bits(tmp_path, refe
     harness.assert_same_end(directory, reference, 160)
 
 
+@pytest.mark.sample(2, of="Slurm")
 def test_slurm_lists_and_kills_a_job(tmp_path, slurm):
     directory = tmp_path / "run"
     job = submit(directory, slurm, "--config.steps=100000", flags=["--name=endless"])
@@ -215,6 +217,7 @@ def test_slurm_lists_and_kills_a_job(tmp_path, slurm):
     assert "stopped at step" in read(directory / "launch.log")
 
 
+@pytest.mark.sample(2, of="Slurm")
 def test_slurm_reports_a_failed_run(tmp_path, slurm):
     job = submit(tmp_path / "run", slurm, "--config.experiment=tests.toy.FailsOnOne")
     wait_for(job, slurm, "FAILED")
@@ -236,6 +239,7 @@ def test_an_elastic_job_runs_one_process_on_each_available_node(tmp_path, slurm)
     assert read(tmp_path / "run" / "launch.log") == "tasks 1 1\n"
 
 
+@pytest.mark.sample(2, of="Slurm")
 def test_a_sweep_is_submitted_as_a_job_array(tmp_path, slurm):
     sweep = tmp_path / "sweep.py"
     sweep.write_text("def get_sweep(): return [{'seed': 0}, {'seed': 1}]")

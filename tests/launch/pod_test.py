@@ -61,6 +61,7 @@ def test_an_uninterrupted_pod_ends_with_status_and_logs(uninterrupted):
         assert "step 100/100" in (uninterrupted / "logs" / f"process_{index}.log").read_text()
 
 
+@pytest.mark.sample(3, of="ends")
 def test_sigterm_stops_all_processes_at_one_step_and_sigkill_ends_all(tmp_path, uninterrupted):
     index = random.Random(0).randrange(1, COUNT)
     with slowed(tmp_path) as process:
@@ -130,6 +131,7 @@ def test_a_waiting_process_checks_the_token_and_handles_signals(tmp_path):
     assert "nothing was trained" in output and not (tmp_path / "run").exists()
 
 
+@pytest.mark.sample(3, of="ends")
 def test_the_other_processes_report_the_loss_of_process_0(tmp_path):
     address = f"127.0.0.1:{harness.free_port()}"
     pod_flags = [f"--coordinator_address={address}", f"--num_processes={COUNT}", "--cpu_devices=2"]
@@ -152,6 +154,7 @@ def test_the_other_processes_report_the_loss_of_process_0(tmp_path):
             assert code == 1 and re.search(message, output, re.MULTILINE), output
 
 
+@pytest.mark.sample(3, of="ends")
 def test_stopping_the_launcher_saves_the_run_and_prevents_a_restart(tmp_path, uninterrupted):
     directory = tmp_path / "run"
     for numbers, expected in (((signal.SIGTERM, signal.SIGTERM), 42), ((signal.SIGINT,), 130)):
@@ -182,6 +185,7 @@ def test_stopping_the_launcher_saves_the_run_and_prevents_a_restart(tmp_path, un
     harness.assert_same_end(directory, uninterrupted, 100)
 
 
+@pytest.mark.sample(3, of="ends")
 def test_a_failure_on_one_process_ends_all_and_is_reported_last(tmp_path):
     process = start(
         tmp_path / "run", "--config.experiment=tests.toy.FailsOnOne", flags=["--max_failures=1"]
@@ -193,6 +197,7 @@ def test_a_failure_on_one_process_ends_all_and_is_reported_last(tmp_path):
     assert "error: process 1 on" in last and "no data on process 1" in last
 
 
+@pytest.mark.sample(3, of="ends")
 @pytest.mark.parametrize(
     "options, where",
     [
@@ -248,6 +253,7 @@ def test_different_data_on_one_process_is_refused_before_its_use(tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.sample(3, of="ends")
 def test_all_processes_save_when_the_time_for_a_save_has_come(tmp_path):
     process = start(
         tmp_path / "run", "--config.steps=100000", "--config.checkpoint.every_steps=100000",

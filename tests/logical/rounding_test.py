@@ -68,6 +68,7 @@ def test_products_and_sums_are_rounded_separately():
     assert fused > 0 or " fma " not in pathlib.Path("/proc/cpuinfo").read_text()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("groups", [(), ((0, 1, 2, 3), (4, 5, 6, 7))])
 def test_a_large_product_does_not_depend_on_the_number_of_devices(groups):
     # XLA has at least one thread for each device, and divides this product among its threads.

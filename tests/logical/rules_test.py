@@ -56,7 +56,7 @@ def trajectory(devices, names):
     return states
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", table.NAMES)
 def test_an_update_does_not_depend_on_the_devices(name):
     alone = trajectory(1, [name])

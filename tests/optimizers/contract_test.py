@@ -55,7 +55,7 @@ def test_the_table_is_complete():
     assert not left_out - listed, "gone from optax: remove them"
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(9)
 def test_eight_replicas_follow_the_bare_optimizer_on_the_whole_batch(run):
     name, run = run
     transformation = table.bare(name)
@@ -84,7 +84,7 @@ def test_eight_replicas_follow_the_bare_optimizer_on_the_whole_batch(run):
     assert any(moved)
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(9)
 def test_a_sharded_run_matches_a_replicated_one_or_is_refused_by_name(run):
     name, run = run
     make = table.make_optimizer(name, shard_update=True)
@@ -121,7 +121,7 @@ def test_a_sharded_run_matches_a_replicated_one_or_is_refused_by_name(run):
         harness.assert_close(((value, params, n), whole(state)), expected, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(9)
 def test_one_device_without_jit_matches_eight_with_jit(run):
     _, run = run
     eager = harness.one_device(run.step)(*jax.device_put(run.inputs[1], jax.devices()[0]))
@@ -151,7 +151,7 @@ def through_bytes(a):
     return jax.random.wrap_key_data(back, impl=jax.random.key_impl(a)) if is_key else back
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(9)
 def test_the_state_survives_a_round_trip_through_plain_arrays(run):
     _, run = run
     again = run.apply(*jax.tree.map(through_bytes, run.inputs[2]))

@@ -224,7 +224,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_network_trains_as_it_does_replicated(shape):
     ends = []
@@ -290,6 +290,7 @@ def test_parameters_of_a_loop_over_time_are_gathered_before_it():
     assert counts["reduce-scatter", ("f32",)] == 5
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["stack", "remat", "partly"])
 def test_layers_are_gathered_one_at_a_time_and_again_in_the_backward_pass(kind):
     lowered, counts = sent(kind)

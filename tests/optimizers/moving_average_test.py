@@ -149,6 +149,7 @@ def test_a_skipped_step_changes_no_bit(place, shard_update):
     assert not np.array_equal(after[NAME][f"average/{B0}"], state[NAME][f"average/{B0}"])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place, replicas", [*zip(PLACES, (4, 8, 8, 4), strict=True)])
 def test_sharded_averages_match_replicated_ones_in_every_place(place, replicas):
     # 4 divides a dimension of every array; with 8 replicas the (3, 4) array is flattened and padded.

@@ -88,6 +88,7 @@ def training(directory, name, **changes):
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -122,6 +123,7 @@ def test_schedules_add_no_state_and_no_collective(tmp_path):
     assert programs[0] == programs[1] and states[0] == states[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard_update", [False, True])
 def test_hyperparameters_in_the_state_of_optax_are_logged(tmp_path, shard_update):
     logged = training(tmp_path, "Injected", shard_update=shard_update)

@@ -57,6 +57,7 @@ def test_runs_with_different_seeds_diverge_in_their_first_state(tmp_path, capsys
     assert "config.seed" in output and "config.steps" not in output
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [0, 1])
 def test_runs_resumed_with_different_configs_diverge_in_the_next_step(tmp_path, capsys, every):
     changes = {"fingerprint_every_steps": every}

@@ -123,7 +123,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_an_impure_experiment_is_named_by_its_kind(name, capsys):
     kind, step = KINDS[name]

@@ -54,6 +54,7 @@ def saved(directory):
     return {entry.step: entry.state for entry in entries}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shard_update", [False, True])
 @pytest.mark.parametrize("loss_scale", ["none", "fixed"])
 def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
@@ -84,6 +85,7 @@ def test_a_step_that_a_dynamic_scale_skips_is_not_in_trouble(tmp_path, capsys):
     assert "finite" not in capsys.readouterr().err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shard_update", [False, True])
 @pytest.mark.parametrize("loss_scale", ["none", "fixed"])
 def test_skip_leaves_every_leaf_unchanged(tmp_path, loss_scale, shard_update):
@@ -278,6 +280,7 @@ class Apart(toy.Poisoned):
         return loss + jnp.inf, metrics
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shard_update", [False, True])
 @pytest.mark.parametrize(
     "name, bad", [("OneElement", [False, True, False, False]), ("Apart", [False] * 4)]
@@ -290,7 +293,7 @@ def test_one_bad_element_or_a_bad_loss_alone_is_detected(name, bad, shard_update
     assert observed.verdict == nonfinite.TROUBLE and observed.gradients.tolist() == bad
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shard_update", [False, True])
 @pytest.mark.parametrize(
     "changes, skip, verdict",
@@ -500,6 +503,7 @@ class Overflowed(toy.Toy):
         }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "where, match",
     [

@@ -71,7 +71,7 @@ def config(**changes):
     return new_config.lock()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(
     ("lies", "part"),
@@ -84,6 +84,7 @@ def test_parted_state_is_named_after_the_first_step(tmp_path, variant, lies, par
     assert not list(tmp_path.glob("checkpoints/step_*"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_run_with_equal_replicas_continues(tmp_path, variant):
     assert loop.run(config(**variant), str(tmp_path), "") == 0
@@ -99,7 +100,7 @@ def test_parted_replicas_are_not_saved_even_if_steps_are_rarely_compared(tmp_pat
     assert not list(tmp_path.glob("checkpoints/step_*"))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "kind", "variant"),
     [
@@ -213,6 +214,7 @@ def test_a_checkpoint_without_fingerprints_is_not_compared(tmp_path, monkeypatch
     assert loop.run(new_config.lock(), str(tmp_path), "") == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes", [{"slices": 2}, {"reduction.shard_update": True}, {"devices": 2}], ids=str
 )

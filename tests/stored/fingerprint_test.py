@@ -58,6 +58,7 @@ def fingerprints(devices, name="tests.stored.fingerprint_test.Everything", mesh=
     return values, hashing.of_arrays(arrays.items())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("devices", "changes", "mesh"),
     [
@@ -118,6 +119,7 @@ def test_the_signs_of_two_zeros_change_the_fingerprint():
     assert hashing.of_arrays([("x", np.zeros((0, 3)))]) == "0" * 16
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("experiment_class", [toy.Wide, toy.Poisoned])
 def test_fingerprints_do_not_copy_the_state(devices, experiment_class):

@@ -83,6 +83,7 @@ def test_a_run_on_another_number_of_replicas_is_refused_before_it_begins(tmp_pat
     assert loop.run(config(steps=6), str(tmp_path), "") == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("groups", [(), HALVES])
 def test_load_keeps_the_values_of_all_replicas(tmp_path, groups):
     changes = {"group_assignment": groups, "reduction.shard_update": True}

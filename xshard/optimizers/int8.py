@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard.optimizers import trees
+from xshard.optimizers import trees, varying
 
 # The number of elements that share a scale. Each scale adds 4 bytes to a block.
 BLOCK = 256
@@ -32,6 +32,7 @@ def all_reduce_tree(
     before = [error[0] for error in lost.values()]
     totals, after = all_reduce(arrays, before, axis_name)
     errors = {path: error[None] for path, error in zip(lost, after, strict=True)}
+    errors = varying.marked(varying.SLICES_ERROR, errors)
     return trees.replace(sums, dict(zip(lost, totals, strict=True))), errors
 
 

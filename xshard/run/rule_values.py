@@ -13,10 +13,10 @@ from xshard import errors, jax_internals
 from xshard import mesh as mesh_lib
 from xshard.optimizers import varying
 
-# Notes on values of the program, which are no mesh axes: a shard of an array, and what each replica has of its own along
-# an axis and has not been reduced over that.
-_SHARD = "shard"
+# Notes on values of the program, which are no mesh axes: what each replica has of its own along an axis and has not been
+# reduced over that, and a shard of an array that lies along an axis.
 _OWN = {axis: f"own along {axis}" for axis in mesh_lib.REPLICAS}
+_SHARD = {axis: f"a shard along {axis}" for axis in mesh_lib.REPLICAS}
 _ALL_OWN: varying.Axes = frozenset(_OWN.values())
 _REDUCING = varying.EQUALISING | {"reduce_scatter"}
 
@@ -46,12 +46,11 @@ def check(
     noted = []
     for is_learners, spec in zip([*constants, *inputs], specs, strict=True):
         axes = varying.of_spec(spec)
-        if not axes:
-            noted.append(axes)
-        elif is_learners:
-            noted.append(axes | {_SHARD})
+        if is_learners:
+            # Shards lie along the replicas. What lies along slices is the rounding errors of each slice's sums.
+            noted.append(axes | _notes(_SHARD, axes & {mesh_lib.REPLICA}))
         else:
-            noted.append(axes | {_OWN[axis] for axis in axes & _OWN.keys()})
+            noted.append(axes | _notes(_OWN, axes))
     updated: list[tuple[str, varying.Axes]] = []
 
     def of_equation(eqn: Any, notes: list[varying.Axes]) -> list[varying.Axes] | None:
@@ -60,14 +59,16 @@ def check(
             updated.extend(zip(jax_internals.argument_names(eqn), notes, strict=True))
             return notes
         if name == varying.SHARD_INDEX:
-            return [note - _ALL_OWN | {_SHARD} for note in notes]
+            return [note - _ALL_OWN | _notes(_SHARD, note) for note in notes]
+        if name == varying.SLICES_ERROR:
+            return [note - _ALL_OWN for note in notes]
         if name == varying.EQUAL:
             # What is declared equal is not a replica's own.
             declared = varying.of_equation(eqn, notes) or []
             return [note - _ALL_OWN for note in declared]
         if eqn.primitive.name == "axis_index":
             axes = varying.mapped_axes(eqn)
-            return [axes | {_OWN[axis] for axis in axes & _OWN.keys()}]
+            return [axes | _notes(_OWN, axes)]
         if eqn.primitive.name in _REDUCING:
             return _of_collective(eqn, notes)
         return None
@@ -83,15 +84,21 @@ def check(
             )
 
 
+def _notes(kind: dict[str, str], axes: varying.Axes) -> varying.Axes:
+    """The notes of a kind along some axes; further notes among these do not count."""
+    return frozenset(note for axis, note in kind.items() if axis in axes)
+
+
 def _of_collective(eqn: Any, notes: list[varying.Axes]) -> list[varying.Axes]:
     """The notes of a collective's results: a reduction over an axis leaves nothing of a replica's own along it."""
+    axes = varying.mapped_axes(eqn)
+    own, shards = _notes(_OWN, axes), _notes(_SHARD, axes)
     name = eqn.primitive.name
-    reduced = {_OWN[axis] for axis in varying.mapped_axes(eqn) & _OWN.keys()}
     if name == "reduce_scatter":
-        return [note - reduced | {_SHARD} for note in notes]
+        return [note - own | shards for note in notes]
     results = varying.of_equation(eqn, notes)
-    if name.startswith("all_gather") and any(_SHARD in note for note in notes):
+    if name.startswith("all_gather") and any(shards & note for note in notes):
         # Shards differ, and what is gathered from them is whole. If a shard was computed from a replica's own value, so
         # was the whole.
         return results
-    return [note - reduced for note in results]
+    return [note - own for note in results]
