@@ -764,6 +764,8 @@ def test_state_that_compute_gradients_would_leave_with_the_caller_is_refused():
 
 @pytest.mark.parametrize("size", [1, 8])
 def test_per_example_rules_refuse_vectors_too(size):
-    rule = optax_optimizer.OptaxOptimizer(contrib.dpsgd(0.5, 1e9, 0.0, key=jax.random.key(0)))
+    rule = optax_optimizer.OptaxOptimizer(
+        contrib.differentially_private_aggregate(1e9, 0.0, jax.random.key(0))
+    )
     with pytest.raises(ValueError, match="per-example gradients"):
         rule.init({"m": {"w": jnp.zeros(size)}})
