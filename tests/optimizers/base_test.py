@@ -764,8 +764,6 @@ def test_state_that_compute_gradients_would_leave_with_the_caller_is_refused():
 
 @pytest.mark.parametrize("size", [1, 8])
 def test_per_example_rules_refuse_vectors_too(size):
-    rule = optax_optimizer.OptaxOptimizer(
-        contrib.differentially_private_aggregate(1e9, 0.0, jax.random.key(0))
-    )
+    private = contrib.differentially_private_aggregate(1e9, 0.0, jax.random.key(0))
     with pytest.raises(ValueError, match="per-example gradients"):
-        rule.init({"m": {"w": jnp.zeros(size)}})
+        run(lambda: optax_optimizer.OptaxOptimizer(private).init({"m": {"w": jnp.zeros(size)}}))
