@@ -225,7 +225,7 @@ def first_step(config):
     return np.asarray(metrics["loss"]), jax.tree.leaves(grads)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize(
     "precision, changes",
     [

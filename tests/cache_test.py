@@ -48,6 +48,7 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.sample(0.4)
 def test_an_attempt_loads_what_the_previous_one_compiled(tmp_path, hits):
     folder = tmp_path / compile_cache.FOLDER
     with compile_cache.enabled(tmp_path, print):

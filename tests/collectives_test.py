@@ -108,6 +108,7 @@ def barriers_hold(mesh):
     return sum(collective.times for collective in collectives.of(compiled)) == 2
 
 
+@pytest.mark.sample(0.4)
 def test_the_collectives_of_a_step_with_parameters_in_shards():
     """Digits gathers its two large arrays. The language model gathers one layer at a time, forward and backward."""
     budgets = {}

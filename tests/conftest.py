@@ -1,7 +1,8 @@
 """The set-up of all tests: eight devices, strict dtype promotion, Haiku's check of JAX usage, no ignored signals.
 
 A test that is marked `long` runs only with --all. Of a test that is marked `sample(n)`, n rows run without --all, which
-`tests.SAMPLE_SEED` draws; of several tests that are marked `sample(n, of="a name")`, n of all their rows.
+`tests.SAMPLE_SEED` draws; of several tests that are marked `sample(n, of="a name")`, n of all their rows. With a fraction
+below 1, the seed decides for each row by itself, so that tests in different files do not all run.
 """
 
 import collections
@@ -54,7 +55,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "long: takes long; runs with --all")
     config.addinivalue_line(
         "markers",
-        "sample(n, of=name): without --all, n rows run, which a seed draws; of all tests of this name in the file",
+        "sample(n, of=name): without --all, n rows run, which a seed draws; of all tests of this name in the file. With n "
+        "below 1, each row runs with this probability",
     )
 
 
@@ -65,9 +67,14 @@ def pytest_collection_modifyitems(config, items):
     rows_by_test = collections.defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("sample")
-        if marker is not None and item not in left_out:
+        if marker is None or item in left_out:
+            continue
+        (count,) = marker.args
+        if count >= 1:
             test = marker.kwargs.get("of", item.originalname)
             rows_by_test[item.path, item.cls, test].append(item)
+        elif _place_in_the_draw(item) >= count:
+            left_out.append(item)
     for rows in rows_by_test.values():
         (count,) = rows[0].get_closest_marker("sample").args
         left_out += sorted(rows, key=_place_in_the_draw)[count:]
@@ -77,8 +84,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _place_in_the_draw(item):
-    """Returns a number by which rows are drawn. It is the row's own, so that a new row does not move the others."""
-    return hashlib.sha256(f"{tests.SAMPLE_SEED} {item.name}".encode()).digest()
+    """Returns a number from 0 to 1 that draws a row. It is the row's own, so that a new row does not move the others."""
+    digest = hashlib.sha256(f"{tests.SAMPLE_SEED} {item.name}".encode()).digest()
+    return int.from_bytes(digest[:8]) / 2**64
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -91,6 +91,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
         assert len([line for line in rules.splitlines() if line]) <= 25
 
 
+@pytest.mark.sample(0.4)
 def test_the_notebook_runs(tmp_path, monkeypatch):
     """The notebook's cells run in order, in one namespace, as in Jupyter, which the test does not need."""
     notebook = json.loads((ROOT / "docs/in_a_notebook.ipynb").read_text())

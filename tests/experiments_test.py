@@ -81,7 +81,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch, name
     assert results[0] == results[1] and results[0]["finite"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize(
     ("config", "cell"),
     [

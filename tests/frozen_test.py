@@ -28,7 +28,7 @@ def config(**changes):
     return config_of_run.lock()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, of="freezing")
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_frozen_parameters_have_no_slots_and_keep_their_bits(tmp_path, changes):
     config_of_run = config(**changes)
@@ -50,6 +50,7 @@ def test_frozen_parameters_have_no_slots_and_keep_their_bits(tmp_path, changes):
     harness.assert_equal(state, rows.final_state(tmp_path / "whole", config_of_run))
 
 
+@pytest.mark.sample(1, of="freezing")
 def test_freezing_equals_gradients_that_are_none(tmp_path):
     """Both ways end in the same bits, so nothing else in a step differs."""
     ends = []

@@ -323,7 +323,7 @@ def alone(folder):
         return first_step(small(folder, precision=FLOAT32), jax.devices()[:1])[:2]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize("sharded", ["shard_update", "shard_params"])
 def test_the_model_axis_computes_the_same(folder, alone, sharded):
     changes = {"precision": FLOAT32, "model_parallel": 2, f"reduction.{sharded}": True}

@@ -341,6 +341,7 @@ def test_evaluation_data_and_code_may_change_and_are_reported(tmp_path, monkeypa
     assert origin(tmp_path)["commit"] == "0123"
 
 
+@pytest.mark.sample(0.4)
 def test_a_new_run_is_initialized_from_the_network_of_another(tmp_path, capsys):
     assert loop.run(make_config(), str(tmp_path / "first"), "") == 0
     first = final_state(tmp_path / "first")
@@ -396,7 +397,7 @@ def with_frozen_slots(state, layer="linear_0"):
     return dataclasses.replace(state, experiment=state.experiment.replace(opt_state=opt_state))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize("shard_update", [False, True])
 def test_slots_of_frozen_parameters_in_older_checkpoints_are_ignored(
     tmp_path, shard_update, capsys
@@ -614,7 +615,7 @@ def metrics_by_step(directory):
     return {entry.step: entry.metrics for entry in entries if entry.metrics}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize("kind", [notice.STOP, notice.SAVE])
 def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
     # Each evaluation has two batches, so a stop may interrupt it.

@@ -366,7 +366,7 @@ def test_only_training_and_evaluation_can_stall():
     assert not any(never.stalled(status.TRAINING) for _ in range(100))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_step_that_never_ends_makes_the_launcher_restart_the_run(tmp_path, processes):
     options = ("--config.experiment=tests.standstill.Standstill", "--step_timeout_seconds=15")

@@ -56,7 +56,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_sharded_run_ends_with_the_state_of_a_replicated_run(tmp_path, shape):
     replicated = {**shape, "shard_params": False}
@@ -77,6 +77,7 @@ def bytes_per_device(tree):
     )
 
 
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize("hidden, padding", [(1024, 0), (1025, 6)])
 def test_sharded_slots_take_an_nth_of_the_memory(hidden, padding):
     def state(shard_update):
@@ -93,7 +94,7 @@ def test_sharded_slots_take_an_nth_of_the_memory(hidden, padding):
     assert bytes_per_device(cut.experiment.params) == bytes_per_device(whole.experiment.params)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize(
     "hidden, kind, saved_with",
     [
@@ -128,7 +129,7 @@ def test_a_checkpoint_does_not_depend_on_the_sharding_that_saved_it(
     harness.assert_equal(run.resume_or_init().state, state)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize(
     "shape", [{"hidden": 20}, {"slices": 2, "slice_dtype": "int8", "hidden": 18, "experiment": "tests.toy.Averaged"}, {"aggregation_method": "EXPERIMENTAL_TREE", "micro_batches": 2}, {**HELD, "slices": 2, "slice_dtype": "int8", "experiment": "tests.toy.Averaged"}],
     ids=str,

@@ -68,7 +68,7 @@ def test_a_failed_save_is_reported_by_every_process(pods, tmp_path):
     assert pods.logs().count("cannot be written: File exists") >= 3
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize("store", torture.STORES)
 def test_a_kill_of_a_pod_leaves_no_bad_checkpoint_that_counts(tmp_path, store):
     counts = torture.run(tmp_path, 10, seed=0, names=(store,))

@@ -366,6 +366,7 @@ def test_a_real_step_is_compiled_for_an_absent_pod(slices, tmp_path, monkeypatch
     assert result["unknown_loops"] == 0 and result["estimated_cycles"] > 1000
 
 
+@pytest.mark.sample(0.4)
 @needs_libtpu
 def test_a_model_that_does_not_fit_gives_one_message():
     code, out, err = run(*DIGITS, "--json", "--config.model.hidden=3000000")
@@ -491,6 +492,7 @@ for topology, slices in json.loads(sys.argv[1]):
 PLACES = (("v5e:4x4", 1), ("v5e:16x16", 2), ("v6e:8x8", 1), ("v5p:4x4x8", 2), ("v4:4x4x4", 1))
 
 
+@pytest.mark.sample(0.4)
 @needs_libtpu
 def test_scatter_and_gather_over_a_slice_send_to_neighbors_only():
     whole = 4 * 2048 * 2048

@@ -155,7 +155,7 @@ def reference(tmp_path_factory):
     return directory
 
 
-@pytest.mark.sample(1, of="without Slurm")
+@pytest.mark.sample(0.4)
 def test_one_process_with_all_devices_ends_within_the_tolerance(tmp_path, reference):
     code, output = harness.finish(
         harness.launch("--cpu_devices=8", command=command(tmp_path / "run"))
@@ -167,7 +167,7 @@ def test_one_process_with_all_devices_ends_within_the_tolerance(tmp_path, refere
         np.testing.assert_allclose(array, right[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.sample(1, of="without Slurm")
+@pytest.mark.sample(0.4)
 def test_mpirun_ends_in_the_same_bits(tmp_path, reference):
     need("mpirun")
     process = harness.launch(

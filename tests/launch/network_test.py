@@ -44,7 +44,7 @@ def wait_for_step(directory, target):
     harness.wait_until(lambda: step(directory) >= target)
 
 
-@pytest.mark.sample(1, of="cuts")
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize("lost", [2, 0])
 def test_a_lasting_cut_ends_all_processes_and_names_the_lost_host(hosts, tmp_path, lost):
     directory = tmp_path / "run"

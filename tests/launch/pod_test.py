@@ -53,6 +53,7 @@ def uninterrupted(tmp_path_factory):
     return directory
 
 
+@pytest.mark.sample(0.4)
 def test_an_uninterrupted_pod_ends_with_status_and_logs(uninterrupted):
     rows = harness.status(uninterrupted)
     assert [(row["doing"], row["step"]) for row in rows] == [("done", 100)] * COUNT
@@ -222,7 +223,7 @@ def test_a_nonfinite_step_on_one_process_ends_all_without_a_restart(tmp_path, op
     assert f"not finite: step 31: {where}the loss is nan" in shown
 
 
-@pytest.mark.sample(1, of="pods")
+@pytest.mark.sample(0.4)
 def test_two_processes_roll_back_even_if_one_is_killed_meanwhile(tmp_path):
     options = ["--config.experiment=tests.toy.Lowered", "--config.overflow_above=1e9",
                "--config.roll_back.learning_rate_factor=0.5",

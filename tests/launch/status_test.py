@@ -111,6 +111,7 @@ def test_attempts_are_kept_once_and_damaged_files_do_not_end_a_run(tmp_path):
         attempts.read(path)
 
 
+@pytest.mark.sample(0.4)
 def test_status_of_a_real_run_with_a_checkpoint(tmp_path):
     begin = time.time()
     process = harness.launch(

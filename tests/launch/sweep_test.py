@@ -81,6 +81,7 @@ def test_a_point_that_fails_does_not_stop_the_others(tmp_path):
     assert "batch_size=7" in (tmp_path / "runs" / "000" / "launch.log").read_text()
 
 
+@pytest.mark.sample(0.4)
 def test_a_stopped_sweep_resumes(tmp_path):
     points = [{"seed": 0}, {"seed": 1}]
     log = tmp_path / "runs" / "000" / "launch.log"

@@ -45,7 +45,7 @@ def test_a_run_ends_in_the_same_bits_on_other_processes_and_devices(tmp_path, un
     harness.assert_same_end(tmp_path / "moved", uninterrupted, _STEPS)
 
 
-@pytest.mark.sample(1, of="moves")
+@pytest.mark.sample(0.4)
 def test_a_run_that_loses_a_host_ends_in_the_same_bits(tmp_path, uninterrupted):
     directory = tmp_path / "run"
     command = [*_EXACT, f"--workdir={directory}"]

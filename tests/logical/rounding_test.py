@@ -55,6 +55,7 @@ def devices_and_fused(config, flags=""):
     return tuple(map(int, output(FUSED, config, XLA_FLAGS=flags)))
 
 
+@pytest.mark.sample(0.4)
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="XLA has this flag only on x86"
 )

@@ -89,6 +89,7 @@ rules_test.compare()
 """
 
 
+@pytest.mark.sample(0.4)
 def test_many_updates_in_one_program_do_not_depend_on_the_devices():
     # If XLA may fuse products and sums, one of these updates does depend on the devices with these flags.
     environment = processes.environment(XLA_FLAGS=tests.XLA_FLAGS)

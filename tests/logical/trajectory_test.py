@@ -148,7 +148,7 @@ def test_the_bits_do_not_depend_on_the_devices(changes, devices):
         assert other == first
 
 
-@pytest.mark.sample(4, of="steps")
+@pytest.mark.sample(3, of="steps")
 @pytest.mark.parametrize(
     "changes, places",
     [
@@ -188,7 +188,7 @@ def test_only_exchanges_communicate_between_devices():
     assert crosses == [False, False, True, False, True, False, True, False, False]
 
 
-@pytest.mark.sample(4, of="steps")
+@pytest.mark.sample(3, of="steps")
 def test_a_sharded_update_equals_a_whole_one_within_rounding():
     evaluated = lambda devices, **changes: trajectory(devices, **{**_SHARDS, **changes})[2]
     exact = evaluated(2)
@@ -196,7 +196,7 @@ def test_a_sharded_update_equals_a_whole_one_within_rounding():
         assert evaluated(2, **changes) == pytest.approx(exact, rel=1e-4)
 
 
-@pytest.mark.sample(4, of="steps")
+@pytest.mark.sample(3, of="steps")
 def test_an_exchange_may_depend_on_another():
     # The codes are averaged over the replicas, and then the gradients.
     of = quantized.get_config()
@@ -205,7 +205,7 @@ def test_an_exchange_may_depend_on_another():
         assert trajectory(3, of) == trajectory(1, of)
 
 
-@pytest.mark.sample(4, of="steps")
+@pytest.mark.sample(3, of="steps")
 def test_per_replica_state_does_not_depend_on_the_devices():
     changes = {"experiment": _OWN, "reads": False, "fingerprint_every_steps": 2}
     first, *others = [trajectory(devices, **changes) for devices in (1, 2, 4)]
@@ -227,12 +227,12 @@ def test_environments_do_not_depend_on_the_devices():
     assert others == [first] * 3
 
 
-@pytest.mark.sample(4, of="steps")
+@pytest.mark.sample(3, of="steps")
 def test_slices_do_not_change_the_bits():
     assert trajectory(4, slices=2) == trajectory(1)
 
 
-@pytest.mark.sample(4, of="steps")
+@pytest.mark.sample(3, of="steps")
 def test_groups_do_not_depend_on_the_devices():
     halves = ((0, 1), (2, 3))
     assert trajectory(2, group_assignment=((0,), (1,))) == trajectory(4, group_assignment=halves)
@@ -245,7 +245,7 @@ def test_per_replica_state_of_groups_does_not_depend_on_the_devices():
     assert alone == trajectory(4, group_assignment=halves, **own)
 
 
-@pytest.mark.sample(4, of="steps")
+@pytest.mark.sample(3, of="steps")
 def test_floating_point_sums_differ_only_by_rounding():
     def end(devices, arithmetic):
         of = config(arithmetic=arithmetic)
@@ -360,6 +360,7 @@ def test_exact_sums_cannot_be_used_with_shard_params(tmp_path):
         loop.Run(run_config, str(tmp_path / "run"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["chip", "libraries", "flags"])
 def test_an_exact_run_resumes_only_where_its_bits_stay_the_same(tmp_path, name):
     run_config = config(steps=1)
@@ -375,7 +376,7 @@ def test_an_exact_run_resumes_only_where_its_bits_stay_the_same(tmp_path, name):
     loop.Run(config(steps=1, arithmetic="float"), str(tmp_path))
 
 
-@pytest.mark.sample(4, of="steps")
+@pytest.mark.sample(3, of="steps")
 def test_a_run_says_if_one_device_would_compute_other_bits(
     tmp_path, use_devices, capfd, monkeypatch
 ):

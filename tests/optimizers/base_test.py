@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optax import contrib
 
 from tests.optimizers import harness
 from xshard import errors
@@ -760,10 +759,3 @@ def test_state_that_compute_gradients_would_leave_with_the_caller_is_refused():
     # A step of Polyak's rule halves the distance to the minimum of a parabola.
     np.testing.assert_allclose(new["m"]["w"], 0.5)
     assert list(state) == ["polyak"]
-
-
-@pytest.mark.parametrize("size", [1, 8])
-def test_per_example_rules_refuse_vectors_too(size):
-    private = contrib.differentially_private_aggregate(1e9, 0.0, jax.random.key(0))
-    with pytest.raises(ValueError, match="per-example gradients"):
-        run(lambda: optax_optimizer.OptaxOptimizer(private).init({"m": {"w": jnp.zeros(size)}}))

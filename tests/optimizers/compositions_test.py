@@ -219,7 +219,7 @@ def train(make, x, replicas, start=None):
     return results
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(8))
 def test_any_composition_trains_sharded_as_it_does_replicated(seed):
     # 4 divides a dimension of every array; with 8 replicas the (3, 4) array is flattened and padded.
@@ -281,6 +281,7 @@ def muon_and_adafactor(shard_update):
     return loss_scale.MixedPrecisionLossScaleOptimizer(rule, "dynamic")
 
 
+@pytest.mark.sample(0.4)
 def test_rules_that_mix_elements_train_sharded_as_they_do_replicated():
     """Starts replicated, continues with 4 and then 8 shards, and ends replicated; each stage skips a step."""
     with jax.enable_x64(True):

@@ -258,6 +258,7 @@ def test_sharded_parameters_and_slots_take_one_nth_of_the_memory():
     assert bytes_per_device(sharded.params) == bytes_per_device(whole.params) - weights * 7 // 8
 
 
+@pytest.mark.sample(0.4)
 def test_a_parameter_is_sharded_over_the_model_axis_and_replicas():
     changes = {"cls": Divided, "model_parallel": 2}
     sharded, whole = (
@@ -302,6 +303,7 @@ def test_layers_are_gathered_one_at_a_time_and_again_in_the_backward_pass(kind):
     assert lowered.as_text().count("stablehlo.tanh") == {"stack": 1, "remat": 2, "partly": 3}[kind]
 
 
+@pytest.mark.sample(0.4)
 def test_model_parallel_parameters_are_gathered_only_over_replicas():
     experiment, the_mesh = make("stack", cls=Divided, model_parallel=2)
     state, train = begin(experiment, the_mesh)
@@ -315,6 +317,7 @@ def test_model_parallel_parameters_are_gathered_only_over_replicas():
     assert 2 * 2 * 8 * half <= gathers["bytes"] < 2.2 * 2 * 8 * half
 
 
+@pytest.mark.sample(0.4)
 def test_each_replica_computes_only_the_matrices_of_its_layers():
     flops, kinds = [], []
     for sharded in (True, False):

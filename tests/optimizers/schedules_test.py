@@ -88,7 +88,7 @@ def training(directory, name, **changes):
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -113,6 +113,7 @@ def test_rows_log_the_values_that_each_update_used(tmp_path, changes):
     assert skips
 
 
+@pytest.mark.sample(0.4)
 def test_schedules_add_no_state_and_no_collective(tmp_path):
     programs, states = [], []
     for name in ("Scheduled", "Silent"):

@@ -47,7 +47,7 @@ def test_a_planted_fault_is_named(tmp_path, kind):
             assert contents(directory) == before
 
 
-@pytest.mark.sample(4, of="replays")
+@pytest.mark.sample(3, of="replays")
 @pytest.mark.parametrize("kind", planted.OTHERS)
 def test_a_fault_in_a_nested_function_or_a_mask_is_named(tmp_path, kind):
     fault = planted.Fault(kind, loss_scale="dynamic", groups=2)
@@ -91,7 +91,7 @@ def rewrite(directory, tmp_path, change):
     return copy
 
 
-@pytest.mark.sample(4, of="replays")
+@pytest.mark.sample(3, of="replays")
 def test_the_first_skipped_step_is_replayed_by_default(directory, capsys):
     # The skipped step lies between two logged rows; the second one counts it.
     before = contents(directory)
@@ -121,7 +121,7 @@ def test_a_step_whose_updates_are_all_in_a_loop_has_no_table_of_norms():
     assert line.startswith("no norms of gradients: ")
 
 
-@pytest.mark.sample(4, of="replays")
+@pytest.mark.sample(3, of="replays")
 def test_a_changed_row_is_reported_as_not_reproduced(directory, tmp_path, capsys):
     def change(row):
         if row["step"] == 4 and "loss" in row:
@@ -142,7 +142,7 @@ def test_a_changed_row_is_reported_as_not_reproduced(directory, tmp_path, capsys
     assert "changed since the run: flags: XLA_FLAGS=--xla_x -> " in output
 
 
-@pytest.mark.sample(4, of="replays")
+@pytest.mark.sample(3, of="replays")
 def test_a_difference_before_the_last_start_may_be_due_to_an_earlier_start(
     directory, tmp_path, capsys
 ):
@@ -162,7 +162,7 @@ def test_a_difference_before_the_last_start_may_be_due_to_an_earlier_start(
     assert "are those that the run recorded" in capsys.readouterr().out
 
 
-@pytest.mark.sample(4, of="replays")
+@pytest.mark.sample(3, of="replays")
 def test_a_replay_on_fewer_devices_warns_that_bits_may_differ(directory, capsys, monkeypatch):
     devices = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda *args: devices)
@@ -193,7 +193,7 @@ def test_a_step_outside_the_run_is_refused(directory, tmp_path, capsys):
     assert "The evaluation after step 6 is not finite (eval/error)" in bad
 
 
-@pytest.mark.sample(4, of="replays")
+@pytest.mark.sample(3, of="replays")
 def test_the_update_that_leaves_a_nonfinite_state_is_found_between_rows(tmp_path, capsys):
     config = toy.get_config()
     config.update({"experiment": "tests.toy.Overflowing", "overflow_at": 3, "steps": 8})
@@ -208,7 +208,7 @@ def test_the_update_that_leaves_a_nonfinite_state_is_found_between_rows(tmp_path
     assert "an earlier step: --step=3 analyzes the one before" in output
 
 
-@pytest.mark.sample(4, of="replays")
+@pytest.mark.sample(3, of="replays")
 def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     config = toy.get_config()
     config.update({"experiment": "tests.replay.pair.Pair", "steps": 1, "writers": ("jsonl",)})
@@ -221,7 +221,7 @@ def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     assert "reaches      the loss of second\n" in output
 
 
-@pytest.mark.sample(4, of="replays")
+@pytest.mark.sample(3, of="replays")
 def test_a_step_that_skipped_only_the_first_of_two_updates_is_found(tmp_path, capsys):
     config = toy.get_config()
     config.update({"experiment": "tests.replay.pair.Twice", "steps": 5, "log_every_steps": 5})
@@ -234,7 +234,7 @@ def test_a_step_that_skipped_only_the_first_of_two_updates_is_found(tmp_path, ca
     assert "all metrics of the step were finite" not in output
 
 
-@pytest.mark.sample(4, of="replays")
+@pytest.mark.sample(3, of="replays")
 def test_a_run_that_skips_all_steps_before_its_first_row_is_replayed(tmp_path, capsys):
     config = toy.get_config()
     config.update({"overflow_above": -1e9, "log_every_steps": 100, "max_skips_in_a_row": 3})
@@ -258,7 +258,7 @@ class Dividing(toy.Wide):
         return xshard.CrossShardOptimizer(rule, slice_axis_name="slice", **self.config.reduction)
 
 
-@pytest.mark.sample(4, of="replays")
+@pytest.mark.sample(3, of="replays")
 @pytest.mark.parametrize("shards", [False, True])
 def test_the_line_of_a_division_in_a_rule_is_named(tmp_path, capsys, shards):
     config = toy.get_config()
@@ -292,7 +292,7 @@ class Large(toy.Toy):
         return super().forward({"x": jnp.log(2.0 + x)[:, :3]}, is_training=is_training)
 
 
-@pytest.mark.sample(4, of="replays")
+@pytest.mark.sample(3, of="replays")
 def test_a_nonfinite_element_of_a_large_array_is_found(tmp_path, capsys):
     config = toy.get_config()
     config.update({"experiment": f"{__name__}.Large", "steps": 12, "log_every_steps": 1})

@@ -39,7 +39,7 @@ def test_a_pure_experiment_resumes_to_the_same_bits(tmp_path, capsys):
     assert not (tmp_path / "mine").exists()
 
 
-@pytest.mark.sample(1, of="devices")
+@pytest.mark.sample(0.4)
 def test_on_other_devices_values_agree_within_the_tolerance(capsys):
     flags = "--config.experiment=tests.impure.Rough", "--cpu_devices=8", "--config.batch_size=32"
     places = "--verify_devices=4", "--verify_processes=2", "--verify_tolerance=1e-5"
@@ -56,7 +56,7 @@ def test_on_other_devices_values_agree_within_the_tolerance(capsys):
     assert 0 < float(re.search(r"in an array is (\S+) of its", output)[1]) < 1e-5
 
 
-@pytest.mark.sample(1, of="devices")
+@pytest.mark.sample(0.4)
 def test_a_dependence_on_the_number_of_devices_is_named(capsys):
     flags = "--config.experiment=tests.impure.Drawing", "--cpu_devices=8", "--verify_devices=2"
     code, output = verified(capsys, *flags)

@@ -74,6 +74,7 @@ def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
     assert "resumed from the checkpoint of step 4" in capsys.readouterr().out
 
 
+@pytest.mark.sample(0.4)
 def test_a_step_that_a_dynamic_scale_skips_is_not_in_trouble(tmp_path, capsys):
     for shard_update in (False, True):
         directory = tmp_path / str(shard_update)
@@ -176,6 +177,7 @@ class Poison(toy.Toy):
         return jnp.nan * jnp.mean(outputs), {}
 
 
+@pytest.mark.sample(0.4)
 def test_skips_at_the_minimum_of_a_dynamic_scale_end_the_run(tmp_path, capsys):
     config = make_config(
         experiment="tests.run.nonfinite_test.Poison",

@@ -132,6 +132,7 @@ def test_a_flipped_bit_is_named_within_two_steps(tmp_path, monkeypatch, name, ki
     assert run.step <= compared + 2
 
 
+@pytest.mark.sample(0.4)
 def test_processes_compare_their_replicas(tmp_path):
     (tmp_path / "config.py").write_text(
         "from tests.run import replication_test\n"

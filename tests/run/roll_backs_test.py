@@ -95,7 +95,7 @@ class SkipsPast(toy.Poisoned):
         return result
 
 
-@pytest.mark.sample(8, of="roll-backs")
+@pytest.mark.sample(5, of="roll-backs")
 def test_the_run_ends_in_the_bits_of_a_run_without_the_skipped_data(uninterrupted, tmp_path):
     first, second = recorded(uninterrupted)
     assert first["why"].startswith("step 7: the loss is nan, and 4 of 4 gradients")
@@ -127,7 +127,7 @@ def test_roll_backs_are_reported(tmp_path, capsys):
 
 
 # Polls 2 and 8 are at steps 2 and 6, poll 12 at step 8 before the trouble of step 7 is known, 20 in the third attempt.
-@pytest.mark.sample(8, of="roll-backs")
+@pytest.mark.sample(5, of="roll-backs")
 @pytest.mark.parametrize("at", [2, 8, 12, 20])
 def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(tmp_path, uninterrupted, at):
     config = make_config()
@@ -211,6 +211,7 @@ loop.run(test.make_config(), sys.argv[1], "")
 """
 
 
+@pytest.mark.sample(0.4)
 def test_a_run_survives_sigkill_after_it_records_each_roll_back(tmp_path, uninterrupted):
     for number in (1, 2):
         command = [sys.executable, "-c", KILLED, str(tmp_path), str(number)]
@@ -263,7 +264,7 @@ def test_checkpoints_of_evaluations_are_saved_again(tmp_path):
     assert sorted(evaluated) == [3, 6, 9, 12]
 
 
-@pytest.mark.sample(8, of="roll-backs")
+@pytest.mark.sample(5, of="roll-backs")
 def test_trouble_in_one_group_of_two_rolls_back_both(tmp_path):
     config = make_config(group_assignment=HALVES, poisoned=((1, 6),))
     assert loop.run(config, str(tmp_path), "") == 0
@@ -295,7 +296,7 @@ class Bursting(toy.Poisoned):
         return xshard.CrossShardOptimizer(rule)
 
 
-@pytest.mark.sample(8, of="roll-backs")
+@pytest.mark.sample(5, of="roll-backs")
 @pytest.mark.parametrize(("at", "step"), [(8, 6), (12, 8)])
 def test_a_stop_at_a_state_that_is_not_finite_causes_no_roll_back(tmp_path, at, step):
     # Step 8 is saved on schedule, step 6 only because of the stop. The loss of the next step reveals the bad state.
@@ -319,7 +320,7 @@ class Stuck(toy.Poisoned):
         )
 
 
-@pytest.mark.sample(8, of="roll-backs")
+@pytest.mark.sample(5, of="roll-backs")
 def test_skips_without_lowering_the_scale_cause_a_roll_back(tmp_path):
     config = make_config(
         experiment="tests.run.roll_backs_test.Stuck",
@@ -362,7 +363,7 @@ class Jumping(toy.Wide):
         return {**super().eval_data(), "scale": np.ones(10, np.float32)}
 
 
-@pytest.mark.sample(8, of="roll-backs")
+@pytest.mark.sample(5, of="roll-backs")
 @pytest.mark.parametrize("groups", [(), HALVES])
 def test_a_loss_that_jumps_causes_a_roll_back(tmp_path, groups):
     changes = {"experiment": "tests.run.roll_backs_test.Jumping", "group_assignment": groups}
@@ -476,7 +477,7 @@ def assert_same_history(directory, other, config):
 
 
 # The flips are in the first history, or in the third, which begins after 12 steps and skips batches 5 to 11.
-@pytest.mark.sample(8, of="roll-backs")
+@pytest.mark.sample(5, of="roll-backs")
 @pytest.mark.parametrize(
     ("steps", "begin", "first", "change"),
     [
@@ -525,7 +526,7 @@ def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
     assert_same_history(tmp_path, uninterrupted, config)
 
 
-@pytest.mark.sample(8, of="roll-backs")
+@pytest.mark.sample(5, of="roll-backs")
 def test_a_device_that_flips_bits_repeatedly_ends_the_run(tmp_path, monkeypatch):
     config = make_config(on_parted="roll_back", poisoned=(), limit=2)
     flips.after(monkeypatch, [6] * 9, FLIPPED, 3)
@@ -563,7 +564,7 @@ def update_scales(directory):
     return {row["step"]: row["update_scale"] for row in records if "update_scale" in row}
 
 
-@pytest.mark.sample(8, of="roll-backs")
+@pytest.mark.sample(5, of="roll-backs")
 def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
     assert [entry["update_scale"] for entry in recorded(lowered)] == [0.25, 0.0625]
     scales = update_scales(lowered)
@@ -586,7 +587,7 @@ def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
     assert plain[4] == norms[4] and 0 < moved[1] < moved[0] / 4
 
 
-@pytest.mark.sample(8, of="roll-backs")
+@pytest.mark.sample(5, of="roll-backs")
 @pytest.mark.parametrize("at", [8, 12, 20])
 def test_a_stopped_run_with_lowered_updates_resumes_to_the_same_end(
     tmp_path, lowered, monkeypatch, at

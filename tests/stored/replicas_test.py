@@ -67,6 +67,7 @@ def files(directory):
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
 
 
+@pytest.mark.sample(0.4)
 def test_a_run_on_another_number_of_replicas_is_refused_before_it_begins(tmp_path, use_devices):
     assert loop.run(config(), str(tmp_path), "") == 0
     before = files(tmp_path)

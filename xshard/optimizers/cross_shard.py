@@ -284,7 +284,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     ) -> tuple[trees.Gradients, dict[str, Any]]:
         """Does the same as `_reduce` in a sharded update: returns a `Shard` of each sum and of each error."""
         grads, lost = arguments
-        _check_own(grads)
+        if self.shard_update:
+            _check_own(grads)
         if isinstance(partition, shards.Rehearsal):
             if self.shard_update:
                 own = partition.own(jax.tree.map(values.raw, grads))
