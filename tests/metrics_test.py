@@ -15,11 +15,9 @@ def test_every_row_arrives_some_steps_later():
     deferred = deferred_lib.Deferred()
     rows = []
     for step in range(1, 6):
-        rows.append(
-            list(
-                deferred.push(step, {"loss": jnp.float32(step), "n": jnp.arange(2)}, step % 2 == 1)
-            )
-        )
+        if step % 2 == 1:
+            deferred.push(step, {"loss": jnp.float32(step), "n": jnp.arange(2)})
+        rows.append(list(deferred.due(step)))
     assert [len(r) for r in rows] == [0, 0, 1, 0, 1]
     assert rows[2] == [{"step": 1, "loss": 1.0, "n": [0, 1]}]
     assert [row["step"] for row in deferred.flush()] == [5]

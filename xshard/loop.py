@@ -143,7 +143,7 @@ class Run:
                 self.doing("compiling")
             state, values, observed, begun = self.train_step(state, batch)
             self.step = step
-            log.push(step, {**values, **self._copies.push(step, begun, state)})
+            log.push(step, values | self._copies.push(step, begun, state))
             self._finite.push(step, observed)
             self.doing(status.TRAINING, step=step)
             self._poll()

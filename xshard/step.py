@@ -18,6 +18,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.learners import learner as learner_lib
+from xshard.learners import run_context
 from xshard.learners.state import Observed as ObservedUpdate
 from xshard.learners.state import Outcome
 from xshard.optimizers import trees
@@ -110,8 +111,10 @@ def on_replicas(
             if mesh_lib.num_replicas(mesh) == 1:
                 # One replica reduces nothing that would order this read before the update: XLA would copy the old state.
                 batch = trees.after(begun.table, batch)
-        args = old.experiment, batch, _replica_key(jax.random.fold_in(old.rng, old.step))
-        returned = shard_usage.call(experiment.train_step, mesh, experiment, shapes, *args)
+        key = _group_key(jax.random.fold_in(old.rng, old.step))
+        args = old.experiment, batch, _key_of_replica(key)
+        with run_context.equal_keys(key):
+            returned = shard_usage.call(experiment.train_step, mesh, experiment, shapes, *args)
         made, logged = contract.step(experiment.train_step, returned)
         _check_structure(experiment, old.experiment, made)
         metrics, observed = _metrics(experiment, logged)
@@ -319,9 +322,15 @@ def _masked_sums(values: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, 
 
 
 def _replica_key(key: jax.Array) -> jax.Array:
-    for axis in (mesh_lib.GROUP, mesh_lib.REPLICAS):
-        key = jax.random.fold_in(key, lax.axis_index(axis))
-    return key
+    return _key_of_replica(_group_key(key))
+
+
+def _group_key(key: jax.Array) -> jax.Array:
+    return jax.random.fold_in(key, lax.axis_index(mesh_lib.GROUP))
+
+
+def _key_of_replica(group_key: jax.Array) -> jax.Array:
+    return jax.random.fold_in(group_key, lax.axis_index(mesh_lib.REPLICAS))
 
 
 def _local(state: TrainState, grouped: bool) -> TrainState:

@@ -25,7 +25,7 @@ class HostCatch(experiment.Catch):
 
     def train_step(self, state, batch, key):
         agent, outcome = self.agent.update(state.agent, self._loss, dict(batch), key)
-        reward = experiment.reward_of_a_game(batch["reward"], batch["over"])
+        reward = experiment.reward_of_a_game(batch["reward"])
         return state._replace(agent=agent), {"agent": outcome, "reward": reward}
 
     def predict(self, state, batch):

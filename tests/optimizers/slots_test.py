@@ -313,12 +313,7 @@ def test_each_array_of_the_initial_state_has_its_own_buffer(name, jitted):
 
 
 TAKES_MORE = {
-    "scale_by_polyak: .*'value'": lambda: optax.polyak_sgd(),
-    "momo: .*'value'": lambda: contrib.momo(),
-    "momo_adam: .*'value'": lambda: contrib.momo_adam(),
-    "reduce_on_plateau: .*'value'": lambda: optax.chain(optax.adam(0.1), contrib.reduce_on_plateau()),
-    "scale_by_zoom_linesearch: .*'value', 'grad', and 'value_fn'": lambda: optax.lbfgs(),
-    "scale_by_polyak: its": lambda: optax.MultiSteps(optax.polyak_sgd(), 2),
+    "scale_by_zoom_linesearch: .*'grad' and 'value_fn'": lambda: optax.lbfgs(),
     "hutchinson.*: .*'obj_fn'": lambda: contrib.sophia(0.1),
     "sam: .*'grad_fn'": lambda: contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
     "optax.lookahead": lambda: optax.lookahead(optax.sgd(0.1), 2, 0.5),

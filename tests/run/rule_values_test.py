@@ -78,6 +78,16 @@ class Noisy(xshard.OptimizerWrapper):
         return self.opt.aggregate(self._add(grads))
 
 
+class NoisyUpdate(xshard.Optimizer):
+    """Adds noise in its update, from keys that a run makes equal on all replicas."""
+
+    def update(self, grads, params):
+        if hk.running_init():
+            return params
+        noise = lambda p: 0.01 * jax.random.normal(hk.next_rng_key(), p.shape)
+        return per_array(lambda g, p: p - 0.1 * g + noise(p), grads, params)
+
+
 class ByIndex(xshard.Optimizer):
     """Scales the update by the replica's index."""
 
@@ -140,6 +150,7 @@ ACCEPTED = {
     "mean loss": lambda reduction: reduced(ByLoss(mean), reduction),
     "largest loss": lambda reduction: reduced(ByLoss(gathered), reduction),
     "vote by the mean loss": lambda reduction: reduced(VotesByLoss(mean), reduction),
+    "noise in the update": lambda reduction: reduced(NoisyUpdate(), reduction),
     "plain": lambda reduction: reduced(sgd(), reduction),
 }
 OTHERS = {
@@ -171,12 +182,16 @@ def start(tmp_path, rule, mode, **changes):
     return loop.Run(make_config(rule, mode, **changes), str(tmp_path / "run"))
 
 
+# The rules that use no gradient or loss of a replica's own, which there is none of with parameters in shards.
+OF_THE_SUM = ("own keys", "own index", "noise in the update", "plain")
+
+
 def modes_of(rules):
     """The pairs of a rule and a mode, without rules of one's own gradients where parameters are in shards."""
     pairs = []
     for rule in rules:
         for mode in MODES:
-            if mode != "shard_params" or rule in ("own keys", "own index", "plain"):
+            if mode != "shard_params" or rule in OF_THE_SUM:
                 pairs.append((rule, mode))
     return pairs
 
@@ -216,12 +231,12 @@ def test_a_mean_over_one_of_two_axes_is_refused(tmp_path, mode):
         start(tmp_path / "slices", "mean of a slice", mode, slices=2)
 
 
-def test_the_update_is_what_the_mean_of_losses_says(tmp_path):
-    """The accepted rule does the same replicated and in shards."""
+@pytest.mark.parametrize("rule", ["mean loss", "noise in the update"])
+def test_the_update_is_the_same_in_shards(tmp_path, rule):
     ends = []
     for mode in ("replicated", "shard_update"):
         directory = str(tmp_path / mode)
-        assert loop.run(make_config("mean loss", mode, steps=3), directory, "") == 0
+        assert loop.run(make_config(rule, mode, steps=3), directory, "") == 0
         ends.append(xshard.load(directory).state.experiment.params)
     for one, other in zip(*map(jax.tree.leaves, ends), strict=True):
         # Sums over replicas are in another order.

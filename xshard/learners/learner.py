@@ -28,6 +28,7 @@ from xshard.optimizers import (
     inspection,
     layouts,
     moving_average,
+    phases,
     trees,
     varying,
 )
@@ -203,7 +204,11 @@ class Learner:
             updated = lambda: self.update(state, loss, batch, key)
             part = jax.tree.map(lambda x: x[: len(x) // self._micro_batches], batch)
             return update_stub.update(state, self._call(state, loss, part, key), batch, updated)
-        with contract.loss_errors(loss):
+        rules_key = run_context.next_equal_key()
+        if rules_key is not None:
+            # A step may update a learner several times, in a loop too.
+            rules_key = jax.random.fold_in(rules_key, state.global_step)
+        with contract.loss_errors(loss), phases.update_key(rules_key):
             update, opt_state = self._rules.apply({}, state.opt_state, key, state, loss, batch)
         # The rule reduced the gradients, so these are equal on all replicas if they were before. With one replica no
         # collective shows that in the program, so they are declared equal here.

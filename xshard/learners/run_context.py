@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import itertools
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -26,6 +27,10 @@ _CURRENT: contextvars.ContextVar[RunContext] = contextvars.ContextVar("run")
 # The shard and the whole array of each gathered parameter, by path.
 _GATHERED: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
     "gathered", default=types.MappingProxyType({})
+)
+# A random key that is equal on all replicas of a group, and the numbers of the keys drawn from it.
+_EQUAL_KEYS: contextvars.ContextVar[tuple[jax.Array, Iterator[int]] | None] = (
+    contextvars.ContextVar("equal_keys", default=None)
 )
 # A user context, so that JAX's caches never reuse a trace from one value for the other.
 _ANALYSIS_ONLY = jax.make_user_context(False)
@@ -63,6 +68,26 @@ def current() -> RunContext:
             "sets its mesh. Elsewhere: with xshard.learners.run_context.run_on(mesh): ..."
         )
     return current
+
+
+@contextlib.contextmanager
+def equal_keys(key: jax.Array) -> Iterator[None]:
+    """Gives the learners that are called in its body a random key that is equal on all replicas of a group."""
+    token = _EQUAL_KEYS.set((key, itertools.count()))
+    try:
+        yield
+    finally:
+        _EQUAL_KEYS.reset(token)
+
+
+def next_equal_key() -> jax.Array | None:
+    """The next random key that is equal on all replicas of a group, another one in each call; None outside a step."""
+    keys = _EQUAL_KEYS.get()
+    if keys is None:
+        return None
+    key, numbers = keys
+    # From the top, since the replicas' own keys are numbered from 0.
+    return jax.random.fold_in(key, 2**32 - 1 - next(numbers))
 
 
 @contextlib.contextmanager

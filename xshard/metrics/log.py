@@ -79,7 +79,7 @@ class Log:
         )
         self._peak = flops_lib.peak(mesh, jmp.get_policy(config.precision).compute_dtype)
         self._epoch_examples = batches.epoch_examples
-        self._deferred = deferred.Deferred()
+        self._deferred, self._in_flight = deferred.Deferred(), deferred.InFlight()
         # The previous row, to report skips and changes of the loss scale since then.
         self._before: rows_lib.Row = {"step": start}
         self._paced = (start, 0.0)
@@ -103,12 +103,13 @@ class Log:
             # The first step includes compilation, so timing starts after it.
             self._clock.started()
             self._terminal.start(self._start)
-        keep = step % self._every == 0 or step == self._last
-        if keep:
+        if step % self._every == 0 or step == self._last:
             # A host can only read arrays on its own devices.
             values = mesh_lib.replicate(self._mesh, values)
-        self.newest = next(iter(values.values()), None)
-        self._write(self._deferred.push(step, values, keep))
+            self._deferred.push(step, values)
+        self.newest = next(iter(values.values()))
+        self._in_flight.push(self.newest)
+        self._write(self._deferred.due(step))
         self._terminal.progress(step)
 
     def flush(self) -> None:

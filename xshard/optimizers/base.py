@@ -116,6 +116,8 @@ class Optimizer(hk.Module):
 
     # The state that losses wrote since the last step. A skipped step restores it.
     _written: skips.Writes = skips.NO_WRITES
+    # The loss of the last call of `compute_gradients`: the replica's own, unscaled, until a rule around this one reduces it.
+    _loss: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keeps this rule's name out of the names of modules that a loss creates, in overriding methods too."""
@@ -174,6 +176,7 @@ class Optimizer(hk.Module):
             has_aux=has_aux,
         )
         self._written = skips.merge_writes(before, skips.current_state(), self._written)
+        self._loss = value
         if colocate_gradients_with_ops:
             grads = gradients.colocate(grads, trained)
         grads = gradients.gate(grads, gate_gradients)

@@ -218,9 +218,21 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             # Otherwise jax.grad would sum the gradients over the axis, and `aggregate` would sum them again.
             params = axes.mark_varying(params, axis)
         value, grads = self.opt.compute_gradients(loss, params, **kwargs)
+        for rule in base.rules_of_type(self.opt, optax_optimizer.OptaxOptimizer):
+            rule.reduce_loss(self._reduce_loss)
         if self.reduction is Reduction.MEAN and summands > 1:
             grads = jax.tree.map(lambda g: trees.widen(g) / summands, grads)
         return value, grads
+
+    def _reduce_loss(self, loss: jax.Array) -> jax.Array:
+        """The loss whose gradients `aggregate` returns: the mean over the group and all slices, or the sum."""
+        mapped = self._mapped_axes()
+        if not mapped:
+            return loss
+        groups = self.group_assignment
+        total = lax.psum(trees.widen(loss), tuple(mapped), axis_index_groups=groups)
+        count = self._group_size() * self._num_slices()
+        return total / count if self.reduction is Reduction.MEAN else total
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
         """Implements `Optimizer.aggregate`: sums over the group and all slices, in float32 or wider."""

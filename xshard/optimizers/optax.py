@@ -8,6 +8,7 @@ from typing import Any
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import optax
 
 from xshard import errors
@@ -21,6 +22,9 @@ class OptaxOptimizer(base.Optimizer):
     The name of a state array is its path in optax's state, such as '0/mu/mlp/linear_0/w'. Parameters
     narrower than float32 are updated in float32 and rounded once. Their slots are float32 too, unless the
     transformation itself sets another type (such as with `mu_dtype`).
+
+    A transformation whose update needs the loss, as `value=`, is given that of `compute_gradients`, unscaled: within a
+    `CrossShardOptimizer` the mean over the replicas of a group, or their sum if that is what it reduces to.
 
     >>> def step(params, x):
     ...     opt = OptaxOptimizer(optax.adam(0.1), name='adam')
@@ -68,9 +72,16 @@ class OptaxOptimizer(base.Optimizer):
         )
         self.schedules = _check_schedules(schedules or {})
         # A rule that is constructed for a step has its state already, and was checked when that was created.
-        self._is_checked = not hk.running_init()
+        self._creates_state = hk.running_init()
+        self._is_checked = not self._creates_state
+        self._needs_loss = _needs_loss(self.transformation)
         # The paths of the slots, or None as long as no update has determined them.
         self._known_slots: list[str] | None = None
+
+    def reduce_loss(self, reduce: Callable[[jax.Array], jax.Array]) -> None:
+        """Applies a function to the loss of `compute_gradients`, if the transformation needs the loss."""
+        if self._needs_loss and self._loss is not None:
+            self._loss = reduce(self._loss)
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
         """Implements `Optimizer.update`: one update of the transformation.
@@ -89,10 +100,25 @@ class OptaxOptimizer(base.Optimizer):
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), hide(grads), trained)
         # optax mixes counts with floats, which JAX's strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = self.transformation.update(gradients, state, trained)
+            updates, state = self._update(gradients, state, trained)
         new = restore(wide, optax.apply_updates(trained, updates))
         self._set_state(slots_lib.map_all(restore, params, old_state, state), old_state)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, params)
+
+    def _update(self, grads: Any, state: Any, params: Any) -> Any:
+        """The transformation's own update, given the loss if it needs that."""
+        if not self._needs_loss:
+            return self.transformation.update(grads, state, params)
+        loss = self._loss
+        if loss is None and self._creates_state:
+            # State is created without a loss, and any number has its type.
+            loss = jnp.zeros(())
+        if loss is None:
+            raise errors.UserError(
+                f"The update of {self.name} needs the loss of this step: call compute_gradients of the rule, or minimize, which "
+                "keep it, before apply_gradients."
+            )
+        return self.transformation.update(grads, state, params, value=loss)
 
     def get_slot(self, var: str, name: str) -> Any:
         """Implements `Optimizer.get_slot`. If several slots share a name, pass the slot's path instead.
@@ -158,7 +184,7 @@ class OptaxOptimizer(base.Optimizer):
             )
         try:
             with jax.numpy_dtype_promotion("standard"):
-                updates, _ = hk.eval_shape(self.transformation.update, params, state, params)
+                updates, _ = hk.eval_shape(self._update, params, state, params)
         except Exception as e:
             missing = _missing_arguments(e)
             if missing is None:
@@ -167,7 +193,7 @@ class OptaxOptimizer(base.Optimizer):
             transformation, arguments = missing
             raise ValueError(
                 f"{self.name} cannot use {transformation}: its update needs {arguments}, but a rule is given "
-                "only gradients and parameters. Use a transformation that needs only these, such as "
+                "only gradients, parameters and the loss. Use a transformation that needs only these, such as "
                 "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and let its "
                 "compute_gradients keep the values that its update needs as attributes, equal on all replicas, as by "
                 "jax.lax.pmean."
@@ -281,6 +307,19 @@ def as_optimizer(opt: Any) -> base.Optimizer:
             f"received {opt!r}."
         )
     return OptaxOptimizer(opt)
+
+
+def _needs_loss(transformation: Any) -> bool:
+    """Returns whether an update lacks an argument `value`, tried on a tree of one number."""
+    params = {"module": {"name": jnp.zeros(())}}
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            state = jax.eval_shape(transformation.init, params)
+            hk.eval_shape(transformation.update, params, state, params)
+    except Exception as e:
+        missing = _missing_arguments(e)
+        return missing is not None and "'value'" in missing[1]
+    return False
 
 
 def _last_word(path: str) -> str:

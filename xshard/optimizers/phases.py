@@ -1,6 +1,7 @@
 """The three phases of a step, evaluated on whole arrays or on this replica's shards."""
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,19 @@ from absl import logging
 from xshard import errors
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import sharded_calls, shards, skips, trees, values
+
+# The random key of updates, equal on all replicas of a group; None where the caller's own keys serve.
+_UPDATE_KEY: contextvars.ContextVar[Any] = contextvars.ContextVar("update_key", default=None)
+
+
+@contextlib.contextmanager
+def update_key(key: jax.Array | None) -> Iterator[None]:
+    """Lets the updates of rules in its body draw their random keys from a key that is equal on all replicas of a group."""
+    token = _UPDATE_KEY.set(key)
+    try:
+        yield
+    finally:
+        _UPDATE_KEY.reset(token)
 
 
 class Applied(NamedTuple):
@@ -85,7 +99,7 @@ class Step:
         """Returns whether the step is applied, the aggregated gradients and the new parameters."""
         grads, applied = _with_own_keys(self._decide)(grads)
         self._settle(applied)
-        update = _with_own_keys(self._update)
+        update = _with_own_keys(self._update, _UPDATE_KEY.get())
         if applied is True or hk.running_init():
             return applied, grads, update(grads, params)
         return applied, grads, hk.cond(applied, update, lambda _, old: old, grads, params)
@@ -104,7 +118,7 @@ class Step:
         grads, applied = self._decide_on_shards(calls, grads)
         self._settle(applied)
         old = partition.own(params)
-        update = _with_own_keys(self._rule.update)
+        update = _with_own_keys(self._rule.update, _UPDATE_KEY.get())
         new = calls(update, grads, partition.map(values.shard, old), applied=applied)
         new = trees.rebuild(params, trees.leaves_by_path(new))
         new = partition.map(calls.own, new)
@@ -287,9 +301,15 @@ def _kind(x: Any) -> tuple[tuple[int, ...], Any]:
     return jnp.shape(x), jnp.result_type(x)
 
 
-def _with_own_keys(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a separate stream of random keys, so the number that it draws does not affect later keys."""
-    key = hk.maybe_next_rng_key()
+def _with_own_keys(f: Callable[..., Any], given: jax.Array | None = None) -> Callable[..., Any]:
+    """The function with a separate stream of random keys, so the number that it draws does not affect later keys.
+
+    Args:
+      f: the function.
+      given: the key from which it draws, in place of the caller's next one.
+    """
+    own = hk.maybe_next_rng_key()
+    key = own if given is None else given
     if key is None:
         return f
 

@@ -78,6 +78,8 @@ class Monitor:
         if self._policy == config_lib.ROLL_BACK:
             factor, steps = config.roll_back.loss_factor, config.roll_back.loss_steps
         self._jumps = loss_jumps.JumpDetector(factor, steps)
+        # The observations that the host reads of each step.
+        self._read = ("verdict", "loss") if factor else ("verdict",)
         self._mesh = mesh
         # The paths have the order of `Observed.gradients`.
         self._paths = {name: list(trees.leaves_by_path(x.params)) for name, x in learners.items()}
@@ -107,7 +109,7 @@ class Monitor:
         Raises:
           NonfiniteError: if the run must stop or roll back.
         """
-        names = ("verdict", "loss") if self._jumps.factor else ("verdict",)
+        names = self._read
         if self._last.shape[1] > 1:
             # Other processes hold the values of some groups. Without groups the arrays are replicated already.
             gathered = {}

@@ -1,0 +1,106 @@
+"""Tests of optax transformations whose update needs the loss, as `value=`."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+from tests.optimizers import harness
+from xshard import errors
+from xshard.optimizers import cross_shard, gradients, loss_scale
+from xshard.optimizers import optax as optax_optimizer
+
+STEPS = 4
+RULES = {
+    "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=0.5),
+    "momo": lambda: contrib.momo(0.1),
+    "momo_adam": lambda: contrib.momo_adam(0.1),
+    "reduce_on_plateau": lambda: optax.chain(
+        optax.adam(0.1), contrib.reduce_on_plateau(patience=1, cooldown=0, rtol=0.5)
+    ),
+    "in several steps": lambda: optax.MultiSteps(optax.polyak_sgd(0.5), 2),
+}
+MODES = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "sharded": {"shard_update": True},
+    "half the precision": {"reduce_dtype": "bfloat16"},
+}
+
+
+def both_rules(name, options):
+    rule = optax_optimizer.OptaxOptimizer(RULES[name](), name="opt")
+    rule = cross_shard.CrossShardOptimizer(rule, **options)
+    return loss_scale.MixedPrecisionLossScaleOptimizer(rule, 1024.0)
+
+
+def on_the_whole_batch(name, weight):
+    """Returns the parameters after some steps of the transformation alone, in float64."""
+    transformation = RULES[name]()
+    params, x = harness.params(np.float64), harness.batch(np.float64)
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(lambda p: weight * harness.loss(p, x))(params)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = transformation.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    with jax.numpy_dtype_promotion("standard"):
+        state = transformation.init(params)
+    for _ in range(STEPS):
+        params, state = step(params, state)
+    return params
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", RULES)
+def test_replicas_follow_the_transformation_on_the_whole_batch(name, mode):
+    replicas, options = 4, MODES[mode]
+    with jax.enable_x64(True):
+        make = lambda: both_rules(name, options)
+        step = harness.transform_step(make)
+        run, store, _ = harness.sharded(step, make, replicas)
+        params, x = harness.params(np.float64), harness.batch(np.float64)
+        _, state = step.init(None, params, x)
+        state, run, count = store(state), jax.jit(run), 0
+        for _ in range(STEPS):
+            (_, params, count), state = run(params, state, x, count)
+        expected = on_the_whole_batch(name, replicas if mode == "sum" else 1)
+        # float64 has 16 digits, of which sums in another order and some rules lose half; bfloat16 has 2 to 3.
+        tolerance = 2e-2 if mode == "half the precision" else 1e-8
+        harness.assert_close(params, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_loss_of_micro_batches_is_their_sum():
+    params, x = harness.params(), harness.batch()
+    make = lambda: optax_optimizer.OptaxOptimizer(optax.polyak_sgd(0.5))
+
+    def step(p, parts):
+        part_loss = lambda p, part: harness.loss(p, part) / len(parts)
+        return make().minimize(gradients.MicroBatches(part_loss, parts), p)[1]
+
+    step = hk.transform_with_state(step)
+    ends = []
+    for count in (1, 4):
+        parts = x.reshape(count, -1, x.shape[1])
+        _, state = step.init(None, params, parts)
+        ends.append(step.apply({}, state, None, params, parts)[0])
+    harness.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_alone_are_refused():
+    params = harness.params()
+    step = hk.transform_with_state(
+        lambda: optax_optimizer.OptaxOptimizer(optax.polyak_sgd(), name="polyak").apply_gradients(
+            jax.tree.map(jnp.ones_like, params), params
+        )
+    )
+    _, state = step.init(None)
+    with pytest.raises(
+        errors.UserError, match="update of polyak needs the loss.*compute_gradients"
+    ):
+        step.apply({}, state, None)
