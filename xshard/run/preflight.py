@@ -71,8 +71,9 @@ def programs(
     with cross_shard.recording() as rules:
         traced_step = train_step.trace(state, batch)
     _check_reduction(experiment, rules)
-    _check_equal(experiment, mesh, state, traced_step.jaxpr)
-    _check_integers(experiment, mesh, traced_step)
+    outputs = varying.mapped_outputs(traced_step.jaxpr.jaxpr)
+    _check_equal(experiment, mesh, state, *outputs)
+    _check_integers(experiment, mesh, traced_step.out_info, *outputs)
     _check_rules(experiment, mesh, state, batch, traced_step.jaxpr)
     predict = jitted_predict(experiment, mesh)
     whole = mesh_lib.sharding(mesh)
@@ -192,13 +193,20 @@ def _check_equal(
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
-    jaxpr: jax_internals.ClosedJaxpr,
+    differing: Sequence[varying.Axes],
+    declared: Sequence[varying.Axes],
 ) -> None:
     """Raises UserError if the step may leave state that differs between replicas without being declared as such.
 
     A checkpoint holds one copy of undeclared state. After a resume all replicas would continue from that copy.
+
+    Args:
+      experiment: the experiment.
+      mesh: the run's mesh.
+      state: the shapes of the run's state.
+      differing: the axes along which each output of the step differs.
+      declared: the axes along which each is declared to differ.
     """
-    differing, declared = varying.mapped_outputs(jaxpr.jaxpr)
     several = _several(mesh)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     # The step's outputs begin with the state. A checkpoint holds none of the outputs after it.
@@ -225,11 +233,22 @@ def _check_equal(
 
 
 def _check_integers(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, traced: Any
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    stepped: Any,
+    differing: Sequence[varying.Axes],
+    declared: Sequence[varying.Axes],
 ) -> None:
-    """Raises UserError if an integer that the step logs may differ between replicas: the mean that a row has is no integer."""
-    differing, declared = varying.mapped_outputs(traced.jaxpr.jaxpr)
-    leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
+    """Raises UserError if an integer that the step logs may differ between replicas: the mean that a row has is no integer.
+
+    Args:
+      experiment: the experiment.
+      mesh: the run's mesh.
+      stepped: the shapes of the step's outputs.
+      differing: the axes along which each output of the step differs.
+      declared: the axes along which each is declared to differ.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(stepped)
     several = _several(mesh)
     for (path, leaf), own, axes in zip(leaves, declared, differing, strict=True):
         name = trees.path_name(path)
