@@ -104,8 +104,17 @@ def test_an_integer_that_differs_between_replicas_is_refused(tmp_path):
             loop.Run(config.lock(), str(tmp_path / count))
 
 
+class ReadsEarly(toy.Wide):
+    """Reads a key of the config that its constructor receives."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.early = config.early.rate
+
+
 def test_keys_that_nothing_reads_are_named(tmp_path, capsys):
-    config = make_config("tests.toy.Wide")
+    config = make_config("tests.preflight_test.ReadsEarly")
+    config.early = {"rate": 0.1, "late": 0.2}
     config.steps = 1
     config.optimizer.warmup = 100
     config.rates = {"first": 0.1, "second": 0.2}
@@ -117,5 +126,7 @@ def test_keys_that_nothing_reads_are_named(tmp_path, capsys):
     # The config of the small experiment has keys of its variants too.
     names = said.partition("no code has read these keys of the config so far: ")[2]
     names = set(names.partition(". If")[0].split(", "))
-    assert names >= {"optimizer.warmup", "rates.first", "rates.second"}
-    assert names.isdisjoint({"optimizer.learning_rate", "width", "hidden", "batch_size"})
+    assert names >= {"optimizer.warmup", "rates.first", "rates.second", "early.late"}
+    assert names.isdisjoint(
+        {"early.rate", "optimizer.learning_rate", "width", "hidden", "batch_size"}
+    )

@@ -147,7 +147,9 @@ class Experiment(abc.ABC):
 
         The copy records which keys are read, and a run names those of the experiment's own that are not.
         """
-        self.config = config_lib.ReadConfig(config)
+        if not isinstance(config, config_lib.ReadConfig):
+            config = config_lib.ReadConfig(config)
+        self.config = config
 
     @abc.abstractmethod
     def init(self, key: jax.Array, batch: Batch) -> Any:

@@ -60,7 +60,8 @@ class Run:
         self.clock, self.terminal = clock_lib.Clock(), terminal_lib.Terminal(config.steps, show)
         self.workdir, self._watch = workdir.Workdir(directory), watch
         self.mesh = experiment_lib.mesh_of(config)
-        self.experiment = experiment_lib.load(config.experiment)(config)
+        # Frozen already, so that what the constructor reads is recorded too.
+        self.experiment = experiment_lib.load(config.experiment)(config_lib.ReadConfig(config))
         self.doing(status.READING)
         self.batches = preflight.train_batches(self.experiment, self.mesh)
         self.doing(status.READING_EVALUATION)
