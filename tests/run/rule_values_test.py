@@ -89,12 +89,16 @@ class NoisyUpdate(xshard.Optimizer):
 
 
 class ByIndex(xshard.Optimizer):
-    """Scales the update by the replica's index."""
+    """Scales the update by the replica's index, or by what is declared to be equal on all replicas."""
+
+    def __init__(self, declare=lambda index: index):
+        super().__init__(name="by_index")
+        self._declare = declare
 
     def update(self, grads, params):
         if hk.running_init():
             return params
-        index = jax.lax.axis_index("replica").astype(jnp.float32)
+        index = self._declare(jax.lax.axis_index("replica")).astype(jnp.float32)
         return per_array(lambda g, p: p - 0.01 * index * g, grads, params)
 
 
@@ -151,6 +155,7 @@ ACCEPTED = {
     "largest loss": lambda reduction: reduced(ByLoss(gathered), reduction),
     "vote by the mean loss": lambda reduction: reduced(VotesByLoss(mean), reduction),
     "noise in the update": lambda reduction: reduced(NoisyUpdate(), reduction),
+    "declared equal": lambda reduction: reduced(ByIndex(xshard.equal_on_replicas), reduction),
     "plain": lambda reduction: reduced(sgd(), reduction),
 }
 OTHERS = {
@@ -183,7 +188,7 @@ def start(tmp_path, rule, mode, **changes):
 
 
 # The rules that use no gradient or loss of a replica's own, which there is none of with parameters in shards.
-OF_THE_SUM = ("own keys", "own index", "noise in the update", "plain")
+OF_THE_SUM = ("own keys", "own index", "noise in the update", "declared equal", "plain")
 
 
 def modes_of(rules):
@@ -191,7 +196,10 @@ def modes_of(rules):
     pairs = []
     for rule in rules:
         for mode in MODES:
-            if mode != "shard_params" or rule in OF_THE_SUM:
+            has_no_own = mode == "shard_params" and rule not in OF_THE_SUM
+            # Exact sums take no declaration: the step is divided where values become equal.
+            takes_none = mode.startswith("exact") and rule == "declared equal"
+            if not has_no_own and not takes_none:
                 pairs.append((rule, mode))
     return pairs
 

@@ -21,7 +21,7 @@ from jax import lax
 from xshard import jax_internals
 from xshard.optimizers import layers as layers_lib
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import primitives, shards, values
+from xshard.optimizers import primitives, shards, values, varying
 
 # Whether a function is being traced for evaluation on shards.
 _TRACING = contextvars.ContextVar("tracing", default=False)
@@ -127,6 +127,8 @@ class _Evaluator:
         return values.whole(self._gather(value, shape), shape)
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if eqn.params.get("name") == varying.EQUAL:
+            return [self._declared(value) for value in operands[: len(eqn.outvars)]]
         called = primitives.called(eqn)
         if called is not None:
             # The operands are passed on unchanged, since only the program's own equations decide what they need.
@@ -247,6 +249,13 @@ class _Evaluator:
         results = self.run(program, operands)
         self._scopes.pop()
         return results
+
+    def _declared(self, value: Any) -> Any:
+        """The value, which a rule declares equal on all replicas; the analysis of the step sees it declared."""
+        value = self._total(value)
+        if isinstance(value, values.Layers):
+            return value
+        return values.like(value, varying.equal_on_replicas(values.raw(value)))
 
     def _own(
         self, value: Any, shape: tuple[int, ...], out: tuple[int, ...], layout: layouts_lib.Layout
