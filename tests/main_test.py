@@ -1,6 +1,9 @@
 """Tests of the program as a user runs it: bad input gives one clear message, and no file is lost."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -295,3 +298,18 @@ def test_a_flag_for_a_value_of_none_is_refused_with_the_cure(tmp_path, run):
     code, _, err = run(f"--config={config}", f"--workdir={tmp_path}/run", "--config.plain=1.0")
     assert code == 1 and err.startswith("error: --config.plain: the config file sets this key to")
     assert "ml_collections.config_dict.placeholder(float)" in err
+
+
+def test_a_signal_during_the_imports_is_a_stop(tmp_path):
+    """Only a new interpreter imports anything. The import of Haiku is where the signal comes."""
+    (tmp_path / "haiku.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(600)\n"
+    )
+    environment = harness.environment()
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
+    command = [sys.executable, "-m", "xshard.main", "--config=tests/toy.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 42
+    assert done.stderr.endswith(
+        "SIGTERM: stopped before the run began; there was nothing to save.\n"
+    )

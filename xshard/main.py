@@ -20,6 +20,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
+from xshard.pod import signals
+
+if __name__ == "__main__":
+    # Before the processes join there is nothing to save, and `signals.SignalReceiver` takes the signals over after that. A
+    # scheduler may stop the run already during the imports below, which take a second or more.
+    signals.exit_on_signal()
+
 import haiku as hk
 import jax
 from absl import flags, logging
@@ -30,7 +37,7 @@ from xshard import config as config_lib
 from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval, profiling
-from xshard.pod import handshake, monitor, notice, process_spec, signals, startup
+from xshard.pod import handshake, monitor, notice, process_spec, startup
 from xshard.pod import origin as origin_lib
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -267,8 +274,6 @@ def _command() -> str:
 
 
 if __name__ == "__main__":
-    # Before the processes join there is nothing to save. `signals.SignalReceiver` takes the signals over after that.
-    signals.exit_on_signal()
     # What has been imported stays, so the garbage collector need not search it while programs are traced.
     gc.freeze()
     sys.exit(run())
