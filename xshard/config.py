@@ -79,10 +79,8 @@ def unread(read: ReadConfig, config: ml_collections.ConfigDict) -> list[str]:
       read: the copy of the config that the run reads.
       config: the config.
     """
-    own = read.unread()
-    for key in KEYS:
-        if key.name in own:
-            own.remove(key.name)
+    known = {key.name for key in KEYS}
+    own = [name for name in read.unread() if name not in known]
     return [name for name in own if not _is_reference(config, name)]
 
 

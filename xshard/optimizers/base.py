@@ -45,26 +45,26 @@ def _without_state(method: Callable[..., Any]) -> Callable[..., Any]:
     state of the method's own would go to the caller's module, where no phase of the rule finds it.
     """
 
-    def refuse(name: str) -> None:
-        raise errors.UserError(
-            f"{method.__qualname__} keeps the state {name!r}, which would go to the module that calls the rule, where no "
-            "phase finds it. Keep a value for this step's phases as an attribute, self.value = value. State that later steps "
-            "need belongs in aggregate, vote or update, or in a method of another name."
-        )
-
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope = hk.experimental.current_name()
-        is_own = lambda: not _IN_LOSS.get() and hk.experimental.current_name() == scope
+
+        def check(context: Any) -> None:
+            if _IN_LOSS.get() or hk.experimental.current_name() != scope:
+                return
+            name = context.full_name.rpartition("/")[2]
+            raise errors.UserError(
+                f"{method.__qualname__} keeps the state {name!r}, which would go to the module that calls the rule, where no "
+                "phase finds it. Keep a value for this step's phases as an attribute, self.value = value. State that later "
+                "steps need belongs in aggregate, vote or update, or in a method of another name."
+            )
 
         def create(make: Any, shape: Any, dtype: Any, init: Any, context: Any) -> Any:
-            if is_own():
-                refuse(context.full_name.rpartition("/")[2])
+            check(context)
             return make(shape, dtype, init)
 
         def write(set_value: Any, value: Any, context: Any) -> Any:
-            if is_own():
-                refuse(context.full_name.rpartition("/")[2])
+            check(context)
             return set_value(value)
 
         if args and callable(args[0]):

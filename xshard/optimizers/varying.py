@@ -64,13 +64,19 @@ def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
     return marked(EQUAL, tree, given)
 
 
+def mapped_equation(jaxpr: jax_internals.Jaxpr) -> Any:
+    """The one equation of a program on all replicas that maps a replica's program: its `jax.shard_map`."""
+    (mapped,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    return mapped
+
+
 def mapped_outputs(jaxpr: jax_internals.Jaxpr) -> tuple[list[Axes], list[Axes]]:
     """The axes along which each result of a program on all replicas differs, and the axes that its spec declares.
 
     Args:
       jaxpr: the program, which contains one `jax.shard_map`. All computation before that is on whole arrays.
     """
-    (mapped,) = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    mapped = mapped_equation(jaxpr).params
     inputs = list(map(of_spec, mapped["in_specs"]))
     declared = list(map(of_spec, mapped["out_specs"]))
     return outputs(jax_internals.opened(mapped["jaxpr"]), inputs), declared

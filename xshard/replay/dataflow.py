@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from xshard import errors, jax_internals
-from xshard.optimizers import inspection, trees
+from xshard.optimizers import inspection, trees, varying
 
 # Equations that are inlined, and the parameter that holds their body.
 INLINED = {
@@ -119,7 +119,7 @@ class Program:
         self.values: list[Value] = []
         self._loops = 0
         self.whole = traced.jaxpr
-        (self.mapped,) = (e for e in self.whole.jaxpr.eqns if e.primitive.name == "shard_map")
+        self.mapped = varying.mapped_equation(self.whole.jaxpr)
         leaves = jax.tree_util.tree_leaves_with_path(arguments)
         forms = ("the state {}", "the batch's {}")
         names = [_named(path[1:], forms[path[0].idx]) for path, _ in leaves]

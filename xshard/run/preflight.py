@@ -71,9 +71,7 @@ def programs(
     with cross_shard.recording() as rules:
         traced_step = train_step.trace(state, batch)
     _check_reduction(experiment, rules)
-    outputs = varying.mapped_outputs(traced_step.jaxpr.jaxpr)
-    _check_equal(experiment, mesh, state, *outputs)
-    _check_integers(experiment, mesh, traced_step.out_info, *outputs)
+    _check_equal(experiment, mesh, state, traced_step)
     _check_rules(experiment, mesh, state, batch, traced_step.jaxpr)
     predict = jitted_predict(experiment, mesh)
     whole = mesh_lib.sharding(mesh)
@@ -193,27 +191,34 @@ def _check_equal(
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
-    differing: Sequence[varying.Axes],
-    declared: Sequence[varying.Axes],
+    traced: Any,
 ) -> None:
-    """Raises UserError if the step may leave state that differs between replicas without being declared as such.
+    """Raises UserError if outputs of the step may differ between replicas without being declared as such.
 
-    A checkpoint holds one copy of undeclared state. After a resume all replicas would continue from that copy.
+    A checkpoint holds one copy of undeclared state. After a resume all replicas would continue from that copy. A row holds
+    one number of all replicas: their mean, which for integers is none.
 
     Args:
       experiment: the experiment.
       mesh: the run's mesh.
       state: the shapes of the run's state.
-      differing: the axes along which each output of the step differs.
-      declared: the axes along which each is declared to differ.
+      traced: the traced step.
     """
+    differing, declared = varying.mapped_outputs(traced.jaxpr.jaxpr)
     several = _several(mesh)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    # The step's outputs begin with the state. A checkpoint holds none of the outputs after it.
-    for (path, leaf), own, axes in zip(leaves, declared, differing, strict=False):
+    leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
+    for (path, leaf), own, axes in zip(leaves, declared, differing, strict=True):
         if not (axes - own) & several:
             continue
-        name = trees.path_name(path)
+        kind, _, name = trees.path_name(path).partition("/")
+        if kind == "metrics" and jnp.issubdtype(leaf.dtype, jnp.integer):
+            raise errors.UserError(
+                f"{contract.describe_method(experiment.train_step)} returns the integer {name!r}, which differs between the "
+                "replicas. A row has one number of all of them, and integers are logged as they are: return "
+                "jax.lax.psum(x, ('slice', 'replica')) for the sum, or x.astype(jnp.float32) for the mean."
+            )
+        if kind != "state":
+            continue
         why = (
             f"{name!r}, of type {leaf.dtype}, which differs between the replicas: it depends on each replica's part of the "
             "batch, key or index"
@@ -232,37 +237,6 @@ def _check_equal(
         )
 
 
-def _check_integers(
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    stepped: Any,
-    differing: Sequence[varying.Axes],
-    declared: Sequence[varying.Axes],
-) -> None:
-    """Raises UserError if an integer that the step logs may differ between replicas: the mean that a row has is no integer.
-
-    Args:
-      experiment: the experiment.
-      mesh: the run's mesh.
-      stepped: the shapes of the step's outputs.
-      differing: the axes along which each output of the step differs.
-      declared: the axes along which each is declared to differ.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(stepped)
-    several = _several(mesh)
-    for (path, leaf), own, axes in zip(leaves, declared, differing, strict=True):
-        name = trees.path_name(path)
-        is_metric = name.startswith("metrics/") and jnp.issubdtype(leaf.dtype, jnp.integer)
-        if not is_metric or not (axes - own) & several:
-            continue
-        name = name.removeprefix("metrics/")
-        raise errors.UserError(
-            f"{contract.describe_method(experiment.train_step)} returns the integer {name!r}, which differs between the replicas. A "
-            "row has one number of all of them, and integers are logged as they are: return jax.lax.psum(x, ('slice', "
-            "'replica')) for the sum, or x.astype(jnp.float32) for the mean."
-        )
-
-
 def _check_rules(
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
@@ -271,22 +245,17 @@ def _check_rules(
     jaxpr: jax_internals.ClosedJaxpr,
 ) -> None:
     """Raises UserError if a rule's update depends on a replica's own values; see `rule_values`."""
-    inputs = []
-    for path, _ in jax.tree_util.tree_leaves_with_path((state, batch)):
-        name = trees.path_name(path[1:])
-        of_state = path[0].idx == 0
-        inputs.append(of_state and _is_learners(name, state))
-    several = frozenset(axis for axis in varying.ALL if mesh.shape[axis] > 1)
+    none = jax.tree.map(lambda _: False, state)
+    of_learners = state_lib.map_learners(lambda _, x: jax.tree.map(lambda _: True, x), none)
+    inputs = jax.tree.leaves((of_learners, jax.tree.map(lambda _: False, batch)))
     # Supervised has a method that makes its rule; other experiments make theirs where they like.
     maker = getattr(experiment, "optimizer", experiment.train_step)
-    rule_values.check(jaxpr.jaxpr, inputs, several, contract.describe_method(maker))
+    rule_values.check(jaxpr.jaxpr, inputs, _long(mesh), contract.describe_method(maker))
 
 
-def _is_learners(name: str, state: state_lib.TrainState) -> bool:
-    """Returns whether the array of this path in a state belongs to a learner."""
-    return any(
-        not learner or name.startswith(f"{learner}/") for learner in state_lib.learners(state)
-    )
+def _long(mesh: jax.sharding.Mesh) -> varying.Axes:
+    """Returns the mesh axes of groups and replicas with a size above 1."""
+    return frozenset(axis for axis in varying.ALL if mesh.shape[axis] > 1)
 
 
 def _several(mesh: jax.sharding.Mesh) -> varying.Axes:
@@ -294,8 +263,8 @@ def _several(mesh: jax.sharding.Mesh) -> varying.Axes:
 
     With a single replica the replica axis counts too, so that one replica refuses the programs that several refuse.
     """
-    several = {axis for axis in varying.ALL if mesh.shape[axis] > 1}
-    return frozenset(several if several & {*mesh_lib.REPLICAS} else several | {mesh_lib.REPLICA})
+    several = _long(mesh)
+    return several if several & {*mesh_lib.REPLICAS} else several | {mesh_lib.REPLICA}
 
 
 class _PredictedError(BaseException):

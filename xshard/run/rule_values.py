@@ -39,7 +39,7 @@ def check(
     if not own:
         # One replica has no values of its own, and its program shows no sums.
         return
-    (mapped,) = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    mapped = varying.mapped_equation(jaxpr).params
     # The constants of the program come before its arguments.
     specs = mapped["in_specs"]
     constants = [False] * (len(specs) - len(inputs))
